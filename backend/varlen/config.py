@@ -1,0 +1,120 @@
+"""The engine's settings: the `parameters { }` of config.pbtxt, typed and checked.
+
+Every setting has a default, so an empty set is a working one. A setting that depends on the checkpoint (its task, its longest
+sequence) is None here until the checkpoint is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Literal, TypeAlias, get_args
+
+from varlen.errors import ConfigError
+
+Task: TypeAlias = Literal["embed", "hidden", "classify", "rerank", "token_classify"]
+DType: TypeAlias = Literal["auto", "fp32", "bf16"]
+Device: TypeAlias = Literal["auto", "cpu"]
+PolicyName: TypeAlias = Literal["token_budget"]
+
+DEFAULT_MAX_BATCH_TOKENS = 4096
+
+# Parameters that the server's python backend reads itself; they pass unchecked.
+SERVER_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How one model is run.
+
+    Attributes:
+        task: what the model answers; None takes the checkpoint's own.
+        device: where it runs; `auto` is the CPU.
+        dtype: of weights and activations; `auto` is bf16 where the CPU multiplies it natively, else fp32.
+        policy: how batches are chosen.
+        max_batch_tokens: most tokens that run together.
+        max_sequence_tokens: longest sequence accepted, in tokens; None takes the checkpoint's own limit.
+        max_queued_requests: most requests that wait; past it callers get UNAVAILABLE.
+        max_queued_tokens: most tokens that wait; past it callers get UNAVAILABLE.
+        max_text_bytes: longest text accepted, in bytes of UTF-8, checked before it is tokenized.
+        threads: cores that one batch uses; 0 is all that this process may use.
+    """
+
+    task: Task | None = None
+    device: Device = "auto"
+    dtype: DType = "auto"
+    policy: PolicyName = "token_budget"
+    max_batch_tokens: int = DEFAULT_MAX_BATCH_TOKENS
+    max_sequence_tokens: int | None = None
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 262_144
+    max_text_bytes: int = 65_536
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            _check_choice(name, getattr(self, name), allowed)
+        for name, lowest in _LOWEST.items():
+            _check_integer(name, getattr(self, name), lowest)
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> "EngineConfig":
+        """Return the settings that a config.pbtxt's `parameters` spell out.
+
+        Args:
+            parameters: key to string_value, as the server hands them over.
+
+        Raises:
+            ConfigError: a key is unknown or a value is not allowed; the message names the key, the value and what is allowed.
+        """
+        known = [field.name for field in fields(cls)]
+        settings: dict[str, str | int] = {}
+        for key, text in parameters.items():
+            if key in SERVER_PARAMETERS:
+                continue
+            if key not in known:
+                raise ConfigError(_unknown_parameter(key, known))
+            settings[key] = _integer(key, text) if key in _LOWEST else text
+        return cls(**settings)  # type: ignore[arg-type]  # __post_init__ checks every value
+
+
+# Settings of a few words, and of numbers with the least value allowed.
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "task": get_args(Task),
+    "device": get_args(Device),
+    "dtype": get_args(DType),
+    "policy": get_args(PolicyName),
+}
+_LOWEST = {
+    "max_batch_tokens": 1,
+    "max_sequence_tokens": 1,
+    "max_queued_requests": 1,
+    "max_queued_tokens": 1,
+    "max_text_bytes": 1,
+    "threads": 0,
+}
+_MAY_BE_NONE = frozenset({"task", "max_sequence_tokens"})
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed and not (value is None and name in _MAY_BE_NONE):
+        raise ConfigError(f'{name} is "{value}"; allowed: {", ".join(allowed)}')
+
+
+def _check_integer(name: str, value: object, lowest: int) -> None:
+    if value is None and name in _MAY_BE_NONE:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+        raise ConfigError(f"{name} is {value!r}; allowed: whole numbers from {lowest}")
+
+
+def _integer(key: str, text: str) -> int:
+    # isdecimal also takes other scripts' digits, which int() reads; a sign, a point or a space is refused
+    if not text.isdecimal():
+        raise ConfigError(f'{key} is "{text}"; allowed: whole numbers from {_LOWEST[key]}')
+    return int(text)
+
+
+def _unknown_parameter(key: str, known: list[str]) -> str:
+    close = get_close_matches(key, known, n=1)
+    hint = f' Did you mean "{close[0]}"?' if close else ""
+    return f'unknown parameter "{key}".{hint} Allowed: {", ".join(known)}'

@@ -1,0 +1,157 @@
+"""The engine in process, without a server: a few lines in any Python program."""
+
+from collections.abc import Sequence as AnySequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.config import DEFAULT_MAX_BATCH_TOKENS, Device, DType, EngineConfig, Task
+from varlen.errors import ConfigError, RequestError
+from varlen.metrics import Stats
+from varlen.request import Float32Array, Request, Sequence
+from varlen.service import Service
+from varlen.tokenization import Text
+
+TokenIds: TypeAlias = AnySequence[int] | npt.NDArray[np.integer]
+Inputs: TypeAlias = AnySequence[Text] | AnySequence[TokenIds]
+
+# In process the caller's own memory is the queue's bound.
+_NO_CAP = 2**62
+
+
+class Encoder:
+    """A loaded encoder. Its methods may be called from several threads: their sequences share batches.
+
+    Inputs are texts, pairs of texts (tuples), or rows of token ids. A text that is too long is an error unless `truncate`.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        task: Task | None = None,
+        device: Device = "auto",
+        dtype: DType = "auto",
+        threads: int = 0,
+        max_batch_tokens: int = DEFAULT_MAX_BATCH_TOKENS,
+        max_sequence_tokens: int | None = None,
+    ) -> "Encoder":
+        """Return the encoder of a Hugging Face checkpoint folder, ready to run.
+
+        Args:
+            folder: holds config.json, tokenizer.json and safetensors weights.
+            task: what it answers; None takes the checkpoint's own.
+            device, dtype, threads, max_batch_tokens, max_sequence_tokens: see `EngineConfig`.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or of a kind that is not served.
+            ConfigError: a setting is out of range or does not fit the checkpoint.
+        """
+        config = EngineConfig(
+            task=task,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            max_batch_tokens=max_batch_tokens,
+            max_sequence_tokens=max_sequence_tokens,
+            max_queued_requests=_NO_CAP,
+            max_queued_tokens=_NO_CAP,
+            max_text_bytes=_NO_CAP,
+        )
+        return cls(Service.load(folder, config, Stats()))
+
+    @property
+    def task(self) -> Task:
+        """What it answers."""
+        return self._service.task
+
+    def embed(
+        self, inputs: Inputs, *, normalize: bool | None = None, truncate: bool = False
+    ) -> Float32Array:
+        """Return one vector per input, `[inputs, hidden]` fp32.
+
+        Args:
+            inputs: texts or rows of token ids.
+            normalize: divide each vector by its length; None does what the checkpoint says.
+            truncate: cut texts that are too long.
+
+        Raises:
+            RequestError: an input cannot be served; the message names its row.
+        """
+        normalize = self._service.checkpoint.normalize if normalize is None else normalize
+        return np.stack(self._run(("embed",), inputs, truncate, normalize))
+
+    def classify(self, inputs: Inputs, *, truncate: bool = False) -> Float32Array:
+        """Return the logits of each input, `[inputs, labels]` fp32; for pairs too, as rerankers take them."""
+        return np.stack(self._run(("classify", "rerank"), inputs, truncate))
+
+    def hidden(self, inputs: Inputs, *, truncate: bool = False) -> list[Float32Array]:
+        """Return the last hidden state of each input, `[tokens, hidden]` fp32."""
+        return self._run(("hidden",), inputs, truncate)
+
+    def token_classify(self, inputs: Inputs, *, truncate: bool = False) -> list[Float32Array]:
+        """Return the logits of each token of each input, `[tokens, labels]` fp32."""
+        return self._run(("token_classify",), inputs, truncate)
+
+    def close(self) -> None:
+        """Finish what runs and stop the engine."""
+        self._service.close()
+
+    def __enter__(self) -> "Encoder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(
+        self, tasks: tuple[Task, ...], inputs: Inputs, truncate: bool, normalize: bool = False
+    ) -> list[Float32Array]:
+        if self.task not in tasks:
+            raise ConfigError(f'this encoder was loaded for the task "{self.task}", not {tasks[0]}')
+        sequences = self._sequences(inputs, truncate)
+        # neighbours of one length share an attention call, so a long list runs sorted
+        order = sorted(range(len(sequences)), key=lambda i: sequences[i].num_tokens)
+        reply = _FutureReply()
+        request = Request(tuple(sequences[i] for i in order), normalize)
+        self._service.engine.submit(request, reply)
+        answers: list[Float32Array | None] = [None] * len(order)
+        for index, row in zip(order, reply.rows.result(), strict=True):
+            answers[index] = row
+        return cast(list[Float32Array], answers)
+
+    def _sequences(self, inputs: Inputs, truncate: bool) -> tuple[Sequence, ...]:
+        if isinstance(inputs, str):
+            raise RequestError("inputs is one string; send a list of them")
+        if len(inputs) and isinstance(inputs[0], (str, tuple)):
+            return self._service.intake.texts(cast(AnySequence[Text], inputs), truncate=truncate)
+        rows = [np.asarray(row, dtype=np.int64) for row in inputs]
+        return self._service.intake.token_ids(rows)
+
+
+class _FutureReply:
+    """Gives the answer to the thread that waits for it."""
+
+    def __init__(self) -> None:
+        self.rows: Future[AnySequence[Float32Array]] = Future()
+
+    def is_cancelled(self) -> bool:
+        return False
+
+    def succeed(self, rows: AnySequence[Float32Array]) -> None:
+        self.rows.set_result(rows)
+
+    def fail(self, error: Exception) -> None:
+        self.rows.set_exception(error)

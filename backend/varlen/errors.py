@@ -1,0 +1,41 @@
+"""What can go wrong, by whose fault it is.
+
+VarlenError
+├── RequestError       the caller's fault: this request cannot be served as it is
+├── QueueFullError     nobody's fault: the same request may pass later
+├── RequestCancelled   the caller went away before the request ran
+├── EngineError        ours: running the request failed
+├── ConfigError        the operator's fault: a setting is unknown or out of range
+└── CheckpointError    the operator's fault: the checkpoint is incomplete or of a kind we do not serve
+
+Every message is safe to send to a client: it says what came and what is allowed, and names no path.
+`CheckpointError` and `ConfigError` end a load and reach the operator only.
+"""
+
+
+class VarlenError(Exception):
+    """The base of all errors that varlen raises on purpose."""
+
+
+class RequestError(VarlenError):
+    """The request cannot be served as it is; sending it again gives the same answer."""
+
+
+class QueueFullError(VarlenError):
+    """A cap on waiting work is reached; the same request may pass later."""
+
+
+class RequestCancelled(VarlenError):
+    """The client cancelled, disconnected or let its deadline pass before the request ran."""
+
+
+class EngineError(VarlenError):
+    """Running the request failed through no fault of the caller."""
+
+
+class ConfigError(VarlenError):
+    """A setting of the model's config.pbtxt, or of `Encoder.from_pretrained`, is unknown or out of range."""
+
+
+class CheckpointError(VarlenError):
+    """A checkpoint lacks a file or a tensor, or is of a family that varlen does not serve."""

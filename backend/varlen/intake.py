@@ -1,0 +1,122 @@
+"""The edge: what a caller sends becomes checked sequences, or an error that says what came and what is allowed.
+
+Both ways in, the server's tensors and in-process calls, pass here. Behind it, inputs are trusted.
+"""
+
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import RequestError
+from varlen.request import Sequence
+from varlen.tokenization import Text, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one sequence may hold.
+
+    Attributes:
+        max_sequence_tokens: longest sequence, in tokens.
+        max_text_bytes: longest text, in bytes of UTF-8; of a pair, each text.
+        vocab_size, type_vocab_size: token ids and token type ids are below these.
+    """
+
+    max_sequence_tokens: int
+    max_text_bytes: int
+    vocab_size: int
+    type_vocab_size: int
+
+
+class Intake:
+    """Checks what comes for one model and tokenizes it. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+
+    def texts(self, texts: AnySequence[Text], *, truncate: bool) -> tuple[Sequence, ...]:
+        """Return the sequences of texts or pairs of texts.
+
+        Args:
+            texts: one per row.
+            truncate: cut what is too long instead of refusing it.
+
+        Raises:
+            RequestError: a text is empty, too long, or holds a NUL; the message names the row.
+        """
+        if not texts:
+            raise RequestError("no text came; send at least one row")
+        for row, text in enumerate(texts):
+            for part in text if isinstance(text, tuple) else (text,):
+                self._check_text(row, part)
+        sequences = self._tokenizer.encode(texts, truncate=truncate)
+        most = self._limits.max_sequence_tokens
+        for row, sequence in enumerate(sequences):
+            if sequence.num_tokens > most:
+                raise RequestError(
+                    f"row {row}: text has {sequence.num_tokens} tokens; this model takes at most {most}"
+                    " (truncate=true cuts it)"
+                )
+        return tuple(sequences)
+
+    def token_ids(
+        self,
+        rows: AnySequence[npt.NDArray[np.int64]],
+        type_rows: AnySequence[npt.NDArray[np.int64]] | None = None,
+    ) -> tuple[Sequence, ...]:
+        """Return the sequences of rows of token ids.
+
+        Args:
+            rows: `[tokens]` each, special tokens included.
+            type_rows: token type ids of the same lengths, or None for all zero.
+
+        Raises:
+            RequestError: a row is empty or too long, or an id is out of range; the message names the row.
+        """
+        if not len(rows):
+            raise RequestError("no token ids came; send at least one row")
+        types = type_rows if type_rows is not None else [None] * len(rows)
+        return tuple(self._sequence(row, ids, types[row]) for row, ids in enumerate(rows))
+
+    def _sequence(
+        self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None
+    ) -> Sequence:
+        limits = self._limits
+        if not len(ids):
+            raise RequestError(f"row {row}: input_ids has no tokens; send at least one")
+        if len(ids) > limits.max_sequence_tokens:
+            raise RequestError(
+                f"row {row}: input_ids has {len(ids)} tokens; this model takes at most {limits.max_sequence_tokens}"
+            )
+        _check_range(row, "input_ids", ids, limits.vocab_size)
+        if types is not None:
+            _check_range(row, "token_type_ids", types, limits.type_vocab_size)
+        return Sequence(
+            ids.astype(np.int32), None if types is None else types.astype(np.int32)
+        )
+
+    def _check_text(self, row: int, text: str) -> None:
+        if not isinstance(text, str):
+            raise RequestError(f"row {row}: text is a {type(text).__name__}; send a string")
+        if not text.strip():
+            raise RequestError(f"row {row}: text is empty; send at least one word")
+        if "\0" in text:
+            raise RequestError(f"row {row}: text holds a NUL character; remove it")
+        try:
+            size = len(text.encode("utf-8"))
+        except UnicodeEncodeError:
+            raise RequestError(f"row {row}: text holds half a surrogate pair; send valid Unicode") from None
+        if size > self._limits.max_text_bytes:
+            raise RequestError(
+                f"row {row}: text has {size} bytes; this model takes at most {self._limits.max_text_bytes}"
+            )
+
+
+def _check_range(row: int, name: str, ids: npt.NDArray[np.int64], size: int) -> None:
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
+        raise RequestError(f"row {row}: {name} holds {wrong}; this model takes 0 to {size - 1}")

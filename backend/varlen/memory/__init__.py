@@ -1,0 +1,1 @@
+"""Where the intermediates of a forward pass live."""

@@ -1,0 +1,162 @@
+"""What is counted, and how it reaches the server's /metrics.
+
+Engine and sender threads add to plain counters. One thread of its own carries them over to the server now and then, since each call
+there is a round trip between processes. Names, units and meanings are in `METRICS`.
+"""
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from threading import Event, Lock, Thread
+from typing import Literal, Protocol, TypeAlias, get_args
+
+_log = logging.getLogger(__name__)
+
+Outcome: TypeAlias = Literal["ok", "invalid", "refused", "cancelled", "failed"]
+HistogramName: TypeAlias = Literal[
+    "varlen_queue_wait_seconds",
+    "varlen_request_latency_seconds",
+    "varlen_batch_sequences",
+    "varlen_batch_tokens",
+]
+CounterName: TypeAlias = Literal["varlen_sequences_total", "varlen_tokens_total"]
+
+_SECONDS = [0.001 * 2**power for power in range(16)]
+_POWERS_OF_TWO = [float(2**power) for power in range(15)]
+_FLUSH_SECONDS = 0.5
+
+_HISTOGRAMS: dict[HistogramName, tuple[str, list[float]]] = {
+    "varlen_queue_wait_seconds": ("Seconds from a request's arrival to its first batch", _SECONDS),
+    "varlen_request_latency_seconds": ("Seconds from a request's arrival to its answer", _SECONDS),
+    "varlen_batch_sequences": ("Sequences that ran together", _POWERS_OF_TWO),
+    "varlen_batch_tokens": ("Tokens that ran together, none of them padding", _POWERS_OF_TWO),
+}
+_COUNTERS: dict[CounterName, str] = {
+    "varlen_sequences_total": "Sequences that ran",
+    "varlen_tokens_total": "Tokens that ran, none of them padding",
+}
+_REQUESTS = ("varlen_requests_total", "Requests answered, by outcome")
+_QUEUED_REQUESTS = ("varlen_queued_requests", "Requests that wait")
+_QUEUED_TOKENS = ("varlen_queued_tokens", "Tokens that wait")
+
+
+class Stats:
+    """Counts since they were last drained. Any thread may add."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._outcomes: Counter[Outcome] = Counter()
+        self._counts: Counter[CounterName] = Counter()
+        self._observed: defaultdict[HistogramName, list[float]] = defaultdict(list)
+
+    def count_request(self, outcome: Outcome, seconds: float) -> None:
+        """Add one answered request and the time it took."""
+        with self._lock:
+            self._outcomes[outcome] += 1
+            self._observed["varlen_request_latency_seconds"].append(seconds)
+
+    def count_wait(self, seconds: float) -> None:
+        """Add the time that one request waited for its first batch."""
+        with self._lock:
+            self._observed["varlen_queue_wait_seconds"].append(seconds)
+
+    def count_batch(self, sequences: int, tokens: int) -> None:
+        """Add one batch."""
+        with self._lock:
+            self._observed["varlen_batch_sequences"].append(sequences)
+            self._observed["varlen_batch_tokens"].append(tokens)
+            self._counts["varlen_sequences_total"] += sequences
+            self._counts["varlen_tokens_total"] += tokens
+
+    def drain(
+        self,
+    ) -> tuple[
+        Mapping[Outcome, int], Mapping[CounterName, int], Mapping[HistogramName, list[float]]
+    ]:
+        """Return what was added since the last drain: outcomes, counts, observations."""
+        with self._lock:
+            drained = self._outcomes, self._counts, self._observed
+            self._outcomes, self._counts, self._observed = Counter(), Counter(), defaultdict(list)
+        return drained
+
+
+class Metric(Protocol):
+    """One series of the server."""
+
+    def increment(self, value: float) -> None: ...
+    def set(self, value: float) -> None: ...
+    def observe(self, value: float) -> None: ...
+
+
+# (kind, name, description, labels, buckets) -> series
+MetricMaker: TypeAlias = Callable[
+    [Literal["COUNTER", "GAUGE", "HISTOGRAM"], str, str, dict[str, str], list[float] | None], Metric
+]
+
+
+class Exporter:
+    """Carries `Stats` and the queue's depth over to the server's metrics, in a thread of its own."""
+
+    def __init__(
+        self,
+        stats: Stats,
+        queue_depth: Callable[[], tuple[int, int]],
+        make_metric: MetricMaker,
+        labels: dict[str, str],
+    ) -> None:
+        """Register every series, so that each shows from the start.
+
+        Args:
+            stats: drained by this object alone.
+            queue_depth: returns (requests, tokens) that wait.
+            make_metric: registers one series with the server; raises when metrics are off.
+            labels: of every series.
+        """
+        self._stats = stats
+        self._queue_depth = queue_depth
+        # kept alive: the families that it holds must outlive their series
+        self._make_metric = make_metric
+        self._outcomes = {
+            outcome: make_metric("COUNTER", *_REQUESTS, {**labels, "outcome": outcome}, None)
+            for outcome in get_args(Outcome)
+        }
+        self._counters = {
+            name: make_metric("COUNTER", name, about, labels, None)
+            for name, about in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: make_metric("HISTOGRAM", name, about, labels, buckets)
+            for name, (about, buckets) in _HISTOGRAMS.items()
+        }
+        self._queued = [
+            make_metric("GAUGE", *about, labels, None)
+            for about in (_QUEUED_REQUESTS, _QUEUED_TOKENS)
+        ]
+        self._stop = Event()
+        self._thread = Thread(target=self._loop, name="varlen-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def flush(self) -> None:
+        """Carry over what was counted since the last flush."""
+        outcomes, counts, observed = self._stats.drain()
+        for outcome, count in outcomes.items():
+            self._outcomes[outcome].increment(count)
+        for name, count in counts.items():
+            self._counters[name].increment(count)
+        for histogram, values in observed.items():
+            for value in values:
+                self._histograms[histogram].observe(value)
+        for gauge, depth in zip(self._queued, self._queue_depth(), strict=True):
+            gauge.set(depth)
+
+    def _loop(self) -> None:
+        while not self._stop.wait(_FLUSH_SECONDS):
+            try:
+                self.flush()
+            except Exception:
+                _log.exception("metrics could not be carried over; the next ones will be tried")

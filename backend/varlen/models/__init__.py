@@ -1,0 +1,1 @@
+"""From a Hugging Face checkpoint to a recorded forward pass over packed tokens."""

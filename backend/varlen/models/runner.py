@@ -1,0 +1,126 @@
+"""A loaded model: sequences in, one fp32 array per sequence out."""
+
+from collections.abc import Sequence as AnySequence
+
+import numpy as np
+import torch
+from varlen_kernels import reference
+
+from varlen.config import DType, EngineConfig, Task
+from varlen.errors import ConfigError
+from varlen.memory.workspace import Workspace
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.encoder import EncoderInputs, encode
+from varlen.models.families import load_encoder
+from varlen.models.heads import PER_TOKEN_TASKS, apply_head
+from varlen.models.program import Batch, Program, Recorder
+from varlen.request import Float32Array, Int32Array, Sequence
+
+
+class Runner:
+    """Runs batches of one model on one device. Not for two threads at once.
+
+    Attributes:
+        task: what it answers.
+        dtype: of its weights and activations.
+        vocab_size, type_vocab_size: ids below these are valid.
+        max_sequence_tokens: the longest sequence it takes.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: EngineConfig) -> None:
+        """Load the weights and record the forward pass.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete, or lacks the head of the task.
+            ConfigError: a limit does not fit the checkpoint.
+        """
+        self.task: Task = config.task or checkpoint.task
+        checkpoint.check_task(self.task)
+        self.max_sequence_tokens = sequence_limit(checkpoint, config)
+        self.dtype = choose_dtype(config.dtype)
+        weights = load_encoder(checkpoint, self.dtype)
+        self.vocab_size = weights.token_table.shape[0]
+        self.type_vocab_size = weights.type_table.shape[0]
+        recorder, inputs = Recorder(), EncoderInputs()
+        hidden = encode(recorder, weights, inputs)
+        output = apply_head(recorder, self.task, weights, inputs, hidden, checkpoint.pooling)
+        self.program: Program = recorder.finish(output)
+        self._workspace = Workspace(self.program.usages())
+
+    @torch.inference_mode()
+    def run(
+        self, sequences: AnySequence[Sequence], normalize: AnySequence[bool]
+    ) -> list[Float32Array]:
+        """Return the answer of each sequence, in the order given.
+
+        Args:
+            sequences: checked, at least one.
+            normalize: per sequence, whether an embedding is divided by its length.
+
+        Returns:
+            Per sequence: embed `[hidden]`, classify and rerank `[labels]`, hidden `[tokens, hidden]`,
+            token_classify `[tokens, labels]`. Views of one array made for this call.
+        """
+        # neighbours of one length share an attention call
+        order = sorted(range(len(sequences)), key=lambda i: sequences[i].num_tokens)
+        batch, bounds = _pack(
+            [sequences[i] for i in order], np.array([normalize[i] for i in order], dtype=np.bool_)
+        )
+        output = self.program.run(batch, reference, self._workspace).numpy()
+        answers: list[Float32Array | None] = [None] * len(sequences)
+        for place, index in enumerate(order):
+            per_token = self.task in PER_TOKEN_TASKS
+            answers[index] = (
+                output[bounds[place] : bounds[place + 1]] if per_token else output[place]
+            )
+        return [answer for answer in answers if answer is not None]
+
+
+def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Return the longest sequence that is served, in tokens.
+
+    Raises:
+        ConfigError: the configured one is longer than the checkpoint or a batch can hold.
+    """
+    limit = config.max_sequence_tokens or checkpoint.max_sequence_tokens
+    if limit > checkpoint.position_limit:
+        raise ConfigError(
+            f"max_sequence_tokens is {limit}; this checkpoint has position embeddings for {checkpoint.position_limit}"
+        )
+    for name in ("max_batch_tokens", "max_queued_tokens"):
+        if limit > getattr(config, name):
+            raise ConfigError(
+                f"{name} is {getattr(config, name)}; it must hold the longest sequence, {limit} tokens"
+            )
+    return limit
+
+
+def choose_dtype(name: DType) -> torch.dtype:
+    """Return the torch dtype of a configured one; `auto` is bf16 where the CPU multiplies it natively, else fp32."""
+    if name == "auto":
+        capabilities = torch.cpu.get_capabilities()
+        native = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
+        return torch.bfloat16 if native else torch.float32
+    return torch.bfloat16 if name == "bf16" else torch.float32
+
+
+def _pack(sequences: AnySequence[Sequence], normalize: np.ndarray) -> tuple[Batch, Int32Array]:
+    """Return the batch of these sequences, one after the other, and where each begins, `[batch + 1]`."""
+    lengths = [sequence.num_tokens for sequence in sequences]
+    bounds = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=bounds[1:])
+    tokens = int(bounds[-1])
+    positions = np.arange(tokens, dtype=np.int32) - np.repeat(bounds[:-1], lengths)
+    type_ids = np.zeros(tokens, dtype=np.int32)
+    for begin, sequence in zip(bounds.tolist(), sequences, strict=False):
+        if sequence.type_ids is not None:
+            type_ids[begin : begin + sequence.num_tokens] = sequence.type_ids
+    inputs = {
+        "token_ids": torch.from_numpy(np.concatenate([s.token_ids for s in sequences])),
+        "position_ids": torch.from_numpy(positions),
+        "type_ids": torch.from_numpy(type_ids),
+        "cu_seqlens": torch.from_numpy(bounds),
+        "max_seqlen": max(lengths),
+        "normalize": torch.from_numpy(normalize),
+    }
+    return Batch(inputs, tokens=tokens, sequences=len(lengths)), bounds

@@ -1,0 +1,106 @@
+"""The nouns that pass between layers: a request, its sequences, and the ticket that follows it to its answer."""
+
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+Float32Array: TypeAlias = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """One row of a request, checked: one token stream.
+
+    Attributes:
+        token_ids: `[tokens]` int32, at least one.
+        type_ids: `[tokens]` int32, or None for all zero.
+    """
+
+    token_ids: Int32Array
+    type_ids: Int32Array | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Its length."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client sent, checked.
+
+    Attributes:
+        sequences: one or many.
+        normalize: whether embeddings are divided by their length.
+    """
+
+    sequences: tuple[Sequence, ...]
+    normalize: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all its sequences."""
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+
+class Reply(Protocol):
+    """Where a request's answer goes. Implementations take one answer and ignore any later one."""
+
+    def is_cancelled(self) -> bool:
+        """Return whether nobody waits for the answer any more. False once answered."""
+
+    def succeed(self, rows: AnySequence[Float32Array]) -> None:
+        """Answer with one array per sequence, in the request's order."""
+
+    def fail(self, error: Exception) -> None:
+        """Answer with an error."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """An admitted request on its way through the engine, which alone changes it.
+
+    Attributes:
+        request, reply: what came, and where the answer goes.
+        arrival: when it was admitted, in seconds of the engine's clock.
+        rows: the answer so far; None where a sequence has not run.
+        queued: sequences that have not been taken to run.
+        missing: sequences that have not run.
+        closed: whether the answer has been given; what is still queued of it is dropped.
+    """
+
+    request: Request
+    reply: Reply
+    arrival: float
+    rows: list[Float32Array | None] = field(init=False)
+    queued: int = field(init=False)
+    missing: int = field(init=False)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self.queued = self.missing = len(self.request.sequences)
+        self.rows = [None] * self.missing
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """One sequence in the queue: what the scheduler sees of it.
+
+    Attributes:
+        ticket: the request it belongs to.
+        row: its place in that request.
+        num_tokens: its length.
+    """
+
+    ticket: Ticket
+    row: int
+    num_tokens: int
+
+    @property
+    def sequence(self) -> Sequence:
+        """The tokens themselves."""
+        return self.ticket.request.sequences[self.row]

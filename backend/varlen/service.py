@@ -1,0 +1,90 @@
+"""One loaded model, ready to take requests: the checkpoint, the edge and the engine put together.
+
+The server's entry and the in-process API both stand on this.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from varlen.config import EngineConfig, Task
+from varlen.engine import Engine
+from varlen.intake import Intake, Limits
+from varlen.metrics import Stats
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.runner import Runner
+from varlen.request import Sequence
+from varlen.scheduling.admission import Admission
+from varlen.scheduling.policy import make_policy
+from varlen.tokenization import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running model.
+
+    Attributes:
+        checkpoint: what it was loaded from.
+        task: what it answers.
+        intake: makes checked sequences of what callers send.
+        admission: knows what waits.
+        engine: runs them; started.
+    """
+
+    checkpoint: Checkpoint
+    task: Task
+    intake: Intake
+    admission: Admission
+    engine: Engine
+
+    @classmethod
+    def load(cls, folder: str | Path, config: EngineConfig, stats: Stats) -> "Service":
+        """Return the model of a checkpoint folder, warmed up.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or of a kind that is not served.
+            ConfigError: a setting does not fit the checkpoint.
+        """
+        began = time.monotonic()
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        checkpoint = Checkpoint.open(folder)
+        runner = Runner(checkpoint, config)
+        _warm_up(runner, config)
+        limits = Limits(
+            max_sequence_tokens=runner.max_sequence_tokens,
+            max_text_bytes=config.max_text_bytes,
+            vocab_size=runner.vocab_size,
+            type_vocab_size=runner.type_vocab_size,
+        )
+        intake = Intake(Tokenizer(checkpoint.folder, runner.max_sequence_tokens), limits)
+        admission = Admission(config.max_queued_requests, config.max_queued_tokens)
+        engine = Engine(runner, make_policy(config), admission, stats)
+        engine.start()
+        _log.info(
+            "serving %s in %s on %d threads, sequences to %d tokens, batches to %d; loaded in %.1f s",
+            runner.task,
+            str(runner.dtype).removeprefix("torch."),
+            torch.get_num_threads(),
+            runner.max_sequence_tokens,
+            config.max_batch_tokens,
+            time.monotonic() - began,
+        )
+        return cls(checkpoint, runner.task, intake, admission, engine)
+
+    def close(self) -> None:
+        """Run what is queued, then stop."""
+        self.engine.close()
+
+
+def _warm_up(runner: Runner, config: EngineConfig) -> None:
+    """Run one full batch, so that the first caller finds buffers in place and kernels chosen."""
+    longest = Sequence(np.zeros(runner.max_sequence_tokens, dtype=np.int32))
+    count = max(1, config.max_batch_tokens // longest.num_tokens)
+    runner.run([longest] * count, [False] * count)

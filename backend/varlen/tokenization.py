@@ -1,0 +1,61 @@
+"""Text to token ids, with the checkpoint's own `tokenizer.json`.
+
+The tokenizers library does the work and lets other threads run meanwhile; this file only says how much text it may be given.
+"""
+
+from collections.abc import Sequence as AnySequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from varlen.errors import CheckpointError
+from varlen.request import Sequence
+
+Text: TypeAlias = str | tuple[str, str]
+
+
+class Tokenizer:
+    """Tokenizes texts and pairs of texts, with special tokens, whole or cut to a length."""
+
+    def __init__(self, folder: Path, max_sequence_tokens: int) -> None:
+        """Load `tokenizer.json`; the padding and truncation it may ask for are dropped.
+
+        Args:
+            folder: of the checkpoint.
+            max_sequence_tokens: what a cut text keeps at most, special tokens included.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        # two objects, since one cannot switch truncation off and on while another thread uses it
+        self._whole = _load(folder)
+        self._cut = _load(folder)
+        self._cut.enable_truncation(max_sequence_tokens)
+
+    def encode(self, texts: AnySequence[Text], *, truncate: bool) -> list[Sequence]:
+        """Return one sequence per text or pair of texts; type ids only for pairs.
+
+        Args:
+            texts: checked: not empty.
+            truncate: cut what is longer than max_sequence_tokens, the longer text of a pair first.
+        """
+        tokenizer = self._cut if truncate else self._whole
+        return [
+            Sequence(
+                np.array(encoding.ids, dtype=np.int32),
+                np.array(encoding.type_ids, dtype=np.int32) if isinstance(text, tuple) else None,
+            )
+            for text, encoding in zip(texts, tokenizer.encode_batch(list(texts)), strict=True)
+        ]
+
+
+def _load(folder: Path) -> HuggingFaceTokenizer:
+    try:
+        tokenizer = HuggingFaceTokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"tokenizer.json cannot be read: {error}") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
