@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import numpy.typing as npt
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL: Final[int]
@@ -19,6 +18,8 @@ class TritonModelException(Exception): ...
 
 class Tensor:
     def __init__(self, name: str, tensor: npt.NDArray[Any]) -> None: ...
+    @staticmethod
+    def from_dlpack(name: str, tensor: object) -> Tensor: ...
     def name(self) -> str: ...
     def as_numpy(self) -> npt.NDArray[Any]: ...
 

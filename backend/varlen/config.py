@@ -1,7 +1,7 @@
 """The engine's settings: the `parameters { }` of config.pbtxt, typed and checked.
 
-Every setting has a default, so an empty set is a working one. A setting that depends on the checkpoint (its task, its longest
-sequence) is None here until the checkpoint is read.
+Every setting has a default, so an empty set is a working one. A setting that depends on the
+checkpoint (its task, its longest sequence) is None here until the checkpoint is read.
 """
 
 from collections.abc import Mapping
@@ -64,7 +64,8 @@ class EngineConfig:
             parameters: key to string_value, as the server hands them over.
 
         Raises:
-            ConfigError: a key is unknown or a value is not allowed; the message names the key, the value and what is allowed.
+            ConfigError: a key is unknown or a value is not allowed; the message names the key, the
+                value and what is allowed.
         """
         known = [field.name for field in fields(cls)]
         settings: dict[str, str | int] = {}

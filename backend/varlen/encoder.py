@@ -4,7 +4,7 @@ from collections.abc import Sequence as AnySequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from varlen.request import Float32Array, Request, Sequence
 from varlen.service import Service
 from varlen.tokenization import Text
 
-TokenIds: TypeAlias = AnySequence[int] | npt.NDArray[np.integer]
+TokenIds: TypeAlias = AnySequence[int] | npt.NDArray[np.integer[Any]]
 Inputs: TypeAlias = AnySequence[Text] | AnySequence[TokenIds]
 
 # In process the caller's own memory is the queue's bound.
@@ -26,7 +26,8 @@ _NO_CAP = 2**62
 class Encoder:
     """A loaded encoder. Its methods may be called from several threads: their sequences share batches.
 
-    Inputs are texts, pairs of texts (tuples), or rows of token ids. A text that is too long is an error unless `truncate`.
+    Inputs are texts, pairs of texts (tuples), or rows of token ids. A text that is too long is an
+    error unless `truncate`.
     """
 
     def __init__(self, service: Service) -> None:

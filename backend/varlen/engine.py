@@ -1,7 +1,8 @@
 """The engine: one thread that takes the next batch, runs it, and hands the answers out.
 
-It owns the queue, the policy and the model; nothing else touches them. Requests come in through a thread-safe inbox, answers leave
-through each request's `Reply`, which must not block. Every request that was submitted is answered exactly once, on every path.
+It owns the queue, the policy and the model; nothing else touches them. Requests come in through a
+thread-safe inbox, answers leave through each request's `Reply`, which must not block. Every request
+that was submitted is answered exactly once, on every path.
 """
 
 import logging

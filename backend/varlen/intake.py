@@ -94,9 +94,7 @@ class Intake:
         _check_range(row, "input_ids", ids, limits.vocab_size)
         if types is not None:
             _check_range(row, "token_type_ids", types, limits.type_vocab_size)
-        return Sequence(
-            ids.astype(np.int32), None if types is None else types.astype(np.int32)
-        )
+        return Sequence(ids.astype(np.int32), None if types is None else types.astype(np.int32))
 
     def _check_text(self, row: int, text: str) -> None:
         if not isinstance(text, str):
@@ -108,7 +106,9 @@ class Intake:
         try:
             size = len(text.encode("utf-8"))
         except UnicodeEncodeError:
-            raise RequestError(f"row {row}: text holds half a surrogate pair; send valid Unicode") from None
+            raise RequestError(
+                f"row {row}: text holds half a surrogate pair; send valid Unicode"
+            ) from None
         if size > self._limits.max_text_bytes:
             raise RequestError(
                 f"row {row}: text has {size} bytes; this model takes at most {self._limits.max_text_bytes}"

@@ -1,7 +1,8 @@
 """What is counted, and how it reaches the server's /metrics.
 
-Engine and sender threads add to plain counters. One thread of its own carries them over to the server now and then, since each call
-there is a round trip between processes. Names, units and meanings are in `METRICS`.
+Engine and sender threads add to plain counters. One thread of its own carries them over to the
+server now and then, since each call there is a round trip between processes. Names, units and
+meanings are in `METRICS`.
 """
 
 import logging

@@ -1,10 +1,11 @@
 """The entry that Triton Inference Server calls, and the only file that knows its response senders.
 
-The server punishes some mistakes with a crash, a hung client or a model that never unloads; the code here is shaped by them:
+The server punishes some mistakes with a crash, a hung client or a model that never unloads; the
+code here is shaped by them:
 
 * `execute` never raises, and returns None at once: answers leave later from sender threads.
-* Every request taken is answered once. One lock and one flag per request stand around its sender, because asking a sender whether
-  it is cancelled after its answer ends the server's process.
+* Every request taken is answered once. One lock and one flag per request stand around its sender,
+  because asking a sender whether it is cancelled after its answer ends the server's process.
 * A failed send cannot be repeated, so free shared memory is checked before a large one.
 * The module is imported twice per load, once only to complete the configuration: torch is imported inside `initialize`.
 """
@@ -16,17 +17,16 @@ import logging
 import os
 import time
 from collections.abc import Sequence as AnySequence
-from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from varlen import wire
 from varlen.config import EngineConfig
 from varlen.errors import (
-    CheckpointError,
     ConfigError,
     EngineError,
     QueueFullError,
@@ -46,11 +46,11 @@ _log = logging.getLogger(__name__)
 _SENDER_THREADS = 2
 # Answers from this size on are sent only if shared memory holds them twice over.
 _LARGE_BYTES = 1 << 20
-_SHARED_MEMORY = "/dev/shm"
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108  # only asked how much is free
 _PARENT_POLL_SECONDS = 1.0
 
-# Outcome and error code by what went wrong; the first that fits. Codes by name: while this file is imported, the server has not
-# put its classes into pb_utils yet.
+# Outcome and error code by what went wrong; the first that fits. Codes by name: while this file
+# is imported, the server has not put its classes into pb_utils yet.
 _OUTCOMES: tuple[tuple[type[Exception], Outcome, str], ...] = (
     (RequestError, "invalid", "INVALID_ARG"),
     (QueueFullError, "refused", "UNAVAILABLE"),
@@ -63,7 +63,9 @@ class TritonPythonModel:
     """One instance of a model on the server."""
 
     @staticmethod
-    def auto_complete_config(auto_complete_model_config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
+    def auto_complete_config(
+        auto_complete_model_config: pb_utils.ModelConfig,
+    ) -> pb_utils.ModelConfig:
         """Return the configuration with the inputs, outputs and row limit that it leaves out."""
         config = auto_complete_model_config
         given = config.as_dict()
@@ -93,6 +95,7 @@ class TritonPythonModel:
         from varlen.service import Service
 
         _log_to_server()
+        _check_numpy()
         model_config = json.loads(args["model_config"])
         self._stats = Stats()
         try:
@@ -104,7 +107,9 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
         self._exporter = _start_exporter(args, self._stats, self._service)
         self._outbox = _Outbox(self._service)
-        Thread(target=_exit_with_parent, args=(os.getppid(),), name="varlen-parent", daemon=True).start()
+        Thread(
+            target=_exit_with_parent, args=(os.getppid(),), name="varlen-parent", daemon=True
+        ).start()
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         """Queue the requests, or answer at once why not. Never raises."""
@@ -128,7 +133,7 @@ class TritonPythonModel:
         if self._exporter is not None:
             self._exporter.close()
 
-    def _accept(self, request: pb_utils.InferenceRequest, reply: "_ServerReply") -> None:
+    def _accept(self, request: pb_utils.InferenceRequest, reply: _ServerReply) -> None:
         try:
             checked = wire.read_request(
                 {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
@@ -147,7 +152,7 @@ class TritonPythonModel:
 class _ServerReply:
     """One request's way back to its client."""
 
-    def __init__(self, sender: pb_utils.ResponseSender, outbox: "_Outbox", stats: Stats) -> None:
+    def __init__(self, sender: pb_utils.ResponseSender, outbox: _Outbox, stats: Stats) -> None:
         self._sender = sender
         self._outbox = outbox
         self._stats = stats
@@ -183,7 +188,7 @@ class _ServerReply:
 class _Outbox:
     """Threads that build and send answers, so that neither the engine nor `execute` waits for the server."""
 
-    def __init__(self, service: "Service") -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
         self._answers: SimpleQueue[
             tuple[_ServerReply, AnySequence[Float32Array] | Exception] | None
@@ -245,6 +250,22 @@ def _check_shared_memory(size: int) -> None:
         raise EngineError(f"the server has too little shared memory for an answer of {size} bytes")
 
 
+def _check_numpy() -> None:
+    """Refuse a numpy that this server's python backend cannot read arrays with.
+
+    Backends built before numpy 2 hand out arrays of a wrong stride under it: token ids come
+        garbled, and text ends the process.
+    """
+    import torch
+
+    # an array that the python backend makes itself; numpy's own would come back as it went in
+    made = pb_utils.Tensor.from_dlpack("numbers", torch.arange(4)).as_numpy()
+    if made.tolist() != [0, 1, 2, 3]:
+        raise pb_utils.TritonModelException(
+            f"this server's python backend garbles arrays of numpy {np.__version__}: install numpy<2"
+        )
+
+
 def _engine_config(model_config: dict[str, Any]) -> EngineConfig:
     parameters = model_config.get("parameters") or {}
     return EngineConfig.from_parameters(
@@ -259,12 +280,14 @@ def _check_server_settings(model_config: dict[str, Any]) -> None:
             "response_cache is enabled; the server's cache ignores shapes and parameters and keeps errors: remove it"
         )
     if (model_config.get("model_transaction_policy") or {}).get("decoupled"):
-        raise ConfigError("model_transaction_policy is decoupled; this model gives one answer: remove it")
+        raise ConfigError(
+            "model_transaction_policy is decoupled; this model gives one answer: remove it"
+        )
     if not model_config["max_batch_size"]:
         raise ConfigError("max_batch_size is 0; a row is a sequence, so allow at least 1")
 
 
-def _check_tensors(model_config: dict[str, Any], service: "Service") -> None:
+def _check_tensors(model_config: dict[str, Any], service: Service) -> None:
     """Refuse a complete config.pbtxt whose tensors are not those of the task."""
     checkpoint = service.checkpoint
     for section, specs in (
@@ -288,7 +311,7 @@ def _config_entry(spec: wire.TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims)}
 
 
-def _start_exporter(args: dict[str, str], stats: Stats, service: "Service") -> Exporter | None:
+def _start_exporter(args: dict[str, str], stats: Stats, service: Service) -> Exporter | None:
     """Return the metrics' exporter, or None when the server runs without metrics."""
     families: dict[str, pb_utils.MetricFamily] = {}
 

@@ -1,6 +1,7 @@
 """Text to token ids, with the checkpoint's own `tokenizer.json`.
 
-The tokenizers library does the work and lets other threads run meanwhile; this file only says how much text it may be given.
+The tokenizers library does the work and lets other threads run meanwhile; this file only says how
+much text it may be given.
 """
 
 from collections.abc import Sequence as AnySequence

@@ -1,6 +1,7 @@
 """The wire: tensor names and shapes, and what of a request they may hold.
 
-Names follow exported Hugging Face models, so that existing clients fit. This file knows arrays and JSON, not the server's classes.
+Names follow exported Hugging Face models, so that existing clients fit. This file knows arrays and
+JSON, not the server's classes.
 """
 
 import json
@@ -60,9 +61,7 @@ def output_specs(task: Task, hidden_size: int, num_labels: int) -> tuple[TensorS
     return (TensorSpec(_OUTPUT_NAMES[task], "TYPE_FP32", dims),)
 
 
-def read_request(
-    tensors: Tensors, parameters: str, intake: Intake, *, normalize: bool
-) -> Request:
+def read_request(tensors: Tensors, parameters: str, intake: Intake, *, normalize: bool) -> Request:
     """Return the checked request that these tensors and parameters make up; nothing of the tensors is kept.
 
     Args:

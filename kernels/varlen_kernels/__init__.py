@@ -1,7 +1,7 @@
 """Packed (padding-free) ops for transformers of every input length.
 
-`reference` is the specification of every op and the path that runs on a CPU. The words below are here so that naming them does not
-import torch.
+`reference` is the specification of every op and the path that runs on a CPU. The words below are
+here so that naming them does not import torch.
 """
 
 from typing import Literal, TypeAlias

@@ -1,14 +1,16 @@
 """Every op in plain torch: the specification that kernels are tested against, and the CPU path.
 
-All tokens of a batch stand in one `[tokens, ...]` tensor, sequence after sequence; `cu_seqlens` `[batch + 1]` int32 holds
-where each one starts. No op pads. Each op writes into `out=` when it is given and returns the tensor it wrote; `out` of the
-ops named in `IN_PLACE` may be their first argument.
+All tokens of a batch stand in one `[tokens, ...]` tensor, sequence after sequence; `cu_seqlens`
+`[batch + 1]` int32 holds where each one starts. No op pads. Each op writes into `out=` when it is
+given and returns the tensor it wrote; `out` of the ops named in `IN_PLACE` may be their first
+argument.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor
 
 from varlen_kernels import Activation, Pooling
@@ -97,7 +99,7 @@ def add_layer_norm(
 def attention_varlen(
     qkv: Tensor,
     cu_seqlens: Tensor,
-    max_seqlen: int,
+    max_seqlen: int,  # noqa: ARG001  # of the signature that launchers share
     *,
     num_heads: int,
     scale: float,
@@ -126,9 +128,7 @@ def attention_varlen(
     return out
 
 
-def pool(
-    x: Tensor, cu_seqlens: Tensor, *, mode: Pooling, out: Tensor | None = None
-) -> Tensor:
+def pool(x: Tensor, cu_seqlens: Tensor, *, mode: Pooling, out: Tensor | None = None) -> Tensor:
     """Return one fp32 vector per sequence, `[batch, hidden]`: its first or last token, or the mean or maximum of all.
 
     Args:
@@ -170,7 +170,7 @@ def _runs_of_equal_length(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
     """Yield (first token, sequences, length) for each run of neighbours of one length, skipping empty sequences."""
     bounds = cu_seqlens.tolist()
     start, count, length = 0, 0, 0
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in pairwise(bounds):
         if end - begin != length:
             if count and length:
                 yield start, count, length

@@ -1,7 +1,8 @@
 """Buffers for the intermediates of a program, shared by those whose lifetimes do not overlap.
 
-Intermediates are laid out once, by bytes per token, into a few slots; each slot is one buffer that grows to the largest batch seen
-and stays. So a batch allocates nothing, which on a CPU saves the page faults that otherwise cost more than GELU itself.
+Intermediates are laid out once, by bytes per token, into a few slots; each slot is one buffer that
+grows to the largest batch seen and stays. So a batch allocates nothing, which on a CPU saves the
+page faults that otherwise cost more than GELU itself.
 """
 
 from collections.abc import Mapping
@@ -75,7 +76,10 @@ class Workspace:
         return sum(buffer.numel() for buffer in self._buffers)
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the memory of the intermediate `name`, uninitialised; valid until a usage that shares its slot begins."""
+        """Return the memory of the intermediate `name`, uninitialised.
+
+        It is valid until a usage that shares its slot begins.
+        """
         slot = self._slot_of[name]
         needed = torch.Size(shape).numel() * dtype.itemsize
         if self._buffers[slot].numel() < needed:

@@ -1,7 +1,8 @@
 """A Hugging Face checkpoint folder, read and checked without loading a weight.
 
-Reads `config.json`, and where they exist sentence-transformers' `modules.json`, `sentence_bert_config.json` and the configuration
-of its pooling. Nothing in the folder is executed or unpickled.
+Reads `config.json`, and where they exist sentence-transformers' `modules.json`,
+`sentence_bert_config.json` and the configuration of its pooling. Nothing in the folder is executed
+or unpickled.
 """
 
 import json
@@ -9,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from varlen_kernels import Pooling
-
 from varlen.config import Task
 from varlen.errors import CheckpointError
+from varlen_kernels import Pooling
 
 Json: TypeAlias = dict[str, Any]
 
@@ -35,7 +35,12 @@ _POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_max_tokens": "max",
     "pooling_mode_lasttoken": "last",
 }
-_POOLING_NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "last"}
+_POOLING_NAMES: dict[str, Pooling] = {
+    "cls": "cls",
+    "mean": "mean",
+    "max": "max",
+    "lasttoken": "last",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,9 @@ class Checkpoint:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder; give a Hugging Face checkpoint folder")
+            raise CheckpointError(
+                f"{folder} is not a folder; give a Hugging Face checkpoint folder"
+            )
         config = _read_object(folder, "config.json")
         if not (folder / "tokenizer.json").is_file():
             raise CheckpointError(

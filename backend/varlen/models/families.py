@@ -1,6 +1,7 @@
 """Checkpoint families: the names and layouts that each gives its tensors, mapped to one form of weights.
 
-Linear weights become `[in, out]`, contiguous (see `varlen_kernels.reference.linear`); query, key and value become one matrix.
+Linear weights become `[in, out]`, contiguous (see `varlen_kernels.reference.linear`); query, key
+and value become one matrix.
 Source of the names: BERT as saved by Hugging Face transformers.
 """
 
@@ -9,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from varlen_kernels import Activation
 
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint import Checkpoint, Json
 from varlen.models.weights import CheckpointWeights
+from varlen_kernels import Activation
 
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
@@ -144,6 +145,4 @@ def _check_variant(config: Json) -> None:
         raise CheckpointError(f'hidden_act is "{activation}"; allowed: {", ".join(_ACTIVATIONS)}')
     heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
     if heads < 1 or hidden % heads:
-        raise CheckpointError(
-            f"hidden_size {hidden} is no multiple of num_attention_heads {heads}"
-        )
+        raise CheckpointError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")

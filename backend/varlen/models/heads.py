@@ -1,12 +1,11 @@
-"""What stands on top of an encoder, one function per task; each records its ops and returns the program's output, in fp32."""
-
-from varlen_kernels import Pooling
+"""What stands on top of an encoder: records the ops of a task's head."""
 
 from varlen.config import Task
 from varlen.errors import CheckpointError
 from varlen.models.encoder import EncoderInputs
 from varlen.models.families import EncoderWeights
 from varlen.models.program import Recorder, Value
+from varlen_kernels import Pooling
 
 # Tasks that answer every token of a sequence; the others answer one row per sequence.
 PER_TOKEN_TASKS = frozenset({"hidden", "token_classify"})

@@ -1,8 +1,9 @@
 """A forward pass as data: recorded once over symbolic shapes, run for any batch.
 
-A model calls the methods of `Recorder` in straight lines, as it would call torch. Each call appends one `Op` and returns a
-`Value`: a named tensor whose shape says `tokens` or `sequences` where a batch decides. The finished `Program` is what lifetimes,
-memory plans, pictures and execution read; no model file knows about any of them.
+A model calls the methods of `Recorder` in straight lines, as it would call torch. Each call appends
+one `Op` and returns a `Value`: a named tensor whose shape says `tokens` or `sequences` where a
+batch decides. The finished `Program` is what lifetimes, memory plans, pictures and execution read;
+no model file knows about any of them.
 """
 
 from collections.abc import Mapping
@@ -12,10 +13,10 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from varlen_kernels import Activation, Pooling
-from varlen_kernels.reference import IN_PLACE
 
 from varlen.memory.workspace import Usage, Workspace
+from varlen_kernels import Activation, Pooling
+from varlen_kernels.reference import IN_PLACE
 
 Dim: TypeAlias = int | Literal["tokens", "sequences"]
 Attribute: TypeAlias = int | float | str
@@ -92,7 +93,9 @@ class Program:
                 if isinstance(operand, Value) and operand.name in records:
                     records[operand.name] = records[operand.name].until(index)
             if op.result is not self.output:
-                records[op.result.name] = Usage(index, index, _bytes_per_token(op.result), _inherits(op))
+                records[op.result.name] = Usage(
+                    index, index, _bytes_per_token(op.result), _inherits(op)
+                )
         return records
 
     def run(self, batch: Batch, kernels: ModuleType, workspace: Workspace) -> Tensor:

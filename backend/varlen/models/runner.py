@@ -3,8 +3,9 @@
 from collections.abc import Sequence as AnySequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from varlen_kernels import reference
+from torch import Tensor
 
 from varlen.config import DType, EngineConfig, Task
 from varlen.errors import ConfigError
@@ -15,6 +16,7 @@ from varlen.models.families import load_encoder
 from varlen.models.heads import PER_TOKEN_TASKS, apply_head
 from varlen.models.program import Batch, Program, Recorder
 from varlen.request import Float32Array, Int32Array, Sequence
+from varlen_kernels import reference
 
 
 class Runner:
@@ -104,7 +106,9 @@ def choose_dtype(name: DType) -> torch.dtype:
     return torch.bfloat16 if name == "bf16" else torch.float32
 
 
-def _pack(sequences: AnySequence[Sequence], normalize: np.ndarray) -> tuple[Batch, Int32Array]:
+def _pack(
+    sequences: AnySequence[Sequence], normalize: npt.NDArray[np.bool_]
+) -> tuple[Batch, Int32Array]:
     """Return the batch of these sequences, one after the other, and where each begins, `[batch + 1]`."""
     lengths = [sequence.num_tokens for sequence in sequences]
     bounds = np.zeros(len(lengths) + 1, dtype=np.int32)
@@ -115,7 +119,7 @@ def _pack(sequences: AnySequence[Sequence], normalize: np.ndarray) -> tuple[Batc
     for begin, sequence in zip(bounds.tolist(), sequences, strict=False):
         if sequence.type_ids is not None:
             type_ids[begin : begin + sequence.num_tokens] = sequence.type_ids
-    inputs = {
+    inputs: dict[str, Tensor | int] = {
         "token_ids": torch.from_numpy(np.concatenate([s.token_ids for s in sequences])),
         "position_ids": torch.from_numpy(positions),
         "type_ids": torch.from_numpy(type_ids),

@@ -1,6 +1,7 @@
 """Tensors of a checkpoint by name, from one safetensors file or from shards.
 
-safetensors is a header and raw bytes: nothing in it is executed. Files are memory-mapped, so a tensor is read when it is asked for.
+safetensors is a header and raw bytes: nothing in it is executed. Files are memory-mapped, so a
+    tensor is read when it is asked for.
 """
 
 import json
@@ -73,7 +74,9 @@ def _shards(folder: Path) -> list[Path]:
             f"{folder} has no {_SINGLE} and no {_INDEX}; pickled weights (*.bin) are not read"
         )
     try:
-        names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(
+            json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        )
     except (ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{_INDEX} is damaged: {error}") from None
     if any(Path(name).name != name for name in names):

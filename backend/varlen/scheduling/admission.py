@@ -35,12 +35,14 @@ class Admission:
         tokens = request.num_tokens
         if tokens > self._max_tokens:
             raise RequestError(
-                f"the request has {tokens} tokens; this model queues at most {self._max_tokens}: send fewer rows at once"
+                f"the request has {tokens} tokens; this model queues at most {self._max_tokens}:"
+                " send fewer rows at once"
             )
         with self._lock:
             if self._requests >= self._max_requests:
                 raise QueueFullError(
-                    f"the queue is full: {self._requests} requests wait and {self._max_requests} may; try again later"
+                    f"the queue is full: {self._requests} requests wait and {self._max_requests} may;"
+                    " try again later"
                 )
             if self._tokens + tokens > self._max_tokens:
                 raise QueueFullError(

@@ -1,0 +1,40 @@
+"""Client of the varlen backend: sync and asyncio, gRPC and HTTP.
+
+from varlen_client import Client
+
+with Client("grpc://127.0.0.1:8001") as client:
+    vectors = client.embed(["a sentence", "another, longer sentence"])  # [2, hidden] fp32
+"""
+
+from varlen_client.aio import AsyncClient, Status
+from varlen_client.errors import (
+    InvalidRequest,
+    InvalidUrl,
+    ModelNotFound,
+    RequestCancelled,
+    RequestTimeout,
+    ServerError,
+    ServerUnavailable,
+    VarlenClientError,
+)
+from varlen_client.retry import RetryPolicy
+from varlen_client.sync import Client
+from varlen_client.transport import ServerIdentity
+from varlen_client.wire import ModelState
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "InvalidRequest",
+    "InvalidUrl",
+    "ModelNotFound",
+    "ModelState",
+    "RequestCancelled",
+    "RequestTimeout",
+    "RetryPolicy",
+    "ServerError",
+    "ServerIdentity",
+    "ServerUnavailable",
+    "Status",
+    "VarlenClientError",
+]

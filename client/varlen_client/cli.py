@@ -1,0 +1,348 @@
+"""The command `varlen`: embed texts, compare them, and look at a running server.
+
+Results go to stdout; progress, notes and errors go to stderr.
+Exit codes: 0 done, 1 the server or the request failed, 2 wrong use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from varlen_client.aio import DEFAULT_CONCURRENCY, Status
+from varlen_client.endpoint import Endpoint
+from varlen_client.errors import InvalidUrl, VarlenClientError
+from varlen_client.metrics import MetricsSample, fetch_metrics, rates, read_metrics
+from varlen_client.sync import Client
+from varlen_client.wire import Floats
+
+SHOWN_VALUES = 4
+SHOWN_CHARACTERS = 40
+SAMPLE_SECONDS = 1.0
+METRICS_TIMEOUT_SECONDS = 3.0
+
+app = typer.Typer(
+    help="Embed texts at a Triton Inference Server that runs the varlen backend.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Url = Annotated[
+    str,
+    typer.Option(
+        envvar="VARLEN_URL", help="grpc://host:port or http://host:port; grpcs and https use TLS."
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(envvar="VARLEN_MODEL", help="Default: the only ready model of the server."),
+]
+Truncate = Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")]
+Timeout = Annotated[
+    float | None, typer.Option(min=0.001, help="Seconds for the whole command; default: no limit.")
+]
+
+DEFAULT_URL = "grpc://127.0.0.1:8001"
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+@app.command()
+def embed(
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts to embed.")] = None,
+    *,
+    file: Annotated[
+        Path | None, typer.Option(help="Embed each line of this UTF-8 file; - is stdin.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the vectors here, [texts, hidden] fp32 .npy.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the output file.")] = False,
+    skip_empty: Annotated[
+        bool, typer.Option("--skip-empty", help="Leave out empty lines instead of refusing them.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per text, all values.")
+    ] = False,
+    normalize: Annotated[
+        bool | None, typer.Option(help="Scale vectors to length 1; default: as the model does.")
+    ] = None,
+    rows_per_request: Annotated[
+        int | None, typer.Option(min=1, help="Default: 32, or the model's limit if less.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Requests in flight.")
+    ] = DEFAULT_CONCURRENCY,
+    url: Url = DEFAULT_URL,
+    model: Model = None,
+    truncate: Truncate = False,
+    timeout: Timeout = None,
+) -> None:
+    """Embed texts, or the lines of a file, and print or store the vectors."""
+    rows = _texts_or_lines(texts or [], file, skip_empty=skip_empty)
+    if output is not None:
+        _check_output(output, force=force)
+    start = time.monotonic()
+    with (
+        _readable_errors(),
+        Client(url, model, rows_per_request=rows_per_request, concurrency=concurrency) as client,
+        _progress(len(rows), shown=file is not None) as on_progress,
+    ):
+        vectors = client.embed(
+            rows,
+            normalize=normalize,
+            truncate=truncate or None,
+            timeout=timeout,
+            on_progress=on_progress,
+        )
+    seconds = time.monotonic() - start
+    if output is not None:
+        _write_npy(output, vectors, force=force)
+        _note(
+            f"wrote {vectors.shape[0]} vectors of {vectors.shape[1]} values to {output} "
+            f"in {seconds:.1f} s ({len(rows) / seconds:.0f} texts/s)"
+        )
+    elif as_json:
+        for text, vector in zip(rows, vectors, strict=True):
+            values = [float(f"{value:.9g}") for value in vector]  # nine digits give fp32 back
+            typer.echo(json.dumps({"text": text, "embedding": values}, ensure_ascii=False))
+    else:
+        for text, vector in zip(rows, vectors, strict=True):
+            typer.echo(f"{_short(text)}  {_head(vector)}")
+
+
+@app.command()
+def similarity(
+    texts: Annotated[list[str], typer.Argument(help="Two texts or more.")],
+    *,
+    url: Url = DEFAULT_URL,
+    model: Model = None,
+    truncate: Truncate = False,
+    timeout: Timeout = None,
+) -> None:
+    """Print the cosine similarity of every two texts."""
+    if len(texts) == 1:
+        _wrong_use("similarity needs at least two texts")
+    with _readable_errors(), Client(url, model) as client:
+        vectors = client.embed(texts, truncate=truncate or None, timeout=timeout)
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)  # [texts, 1]
+    unit = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
+    cosines = unit @ unit.T  # [texts, texts]
+
+    table = Table(title="cosine similarity", title_justify="left")
+    table.add_column("", justify="right")
+    table.add_column("text", overflow="fold")
+    for at in range(len(texts)):
+        table.add_column(str(at + 1), justify="right", no_wrap=True)
+    for at, text in enumerate(texts):
+        cells = [f"{cosine:.3f}" for cosine in cosines[at]]
+        table.add_row(str(at + 1), escape(_short(text)), *cells)
+    Console().print(table)
+
+
+@app.command()
+def status(
+    *,
+    metrics_url: Annotated[
+        str | None, typer.Option(help="Default: port 8002 of the server's host, path /metrics.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    model: Model = None,
+) -> None:
+    """Show whether the server and the model are ready, the queue, and the rates of the last second.
+
+    The exit code is 1 when the server or the model is not ready.
+    """
+    with _readable_errors(), Client(url, model) as client:
+        found = client.status()
+        metrics_url = metrics_url or Endpoint.parse(url).default_metrics_url
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in [
+        *_server_lines(url, found),
+        *(_traffic_lines(metrics_url, found.model) if found.model else []),
+    ]:
+        table.add_row(name, escape(value))
+    Console().print(table)
+    if not (found.server_ready and found.model_ready):
+        raise typer.Exit(1)
+
+
+def _server_lines(url: str, found: Status) -> Iterator[tuple[str, str]]:
+    state = "ready" if found.server_ready else "NOT READY"
+    yield "server", f"{state}: {found.server.name} {found.server.version} at {url}"
+    if found.model is None:
+        yield "model", "NOT READY: the server has no ready model"
+    else:
+        yield "model", f"{'ready' if found.model_ready else 'NOT READY'}: {found.model}"
+    others = [f"{model.name} ({model.state or 'not loaded'})" for model in found.models]
+    if len(others) > 1 or not found.model_ready:
+        yield "models", ", ".join(others) or "none"
+
+
+def _traffic_lines(metrics_url: str, model: str) -> Iterator[tuple[str, str]]:
+    samples: list[MetricsSample] = []
+    for wait in (0.0, SAMPLE_SECONDS):
+        time.sleep(wait)
+        page = fetch_metrics(metrics_url, timeout=METRICS_TIMEOUT_SECONDS)
+        if page is None:
+            yield "metrics", f"off, or not at {metrics_url} (see --metrics-url)"
+            return
+        sample = read_metrics(page, model)
+        if sample is None:
+            yield "metrics", f"{metrics_url} has no varlen metrics of model {model} yet"
+            return
+        samples.append(sample)
+    before, now = samples
+    rate = rates(before, now)
+    outcomes = ", ".join(
+        f"{name} {count:.0f}" for name, count in sorted(now.requests.items(), key=_ok_first)
+    )
+    yield "queue", f"{now.queued_requests:.0f} requests, {now.queued_tokens:.0f} tokens"
+    yield (
+        "rates",
+        (
+            f"{rate.requests:.1f} requests/s, {rate.sequences:.1f} sequences/s, "
+            f"{rate.tokens:.0f} tokens/s"
+        ),
+    )
+    yield "requests", outcomes or "none so far"
+
+
+def _ok_first(outcome: tuple[str, float]) -> tuple[bool, str]:
+    return outcome[0] != "ok", outcome[0]
+
+
+def _texts_or_lines(texts: Sequence[str], file: Path | None, *, skip_empty: bool) -> list[str]:
+    if bool(texts) == (file is not None):
+        _wrong_use("give either texts or --file")
+    if file is None:
+        return list(texts)
+    try:
+        content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        _wrong_use(f"cannot read {file}: {error.strerror}")
+    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            text = line.removesuffix(b"\r").decode()
+        except UnicodeDecodeError:
+            _wrong_use(f"{file}, line {number}: not valid UTF-8")
+        if text.strip():
+            rows.append(text)
+        elif not skip_empty:
+            _wrong_use(f"{file}, line {number}: empty (leave empty lines out with --skip-empty)")
+    if not rows:
+        _wrong_use(f"{file} has no text")
+    return rows
+
+
+def _check_output(output: Path, *, force: bool) -> None:
+    if not output.parent.is_dir():
+        _wrong_use(f"{output.parent} is no folder")
+    if output.is_dir():
+        _wrong_use(f"{output} is a folder")
+    if output.exists() and not force:
+        _wrong_use(f"{output} exists (overwrite it with --force)")
+
+
+def _write_npy(output: Path, vectors: Floats, *, force: bool) -> None:
+    """Write beside the output first and rename, so that no reader ever sees half a file."""
+    part = output.with_name(f".{output.name}.{os.getpid()}.part")
+    try:
+        with part.open("xb") as stream:
+            np.save(stream, vectors)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if not force and output.exists():
+            _failed(f"{output} appeared while embedding; nothing was written")
+        part.replace(output)
+    except OSError as error:
+        _failed(f"cannot write {output}: {error.strerror}")
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show a bar on stderr, where that is a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("embedding"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
+    ) as bar:
+        task = bar.add_task("embedding", total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def _readable_errors() -> Iterator[None]:
+    try:
+        yield
+    except InvalidUrl as error:
+        _wrong_use(str(error))
+    except VarlenClientError as error:
+        _failed(str(error))
+
+
+def _failed(message: str) -> NoReturn:
+    _note(f"error: {message}")
+    raise typer.Exit(1)
+
+
+def _wrong_use(message: str) -> NoReturn:
+    _note(f"error: {message}")
+    raise typer.Exit(2)
+
+
+def _note(message: str) -> None:
+    typer.echo(" ".join(message.split()), err=True)
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+
+
+def _head(vector: Floats) -> str:
+    values = ", ".join(f"{value:.4f}" for value in vector[:SHOWN_VALUES])
+    more = ", …" if len(vector) > SHOWN_VALUES else ""
+    return f"{len(vector)} dims  [{values}{more}]"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The server's address: which protocol, which host, with or without TLS."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import urlsplit
+
+from varlen_client.errors import InvalidUrl
+
+METRICS_PORT = 8002
+
+_SCHEMES: dict[str, tuple[Literal["grpc", "http"], bool, int]] = {
+    # scheme: (protocol, TLS, the server's default port)
+    "grpc": ("grpc", False, 8001),
+    "grpcs": ("grpc", True, 8001),
+    "http": ("http", False, 8000),
+    "https": ("http", True, 8000),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One server address, read from a URL such as `grpc://127.0.0.1:8001`."""
+
+    protocol: Literal["grpc", "http"]
+    host: str
+    port: int
+    tls: bool
+    path: str
+
+    @classmethod
+    def parse(cls, url: str) -> Endpoint:
+        """Return the address that `url` names; a missing port is the protocol's default.
+
+        Raises:
+            InvalidUrl: the scheme is not grpc, grpcs, http or https; the host is missing; the port
+                is no port.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in _SCHEMES or "://" not in url:
+            raise InvalidUrl(f"url {url!r} must start with grpc://, grpcs://, http:// or https://")
+        protocol, tls, default_port = _SCHEMES[parts.scheme]
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise InvalidUrl(f"url {url!r}: {error}") from None
+        path = parts.path.rstrip("/")
+        if not host:
+            raise InvalidUrl(f"url {url!r} has no host")
+        if parts.query or parts.fragment or parts.username or (path and protocol == "grpc"):
+            raise InvalidUrl(f"url {url!r} has more than scheme://host:port")
+        return cls(
+            protocol=protocol,
+            host=f"[{host}]" if ":" in host else host,
+            port=default_port if port is None else port,
+            tls=tls,
+            path=path,
+        )
+
+    @property
+    def target(self) -> str:
+        """host:port with the path, without a scheme: what tritonclient takes."""
+        return f"{self.host}:{self.port}{self.path}"
+
+    @property
+    def default_metrics_url(self) -> str:
+        """Where a server with default ports publishes its metrics."""
+        return f"http://{self.host}:{METRICS_PORT}/metrics"

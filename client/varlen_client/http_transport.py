@@ -1,0 +1,129 @@
+"""The HTTP transport, on tritonclient.http.aio (aiohttp)."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+import numpy.typing as npt
+import tritonclient.http.aio as triton_http
+from tritonclient.utils import InferenceServerException
+
+from varlen_client.endpoint import Endpoint
+from varlen_client.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    RequestCancelled,
+    RequestTimeout,
+    ServerError,
+    ServerUnavailable,
+    VarlenClientError,
+)
+from varlen_client.transport import ServerIdentity, server_message
+from varlen_client.wire import InferRequest, ModelState
+
+_ERRORS: dict[str, type[VarlenClientError]] = {
+    "400": InvalidRequest,
+    "404": ModelNotFound,
+    "413": InvalidRequest,
+    "429": ServerUnavailable,
+    "499": RequestCancelled,
+    "502": ServerUnavailable,
+    "503": ServerUnavailable,
+    "504": RequestTimeout,
+}
+
+
+class HttpTransport:
+    """Calls over a pool of kept-alive connections. Cancelling a task closes its connection.
+
+    The server does not notice a closed HTTP connection: a cancelled request still runs there. Over
+    gRPC it is dropped.
+    """
+
+    def __init__(self, endpoint: Endpoint, ca_file: Path | None) -> None:
+        self._target = endpoint.target
+        self._client = triton_http.InferenceServerClient(
+            endpoint.target,
+            # None: the library's own limit would cut a long request after 60 s; the caller's
+            #     timeout rules instead.
+            conn_timeout=None,
+            ssl=endpoint.tls,
+            ssl_context=ssl.create_default_context(cafile=ca_file) if endpoint.tls else None,
+        )
+
+    async def server_ready(self) -> bool:
+        with self._errors():
+            return bool(await self._client.is_server_ready())
+
+    async def model_ready(self, model: str) -> bool:
+        with self._errors():
+            return bool(await self._client.is_model_ready(model))
+
+    async def server_identity(self) -> ServerIdentity:
+        with self._errors():
+            metadata = await self._client.get_server_metadata()
+            return ServerIdentity(str(metadata["name"]), str(metadata["version"]))
+
+    async def models(self) -> list[ModelState]:
+        with self._errors():
+            index = await self._client.get_model_repository_index()
+            # A model that was never loaded has only a name.
+            return [
+                ModelState(model["name"], model.get("version", ""), model.get("state", ""))
+                for model in index
+            ]
+
+    async def model_config(self, model: str) -> Mapping[str, object]:
+        with self._errors():
+            config: Mapping[str, object] = await self._client.get_model_config(model)
+            return config
+
+    async def infer(self, model: str, request: InferRequest) -> npt.NDArray[np.generic] | None:
+        inputs = []
+        for tensor in request.tensors:
+            slot = triton_http.InferInput(tensor.name, list(tensor.array.shape), tensor.datatype)
+            inputs.append(slot.set_data_from_numpy(tensor.array, binary_data=True))
+        with self._errors():
+            result = await self._client.infer(
+                model,
+                inputs,
+                outputs=[triton_http.InferRequestedOutput(request.output, binary_data=True)],
+                parameters=dict(request.parameters),
+            )
+            output: npt.NDArray[np.generic] | None = result.as_numpy(request.output)
+            return output
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except InferenceServerException as error:
+            message = server_message(error.message(), error.status())
+            raise _kind(error.status() or "", message)(message) from None
+        except aiohttp.ClientSSLError as error:
+            raise ServerError(f"TLS with http server {self._target} failed: {error}") from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            reason = str(error) or type(error).__name__
+            raise ServerUnavailable(
+                f"no connection to http server {self._target}: {reason}"
+            ) from error
+        except (aiohttp.ClientError, ValueError, LookupError, TypeError, AttributeError) as error:
+            # Anything else is an answer that tritonclient could not read.
+            raise ServerError(
+                f"http server {self._target} gave an unexpected answer: {error!r}"
+            ) from error
+
+
+def _kind(status: str, message: str) -> type[VarlenClientError]:
+    # Some versions of the server answer 400 for a model that they do not have.
+    if status == "400" and message.startswith("Request for unknown model"):
+        return ModelNotFound
+    return _ERRORS.get(status, ServerError)

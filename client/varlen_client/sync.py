@@ -1,0 +1,171 @@
+"""The sync client: the asyncio client, run on an event loop in a thread of its own.
+
+All clients of a process share that loop. gRPC's asyncio support serves one loop per process well
+and several badly, and a call from many threads needs no lock: each is a task of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from varlen_client.aio import DEFAULT_CONCURRENCY, AsyncClient, Status
+from varlen_client.retry import RetryPolicy
+from varlen_client.wire import Floats, Inputs, ModelState, Pairs
+
+_T = TypeVar("_T")
+
+
+class _LoopThread:
+    """One event loop in a daemon thread, begun at the first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, coroutine: Coroutine[object, object, _T]) -> _T:
+        """Run a coroutine on the loop and wait for it; Ctrl-C here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            # After a fork the thread is gone and the loop with it: the child begins its own. (Over
+            # HTTP, that is: gRPC itself does not work on both sides of a fork.)
+            if self._loop is None or self._thread is None or not self._thread.is_alive():
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._loop.run_forever, name="varlen-client", daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+
+_loop = _LoopThread()
+
+
+class Client:
+    """Embeds, classifies and ranks texts at a server; safe to use from many threads.
+
+    Use it as a context manager, or call `close`. Arguments, results and errors are those of
+    `AsyncClient`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        *,
+        rows_per_request: int | None = None,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        retry: RetryPolicy | None = None,
+        ca_file: str | Path | None = None,
+    ) -> None:
+        self._client = AsyncClient(
+            url,
+            model,
+            rows_per_request=rows_per_request,
+            concurrency=concurrency,
+            retry=retry,
+            ca_file=ca_file,
+        )
+
+    def embed(
+        self,
+        inputs: Inputs,
+        *,
+        normalize: bool | None = None,
+        truncate: bool | None = None,
+        timeout: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Floats:
+        """Return one vector per row, [rows, hidden] fp32. See `AsyncClient.embed`.
+
+        `on_progress` runs in the event loop's thread and must not call this client.
+        """
+        return _loop.run(
+            self._client.embed(
+                inputs,
+                normalize=normalize,
+                truncate=truncate,
+                timeout=timeout,
+                on_progress=on_progress,
+            )
+        )
+
+    def classify(
+        self,
+        inputs: Inputs | Pairs,
+        *,
+        truncate: bool | None = None,
+        timeout: float | None = None,
+    ) -> Floats:
+        """Return the logits of each row, [rows, labels] fp32. See `AsyncClient.classify`."""
+        return _loop.run(self._client.classify(inputs, truncate=truncate, timeout=timeout))
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        truncate: bool | None = None,
+        timeout: float | None = None,
+    ) -> Floats:
+        """Return one score per document, [documents] fp32. See `AsyncClient.rerank`."""
+        return _loop.run(self._client.rerank(query, documents, truncate=truncate, timeout=timeout))
+
+    def token_classify(
+        self,
+        inputs: Inputs | Pairs,
+        *,
+        truncate: bool | None = None,
+        timeout: float | None = None,
+    ) -> list[Floats]:
+        """Return one [tokens, labels] fp32 per row. See `AsyncClient.token_classify`."""
+        return _loop.run(self._client.token_classify(inputs, truncate=truncate, timeout=timeout))
+
+    def hidden(
+        self,
+        inputs: Inputs | Pairs,
+        *,
+        truncate: bool | None = None,
+        timeout: float | None = None,
+    ) -> list[Floats]:
+        """Return one [tokens, hidden] fp32 per row. See `AsyncClient.hidden`."""
+        return _loop.run(self._client.hidden(inputs, truncate=truncate, timeout=timeout))
+
+    def ready(self) -> bool:
+        """Return whether the server and the model take requests. See `AsyncClient.ready`."""
+        return _loop.run(self._client.ready())
+
+    def status(self) -> Status:
+        """Return what the server says about itself and its models. See `AsyncClient.status`."""
+        return _loop.run(self._client.status())
+
+    def models(self) -> list[ModelState]:
+        """Return the server's models and their states, ready or not."""
+        return _loop.run(self._client.models())
+
+    def close(self) -> None:
+        """Close the connections. Calls still running fail."""
+        _loop.run(self._client.close())
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,393 @@
+"""A small KServe v2 server for the client's tests: gRPC and HTTP, on loopback, in this process.
+
+One `FakeModel` decides every answer, from the input alone, so that order and batching can be checked. It can be told to
+fail, to wait and to hang up, and it records what it was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from aiohttp import web
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import deserialize_bytes_tensor
+
+from varlen_client import RetryPolicy
+
+FAST_RETRIES = RetryPolicy(max_retries=3, first_delay=0.01, max_delay=0.02)
+
+OUTPUTS = {
+    "embed": ("sentence_embedding", [3]),
+    "classify": ("logits", [2]),
+    "rerank": ("logits", [1]),
+    "token_classify": ("logits", [-1, 2]),
+    "hidden": ("last_hidden_state", [-1, 3]),
+}
+STATUS = {
+    # kind: (gRPC, HTTP), as the real server maps them
+    "invalid": (grpc.StatusCode.INVALID_ARGUMENT, 400),
+    "not_found": (grpc.StatusCode.NOT_FOUND, 404),
+    "unavailable": (grpc.StatusCode.UNAVAILABLE, 503),
+    "internal": (grpc.StatusCode.INTERNAL, 500),
+    "hang_up": (grpc.StatusCode.UNAVAILABLE, 0),
+}
+
+
+class Fault(Exception):  # noqa: N818 - a thing to inject
+    def __init__(self, kind: str, message: str = "injected") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass
+class Seen:
+    """One request as it arrived."""
+
+    tensors: dict[str, np.ndarray]
+    parameters: dict[str, Any]
+
+    @property
+    def num_rows(self) -> int:
+        return next(iter(self.tensors.values())).shape[0]
+
+    @property
+    def texts(self) -> list[str]:
+        return [text.decode() for text in self.tensors["text"].ravel()]
+
+
+@dataclass
+class FakeModel:
+    name: str = "fake"
+    task: str = "embed"
+    max_batch_size: int = 8
+    server_ready: bool = True
+    models: list[tuple[str, str]] = field(default_factory=lambda: [("fake", "READY")])
+    faults: list[Fault] = field(default_factory=list)
+    """Used up one per request, before anything else."""
+    refuse: Callable[[Seen], Fault | None] = lambda seen: None
+    delay: Callable[[Seen], float] = lambda seen: 0.0
+    output_dtype: type = np.float32
+    requests: list[Seen] = field(default_factory=list)
+    in_flight: int = 0
+    most_in_flight: int = 0
+    stopped: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def config(self) -> dict[str, Any]:
+        output, dims = OUTPUTS[self.task]
+        return {
+            "name": self.name,
+            "max_batch_size": self.max_batch_size,
+            "output": [{"name": output, "data_type": "TYPE_FP32", "dims": dims}],
+        }
+
+    def check_name(self, name: str) -> None:
+        if name not in [model for model, _ in self.models]:
+            raise Fault("not_found", f"Request for unknown model: '{name}' is not found")
+
+    def infer(self, name: str, seen: Seen) -> tuple[str, np.ndarray]:
+        self.check_name(name)
+        with self.lock:
+            self.requests.append(seen)
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            fault = self.faults.pop(0) if self.faults else self.refuse(seen)
+        try:
+            self.stopped.wait(self.delay(seen))
+            if fault is not None:
+                raise fault
+            return OUTPUTS[self.task][0], self.output(seen).astype(self.output_dtype)
+        finally:
+            with self.lock:
+                self.in_flight -= 1
+
+    def output(self, seen: Seen) -> np.ndarray:
+        if "input_ids" in seen.tensors:
+            ids = seen.tensors["input_ids"]
+            mask = seen.tensors.get("attention_mask", np.ones_like(ids))
+            return np.stack(
+                [vector_of_ids(row[keep == 1]) for row, keep in zip(ids, mask, strict=True)]
+            )
+        pairs = [text.decode() for text in seen.tensors.get("text_pair", np.array([])).ravel()]
+        if self.task == "classify":
+            return np.array(
+                [
+                    [len(text), len(pair)]
+                    for text, pair in zip(seen.texts, pairs or [""] * 999, strict=False)
+                ]
+            )
+        if self.task == "rerank":
+            return np.array(
+                [[len(q) * 100 + len(d)] for q, d in zip(seen.texts, pairs, strict=True)]
+            )
+        if self.task in ("token_classify", "hidden"):
+            assert seen.num_rows == 1, "rows of different lengths would be padded"
+            words = seen.texts[0].split()
+            return np.array([[vector_of_text(word)[: OUTPUTS[self.task][1][1]] for word in words]])
+        return np.stack([vector_of_text(text) for text in seen.texts])
+
+
+def vector_of_text(text: str) -> np.ndarray:
+    return np.array([zlib.crc32(text.encode()) % 997, len(text), 1], dtype=np.float32)
+
+
+def vector_of_ids(ids: np.ndarray) -> np.ndarray:
+    return np.array([ids.sum(), ids.size, 2], dtype=np.float32)
+
+
+def tensor_from_bytes(datatype: str, shape: list[int], raw: bytes) -> np.ndarray:
+    if datatype == "BYTES":
+        return deserialize_bytes_tensor(raw).reshape(shape)
+    assert datatype == "INT64"
+    return np.frombuffer(raw, dtype=np.int64).reshape(shape)
+
+
+class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
+    def __init__(self, model: FakeModel) -> None:
+        self.model = model
+
+    def ServerReady(self, request, context):  # noqa: N802
+        return service_pb2.ServerReadyResponse(ready=self.model.server_ready)
+
+    def ModelReady(self, request, context):  # noqa: N802
+        ready = (request.name, "READY") in self.model.models
+        return service_pb2.ModelReadyResponse(ready=ready)
+
+    def ServerMetadata(self, request, context):  # noqa: N802
+        return service_pb2.ServerMetadataResponse(name="fake", version="0.1")
+
+    def RepositoryIndex(self, request, context):  # noqa: N802
+        answer = service_pb2.RepositoryIndexResponse()
+        for name, state in self.model.models:
+            answer.models.add(name=name, version="1", state=state)
+        return answer
+
+    def ModelConfig(self, request, context):  # noqa: N802
+        with grpc_faults(context):
+            self.model.check_name(request.name)
+        config = self.model.config()
+        answer = service_pb2.ModelConfigResponse()
+        answer.config.name = config["name"]
+        answer.config.max_batch_size = config["max_batch_size"]
+        for output in config["output"]:
+            answer.config.output.add(name=output["name"], dims=output["dims"])
+        return answer
+
+    def ModelInfer(self, request, context):  # noqa: N802
+        tensors = {
+            tensor.name: tensor_from_bytes(tensor.datatype, list(tensor.shape), raw)
+            for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
+        }
+        parameters = {
+            name: getattr(value, value.WhichOneof("parameter_choice"))
+            for name, value in request.parameters.items()
+        }
+        with grpc_faults(context):
+            name, array = self.model.infer(request.model_name, Seen(tensors, parameters))
+        answer = service_pb2.ModelInferResponse(model_name=request.model_name)
+        datatype = {"f4": "FP32", "f8": "FP64"}[array.dtype.str[1:]]
+        answer.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        answer.raw_output_contents.append(array.tobytes())
+        return answer
+
+
+class grpc_faults:  # noqa: N801 - used as a function
+    def __init__(self, context: grpc.ServicerContext) -> None:
+        self.context = context
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if isinstance(error, Fault):
+            self.context.abort(STATUS[error.kind][0], str(error))
+
+
+def http_app(model: FakeModel) -> web.Application:
+    def ready(is_ready: bool) -> web.Response:
+        return web.Response(status=200 if is_ready else 400)
+
+    async def server_ready(request: web.Request) -> web.Response:
+        return ready(model.server_ready)
+
+    async def model_ready(request: web.Request) -> web.Response:
+        return ready((request.match_info["name"], "READY") in model.models)
+
+    async def metadata(request: web.Request) -> web.Response:
+        return web.json_response({"name": "fake", "version": "0.1", "extensions": []})
+
+    async def index(request: web.Request) -> web.Response:
+        return web.json_response(
+            [{"name": name, "version": "1", "state": state} for name, state in model.models]
+        )
+
+    async def config(request: web.Request) -> web.Response:
+        try:
+            model.check_name(request.match_info["name"])
+        except Fault as fault:
+            return http_fault(request, fault)
+        return web.json_response(model.config())
+
+    async def infer(request: web.Request) -> web.Response:
+        body = await request.read()
+        at = int(request.headers["Inference-Header-Content-Length"])
+        header = json.loads(body[:at])
+        tensors = {}
+        for tensor in header["inputs"]:
+            size = tensor["parameters"]["binary_data_size"]
+            raw = body[at : at + size]
+            tensors[tensor["name"]] = tensor_from_bytes(tensor["datatype"], tensor["shape"], raw)
+            at += size
+        seen = Seen(tensors, header.get("parameters", {}))
+        try:
+            name, array = await asyncio.get_running_loop().run_in_executor(
+                pool, model.infer, request.match_info["name"], seen
+            )
+        except Fault as fault:
+            return http_fault(request, fault)
+        raw = array.tobytes()
+        output = {
+            "name": name,
+            "datatype": {"f4": "FP32", "f8": "FP64"}[array.dtype.str[1:]],
+            "shape": array.shape,
+            "parameters": {"binary_data_size": len(raw)},
+        }
+        answer = json.dumps({"model_name": model.name, "outputs": [output]}).encode()
+        return web.Response(
+            body=answer + raw, headers={"Inference-Header-Content-Length": str(len(answer))}
+        )
+
+    pool = ThreadPoolExecutor(32)
+    app = web.Application(client_max_size=2**26)
+    app.router.add_get("/v2/health/ready", server_ready)
+    app.router.add_get("/v2/models/{name}/ready", model_ready)
+    app.router.add_get("/v2", metadata)
+    app.router.add_post("/v2/repository/index", index)
+    app.router.add_get("/v2/models/{name}/config", config)
+    app.router.add_post("/v2/models/{name}/infer", infer)
+    return app
+
+
+def http_fault(request: web.Request, fault: Fault) -> web.Response:
+    if fault.kind == "hang_up":
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+    return web.json_response({"error": str(fault)}, status=STATUS[fault.kind][1])
+
+
+@dataclass
+class FakeServer:
+    url: str
+    model: FakeModel
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def serve_grpc(model: FakeModel) -> Iterator[FakeServer]:
+    server = grpc.server(ThreadPoolExecutor(32))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(GrpcServicer(model), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield FakeServer(f"grpc://127.0.0.1:{port}", model)
+    model.stopped.set()
+    server.stop(grace=0).wait()
+
+
+def serve_http(model: FakeModel) -> Iterator[FakeServer]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def start() -> tuple[web.AppRunner, int]:
+        runner = web.AppRunner(http_app(model), shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return runner, runner.addresses[0][1]
+
+    runner, port = asyncio.run_coroutine_threadsafe(start(), loop).result()
+    yield FakeServer(f"http://127.0.0.1:{port}", model)
+    model.stopped.set()
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture(params=["grpc", "http"])
+def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
+    """A fake server of each protocol; set what it does on `server.model`."""
+    yield from (serve_grpc if request.param == "grpc" else serve_http)(FakeModel())
+
+
+@pytest.fixture(params=["grpc", "http"])
+def url_of_nobody(request: pytest.FixtureRequest) -> str:
+    """An address where nothing listens."""
+    return f"{request.param}://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(params=["grpc", "http"])
+def hanging_up(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[int]]]:
+    """An address that takes every connection, reads a little and hangs up; with a list of the connections."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    connections: list[int] = []
+
+    def hang_up() -> None:
+        while True:
+            try:
+                connection, (_, port) = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connections.append(port)
+                connection.recv(64)
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    yield f"{request.param}://127.0.0.1:{listener.getsockname()[1]}", connections
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+@pytest.fixture
+def fast_retries() -> RetryPolicy:
+    """Three retries, some milliseconds apart."""
+    return FAST_RETRIES
+
+
+@pytest.fixture
+def fault() -> type[Fault]:
+    """What a fake model fails with, made of a kind and a message."""
+    return Fault
+
+
+@pytest.fixture
+def vectors_of() -> Callable[[list[Any]], np.ndarray]:
+    """What the fake model answers to texts or token ids, one row after the other."""
+
+    def expected(rows: list[Any]) -> np.ndarray:
+        return np.stack(
+            [
+                vector_of_text(row) if isinstance(row, str) else vector_of_ids(np.array(row))
+                for row in rows
+            ]
+        )
+
+    return expected

@@ -1,0 +1,40 @@
+"""The asyncio client: many calls on one loop, and cancellation by the caller."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from varlen_client import AsyncClient
+
+
+def test_calls_run_side_by_side(server, vectors_of):
+    async def embed_all():
+        async with AsyncClient(server.url) as client:
+            return await asyncio.gather(*(client.embed([f"text {n}"]) for n in range(20)))
+
+    server.model.delay = lambda seen: 0.05
+    results = asyncio.run(embed_all())
+
+    expected = vectors_of([f"text {n}" for n in range(20)])
+    np.testing.assert_array_equal(np.concatenate(results), expected)
+    assert server.model.most_in_flight > 4
+
+
+def test_a_cancelled_call_raises_cancelled_error_and_sends_no_more(server, vectors_of):
+    async def cancel_one():
+        async with AsyncClient(server.url, rows_per_request=1, concurrency=2) as client:
+            task = asyncio.create_task(client.embed(["a", "b", "c", "d"]))
+            while len(server.model.requests) < 2:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            server.model.delay = lambda seen: 0.0
+            return await client.embed(["e"])
+
+    server.model.delay = lambda seen: 30.0
+    vectors = asyncio.run(cancel_one())
+
+    np.testing.assert_array_equal(vectors, vectors_of(["e"]))
+    assert [seen.texts for seen in server.model.requests[2:]] == [["e"]]

@@ -1,0 +1,226 @@
+"""The command line: what it prints, what it writes, and how it fails."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from varlen_client import cli
+
+
+@pytest.fixture
+def varlen(server, monkeypatch):
+    """Run the command against the fake server; returns typer's result."""
+    monkeypatch.setenv("VARLEN_URL", server.url)
+    monkeypatch.delenv("VARLEN_MODEL", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    return run
+
+
+def run(*arguments):
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Write a file of lines; returns its path."""
+
+    def write(content):
+        path = tmp_path / "lines.txt"
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
+def test_embed_prints_one_line_per_text(varlen):
+    result = varlen("embed", "first [bold]", "second")
+
+    assert result.exit_code == 0
+    first, second = result.stdout.splitlines()
+    assert first.startswith("first [bold]  3 dims  [")
+    assert second.startswith("second  3 dims  [")
+
+
+def test_embed_as_json_gives_back_every_value(varlen, vectors_of):
+    result = varlen("embed", "--json", "näïve", "b")
+
+    objects = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [item["text"] for item in objects] == ["näïve", "b"]
+    embeddings = np.array([item["embedding"] for item in objects], dtype=np.float32)
+    np.testing.assert_array_equal(embeddings, vectors_of(["näïve", "b"]))
+
+
+def test_embeds_a_file_in_order(varlen, lines, tmp_path, vectors_of):
+    texts = [f"line {n}" for n in range(100)]
+    output = tmp_path / "vectors.npy"
+
+    result = varlen("embed", "--file", lines("\r\n".join(texts) + "\n"), "--output", output)
+
+    assert result.exit_code == 0
+    assert "wrote 100 vectors of 3 values" in result.stderr
+    np.testing.assert_array_equal(np.load(output), vectors_of(texts))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lines.txt", "vectors.npy"]
+
+
+def test_does_not_overwrite_without_force(varlen, server, lines, tmp_path):
+    output = tmp_path / "vectors.npy"
+    output.write_bytes(b"precious")
+    arguments = ("embed", "--file", lines("a\n"), "--output", output)
+
+    result = varlen(*arguments)
+    assert result.exit_code == 2
+    assert "exists (overwrite it with --force)" in result.stderr
+    assert output.read_bytes() == b"precious"
+    assert server.model.requests == []
+
+    assert varlen(*arguments, "--force").exit_code == 0
+    assert np.load(output).shape == (1, 3)
+
+
+def test_a_failure_leaves_no_output(varlen, server, lines, tmp_path, fault):
+    server.model.refuse = lambda seen: fault("invalid", "row 0: bad") if "c" in seen.texts else None
+    output = tmp_path / "vectors.npy"
+
+    result = varlen(
+        "embed", "--file", lines("a\nb\nc\n"), "--output", output, "--rows-per-request", 1
+    )
+
+    assert result.exit_code == 1
+    assert result.stderr == "error: row 2: bad\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["lines.txt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a\n\nb\n", "line 2: empty"),
+        ("a\n \t\n", "line 2: empty"),
+        (b"a\nb\n\xff\n", "line 3: not valid UTF-8"),
+        ("", "has no text"),
+    ],
+)
+def test_names_the_line_that_cannot_be_embedded(varlen, server, lines, content, message):
+    result = varlen("embed", "--file", lines(content))
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert server.model.requests == []
+
+
+def test_skips_empty_lines_when_told(varlen, lines):
+    result = varlen("embed", "--json", "--skip-empty", "--file", lines("a\n\nb\n"))
+
+    assert [json.loads(line)["text"] for line in result.stdout.splitlines()] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["embed"], "either texts or --file"),
+        (["embed", "a", "--file", "b"], "either texts or --file"),
+        (["embed", "--file", "/nonexistent"], "cannot read /nonexistent"),
+        (["embed", "a", "--output", "/nonexistent/v.npy"], "/nonexistent is no folder"),
+        (["embed", "a", "--url", "localhost:8001"], "must start with grpc://"),
+        (["similarity", "a"], "at least two texts"),
+        (["embed", "a", "--nope"], "No such option"),
+    ],
+)
+def test_wrong_use_exits_with_2_and_says_why(varlen, arguments, message):
+    result = varlen(*arguments)
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_server_that_is_not_there_is_one_line_and_exit_1(url_of_nobody):
+    result = run("status", "--url", url_of_nobody)
+
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: no connection to")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_lists_the_models_when_one_must_be_chosen(varlen, server):
+    server.model.models = [("fake", "READY"), ("other", "READY")]
+
+    result = varlen("embed", "a")
+    assert result.exit_code == 1
+    assert "choose one: fake, other" in result.stderr
+
+    assert varlen("embed", "a", "--model", "fake").exit_code == 0
+
+
+def test_similarity_prints_a_table_of_cosines(varlen, vectors_of):
+    texts = ["a", "a longer text", "[red]third"]
+    result = varlen("similarity", *texts)
+
+    vectors = vectors_of(texts)
+    cosine = vectors[0] @ vectors[1] / np.linalg.norm(vectors[0]) / np.linalg.norm(vectors[1])
+    assert result.exit_code == 0
+    assert f"{cosine:.3f}" in result.stdout
+    assert result.stdout.count("1.000") >= 3
+    assert "[red]third" in result.stdout
+
+
+def test_status_without_metrics_says_so(varlen):
+    result = varlen("status", "--metrics-url", "http://127.0.0.1:9/metrics")
+
+    assert result.exit_code == 0
+    assert "ready: fake 0.1" in result.stdout
+    assert "off, or not at http://127.0.0.1:9/metrics" in result.stdout
+
+
+def test_status_exits_1_when_the_model_is_not_ready(varlen, server):
+    server.model.models = [("fake", "UNAVAILABLE")]
+
+    result = varlen("status")
+
+    assert result.exit_code == 1
+    assert "fake (UNAVAILABLE)" in result.stdout
+
+
+def test_status_shows_queue_rates_and_outcomes(varlen, metrics_page, monkeypatch):
+    monkeypatch.setattr(cli, "SAMPLE_SECONDS", 0.2)
+
+    result = varlen("status", "--metrics-url", metrics_page)
+
+    assert result.exit_code == 0
+    assert "7 requests, 300 tokens" in result.stdout
+    assert "ok 20, failed 1" in result.stdout
+    rate = float(result.stdout.split(" requests/s")[0].split()[-1])
+    assert 20 < rate <= 50
+
+
+@pytest.fixture
+def metrics_page():
+    """A metrics page whose counter of good requests grows by 10 with each look."""
+    ok = iter(range(10, 1000, 10))
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            labels = 'model="fake",instance="fake_0_0"'
+            self.wfile.write(
+                f"varlen_queued_requests{{{labels}}} 7\n"
+                f"varlen_queued_tokens{{{labels}}} 300\n"
+                f'varlen_requests_total{{{labels},outcome="ok"}} {next(ok)}\n'
+                f'varlen_requests_total{{{labels},outcome="failed"}} 1\n'.encode()
+            )
+
+        def log_message(self, *arguments):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as page:
+        thread = threading.Thread(target=page.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{page.server_address[1]}/metrics"
+        page.shutdown()
+        thread.join()

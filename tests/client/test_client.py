@@ -1,0 +1,353 @@
+"""The sync client against a fake server: what it sends, in which order it answers, and how it fails."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from varlen_client import (
+    Client,
+    InvalidRequest,
+    ModelNotFound,
+    RequestTimeout,
+    RetryPolicy,
+    ServerError,
+    ServerUnavailable,
+    VarlenClientError,
+)
+
+TEXTS = [f"text {'x' * (n % 7)} {n}" for n in range(50)]
+
+
+@pytest.fixture
+def client(server, fast_retries):
+    with Client(server.url, retry=fast_retries) as client:
+        yield client
+
+
+def test_embeds_texts_in_order_over_many_requests(client, server, vectors_of):
+    # the first request is the slowest, so answers come back out of order
+    server.model.delay = lambda seen: 0.1 if seen.texts[0] == TEXTS[0] else 0.0
+
+    vectors = client.embed(TEXTS)
+
+    assert vectors.dtype == np.float32
+    np.testing.assert_array_equal(vectors, vectors_of(TEXTS))
+
+
+@pytest.mark.parametrize(("max_batch_size", "rows"), [(8, 8), (100, 32)])
+def test_sends_as_many_rows_as_the_model_takes_but_at_most_32(client, server, max_batch_size, rows):
+    server.model.max_batch_size = max_batch_size
+
+    client.embed(TEXTS)
+
+    sizes = [seen.num_rows for seen in server.model.requests]
+    assert max(sizes) == rows
+    assert sum(sizes) == len(TEXTS)
+
+
+def test_rows_per_request_can_be_chosen(server):
+    with Client(server.url, rows_per_request=3) as client:
+        client.embed(TEXTS[:7])
+
+    assert sorted(seen.num_rows for seen in server.model.requests) == [1, 3, 3]
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_keeps_at_most_the_chosen_number_of_requests_in_flight(server, concurrency):
+    server.model.delay = lambda seen: 0.03
+    with Client(server.url, rows_per_request=5, concurrency=concurrency) as client:
+        client.embed(TEXTS)
+
+    assert server.model.most_in_flight == concurrency
+
+
+def test_pads_token_ids_with_a_mask(client, server, vectors_of):
+    ids = [[101, 7, 102], [101, 102], [5], np.array([1, 2, 3, 4])]
+
+    vectors = client.embed(ids)
+
+    np.testing.assert_array_equal(vectors, vectors_of(ids))
+    (seen,) = server.model.requests
+    assert seen.tensors["input_ids"].tolist()[1] == [101, 102, 0, 0]
+    assert seen.tensors["attention_mask"].tolist()[1] == [1, 1, 0, 0]
+
+
+def test_token_ids_of_one_length_need_no_mask(client, server):
+    client.embed(np.arange(6).reshape(2, 3))
+
+    assert set(server.model.requests[0].tensors) == {"input_ids"}
+
+
+@pytest.mark.parametrize("text", ["", "näïve ☃ 日本語", "a\x00b", "x" * 100_000])
+def test_sends_any_unicode_text_unchanged(client, server, text):
+    client.embed([text])
+
+    assert server.model.requests[0].texts == [text]
+
+
+def test_nothing_in_nothing_out(client, server):
+    assert client.embed([]).shape == (0, 3)
+    assert server.model.requests == []
+
+
+def test_sends_only_the_parameters_that_were_given(client, server):
+    client.embed(["a"])
+    client.embed(["a"], normalize=False, truncate=True)
+
+    assert not {"normalize", "truncate"} & set(server.model.requests[0].parameters)
+    assert server.model.requests[1].parameters["normalize"] is False
+    assert server.model.requests[1].parameters["truncate"] is True
+
+
+def test_classifies_texts_and_pairs(client, server):
+    server.model.task = "classify"
+
+    assert client.classify(["ab", "c"]).tolist() == [[2, 0], [1, 0]]
+    assert client.classify([("ab", "xyz"), ("c", "")]).tolist() == [[2, 3], [1, 0]]
+
+
+def test_ranks_documents_against_the_query(client, server):
+    server.model.task = "rerank"
+
+    scores = client.rerank("ab", ["d" * n for n in range(20)])
+
+    assert scores.tolist() == [200 + n for n in range(20)]
+
+
+def test_rerank_needs_a_model_of_one_label(client, server):
+    server.model.task = "classify"
+
+    with pytest.raises(InvalidRequest, match="gives 2 values per row; rerank needs 1"):
+        client.rerank("q", ["d"])
+
+
+@pytest.mark.parametrize(("method", "task"), [("hidden", "hidden"), ("token_classify",) * 2])
+def test_results_per_token_come_as_one_array_per_row(client, server, method, task):
+    server.model.task = task
+
+    arrays = getattr(client, method)(["one", "one two three", "four five"])
+
+    assert [len(array) for array in arrays] == [1, 3, 2]
+    np.testing.assert_array_equal(arrays[0][0], arrays[1][0])
+    assert all(array.flags.writeable for array in arrays)
+
+
+def test_says_what_the_model_serves_when_asked_for_another_task(client, server):
+    with pytest.raises(InvalidRequest, match=r"does not serve classify: it has sentence_embedding"):
+        client.classify(["a"])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("one string", "pass a list"),
+        (["text", 3], "row 1 is int; expected text"),
+        ([[1, 2], "text"], "row 1 is text"),
+        ([[1.5]], "row 0 is neither text nor a list of token ids"),
+        ([[[1]]], "row 0 is neither"),
+        ([[1], [2, [3]]], "row 1 is neither"),
+        (["\ud800"], "row 0: text is not valid Unicode"),
+    ],
+)
+def test_refuses_bad_input_before_sending(client, server, inputs, message):
+    with pytest.raises(InvalidRequest, match=message):
+        client.embed(inputs)
+
+    assert server.model.requests == []
+
+
+def test_refuses_a_mix_of_texts_and_pairs(client):
+    with pytest.raises(InvalidRequest, match="row 0 is no pair of texts"):
+        client.classify(["a", ("b", "c")])
+
+
+@pytest.mark.parametrize("kind", ["unavailable", "hang_up"])
+def test_sends_again_while_the_server_is_unavailable(client, server, fault, vectors_of, kind):
+    server.model.faults = [fault(kind, "queue full")] * 3
+
+    np.testing.assert_array_equal(client.embed(["a"]), vectors_of(["a"]))
+
+    assert len(server.model.requests) == 4
+
+
+def test_gives_up_after_the_last_retry_and_says_how_often_it_tried(client, server, fault):
+    server.model.faults = [fault("unavailable", "queue full")] * 4
+
+    with pytest.raises(ServerUnavailable, match=r"queue full \(tried 4 times in"):
+        client.embed(["a"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [("invalid", InvalidRequest), ("not_found", ModelNotFound), ("internal", ServerError)],
+)
+def test_other_failures_are_not_retried(client, server, fault, kind, error):
+    server.model.faults = [fault(kind, "[request id: <id_unknown>] what the server said")]
+
+    with pytest.raises(error, match=r"^what the server said$"):
+        client.embed(["a"])
+
+    assert len(server.model.requests) == 1
+
+
+def test_an_error_names_the_rows_of_the_whole_input(client, server, fault):
+    def refuse(seen):
+        return fault("invalid", "row 3: too long") if TEXTS[19] in seen.texts else None
+
+    server.model.refuse = refuse
+
+    with pytest.raises(InvalidRequest, match=r"^rows 16-23 of 50: row 19: too long$") as caught:
+        client.embed(TEXTS)
+
+    assert caught.value.rows == range(16, 24)
+
+
+def test_the_first_failure_stops_the_rest(server, fault):
+    server.model.refuse = lambda seen: fault("invalid") if seen.texts == ["bad"] else None
+    server.model.delay = lambda seen: 0.0 if seen.texts == ["bad"] else 5.0
+    start = time.monotonic()
+
+    with (
+        Client(server.url, rows_per_request=1, concurrency=2) as client,
+        pytest.raises(InvalidRequest, match="row 1 of 6"),
+    ):
+        client.embed(["a", "bad", "c", "d", "e", "f"])
+
+    assert time.monotonic() - start < 3
+    assert len(server.model.requests) <= 3
+
+
+def test_a_timeout_ends_the_whole_call_without_a_retry(client, server):
+    server.model.delay = lambda seen: 0.0 if TEXTS[0] in seen.texts else 30.0
+    start = time.monotonic()
+
+    with pytest.raises(RequestTimeout, match=r"embed did not end within 0.5 s; 8 of 50 rows"):
+        client.embed(TEXTS, timeout=0.5)
+
+    assert time.monotonic() - start < 3
+    assert len(server.model.requests) <= 5
+
+
+def test_the_client_works_after_a_timeout(client, server, vectors_of):
+    server.model.delay = lambda seen: 30.0
+    with pytest.raises(RequestTimeout):
+        client.embed(["a"], timeout=0.2)
+    server.model.delay = lambda seen: 0.0
+
+    np.testing.assert_array_equal(client.embed(["b"], timeout=10), vectors_of(["b"]))
+
+
+def test_no_retry_is_begun_that_would_pass_the_timeout(server, fault):
+    server.model.faults = [fault("unavailable", "queue full")] * 9
+    policy = RetryPolicy(max_retries=9, first_delay=5.0, max_delay=5.0)
+    start = time.monotonic()
+
+    with Client(server.url, retry=policy) as client, pytest.raises(ServerUnavailable):
+        client.embed(["a"], timeout=1.0)
+
+    assert time.monotonic() - start < 0.9
+
+
+@pytest.mark.parametrize("output_dtype", [np.float64])
+def test_an_answer_of_another_type_is_the_servers_error(client, server, output_dtype):
+    server.model.output_dtype = output_dtype
+
+    with pytest.raises(ServerError, match="came as float64"):
+        client.embed(["a"])
+
+
+def test_nobody_there_is_unavailable(url_of_nobody, fast_retries):
+    with Client(url_of_nobody, "fake", retry=fast_retries) as client:
+        with pytest.raises(ServerUnavailable, match=r"no connection to .* server 127\.0\.0\.1"):
+            client.embed(["a"])
+        assert client.ready() is False
+
+
+def test_each_retry_connects_again(hanging_up):
+    # gRPC left to itself would wait a second and more before the next connection
+    url, connections = hanging_up
+    policy = RetryPolicy(max_retries=2, first_delay=0.3, max_delay=0.3)
+    with Client(url, "fake", retry=policy) as client, pytest.raises(ServerUnavailable):
+        client.embed(["a"])
+
+    assert len(connections) >= 3
+
+
+def test_takes_the_only_ready_model(server):
+    server.model.models = [("other", "UNAVAILABLE"), ("fake", "READY")]
+
+    with Client(server.url) as client:
+        assert client.embed(["a"]).shape == (1, 3)
+        assert client.status().model == "fake"
+
+
+def test_lists_the_models_when_there_are_several(server):
+    server.model.models = [("fake", "READY"), ("another", "READY")]
+
+    with Client(server.url) as client, pytest.raises(ModelNotFound, match="another, fake"):
+        client.embed(["a"])
+
+
+def test_an_unknown_model_is_not_found(server):
+    with Client(server.url, "nope") as client, pytest.raises(ModelNotFound, match="unknown model"):
+        client.embed(["a"])
+
+
+def test_ready_needs_the_server_and_the_model(server):
+    with Client(server.url) as client:
+        assert client.ready() is True
+        server.model.models = [("fake", "LOADING")]
+        assert client.ready() is False
+        server.model.models = [("fake", "READY")]
+        server.model.server_ready = False
+        assert client.ready() is False
+
+
+def test_status_tells_what_is_there(client, server):
+    server.model.models = [("fake", "READY"), ("other", "UNAVAILABLE")]
+
+    status = client.status()
+
+    assert (status.server_ready, status.model, status.model_ready) == (True, "fake", True)
+    assert status.server.version == "0.1"
+    assert [(model.name, model.ready) for model in status.models] == server_states(server)
+
+
+def server_states(server):
+    return [(name, state == "READY") for name, state in server.model.models]
+
+
+def test_one_client_serves_many_threads(client, vectors_of):
+    failures = []
+
+    def embed(name):
+        texts = [f"{name} {n}" for n in range(20)]
+        try:
+            np.testing.assert_array_equal(client.embed(texts), vectors_of(texts))
+        except (AssertionError, VarlenClientError) as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=embed, args=(name,)) for name in "abcdef"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert failures == []
+
+
+def test_reports_progress_up_to_the_last_row(client):
+    done = []
+
+    client.embed(TEXTS, on_progress=done.append)
+
+    assert done == sorted(done)
+    assert done[-1] == len(TEXTS)
+
+
+@pytest.mark.parametrize("option", [{"concurrency": 0}, {"rows_per_request": 0}])
+def test_refuses_settings_below_one(option):
+    with pytest.raises(ValueError, match="at least 1"):
+        Client("grpc://127.0.0.1:1", **option)

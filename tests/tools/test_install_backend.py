@@ -1,0 +1,143 @@
+"""A server that was not set up here finds the backend, by one folder and nothing else."""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from varlen_client import Client
+from varlen_tools.install_backend import InstallError, install, main
+from varlen_tools.local_server import LocalServer
+from varlen_tools.run_server import library_path
+from varlen_tools.setup_server import PROJECT
+
+
+@pytest.fixture
+def backends(tmp_path: Path) -> Path:
+    """A backends folder with a python backend in it, as a server's image has one."""
+    folder = tmp_path / "opt/backends"
+    (folder / "python").mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize("link", [False, True], ids=["copied", "linked"])
+def test_the_packages_stand_below_the_servers_entry(backends: Path, link: bool) -> None:
+    target = install(backends, link=link)
+
+    assert target == backends / "varlen"
+    assert sorted(path.name for path in target.iterdir()) == [
+        "model.py",
+        "varlen",
+        "varlen_kernels",
+    ]
+    assert (target / "varlen/server_model.py").is_file()
+    assert (target / "varlen_kernels/reference.py").is_file()
+    assert (target / "model.py").is_symlink() == link
+    assert sorted(backends.iterdir()) == [backends / "python", target]
+
+
+def test_another_user_can_read_it_and_no_caches_are_copied(backends: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        target = install(backends)
+    finally:
+        os.umask(before)
+
+    for path in (target, *target.rglob("*")):
+        assert path.stat().st_mode & 0o004, path
+        assert path.is_file() or path.stat().st_mode & 0o001, path
+    assert not list(target.rglob("__pycache__"))
+
+
+def test_an_older_copy_is_replaced_as_a_whole(backends: Path) -> None:
+    install(backends)
+    (backends / "varlen/varlen/removed_since.py").touch()
+
+    install(backends)
+
+    assert not (backends / "varlen/varlen/removed_since.py").exists()
+
+
+def test_a_link_is_replaced_and_what_it_led_to_stays(backends: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "checkout"
+    elsewhere.mkdir()
+    (elsewhere / "model.py").touch()
+    (backends / "varlen").symlink_to(elsewhere)
+
+    install(backends)
+
+    assert not (backends / "varlen").is_symlink()
+    assert (elsewhere / "model.py").exists()
+
+
+def test_someone_elses_backend_of_this_name_is_left_alone(backends: Path) -> None:
+    (backends / "varlen").mkdir()
+    (backends / "varlen/libtriton_varlen.so").touch()
+
+    with pytest.raises(InstallError, match="was not made by this command; move it away first"):
+        install(backends)
+
+    assert (backends / "varlen/libtriton_varlen.so").exists()
+
+
+def test_a_folder_without_a_python_backend_is_not_a_backends_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, message in [
+        (tmp_path, "holds no python backend"),
+        (tmp_path / "absent", "there is no folder"),
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(folder)])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.server
+def test_a_server_whose_python_does_not_know_varlen_serves_with_it(
+    backends: Path, kit: Path, tmp_path: Path
+) -> None:
+    (backends / "python").rmdir()
+    (backends / "python").symlink_to(kit / "backends/python")
+    install(backends)
+    python = python_without_varlen(tmp_path / "venv")
+    command = [python, "-I", "-c", "import torch, varlen"]
+    imported = subprocess.run(command, stderr=subprocess.PIPE, check=False)
+    assert b"No module named 'varlen'" in imported.stderr
+    environment = {
+        "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
+        "LD_LIBRARY_PATH": library_path(kit),
+        "PYTHONPATH": "",
+    }
+
+    with LocalServer(
+        PROJECT / "model_repository",
+        arguments=[
+            f"--backend-directory={backends}",
+            "--http-address=127.0.0.1",
+            "--grpc-address=127.0.0.1",
+            "--metrics-address=127.0.0.1",
+        ],
+        environment=environment,
+        command=kit / "bin/tritonserver",
+    ) as server:
+        server.wait_ready(90)
+        with Client(server.grpc_url, model="minilm") as client:
+            vectors = client.embed(["one text", "another one"])
+
+    assert vectors.shape == (2, 384)
+    assert np.isfinite(vectors).all()
+
+
+def python_without_varlen(folder: Path) -> Path:
+    """Make an environment with this one's packages, but without its editable installs."""
+    venv.create(folder, with_pip=False)
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    # The .pth files of a folder that is added by a .pth file are not read.
+    (folder / "lib" / version / "site-packages/shared.pth").write_text(packages + "\n")
+    return folder / "bin/python"

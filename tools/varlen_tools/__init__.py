@@ -1,0 +1,1 @@
+"""Tools around varlen: set up a server, fetch checkpoints, demo, benchmarks; nothing imports them."""

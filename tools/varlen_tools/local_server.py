@@ -1,0 +1,236 @@
+"""A tritonserver of one's own for a while: free loopback ports, a log, and a sure end.
+
+The demo, the tests and the benchmarks start servers with it.
+"""
+
+import contextlib
+import http.client
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+LOOPBACK = "127.0.0.1"
+# Ports are free when chosen, but another process may take one before the server does.
+START_ATTEMPTS = 3
+
+
+class ServerError(Exception):
+    """The server did not start, did not get ready, or has ended; the message ends with its log."""
+
+
+class LocalServer:
+    """One tritonserver process on free loopback ports.
+
+    Raises ServerError when there is no tritonserver command.
+
+    Args:
+        model_repository: the folder that is served.
+        arguments: passed on to tritonserver, for example `["--model-control-mode=explicit"]`.
+        log_file: where its output goes; by default a temporary file that `stop` removes.
+        environment: variables added to this process's own.
+        command: the tritonserver to run; by default the one of this Python's environment.
+
+    Example:
+        with LocalServer("model_repository") as server:
+            server.wait_ready(timeout=60)
+            use(server.grpc_url)
+    """
+
+    def __init__(
+        self,
+        model_repository: str | Path,
+        *,
+        arguments: Sequence[str] = (),
+        log_file: str | Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        command: str | Path | None = None,
+    ) -> None:
+        self.model_repository = Path(model_repository).resolve()
+        self._arguments = tuple(arguments)
+        self._environment = dict(environment or {})
+        self._command = str(command or find_command("tritonserver"))
+        # Also the server's working folder: the python backend imports from there first.
+        self._folder = tempfile.TemporaryDirectory(prefix="varlen-server-")
+        self.log_file = Path(log_file or Path(self._folder.name, "server.log")).resolve()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.http_port, self.grpc_port, self.metrics_port = 0, 0, 0
+
+    @property
+    def http_url(self) -> str:
+        """Address of the HTTP endpoint, with its scheme."""
+        return f"http://{LOOPBACK}:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """Address of the gRPC endpoint, with its scheme."""
+        return f"grpc://{LOOPBACK}:{self.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """Address of the metrics page."""
+        return f"http://{LOOPBACK}:{self.metrics_port}/metrics"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server itself."""
+        if self._process is None:
+            raise ServerError("the server has not been started")
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process is there, ready or not."""
+        return self._process is not None and self._process.poll() is None
+
+    def __enter__(self) -> "LocalServer":
+        try:
+            self.start()
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+    def start(self) -> None:
+        """Start the process; it loads models after this returns.
+
+        Raises:
+            ServerError: it is running already, or its ports were taken every time.
+        """
+        if self.is_running:
+            raise ServerError("the server is already running")
+        for _ in range(START_ATTEMPTS):
+            self._start_once()
+            # The command refuses a taken port within this time, before the server starts.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._require_process().wait(timeout=0.3)
+            if self.is_running or "is in use" not in self.log():
+                return
+        raise ServerError(f"no free ports in {START_ATTEMPTS} attempts\n{self.log_tail()}")
+
+    def _start_once(self) -> None:
+        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
+        command = [
+            self._command,
+            f"--model-repository={self.model_repository}",
+            f"--http-port={self.http_port}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-port={self.metrics_port}",
+            *self._arguments,
+        ]
+        with self.log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder.name,
+                env=os.environ | self._environment,
+                # A group of its own: Ctrl-C reaches us alone, and `stop` can end what it leaves.
+                start_new_session=True,
+            )
+
+    def is_ready(self) -> bool:
+        """Return whether the server says that it and all its models are ready."""
+        connection = http.client.HTTPConnection(LOOPBACK, self.http_port, timeout=5)
+        try:
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def wait_ready(self, timeout: float = 120.0) -> None:
+        """Return when the server is ready.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            ServerError: it has ended, or it is not ready in time; with the end of its log.
+        """
+        deadline = time.monotonic() + timeout
+        while not self.is_ready():
+            code = self._require_process().poll()
+            if code is not None:
+                raise ServerError(f"the server ended with exit code {code}\n{self.log_tail()}")
+            if time.monotonic() > deadline:
+                raise ServerError(f"the server is not ready after {timeout:g} s\n{self.log_tail()}")
+            time.sleep(0.1)
+
+    def stop(self, timeout: float = 40.0) -> int | None:
+        """End the server and return its exit code; None if it was never started.
+
+        It gets SIGTERM and time to answer what it holds, then SIGKILL. What it leaves behind of its
+        own process group (stubs of a crashed server) is ended too.
+
+        Args:
+            timeout: seconds; the server gives its models 30 unless told otherwise.
+        """
+        process = self._process
+        if process is None:
+            return None
+        if process.poll() is None:
+            process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout)
+        # The group outlives its leader as long as a stub is in it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+    def log(self) -> str:
+        """Return everything the server has printed so far."""
+        try:
+            return self.log_file.read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def log_tail(self, lines: int = 25) -> str:
+        """Return the last lines the server has printed, without its tables of options."""
+        told = [line for line in self.log().splitlines() if line and line[0] not in "+|"]
+        return "\n".join(told[-lines:])
+
+    def _require_process(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise ServerError("the server has not been started")
+        return self._process
+
+
+def free_ports(count: int) -> list[int]:
+    """Return that many different TCP ports that nothing on loopback listens on now."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def find_command(name: str) -> str:
+    """Return the path of `tritonserver` or `perf_analyzer`, of this Python's environment first.
+
+    Raises:
+        ServerError: it is not there.
+    """
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise ServerError(f"there is no {name} command; run `make setup`")
+    return found

@@ -1,0 +1,38 @@
+"""Get one wheel through pip, without installing it or what it depends on.
+
+pip brings the user's own index, proxy and certificates; a hash, where one is known, is checked by it.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+class DownloadError(Exception):
+    """pip did not bring the wheel; the message carries its last words."""
+
+
+def download_wheel(requirement: str, into: Path, *, sha256: str | None = None) -> Path:
+    """Return the wheel of `requirement`, a `project==version`, as a file in `into`.
+
+    Raises:
+        DownloadError: there is none for this machine, or its hash is another one.
+    """
+    with tempfile.TemporaryDirectory(dir=into) as scratch:
+        wanted = Path(scratch, "requirements.txt")
+        wanted.write_text(requirement + (f" --hash=sha256:{sha256}\n" if sha256 else "\n"))
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+        command += ["--only-binary=:all:", "--dest", scratch, "--requirement", str(wanted)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = list(Path(scratch).glob("*.whl"))
+        if run.returncode or len(found) != 1:
+            raise DownloadError(f"pip cannot get {requirement}:\n  {last_lines(run.stderr)}")
+        return Path(shutil.move(found[0], into))
+
+
+def last_lines(text: str, count: int = 3) -> str:
+    """Return the last lines of a command's output that are not empty, indented."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "\n  ".join(lines[-count:]) or "it said nothing"

