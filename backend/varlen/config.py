@@ -110,7 +110,8 @@ def _check_integer(name: str, value: object, lowest: int) -> None:
 
 def _integer(key: str, text: str) -> int:
     # isdecimal also takes other scripts' digits, which int() reads; a sign, a point or a space is refused
-    if not text.isdecimal():
+    # 18 digits are an int64, and more than int() may refuse to read
+    if not text.isdecimal() or len(text) > 18:
         raise ConfigError(f'{key} is "{text}"; allowed: whole numbers from {_LOWEST[key]}')
     return int(text)
 

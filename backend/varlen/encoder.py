@@ -136,10 +136,28 @@ class Encoder:
     def _sequences(self, inputs: Inputs, truncate: bool) -> tuple[Sequence, ...]:
         if isinstance(inputs, str):
             raise RequestError("inputs is one string; send a list of them")
-        if len(inputs) and isinstance(inputs[0], (str, tuple)):
+        if len(inputs) and _is_text(inputs[0]):
             return self._service.intake.texts(cast(AnySequence[Text], inputs), truncate=truncate)
-        rows = [np.asarray(row, dtype=np.int64) for row in inputs]
-        return self._service.intake.token_ids(rows)
+        return self._service.intake.token_ids([_row(row, ids) for row, ids in enumerate(inputs)])
+
+
+def _is_text(value: object) -> bool:
+    # a tuple may also be a row of ids
+    return isinstance(value, str) or (
+        isinstance(value, tuple) and any(isinstance(part, str) for part in value)
+    )
+
+
+def _row(row: int, ids: object) -> npt.NDArray[np.int64]:
+    """Return one row of token ids, `[tokens]`, or say that it holds something else."""
+    try:
+        array = np.asarray(ids)
+    except ValueError:
+        # rows of different lengths inside one row
+        array = np.empty((), dtype=object)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise RequestError(f"row {row}: token ids are no list of whole numbers; send one")
+    return array.astype(np.int64)
 
 
 class _FutureReply:

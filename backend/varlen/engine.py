@@ -51,6 +51,11 @@ class Engine:
         # None wakes the thread to see that it should stop
         self._inbox: SimpleQueue[Ticket | None] = SimpleQueue()
         self._queue: deque[Waiting] = deque()
+        # admitted and not answered, in order; and what of it admission still counts
+        self._open: dict[Ticket, None] = {}
+        self._queued_requests = 0
+        self._queued_tokens = 0
+        self._inbox_closed = False
         self._submitting = Lock()
         self._closing = False
         self._thread = Thread(target=self._loop, name="varlen-engine", daemon=True)
@@ -94,25 +99,34 @@ class Engine:
         return bool(self._queue)
 
     def _loop(self) -> None:
-        more = False
-        while more or self._take_in(block=True):
+        while self._wait_for_work():
             try:
-                more = self.step()
+                self.step()
             except Exception:
-                # a fault of the scheduler or the bookkeeping: nobody queued may be left waiting
-                _log.exception("the engine failed between batches; all that was queued is failed")
-                self._fail_queue()
-                more = False
+                # a fault of the scheduler or the bookkeeping: nobody may be left waiting
+                _log.exception("the engine failed between batches; all that it holds is failed")
+                self._fail_all()
 
-    def _take_in(self, *, block: bool) -> bool:
-        """Move what has arrived into the queue; return False when there is nothing and never will be."""
-        while True:
+    def _wait_for_work(self) -> bool:
+        """Block until something is queued; return False when nothing is and nothing will come."""
+        if not self._queue:
+            self._take_in(block=True)
+        return bool(self._queue) or not self._inbox_closed
+
+    def _take_in(self, *, block: bool) -> None:
+        """Move what has arrived into the queue; with `block`, wait for something to arrive."""
+        while not self._inbox_closed:
             try:
                 ticket = self._inbox.get(block=block)
             except Empty:
-                return True
+                return
             if ticket is None:
-                return False
+                # close() put it behind the last request
+                self._inbox_closed = True
+                return
+            self._open[ticket] = None
+            self._queued_requests += 1
+            self._queued_tokens += ticket.request.num_tokens
             for row, sequence in enumerate(ticket.request.sequences):
                 self._queue.append(Waiting(ticket, row, sequence.num_tokens))
             block = False
@@ -123,8 +137,8 @@ class Engine:
             taken = self._policy.take(self._queue)
             self._count_out(taken)
             for ticket in _tickets(taken):
-                if not ticket.closed and ticket.reply.is_cancelled():
-                    _fail(ticket, RequestCancelled("cancelled before it ran"))
+                if not ticket.closed and _is_cancelled(ticket):
+                    self._fail(ticket, RequestCancelled("cancelled before it ran"))
             batch = [waiting for waiting in taken if not waiting.ticket.closed]
             if batch:
                 return batch
@@ -139,7 +153,12 @@ class Engine:
                 self._stats.count_wait(now - ticket.arrival)
             ticket.queued -= 1
             gone += ticket.queued == 0
-        self._admission.leave(requests=gone, tokens=sum(waiting.num_tokens for waiting in taken))
+        self._leave(gone, sum(waiting.num_tokens for waiting in taken))
+
+    def _leave(self, requests: int, tokens: int) -> None:
+        self._queued_requests -= requests
+        self._queued_tokens -= tokens
+        self._admission.leave(requests=requests, tokens=tokens)
 
     def _run(self, batch: list[Waiting]) -> None:
         self._stats.count_batch(len(batch), sum(waiting.num_tokens for waiting in batch))
@@ -148,39 +167,50 @@ class Engine:
                 [waiting.sequence for waiting in batch],
                 [waiting.ticket.request.normalize for waiting in batch],
             )
+            answered = list(zip(batch, answers, strict=True))
         except Exception:
             _log.exception("a batch of %d sequences failed", len(batch))
             for ticket in _tickets(batch):
-                _fail(ticket, EngineError(_BATCH_FAILED))
+                self._fail(ticket, EngineError(_BATCH_FAILED))
             return
-        for waiting, answer in zip(batch, answers, strict=True):
-            _hand_out(waiting, answer)
+        for waiting, answer in answered:
+            self._hand_out(waiting, answer)
 
-    def _fail_queue(self) -> None:
-        self._admission.leave(
-            requests=len(_tickets(self._queue)),
-            tokens=sum(waiting.num_tokens for waiting in self._queue),
-        )
-        for ticket in _tickets(self._queue):
-            if not ticket.closed:
-                _fail(ticket, EngineError("the engine failed; the server's log says why"))
+    def _hand_out(self, waiting: Waiting, answer: Float32Array) -> None:
+        ticket = waiting.ticket
+        ticket.rows[waiting.row] = answer
+        ticket.missing -= 1
+        if not ticket.missing:
+            rows = [row for row in ticket.rows if row is not None]
+            self._answer(ticket, lambda: ticket.reply.succeed(rows))
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        self._answer(ticket, lambda: ticket.reply.fail(error))
+
+    def _answer(self, ticket: Ticket, give: Callable[[], None]) -> None:
+        ticket.closed = True
+        del self._open[ticket]
+        try:
+            give()
+        except Exception:
+            _log.exception("a reply failed to take its answer")
+
+    def _fail_all(self) -> None:
+        """Fail every request that has not been answered, wherever the fault lost it."""
         self._queue.clear()
+        self._leave(self._queued_requests, self._queued_tokens)
+        for ticket in list(self._open):
+            self._fail(ticket, EngineError("the engine failed; the server's log says why"))
+
+
+def _is_cancelled(ticket: Ticket) -> bool:
+    try:
+        return ticket.reply.is_cancelled()
+    except Exception:
+        _log.exception("a reply failed to say whether it is cancelled; its request runs")
+        return False
 
 
 def _tickets(sequences: Iterable[Waiting]) -> list[Ticket]:
     """Return the requests that these sequences belong to, each once, in order."""
     return list(dict.fromkeys(waiting.ticket for waiting in sequences))
-
-
-def _fail(ticket: Ticket, error: Exception) -> None:
-    ticket.closed = True
-    ticket.reply.fail(error)
-
-
-def _hand_out(waiting: Waiting, answer: Float32Array) -> None:
-    ticket = waiting.ticket
-    ticket.rows[waiting.row] = answer
-    ticket.missing -= 1
-    if not ticket.missing:
-        ticket.closed = True
-        ticket.reply.succeed([row for row in ticket.rows if row is not None])

@@ -5,6 +5,7 @@ Both ways in, the server's tensors and in-process calls, pass here. Behind it, i
 
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,8 @@ import numpy.typing as npt
 from varlen.errors import RequestError
 from varlen.request import Sequence
 from varlen.tokenization import Text, Tokenizer
+
+IntegerArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class Intake:
         if not texts:
             raise RequestError("no text came; send at least one row")
         for row, text in enumerate(texts):
+            if isinstance(text, tuple) and len(text) != 2:
+                raise RequestError(f"row {row}: a tuple of {len(text)} came; a pair has two texts")
             for part in text if isinstance(text, tuple) else (text,):
                 self._check_text(row, part)
         sequences = self._tokenizer.encode(texts, truncate=truncate)
@@ -60,6 +65,9 @@ class Intake:
                     f"row {row}: text has {sequence.num_tokens} tokens; this model takes at most {most}"
                     " (truncate=true cuts it)"
                 )
+            if not sequence.num_tokens:
+                raise RequestError(f"row {row}: text has no tokens; send at least one word")
+            self._check_ids(row, "text", sequence.token_ids, sequence.type_ids)
         return tuple(sequences)
 
     def token_ids(
@@ -85,16 +93,27 @@ class Intake:
         self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None
     ) -> Sequence:
         limits = self._limits
+        if ids.ndim != 1:
+            raise RequestError(f"row {row}: input_ids has shape {list(ids.shape)}; send [tokens]")
         if not len(ids):
             raise RequestError(f"row {row}: input_ids has no tokens; send at least one")
         if len(ids) > limits.max_sequence_tokens:
             raise RequestError(
                 f"row {row}: input_ids has {len(ids)} tokens; this model takes at most {limits.max_sequence_tokens}"
             )
-        _check_range(row, "input_ids", ids, limits.vocab_size)
-        if types is not None:
-            _check_range(row, "token_type_ids", types, limits.type_vocab_size)
+        self._check_ids(row, "input_ids", ids, types)
         return Sequence(ids.astype(np.int32), None if types is None else types.astype(np.int32))
+
+    def _check_ids(
+        self,
+        row: int,
+        name: str,
+        ids: IntegerArray,
+        types: IntegerArray | None,
+    ) -> None:
+        _check_range(row, name, ids, self._limits.vocab_size)
+        if types is not None:
+            _check_range(row, "token_type_ids", types, self._limits.type_vocab_size)
 
     def _check_text(self, row: int, text: str) -> None:
         if not isinstance(text, str):
@@ -115,7 +134,7 @@ class Intake:
             )
 
 
-def _check_range(row: int, name: str, ids: npt.NDArray[np.int64], size: int) -> None:
+def _check_range(row: int, name: str, ids: IntegerArray, size: int) -> None:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= size:
         wrong = low if low < 0 else high

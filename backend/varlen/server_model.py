@@ -25,7 +25,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from varlen import wire
-from varlen.config import EngineConfig
+from varlen.config import EngineConfig, Task
 from varlen.errors import (
     ConfigError,
     EngineError,
@@ -101,8 +101,12 @@ class TritonPythonModel:
         try:
             config = _engine_config(model_config)
             _check_server_settings(model_config)
-            self._service: Service = Service.load(pb_utils.get_model_dir(), config, self._stats)
-            _check_tensors(model_config, self._service)
+            # before the engine's thread starts, which an error would leave behind
+            checkpoint = Checkpoint.open(pb_utils.get_model_dir())
+            task = config.task or checkpoint.task
+            checkpoint.check_task(task)
+            _check_tensors(model_config, checkpoint, task)
+            self._service: Service = Service.load(checkpoint.folder, config, self._stats)
         except VarlenError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._exporter = _start_exporter(args, self._stats, self._service)
@@ -287,19 +291,18 @@ def _check_server_settings(model_config: dict[str, Any]) -> None:
         raise ConfigError("max_batch_size is 0; a row is a sequence, so allow at least 1")
 
 
-def _check_tensors(model_config: dict[str, Any], service: Service) -> None:
+def _check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Task) -> None:
     """Refuse a complete config.pbtxt whose tensors are not those of the task."""
-    checkpoint = service.checkpoint
     for section, specs in (
-        ("input", wire.input_specs(service.task)),
-        ("output", wire.output_specs(service.task, checkpoint.hidden_size, checkpoint.num_labels)),
+        ("input", wire.input_specs(task)),
+        ("output", wire.output_specs(task, checkpoint.hidden_size, checkpoint.num_labels)),
     ):
         allowed = {spec.name: _config_entry(spec) for spec in specs}
         for entry in model_config[section]:
             expected = allowed.get(entry["name"])
             if expected is None:
                 raise ConfigError(
-                    f'{section} "{entry["name"]}" is not one of the task {service.task}; allowed: {", ".join(allowed)}'
+                    f'{section} "{entry["name"]}" is not one of the task {task}; allowed: {", ".join(allowed)}'
                 )
             came = {"data_type": entry["data_type"], "dims": [int(dim) for dim in entry["dims"]]}
             wanted = {"data_type": expected["data_type"], "dims": expected["dims"]}

@@ -22,12 +22,11 @@ from rich.console import Console
 from varlen.config import EngineConfig, Task
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint import Checkpoint
-from varlen.wire import TensorSpec, input_specs, output_specs
+from varlen.wire import DEFAULT_MAX_ROWS, TensorSpec, input_specs, output_specs
 from varlen_tools.pip_download import DownloadError, download_wheel
 
 # What a checkpoint needs to be served. Nothing here is executed or unpickled when it is read.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt")
-DEFAULT_MAX_BATCH_SIZE = 64
 VERSION = "1"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
@@ -292,7 +291,7 @@ def render_config(
         ConfigError: a setting is unknown or not allowed.
     """
     engine = dict(settings)
-    max_batch_size = _max_batch_size(engine.pop("max_batch_size", str(DEFAULT_MAX_BATCH_SIZE)))
+    max_batch_size = _max_batch_size(engine.pop("max_batch_size", str(DEFAULT_MAX_ROWS)))
     if task is not None:
         engine["task"] = task
     config = EngineConfig.from_parameters(engine)

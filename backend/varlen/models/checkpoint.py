@@ -88,14 +88,14 @@ class Checkpoint:
             )
         architecture = _architecture(config)
         pooling, normalize = _sentence_modules(folder)
-        position_limit = _positive_int(config, "max_position_embeddings")
+        position_limit = read_int(config, "max_position_embeddings")
         return cls(
             folder=folder,
             config=config,
             task=_TASK_OF_ARCHITECTURE[architecture],
             pooling=pooling,
             normalize=normalize,
-            hidden_size=_positive_int(config, "hidden_size"),
+            hidden_size=read_int(config, "hidden_size"),
             num_labels=_num_labels(config) if architecture in _TASKS_WITH_HEAD.values() else 0,
             position_limit=position_limit,
             max_sequence_tokens=min(position_limit, _trained_limit(folder) or position_limit),
@@ -134,7 +134,10 @@ def _sentence_modules(folder: Path) -> tuple[Pooling, bool]:
         return "mean", False
     pooling: Pooling = "mean"
     normalize = False
-    for module in _read_json(folder, "modules.json"):
+    modules = _read_json(folder, "modules.json")
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise CheckpointError("modules.json is not a list of objects")
+    for module in modules:
         kind = str(module.get("type", "")).rsplit(".", 1)[-1]
         if kind == "Pooling":
             pooling = _pooling(_read_object(folder, f"{module.get('path', '')}/config.json"))
@@ -164,14 +167,18 @@ def _trained_limit(folder: Path) -> int | None:
     """Return sentence-transformers' max_seq_length, at which it truncates, or None."""
     if not (folder / "sentence_bert_config.json").is_file():
         return None
-    limit = _read_object(folder, "sentence_bert_config.json").get("max_seq_length")
-    return None if limit is None else int(limit)
+    name = "sentence_bert_config.json"
+    config = _read_object(folder, name)
+    if config.get("max_seq_length") is None:
+        return None
+    return read_int(config, "max_seq_length", name=name)
 
 
-def _positive_int(config: Json, key: str) -> int:
+def read_int(config: Json, key: str, *, lowest: int = 1, name: str = "config.json") -> int:
+    """Return a whole number of a configuration file, or raise CheckpointError that names it."""
     value = config.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json has {key} {value!r}; allowed: whole numbers from 1")
+    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+        raise CheckpointError(f"{name} has {key} {value!r}; allowed: whole numbers from {lowest}")
     return value
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint import Checkpoint, Json
+from varlen.models.checkpoint import Checkpoint, Json, read_int
 from varlen.models.weights import CheckpointWeights
 from varlen_kernels import Activation
 
@@ -74,7 +74,7 @@ def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype) -> EncoderWeights:
     """
     config = checkpoint.config
     _check_variant(config)
-    hidden, inner = checkpoint.hidden_size, int(config["intermediate_size"])
+    hidden, inner = checkpoint.hidden_size, read_int(config, "intermediate_size")
     with CheckpointWeights(checkpoint.folder) as weights:
         prefix = "bert." if "bert.embeddings.word_embeddings.weight" in weights else ""
 
@@ -101,12 +101,12 @@ def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype) -> EncoderWeights:
             )
 
         return EncoderWeights(
-            token_table=table("word_embeddings", int(config["vocab_size"])),
+            token_table=table("word_embeddings", read_int(config, "vocab_size")),
             position_table=table("position_embeddings", checkpoint.position_limit),
             type_table=table("token_type_embeddings", int(config.get("type_vocab_size", 2))),
             embedding_norm=norm("embeddings.LayerNorm"),
-            layers=tuple(layer(i) for i in range(int(config["num_hidden_layers"]))),
-            num_heads=int(config["num_attention_heads"]),
+            layers=tuple(layer(i) for i in range(read_int(config, "num_hidden_layers", lowest=0))),
+            num_heads=read_int(config, "num_attention_heads"),
             activation=_ACTIVATIONS[config.get("hidden_act", "gelu")],
             norm_eps=float(config.get("layer_norm_eps", 1e-12)),
             pooler=_when(
@@ -143,6 +143,6 @@ def _check_variant(config: Json) -> None:
     activation = config.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
         raise CheckpointError(f'hidden_act is "{activation}"; allowed: {", ".join(_ACTIVATIONS)}')
-    heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-    if heads < 1 or hidden % heads:
+    heads, hidden = read_int(config, "num_attention_heads"), int(config["hidden_size"])
+    if hidden % heads:
         raise CheckpointError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")

@@ -8,7 +8,6 @@ no model file knows about any of them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Literal, TypeAlias
 
 import torch
@@ -98,12 +97,12 @@ class Program:
                 )
         return records
 
-    def run(self, batch: Batch, kernels: ModuleType, workspace: Workspace) -> Tensor:
+    def run(self, batch: Batch, kernels: object, workspace: Workspace) -> Tensor:
         """Return the output for `batch`: a new tensor, no part of the workspace.
 
         Args:
             batch: its inputs have the names that the recording gave them.
-            kernels: the module whose functions the ops name.
+            kernels: has the functions that the ops name, such as a module.
             workspace: laid out for this program's usages; overwritten.
         """
         bound: dict[str, Tensor | int] = dict(batch.inputs)

@@ -51,13 +51,18 @@ class Runner:
 
     @torch.inference_mode()
     def run(
-        self, sequences: AnySequence[Sequence], normalize: AnySequence[bool]
+        self,
+        sequences: AnySequence[Sequence],
+        normalize: AnySequence[bool],
+        *,
+        kernels: object = reference,
     ) -> list[Float32Array]:
         """Return the answer of each sequence, in the order given.
 
         Args:
             sequences: checked, at least one.
             normalize: per sequence, whether an embedding is divided by its length.
+            kernels: has the functions that the program's ops name.
 
         Returns:
             Per sequence: embed `[hidden]`, classify and rerank `[labels]`, hidden `[tokens, hidden]`,
@@ -68,7 +73,7 @@ class Runner:
         batch, bounds = _pack(
             [sequences[i] for i in order], np.array([normalize[i] for i in order], dtype=np.bool_)
         )
-        output = self.program.run(batch, reference, self._workspace).numpy()
+        output = self.program.run(batch, kernels, self._workspace).numpy()
         answers: list[Float32Array | None] = [None] * len(sequences)
         for place, index in enumerate(order):
             per_token = self.task in PER_TOKEN_TASKS

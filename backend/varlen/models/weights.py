@@ -77,8 +77,9 @@ def _shards(folder: Path) -> list[Path]:
         names = set(
             json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         )
-    except (ValueError, KeyError, AttributeError) as error:
+        outside = any(Path(name).name != name for name in names)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{_INDEX} is damaged: {error}") from None
-    if any(Path(name).name != name for name in names):
+    if outside:
         raise CheckpointError(f"{_INDEX} names a file outside the checkpoint folder")
     return [folder / name for name in sorted(names)]

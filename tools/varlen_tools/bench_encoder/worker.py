@@ -23,6 +23,8 @@ from varlen_tools.bench_encoder.systems import Batching, System, split, system
 from varlen_tools.bench_encoder.workload import Workload
 
 _CALIBRATION_SHARE = 6  # one batch in so many is timed for each candidate size
+_CALIBRATION_PASSES = 3  # at most; the best counts
+_CALIBRATION_SECONDS = 0.5  # no further pass after so long
 
 
 @dataclass(slots=True)
@@ -67,8 +69,8 @@ class Worker:
         picked = [[workload.sequences[i] for i in batch] for batch in batches[step // 2 :: step]]
         tokens = sum(len(sequence) for batch in picked for sequence in batch)
         self.embed(picked[0])
-        seconds = []
-        for _ in range(2):
+        seconds: list[float] = []
+        while len(seconds) < _CALIBRATION_PASSES and sum(seconds) < _CALIBRATION_SECONDS:
             begin = time.perf_counter()
             for batch in picked:
                 self.embed(batch)

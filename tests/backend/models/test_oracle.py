@@ -1,0 +1,267 @@
+"""Random checkpoints saved by transformers answer as transformers answers, one sequence at a time, in fp32."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from varlen import Encoder
+from varlen.config import EngineConfig
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.runner import Runner
+from varlen.request import Sequence
+
+TOLERANCE = 1e-5
+TEXTS = ["the cat", "a", "river, the river! is it 42?", "don't", "x" * 40, "The CAT's river..."]
+PAIRS = [("the cat", "a river"), ("a", "b"), ("is it?", "the cat is in the river, 7 times")]
+
+# hidden 35 with 5 heads: head_dim 7, no multiple of a vector register
+SHAPES = {
+    "small": {},
+    "one-head": {"num_attention_heads": 1, "hidden_size": 17, "intermediate_size": 9},
+    "five-heads-of-7": {"num_attention_heads": 5, "hidden_size": 35, "intermediate_size": 71},
+    "heads-of-one": {"num_attention_heads": 7, "hidden_size": 7, "num_hidden_layers": 1},
+    "deep": {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4},
+    "wide": {"hidden_size": 132, "num_attention_heads": 11, "intermediate_size": 300},
+    "no-layers": {"num_hidden_layers": 0},
+    "relu": {"hidden_act": "relu"},
+    "gelu_new": {"hidden_act": "gelu_new"},
+    "gelu_pytorch_tanh": {"hidden_act": "gelu_pytorch_tanh"},
+    "coarse-eps": {"layer_norm_eps": 1e-3},
+    "one-token-type": {"type_vocab_size": 1},
+    "five-token-types": {"type_vocab_size": 5},
+    "two-positions-more": {"max_position_embeddings": 50},
+}
+
+
+def oracle(folder, kind):
+    return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def random_rows(rng, lengths, vocab_size):
+    return [rng.integers(0, vocab_size, length).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def one_by_one(model, rows, types=None):
+    """Return transformers' output object of each row of token ids, each run alone."""
+    types = types or [[0] * len(row) for row in rows]
+    return [
+        model(input_ids=torch.tensor([row]), token_type_ids=torch.tensor([kinds]))
+        for row, kinds in zip(rows, types, strict=True)
+    ]
+
+
+def check(actual, expected):
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.dtype == np.float32
+        np.testing.assert_allclose(mine, theirs.numpy(), rtol=0, atol=TOLERANCE)
+
+
+def run_with_types(folder, rows, types, **config):
+    runner = Runner(Checkpoint.open(folder), EngineConfig(dtype="fp32", **config))
+    sequences = [
+        Sequence(np.array(row, dtype=np.int32), np.array(kinds, dtype=np.int32))
+        for row, kinds in zip(rows, types, strict=True)
+    ]
+    return runner.run(sequences, [False] * len(rows))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hidden_states_match_transformers(make_checkpoint, rng, shape):
+    folder = make_checkpoint(**SHAPES[shape])
+    model = oracle(folder, "BertModel")
+    rows = random_rows(rng, [1, 2, 7, 7, 1, 33, 50, 12], model.config.vocab_size)
+
+    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
+        actual = encoder.hidden(rows)
+
+    check(actual, [out.last_hidden_state[0] for out in one_by_one(model, rows)])
+
+
+@pytest.mark.parametrize("shape", ["small", "five-heads-of-7", "five-token-types"])
+def test_token_types_match_transformers(make_checkpoint, rng, shape):
+    folder = make_checkpoint(**SHAPES[shape])
+    model = oracle(folder, "BertModel")
+    rows = random_rows(rng, [1, 9, 9, 40], model.config.vocab_size)
+    types = random_rows(rng, [1, 9, 9, 40], model.config.type_vocab_size)
+
+    actual = run_with_types(folder, rows, types, task="hidden")
+
+    check(actual, [out.last_hidden_state[0] for out in one_by_one(model, rows, types)])
+
+
+def test_rows_with_and_without_token_types_share_a_batch(small_bert, rng):
+    model = oracle(small_bert, "BertModel")
+    rows = random_rows(rng, [5, 5, 8], model.config.vocab_size)
+    types = [[0] * 5, [1, 0, 1, 1, 0], [0] * 8]
+    runner = Runner(Checkpoint.open(small_bert), EngineConfig(dtype="fp32", task="hidden"))
+    sequences = [Sequence(np.array(row, dtype=np.int32)) for row in rows]
+    sequences[1] = Sequence(sequences[1].token_ids, np.array(types[1], dtype=np.int32))
+
+    actual = runner.run(sequences, [False] * 3)
+
+    check(actual, [out.last_hidden_state[0] for out in one_by_one(model, rows, types)])
+
+
+POOLINGS = {
+    "cls": lambda hidden: hidden[0],
+    "mean": lambda hidden: hidden.mean(dim=0),
+    "max": lambda hidden: hidden.max(dim=0).values,
+    "lasttoken": lambda hidden: hidden[-1],
+}
+
+
+@pytest.mark.parametrize("style", ["flags", "name"])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_pooling_matches_transformers(make_checkpoint, rng, pooling, style):
+    flag = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens"}.get(pooling, pooling)
+    flags = {f"pooling_mode_{name}": False for name in ("cls_token", "mean_tokens", "max_tokens")}
+    folder = make_checkpoint(
+        files={
+            "modules.json": [
+                {"type": "sentence_transformers.models.Transformer", "path": ""},
+                {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
+            ],
+            "1_Pooling/config.json": (
+                {"pooling_mode": pooling}
+                if style == "name"
+                else {**flags, f"pooling_mode_{flag}": True}
+            ),
+        }
+    )
+    model = oracle(folder, "BertModel")
+    rows = random_rows(rng, [1, 3, 3, 29], model.config.vocab_size)
+
+    with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
+        plain = encoder.embed(rows)
+        normalized = encoder.embed(rows, normalize=True)
+
+    outputs = one_by_one(model, rows)
+    expected = [POOLINGS[pooling](out.last_hidden_state[0]) for out in outputs]
+    check(plain, expected)
+    check(normalized, [vector / vector.norm() for vector in expected])
+
+
+@pytest.mark.parametrize("num_labels", [1, 2, 3, 7])
+def test_sequence_classification_matches_transformers(make_checkpoint, rng, num_labels):
+    folder = make_checkpoint("BertForSequenceClassification", num_labels=num_labels)
+    model = oracle(folder, "BertForSequenceClassification")
+    rows = random_rows(rng, [1, 4, 4, 31, 2], model.config.vocab_size)
+
+    with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
+        assert encoder.task == "classify"
+        actual = encoder.classify(rows)
+
+    assert actual.shape == (5, num_labels)
+    check(actual, [out.logits[0] for out in one_by_one(model, rows)])
+
+
+@pytest.mark.parametrize("task", ["classify", "rerank"])
+def test_pairs_of_texts_match_transformers(make_checkpoint, task):
+    folder = make_checkpoint("BertForSequenceClassification", num_labels=1)
+    model = oracle(folder, "BertForSequenceClassification")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    encoded = tokenizer(*map(list, zip(*PAIRS, strict=True)), return_token_type_ids=True)
+    assert any(1 in kinds for kinds in encoded["token_type_ids"])
+
+    with Encoder.from_pretrained(folder, task=task, dtype="fp32") as encoder:
+        actual = encoder.classify(PAIRS)
+
+    outputs = one_by_one(model, encoded["input_ids"], encoded["token_type_ids"])
+    check(actual, [out.logits[0] for out in outputs])
+
+
+@pytest.mark.parametrize("num_labels", [2, 5])
+def test_token_classification_matches_transformers(make_checkpoint, rng, num_labels):
+    folder = make_checkpoint("BertForTokenClassification", num_labels=num_labels)
+    model = oracle(folder, "BertForTokenClassification")
+    rows = random_rows(rng, [1, 4, 4, 31, 2], model.config.vocab_size)
+
+    with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
+        assert encoder.task == "token_classify"
+        actual = encoder.token_classify(rows)
+
+    check(actual, [out.logits[0] for out in one_by_one(model, rows)])
+
+
+@pytest.mark.parametrize(
+    "kind", ["BertForSequenceClassification", "BertForTokenClassification", "BertForMaskedLM"]
+)
+def test_the_encoder_under_a_head_serves_hidden_states(make_checkpoint, rng, kind):
+    folder = make_checkpoint(kind)
+    model = oracle(folder, kind).bert
+    rows = random_rows(rng, [3, 17], model.config.vocab_size)
+
+    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
+        actual = encoder.hidden(rows)
+
+    check(actual, [out.last_hidden_state[0] for out in one_by_one(model, rows)])
+
+
+@pytest.mark.parametrize("kind", ["BertModel", "BertForSequenceClassification"])
+def test_shards_match_transformers(make_checkpoint, rng, kind):
+    folder = make_checkpoint(kind, save={"max_shard_size": "12KB"})
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    model = oracle(folder, kind)
+    rows = random_rows(rng, [3, 17], model.config.vocab_size)
+
+    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
+        actual = encoder.hidden(rows)
+
+    outputs = one_by_one(getattr(model, "bert", model), rows)
+    check(actual, [out.last_hidden_state[0] for out in outputs])
+
+
+def test_a_checkpoint_without_pooler_embeds(make_checkpoint, rng):
+    folder = make_checkpoint(model={"add_pooling_layer": False})
+    model = transformers.BertModel.from_pretrained(folder, add_pooling_layer=False).eval()
+    rows = random_rows(rng, [3, 17], model.config.vocab_size)
+
+    with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
+        actual = encoder.embed(rows)
+
+    check(actual, [out.last_hidden_state[0].mean(dim=0) for out in one_by_one(model, rows)])
+
+
+@pytest.mark.parametrize("saved", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_weights_saved_in_half_precision_run_in_fp32(make_checkpoint, rng, saved):
+    folder = make_checkpoint()
+    transformers.BertModel.from_pretrained(folder).to(saved).save_pretrained(folder)
+    model = oracle(folder, "BertModel")
+    rows = random_rows(rng, [3, 17], model.config.vocab_size)
+
+    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
+        actual = encoder.hidden(rows)
+
+    check(actual, [out.last_hidden_state[0] for out in one_by_one(model, rows)])
+
+
+def test_texts_match_transformers(small_bert):
+    model = oracle(small_bert, "BertModel")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(small_bert / "tokenizer.json")
+    )
+
+    with Encoder.from_pretrained(small_bert, task="hidden", dtype="fp32") as encoder:
+        actual = encoder.hidden(TEXTS)
+
+    outputs = one_by_one(model, tokenizer(TEXTS)["input_ids"])
+    check(actual, [out.last_hidden_state[0] for out in outputs])
+
+
+@pytest.mark.parametrize("kind", ["BertForSequenceClassification", "BertForTokenClassification"])
+def test_bf16_stays_close_to_fp32(make_checkpoint, rng, kind):
+    folder = make_checkpoint(kind, initializer_range=0.05)
+    rows = random_rows(rng, [1, 4, 33], 50)
+
+    with Encoder.from_pretrained(folder, dtype="fp32", task="hidden") as encoder:
+        exact = encoder.hidden(rows)
+    with Encoder.from_pretrained(folder, dtype="bf16", task="hidden") as encoder:
+        rough = encoder.hidden(rows)
+
+    for mine, theirs in zip(rough, exact, strict=True):
+        assert mine.dtype == np.float32
+        cosine = (mine * theirs).sum() / (np.linalg.norm(mine) * np.linalg.norm(theirs))
+        assert cosine > 0.999

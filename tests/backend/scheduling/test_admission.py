@@ -1,0 +1,111 @@
+"""Caps on what waits, and counters that return to zero."""
+
+import re
+from threading import Thread
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varlen.errors import QueueFullError, RequestError
+from varlen.request import Request, Sequence
+from varlen.scheduling.admission import Admission
+
+
+def request(*lengths):
+    return Request(tuple(Sequence(np.zeros(length, dtype=np.int32)) for length in lengths))
+
+
+def test_counts_requests_and_their_tokens():
+    admission = Admission(10, 100)
+
+    admission.enter(request(3, 4))
+    admission.enter(request(5))
+
+    assert admission.depth == (2, 12)
+
+
+def test_refuses_one_request_too_many():
+    admission = Admission(1, 100)
+    admission.enter(request(3))
+
+    message = "the queue is full: 1 requests wait and 1 may; try again later"
+    with pytest.raises(QueueFullError, match=re.escape(message)):
+        admission.enter(request(3))
+    assert admission.depth == (1, 3)
+
+
+def test_refuses_tokens_past_the_cap():
+    admission = Admission(10, 100)
+    admission.enter(request(60))
+
+    message = "the queue is full: 60 tokens wait, 41 came and 100 may wait; try again later"
+    with pytest.raises(QueueFullError, match=re.escape(message)):
+        admission.enter(request(40, 1))
+    assert admission.depth == (1, 60)
+    admission.enter(request(40))
+    assert admission.depth == (2, 100)
+
+
+def test_a_request_larger_than_the_whole_queue_is_the_caller_s_fault():
+    admission = Admission(10, 100)
+
+    message = "the request has 101 tokens; this model queues at most 100: send fewer rows at once"
+    with pytest.raises(RequestError, match=re.escape(message)):
+        admission.enter(request(50, 51))
+    assert admission.depth == (0, 0)
+
+
+def test_room_comes_back_when_something_leaves():
+    admission = Admission(1, 10)
+    admission.enter(request(10))
+
+    admission.leave(requests=0, tokens=4)
+    with pytest.raises(QueueFullError):
+        admission.enter(request(1))
+    admission.leave(requests=1, tokens=6)
+
+    admission.enter(request(10))
+
+
+@given(st.lists(st.integers(1, 20), max_size=60), st.integers(1, 10), st.integers(20, 80))
+def test_caps_hold_and_counters_return_to_zero(lengths, max_requests, max_tokens):
+    admission = Admission(max_requests, max_tokens)
+    inside = []
+    for length in lengths:
+        fits = len(inside) < max_requests and sum(inside) + length <= max_tokens
+        if fits:
+            admission.enter(request(length))
+            inside.append(length)
+        else:
+            with pytest.raises(QueueFullError):
+                admission.enter(request(length))
+            first = inside.pop(0)
+            admission.leave(requests=1, tokens=first)
+        assert admission.depth == (len(inside), sum(inside))
+    for length in inside:
+        admission.leave(requests=1, tokens=length)
+
+    assert admission.depth == (0, 0)
+
+
+def test_threads_that_enter_at_once_never_pass_the_cap():
+    admission = Admission(50, 10_000)
+    refused = []
+
+    def enter():
+        for _ in range(100):
+            try:
+                admission.enter(request(1))
+            except QueueFullError:
+                refused.append(1)
+
+    threads = [Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert admission.depth == (50, 50)
+    assert len(refused) == 350

@@ -1,0 +1,103 @@
+"""Settings: defaults, types, and messages that name the key, the value and what is allowed."""
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from varlen.config import SERVER_PARAMETERS, EngineConfig
+from varlen.errors import ConfigError
+
+INTEGERS = [
+    "max_batch_tokens",
+    "max_sequence_tokens",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "max_text_bytes",
+    "threads",
+]
+
+
+def refused(message):
+    return pytest.raises(ConfigError, match=re.escape(message))
+
+
+def test_no_parameters_are_the_defaults():
+    assert EngineConfig.from_parameters({}) == EngineConfig()
+
+
+def test_every_setting_can_be_spelt_out():
+    parameters = {
+        "task": "rerank",
+        "device": "cpu",
+        "dtype": "bf16",
+        "policy": "token_budget",
+        "max_batch_tokens": "1",
+        "max_sequence_tokens": "2",
+        "max_queued_requests": "3",
+        "max_queued_tokens": "4",
+        "max_text_bytes": "5",
+        "threads": "6",
+    }
+
+    config = EngineConfig.from_parameters(parameters)
+
+    assert set(parameters) == {field.name for field in fields(EngineConfig)}
+    assert {key: str(getattr(config, key)) for key in parameters} == parameters
+
+
+@pytest.mark.parametrize("key", sorted(SERVER_PARAMETERS))
+def test_the_server_s_own_parameters_pass(key):
+    assert EngineConfig.from_parameters({key: "anything"}) == EngineConfig()
+
+
+def test_a_misspelt_key_gets_a_hint():
+    with refused('unknown parameter "max_batch_token". Did you mean "max_batch_tokens"? Allowed: '):
+        EngineConfig.from_parameters({"max_batch_token": "8"})
+
+
+def test_a_key_like_none_gets_the_list_without_a_hint():
+    with refused('unknown parameter "zzz". Allowed: task, device, dtype, policy, max_batch_tokens'):
+        EngineConfig.from_parameters({"zzz": "8"})
+
+
+@pytest.mark.parametrize("key", INTEGERS)
+@pytest.mark.parametrize("value", ["-1", "1.5", "", " 8", "eight", "1e3", "+3", "0x10", "8 ", "²"])
+def test_refuses_numbers_that_are_not_plain_digits(key, value):
+    lowest = 0 if key == "threads" else 1
+    with refused(f'{key} is "{value}"; allowed: whole numbers from {lowest}'):
+        EngineConfig.from_parameters({key: value})
+
+
+@pytest.mark.parametrize("key", [key for key in INTEGERS if key != "threads"])
+def test_refuses_zero_where_something_must_fit(key):
+    with refused(f"{key} is 0; allowed: whole numbers from 1"):
+        EngineConfig.from_parameters({key: "0"})
+
+
+def test_refuses_a_number_too_long_to_read():
+    with refused("max_batch_tokens is"):
+        EngineConfig.from_parameters({"max_batch_tokens": "9" * 5000})
+
+
+def test_zero_threads_mean_all():
+    assert EngineConfig.from_parameters({"threads": "0"}).threads == 0
+
+
+@pytest.mark.parametrize("key", ["task", "device", "dtype", "policy"])
+@pytest.mark.parametrize("value", ["", "nonsense", "EMBED"])
+def test_refuses_words_that_are_not_choices(key, value):
+    with refused(f'{key} is "{value}"; allowed: '):
+        EngineConfig.from_parameters({key: value})
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.0, "8", True, None])
+def test_checks_settings_given_in_python_too(value):
+    with refused(f"max_batch_tokens is {value!r}; allowed: whole numbers from 1"):
+        EngineConfig(max_batch_tokens=value)
+
+
+def test_only_what_the_checkpoint_decides_may_be_none():
+    assert EngineConfig(task=None, max_sequence_tokens=None) == EngineConfig()
+    with refused('dtype is "None"; allowed: auto, fp32, bf16'):
+        EngineConfig(dtype=None)

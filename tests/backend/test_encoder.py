@@ -1,0 +1,249 @@
+"""The engine in process: from lists to arrays, from many threads, without the cost of torch until it is asked for."""
+
+import re
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from varlen import Encoder
+from varlen.errors import CheckpointError, ConfigError, EngineError, RequestError
+
+TEXTS = ["the cat", "river", "a b c d e f", "is it?", "the the the"]
+
+
+@pytest.fixture(scope="module")
+def encoder(small_bert):
+    with Encoder.from_pretrained(small_bert, dtype="fp32") as encoder:
+        yield encoder
+
+
+def refused(message, error=RequestError):
+    return pytest.raises(error, match=re.escape(message))
+
+
+def random_rows(rng, count):
+    return [rng.integers(0, 60, rng.integers(1, 60)).tolist() for _ in range(count)]
+
+
+def test_embeds_texts_in_order(encoder):
+    vectors = encoder.embed(TEXTS)
+
+    assert vectors.shape == (5, 24)
+    assert vectors.dtype == np.float32
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        np.testing.assert_allclose(encoder.embed([text])[0], vector, rtol=0, atol=1e-6)
+
+
+def test_ids_give_what_their_text_gives(encoder):
+    np.testing.assert_array_equal(encoder.embed(["the cat"]), encoder.embed([[2, 5, 6, 3]]))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8], ids=lambda dtype: dtype.__name__)
+def test_takes_arrays_of_any_integers(encoder, dtype):
+    rows = np.array([[2, 5, 6, 3], [2, 6, 5, 3]], dtype=dtype)
+
+    np.testing.assert_array_equal(encoder.embed(rows), encoder.embed(rows.tolist()))
+
+
+def test_a_row_of_ids_may_be_a_tuple(encoder):
+    np.testing.assert_array_equal(encoder.embed([(2, 5, 6, 3)]), encoder.embed([[2, 5, 6, 3]]))
+
+
+def test_normalize_divides_by_the_length(encoder):
+    plain, normalized = encoder.embed(TEXTS), encoder.embed(TEXTS, normalize=True)
+
+    expected = plain / np.linalg.norm(plain, axis=1, keepdims=True)
+    np.testing.assert_allclose(normalized, expected, rtol=0, atol=1e-6)
+
+
+def test_any_batch_budget_gives_the_same(small_bert, encoder, rng):
+    rows = random_rows(rng, 40)
+    expected = encoder.embed(rows)
+
+    for budget in (64, 100, 1000):
+        with Encoder.from_pretrained(small_bert, dtype="fp32", max_batch_tokens=budget) as other:
+            np.testing.assert_allclose(other.embed(rows), expected, rtol=0, atol=1e-6)
+
+
+def test_any_order_gives_the_same(encoder, rng):
+    rows = random_rows(rng, 40)
+    order = rng.permutation(40)
+
+    shuffled = encoder.embed([rows[i] for i in order])
+
+    np.testing.assert_allclose(shuffled, encoder.embed(rows)[order], rtol=0, atol=1e-6)
+
+
+def test_many_threads_share_one_encoder(encoder, rng):
+    asked = [random_rows(rng, int(count)) for count in rng.integers(1, 12, 60)]
+    expected = [encoder.embed(rows) for rows in asked]
+    bad = [[[5], [99]], [[]], [[5] * 65]]
+
+    def ask(index):
+        if index % 7 == 0:
+            with pytest.raises(RequestError):
+                encoder.embed(bad[index % 3])
+        return encoder.embed(asked[index])
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(len(asked))))
+
+    for actual, wanted in zip(answers, expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-6)
+
+
+def test_threads_may_cut_and_refuse_at_once(encoder):
+    long = "a " * 100
+
+    def ask(index):
+        if index % 2:
+            return encoder.embed([long], truncate=True)[0]
+        with pytest.raises(RequestError, match="102 tokens; this model takes at most 64"):
+            encoder.embed([long])
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [answer for answer in pool.map(ask, range(60)) if answer is not None]
+
+    assert all(np.allclose(answer, answers[0], rtol=0, atol=1e-6) for answer in answers)
+
+
+def test_refuses_a_bare_string(encoder):
+    with refused("inputs is one string; send a list of them"):
+        encoder.embed("the cat")
+
+
+def test_refuses_an_empty_list(encoder):
+    with refused("send at least one row"):
+        encoder.embed([])
+
+
+def test_refuses_a_mix_of_texts_and_ids(encoder):
+    with refused("row 1: text is a list; send a string"):
+        encoder.embed(["cat", [2, 3]])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[[2, 5.5, 3]], [[2, "cat"]], [[2**70]], [[2, None]], [[[2, 5], [5, 3]]], [[2], 3], [["cat"]]],
+    ids=str,
+)
+def test_refuses_rows_that_are_not_whole_numbers(encoder, rows):
+    with pytest.raises(RequestError):
+        encoder.embed(rows)
+
+
+def test_a_bad_row_fails_alone(encoder):
+    good = threading.Barrier(2)
+
+    def bad():
+        good.wait()
+        with pytest.raises(RequestError):
+            encoder.embed([[5], [[5, 6], [7, 8]]])
+
+    thread = threading.Thread(target=bad)
+    thread.start()
+    good.wait()
+    assert encoder.embed(TEXTS).shape == (5, 24)
+    thread.join()
+
+
+def test_refuses_another_task_s_method(encoder):
+    with refused('this encoder was loaded for the task "embed", not classify', ConfigError):
+        encoder.classify(TEXTS)
+    with refused('this encoder was loaded for the task "embed", not hidden', ConfigError):
+        encoder.hidden(TEXTS)
+    with refused('this encoder was loaded for the task "embed", not token_classify', ConfigError):
+        encoder.token_classify(TEXTS)
+
+
+def test_closing_stops_the_engine_s_thread(small_bert):
+    before = set(threading.enumerate())
+    encoder = Encoder.from_pretrained(small_bert)
+    assert set(threading.enumerate()) > before
+
+    encoder.close()
+
+    assert set(threading.enumerate()) == before
+    with refused("the model is being unloaded", EngineError):
+        encoder.embed(TEXTS)
+
+
+def test_closing_waits_for_what_runs(small_bert, rng):
+    rows = random_rows(rng, 400)
+    encoder = Encoder.from_pretrained(small_bert, dtype="fp32", max_batch_tokens=64)
+    expected = encoder.embed(rows)
+    started = threading.Event()
+    answers = []
+
+    def ask():
+        started.set()
+        try:
+            answers.append(encoder.embed(rows))
+        except EngineError:
+            answers.append(None)
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    started.wait()
+    closer = threading.Thread(target=encoder.close, daemon=True)
+    closer.start()
+    for thread in [closer, *threads]:
+        thread.join(30)
+        assert not thread.is_alive()
+
+    assert len(answers) == 4
+    for answer in answers:
+        if answer is not None:
+            np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"dtype": "int8"}, 'dtype is "int8"; allowed: auto, fp32, bf16'),
+        ({"device": "tpu"}, 'device is "tpu"; allowed: '),
+        ({"task": "generate"}, 'task is "generate"; allowed: '),
+        ({"max_batch_tokens": 0}, "max_batch_tokens is 0; allowed: whole numbers from 1"),
+        ({"max_sequence_tokens": 65}, "max_sequence_tokens is 65; this checkpoint has position"),
+        ({"max_batch_tokens": 63}, "max_batch_tokens is 63; it must hold the longest sequence"),
+    ],
+    ids=str,
+)
+def test_refuses_settings_that_do_not_fit(small_bert, settings, message):
+    with refused(message, ConfigError):
+        Encoder.from_pretrained(small_bert, **settings)
+
+
+def test_refuses_a_folder_that_is_no_checkpoint(tmp_path):
+    with refused("has no config.json", CheckpointError):
+        Encoder.from_pretrained(tmp_path)
+
+
+def test_a_shorter_limit_is_kept(small_bert):
+    with Encoder.from_pretrained(small_bert, max_sequence_tokens=5) as encoder:
+        assert encoder.embed(["a b c"]).shape == (1, 24)
+        with refused("row 0: text has 6 tokens; this model takes at most 5"):
+            encoder.embed(["a b c d"])
+        np.testing.assert_array_equal(
+            encoder.embed(["a b c d"], truncate=True), encoder.embed(["a b c"])
+        )
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_limit_that_leaves_no_room_for_words_is_survived(small_bert, limit):
+    with Encoder.from_pretrained(small_bert, max_sequence_tokens=limit) as encoder:
+        assert encoder.embed([[5] * limit]).shape == (1, 24)
+        with refused(f"this model takes at most {limit}"):
+            encoder.embed(["a b"])
+
+
+def test_importing_varlen_does_not_import_torch():
+    code = "import sys, varlen; sys.exit('torch' in sys.modules)"
+
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,171 @@
+"""Counts reach the server's series, once each, from a thread of their own."""
+
+from threading import Thread
+from time import monotonic, sleep
+
+import pytest
+
+from varlen import metrics
+from varlen.metrics import Exporter, Stats
+
+LABELS = {"model": "m", "instance": "m_0"}
+REQUESTS = "varlen_requests_total"
+
+
+class FakeMetric:
+    def __init__(self):
+        self.total = 0.0
+        self.value = None
+        self.observed = []
+        self.broken = False
+
+    def increment(self, value):
+        if self.broken:
+            raise RuntimeError("broken")
+        self.total += value
+
+    def set(self, value):
+        self.value = value
+
+    def observe(self, value):
+        self.observed.append(value)
+
+
+class FakeServer:
+    def __init__(self):
+        self.series = {}
+        self.kinds = {}
+        self.buckets = {}
+
+    def make_metric(self, kind, name, about, labels, buckets):
+        assert about
+        key = (name, labels.get("outcome"))
+        assert key not in self.series
+        assert {k: v for k, v in labels.items() if k != "outcome"} == LABELS
+        self.kinds[name] = kind
+        self.buckets[name] = buckets
+        self.series[key] = FakeMetric()
+        return self.series[key]
+
+    def __getitem__(self, key):
+        return self.series[key if isinstance(key, tuple) else (key, None)]
+
+
+@pytest.fixture
+def server():
+    return FakeServer()
+
+
+@pytest.fixture
+def stats():
+    return Stats()
+
+
+@pytest.fixture
+def exporter(server, stats, monkeypatch):
+    # a flush happens when a test asks for it
+    monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
+    exporter = Exporter(stats, lambda: (3, 44), server.make_metric, LABELS)
+    yield exporter
+    exporter.close()
+
+
+def test_every_series_shows_from_the_start(server, exporter):
+    assert server.kinds == {
+        REQUESTS: "COUNTER",
+        "varlen_sequences_total": "COUNTER",
+        "varlen_tokens_total": "COUNTER",
+        "varlen_queue_wait_seconds": "HISTOGRAM",
+        "varlen_request_latency_seconds": "HISTOGRAM",
+        "varlen_batch_sequences": "HISTOGRAM",
+        "varlen_batch_tokens": "HISTOGRAM",
+        "varlen_queued_requests": "GAUGE",
+        "varlen_queued_tokens": "GAUGE",
+    }
+    outcomes = {outcome for name, outcome in server.series if name == REQUESTS}
+    assert outcomes == {"ok", "invalid", "refused", "cancelled", "failed"}
+
+
+def test_buckets_ascend_and_only_histograms_have_them(server, exporter):
+    for name, kind in server.kinds.items():
+        buckets = server.buckets[name]
+        assert (buckets is not None) == (kind == "HISTOGRAM")
+        assert buckets is None or (buckets == sorted(set(buckets)) and len(buckets) > 5)
+
+
+def test_a_flush_carries_everything_over_once(server, stats, exporter):
+    stats.count_request("ok", 0.5)
+    stats.count_request("ok", 0.25)
+    stats.count_request("invalid", 0.125)
+    stats.count_wait(0.0625)
+    stats.count_batch(3, 40)
+    stats.count_batch(1, 2)
+
+    exporter.flush()
+    exporter.flush()
+
+    assert server[REQUESTS, "ok"].total == 2
+    assert server[REQUESTS, "invalid"].total == 1
+    assert server[REQUESTS, "failed"].total == 0
+    assert server["varlen_sequences_total"].total == 4
+    assert server["varlen_tokens_total"].total == 42
+    assert server["varlen_request_latency_seconds"].observed == [0.5, 0.25, 0.125]
+    assert server["varlen_queue_wait_seconds"].observed == [0.0625]
+    assert server["varlen_batch_sequences"].observed == [3, 1]
+    assert server["varlen_batch_tokens"].observed == [40, 2]
+
+
+def test_gauges_show_what_waits_now(server, exporter):
+    exporter.flush()
+
+    assert server["varlen_queued_requests"].value == 3
+    assert server["varlen_queued_tokens"].value == 44
+
+
+def test_the_thread_flushes_and_outlives_a_failure(server, stats, monkeypatch):
+    monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 0.005)
+    exporter = Exporter(stats, lambda: (0, 0), server.make_metric, LABELS)
+    server[REQUESTS, "failed"].broken = True
+    stats.count_request("failed", 0.5)
+    sleep(0.05)
+
+    stats.count_request("ok", 0.5)
+
+    until = monotonic() + 10
+    while server[REQUESTS, "ok"].total != 1 and monotonic() < until:
+        sleep(0.005)
+    exporter.close()
+    assert server[REQUESTS, "ok"].total == 1
+
+
+def test_counts_from_many_threads_are_all_kept(stats):
+    def count():
+        for _ in range(500):
+            stats.count_request("ok", 0.0)
+            stats.count_batch(2, 3)
+
+    threads = [Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    outcomes, counts, observed = stats.drain()
+    assert outcomes == {"ok": 2000}
+    assert counts == {"varlen_sequences_total": 4000, "varlen_tokens_total": 6000}
+    assert len(observed["varlen_batch_tokens"]) == 2000
+
+
+def test_a_drain_empties(stats):
+    stats.count_wait(1.0)
+    stats.drain()
+
+    assert [dict(part) for part in stats.drain()] == [{}, {}, {}]
+
+
+def test_a_server_without_metrics_stops_the_exporter_at_once(stats):
+    def refuse(*_):
+        raise RuntimeError("metrics not supported")
+
+    with pytest.raises(RuntimeError, match="not supported"):
+        Exporter(stats, lambda: (0, 0), refuse, LABELS)

@@ -1,0 +1,691 @@
+"""The server's entry against a stand-in for the server that punishes what the real one dies of."""
+
+import copy
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+
+from varlen import wire
+
+FAKES = Path(__file__).parent / "fakes"
+UTILS = "triton_python_backend_utils"
+SECONDS = 20.0
+OUR_THREADS = ("varlen-engine", "varlen-sender", "varlen-metrics")
+
+
+@pytest.fixture
+def pb_utils(monkeypatch):
+    """Return a fresh stand-in, importable under the real name."""
+    spec = importlib.util.spec_from_file_location(UTILS, FAKES / f"{UTILS}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, UTILS, module)
+    spec.loader.exec_module(module)
+    yield module
+    assert module.crashes == []
+
+
+@pytest.fixture
+def server_model(pb_utils, monkeypatch):
+    """Return a fresh import of the entry, without its watchdog."""
+    logger = logging.getLogger("varlen")
+    kept = logger.level, logger.propagate, list(logger.handlers)
+    monkeypatch.delitem(sys.modules, "varlen.server_model", raising=False)
+    module = importlib.import_module("varlen.server_model")
+    # it would end the tests' own process
+    monkeypatch.setattr(module, "_exit_with_parent", lambda parent: None)
+    yield module
+    logger.setLevel(kept[0])
+    logger.propagate = kept[1]
+    logger.handlers[:] = kept[2]
+    sys.modules.pop("varlen.server_model", None)
+
+
+def config(task="embed", hidden=24, labels=0, **changes):
+    """Return a complete configuration as the server hands it over."""
+    entries = {
+        section: [{"name": s.name, "data_type": s.data_type, "dims": list(s.dims)} for s in specs]
+        for section, specs in (
+            ("input", wire.input_specs(task)),
+            ("output", wire.output_specs(task, hidden, labels)),
+        )
+    }
+    parameters = changes.pop("parameters", {})
+    return {
+        "name": "m",
+        "max_batch_size": 64,
+        **entries,
+        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
+        **changes,
+    }
+
+
+def args(model_config):
+    return {
+        "model_config": json.dumps(model_config),
+        "model_name": "m",
+        "model_instance_name": "m_0",
+    }
+
+
+def our_threads():
+    return [t for t in threading.enumerate() if t.name.startswith(OUR_THREADS)]
+
+
+@pytest.fixture
+def load(server_model, pb_utils, small_bert):
+    """Return a function that loads a model; what is loaded is finalized when the test ends."""
+    loaded = []
+
+    def load(folder=small_bert, model_config=None, **parameters):
+        pb_utils.model_dir = str(folder)
+        model = server_model.TritonPythonModel()
+        parameters = {"dtype": "fp32", **parameters}
+        model.initialize(args(model_config or config(parameters=parameters)))
+        loaded.append(model)
+        return model
+
+    yield load
+    for model in loaded:
+        finalizer = Thread(target=model.finalize, daemon=True)
+        finalizer.start()
+        finalizer.join(SECONDS)
+        assert not finalizer.is_alive(), "finalize() hangs"
+    assert our_threads() == []
+
+
+@pytest.fixture
+def ask(pb_utils):
+    """Return a function that makes a request; it knows when it is answered."""
+
+    def ask(parameters=None, **tensors):
+        answered = Event()
+        request = pb_utils.InferenceRequest(
+            [pb_utils.Tensor(name, array) for name, array in tensors.items()],
+            json.dumps(parameters) if parameters is not None else "",
+            on_done=answered.set,
+        )
+        request.answered = answered
+        return request
+
+    return ask
+
+
+def text(*rows):
+    return np.array([[row if isinstance(row, bytes) else row.encode()] for row in rows], object)
+
+
+def ids(*rows):
+    return np.array(rows, dtype=np.int64)
+
+
+def wait_for(*requests):
+    for index, request in enumerate(requests):
+        assert request.answered.wait(SECONDS), f"request {index} was never answered"
+
+
+def result(request):
+    wait_for(request)
+    assert request.response.error() is None, request.response.error().message()
+    [tensor] = request.response.output_tensors()
+    return tensor
+
+
+def failure(request):
+    wait_for(request)
+    assert request.response.output_tensors() == []
+    error = request.response.error()
+    return error.code(), error.message()
+
+
+def block(model):
+    """Make the model wait in its first batch; return (it has begun, let it go on)."""
+    engine = model._service.engine
+    begun, go_on, run = Event(), Event(), engine._model.run
+
+    class Gate:
+        def run(self, sequences, normalize):
+            begun.set()
+            assert go_on.wait(SECONDS)
+            return run(sequences, normalize)
+
+    engine._model = Gate()
+    return begun, go_on
+
+
+def test_execute_answers_later_and_returns_none(load, ask):
+    model = load()
+    begun, go_on = block(model)
+    request = ask(text=text("the cat"))
+
+    assert model.execute([request]) is None
+    assert begun.wait(SECONDS)
+    assert request.sends == 0
+    go_on.set()
+
+    assert result(request).name() == "sentence_embedding"
+    assert result(request).as_numpy().shape == (1, 24)
+    assert request.sends == 1
+
+
+def test_answers_are_those_of_the_encoder(load, ask, small_bert):
+    from varlen import Encoder
+
+    model = load()
+    requests = [
+        ask(text=text("the cat", "a river")),
+        ask(
+            input_ids=ids([2, 5, 6, 3, 0], [2, 8, 7, 3, 0]),
+            attention_mask=ids([1] * 4 + [0], [1] * 4 + [0]),
+        ),
+        ask({"normalize": True}, text=text("the cat", "a river")),
+    ]
+
+    model.execute(requests)
+
+    with Encoder.from_pretrained(small_bert, dtype="fp32") as encoder:
+        plain = encoder.embed(["the cat", "a river"])
+        normalized = encoder.embed(["the cat", "a river"], normalize=True)
+    for request, expected in zip(requests, [plain, plain, normalized], strict=True):
+        np.testing.assert_allclose(result(request).as_numpy(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind, task, name, shape",
+    [
+        ("BertModel", "hidden", "last_hidden_state", (2, 4, 24)),
+        ("BertForSequenceClassification", "classify", "logits", (2, 3)),
+        ("BertForSequenceClassification", "rerank", "logits", (2, 3)),
+        ("BertForTokenClassification", "token_classify", "logits", (2, 4, 3)),
+    ],
+)
+def test_every_task_answers_in_its_own_shape(load, ask, make_checkpoint, kind, task, name, shape):
+    model_config = config(task, labels=3, parameters={"task": task})
+    model = load(make_checkpoint(kind, num_labels=3), model_config)
+    request = ask(text=text("the", "the cat"))
+
+    model.execute([request])
+
+    assert result(request).name() == name
+    assert result(request).as_numpy().shape == shape
+
+
+def test_a_bad_request_fails_alone(load, ask, pb_utils):
+    model = load()
+    good = [ask(text=text("the cat")), ask(input_ids=ids([2, 5, 3]))]
+    bad = [
+        (ask(text=text("")), "row 0: text is empty; send at least one word"),
+        (ask(text=text(b"\xff")), "row 0: text is not UTF-8 at byte 0; send UTF-8"),
+        (ask(text=text("a\0b")), "row 0: text holds a NUL character; remove it"),
+        (ask(input_ids=ids([99])), "row 0: input_ids holds 99; this model takes 0 to 91"),
+        (ask(input_ids=ids([])), "row 0: input_ids has no tokens; send at least one"),
+        (
+            ask(input_ids=ids([5] * 65)),
+            "row 0: input_ids has 65 tokens; this model takes at most 64",
+        ),
+        (ask(), "the request has no inputs; send text, or input_ids"),
+        (ask({"truncate": 1}, text=text("a")), "the parameter truncate is 1; send true or false"),
+    ]
+
+    model.execute([good[0], *(request for request, _ in bad), good[1]])
+
+    for request, message in bad:
+        assert failure(request) == (pb_utils.TritonError.INVALID_ARG, message)
+    assert [result(request).as_numpy().shape for request in good] == [(1, 24)] * 2
+    assert all(request.sends == 1 for request, _ in bad)
+
+
+def test_a_full_queue_says_unavailable_at_once(load, ask, pb_utils):
+    model = load(max_queued_requests="2")
+    begun, go_on = block(model)
+    running = ask(text=text("a"))
+    model.execute([running])
+    assert begun.wait(SECONDS)
+    waiting = [ask(text=text("a")), ask(text=text("a"))]
+    model.execute(waiting)
+    refused = ask(text=text("a"))
+
+    model.execute([refused])
+
+    code, message = failure(refused)
+    assert code == pb_utils.TritonError.UNAVAILABLE
+    assert message == "the queue is full: 2 requests wait and 2 may; try again later"
+    assert not any(request.sends for request in waiting)
+    go_on.set()
+    wait_for(running, *waiting)
+
+
+def test_a_cancelled_request_is_answered_without_running(load, ask, pb_utils):
+    model = load()
+    begun, go_on = block(model)
+    running, gone = ask(text=text("a")), ask(text=text("b"))
+    model.execute([running])
+    assert begun.wait(SECONDS)
+    model.execute([gone])
+    gone.cancelled = True
+    go_on.set()
+
+    assert failure(gone) == (pb_utils.TritonError.CANCELLED, "cancelled before it ran")
+    result(running)
+
+
+def test_a_cancel_check_that_fails_does_not_lose_the_request(load, ask):
+    model = load()
+    broken, company = ask(text=text("a")), ask(text=text("b"))
+    broken.cancel_check_fails = True
+
+    model.execute([broken, company])
+
+    wait_for(broken, company)
+    assert result(company).as_numpy().shape == (1, 24)
+    assert model.is_ready()
+
+
+def test_a_model_that_fails_says_so_without_details(load, ask, pb_utils):
+    model = load()
+    engine = model._service.engine
+    runner, engine._model = engine._model, None  # 'NoneType' has no attribute 'run'
+    broken = ask(text=text("a"))
+
+    model.execute([broken])
+
+    code, message = failure(broken)
+    assert code == pb_utils.TritonError.INTERNAL
+    assert (
+        message == "the model failed on the batch that held this request; the server's log says why"
+    )
+    assert any(level == "error" and "NoneType" in line for level, line in pb_utils.logged)
+    engine._model = runner
+    after = ask(text=text("a"))
+    model.execute([after])
+    result(after)
+
+
+def test_a_request_that_cannot_be_read_is_answered(load, ask, pb_utils):
+    model = load()
+    broken, good = ask(text=text("a")), ask(text=text("b"))
+    broken.inputs_fail = True
+
+    model.execute([broken, good])
+
+    message = "the request could not be read; the server's log says why"
+    assert failure(broken) == (pb_utils.TritonError.INTERNAL, message)
+    result(good)
+
+
+@pytest.mark.parametrize("parameters", ["[]", "{", "3"])
+def test_parameters_that_are_no_object_are_answered(load, ask, parameters):
+    model = load()
+    request = ask(text=text("a"))
+    request._parameters = parameters
+
+    model.execute([request])
+
+    failure(request)
+
+
+def test_a_request_without_a_sender_does_not_stop_the_others(load, ask):
+    model = load()
+    broken, good = ask(text=text("a")), ask(text=text("b"))
+    broken.sender_fails = True
+
+    assert model.execute([broken, good]) is None
+
+    result(good)
+
+
+def test_a_failed_send_is_not_tried_again(load, ask, pb_utils):
+    model = load()
+    broken, good = ask(text=text("a")), ask(text=text("b"))
+    broken.send_fails = True
+
+    model.execute([broken])
+    wait_for(broken)
+    model.execute([good])
+
+    result(good)
+    assert broken.sends == 1
+    model._exporter.flush()
+    by_outcome = {
+        metric.labels["outcome"]: metric.value
+        for metric in family(pb_utils, "varlen_requests_total")
+    }
+    assert (by_outcome["failed"], by_outcome["ok"]) == (1, 1)
+
+
+def family(pb_utils, name):
+    [found] = [family for family in pb_utils.MetricFamily.made if family.name == name]
+    return found.series
+
+
+class Stat:
+    f_frsize = 4096
+
+    def __init__(self, free):
+        self.f_bavail = free // 4096
+
+
+def test_a_large_answer_waits_for_no_shared_memory(load, ask, pb_utils, monkeypatch):
+    model = load()
+    monkeypatch.setattr(
+        model._outbox.__class__.__init__.__globals__["os"], "statvfs", lambda path: Stat(100)
+    )
+    monkeypatch.setitem(model.execute.__func__.__globals__, "_LARGE_BYTES", 200)
+    large, small = ask(text=text("a", "b", "c")), ask(text=text("a"))
+
+    model.execute([large, small])
+
+    message = "the server has too little shared memory for an answer of 288 bytes"
+    assert failure(large) == (pb_utils.TritonError.INTERNAL, message)
+    assert large.sends == 1
+    result(small)
+
+
+def test_a_large_answer_is_sent_where_memory_holds_it_twice(server_model, monkeypatch):
+    for free, fits in [(2 << 21, True), ((2 << 21) - 4096, False)]:
+        monkeypatch.setattr(os, "statvfs", lambda path, free=free: Stat(free))
+        if fits:
+            server_model._check_shared_memory(1 << 21)
+        else:
+            with pytest.raises(Exception, match="too little shared memory"):
+                server_model._check_shared_memory(1 << 21)
+
+
+def test_a_small_answer_asks_nothing_of_the_file_system(server_model, monkeypatch):
+    monkeypatch.setattr(os, "statvfs", lambda path: pytest.fail("asked"))
+
+    server_model._check_shared_memory((1 << 20) - 1)
+
+
+def test_many_requests_from_many_threads_are_each_answered_once(load, ask):
+    model = load(max_batch_tokens="64", max_queued_requests="50")
+    requests = [[] for _ in range(4)]
+
+    def send(index):
+        rng = np.random.default_rng(index)
+        for _ in range(100):
+            kind = rng.integers(0, 5)
+            if kind == 0:
+                request = ask(text=text(""))
+            elif kind == 1:
+                request = ask(text=text("the cat"))
+                request.cancelled = True
+            else:
+                rows = rng.integers(1, 6)
+                request = ask(input_ids=rng.integers(0, 60, (rows, rng.integers(1, 20))))
+            if kind == 2:
+                request.send_fails = True
+            requests[index].append(request)
+            model.execute([request])
+
+    threads = [Thread(target=send, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    everything = [request for part in requests for request in part]
+    wait_for(*everything)
+    assert all(request.sends == 1 for request in everything)
+    assert model._service.admission.depth == (0, 0)
+
+
+def test_is_ready_follows_the_engine(load):
+    model = load()
+    assert model.is_ready()
+
+    model._service.close()
+
+    assert not model.is_ready()
+
+
+def test_finalize_answers_the_queue_and_ends_every_thread(load, ask):
+    model = load(max_batch_tokens="64")
+    begun, go_on = block(model)
+    first = ask(text=text("a"))
+    model.execute([first])
+    assert begun.wait(SECONDS)
+    queued = [ask(text=text(*["the cat"] * 5)) for _ in range(30)]
+    model.execute(queued)
+    finalizer = Thread(target=model.finalize, daemon=True)
+    finalizer.start()
+    go_on.set()
+    finalizer.join(SECONDS)
+
+    assert not finalizer.is_alive(), "finalize() hangs"
+    assert our_threads() == []
+    for request in [first, *queued]:
+        assert request.sends == 1
+        result(request)
+
+
+def test_a_request_after_the_engine_closed_is_answered(load, ask, pb_utils):
+    model = load()
+    model._service.close()
+    request = ask(text=text("a"))
+
+    model.execute([request])
+
+    assert failure(request) == (pb_utils.TritonError.INTERNAL, "the model is being unloaded")
+
+
+def test_requests_are_counted_by_outcome(load, ask, pb_utils):
+    model = load()
+    requests = [ask(text=text("a", "b")), ask(text=text("")), ask(text=text("c"))]
+    requests[2].cancelled = True
+    model.execute(requests)
+    wait_for(*requests)
+    model.finalize()
+
+    model._exporter.flush()
+
+    totals = family(pb_utils, "varlen_requests_total")
+    assert {metric.labels["outcome"]: metric.value for metric in totals} == {
+        "ok": 1,
+        "invalid": 1,
+        "refused": 0,
+        "cancelled": 1,
+        "failed": 0,
+    }
+    assert all((m.labels["model"], m.labels["instance"]) == ("m", "m_0") for m in totals)
+    assert family(pb_utils, "varlen_sequences_total")[0].value == 2
+    assert family(pb_utils, "varlen_tokens_total")[0].value == 6
+    assert len(family(pb_utils, "varlen_request_latency_seconds")[0].observed) == 3
+
+
+def test_a_server_without_metrics_serves(load, ask, pb_utils):
+    pb_utils.metrics_enabled = False
+    model = load()
+    request = ask(text=text("a"))
+
+    model.execute([request])
+
+    result(request)
+    assert pb_utils.MetricFamily.made == []
+
+
+def test_lifecycle_lines_reach_the_server_s_log(load, pb_utils):
+    load()
+
+    lines = [line for level, line in pb_utils.logged if level == "info"]
+    assert any(re.match(r"varlen: serving embed in float32 on \d+ threads", line) for line in lines)
+
+
+def refused(pb_utils, message):
+    return pytest.raises(pb_utils.TritonModelException, match=re.escape(message))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"response_cache": {"enable": True}},
+            "response_cache is enabled; the server's cache ignores",
+        ),
+        (
+            {"model_transaction_policy": {"decoupled": True}},
+            "model_transaction_policy is decoupled",
+        ),
+        ({"max_batch_size": 0}, "max_batch_size is 0; a row is a sequence, so allow at least 1"),
+        ({"parameters": {"batch_tokens": "3"}}, 'unknown parameter "batch_tokens". Did you mean'),
+        ({"parameters": {"dtype": "int4"}}, 'dtype is "int4"; allowed: auto, fp32, bf16'),
+        ({"parameters": {"task": "classify"}}, 'task "classify" needs a BertForSequenceClassif'),
+        (
+            {"parameters": {"max_sequence_tokens": "65"}},
+            "max_sequence_tokens is 65; this checkpoint",
+        ),
+        (
+            {"input": [{"name": "TEXT", "data_type": "TYPE_STRING", "dims": [1]}]},
+            'input "TEXT" is not one of the task embed; allowed: text, input_ids',
+        ),
+        (
+            {"input": [{"name": "input_ids", "data_type": "TYPE_INT32", "dims": [-1]}]},
+            "input \"input_ids\" is {'data_type': 'TYPE_INT32', 'dims': [-1]}; the model has",
+        ),
+        (
+            {"output": [{"name": "sentence_embedding", "data_type": "TYPE_FP32", "dims": [384]}]},
+            "output \"sentence_embedding\" is {'data_type': 'TYPE_FP32', 'dims': [384]}; the model has",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refuses_to_load_what_it_could_not_serve(load, pb_utils, changes, message):
+    with refused(pb_utils, message):
+        load(model_config=config(**changes))
+    assert our_threads() == []
+
+
+def test_refuses_to_load_a_folder_that_is_no_checkpoint(load, pb_utils, tmp_path):
+    with refused(pb_utils, "has no config.json"):
+        load(tmp_path)
+
+
+def test_refuses_a_numpy_that_the_server_garbles(load, pb_utils):
+    pb_utils.garbles_arrays = True
+
+    with refused(pb_utils, f"garbles arrays of numpy {np.__version__}: install numpy<2"):
+        load()
+
+
+def test_dims_may_come_as_strings(load):
+    model_config = config(parameters={"dtype": "fp32"})
+    for section in ("input", "output"):
+        for entry in model_config[section]:
+            entry["dims"] = [str(dim) for dim in entry["dims"]]
+
+    assert load(model_config=model_config).is_ready()
+
+
+def complete(server_model, pb_utils, folder, given):
+    pb_utils.model_dir = str(folder)
+    made = pb_utils.ModelConfig(json.dumps(given))
+    return server_model.TritonPythonModel.auto_complete_config(made).as_dict()
+
+
+EMPTY = {"name": "m", "max_batch_size": 0, "input": [], "output": [], "parameters": {}}
+
+
+def test_auto_complete_fills_an_empty_configuration(server_model, pb_utils, small_bert):
+    completed = complete(server_model, pb_utils, small_bert, EMPTY)
+
+    assert completed["max_batch_size"] == 64
+    names = ["text", "input_ids", "attention_mask", "token_type_ids"]
+    assert [entry["name"] for entry in completed["input"]] == names
+    assert all(entry["optional"] for entry in completed["input"])
+    assert completed["output"] == [
+        {"name": "sentence_embedding", "data_type": "TYPE_FP32", "dims": [24]}
+    ]
+
+
+def test_a_completed_configuration_loads(server_model, pb_utils, small_bert, load):
+    completed = complete(server_model, pb_utils, small_bert, EMPTY)
+
+    assert load(model_config=completed).is_ready()
+
+
+def test_auto_complete_follows_the_task(server_model, pb_utils, make_checkpoint):
+    folder = make_checkpoint("BertForSequenceClassification", num_labels=5)
+    given = {**EMPTY, "parameters": {"task": {"string_value": "rerank"}}}
+
+    completed = complete(server_model, pb_utils, folder, given)
+
+    assert completed["output"] == [{"name": "logits", "data_type": "TYPE_FP32", "dims": [5]}]
+    assert "text_pair" in [entry["name"] for entry in completed["input"]]
+
+
+def test_auto_complete_keeps_what_was_written(server_model, pb_utils, small_bert):
+    given = config(max_batch_size=7)
+    given["input"] = given["input"][:1]
+
+    completed = complete(server_model, pb_utils, small_bert, copy.deepcopy(given))
+
+    assert completed == given
+
+
+@pytest.mark.parametrize(
+    "parameters, message",
+    [({"nonsense": {"string_value": "1"}}, 'unknown parameter "nonsense"')],
+)
+def test_auto_complete_says_what_is_wrong(server_model, pb_utils, small_bert, parameters, message):
+    with refused(pb_utils, message):
+        complete(server_model, pb_utils, small_bert, {**EMPTY, "parameters": parameters})
+
+
+def test_auto_complete_says_which_file_is_missing(server_model, pb_utils, tmp_path):
+    with refused(pb_utils, "has no config.json"):
+        complete(server_model, pb_utils, tmp_path, EMPTY)
+
+
+def test_a_process_whose_parent_died_ends(pb_utils, monkeypatch):
+    monkeypatch.delitem(sys.modules, "varlen.server_model", raising=False)
+    module = importlib.import_module("varlen.server_model")
+    parents = iter([10, 10, 1])
+    ended = []
+    monkeypatch.setattr(module, "_PARENT_POLL_SECONDS", 0)
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    module._exit_with_parent(10)
+
+    assert ended == [1]
+    sys.modules.pop("varlen.server_model", None)
+
+
+def with_path(folder):
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+    }
+
+
+def test_importing_the_entry_does_not_import_torch():
+    code = "import sys, varlen.model; sys.exit('torch' in sys.modules)"
+
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=60,
+        env=with_path(FAKES),
+    )
+
+
+def test_importing_the_entry_needs_no_class_of_the_server(tmp_path):
+    # while the file is imported, the real module is still empty
+    (tmp_path / f"{UTILS}.py").write_text("")
+
+    subprocess.run(
+        [sys.executable, "-c", "import varlen.model"],
+        check=True,
+        timeout=60,
+        env=with_path(tmp_path),
+    )

@@ -1,0 +1,282 @@
+"""The wire: what tensors and parameters may hold, and that padding leaves no trace."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varlen import wire
+from varlen.errors import RequestError
+from varlen.intake import Intake, Limits
+from varlen.tokenization import Tokenizer
+
+TASKS = ["embed", "hidden", "classify", "rerank", "token_classify"]
+IDS = [[2, 5, 3], [2, 6, 3]]
+
+
+@pytest.fixture(scope="module")
+def intake(small_bert):
+    return Intake(Tokenizer(small_bert, 12), Limits(12, 4000, 60, 2))
+
+
+def text(*rows):
+    return np.array([[row if isinstance(row, bytes) else row.encode()] for row in rows], object)
+
+
+def ids(rows):
+    return np.array(rows, dtype=np.int64)
+
+
+def read(intake, parameters="", *, normalize=False, **tensors):
+    return wire.read_request(tensors, parameters, intake, normalize=normalize)
+
+
+def rows_of(request):
+    return [sequence.token_ids.tolist() for sequence in request.sequences]
+
+
+def refused(message):
+    return pytest.raises(RequestError, match=re.escape(message))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_input_is_optional_and_named_as_exported_models_name_it(task):
+    specs = wire.input_specs(task)
+
+    texts = ["text"] if task == "embed" else ["text", "text_pair"]
+    assert [s.name for s in specs] == [*texts, "input_ids", "attention_mask", "token_type_ids"]
+    assert all(spec.optional for spec in specs)
+    for spec in specs:
+        of_text = spec.name.startswith("text")
+        expected = ("TYPE_STRING", (1,)) if of_text else ("TYPE_INT64", (-1,))
+        assert (spec.data_type, spec.dims) == expected
+
+
+@pytest.mark.parametrize(
+    "task, name, dims",
+    [
+        ("embed", "sentence_embedding", (384,)),
+        ("hidden", "last_hidden_state", (-1, 384)),
+        ("classify", "logits", (3,)),
+        ("rerank", "logits", (3,)),
+        ("token_classify", "logits", (-1, 3)),
+    ],
+)
+def test_outputs_have_the_task_s_shape(task, name, dims):
+    expected = wire.TensorSpec(name, "TYPE_FP32", dims)
+    assert wire.output_specs(task, hidden_size=384, num_labels=3) == (expected,)
+    assert wire.output_name(task) == name
+
+
+def test_reads_texts(intake):
+    assert rows_of(read(intake, text=text("the cat", "cat"))) == [[2, 5, 6, 3], [2, 6, 3]]
+
+
+def test_reads_pairs(intake):
+    request = read(intake, text=text("the", "cat"), text_pair=text("cat", "the"))
+
+    assert rows_of(request) == [[2, 5, 3, 6, 3], [2, 6, 3, 5, 3]]
+    assert request.sequences[1].type_ids.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_reads_token_ids(intake):
+    request = read(intake, input_ids=ids(IDS))
+
+    assert rows_of(request) == IDS
+    assert request.sequences[0].type_ids is None
+
+
+def test_reads_token_types(intake):
+    request = read(intake, input_ids=ids(IDS), token_type_ids=ids([[0, 1, 1], [0, 0, 1]]))
+
+    assert [s.type_ids.tolist() for s in request.sequences] == [[0, 1, 1], [0, 0, 1]]
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.tuples(st.integers(0, 59), st.integers(0, 1)), min_size=1, max_size=12),
+        min_size=1,
+        max_size=6,
+    ),
+    extra=st.integers(0, 5),
+    with_types=st.booleans(),
+    padding=st.integers(-5, 2**40),
+)
+def test_a_padded_batch_is_unpadded_exactly(intake, rows, extra, with_types, padding):
+    width = max(map(len, rows)) + extra
+    shape = (len(rows), width)
+    # what stands under the mask's zeros is nobody's business, valid or not
+    token_ids, types = np.full(shape, padding), np.full(shape, padding)
+    mask = np.zeros(shape, dtype=np.int64)
+    for row, pairs in enumerate(rows):
+        token_ids[row, : len(pairs)], types[row, : len(pairs)] = zip(*pairs, strict=True)
+        mask[row, : len(pairs)] = 1
+    tensors = {"input_ids": token_ids, "attention_mask": mask}
+
+    request = read(intake, **tensors, **({"token_type_ids": types} if with_types else {}))
+
+    for sequence, pairs in zip(request.sequences, rows, strict=True):
+        assert sequence.token_ids.tolist() == [token for token, _ in pairs]
+        if with_types:
+            assert sequence.type_ids.tolist() == [kind for _, kind in pairs]
+        else:
+            assert sequence.type_ids is None
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[1, 0, 1], [0, 1, 1], [2, 1, 0], [1, -1, 0], [1, 1, 2], [0, 0, 1]],
+    ids=str,
+)
+def test_refuses_a_mask_that_is_not_ones_then_zeros(intake, row):
+    message = "row 1: attention_mask is not ones followed by zeros; pad on the right, without holes"
+    with refused(message):
+        read(intake, input_ids=ids(IDS), attention_mask=ids([[1, 1, 1], row]))
+
+
+def test_refuses_a_row_that_is_masked_out_whole(intake):
+    with refused("row 1: input_ids has no tokens; send at least one"):
+        read(intake, input_ids=ids(IDS), attention_mask=ids([[1, 1, 1], [0, 0, 0]]))
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "token_type_ids"])
+def test_refuses_tensors_of_another_shape_than_the_ids(intake, name):
+    with refused(f"{name} has shape [1, 3]; input_ids has [2, 3]"):
+        read(intake, input_ids=ids(IDS), **{name: ids([[1, 1, 1]])})
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "token_type_ids"])
+def test_refuses_integers_of_another_rank(intake, name):
+    tensors = {"input_ids": ids(IDS), name: ids([IDS])}
+    with refused(f"{name} has shape [1, 2, 3]; send [rows, tokens]"):
+        read(intake, **tensors)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 2), (1, 1, 1), (2, 0)], ids=str)
+@pytest.mark.parametrize("name", ["text", "text_pair"])
+def test_refuses_texts_of_another_shape(intake, name, shape):
+    tensors = {"text": text("cat"), name: np.full(shape, b"cat", dtype=object)}
+    with refused(f"{name} has shape {list(shape)}; send [rows, 1]"):
+        read(intake, **tensors)
+
+
+def test_refuses_zero_rows(intake):
+    with refused("no text came; send at least one row"):
+        read(intake, text=np.empty((0, 1), dtype=object))
+    with refused("no token ids came; send at least one row"):
+        read(intake, input_ids=np.empty((0, 3), dtype=np.int64))
+
+
+def test_refuses_zero_tokens(intake):
+    with refused("row 0: input_ids has no tokens; send at least one"):
+        read(intake, input_ids=np.empty((2, 0), dtype=np.int64))
+
+
+def test_refuses_a_number_of_pairs_that_differs(intake):
+    with refused("text_pair has 1 rows; text has 2"):
+        read(intake, text=text("a", "b"), text_pair=text("c"))
+
+
+@pytest.mark.parametrize(
+    "content, at", [(b"\xff", 0), (b"cat\xc3", 3), (b"\xed\xa0\x80", 0), (b"a\xc0\x80", 1)]
+)
+def test_refuses_text_that_is_not_utf_8(intake, content, at):
+    with refused(f"row 1: text is not UTF-8 at byte {at}; send UTF-8"):
+        read(intake, text=text("cat", content))
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "token_type_ids"])
+def test_refuses_text_and_ids_together(intake, name):
+    with refused(f"the request has both text and {name}; send one or the other"):
+        read(intake, text=text("cat"), **{name: ids([[1]])})
+
+
+def test_refuses_a_pair_without_its_text(intake):
+    with refused("the request has text_pair without text; send both"):
+        read(intake, input_ids=ids(IDS), text_pair=text("cat", "cat"))
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "token_type_ids"])
+def test_refuses_companions_without_ids(intake, name):
+    with refused(f"the request has {name}; send text, or input_ids"):
+        read(intake, **{name: ids(IDS)})
+
+
+def test_refuses_nothing_at_all(intake):
+    with refused("the request has no inputs; send text, or input_ids"):
+        read(intake)
+
+
+@pytest.mark.parametrize("default", [False, True])
+@pytest.mark.parametrize(
+    "said, expected",
+    [("", None), ("{}", None)]
+    + [(json.dumps({"normalize": value}), value) for value in (True, False)],
+)
+def test_normalize_is_the_model_s_unless_the_request_says(intake, default, said, expected):
+    request = read(intake, said, normalize=default, input_ids=ids(IDS))
+
+    assert request.normalize is (default if expected is None else expected)
+
+
+def test_truncate_cuts_texts(intake):
+    request = read(intake, '{"truncate": true}', text=text("a " * 30))
+
+    assert len(rows_of(request)[0]) == 12
+    with refused("text has 32 tokens; this model takes at most 12"):
+        read(intake, '{"truncate": false}', text=text("a " * 30))
+
+
+def test_truncate_does_not_cut_token_ids(intake):
+    with refused("row 0: input_ids has 13 tokens; this model takes at most 12"):
+        read(intake, '{"truncate": true}', input_ids=ids([[5] * 13]))
+
+
+@pytest.mark.parametrize("name", ["truncate", "normalize"])
+@pytest.mark.parametrize("value", [1, 0, "true", "", None, [True], 1.0], ids=repr)
+def test_refuses_flags_that_are_not_booleans(intake, name, value):
+    with refused(f"the parameter {name} is {value!r}; send true or false"):
+        read(intake, json.dumps({name: value}), input_ids=ids(IDS))
+
+
+def test_ignores_what_frontends_add(intake):
+    added = {
+        "triton_enable_empty_final_response": False,
+        "binary_data_output": True,
+        "X-Tenant": "somebody",
+        "id": "42",
+        "priority": 3,
+        "headers": {"a": [1]},
+        "truncate": True,
+    }
+
+    assert rows_of(read(intake, json.dumps(added), input_ids=ids(IDS))) == IDS
+
+
+@pytest.mark.parametrize("task", ["embed", "classify", "rerank"])
+def test_an_answer_of_one_row_a_sequence_is_stacked(task):
+    rows = [np.array([1, 2], dtype=np.float32), np.array([3, 4], dtype=np.float32)]
+
+    array = wire.output_array(task, rows)
+
+    assert array.tolist() == [[1, 2], [3, 4]]
+    assert array.dtype == np.float32
+    assert not any(np.shares_memory(array, row) for row in rows)
+
+
+@pytest.mark.parametrize("task", ["hidden", "token_classify"])
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=5))
+def test_an_answer_by_token_is_filled_up_with_zeros(task, lengths):
+    rows = [np.full((n, 3), n, dtype=np.float32) for n in lengths]
+
+    array = wire.output_array(task, rows)
+
+    assert array.shape == (len(lengths), max(lengths), 3)
+    assert array.dtype == np.float32
+    for index, n in enumerate(lengths):
+        assert (array[index, :n] == n).all()
+        assert (array[index, n:] == 0).all()
+        assert not np.shares_memory(array, rows[index])

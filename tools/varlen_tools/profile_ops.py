@@ -1,0 +1,109 @@
+"""Where a forward pass spends its time, op by op: `python -m varlen_tools.profile_ops FOLDER`.
+
+The recorded program is run with kernels that carry a stopwatch, so what is measured is what is served.
+"""
+
+import random
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from varlen.config import DEFAULT_MAX_BATCH_TOKENS, EngineConfig
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.runner import Runner
+from varlen.request import Sequence
+from varlen_kernels import reference
+
+
+class TimedKernels:
+    """The kernels of a module, each call timed. `seconds` and `calls` are by kernel name."""
+
+    def __init__(self, kernels: object) -> None:
+        self._kernels = kernels
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> object:
+        kernel = getattr(self._kernels, name)
+
+        def timed(*operands: object, **attributes: object) -> object:
+            began = time.perf_counter()
+            result = kernel(*operands, **attributes)
+            self.seconds[name] += time.perf_counter() - began
+            self.calls[name] += 1
+            return result
+
+        return timed
+
+
+def random_batches(
+    lengths: list[int], max_batch_tokens: int, vocab_size: int, seed: int = 0
+) -> list[list[Sequence]]:
+    """Return sequences of random ids, sorted by length and cut into batches of so many tokens."""
+    numbers = np.random.default_rng(seed)
+    batches: list[list[Sequence]] = [[]]
+    room = max_batch_tokens
+    for length in sorted(lengths):
+        if length > room:
+            batches.append([])
+            room = max_batch_tokens
+        ids = numbers.integers(0, vocab_size, length, dtype=np.int32)
+        batches[-1].append(Sequence(ids))
+        room -= length
+    return batches
+
+
+def profile(
+    runner: Runner, batches: list[list[Sequence]], rounds: int
+) -> tuple[TimedKernels, float]:
+    """Run the batches some times, after once unmeasured; return the stopwatches and all seconds."""
+    timed = TimedKernels(reference)
+    for batch in batches:
+        runner.run(batch, [True] * len(batch))
+    began = time.perf_counter()
+    for _ in range(rounds):
+        for batch in batches:
+            runner.run(batch, [True] * len(batch), kernels=timed)
+    return timed, time.perf_counter() - began
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="A Hugging Face checkpoint folder.")],
+    sequences: Annotated[int, typer.Option(min=1)] = 100,
+    shortest: Annotated[int, typer.Option(min=1, help="In tokens.")] = 5,
+    longest: Annotated[int, typer.Option(min=1, help="In tokens.")] = 500,
+    dtype: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
+    max_batch_tokens: Annotated[int, typer.Option(min=1)] = DEFAULT_MAX_BATCH_TOKENS,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+) -> None:
+    """Print the share of time of each op, for sequences of uniformly random lengths."""
+    checkpoint = Checkpoint.open(folder)
+    config = EngineConfig(
+        dtype=dtype,  # type: ignore[arg-type]  # checked by EngineConfig
+        max_batch_tokens=max_batch_tokens,
+        max_sequence_tokens=min(longest, checkpoint.position_limit),
+    )
+    runner = Runner(checkpoint, config)
+    generator = random.Random(0)
+    lengths = [generator.randint(shortest, runner.max_sequence_tokens) for _ in range(sequences)]
+    batches = random_batches(lengths, max_batch_tokens, runner.vocab_size)
+    timed, seconds = profile(runner, batches, rounds)
+    table = Table("op", "calls", "seconds", "share", title=f"{folder.name}, {len(batches)} batches")
+    for name, spent in sorted(timed.seconds.items(), key=lambda entry: -entry[1]):
+        table.add_row(name, str(timed.calls[name]), f"{spent:.3f}", f"{spent / seconds:.1%}")
+    rest = seconds - sum(timed.seconds.values())
+    table.add_row("everything else", "", f"{rest:.3f}", f"{rest / seconds:.1%}")
+    Console().print(table)
+    rate = rounds * sum(lengths) / seconds
+    print(f"{rate:,.0f} tokens/s on {torch.get_num_threads()} threads, {runner.dtype}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
