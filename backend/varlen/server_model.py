@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import time
 from collections.abc import Sequence as AnySequence
 from queue import SimpleQueue
@@ -47,7 +48,12 @@ _SENDER_THREADS = 2
 # Answers from this size on are sent only if shared memory holds them twice over.
 _LARGE_BYTES = 1 << 20
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # only asked how much is free
-_PARENT_POLL_SECONDS = 1.0
+# Ends process $2 when its parent is no longer $1, and itself when there is no such process.
+_WATCHDOG = r"""
+while sleep 1 && [ -d "/proc/$2" ]; do
+  grep -q "^PPid:[[:space:]]*$1\$" "/proc/$2/status" || exec kill -9 "$2"
+done
+"""
 
 # Outcome and error code by what went wrong; the first that fits. Codes by name: while this file
 # is imported, the server has not put its classes into pb_utils yet.
@@ -72,6 +78,7 @@ class TritonPythonModel:
         try:
             checkpoint = Checkpoint.open(pb_utils.get_model_dir())
             task = _engine_config(given).task or checkpoint.task
+            checkpoint.check_task(task)
             outputs = wire.output_specs(task, checkpoint.hidden_size, checkpoint.num_labels)
         except VarlenError as error:
             raise pb_utils.TritonModelException(str(error)) from None
@@ -92,10 +99,7 @@ class TritonPythonModel:
         Raises:
             TritonModelException: the configuration or the checkpoint cannot be served; the message says why.
         """
-        from varlen.service import Service
-
         _log_to_server()
-        _check_numpy()
         model_config = json.loads(args["model_config"])
         self._stats = Stats()
         try:
@@ -106,14 +110,16 @@ class TritonPythonModel:
             task = config.task or checkpoint.task
             checkpoint.check_task(task)
             _check_tensors(model_config, checkpoint, task)
+            _check_numpy()
+
+            from varlen.service import Service
+
             self._service: Service = Service.load(checkpoint.folder, config, self._stats)
         except VarlenError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._exporter = _start_exporter(args, self._stats, self._service)
         self._outbox = _Outbox(self._service)
-        Thread(
-            target=_exit_with_parent, args=(os.getppid(),), name="varlen-parent", daemon=True
-        ).start()
+        self._watchdog = _start_watchdog()
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         """Queue the requests, or answer at once why not. Never raises."""
@@ -136,6 +142,8 @@ class TritonPythonModel:
         self._outbox.close()
         if self._exporter is not None:
             self._exporter.close()
+        self._watchdog.kill()
+        self._watchdog.wait()
 
     def _accept(self, request: pb_utils.InferenceRequest, reply: _ServerReply) -> None:
         try:
@@ -337,11 +345,14 @@ def _start_exporter(args: dict[str, str], stats: Stats, service: Service) -> Exp
         return None
 
 
-def _exit_with_parent(parent: int) -> None:
-    """End this process when the server has died without telling it, which would keep its memory for ever."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_SECONDS)
-    os._exit(1)
+def _start_watchdog() -> subprocess.Popen[bytes]:
+    """Return a process that ends this one when the server has died without telling it.
+
+    A process, not a thread: when the server is killed under load, this process's main thread waits
+    for it for ever and holds the GIL, so no Python thread would run again.
+    """
+    command = ["/bin/sh", "-c", _WATCHDOG, "varlen-watchdog", str(os.getppid()), str(os.getpid())]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
 class _ServerLog(logging.Handler):

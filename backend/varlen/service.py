@@ -24,6 +24,9 @@ from varlen.tokenization import Tokenizer
 
 _log = logging.getLogger(__name__)
 
+# Larger batches than this are allowed, but a load should not wait for one.
+_WARM_UP_TOKENS = 16_384
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
@@ -35,6 +38,7 @@ class Service:
         intake: makes checked sequences of what callers send.
         admission: knows what waits.
         engine: runs them; started.
+        runner: the model that the engine owns.
     """
 
     checkpoint: Checkpoint
@@ -42,6 +46,7 @@ class Service:
     intake: Intake
     admission: Admission
     engine: Engine
+    runner: Runner
 
     @classmethod
     def load(cls, folder: str | Path, config: EngineConfig, stats: Stats) -> "Service":
@@ -76,15 +81,17 @@ class Service:
             config.max_batch_tokens,
             time.monotonic() - began,
         )
-        return cls(checkpoint, runner.task, intake, admission, engine)
+        return cls(checkpoint, runner.task, intake, admission, engine, runner)
 
     def close(self) -> None:
         """Run what is queued, then stop."""
         self.engine.close()
+        self.runner.close()
 
 
 def _warm_up(runner: Runner, config: EngineConfig) -> None:
-    """Run one full batch, so that the first caller finds buffers in place and kernels chosen."""
+    """Run one full batch of usual size, so that the first caller finds buffers in place and kernels chosen."""
     longest = Sequence(np.zeros(runner.max_sequence_tokens, dtype=np.int32))
-    count = max(1, config.max_batch_tokens // longest.num_tokens)
+    tokens = min(config.max_batch_tokens, _WARM_UP_TOKENS)
+    count = max(1, tokens // longest.num_tokens)
     runner.run([longest] * count, [False] * count)

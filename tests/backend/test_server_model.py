@@ -1,5 +1,6 @@
 """The server's entry against a stand-in for the server that punishes what the real one dies of."""
 
+import contextlib
 import copy
 import importlib
 import importlib.util
@@ -7,6 +8,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -37,13 +39,12 @@ def pb_utils(monkeypatch):
 
 @pytest.fixture
 def server_model(pb_utils, monkeypatch):
-    """Return a fresh import of the entry, without its watchdog."""
+    """Return a fresh import of the entry, whose watchdog ends at once."""
     logger = logging.getLogger("varlen")
     kept = logger.level, logger.propagate, list(logger.handlers)
     monkeypatch.delitem(sys.modules, "varlen.server_model", raising=False)
     module = importlib.import_module("varlen.server_model")
-    # it would end the tests' own process
-    monkeypatch.setattr(module, "_exit_with_parent", lambda parent: None)
+    monkeypatch.setattr(module, "_WATCHDOG", "exit 0")
     yield module
     logger.setLevel(kept[0])
     logger.propagate = kept[1]
@@ -646,19 +647,57 @@ def test_auto_complete_says_which_file_is_missing(server_model, pb_utils, tmp_pa
         complete(server_model, pb_utils, tmp_path, EMPTY)
 
 
-def test_a_process_whose_parent_died_ends(pb_utils, monkeypatch):
-    monkeypatch.delitem(sys.modules, "varlen.server_model", raising=False)
-    module = importlib.import_module("varlen.server_model")
-    parents = iter([10, 10, 1])
-    ended = []
-    monkeypatch.setattr(module, "_PARENT_POLL_SECONDS", 0)
-    monkeypatch.setattr(os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(os, "_exit", ended.append)
+@pytest.fixture
+def parent_and_child():
+    """Start a process with a child; return (the process, the child's id)."""
+    parent = subprocess.Popen(
+        ["/bin/sh", "-c", "sleep 300 & echo $!; wait"], stdout=subprocess.PIPE, text=True
+    )
+    child = int(parent.stdout.readline())
+    yield parent, child
+    parent.stdout.close()
+    parent.kill()
+    parent.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
 
-    module._exit_with_parent(10)
 
-    assert ended == [1]
-    sys.modules.pop("varlen.server_model", None)
+def watch(parent, child):
+    from varlen import server_model
+
+    return subprocess.Popen(
+        ["/bin/sh", "-c", server_model._WATCHDOG, "varlen-watchdog", str(parent), str(child)]
+    )
+
+
+def runs(pid):
+    """Return whether a process runs: it is there, and not dead but unburied."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+def test_the_watchdog_ends_a_process_whose_parent_was_killed(pb_utils, parent_and_child):
+    parent, child = parent_and_child
+    watchdog = watch(parent.pid, child)
+    assert runs(child)
+
+    parent.kill()
+    parent.wait()
+
+    watchdog.wait(timeout=30)
+    assert not runs(child)
+
+
+def test_the_watchdog_ends_with_the_process_it_watches(pb_utils, parent_and_child):
+    parent, child = parent_and_child
+    watchdog = watch(parent.pid, child)
+
+    os.kill(child, signal.SIGKILL)
+
+    # its parent buries it
+    assert watchdog.wait(timeout=30) is not None
+    assert not runs(child)
 
 
 def with_path(folder):

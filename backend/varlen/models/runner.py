@@ -1,6 +1,8 @@
 """A loaded model: sequences in, one fp32 array per sequence out."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as AnySequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +16,9 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.models.encoder import EncoderInputs, encode
 from varlen.models.families import load_encoder
 from varlen.models.heads import PER_TOKEN_TASKS, apply_head
+from varlen.models.lanes import Lanes
 from varlen.models.program import Batch, Program, Recorder
+from varlen.models.shares import share_out
 from varlen.request import Float32Array, Int32Array, Sequence
 from varlen_kernels import reference
 
@@ -47,9 +51,12 @@ class Runner:
         hidden = encode(recorder, weights, inputs)
         output = apply_head(recorder, self.task, weights, inputs, hidden, checkpoint.pooling)
         self.program: Program = recorder.finish(output)
-        self._workspace = Workspace(self.program.usages())
+        self._hidden_size = checkpoint.hidden_size
+        self._cores = torch.get_num_threads()
+        self._lanes = Lanes(self._cores if self._cores > 1 else 0)
+        # one per lane, and the last for a batch that all cores run together
+        self._workspaces = [Workspace(self.program.usages()) for _ in range(self._cores + 1)]
 
-    @torch.inference_mode()
     def run(
         self,
         sequences: AnySequence[Sequence],
@@ -66,21 +73,46 @@ class Runner:
 
         Returns:
             Per sequence: embed `[hidden]`, classify and rerank `[labels]`, hidden `[tokens, hidden]`,
-            token_classify `[tokens, labels]`. Views of one array made for this call.
+            token_classify `[tokens, labels]`. Views of arrays made for this call.
         """
         # neighbours of one length share an attention call
         order = sorted(range(len(sequences)), key=lambda i: sequences[i].num_tokens)
-        batch, bounds = _pack(
-            [sequences[i] for i in order], np.array([normalize[i] for i in order], dtype=np.bool_)
-        )
-        output = self.program.run(batch, kernels, self._workspace).numpy()
-        answers: list[Float32Array | None] = [None] * len(sequences)
-        for place, index in enumerate(order):
-            per_token = self.task in PER_TOKEN_TASKS
-            answers[index] = (
-                output[bounds[place] : bounds[place + 1]] if per_token else output[place]
-            )
-        return [answer for answer in answers if answer is not None]
+        lengths = [sequences[i].num_tokens for i in order]
+        shares = share_out(lengths, self._cores, self._hidden_size)
+
+        def task(share: list[int], workspace: Workspace) -> Callable[[], list[Float32Array]]:
+            chosen = [order[place] for place in share]
+            batch = [sequences[i] for i in chosen], [normalize[i] for i in chosen]
+            return lambda: self._run_share(*batch, kernels, workspace)
+
+        if len(shares) == 1:
+            answers = [task(shares[0], self._workspaces[-1])()]
+        else:
+            answers = self._lanes.run(list(map(task, shares, self._workspaces)))
+        placed = {
+            order[place]: row
+            for share, rows in zip(shares, answers, strict=True)
+            for place, row in zip(share, rows, strict=True)
+        }
+        return [placed[i] for i in range(len(sequences))]
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._lanes.close()
+
+    @torch.inference_mode()
+    def _run_share(
+        self,
+        sequences: AnySequence[Sequence],
+        normalize: AnySequence[bool],
+        kernels: object,
+        workspace: Workspace,
+    ) -> list[Float32Array]:
+        batch, bounds = _pack(sequences, np.array(normalize, dtype=np.bool_))
+        output: Float32Array = self.program.run(batch, kernels, workspace).numpy()
+        if self.task not in PER_TOKEN_TASKS:
+            return list(output)
+        return [output[begin:end] for begin, end in pairwise(bounds.tolist())]
 
 
 def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:

@@ -23,8 +23,7 @@ from varlen_tools.bench_encoder.systems import Batching, System, split, system
 from varlen_tools.bench_encoder.workload import Workload
 
 _CALIBRATION_SHARE = 6  # one batch in so many is timed for each candidate size
-_CALIBRATION_PASSES = 3  # at most; the best counts
-_CALIBRATION_SECONDS = 0.5  # no further pass after so long
+_CALIBRATION_PASSES = 3  # over all sizes in turn; each size's best counts
 
 
 @dataclass(slots=True)
@@ -37,12 +36,19 @@ class Worker:
     batchings: dict[str, Batching]
 
     def calibrate(self, name: str) -> dict[str, float]:
-        """Choose the batching for a workload; return tokens/s of each candidate."""
+        """Choose the batching for a workload; return tokens/s of each candidate, its best pass.
+
+        Candidates take turns, so that a drift of the machine meets all of them.
+        """
         workload = self.workloads[name]
         candidates = self.system.candidates(workload)
         speeds: dict[str, float] = {}
         if len(candidates) > 1:
-            speeds = {str(batching): self._speed(workload, batching) for batching in candidates}
+            samples = {batching: self._sample(workload, batching) for batching in candidates}
+            for _ in range(_CALIBRATION_PASSES):
+                for batching, batches in samples.items():
+                    speed = self._speed(batches)
+                    speeds[str(batching)] = max(speed, speeds.get(str(batching), 0.0))
         self.batchings[name] = max(candidates, key=lambda b: speeds.get(str(b), 0.0))
         return speeds
 
@@ -62,20 +68,19 @@ class Worker:
         assert out is not None
         return out
 
-    def _speed(self, workload: Workload, batching: Batching) -> float:
+    def _sample(self, workload: Workload, batching: Batching) -> list[list[list[int]]]:
+        """Return an even share of the batches that a batching makes of a workload."""
         lengths = [len(sequence) for sequence in workload.sequences]
         batches = split(lengths, self.system.order, batching)
         step = min(_CALIBRATION_SHARE, len(batches))
-        picked = [[workload.sequences[i] for i in batch] for batch in batches[step // 2 :: step]]
-        tokens = sum(len(sequence) for batch in picked for sequence in batch)
-        self.embed(picked[0])
-        seconds: list[float] = []
-        while len(seconds) < _CALIBRATION_PASSES and sum(seconds) < _CALIBRATION_SECONDS:
-            begin = time.perf_counter()
-            for batch in picked:
-                self.embed(batch)
-            seconds.append(time.perf_counter() - begin)
-        return tokens / min(seconds)
+        return [[workload.sequences[i] for i in batch] for batch in batches[step // 2 :: step]]
+
+    def _speed(self, batches: list[list[list[int]]]) -> float:
+        begin = time.perf_counter()
+        for batch in batches:
+            self.embed(batch)
+        seconds = time.perf_counter() - begin
+        return sum(len(sequence) for batch in batches for sequence in batch) / seconds
 
 
 def serve(spec: dict[str, Any], orders: IO[str], answers: IO[str]) -> None:

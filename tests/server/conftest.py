@@ -1,0 +1,114 @@
+"""One server with several models for most tests, clients of both protocols, and oracles that run in this process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sentence_transformers import SentenceTransformer
+from transformers import (
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+)
+
+from varlen import Encoder
+from varlen_tools.local_server import LocalServer
+
+from .checkpoints import save_checkpoint
+from .clients import Client, GrpcClient, HttpClient
+from .serving import add_model
+
+HERE = Path(__file__).parent
+MINILM = HERE.parents[1] / "model_repository/minilm/1"
+# Loaded at start; the others wait for a test to load them.
+LOADED = ("minilm", "classifier", "tagger", "encoder", "slow", "capped")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is in this folder; a first test may wait for a server and its oracles."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.server)
+            item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(scope="session")
+def minilm_folder() -> Path:
+    assert (MINILM / "model.safetensors").is_file(), "no weights of MiniLM here; run `make setup`"
+    return MINILM
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random checkpoints by model name."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {
+        "classifier": save_checkpoint(folder / "classifier", BertForSequenceClassification),
+        "tagger": save_checkpoint(folder / "tagger", BertForTokenClassification, num_labels=5),
+        "encoder": save_checkpoint(folder / "encoder", BertModel),
+        # A request of many long rows keeps it busy while a test does something else.
+        "slow": save_checkpoint(folder / "slow", BertModel, hidden_size=128, num_layers=2),
+    }
+
+
+@pytest.fixture(scope="session")
+def repository(
+    tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path, checkpoints: dict[str, Path]
+) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    add_model(folder, "minilm", minilm_folder, threads="0")
+    add_model(folder, "classifier", checkpoints["classifier"])
+    add_model(folder, "tagger", checkpoints["tagger"])
+    add_model(folder, "encoder", checkpoints["encoder"], task="hidden")
+    add_model(folder, "slow", checkpoints["slow"])
+    add_model(
+        folder,
+        "capped",
+        checkpoints["slow"],
+        max_queued_requests="2",
+        max_queued_tokens="40000",
+        max_text_bytes="4096",
+        max_sequence_tokens="500",
+    )
+    add_model(folder, "spare", checkpoints["encoder"])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(repository: Path) -> Iterator[LocalServer]:
+    arguments = ["--model-control-mode=explicit", *(f"--load-model={name}" for name in LOADED)]
+    with LocalServer(repository, arguments=arguments) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture(scope="session")
+def grpc_client(server: LocalServer) -> Iterator[GrpcClient]:
+    with GrpcClient(server) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def http_client(server: LocalServer) -> Iterator[HttpClient]:
+    with HttpClient(server) as client:
+        yield client
+
+
+@pytest.fixture(params=["grpc", "http"])
+def client(request: pytest.FixtureRequest) -> Client:
+    """A client of either protocol: what uses it runs for both."""
+    found: Client = request.getfixturevalue(f"{request.param}_client")
+    return found
+
+
+@pytest.fixture(scope="session")
+def in_process(minilm_folder: Path) -> Iterator[Encoder]:
+    """MiniLM on our engine in this process."""
+    with Encoder.from_pretrained(minilm_folder, dtype="fp32") as encoder:
+        yield encoder
+
+
+@pytest.fixture(scope="session")
+def sentence_transformer(minilm_folder: Path) -> SentenceTransformer:
+    """MiniLM as its authors run it."""
+    return SentenceTransformer(str(minilm_folder), device="cpu", local_files_only=True)

@@ -1,0 +1,174 @@
+"""Model repositories, and what a test looks at from outside: processes, metrics, the model control API."""
+
+import http.client
+import json
+import os
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from varlen_tools.local_server import LOOPBACK, LocalServer
+
+# Longer than anything takes on a busy machine. Tests wait for conditions; only a failing one waits this long.
+PATIENCE_SECONDS = 100.0
+
+
+def add_model(
+    repository: Path, name: str, checkpoint: Path, *, text: str = "", **parameters: str
+) -> None:
+    """Put a model that serves `checkpoint` into a repository.
+
+    Args:
+        text: of config.pbtxt, besides backend and parameters.
+        parameters: of the engine; one thread and fp32 unless given, whose answers do not depend on the machine.
+    """
+    folder = repository / name
+    folder.mkdir(parents=True)
+    (folder / "1").symlink_to(checkpoint.resolve(), target_is_directory=True)
+    settings = {"dtype": "fp32", "threads": "1"} | parameters
+    lines = ['backend: "varlen"', text]
+    lines += [
+        f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
+        for key, value in settings.items()
+    ]
+    (folder / "config.pbtxt").write_text("\n".join(lines))
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = PATIENCE_SECONDS) -> None:
+    """Return once `condition` holds; fail the test when it does not come true."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"after {timeout:g} s still not: {what}"
+        time.sleep(0.05)
+
+
+def http_call(server: LocalServer, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    """Return status and parsed answer of a call of the server's HTTP API."""
+    connection = http.client.HTTPConnection(LOOPBACK, server.http_port, timeout=PATIENCE_SECONDS)
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body))
+        response = connection.getresponse()
+        content = response.read()
+        return response.status, json.loads(content) if content else None
+    finally:
+        connection.close()
+
+
+def load(server: LocalServer, model: str, config: Mapping[str, Any] | None = None) -> str | None:
+    """Load a model, and return None or why it failed.
+
+    Args:
+        config: replaces the model's config.pbtxt.
+    """
+    parameters = {} if config is None else {"parameters": {"config": json.dumps(config)}}
+    status, answer = http_call(server, "POST", f"/v2/repository/models/{model}/load", parameters)
+    return None if status == 200 else str(answer["error"])
+
+
+def unload(server: LocalServer, model: str) -> None:
+    """Ask the server to unload a model; it may go on answering what it holds."""
+    status, answer = http_call(server, "POST", f"/v2/repository/models/{model}/unload", {})
+    assert status == 200, answer
+
+
+def model_state(server: LocalServer, model: str) -> str:
+    """Return what the server says of a model: READY, LOADING, UNLOADING, UNAVAILABLE."""
+    _, models = http_call(server, "POST", "/v2/repository/index", {})
+    states = [entry.get("state", "UNAVAILABLE") for entry in models if entry["name"] == model]
+    return states[0] if states else "UNAVAILABLE"
+
+
+def metrics(server: LocalServer, model: str) -> dict[str, float]:
+    """Return a model's series, without the labels that say whose they are: {"varlen_requests_total ok": 3.0}."""
+    with urllib.request.urlopen(server.metrics_url, timeout=PATIENCE_SECONDS) as page:
+        lines = page.read().decode().splitlines()
+    found = {}
+    for line in lines:
+        match = re.fullmatch(r"(\w+)\{(.*)\} (\S+)", line)
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2])) if match else {}
+        if match and labels.pop("model", None) == model:
+            if match[1].startswith("varlen_"):
+                assert labels.pop("instance") == f"{model}_0"
+            else:
+                labels.pop("version")
+            found[" ".join([match[1], *labels.values()])] = float(match[3])
+    return found
+
+
+def outcomes(server: LocalServer, model: str) -> dict[str, int]:
+    """Return a model's answered requests by outcome, once all that has reached it is counted.
+
+    The server's own `success` says how many have: it counts what was handed over, whatever became of it.
+    """
+    series: dict[str, float] = {}
+
+    def is_settled() -> bool:
+        series.update(metrics(server, model))
+        return sum(_by_outcome(series).values()) == series["nv_inference_request_success"]
+
+    wait_until(is_settled, f"all requests of {model} are counted")
+    return _by_outcome(series)
+
+
+def _by_outcome(series: Mapping[str, float]) -> dict[str, int]:
+    prefix = "varlen_requests_total "
+    return {
+        name.removeprefix(prefix): int(value)
+        for name, value in series.items()
+        if name.startswith(prefix)
+    }
+
+
+def wait_until_idle(server: LocalServer, model: str) -> None:
+    """Return once nothing waits in the model's queue."""
+
+    def is_idle() -> bool:
+        series = metrics(server, model)
+        return series["varlen_queued_requests"] == series["varlen_queued_tokens"] == 0
+
+    wait_until(is_idle, f"the queue of {model} is empty")
+
+
+def stubs(server_pid: int) -> list[int]:
+    """Return the process ids of the Python processes that a server has started, also when it is gone."""
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and str(server_pid) in _stub_arguments(int(entry.name))
+    ]
+
+
+def stub_of(server: LocalServer, model: str) -> int:
+    """Return the process id of the Python process that runs a model."""
+    (pid,) = [pid for pid in stubs(server.pid) if f"{model}_0" in _stub_arguments(pid)]
+    return pid
+
+
+def shared_memory(server_pid: int) -> list[Path]:
+    """Return the regions that a server shares with its Python processes; who kills either leaves them behind."""
+    arguments = [argument for pid in stubs(server_pid) for argument in _stub_arguments(pid)]
+    return [Path("/dev/shm", name) for name in arguments if "_shm_region_" in name]
+
+
+def remove_shared_memory(regions: list[Path]) -> None:
+    """Remove what is left of these regions."""
+    for region in regions:
+        region.unlink(missing_ok=True)
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory that a process holds now."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _stub_arguments(pid: int) -> list[str]:
+    """Return the command line of a stub, empty for any other process. A zombie has none either."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+    return arguments if arguments[0].endswith("triton_python_backend_stub") else []

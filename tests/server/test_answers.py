@@ -1,0 +1,225 @@
+"""Right answers through the real server: every input form, every task, both protocols, against independent oracles."""
+
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc
+import tritonclient.http
+from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer
+from transformers import (
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+)
+
+from varlen import Encoder
+from varlen_tools.local_server import LOOPBACK, LocalServer
+
+from .checkpoints import WORDS
+from .clients import Array, Client, integers, strings, texts
+
+SENTENCES = (
+    "A man is eating food.",
+    "ok",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich 🥊",
+    "The stock market fell sharply on Monday, after a week in which nobody had wanted to sell.",
+    "深層学習",
+    " ".join(["seventeen"] * 120),
+)
+
+
+def close(tolerance: float) -> dict[str, Any]:
+    return {"rtol": 0, "atol": tolerance}
+
+
+def words(count: int, seed: int) -> str:
+    """Return a text of that many of the made-up words."""
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+def test_text_embeds_as_sentence_transformers_and_the_encoder_in_process_do(
+    client: Client, in_process: Encoder, sentence_transformer: SentenceTransformer
+) -> None:
+    answer = client.infer("minilm", texts(*SENTENCES))
+
+    np.testing.assert_allclose(answer, sentence_transformer.encode(list(SENTENCES)), **close(1e-5))
+    np.testing.assert_allclose(answer, in_process.embed(SENTENCES), **close(1e-5))
+
+
+def test_a_text_has_the_same_vector_alone_and_in_any_batch(client: Client) -> None:
+    alone = [client.infer("minilm", texts(sentence))[0] for sentence in SENTENCES]
+    backwards = client.infer("minilm", texts(*SENTENCES[::-1]))[::-1]
+    crowded = client.infer("minilm", texts(*SENTENCES, *SENTENCES, *["filler"] * 50))
+
+    np.testing.assert_allclose(backwards, alone, **close(1e-6))
+    np.testing.assert_allclose(crowded[: len(alone)], alone, **close(1e-6))
+    np.testing.assert_allclose(crowded[len(alone) : 2 * len(alone)], alone, **close(1e-6))
+
+
+def test_a_request_holds_as_many_rows_as_max_batch_size(
+    client: Client, in_process: Encoder
+) -> None:
+    rows = [" ".join(["row"] * (1 + number % 9)) + f" {number}" for number in range(64)]
+
+    answer = client.infer("minilm", texts(*rows))
+
+    np.testing.assert_allclose(answer, in_process.embed(rows), **close(1e-5))
+
+
+def test_token_ids_embed_as_the_text_they_stand_for(client: Client, minilm_folder: Path) -> None:
+    ids = _ids(minilm_folder, SENTENCES[0])
+
+    from_ids = client.infer("minilm", {"input_ids": integers([ids])})
+
+    np.testing.assert_allclose(from_ids, client.infer("minilm", texts(SENTENCES[0])), **close(1e-6))
+
+
+def test_a_padded_batch_with_a_mask_embeds_as_its_texts(
+    client: Client, minilm_folder: Path
+) -> None:
+    rows = [_ids(minilm_folder, sentence) for sentence in SENTENCES]
+    longest = max(map(len, rows))
+    ids = np.zeros((len(rows), longest), dtype=np.int64)
+    mask = np.zeros_like(ids)
+    for index, row in enumerate(rows):
+        # what stands under the padding must not matter
+        ids[index] = 999_999
+        ids[index, : len(row)], mask[index, : len(row)] = row, 1
+
+    inputs = {"input_ids": integers(ids), "attention_mask": integers(mask)}
+    plain = client.infer("minilm", inputs)
+    typed = client.infer("minilm", inputs | {"token_type_ids": integers(np.zeros_like(ids))})
+
+    np.testing.assert_allclose(plain, client.infer("minilm", texts(*SENTENCES)), **close(1e-6))
+    np.testing.assert_allclose(typed, plain, **close(1e-6))
+
+
+def test_truncate_cuts_a_long_text_as_sentence_transformers_does(
+    client: Client, sentence_transformer: SentenceTransformer
+) -> None:
+    long = " ".join(f"number {number}" for number in range(300))
+
+    answer = client.infer("minilm", texts(long), {"truncate": True})
+
+    np.testing.assert_allclose(answer, sentence_transformer.encode([long]), **close(1e-5))
+
+
+def test_normalize_false_leaves_vectors_as_long_as_they_are(
+    client: Client, in_process: Encoder
+) -> None:
+    raw = client.infer("minilm", texts(*SENTENCES), {"normalize": False})
+    lengths = np.linalg.norm(raw, axis=1, keepdims=True)
+
+    assert np.all(abs(lengths - 1) > 0.1)
+    np.testing.assert_allclose(raw, in_process.embed(SENTENCES, normalize=False), **close(1e-5))
+    np.testing.assert_allclose(
+        raw / lengths, client.infer("minilm", texts(*SENTENCES), {"normalize": True}), **close(1e-6)
+    )
+
+
+def test_parameters_that_are_not_ours_change_nothing(client: Client) -> None:
+    parameters = {"truncated": "perhaps", "trace": 7, 'a "quoted"\\ name': True}
+
+    answer = client.infer("minilm", texts("hello"), parameters)
+
+    np.testing.assert_array_equal(answer, client.infer("minilm", texts("hello")))
+
+
+@pytest.mark.parametrize("pair", [False, True], ids=["texts", "pairs"])
+def test_classify_gives_the_logits_of_transformers(
+    client: Client, checkpoints: dict[str, Path], pair: bool
+) -> None:
+    firsts = [words(count, seed=count) for count in (1, 30, 7)]
+    seconds = [words(count, seed=count) for count in (12, 3, 200)] if pair else None
+    inputs = texts(*firsts) | ({"text_pair": strings(*seconds)} if seconds else {})
+
+    answer = client.infer("classifier", inputs)
+
+    model = BertForSequenceClassification.from_pretrained(checkpoints["classifier"]).eval()
+    expected = [row.numpy() for row in _run(model, checkpoints["classifier"], firsts, seconds)]
+    assert answer.shape == (3, 3)
+    np.testing.assert_allclose(answer, np.concatenate(expected), **close(1e-5))
+
+
+def test_token_classify_gives_every_token_its_logits(
+    client: Client, checkpoints: dict[str, Path]
+) -> None:
+    rows = [words(count, seed=count) for count in (40, 1, 9)]
+
+    answer = client.infer("tagger", texts(*rows))
+
+    model = BertForTokenClassification.from_pretrained(checkpoints["tagger"]).eval()
+    _assert_rows_then_zeros(answer, _run(model, checkpoints["tagger"], rows), width=5)
+
+
+def test_hidden_gives_the_last_hidden_state_of_transformers(
+    client: Client, checkpoints: dict[str, Path]
+) -> None:
+    rows = [words(count, seed=count) for count in (3, 150, 20)]
+
+    answer = client.infer("encoder", texts(*rows))
+
+    model = BertModel.from_pretrained(checkpoints["encoder"]).eval()
+    _assert_rows_then_zeros(answer, _run(model, checkpoints["encoder"], rows), width=32)
+
+
+@pytest.mark.parametrize(
+    ("library", "endpoint"),
+    [(tritonclient.grpc, "grpc_port"), (tritonclient.http, "http_port")],
+    ids=["grpc", "http"],
+)
+def test_the_clients_that_ship_with_the_server_get_the_same_answer(
+    server: LocalServer, in_process: Encoder, library: ModuleType, endpoint: str
+) -> None:
+    tensor = library.InferInput("text", [len(SENTENCES), 1], "BYTES")
+    tensor.set_data_from_numpy(np.array([[text.encode()] for text in SENTENCES], dtype=object))
+    client = library.InferenceServerClient(f"{LOOPBACK}:{getattr(server, endpoint)}")
+    try:
+        answer = client.infer("minilm", [tensor], parameters={"normalize": False})
+    finally:
+        client.close()
+
+    np.testing.assert_allclose(
+        answer.as_numpy("sentence_embedding"),
+        in_process.embed(SENTENCES, normalize=False),
+        **close(1e-5),
+    )
+
+
+def _ids(folder: Path, text: str) -> list[int]:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    ids: list[int] = tokenizer.encode(text).ids
+    return ids
+
+
+def _run(
+    model: torch.nn.Module, folder: Path, firsts: list[str], seconds: list[str] | None = None
+) -> list[torch.Tensor]:
+    """Return the model's first output for each text or pair, each run alone and so without padding."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    answers = []
+    for index, first in enumerate(firsts):
+        encoding = tokenizer.encode(first, seconds[index] if seconds else None)
+        with torch.inference_mode():
+            output = model(
+                input_ids=torch.tensor([encoding.ids]),
+                token_type_ids=torch.tensor([encoding.type_ids]),
+            )
+        answers.append(output[0])
+    return answers
+
+
+def _assert_rows_then_zeros(answer: Array, expected: list[torch.Tensor], width: int) -> None:
+    """Check rows of different lengths, filled up with zeros to the longest."""
+    assert answer.shape == (len(expected), max(row.shape[1] for row in expected), width)
+    for row, wanted in zip(answer, expected, strict=True):
+        tokens = wanted.shape[1]
+        np.testing.assert_allclose(row[:tokens], wanted[0].numpy(), **close(1e-5))
+        assert not row[tokens:].any()

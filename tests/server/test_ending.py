@@ -1,0 +1,129 @@
+"""How it ends: the server is stopped with a full queue, or a process is killed. Nobody waits for ever."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from varlen_tools.local_server import LocalServer
+
+from .clients import AnswerError, Array, Client, GrpcClient, HttpClient, integers
+from .serving import (
+    add_model,
+    http_call,
+    load,
+    metrics,
+    remove_shared_memory,
+    shared_memory,
+    stub_of,
+    stubs,
+    unload,
+    wait_until,
+)
+
+# 32,000 tokens: a second or so of work.
+BULK = {"input_ids": integers(np.ones((64, 500)))}
+SMALL = {"input_ids": integers([[2, 3]])}
+
+StartServer = Callable[..., tuple[LocalServer, list[Client]]]
+
+
+@pytest.fixture
+def start_server(tmp_path: Path, checkpoints: dict[str, Path]) -> Iterator[StartServer]:
+    """Starts a server that the test may break; returns it with a client of each protocol."""
+    add_model(tmp_path, "slow", checkpoints["slow"])
+    with ExitStack() as stack:
+
+        def start(*arguments: str) -> tuple[LocalServer, list[Client]]:
+            server = stack.enter_context(LocalServer(tmp_path, arguments=arguments))
+            # first to leave: what hangs on a server that no longer answers must not hold up its end
+            stack.callback(server.stop, timeout=5)
+            server.wait_ready()
+            stack.callback(remove_shared_memory, shared_memory(server.pid))
+            return server, [
+                stack.enter_context(GrpcClient(server)),
+                stack.enter_context(HttpClient(server)),
+            ]
+
+        yield start
+
+
+@pytest.mark.parametrize("seconds", [60, 2], ids=["long_enough", "too_short"])
+def test_sigterm_with_a_full_queue_leaves_no_client_waiting(
+    start_server: StartServer, seconds: int
+) -> None:
+    server, clients = start_server(f"--exit-timeout-secs={seconds}")
+    expected = clients[0].infer("slow", BULK)
+    sent = [client.start("slow", BULK) for _ in range(3) for client in clients]
+    wait_until(lambda: metrics(server, "slow")["varlen_queued_tokens"] > 0, "the queue fills")
+
+    os.kill(server.pid, signal.SIGTERM)
+
+    wait_until(lambda: not server.is_running, "the server has ended")
+    answered = _answered(sent, expected)
+    wait_until(lambda: not stubs(server.pid), "no process of the server is left")
+    if seconds == 60:
+        assert answered, "a server with time enough answers what it holds"
+        assert server.stop() == 0
+    # One that gives up on its models says so with 1, or crashes on its way out, as this version may.
+
+
+def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(
+    start_server: StartServer,
+) -> None:
+    server, clients = start_server(
+        "--model-control-mode=explicit", "--load-model=slow", "--exit-timeout-secs=2"
+    )
+    expected = clients[0].infer("slow", SMALL)
+    # this server never answers what a killed process held, so the clients' own deadlines end it
+    held = [client.start("slow", BULK, timeout=3) for client in clients for _ in range(2)]
+
+    os.kill(stub_of(server, "slow"), signal.SIGKILL)
+
+    for client in clients:
+        with pytest.raises(AnswerError, match="Stub process 'slow_0' is not healthy"):
+            client.infer("slow", SMALL)
+    for answer in held:
+        error = answer.exception()
+        assert error is None or isinstance(error, AnswerError)
+    assert http_call(server, "GET", "/v2/health/live")[0] == 200
+
+    # no waiting in between: a model that has lost requests is never quite unloaded
+    unload(server, "slow")
+    assert load(server, "slow") is None
+    for client in clients:
+        np.testing.assert_allclose(client.infer("slow", SMALL), expected, rtol=0, atol=1e-6)
+
+
+def test_model_processes_end_themselves_when_the_server_is_killed(
+    start_server: StartServer,
+) -> None:
+    server, clients = start_server()
+    sent = [client.start("slow", BULK) for client in clients]
+    assert len(stubs(server.pid)) == 1
+
+    os.kill(server.pid, signal.SIGKILL)
+
+    for answer in sent:
+        error = answer.exception()
+        assert error is None or (isinstance(error, AnswerError) and error.code == "UNAVAILABLE")
+    wait_until(lambda: not stubs(server.pid), "no process of the server is left")
+
+
+def _answered(sent: list[Future[Array]], expected: Array) -> int:
+    """Return how many got their answer, which must be right; the others must have got an error."""
+    answered = 0
+    for answer in sent:
+        error = answer.exception()
+        if error is None:
+            np.testing.assert_allclose(answer.result(), expected, rtol=0, atol=1e-5)
+            answered += 1
+        else:
+            assert isinstance(error, AnswerError)
+            assert error.code != "DEADLINE_EXCEEDED", "a client was left waiting"
+    return answered

@@ -1,0 +1,197 @@
+"""Loading and unloading while the server runs, and what a configuration may say."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+
+from varlen_tools.local_server import LocalServer
+
+from .clients import AnswerError, Client, GrpcClient, HttpClient, texts
+from .serving import add_model, http_call, load, model_state, unload, wait_until
+
+ONE_LINE = {"backend": "varlen"}
+# What a server without auto-completion needs to know about the model `spare`.
+COMPLETE: dict[str, Any] = {
+    "name": "spare",
+    "backend": "varlen",
+    "max_batch_size": 8,
+    "input": [{"name": "text", "data_type": "TYPE_STRING", "dims": [1], "optional": True}],
+    "output": [{"name": "sentence_embedding", "data_type": "TYPE_FP32", "dims": [32]}],
+    "instance_group": [{"count": 1, "kind": "KIND_CPU"}],
+    "parameters": {"dtype": {"string_value": "fp32"}, "threads": {"string_value": "1"}},
+}
+
+
+def _with_parameters(**parameters: str) -> dict[str, Any]:
+    return {
+        "name": "spare",
+        "backend": "varlen",
+        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
+    }
+
+
+def test_a_config_of_one_line_is_completed(server: LocalServer, grpc_client: GrpcClient) -> None:
+    try:
+        assert load(server, "spare", {"name": "spare", "backend": "varlen"}) is None
+
+        _, config = http_call(server, "GET", "/v2/models/spare/config")
+        assert config["max_batch_size"] == 64
+        inputs = {entry["name"]: entry for entry in config["input"]}
+        assert list(inputs) == ["text", "input_ids", "attention_mask", "token_type_ids"]
+        assert all(entry["optional"] for entry in inputs.values())
+        (output,) = config["output"]
+        assert (output["name"], list(map(int, output["dims"]))) == ("sentence_embedding", [32])
+        assert grpc_client.infer("spare", texts("word1 word2")).shape == (1, 32)
+    finally:
+        unload(server, "spare")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            _with_parameters(max_batch_token="512"),
+            (
+                'unknown parameter "max_batch_token"',
+                'Did you mean "max_batch_tokens"?',
+                "Allowed: task,",
+            ),
+        ),
+        (_with_parameters(dtype="fp8"), ('dtype is "fp8"', "allowed: auto, fp32, bf16")),
+        (
+            _with_parameters(max_queued_tokens="-1"),
+            ('max_queued_tokens is "-1"', "whole numbers from 1"),
+        ),
+        (_with_parameters(task="classify"), ('task "classify" needs', "BertModel")),
+        (
+            {**ONE_LINE, "name": "spare", "response_cache": {"enable": True}},
+            ("response_cache is enabled", "remove it"),
+        ),
+        (
+            {**ONE_LINE, "name": "spare", "model_transaction_policy": {"decoupled": True}},
+            ("model_transaction_policy is decoupled", "remove it"),
+        ),
+    ],
+    ids=["unknown key", "unknown word", "negative", "task", "response cache", "decoupled"],
+)
+def test_a_config_that_cannot_be_served_is_refused_with_the_reason(
+    server: LocalServer, config: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    reason = load(server, "spare", config)
+
+    assert reason is not None
+    for part in says:
+        assert part in reason
+    assert model_state(server, "spare") == "UNAVAILABLE"
+
+
+def test_requests_during_unload_and_reload_are_answered_or_told_so(
+    server: LocalServer, grpc_client: GrpcClient, http_client: HttpClient
+) -> None:
+    assert load(server, "spare") is None
+    inputs = texts("word1 word2 word3")
+    expected = grpc_client.infer("spare", inputs)
+    stop = Event()
+
+    def ask_on(client: Client) -> tuple[int, int]:
+        """Send requests until told to stop, and return how many were answered and how many refused."""
+        answered = refused = 0
+        while not stop.is_set():
+            answer = client.start("spare", inputs)
+            error = answer.exception()
+            if error is None:
+                np.testing.assert_allclose(answer.result(), expected, rtol=0, atol=1e-6)
+                answered += 1
+                continue
+            assert isinstance(error, AnswerError)
+            assert error.code in ("NOT_FOUND", "UNAVAILABLE"), error
+            assert "spare" in error.message
+            refused += 1
+            # leave the server some of the machine to load with
+            stop.wait(0.05)
+        return answered, refused
+
+    with ThreadPoolExecutor() as threads:
+        askers = [threads.submit(ask_on, client) for client in (grpc_client, http_client) * 2]
+        try:
+            for _ in range(2):
+                unload(server, "spare")
+                wait_until(lambda: model_state(server, "spare") == "UNAVAILABLE", "it is unloaded")
+                assert load(server, "spare") is None
+                for client in (grpc_client, http_client):
+                    answer = client.infer("spare", inputs)
+                    np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-6)
+        finally:
+            stop.set()
+    for asker in askers:
+        answered, refused = asker.result()
+        assert answered > 0
+        assert refused > 0
+    unload(server, "spare")
+
+
+@pytest.fixture(scope="module")
+def bare_server(
+    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
+) -> Iterator[LocalServer]:
+    """A server that completes no configuration and keeps no metrics, as hardened deployments run it."""
+    folder = tmp_path_factory.mktemp("bare")
+    add_model(folder, "spare", checkpoints["encoder"])
+    arguments = [
+        "--model-control-mode=explicit",
+        "--disable-auto-complete-config",
+        "--allow-metrics=false",
+    ]
+    with LocalServer(folder, arguments=arguments) as running:
+        running.wait_ready()
+        yield running
+
+
+def test_a_complete_config_serves_without_auto_completion_and_without_metrics(
+    bare_server: LocalServer, server: LocalServer
+) -> None:
+    assert load(bare_server, "spare", COMPLETE) is None
+
+    assert load(server, "spare") is None
+    with GrpcClient(bare_server) as bare, GrpcClient(server) as usual:
+        np.testing.assert_allclose(
+            bare.infer("spare", texts("word7", "word8 word9")),
+            usual.infer("spare", texts("word7", "word8 word9")),
+            rtol=0,
+            atol=1e-6,
+        )
+        with pytest.raises(AnswerError, match="row 0: text is empty"):
+            bare.infer("spare", texts(""))
+    unload(server, "spare")
+    unload(bare_server, "spare")
+    wait_until(lambda: model_state(bare_server, "spare") == "UNAVAILABLE", "it is unloaded")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"max_batch_size": 0}, ("max_batch_size is 0", "at least 1")),
+        (
+            {"output": [{"name": "embedding", "data_type": "TYPE_FP32", "dims": [32]}]},
+            ('output "embedding" is not one of', "allowed: sentence_embedding"),
+        ),
+        (
+            {"input": [{"name": "text", "data_type": "TYPE_INT64", "dims": [1]}]},
+            ('input "text" is', "TYPE_INT64", "TYPE_STRING"),
+        ),
+    ],
+    ids=["max_batch_size", "output name", "input type"],
+)
+def test_a_complete_config_is_checked_as_well(
+    bare_server: LocalServer, change: dict[str, Any], says: tuple[str, ...]
+) -> None:
+    reason = load(bare_server, "spare", COMPLETE | change)
+
+    assert reason is not None
+    for part in says:
+        assert part in reason

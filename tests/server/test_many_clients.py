@@ -1,0 +1,42 @@
+"""Many clients at once, of both protocols and mixed lengths: each gets its own answer."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from varlen import Encoder
+
+from .clients import Client, GrpcClient, HttpClient, texts
+
+CLIENTS = 16
+REQUESTS_EACH = 12
+
+
+def test_every_client_among_many_gets_its_own_answer(
+    grpc_client: GrpcClient, http_client: HttpClient, in_process: Encoder
+) -> None:
+    pool = [_text(seed) for seed in range(60)]
+    expected = in_process.embed(pool)
+
+    def talk(number: int) -> int:
+        """Send one client's requests, one after the other, and return how many were right."""
+        client: Client = (grpc_client, http_client)[number % 2]
+        chance = random.Random(number)
+        for _ in range(REQUESTS_EACH):
+            chosen = chance.sample(range(len(pool)), k=chance.choice((1, 1, 1, 2, 5)))
+            answer = client.infer("minilm", texts(*(pool[index] for index in chosen)))
+            np.testing.assert_allclose(answer, expected[chosen], rtol=0, atol=1e-5)
+        return REQUESTS_EACH
+
+    with ThreadPoolExecutor(CLIENTS) as threads:
+        right = list(threads.map(talk, range(CLIENTS)))
+
+    assert sum(right) == CLIENTS * REQUESTS_EACH
+
+
+def _text(seed: int) -> str:
+    """Return a text of 1 to 200 words, short ones more often."""
+    chance = random.Random(seed)
+    count = int(200 ** chance.random())
+    return " ".join(chance.choices(("tea", "river", "seven", "of", "blue", "running"), k=count))

@@ -1,0 +1,75 @@
+"""The backend's series on the server's own /metrics: their names, their labels, and what they say of known traffic."""
+
+import re
+import urllib.request
+
+import numpy as np
+import pytest
+
+from varlen_tools.local_server import LocalServer
+
+from .clients import AnswerError, GrpcClient, integers, texts
+from .serving import metrics, outcomes, wait_until_idle
+
+GAUGES = ("varlen_queued_requests", "varlen_queued_tokens")
+HISTOGRAMS = (
+    "varlen_queue_wait_seconds",
+    "varlen_request_latency_seconds",
+    "varlen_batch_sequences",
+    "varlen_batch_tokens",
+)
+COUNTERS = (
+    *(
+        f"varlen_requests_total {name}"
+        for name in ("ok", "invalid", "refused", "cancelled", "failed")
+    ),
+    "varlen_sequences_total",
+    "varlen_tokens_total",
+)
+
+
+def test_every_series_shows_from_the_start_with_type_and_help(server: LocalServer) -> None:
+    series = metrics(server, "tagger")
+    with urllib.request.urlopen(server.metrics_url) as response:
+        page = response.read().decode()
+
+    for name in (
+        *GAUGES,
+        *COUNTERS,
+        *(f"{name}_{part}" for name in HISTOGRAMS for part in ("count", "sum")),
+    ):
+        assert name in series, name
+    for kind, names in (("gauge", GAUGES), ("histogram", HISTOGRAMS), ("counter", COUNTERS)):
+        for name in {name.split()[0] for name in names}:
+            assert f"# TYPE {name} {kind}\n" in page
+            assert re.search(rf"# HELP {name} \w", page)
+
+
+def test_what_is_counted_is_what_was_sent(server: LocalServer, grpc_client: GrpcClient) -> None:
+    lengths = [1, 7, 30, 30, 512]
+    outcomes(server, "tagger")
+    before = metrics(server, "tagger")
+
+    for length in lengths:
+        grpc_client.infer("tagger", {"input_ids": integers(np.full((2, length), 9))})
+    for _ in range(3):
+        with pytest.raises(AnswerError):
+            grpc_client.infer("tagger", texts(""))
+
+    outcomes(server, "tagger")
+    wait_until_idle(server, "tagger")
+    after = metrics(server, "tagger")
+    grown = {name: after[name] - before[name] for name in after if name in before}
+    assert grown["varlen_requests_total ok"] == len(lengths)
+    assert grown["varlen_requests_total invalid"] == 3
+    assert (
+        grown["varlen_sequences_total"] == grown["varlen_batch_sequences_sum"] == 2 * len(lengths)
+    )
+    assert grown["varlen_tokens_total"] == grown["varlen_batch_tokens_sum"] == 2 * sum(lengths)
+    # each request was answered before the next was sent, so each was a batch of its own
+    assert (
+        grown["varlen_batch_sequences_count"] == grown["varlen_batch_tokens_count"] == len(lengths)
+    )
+    assert grown["varlen_queue_wait_seconds_count"] == len(lengths)
+    assert grown["varlen_request_latency_seconds_count"] == len(lengths) + 3
+    assert grown["varlen_request_latency_seconds_sum"] > grown["varlen_queue_wait_seconds_sum"] > 0
