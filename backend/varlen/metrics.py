@@ -6,7 +6,7 @@ meanings are in `METRICS`.
 """
 
 import logging
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from threading import Event, Lock, Thread
 from typing import Literal, Protocol, TypeAlias, get_args
@@ -25,6 +25,8 @@ CounterName: TypeAlias = Literal["varlen_sequences_total", "varlen_tokens_total"
 _SECONDS = [0.001 * 2**power for power in range(16)]
 _POWERS_OF_TWO = [float(2**power) for power in range(15)]
 _FLUSH_SECONDS = 0.5
+# Observations kept between drains, of each kind; where nobody drains, in process say, the oldest go.
+_MOST_OBSERVATIONS = 1 << 16
 
 _HISTOGRAMS: dict[HistogramName, tuple[str, list[float]]] = {
     "varlen_queue_wait_seconds": ("Seconds from a request's arrival to its first batch", _SECONDS),
@@ -48,7 +50,7 @@ class Stats:
         self._lock = Lock()
         self._outcomes: Counter[Outcome] = Counter()
         self._counts: Counter[CounterName] = Counter()
-        self._observed: defaultdict[HistogramName, list[float]] = defaultdict(list)
+        self._observed: defaultdict[HistogramName, deque[float]] = _observations()
 
     def count_request(self, outcome: Outcome, seconds: float) -> None:
         """Add one answered request and the time it took."""
@@ -72,13 +74,17 @@ class Stats:
     def drain(
         self,
     ) -> tuple[
-        Mapping[Outcome, int], Mapping[CounterName, int], Mapping[HistogramName, list[float]]
+        Mapping[Outcome, int], Mapping[CounterName, int], Mapping[HistogramName, deque[float]]
     ]:
         """Return what was added since the last drain: outcomes, counts, observations."""
         with self._lock:
             drained = self._outcomes, self._counts, self._observed
-            self._outcomes, self._counts, self._observed = Counter(), Counter(), defaultdict(list)
+            self._outcomes, self._counts, self._observed = Counter(), Counter(), _observations()
         return drained
+
+
+def _observations() -> defaultdict[HistogramName, deque[float]]:
+    return defaultdict(lambda: deque(maxlen=_MOST_OBSERVATIONS))
 
 
 class Metric(Protocol):

@@ -169,3 +169,14 @@ def test_a_server_without_metrics_stops_the_exporter_at_once(stats):
 
     with pytest.raises(RuntimeError, match="not supported"):
         Exporter(stats, lambda: (0, 0), refuse, LABELS)
+
+
+def test_where_nobody_drains_the_oldest_observations_go(monkeypatch):
+    monkeypatch.setattr(metrics, "_MOST_OBSERVATIONS", 3)
+    stats = Stats()
+
+    for seconds in range(5):
+        stats.count_wait(float(seconds))
+
+    _, _, observed = stats.drain()
+    assert list(observed["varlen_queue_wait_seconds"]) == [2.0, 3.0, 4.0]
