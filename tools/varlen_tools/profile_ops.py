@@ -1,12 +1,14 @@
 """Where a forward pass spends its time, op by op: `python -m varlen_tools.profile_ops FOLDER`.
 
-The recorded program is run with kernels that carry a stopwatch, so what is measured is what is served.
+The recorded program is run with kernels that carry a stopwatch, so what is measured is what is
+served. Lanes run side by side, so the seconds of all ops are of all lanes together.
 """
 
 import random
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
+from threading import Lock
 from typing import Annotated
 
 import numpy as np
@@ -27,6 +29,8 @@ class TimedKernels:
 
     def __init__(self, kernels: object) -> None:
         self._kernels = kernels
+        # lanes call side by side
+        self._lock = Lock()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
 
@@ -36,8 +40,10 @@ class TimedKernels:
         def timed(*operands: object, **attributes: object) -> object:
             began = time.perf_counter()
             result = kernel(*operands, **attributes)
-            self.seconds[name] += time.perf_counter() - began
-            self.calls[name] += 1
+            spent = time.perf_counter() - began
+            with self._lock:
+                self.seconds[name] += spent
+                self.calls[name] += 1
             return result
 
         return timed
@@ -95,11 +101,10 @@ def main(
     lengths = [generator.randint(shortest, runner.max_sequence_tokens) for _ in range(sequences)]
     batches = random_batches(lengths, max_batch_tokens, runner.vocab_size)
     timed, seconds = profile(runner, batches, rounds)
-    table = Table("op", "calls", "seconds", "share", title=f"{folder.name}, {len(batches)} batches")
+    table = Table("op", "calls", "seconds", "share", title=f"{rounds} x {len(batches)} batches")
+    in_ops = sum(timed.seconds.values())
     for name, spent in sorted(timed.seconds.items(), key=lambda entry: -entry[1]):
-        table.add_row(name, str(timed.calls[name]), f"{spent:.3f}", f"{spent / seconds:.1%}")
-    rest = seconds - sum(timed.seconds.values())
-    table.add_row("everything else", "", f"{rest:.3f}", f"{rest / seconds:.1%}")
+        table.add_row(name, str(timed.calls[name]), f"{spent:.3f}", f"{spent / in_ops:.1%}")
     Console().print(table)
     rate = rounds * sum(lengths) / seconds
     print(f"{rate:,.0f} tokens/s on {torch.get_num_threads()} threads, {runner.dtype}")
