@@ -15,29 +15,32 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
 import time
 from collections.abc import Sequence as AnySequence
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from varlen import wire
-from varlen.config import EngineConfig, Task
 from varlen.errors import (
-    ConfigError,
     EngineError,
     QueueFullError,
     RequestCancelled,
     RequestError,
     VarlenError,
 )
-from varlen.metrics import Exporter, Metric, Outcome, Stats
+from varlen.metrics import Outcome, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Float32Array
+from varlen.server_config import (
+    check_server_settings,
+    check_tensors,
+    engine_config,
+    tensor_entry,
+)
+from varlen.server_process import check_numpy, log_to_server, start_exporter, start_watchdog
 
 if TYPE_CHECKING:
     from varlen.service import Service
@@ -48,13 +51,6 @@ _SENDER_THREADS = 2
 # Answers from this size on are sent only if shared memory holds them twice over.
 _LARGE_BYTES = 1 << 20
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # only asked how much is free
-# Ends process $2 when its parent is no longer $1, and itself when there is no such process.
-_WATCHDOG = r"""
-while sleep 1 && [ -d "/proc/$2" ]; do
-  grep -q "^PPid:[[:space:]]*$1\$" "/proc/$2/status" || exec kill -9 "$2"
-done
-"""
-
 # Outcome and error code by what went wrong; the first that fits. Codes by name: while this file
 # is imported, the server has not put its classes into pb_utils yet.
 _OUTCOMES: tuple[tuple[type[Exception], Outcome, str], ...] = (
@@ -77,7 +73,7 @@ class TritonPythonModel:
         given = config.as_dict()
         try:
             checkpoint = Checkpoint.open(pb_utils.get_model_dir())
-            task = _engine_config(given).task or checkpoint.task
+            task = engine_config(given).task or checkpoint.task
             checkpoint.check_task(task)
             outputs = wire.output_specs(task, checkpoint.hidden_size, checkpoint.num_labels)
         except VarlenError as error:
@@ -85,10 +81,10 @@ class TritonPythonModel:
         # what the user wrote stays; initialize checks it
         if not given["input"]:
             for spec in wire.input_specs(task):
-                config.add_input(_config_entry(spec) | {"optional": spec.optional})
+                config.add_input(tensor_entry(spec) | {"optional": spec.optional})
         if not given["output"]:
             for spec in outputs:
-                config.add_output(_config_entry(spec))
+                config.add_output(tensor_entry(spec))
         if not given["max_batch_size"]:
             config.set_max_batch_size(wire.DEFAULT_MAX_ROWS)
         return config
@@ -99,27 +95,27 @@ class TritonPythonModel:
         Raises:
             TritonModelException: the configuration or the checkpoint cannot be served; the message says why.
         """
-        _log_to_server()
+        log_to_server()
         model_config = json.loads(args["model_config"])
         self._stats = Stats()
         try:
-            config = _engine_config(model_config)
-            _check_server_settings(model_config)
+            config = engine_config(model_config)
+            check_server_settings(model_config)
             # before the engine's thread starts, which an error would leave behind
             checkpoint = Checkpoint.open(pb_utils.get_model_dir())
             task = config.task or checkpoint.task
             checkpoint.check_task(task)
-            _check_tensors(model_config, checkpoint, task)
-            _check_numpy()
+            check_tensors(model_config, checkpoint, task)
+            check_numpy()
 
             from varlen.service import Service
 
             self._service: Service = Service.load(checkpoint.folder, config, self._stats)
         except VarlenError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._exporter = _start_exporter(args, self._stats, self._service)
+        self._exporter = start_exporter(args, self._stats, lambda: self._service.admission.depth)
         self._outbox = _Outbox(self._service)
-        self._watchdog = _start_watchdog()
+        self._watchdog = start_watchdog()
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
         """Queue the requests, or answer at once why not. Never raises."""
@@ -260,117 +256,3 @@ def _check_shared_memory(size: int) -> None:
     stat = os.statvfs(_SHARED_MEMORY)
     if stat.f_bavail * stat.f_frsize < 2 * size:
         raise EngineError(f"the server has too little shared memory for an answer of {size} bytes")
-
-
-def _check_numpy() -> None:
-    """Refuse a numpy that this server's python backend cannot read arrays with.
-
-    Backends built before numpy 2 hand out arrays of a wrong stride under it: token ids come
-        garbled, and text ends the process.
-    """
-    import torch
-
-    # an array that the python backend makes itself; numpy's own would come back as it went in
-    made = pb_utils.Tensor.from_dlpack("numbers", torch.arange(4)).as_numpy()
-    if made.tolist() != [0, 1, 2, 3]:
-        raise pb_utils.TritonModelException(
-            f"this server's python backend garbles arrays of numpy {np.__version__}: install numpy<2"
-        )
-
-
-def _engine_config(model_config: dict[str, Any]) -> EngineConfig:
-    parameters = model_config.get("parameters") or {}
-    return EngineConfig.from_parameters(
-        {key: value["string_value"] for key, value in parameters.items()}
-    )
-
-
-def _check_server_settings(model_config: dict[str, Any]) -> None:
-    """Refuse settings of config.pbtxt with which the server would give wrong answers, or none."""
-    if (model_config.get("response_cache") or {}).get("enable"):
-        raise ConfigError(
-            "response_cache is enabled; the server's cache ignores shapes and parameters and keeps errors: remove it"
-        )
-    if (model_config.get("model_transaction_policy") or {}).get("decoupled"):
-        raise ConfigError(
-            "model_transaction_policy is decoupled; this model gives one answer: remove it"
-        )
-    if not model_config["max_batch_size"]:
-        raise ConfigError("max_batch_size is 0; a row is a sequence, so allow at least 1")
-
-
-def _check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Task) -> None:
-    """Refuse a complete config.pbtxt whose tensors are not those of the task."""
-    for section, specs in (
-        ("input", wire.input_specs(task)),
-        ("output", wire.output_specs(task, checkpoint.hidden_size, checkpoint.num_labels)),
-    ):
-        allowed = {spec.name: _config_entry(spec) for spec in specs}
-        for entry in model_config[section]:
-            expected = allowed.get(entry["name"])
-            if expected is None:
-                raise ConfigError(
-                    f'{section} "{entry["name"]}" is not one of the task {task}; allowed: {", ".join(allowed)}'
-                )
-            came = {"data_type": entry["data_type"], "dims": [int(dim) for dim in entry["dims"]]}
-            wanted = {"data_type": expected["data_type"], "dims": expected["dims"]}
-            if came != wanted:
-                raise ConfigError(f'{section} "{entry["name"]}" is {came}; the model has {wanted}')
-
-
-def _config_entry(spec: wire.TensorSpec) -> dict[str, Any]:
-    return {"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims)}
-
-
-def _start_exporter(args: dict[str, str], stats: Stats, service: Service) -> Exporter | None:
-    """Return the metrics' exporter, or None when the server runs without metrics."""
-    families: dict[str, pb_utils.MetricFamily] = {}
-
-    def make_metric(
-        kind: str, name: str, about: str, labels: dict[str, str], buckets: list[float] | None
-    ) -> Metric:
-        if name not in families:
-            families[name] = pb_utils.MetricFamily(
-                name=name, description=about, kind=getattr(pb_utils.MetricFamily, kind)
-            )
-        if buckets is None:
-            return families[name].Metric(labels=labels)
-        return families[name].Metric(labels=labels, buckets=buckets)
-
-    labels = {"model": args["model_name"], "instance": args["model_instance_name"]}
-    try:
-        return Exporter(stats, lambda: service.admission.depth, make_metric, labels)
-    except pb_utils.TritonModelException as error:
-        _log.info("the server takes no metrics, so none are kept: %s", error)
-        return None
-
-
-def _start_watchdog() -> subprocess.Popen[bytes]:
-    """Return a process that ends this one when the server has died without telling it.
-
-    A process, not a thread: when the server is killed under load, this process's main thread waits
-    for it for ever and holds the GIL, so no Python thread would run again.
-    """
-    command = ["/bin/sh", "-c", _WATCHDOG, "varlen-watchdog", str(os.getppid()), str(os.getpid())]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-
-
-class _ServerLog(logging.Handler):
-    """Writes our log lines into the server's log. Slow, so only for lifecycle events and faults."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        line = f"varlen: {self.format(record)}"
-        if record.levelno >= logging.ERROR:
-            pb_utils.Logger.log_error(line)
-        elif record.levelno >= logging.WARNING:
-            pb_utils.Logger.log_warn(line)
-        else:
-            pb_utils.Logger.log_info(line)
-
-
-def _log_to_server() -> None:
-    logger = logging.getLogger("varlen")
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    if not logger.handlers:
-        logger.addHandler(_ServerLog())

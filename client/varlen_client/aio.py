@@ -25,7 +25,7 @@ from varlen_client.errors import (
     VarlenClientError,
 )
 from varlen_client.retry import RetryPolicy, with_retries
-from varlen_client.transport import ServerIdentity, Transport, connect
+from varlen_client.transport import ServerIdentity, Transport
 from varlen_client.wire import (
     Floats,
     InferRequest,
@@ -360,7 +360,7 @@ class AsyncClient:
 
     def _connected(self) -> Transport:
         if self._transport is None:
-            self._transport = connect(self._endpoint, self._ca_file)
+            self._transport = _connect(self._endpoint, self._ca_file)
         return self._transport
 
 
@@ -377,6 +377,19 @@ class _Call:
     deadline: float | None = None
     width: int = 0
     rows_answered: int = 0
+
+
+def _connect(endpoint: Endpoint, ca_file: Path | None) -> Transport:
+    """Return the endpoint's transport; call it inside the event loop that will use it."""
+    # Imported here: each protocol costs a few hundred milliseconds of imports, and a process rarely
+    # needs both.
+    if endpoint.protocol == "grpc":
+        from varlen_client.grpc_transport import GrpcTransport
+
+        return GrpcTransport(endpoint, ca_file)
+    from varlen_client.http_transport import HttpTransport
+
+    return HttpTransport(endpoint, ca_file)
 
 
 async def _limited(running: Coroutine[object, object, _T], timeout: float | None) -> _T:

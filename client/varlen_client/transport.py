@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen_client.endpoint import Endpoint
 from varlen_client.wire import InferRequest, ModelState
 
 
@@ -64,16 +62,3 @@ def server_message(message: str | None, status: str | None) -> str:
     if not message:
         return f"the server failed without a message ({status})"
     return re.sub(r"^\[request id: [^\]]*\] ", "", message)
-
-
-def connect(endpoint: Endpoint, ca_file: Path | None) -> Transport:
-    """Return the endpoint's transport; call it inside the event loop that will use it."""
-    # Imported here: each protocol costs a few hundred milliseconds of imports, and a process rarely
-    # needs both.
-    if endpoint.protocol == "grpc":
-        from varlen_client.grpc_transport import GrpcTransport
-
-        return GrpcTransport(endpoint, ca_file)
-    from varlen_client.http_transport import HttpTransport
-
-    return HttpTransport(endpoint, ca_file)

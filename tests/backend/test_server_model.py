@@ -42,14 +42,16 @@ def server_model(pb_utils, monkeypatch):
     """Return a fresh import of the entry, whose watchdog ends at once."""
     logger = logging.getLogger("varlen")
     kept = logger.level, logger.propagate, list(logger.handlers)
-    monkeypatch.delitem(sys.modules, "varlen.server_model", raising=False)
+    for name in ("varlen.server_model", "varlen.server_process"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module("varlen.server_model")
-    monkeypatch.setattr(module, "_WATCHDOG", "exit 0")
+    monkeypatch.setattr(sys.modules["varlen.server_process"], "_WATCHDOG", "exit 0")
     yield module
     logger.setLevel(kept[0])
     logger.propagate = kept[1]
     logger.handlers[:] = kept[2]
     sys.modules.pop("varlen.server_model", None)
+    sys.modules.pop("varlen.server_process", None)
 
 
 def config(task="embed", hidden=24, labels=0, **changes):
@@ -663,10 +665,10 @@ def parent_and_child():
 
 
 def watch(parent, child):
-    from varlen import server_model
+    server_process = importlib.import_module("varlen.server_process")
 
     return subprocess.Popen(
-        ["/bin/sh", "-c", server_model._WATCHDOG, "varlen-watchdog", str(parent), str(child)]
+        ["/bin/sh", "-c", server_process._WATCHDOG, "varlen-watchdog", str(parent), str(child)]
     )
 
 
