@@ -34,7 +34,8 @@ class EngineConfig:
         max_batch_tokens: most tokens that run together.
         max_sequence_tokens: longest sequence accepted, in tokens; None takes the checkpoint's own limit.
         max_queued_requests: most requests that wait; past it callers get UNAVAILABLE.
-        max_queued_tokens: most tokens that wait; past it callers get UNAVAILABLE.
+        max_queued_tokens: most tokens that wait; past it callers get UNAVAILABLE. They should run
+            within the server's --exit-timeout-secs (30), or stopping it cuts them off.
         max_text_bytes: longest text accepted, in bytes of UTF-8, checked before it is tokenized.
         threads: cores that one batch uses; 0 is all that this process may use.
     """
@@ -46,7 +47,7 @@ class EngineConfig:
     max_batch_tokens: int = DEFAULT_MAX_BATCH_TOKENS
     max_sequence_tokens: int | None = None
     max_queued_requests: int = 4096
-    max_queued_tokens: int = 262_144
+    max_queued_tokens: int = 131_072
     max_text_bytes: int = 65_536
     threads: int = 0
 

@@ -352,7 +352,7 @@ def test_the_wait_is_measured_to_the_first_batch(bench):
 
     _, counts, observed = bench.stats.drain()
     assert list(observed["varlen_queue_wait_seconds"]) == [2.5]
-    assert observed["varlen_batch_tokens"] == [8, 8]
+    assert list(observed["varlen_batch_tokens"]) == [8, 8]
     assert counts == {"varlen_sequences_total": 2, "varlen_tokens_total": 16}
 
 

@@ -50,10 +50,15 @@ def spans(program):
     return found
 
 
+def buffers(runner):
+    """Return every buffer of every workspace: one workspace per core, and one for all of them."""
+    return [buffer for workspace in runner._workspaces for buffer in workspace._buffers]
+
+
 @torch.inference_mode()
 def poison(runner):
     """Fill every buffer with NaN, in whichever float format it is read."""
-    for buffer in runner._workspace._buffers:
+    for buffer in buffers(runner):
         buffer.fill_(0xFF)
 
 
@@ -159,15 +164,35 @@ def test_an_answer_shares_no_memory_with_the_next_one(runner):
 
 def test_memory_does_not_grow_with_batches_of_one_size(runner):
     run(runner, [8, 8, 3])
-    reserved = runner._workspace.reserved_bytes
-    addresses = [buffer.data_ptr() for buffer in runner._workspace._buffers]
+    run(runner, [1])
+    addresses = [buffer.data_ptr() for buffer in buffers(runner)]
+    sizes = [buffer.numel() for buffer in buffers(runner)]
+    assert any(sizes)
 
     for seed in range(5):
         run(runner, [8, 8, 3], seed=seed)
         run(runner, [1], seed=seed)
 
-    assert runner._workspace.reserved_bytes == reserved
-    assert [buffer.data_ptr() for buffer in runner._workspace._buffers] == addresses
+    assert [buffer.data_ptr() for buffer in buffers(runner)] == addresses
+    assert [buffer.numel() for buffer in buffers(runner)] == sizes
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_the_number_of_cores_changes_no_answer(small_bert, cores):
+    lengths = [9, 2, 30, 9, 5, 5, 17]
+    kept = torch.get_num_threads()
+    answers = []
+    try:
+        for threads in (2, cores):
+            torch.set_num_threads(threads)
+            runner = Runner(Checkpoint.open(small_bert), EngineConfig(dtype="fp32"))
+            answers.append(run(runner, lengths))
+            runner.close()
+    finally:
+        torch.set_num_threads(kept)
+
+    for mine, theirs in zip(*answers, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
 def test_a_batch_does_not_depend_on_the_ones_before(runner):
