@@ -5,7 +5,6 @@ and value become one matrix.
 Source of the names: BERT as saved by Hugging Face transformers.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -76,62 +75,71 @@ def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype) -> EncoderWeights:
     _check_variant(config)
     hidden, inner = checkpoint.hidden_size, read_int(config, "intermediate_size")
     with CheckpointWeights(checkpoint.folder) as weights:
-        prefix = "bert." if "bert.embeddings.word_embeddings.weight" in weights else ""
-
-        def table(name: str, rows: int) -> Tensor:
-            return weights.read(f"{prefix}embeddings.{name}.weight", rows, hidden).to(dtype)
-
-        def norm(name: str) -> Affine:
-            read = [weights.read(f"{prefix}{name}.{part}", hidden) for part in ("weight", "bias")]
-            return Affine(*(tensor.to(dtype) for tensor in read))
-
-        def linear(name: str, fan_in: int, fan_out: int) -> Affine:
-            return _join(weights, [name], fan_in, fan_out, dtype)
-
-        def layer(index: int) -> LayerWeights:
-            at = f"{prefix}encoder.layer.{index}"
-            parts = [f"{at}.attention.self.{part}" for part in ("query", "key", "value")]
-            return LayerWeights(
-                qkv=_join(weights, parts, hidden, hidden, dtype),
-                attention_output=linear(f"{at}.attention.output.dense", hidden, hidden),
-                attention_norm=norm(f"{at[len(prefix) :]}.attention.output.LayerNorm"),
-                up=linear(f"{at}.intermediate.dense", hidden, inner),
-                down=linear(f"{at}.output.dense", inner, hidden),
-                output_norm=norm(f"{at[len(prefix) :]}.output.LayerNorm"),
-            )
-
+        read = _Bert(weights, hidden, dtype)
         return EncoderWeights(
-            token_table=table("word_embeddings", read_int(config, "vocab_size")),
-            position_table=table("position_embeddings", checkpoint.position_limit),
-            type_table=table("token_type_embeddings", int(config.get("type_vocab_size", 2))),
-            embedding_norm=norm("embeddings.LayerNorm"),
-            layers=tuple(layer(i) for i in range(read_int(config, "num_hidden_layers", lowest=0))),
+            token_table=read.table("word", read_int(config, "vocab_size")),
+            position_table=read.table("position", checkpoint.position_limit),
+            type_table=read.table("token_type", read_int(config, "type_vocab_size")),
+            embedding_norm=read.norm("embeddings"),
+            layers=tuple(
+                read.layer(f"encoder.layer.{index}", inner)
+                for index in range(read_int(config, "num_hidden_layers", lowest=0))
+            ),
             num_heads=read_int(config, "num_attention_heads"),
             activation=_ACTIVATIONS[config.get("hidden_act", "gelu")],
             norm_eps=float(config.get("layer_norm_eps", 1e-12)),
-            pooler=_when(
-                f"{prefix}pooler.dense.weight" in weights,
-                lambda: linear(f"{prefix}pooler.dense", hidden, hidden),
-            ),
-            classifier=_when(
-                checkpoint.num_labels > 0,
-                lambda: linear("classifier", hidden, checkpoint.num_labels),
-            ),
+            pooler=read.linear(["pooler.dense"], hidden, hidden) if read.has_pooler else None,
+            classifier=read.classifier(checkpoint.num_labels) if checkpoint.num_labels else None,
         )
 
 
-def _join(
-    weights: CheckpointWeights, names: list[str], fan_in: int, fan_out: int, dtype: torch.dtype
-) -> Affine:
-    """Return linear layers that read one input as one layer, their outputs side by side."""
-    matrices = [weights.read(f"{name}.weight", fan_out, fan_in) for name in names]
-    biases = [weights.read(f"{name}.bias", fan_out) for name in names]
-    joined = torch.cat([matrix.to(dtype).t() for matrix in matrices], dim=1)
-    return Affine(joined.contiguous(), torch.cat(biases).to(dtype))
+class _Bert:
+    """Reads the parts of a BERT by their names in a checkpoint."""
 
+    def __init__(self, weights: CheckpointWeights, hidden: int, dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._hidden = hidden
+        self._dtype = dtype
+        # models with a head keep the encoder under a name of its own
+        self._prefix = "bert." if "bert.embeddings.word_embeddings.weight" in weights else ""
 
-def _when(condition: bool, make: Callable[[], Affine]) -> Affine | None:
-    return make() if condition else None
+    @property
+    def has_pooler(self) -> bool:
+        return f"{self._prefix}pooler.dense.weight" in self._weights
+
+    def table(self, name: str, rows: int) -> Tensor:
+        name = f"{self._prefix}embeddings.{name}_embeddings.weight"
+        return self._weights.read(name, rows, self._hidden).to(self._dtype)
+
+    def norm(self, of: str) -> Affine:
+        name = f"{self._prefix}{of}.LayerNorm"
+        parts = [self._weights.read(f"{name}.{part}", self._hidden) for part in ("weight", "bias")]
+        return Affine(*(part.to(self._dtype) for part in parts))
+
+    def linear(self, names: list[str], fan_in: int, fan_out: int) -> Affine:
+        """Return linear layers that read one input as one layer, their outputs side by side."""
+        return self._join([f"{self._prefix}{name}" for name in names], fan_in, fan_out)
+
+    def classifier(self, num_labels: int) -> Affine:
+        return self._join(["classifier"], self._hidden, num_labels)
+
+    def layer(self, at: str, inner: int) -> LayerWeights:
+        hidden = self._hidden
+        qkv = [f"{at}.attention.self.{part}" for part in ("query", "key", "value")]
+        return LayerWeights(
+            qkv=self.linear(qkv, hidden, hidden),
+            attention_output=self.linear([f"{at}.attention.output.dense"], hidden, hidden),
+            attention_norm=self.norm(f"{at}.attention.output"),
+            up=self.linear([f"{at}.intermediate.dense"], hidden, inner),
+            down=self.linear([f"{at}.output.dense"], inner, hidden),
+            output_norm=self.norm(f"{at}.output"),
+        )
+
+    def _join(self, names: list[str], fan_in: int, fan_out: int) -> Affine:
+        matrices = [self._weights.read(f"{name}.weight", fan_out, fan_in) for name in names]
+        biases = [self._weights.read(f"{name}.bias", fan_out) for name in names]
+        joined = torch.cat([matrix.to(self._dtype).t() for matrix in matrices], dim=1)
+        return Affine(joined.contiguous(), torch.cat(biases).to(self._dtype))
 
 
 def _check_variant(config: Json) -> None:
