@@ -75,26 +75,27 @@ class Runner:
             Per sequence: embed `[hidden]`, classify and rerank `[labels]`, hidden `[tokens, hidden]`,
             token_classify `[tokens, labels]`. Views of arrays made for this call.
         """
-        # neighbours of one length share an attention call
-        order = sorted(range(len(sequences)), key=lambda i: sequences[i].num_tokens)
-        lengths = [sequences[i].num_tokens for i in order]
-        shares = share_out(lengths, self._cores, self._hidden_size)
+        lengths = [sequence.num_tokens for sequence in sequences]
+        shares = [
+            # by length, since neighbours of one length share an attention call
+            sorted(share, key=lengths.__getitem__)
+            for share in share_out(lengths, self._cores, self._hidden_size)
+        ]
 
         def task(share: list[int], workspace: Workspace) -> Callable[[], list[Float32Array]]:
-            chosen = [order[place] for place in share]
-            batch = [sequences[i] for i in chosen], [normalize[i] for i in chosen]
-            return lambda: self._run_share(*batch, kernels, workspace)
+            chosen = [sequences[i] for i in share], [normalize[i] for i in share]
+            return lambda: self._run_share(*chosen, kernels, workspace)
 
         if len(shares) == 1:
             answers = [task(shares[0], self._workspaces[-1])()]
         else:
             answers = self._lanes.run(list(map(task, shares, self._workspaces)))
         placed = {
-            order[place]: row
+            index: row
             for share, rows in zip(shares, answers, strict=True)
-            for place, row in zip(share, rows, strict=True)
+            for index, row in zip(share, rows, strict=True)
         }
-        return [placed[i] for i in range(len(sequences))]
+        return [placed[index] for index in range(len(sequences))]
 
     def close(self) -> None:
         """Stop the threads."""
