@@ -6,7 +6,7 @@ the batch each meet once. docs/decisions/0006-lanes.md has what that is worth.
 
 from collections.abc import Sequence
 
-# The speed of n cores on one product, as a power of n: two do 1.5 times the work of one.
+# The speed of n cores on one product, as a power of n: two are taken to do 1.5 times the work of one.
 _SCALING = 0.6
 
 
