@@ -1,9 +1,11 @@
 """Every op in plain torch: the specification that kernels are tested against, and the CPU path.
 
 All tokens of a batch stand in one `[tokens, ...]` tensor, sequence after sequence; `cu_seqlens`
-`[batch + 1]` int32 holds where each one starts. No op pads. Each op writes into `out=` when it is
-given and returns the tensor it wrote; `out` of the ops named in `IN_PLACE` may be their first
-argument.
+`[batch + 1]` int32 holds where each one starts. Each op computes in fp32, whatever the dtype of its
+tensors, writes into `out=` when it is given, and returns the tensor it wrote; `out` of the ops
+named in `IN_PLACE` may be their first argument.
+
+`masked_softmax`, `pack` and `unpack` serve the padded form that everything here is compared with.
 """
 
 from collections.abc import Iterator
@@ -14,12 +16,13 @@ import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor
 
 from varlen_kernels import Activation, Pooling
+from varlen_kernels.beam_reference import beam_step as beam_step  # noqa: PLC0414  # an op too
 
 # Ops whose `out` may be their first argument.
-IN_PLACE = frozenset({"activate", "add_layer_norm", "tanh", "l2_normalize"})
+IN_PLACE = frozenset({"activate", "add_layer_norm", "rms_norm", "masked_softmax", "tanh"})
 
 # Shortest divisor that torch.nn.functional.normalize accepts, and so sentence-transformers.
-_NORM_FLOOR = 1e-12
+NORM_FLOOR = 1e-12
 
 
 def embed_layer_norm(
@@ -61,14 +64,35 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, *, out: Tensor | None = None
     return torch.addmm(bias, x, weight, out=out)
 
 
-def activate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:
-    """Return the activation of every element: exact (erf) GELU, its tanh form, or ReLU."""
+def activate(
+    x: Tensor, bias: Tensor | None = None, *, kind: Activation, out: Tensor | None = None
+) -> Tensor:
+    """Return the activation of every element of x + bias: exact (erf) GELU, its tanh form, or ReLU.
+
+    Args:
+        x: `[tokens, features]`.
+        bias: `[features]`.
+    """
+    if bias is not None:
+        x = torch.add(x, bias, out=out)
     if kind == "relu":
         return torch.clamp_min(x, 0, out=out)
     approximate = "tanh" if kind == "gelu_tanh" else "none"
     if out is None:
         return F.gelu(x, approximate=approximate)
     return torch.ops.aten.gelu.out(x, approximate=approximate, out=out)  # type: ignore[no-any-return]
+
+
+def silu_gate(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up, `[tokens, features]`.
+
+    Args:
+        x: `[tokens, 2 · features]`: all of a token's gate, then all of its up.
+
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+    gate, up = x.chunk(2, dim=1)
+    return torch.mul(F.silu(gate), up, out=out)
 
 
 def tanh(x: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -83,37 +107,100 @@ def add_layer_norm(
     bias: Tensor,
     *,
     eps: float,
+    x_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return layer_norm(x + residual) * weight + bias, `[tokens, hidden]`.
+    """Return layer_norm(x + x_bias + residual) * weight + bias, `[tokens, hidden]`.
 
     Args:
         x, residual: `[tokens, hidden]`, one dtype.
         weight, bias: `[hidden]`.
         eps: added to the variance.
+        x_bias: `[hidden]`, the bias of the linear layer that made `x`, if that did not add it.
     """
     total = torch.add(x, residual, out=out)
+    if x_bias is not None:
+        total += x_bias
     return _write(F.layer_norm(total, weight.shape, weight, bias, eps), out)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    residual: Tensor | None = None,
+    sum_out: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return x + residual divided by its root mean square, times `weight`: `[tokens, hidden]`.
+
+    Args:
+        x, residual: `[tokens, hidden]`, one dtype.
+        weight: `[hidden]`.
+        eps: added to the mean square.
+        sum_out: receives x + residual, which the next sublayer adds to; may be `residual`.
+
+    Source: Zhang, Sennrich 2019, arXiv:1910.07467.
+    """
+    total = x if residual is None else x.float() + residual.float()
+    if sum_out is not None:
+        sum_out.copy_(total)
+    normed = F.rms_norm(total.float(), weight.shape, weight.float(), eps)
+    return _write(normed.to(x.dtype), out)
+
+
+def masked_softmax(
+    x: Tensor,
+    seqlens: Tensor,
+    *,
+    scale: float,
+    causal: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return softmax(x · scale) over the keys that each query may read, 0 on the others.
+
+    A query that may read no key gets a row of zeros.
+
+    Args:
+        x: `[batch, num_heads, queries, keys]`.
+        seqlens: `[batch]` int32; a sequence's keys from this one on are padding.
+        scale: multiplies the scores.
+        causal: query i reads keys 0 to i + keys - queries alone.
+    """
+    queries, keys = x.shape[-2:]
+    key = torch.arange(keys, device=x.device)
+    readable = (key < seqlens[:, None])[:, None, None, :]
+    if causal:
+        last = torch.arange(queries, device=x.device)[:, None] + (keys - queries)
+        readable = readable & (key <= last)
+    scores = (x.float() * scale).masked_fill(~readable, -torch.inf)
+    # a row of -inf alone gives NaN, and becomes zeros
+    return _write(scores.softmax(dim=-1).masked_fill(~readable, 0.0).to(x.dtype), out)
 
 
 def attention_varlen(
     qkv: Tensor,
     cu_seqlens: Tensor,
-    max_seqlen: int,  # noqa: ARG001  # of the signature that launchers share
     *,
     num_heads: int,
     scale: float,
+    causal: bool = False,
+    distance_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax(q kᵀ · scale) v inside each sequence, `[tokens, num_heads · head_dim]`.
+    """Return softmax(q kᵀ · scale + bias) v inside each sequence, `[tokens, num_heads · head_dim]`.
 
     Neighbours of one length run as one call, so a batch sorted by length takes few calls.
 
     Args:
         qkv: `[tokens, 3 · num_heads · head_dim]`: all queries of a token, then its keys, then its values.
         cu_seqlens: `[batch + 1]` int32, ascending from 0 to tokens.
-        max_seqlen: the longest sequence, in tokens. A launcher sizes its grid by it; here it is implied.
         scale: multiplies the scores, usually head_dim ** -0.5.
+        causal: a token reads itself and those before it alone.
+        distance_bias: `[num_heads, 2 · span - 1]`, added to the scaled scores: entry span - 1 + d for a key
+            that stands d tokens after its query. `span` is at least the longest sequence. Expresses
+            the relative positions of T5 and ALiBi.
     """
     tokens, width = qkv.shape
     head_dim = width // (3 * num_heads)
@@ -123,47 +210,81 @@ def attention_varlen(
         rows = slice(start, start + count * length)
         # [3, count, num_heads, length, head_dim], a view
         q, k, v = qkv[rows].view(count, length, 3, num_heads, head_dim).permute(2, 0, 3, 1, 4)
-        context = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        bias = None if distance_bias is None else _bias_by_distance(distance_bias, length)
+        if causal and bias is not None:
+            future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+            bias = bias.masked_fill(future, -torch.inf)
+        context = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=causal and bias is None, scale=scale
+        )
         out[rows].view(count, length, num_heads, head_dim).copy_(context.transpose(1, 2))
     return out
 
 
-def pool(x: Tensor, cu_seqlens: Tensor, *, mode: Pooling, out: Tensor | None = None) -> Tensor:
+def pool(
+    x: Tensor,
+    cu_seqlens: Tensor,
+    normalize: Tensor | None = None,
+    *,
+    mode: Pooling,
+    out: Tensor | None = None,
+) -> Tensor:
     """Return one fp32 vector per sequence, `[batch, hidden]`: its first or last token, or the mean or maximum of all.
 
     Args:
         x: `[tokens, hidden]`.
-        cu_seqlens: `[batch + 1]` int32; every sequence has at least one token.
+        cu_seqlens: `[batch + 1]` int32. The vector of a sequence without tokens is of zeros.
+        normalize: `[batch]` bool, whose vectors are divided by their Euclidean norm; None means no one's.
     """
-    starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-    if mode == "cls":
-        pooled = x[starts]
-    elif mode == "last":
-        pooled = x[ends - 1]
+    if mode in {"cls", "last"}:
+        pooled = _tokens_or_zeros(x, cu_seqlens, of=mode).float()
     else:
-        pooled = torch.segment_reduce(x.float(), mode, lengths=ends - starts, axis=0)
-    return _write(pooled.float(), out)
+        # "unsafe": x may have tokens past those of the last sequence
+        lengths = cu_seqlens.diff().long()
+        pooled = torch.segment_reduce(x.float(), mode, lengths=lengths, axis=0, unsafe=True)
+        pooled.masked_fill_((lengths == 0)[:, None], 0.0)
+    if normalize is not None:
+        norms = torch.linalg.vector_norm(pooled, dim=1, keepdim=True).clamp_min_(NORM_FLOOR)
+        pooled /= torch.where(normalize[:, None], norms, 1.0)
+    return _write(pooled, out)
 
 
 def first_tokens(x: Tensor, cu_seqlens: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return the first token of each sequence, `[batch, hidden]` in the dtype of `x`."""
-    return torch.index_select(x, 0, cu_seqlens[:-1], out=out)
-
-
-def l2_normalize(x: Tensor, chosen: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return `x` with the chosen rows divided by their Euclidean norm.
-
-    Args:
-        x: `[batch, hidden]` fp32.
-        chosen: `[batch]` bool.
-    """
-    norms = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min_(_NORM_FLOOR)
-    return torch.div(x, torch.where(chosen[:, None], norms, 1.0), out=out)
+    """Return the first token of each sequence, `[batch, hidden]` in the dtype of `x`; zeros if it has none."""
+    return _write(_tokens_or_zeros(x, cu_seqlens, of="cls"), out)
 
 
 def to_fp32(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return a copy of `x` in fp32."""
     return _write(x.to(torch.float32, copy=out is None), out)
+
+
+def unpack(x: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, out: Tensor | None = None) -> Tensor:
+    """Return the padded form of packed tokens, `[batch, max_seqlen, hidden]`, 0 past each sequence's end.
+
+    Args:
+        x: `[tokens, hidden]`.
+        cu_seqlens: `[batch + 1]` int32, ascending from 0 to tokens.
+        max_seqlen: the width of the result, at least the longest sequence.
+    """
+    if out is None:
+        out = x.new_empty(len(cu_seqlens) - 1, max_seqlen, x.shape[1])
+    out[~_inside(cu_seqlens, max_seqlen)] = 0
+    out[_inside(cu_seqlens, max_seqlen)] = x
+    return out
+
+
+def pack(x: Tensor, cu_seqlens: Tensor, *, tokens: int, out: Tensor | None = None) -> Tensor:
+    """Return the packed form of padded sequences, `[tokens, hidden]`.
+
+    Args:
+        x: `[batch, max_seqlen, hidden]`.
+        cu_seqlens: `[batch + 1]` int32, ascending from 0 to tokens.
+        tokens: the last of `cu_seqlens`, which the host knows.
+    """
+    if out is None:
+        out = x.new_empty(tokens, x.shape[2])
+    return out.copy_(x[_inside(cu_seqlens, x.shape[1])])
 
 
 def _runs_of_equal_length(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -178,6 +299,27 @@ def _runs_of_equal_length(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
         count += 1
     if count and length:
         yield start, count, length
+
+
+def _tokens_or_zeros(x: Tensor, cu_seqlens: Tensor, of: Pooling) -> Tensor:
+    """Return the first ("cls") or last token of each sequence, zeros where it has none."""
+    starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    picked = x.new_zeros(len(starts), x.shape[1])
+    there = starts < ends
+    picked[there] = x[(starts if of == "cls" else ends - 1)[there]]
+    return picked
+
+
+def _inside(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """Return which places of the padded form hold a token, `[batch, max_seqlen]` bool."""
+    return torch.arange(max_seqlen, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]
+
+
+def _bias_by_distance(distance_bias: Tensor, length: int) -> Tensor:
+    """Return the bias of each pair of tokens, `[num_heads, length, length]`: queries down, keys across."""
+    place = torch.arange(length, device=distance_bias.device)
+    distance = place[None, :] - place[:, None]
+    return distance_bias[:, distance + distance_bias.shape[1] // 2].float()
 
 
 def _write(result: Tensor, out: Tensor | None) -> Tensor:

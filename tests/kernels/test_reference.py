@@ -8,69 +8,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from varlen_kernels import reference
 
+from .float64 import DTYPES, check, f64, rand
+
 EPS = 1e-12
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2}
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 SIZES = pytest.mark.parametrize(
     "tokens, hidden", [(1, 1), (1, 64), (63, 100), (7, 768), (5, 1023)], ids=str
 )
-# lengths of the sequences of a batch
-BATCHES = pytest.mark.parametrize(
-    "lengths",
-    [[1], [1, 1, 1], [3, 3, 3], [1, 2, 3], [5, 1, 5, 5, 2], [63, 1, 100], [17, 17, 1, 1, 17]],
-    ids=str,
-)
-
-
-def rand(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
-
-
-def f64(tensor):
-    return tensor.to(torch.float64).numpy()
-
-
-def bounds_of(lengths):
-    return torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-
-
-def check(actual, expected, dtype=torch.float32):
-    assert tuple(actual.shape) == expected.shape
-    # sums over thousands of addends are judged by their own size
-    scale = max(1.0, float(np.abs(expected).max(initial=0)))
-    np.testing.assert_allclose(f64(actual), expected, rtol=0, atol=TOLERANCE[dtype] * scale)
 
 
 def layer_norm64(x, weight, bias, eps=EPS):
     mean = x.mean(axis=1, keepdims=True)
     variance = ((x - mean) ** 2).mean(axis=1, keepdims=True)
     return (x - mean) / np.sqrt(variance + eps) * weight + bias
-
-
-def attention64(qkv, lengths, num_heads, scale):
-    tokens, width = qkv.shape
-    head_dim = width // (3 * num_heads)
-    out = np.full((tokens, num_heads * head_dim), np.nan)
-    begin = 0
-    for length in lengths:
-        rows = slice(begin, begin + length)
-        for head in range(num_heads):
-            q, k, v = (
-                qkv[rows, part * num_heads * head_dim + head * head_dim :][:, :head_dim]
-                for part in range(3)
-            )
-            scores = q @ k.T * scale
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
-            weights /= weights.sum(axis=1, keepdims=True)
-            out[rows, head * head_dim : (head + 1) * head_dim] = weights @ v
-        begin += length
-    return out
 
 
 @DTYPES
@@ -127,6 +79,28 @@ def test_activate_matches_float64(tokens, hidden, kind, dtype):
     check(reference.activate(x, kind=kind), activate64(f64(x), kind), dtype)
 
 
+@DTYPES
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])
+@SIZES
+def test_activate_adds_a_bias_first(tokens, hidden, kind, dtype):
+    x, bias = rand(tokens, hidden, dtype=dtype), rand(hidden, dtype=dtype, seed=1)
+    before = x.clone()
+
+    actual = reference.activate(x, bias, kind=kind)
+
+    check(actual, activate64(f64(x) + f64(bias), kind), dtype)
+    assert torch.equal(x, before)
+
+
+@DTYPES
+@SIZES
+def test_silu_gate_matches_float64(tokens, hidden, dtype):
+    x = 3 * rand(tokens, 2 * hidden, dtype=dtype)
+
+    gate, up = f64(x)[:, :hidden], f64(x)[:, hidden:]
+    check(reference.silu_gate(x), gate / (1 + np.exp(-gate)) * up, dtype)
+
+
 def test_gelu_and_its_tanh_form_are_two_functions():
     x = torch.linspace(-4, 4, 999)
 
@@ -155,6 +129,18 @@ def test_add_layer_norm_matches_float64(tokens, hidden, dtype):
     check(actual, expected, dtype)
 
 
+@DTYPES
+@SIZES
+def test_add_layer_norm_adds_the_bias_of_x(tokens, hidden, dtype):
+    x, residual = rand(tokens, hidden, dtype=dtype), rand(tokens, hidden, dtype=dtype, seed=1)
+    weight, bias, x_bias = (rand(hidden, dtype=dtype, seed=seed) for seed in (2, 3, 4))
+
+    actual = reference.add_layer_norm(x, residual, weight, bias, eps=1e-3, x_bias=x_bias)
+
+    total = f64(x) + f64(residual) + f64(x_bias)
+    check(actual, layer_norm64(total, f64(weight), f64(bias), 1e-3), dtype)
+
+
 def test_add_layer_norm_leaves_its_inputs_alone_without_out():
     x, residual, one = rand(3, 8), rand(3, 8, seed=1), torch.ones(8)
     before = x.clone(), residual.clone()
@@ -165,123 +151,78 @@ def test_add_layer_norm_leaves_its_inputs_alone_without_out():
     assert torch.equal(residual, before[1])
 
 
-@DTYPES
-@pytest.mark.parametrize(
-    "num_heads, head_dim", [(1, 1), (1, 64), (3, 5), (5, 32), (12, 32), (7, 9)], ids=str
-)
-@BATCHES
-def test_attention_varlen_matches_float64(lengths, num_heads, head_dim, dtype):
-    qkv = rand(sum(lengths), 3 * num_heads * head_dim, dtype=dtype)
-    scale = head_dim**-0.5
-
-    actual = reference.attention_varlen(
-        qkv, bounds_of(lengths), max(lengths), num_heads=num_heads, scale=scale
-    )
-
-    check(actual, attention64(f64(qkv), lengths, num_heads, scale), dtype)
-
-
-@pytest.mark.parametrize(
-    "lengths",
-    [[0, 3], [3, 0], [0, 0, 4, 0, 0], [2, 0, 2], [0, 2, 0, 3, 0, 0, 3], [1, 0, 0, 1]],
-    ids=str,
-)
-def test_attention_varlen_skips_empty_sequences(lengths):
-    qkv = rand(sum(lengths), 3 * 2 * 8)
-    out = torch.full((sum(lengths), 16), torch.nan)
-
-    reference.attention_varlen(
-        qkv, bounds_of(lengths), max(lengths), num_heads=2, scale=0.3, out=out
-    )
-
-    check(out, attention64(f64(qkv), [n for n in lengths if n], 2, 0.3))
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=10), st.integers(1, 4))
-def test_attention_varlen_matches_float64_for_any_lengths(lengths, num_heads):
-    qkv = rand(sum(lengths), 3 * num_heads * 4)
-    out = torch.full((sum(lengths), num_heads * 4), torch.nan)
-
-    reference.attention_varlen(
-        qkv, bounds_of(lengths), max(lengths), num_heads=num_heads, scale=0.5, out=out
-    )
-
-    check(out, attention64(f64(qkv), [n for n in lengths if n], num_heads, 0.5))
-
-
-def test_attention_varlen_survives_large_scores():
-    qkv = 100 * rand(9, 3 * 2 * 8)
-
-    actual = reference.attention_varlen(qkv, bounds_of([4, 5]), 5, num_heads=2, scale=1.0)
-
-    check(actual, attention64(f64(qkv), [4, 5], 2, 1.0))
-
-
-def test_a_token_reads_its_own_sequence_only():
-    qkv = rand(10, 3 * 3 * 4)
-    bounds = bounds_of([4, 2, 4])
-    before = reference.attention_varlen(qkv, bounds, 4, num_heads=3, scale=0.5)
-    poisoned = qkv.clone()
-    poisoned[4:6] = torch.nan
-
-    after = reference.attention_varlen(poisoned, bounds, 4, num_heads=3, scale=0.5)
-
-    assert torch.equal(after[:4], before[:4])
-    assert torch.equal(after[6:], before[6:])
-
-
-def pool64(x, lengths, mode):
-    ends = np.cumsum(lengths)
-    rows = [x[end - length : end] for end, length in zip(ends, lengths, strict=True)]
-    pick = {
-        "cls": lambda row: row[0],
-        "last": lambda row: row[-1],
-        "mean": lambda row: row.sum(axis=0) / len(row),
-        "max": lambda row: row.max(axis=0),
-    }[mode]
-    return np.stack([pick(row) for row in rows])
+def rms_norm64(x, weight, eps):
+    return x / np.sqrt((x**2).mean(axis=1, keepdims=True) + eps) * weight
 
 
 @DTYPES
-@pytest.mark.parametrize("hidden", [1, 63, 384])
-@pytest.mark.parametrize("mode", ["cls", "mean", "max", "last"])
-@BATCHES
-def test_pool_matches_float64(lengths, mode, hidden, dtype):
-    x = rand(sum(lengths), hidden, dtype=dtype) - 3
+@SIZES
+def test_rms_norm_matches_float64(tokens, hidden, dtype):
+    x, weight = rand(tokens, hidden, dtype=dtype), rand(hidden, dtype=dtype, seed=1)
 
-    actual = reference.pool(x, bounds_of(lengths), mode=mode)
+    actual = reference.rms_norm(x, weight, eps=1e-3)
 
-    assert actual.dtype == torch.float32
-    check(actual, pool64(f64(x), lengths, mode))
-
-
-@DTYPES
-@BATCHES
-def test_first_tokens_picks_each_sequence_s_first(lengths, dtype):
-    x = rand(sum(lengths), 33, dtype=dtype)
-
-    actual = reference.first_tokens(x, bounds_of(lengths))
-
+    check(actual, rms_norm64(f64(x), f64(weight), 1e-3), dtype)
     assert actual.dtype == dtype
-    np.testing.assert_array_equal(f64(actual), pool64(f64(x), lengths, "cls"))
 
 
-@pytest.mark.parametrize("batch, hidden", [(1, 1), (5, 63), (3, 1023)], ids=str)
-def test_l2_normalize_divides_the_chosen_rows(batch, hidden):
-    x = rand(batch, hidden)
-    chosen = torch.arange(batch) % 2 == 0
+@DTYPES
+@SIZES
+def test_rms_norm_adds_the_residual_and_hands_on_the_sum(tokens, hidden, dtype):
+    x, residual = rand(tokens, hidden, dtype=dtype), rand(tokens, hidden, dtype=dtype, seed=1)
+    weight, sum_out = rand(hidden, dtype=dtype, seed=2), torch.full_like(x, torch.nan)
 
-    actual = reference.l2_normalize(x, chosen)
+    actual = reference.rms_norm(x, weight, eps=1e-3, residual=residual, sum_out=sum_out)
 
-    norms = np.sqrt((f64(x) ** 2).sum(axis=1, keepdims=True))
-    check(actual, np.where(chosen.numpy()[:, None], f64(x) / norms, f64(x)))
+    check(actual, rms_norm64(f64(x) + f64(residual), f64(weight), 1e-3), dtype)
+    check(sum_out, f64(x) + f64(residual), dtype)
 
 
-def test_l2_normalize_leaves_a_row_of_zeros_zero():
-    actual = reference.l2_normalize(torch.zeros(2, 4), torch.tensor([True, False]))
+def test_the_sum_of_rms_norm_may_replace_the_residual():
+    x, residual, weight = rand(7, 100), rand(7, 100, seed=1), rand(100, seed=2)
+    total = torch.empty_like(x)
+    fresh = reference.rms_norm(x, weight, eps=EPS, residual=residual, sum_out=total)
 
-    assert torch.equal(actual, torch.zeros(2, 4))
+    reference.rms_norm(x, weight, eps=EPS, residual=residual, sum_out=residual, out=x)
+
+    assert torch.equal(x, fresh)
+    assert torch.equal(residual, total)
+
+
+def softmax64(x, seqlens, scale, causal):
+    """Row by row, over the keys that may be read alone."""
+    batch, _, queries, keys = x.shape
+    out = np.zeros_like(x)
+    for i in range(batch):
+        for query in range(queries):
+            last = query + keys - queries if causal else keys - 1
+            readable = max(0, min(int(seqlens[i]), last + 1))
+            scores = x[i, :, query, :readable] * scale
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
+            out[i, :, query, :readable] = weights / weights.sum(axis=1, keepdims=True)
+    return out
+
+
+@DTYPES
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@pytest.mark.parametrize("queries, keys", [(1, 1), (3, 5), (5, 3), (63, 63), (2, 501)], ids=str)
+def test_masked_softmax_matches_float64(queries, keys, causal, dtype):
+    x = 4 * rand(4, 2, queries, keys, dtype=dtype)
+    seqlens = torch.tensor([keys, 0, 1, keys // 2], dtype=torch.int32)
+
+    actual = reference.masked_softmax(x, seqlens, scale=0.4, causal=causal)
+
+    check(actual, softmax64(f64(x), seqlens, 0.4, causal), dtype)
+    assert actual.dtype == dtype
+
+
+def test_masked_softmax_never_reads_padding():
+    x, seqlens = rand(2, 1, 3, 8), torch.tensor([5, 0], dtype=torch.int32)
+    fresh = reference.masked_softmax(x, seqlens, scale=1.0)
+    x[0, ..., 5:] = torch.nan
+    x[1] = torch.inf
+
+    assert torch.equal(reference.masked_softmax(x, seqlens, scale=1.0), fresh)
 
 
 @DTYPES
@@ -297,14 +238,11 @@ def test_to_fp32_copies(dtype):
 
 def calls(dtype):
     """Return, by op, a call that takes `out`, and the arguments that it may overwrite first."""
-    lengths = [5, 1, 5, 5, 2]
-    tokens, hidden = sum(lengths), 12
+    tokens, hidden = 18, 12
     x, other = rand(tokens, hidden, dtype=dtype), rand(tokens, hidden, dtype=dtype, seed=1)
     weight, bias = rand(hidden, dtype=dtype, seed=2), rand(hidden, dtype=dtype, seed=3)
     ids = torch.arange(tokens, dtype=torch.int32)
-    qkv = rand(tokens, 3 * hidden, dtype=dtype, seed=4)
-    bounds = bounds_of(lengths)
-    chosen = torch.arange(tokens) % 3 == 0
+    scores, seqlens = x.view(2, 3, 6, 6), torch.tensor([6, 4], dtype=torch.int32)
     return {
         "embed_layer_norm": lambda out: reference.embed_layer_norm(
             ids, ids, ids, x, other, x, weight, bias, eps=EPS, out=out
@@ -313,21 +251,24 @@ def calls(dtype):
             x, rand(hidden, 7, dtype=dtype, seed=5), bias[:7], out=out
         ),
         "gelu": lambda out: reference.activate(x, kind="gelu", out=out),
+        "gelu_with_bias": lambda out: reference.activate(x, bias, kind="gelu", out=out),
         "gelu_tanh": lambda out: reference.activate(x, kind="gelu_tanh", out=out),
         "relu": lambda out: reference.activate(x, kind="relu", out=out),
         "tanh": lambda out: reference.tanh(x, out=out),
         "add_layer_norm": lambda out: reference.add_layer_norm(
             x, other, weight, bias, eps=EPS, out=out
         ),
-        "attention_varlen": lambda out: reference.attention_varlen(
-            qkv, bounds, 5, num_heads=3, scale=0.5, out=out
+        "add_layer_norm_with_bias": lambda out: reference.add_layer_norm(
+            x, other, weight, bias, eps=EPS, x_bias=weight, out=out
         ),
-        "pool_cls": lambda out: reference.pool(x, bounds, mode="cls", out=out),
-        "pool_mean": lambda out: reference.pool(x, bounds, mode="mean", out=out),
-        "pool_max": lambda out: reference.pool(x, bounds, mode="max", out=out),
-        "pool_last": lambda out: reference.pool(x, bounds, mode="last", out=out),
-        "first_tokens": lambda out: reference.first_tokens(x, bounds, out=out),
-        "l2_normalize": lambda out: reference.l2_normalize(x.float(), chosen, out=out),
+        "rms_norm": lambda out: reference.rms_norm(x, weight, eps=EPS, out=out),
+        "rms_norm_with_residual": lambda out: reference.rms_norm(
+            x, weight, eps=EPS, residual=other, out=out
+        ),
+        "silu_gate": lambda out: reference.silu_gate(x, out=out),
+        "masked_softmax": lambda out: reference.masked_softmax(
+            scores, seqlens, scale=0.5, causal=True, out=out
+        ),
         "to_fp32": lambda out: reference.to_fp32(x, out=out),
     }
 
@@ -345,15 +286,19 @@ def test_a_poisoned_out_is_fully_overwritten_with_the_same_bits(op, dtype):
     assert torch.equal(out, fresh)
 
 
+LENGTHS = torch.tensor([60], dtype=torch.int32)
 IN_PLACE_CALLS = {
     "activate": lambda x, other, out: reference.activate(x, kind="gelu", out=out),
     "add_layer_norm": lambda x, other, out: reference.add_layer_norm(
         x, other, other[0], other[1], eps=EPS, out=out
     ),
-    "tanh": lambda x, other, out: reference.tanh(x, out=out),
-    "l2_normalize": lambda x, other, out: reference.l2_normalize(
-        x, torch.arange(len(x)) % 2 == 0, out=out
+    "rms_norm": lambda x, other, out: reference.rms_norm(
+        x, other[0], eps=EPS, residual=other, out=out
     ),
+    "masked_softmax": lambda x, other, out: reference.masked_softmax(
+        x[None, None], LENGTHS, scale=0.5, out=out if out is None else out[None, None]
+    ).view_as(x),
+    "tanh": lambda x, other, out: reference.tanh(x, out=out),
 }
 
 
@@ -379,6 +324,16 @@ def test_every_activation_works_in_place(kind):
     fresh = reference.activate(x.clone(), kind=kind)
 
     reference.activate(x, kind=kind, out=x)
+
+    assert torch.equal(x, fresh)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])
+def test_every_activation_works_in_place_with_a_bias(kind):
+    x, bias = rand(63, 100), rand(100, seed=1)
+    fresh = reference.activate(x.clone(), bias, kind=kind)
+
+    reference.activate(x, bias, kind=kind, out=x)
 
     assert torch.equal(x, fresh)
 

@@ -1,0 +1,148 @@
+"""Three embeddings, their sum and its layer norm in one pass: the head of an encoder.
+
+One program owns ROWS tokens: it reads their ids, gathers one row of each table into registers and normalises there.
+Nothing but the result is written. Ids are checked where requests come in; the kernel trusts them.
+Source: Devlin et al. 2019, arXiv:1810.04805, section 3.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from varlen_kernels.checks import check_ids, check_out, check_rows, check_vector, check_width
+from varlen_kernels.layer_norm import normalize_row
+from varlen_kernels.rows import add_rows, load_row, row_launches, store_row, vector_width
+from varlen_kernels.tuning import Launch, pick
+
+
+@triton.jit
+def _gather(
+    ids_ptr,  # [tokens]
+    table_ptr,  # [rows, HIDDEN]
+    token,  # [ROWS, 1]
+    here,  # [ROWS, 1]
+    STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Return the row of each token's id."""
+    # int64: a table may have more than 2**31 elements
+    row = tl.load(ids_ptr + token, mask=here, other=0).to(tl.int64)
+    return load_row(table_ptr + row * STRIDE, here, HIDDEN, ROWS, BLOCK, TILES)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _embed_layer_norm_kernel(
+    token_ids_ptr,  # [tokens]
+    position_ids_ptr,  # [tokens]
+    type_ids_ptr,  # [tokens]
+    token_table_ptr,  # [vocabulary, HIDDEN]
+    position_table_ptr,  # [positions, HIDDEN]
+    type_table_ptr,  # [types, HIDDEN]
+    weight_ptr,  # [HIDDEN]
+    bias_ptr,  # [HIDDEN]
+    out_ptr,  # [tokens, HIDDEN]
+    tokens,
+    eps,
+    TOKEN_STRIDE: tl.constexpr,
+    POSITION_STRIDE: tl.constexpr,
+    TYPE_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
+):
+    """Embed tokens `program_id(0) * ROWS` and the ROWS - 1 after it."""
+    # int64: tokens * HIDDEN may pass 2**31
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    here = token < tokens
+
+    x = _gather(
+        token_ids_ptr, token_table_ptr, token, here, TOKEN_STRIDE, HIDDEN, ROWS, BLOCK, TILES
+    )
+    position = _gather(
+        position_ids_ptr,
+        position_table_ptr,
+        token,
+        here,
+        POSITION_STRIDE,
+        HIDDEN,
+        ROWS,
+        BLOCK,
+        TILES,
+    )
+    kind = _gather(
+        type_ids_ptr, type_table_ptr, token, here, TYPE_STRIDE, HIDDEN, ROWS, BLOCK, TILES
+    )
+    x = add_rows(add_rows(x, position), kind)
+    normed = normalize_row(x, weight_ptr, bias_ptr, eps, HIDDEN, ROWS, BLOCK)
+    store_row(out_ptr + token * OUT_STRIDE, normed, here, HIDDEN, BLOCK)
+
+
+def embed_layer_norm(
+    token_ids: Tensor,
+    position_ids: Tensor,
+    type_ids: Tensor,
+    token_table: Tensor,
+    position_table: Tensor,
+    type_table: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    eps: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return layer_norm(token + position + type embedding), as `reference.embed_layer_norm` does.
+
+    Every id must be inside its table: one that is not reads memory that is not the table's.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
+    """
+    tables = {
+        "token_table": token_table,
+        "position_table": position_table,
+        "type_table": type_table,
+    }
+    tokens, hidden = len(token_ids), token_table.shape[-1]
+    out = token_table.new_empty(tokens, hidden) if out is None else out
+    check_ids(tokens, token_ids=token_ids, position_ids=position_ids, type_ids=type_ids)
+    for name, table in tables.items():
+        # of its first rows alone, since tables have different numbers of them
+        check_rows(token_table[:1], **{name: table[:1]})
+    check_out(out, (tokens, hidden), token_table.dtype)
+    check_width(hidden)
+    check_vector(hidden, weight=weight, bias=bias)
+    if tokens == 0:
+        return out
+    launch = pick("embed_layer_norm", (hidden, out.dtype), candidates)
+    _embed_layer_norm_kernel[(triton.cdiv(tokens, launch["ROWS"]),)](
+        token_ids,
+        position_ids,
+        type_ids,
+        token_table,
+        position_table,
+        type_table,
+        weight,
+        bias,
+        out,
+        tokens,
+        eps,
+        TOKEN_STRIDE=token_table.stride(0),
+        POSITION_STRIDE=position_table.stride(0),
+        TYPE_STRIDE=type_table.stride(0),
+        OUT_STRIDE=out.stride(0),
+        HIDDEN=hidden,
+        TILES=triton.cdiv(hidden, launch["BLOCK"]),
+        **launch,
+    )
+    return out
+
+
+def candidates(hidden: int, dtype: torch.dtype) -> list[Launch]:
+    """Return launches for rows of this width, the first for a GPU on which none was measured."""
+    return row_launches(hidden, vector_width(dtype, hidden))

@@ -1,0 +1,34 @@
+"""Every op of `reference` as a CUDA GPU runs it: Triton kernels, and torch where that is one good launch already.
+
+The names and signatures are those of `reference`, which says what each op means.
+"""
+
+from varlen_kernels.activation import activate
+from varlen_kernels.attention_varlen import attention_varlen
+from varlen_kernels.beam import beam_step
+from varlen_kernels.embedding import embed_layer_norm
+from varlen_kernels.gate import silu_gate
+from varlen_kernels.layer_norm import add_layer_norm
+from varlen_kernels.packing import pack, unpack
+from varlen_kernels.pooling import first_tokens, pool
+from varlen_kernels.reference import linear, tanh, to_fp32
+from varlen_kernels.rms_norm import rms_norm
+from varlen_kernels.softmax import masked_softmax
+
+__all__ = [
+    "activate",
+    "add_layer_norm",
+    "attention_varlen",
+    "beam_step",
+    "embed_layer_norm",
+    "first_tokens",
+    "linear",
+    "masked_softmax",
+    "pack",
+    "pool",
+    "rms_norm",
+    "silu_gate",
+    "tanh",
+    "to_fp32",
+    "unpack",
+]

@@ -1,0 +1,109 @@
+"""Residual add and RMS norm in one pass, with the sum for the next sublayer if it wants it.
+
+One program owns ROWS tokens, each of them in the registers of one warp if it is short enough.
+Source: Zhang, Sennrich 2019, arXiv:1910.07467.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from varlen_kernels.checks import check_rows, check_vector, check_width
+from varlen_kernels.rows import (
+    add_rows,
+    load_row,
+    row_launches,
+    store_row,
+    sum_of_squares,
+    vector_width,
+)
+from varlen_kernels.tuning import Launch, pick
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _rms_norm_kernel(
+    x_ptr,  # [tokens, HIDDEN]
+    residual_ptr,  # [tokens, HIDDEN], read if HAS_RESIDUAL
+    weight_ptr,  # [HIDDEN]
+    sum_ptr,  # [tokens, HIDDEN], written if HAS_SUM; may be residual_ptr
+    out_ptr,  # [tokens, HIDDEN]
+    tokens,
+    eps,
+    X_STRIDE: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
+    SUM_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
+):
+    """Normalise tokens `program_id(0) * ROWS` and the ROWS - 1 after it."""
+    # int64: tokens * HIDDEN may pass 2**31
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    here = token < tokens
+
+    x = load_row(x_ptr + token * X_STRIDE, here, HIDDEN, ROWS, BLOCK, TILES)
+    if HAS_RESIDUAL:
+        from_ptr = residual_ptr + token * RESIDUAL_STRIDE
+        x = add_rows(x, load_row(from_ptr, here, HIDDEN, ROWS, BLOCK, TILES))
+    if HAS_SUM:
+        store_row(sum_ptr + token * SUM_STRIDE, x, here, HIDDEN, BLOCK)
+    scale = tl.rsqrt(sum_of_squares(x) / HIDDEN + eps)
+
+    weight = load_row(weight_ptr, True, HIDDEN, ROWS, BLOCK, TILES)
+    normed = tl.tuple(())
+    for i in tl.static_range(TILES):
+        normed += (x[i] * scale * weight[i],)
+    store_row(out_ptr + token * OUT_STRIDE, normed, here, HIDDEN, BLOCK)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    residual: Tensor | None = None,
+    sum_out: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the RMS norm of x + residual, times weight, as `reference.rms_norm` does.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
+    """
+    out = torch.empty_like(x) if out is None else out
+    check_rows(x, residual=residual, sum_out=sum_out, out=out)
+    tokens, hidden = x.shape
+    check_width(hidden)
+    check_vector(hidden, weight=weight)
+    if tokens == 0:
+        return out
+    launch = pick("rms_norm", (hidden, x.dtype), candidates)
+    _rms_norm_kernel[(triton.cdiv(tokens, launch["ROWS"]),)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out if sum_out is None else sum_out,
+        out,
+        tokens,
+        eps,
+        X_STRIDE=x.stride(0),
+        RESIDUAL_STRIDE=0 if residual is None else residual.stride(0),
+        SUM_STRIDE=0 if sum_out is None else sum_out.stride(0),
+        OUT_STRIDE=out.stride(0),
+        HIDDEN=hidden,
+        HAS_RESIDUAL=residual is not None,
+        HAS_SUM=sum_out is not None,
+        TILES=triton.cdiv(hidden, launch["BLOCK"]),
+        **launch,
+    )
+    return out
+
+
+def candidates(hidden: int, dtype: torch.dtype) -> list[Launch]:
+    """Return launches for rows of this width, the first for a GPU on which none was measured."""
+    return row_launches(hidden, vector_width(dtype, hidden))

@@ -1,0 +1,32 @@
+"""Tests that need a CUDA GPU are skipped where there is none."""
+
+from pathlib import Path
+
+import pytest
+
+_KERNEL_TESTS = Path(__file__).parent / "kernels/fused"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of kernels too, which a GPU runs unless the interpreter does."""
+    kernel_tests = [item for item in items if item.path.is_relative_to(_KERNEL_TESTS)]
+    if kernel_tests and not _interpreted():
+        for item in kernel_tests:
+            item.add_marker("gpu")
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _gpu_is_there():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and there is none"))
+
+
+def _interpreted() -> bool:
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def _gpu_is_there() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,144 @@
+"""Teach Triton's interpreter bfloat16, which it holds as raw bits and adds, compares and multiplies as integers.
+
+numpy knows no bfloat16, so the interpreter keeps such values in uint16 arrays. Here every operation on them
+widens its operands to fp32, computes, and rounds the result to nearest even, as a GPU does; a
+reduction or scan rounds once, at its end. Without it kernels pass tests with values that are wrong by any factor,
+or fail though they are right. Fits versions 3.6 to 3.9.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+_BITWISE = {np.bitwise_and, np.bitwise_or, np.bitwise_xor}
+_NAN = np.uint16(0x7FC0)
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """Return the fp32 values of bfloat16 bits, which are the upper half of them."""
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    """Return the bits of the bfloat16 values nearest to fp32 values, the even one of two."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    last_kept = (bits >> np.uint32(16)) & np.uint32(1)
+    # what is carried over rounds up; a NaN might carry over to infinity
+    rounded = (bits + np.uint32(0x7FFF) + last_kept) >> np.uint32(16)
+    return np.where(np.isnan(values), _NAN, rounded.astype(np.uint16)).reshape(np.shape(values))
+
+
+def install() -> None:
+    """Make this process's interpreter compute with bfloat16 values, not bits."""
+    builder = InterpreterBuilder
+    for name in ("unary_op", "create_fma", "create_clampf", "create_rsqrt"):
+        setattr(builder, name, _in_fp32(getattr(builder, name)))
+    builder.binary_op = _binary_op(builder.binary_op)
+    builder.cast_impl = _cast(builder.cast_impl)
+    builder.create_fp_to_fp = _cast(builder.create_fp_to_fp)
+    builder.create_dot = _dot(builder.create_dot)
+    # 3.6 has no constants of bfloat16, and lets a NaN through where a GPU drops it
+    builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+    builder.get_bf16 = lambda self, value: _narrowed(self.get_fp32(value))
+    for operation in (interpreter.ReduceOps, interpreter.ScanOps):
+        operation.apply_impl = _accumulated_in_fp32(operation.apply_impl)
+
+
+def _in_fp32(method: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    """Let a builder's method, whose result has its operands' dtype, compute in fp32."""
+
+    @wraps(method)
+    def compute(self: InterpreterBuilder, *operands: Any) -> TensorHandle:
+        if not any(_is_bfloat16(operand) for operand in operands):
+            return method(self, *operands)
+        return _narrowed(method(self, *map(_widened, operands)))
+
+    return compute
+
+
+def _binary_op(method: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    compute_in_fp32 = _in_fp32(method)
+
+    @wraps(method)
+    def compute(
+        self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle, op: np.ufunc
+    ) -> TensorHandle:
+        chosen = method if op in _BITWISE else compute_in_fp32
+        return chosen(self, lhs, rhs, op)
+
+    return compute
+
+
+def _cast(method: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    @wraps(method)
+    def cast(
+        self: InterpreterBuilder, source: TensorHandle, target: tl.dtype, *rounding: Any
+    ) -> TensorHandle:
+        source = _widened(source)
+        if target.scalar == tl.bfloat16:
+            return _narrowed(TensorHandle(source.data.astype(np.float32), tl.float32))
+        if source.dtype.scalar == target.scalar:
+            return source
+        return method(self, source, target, *rounding)
+
+    return cast
+
+
+def _dot(method: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    @wraps(method)
+    def dot(
+        self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, accumulator: Any, *how: Any
+    ) -> TensorHandle:
+        return method(self, _widened(a), _widened(b), accumulator, *how)
+
+    return dot
+
+
+def _accumulated_in_fp32(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a reduction or scan of bfloat16 tensors run in fp32, and round its results."""
+
+    @wraps(method)
+    def apply_impl(self: Any, inputs: tuple[tl.tensor, ...]) -> Any:
+        narrowed = [_is_bfloat16(tensor.handle) for tensor in inputs]
+        if not any(narrowed):
+            return method(self, inputs)
+        results = method(self, tuple(_with_handle(t, _widened(t.handle)) for t in inputs))
+        results = results if isinstance(results, (list, tuple)) else (results,)
+        return tuple(
+            _with_handle(result, _narrowed(result.handle)) if narrow_it else result
+            for result, narrow_it in zip(results, narrowed, strict=True)
+        )
+
+    return apply_impl
+
+
+def _is_bfloat16(operand: object) -> bool:
+    return isinstance(operand, TensorHandle) and operand.dtype.scalar == tl.bfloat16
+
+
+def _widened(operand: Any) -> Any:
+    """Return the operand in fp32 if it is of bfloat16, else as it is."""
+    if not _is_bfloat16(operand):
+        return operand
+    return TensorHandle(widen(operand.data), tl.float32)
+
+
+def _narrowed(handle: TensorHandle) -> TensorHandle:
+    """Return an fp32 result in bfloat16; the truth values of a comparison stay what they are."""
+    if handle.data.dtype == np.bool_:
+        return TensorHandle(handle.data, tl.int1)
+    return TensorHandle(narrow(handle.data), tl.bfloat16)
+
+
+def _with_handle(tensor: tl.tensor, handle: TensorHandle) -> tl.tensor:
+    """Return a tensor of the same shape that holds `handle`."""
+    kind = handle.dtype
+    if tensor.type.is_block():
+        kind = tl.block_type(kind, tensor.type.shape)
+    return tl.tensor(handle, kind)

@@ -1,0 +1,43 @@
+"""Random inputs, and how near to the reference a kernel must come."""
+
+import pytest
+import torch
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "fp16", "bf16"])
+# tokens and features of a row-wise op
+SIZES = pytest.mark.parametrize(
+    "tokens, width",
+    [
+        *[(1, 1), (9, 5), (5, 63), (63, 64), (3, 65), (10, 384), (7, 500), (2, 501), (65, 768)],
+        *[(3, 1000), (4, 1024), (1, 4096)],
+    ],
+    ids=str,
+)
+
+
+def rand(*shape, dtype=torch.float32, device="cpu", seed=0):
+    """Return normal random numbers that are the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def spread(x, gap=8):
+    """Return a view that equals `x`, whose rows lie `gap` elements further apart, NaN between them."""
+    *rows, width = x.shape
+    wide = torch.full((*rows, width + gap), torch.nan, dtype=x.dtype, device=x.device)
+    wide[..., :width] = x
+    return wide[..., :width]
+
+
+def assert_close(actual, expected, dtype, factor=1.0):
+    """Fail if the error, by its Euclidean norm, is more than `dtype` explains.
+
+    Args:
+        expected: in fp32 or fp64, computed from inputs that were rounded to `dtype`.
+        factor: of the tolerance, where sums are long.
+    """
+    assert actual.dtype == dtype
+    assert actual.shape == expected.shape
+    error = torch.linalg.vector_norm(actual.double() - expected.double())
+    assert error <= factor * TOLERANCE[dtype] * torch.linalg.vector_norm(expected.double())

@@ -1,0 +1,211 @@
+"""The step of beam search against its reference: tokens and parents equal, whatever ties and odd numbers there are.
+
+Candidates of two beams can have scores that differ by less than rounding; the inputs here have none, but for those that
+are equal to the last bit because the beams are.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from varlen_kernels import tuning
+from varlen_kernels.beam import beam_step, launch_key
+from varlen_kernels.beam_reference import NO_PARENT, NO_TOKEN, BeamCandidates
+from varlen_kernels.beam_reference import beam_step as reference
+
+from .guards import Guarded
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# Several chunks of several tiles, in groups of several members, of vocabularies that a test can interpret.
+SMALL = {"CHUNK": 256, "TILE": 128, "GROUPS": 16, "num_warps": 1}
+
+
+@contextmanager
+def launched_with(logits, beams, launch):
+    with tuning.forced("beam_step", launch_key(logits, beams), launch):
+        yield
+
+
+def random_step(sequences, beams, vocabulary, dtype, device, gap=0):
+    torch.manual_seed(0)
+    logits = (torch.randn(sequences * beams, vocabulary + gap) * 3).to(dtype)[:, :vocabulary]
+    return logits.to(device), torch.randn(sequences, beams).to(device)
+
+
+def check(actual, logits, scores, finished=None):
+    expected = reference(logits, scores, finished)
+    assert torch.equal(actual.tokens, expected.tokens)
+    assert torch.equal(actual.parents, expected.parents)
+    torch.testing.assert_close(actual.scores, expected.scores, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "sequences, beams, vocabulary, chunk, tile, groups",
+    [
+        (2, 1, 1000, 256, 128, 16),
+        (2, 2, 333, 128, 64, 32),
+        (1, 3, 1000, 512, 512, 64),
+        (1, 4, 5003, 2048, 1024, 256),
+        (1, 5, 333, 256, 256, 128),
+        (1, 8, 7, 64, 64, 32),
+        (1, 16, 7, 64, 64, 32),
+        (1, 64, 2, 64, 64, 32),
+        (3, 2, 1, 64, 64, 32),
+        (0, 4, 10, 64, 64, 32),
+    ],
+    ids=str,
+)
+def test_candidates_are_those_of_the_reference(
+    sequences, beams, vocabulary, chunk, tile, groups, device
+):
+    dtype = DTYPES[beams % 3]
+    logits, scores = random_step(sequences, beams, vocabulary, dtype, device)
+    launch = {"CHUNK": chunk, "TILE": tile, "GROUPS": groups, "num_warps": 1}
+
+    with launched_with(logits, beams, launch):
+        actual = beam_step(logits, scores)
+
+    check(actual, logits, scores)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ties_go_to_the_lower_beam_and_the_lower_token(dtype, device):
+    logits, scores = random_step(1, 4, 300, dtype, device)
+    # every row has the same few values, so beams tie to the last bit
+    logits = logits[:1].round().clamp(-4, 2).expand(4, 300).contiguous()
+    scores = torch.zeros_like(scores)
+
+    with launched_with(logits, 4, SMALL):
+        actual = beam_step(logits, scores)
+
+    check(actual, logits, scores)
+    assert actual.parents[0].tolist() == sorted(actual.parents[0].tolist())
+
+
+def test_nan_and_infinity_have_their_places(device):
+    logits, scores = random_step(3, 3, 270, torch.bfloat16, device)
+    logits[0, ::3] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 5::50] = torch.inf
+    # only the second chunk of a row has anything
+    logits[3, :256] = -torch.inf
+    logits[4, 256:] = torch.nan
+    logits[5, 269] = torch.inf
+    logits[6:] = torch.nan
+    scores[0, 1] = torch.inf
+    scores[1, 0] = torch.nan
+    scores[1, 1] = -torch.inf
+
+    with launched_with(logits, 3, SMALL):
+        actual = beam_step(logits, scores)
+
+    check(actual, logits, scores)
+    assert not actual.scores.isnan().any()
+
+
+def test_minus_zero_ties_with_zero(device):
+    logits = torch.tensor([[0.0, -0.0, 0.0, -0.0]], device=device)
+    scores = torch.zeros(1, 1, device=device)
+
+    with launched_with(logits, 1, SMALL):
+        actual = beam_step(logits, scores)
+
+    assert actual.tokens.tolist() == [[0, 1]]
+
+
+def test_of_logits_that_give_one_score_the_higher_comes_first(device):
+    logits, scores = random_step(1, 2, 300, torch.float32, device)
+    # next to a score of -1e9 all log-probabilities vanish in rounding, as in the first step of a search
+    scores[:] = torch.tensor([[-1e9, -2e9]])
+
+    with launched_with(logits, 2, SMALL):
+        actual = beam_step(logits, scores)
+
+    check(actual, logits, scores)
+    assert actual.tokens[0].tolist() == logits[0].sort(descending=True).indices[:4].tolist()
+
+
+def test_finished_sequences_have_no_candidates_and_are_not_read(device):
+    logits, scores = random_step(3, 2, 300, torch.float16, device)
+    finished = torch.tensor([True, False, True], device=device)
+    logits[:2] = torch.nan
+
+    with launched_with(logits, 2, SMALL):
+        actual = beam_step(logits, scores, finished)
+
+    check(actual, logits, scores, finished)
+    assert actual.tokens[0].eq(NO_TOKEN).all()
+    assert actual.parents[2].eq(NO_PARENT).all()
+    assert actual.scores[0].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("gap", [1, 3, 8])
+def test_rows_may_lie_apart(gap, device):
+    logits, scores = random_step(1, 2, 333, torch.float16, device, gap)
+
+    with launched_with(logits, 2, SMALL):
+        actual = beam_step(logits, scores)
+
+    check(actual, logits, scores)
+
+
+def test_what_lies_between_rows_is_not_a_token(device):
+    logits, scores = random_step(1, 2, 333, torch.float16, device, gap=3)
+    # the last vector of a row reaches into it
+    logits.as_strided((2, 3), (336, 1), 333)[:] = 100.0
+
+    with launched_with(logits, 2, SMALL):
+        actual = beam_step(logits, scores)
+
+    check(actual, logits, scores)
+
+
+def test_the_launch_by_rule_gives_the_same(device):
+    logits, scores = random_step(1, 2, 2500, torch.float16, device)
+
+    actual = beam_step(logits, scores)
+
+    check(actual, logits, scores)
+
+
+def test_writes_into_out_and_nothing_beside_it(device):
+    logits, scores = random_step(1, 3, 300, torch.float32, device)
+    guarded = BeamCandidates(
+        Guarded((1, 6), torch.int32, device),
+        Guarded((1, 6), torch.int32, device),
+        Guarded((1, 6), torch.float32, device),
+    )
+    out = BeamCandidates(*(guard.tensor for guard in guarded))
+
+    with launched_with(logits, 3, SMALL):
+        returned = beam_step(logits, scores, out=out)
+
+    check(out, logits, scores)
+    for guard, tensor in zip(guarded, returned, strict=True):
+        assert tensor is guard.tensor
+        guard.check()
+
+
+def test_two_runs_give_the_same_bits(device):
+    logits, scores = random_step(1, 2, 333, torch.float32, device)
+
+    with launched_with(logits, 2, SMALL):
+        first, second = beam_step(logits, scores), beam_step(logits, scores)
+
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rejects_rows_that_are_not_contiguous(device):
+    logits = torch.zeros(10, 4, device=device).T
+
+    with pytest.raises(ValueError, match="logits has strides"):
+        beam_step(logits, torch.zeros(1, 4, device=device))
+
+
+def test_rejects_scores_that_are_not_contiguous(device):
+    scores = torch.zeros(2, 2, device=device).T
+
+    with pytest.raises(ValueError, match="scores has strides"):
+        beam_step(torch.zeros(4, 10, device=device), scores)

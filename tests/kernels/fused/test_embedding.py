@@ -1,0 +1,103 @@
+"""Three embeddings and a layer norm on a GPU or in the interpreter, against the reference in fp64."""
+
+import pytest
+import torch
+
+from varlen_kernels import embedding, reference
+from varlen_kernels.embedding import embed_layer_norm
+from varlen_kernels.tuning import forced
+
+from .compare import DTYPES, SIZES, assert_close, rand, spread
+from .guards import write_guarded
+
+EPS = 1e-5
+
+
+def inputs(tokens, width, dtype, device, id_dtype=torch.int32):
+    """Return three vectors of ids, three tables, weight and bias; first and last rows are asked for."""
+    rows = (23, 70, 2)
+    tables = [rand(n, width, dtype=dtype, device=device, seed=i) for i, n in enumerate(rows)]
+    ids = []
+    for seed, n in enumerate(rows):
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randint(n, (tokens,), generator=generator)
+        chosen[:1], chosen[1:2] = 0, n - 1
+        ids.append(chosen.to(device, id_dtype))
+    vectors = [rand(width, dtype=dtype, device=device, seed=i) for i in (3, 4)]
+    return [*ids, *tables, *vectors]
+
+
+def reference64(args):
+    ids, floats = args[:3], args[3:]
+    return reference.embed_layer_norm(*ids, *(t.double() for t in floats), eps=EPS)
+
+
+@DTYPES
+@SIZES
+def test_matches_the_reference(tokens, width, dtype, device):
+    args = inputs(tokens, width, dtype, device)
+
+    actual = write_guarded(
+        lambda out: embed_layer_norm(*args, eps=EPS, out=out), (tokens, width), dtype, device
+    )
+
+    assert_close(actual, reference64(args), dtype)
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
+def test_takes_both_integer_types(id_dtype, device):
+    args = inputs(7, 384, torch.float16, device, id_dtype)
+
+    assert_close(embed_layer_norm(*args, eps=EPS), reference64(args), torch.float16)
+
+
+@pytest.mark.parametrize("width", [5, 384])
+def test_takes_rows_that_lie_apart(width, device):
+    args = inputs(6, width, torch.float16, device)
+    apart = [*args[:3], *(spread(table, 8 * i) for i, table in enumerate(args[3:6])), *args[6:]]
+
+    actual = write_guarded(
+        lambda out: embed_layer_norm(*apart, eps=EPS, out=out),
+        (6, width),
+        torch.float16,
+        device,
+        gap=16,
+    )
+
+    assert_close(actual, reference64(args), torch.float16)
+
+
+@pytest.mark.parametrize("width", [101, 384])
+def test_every_candidate_launch_is_right(width, device):
+    args = inputs(9, width, torch.bfloat16, device)
+    expected = reference64(args)
+
+    for launch in embedding.candidates(width, torch.bfloat16):
+        with forced("embed_layer_norm", (width, torch.bfloat16), launch):
+            actual = embed_layer_norm(*args, eps=EPS)
+        assert_close(actual, expected, torch.bfloat16)
+
+
+def test_no_tokens(device):
+    args = inputs(0, 64, torch.float32, device)
+
+    assert embed_layer_norm(*args, eps=EPS).shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    "place, change, message",
+    [
+        (1, lambda t: t[:2], r"position_ids has shape \[2\] .* must be \[3\]"),
+        (2, lambda t: t.float(), "type_ids is torch.float32; allowed: torch.int32, torch.int64"),
+        (4, lambda t: t[:, :7], r"position_table is \[1, 7\]"),
+        (5, lambda t: t.half(), "type_table is .* torch.float16"),
+        (7, lambda t: t[:7], r"bias has shape \[7\]"),
+    ],
+    ids=["ids of another length", "ids that are not integers", "width", "dtype", "bias"],
+)
+def test_rejects_what_it_cannot_read(place, change, message, device):
+    args = inputs(3, 8, torch.float32, device)
+    args[place] = change(args[place])
+
+    with pytest.raises(ValueError, match=message):
+        embed_layer_norm(*args, eps=EPS)

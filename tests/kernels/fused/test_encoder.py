@@ -1,0 +1,81 @@
+"""A whole encoder on the fused kernels: through CUDA graphs on a GPU, or op by op in the interpreter."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from varlen.config import EngineConfig
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.cuda import CudaExecutor
+from varlen.models.runner import Runner
+from varlen.request import Sequence
+from varlen_kernels import fused
+
+MAX_TOKENS = 64
+KINDS = {
+    "embed": "BertModel",
+    "token_classify": "BertForTokenClassification",
+    "classify": "BertForSequenceClassification",
+}
+
+
+class RepeatedWork:
+    """In place of CUDA graphs where there is no GPU: does the captured work again, and none of it before."""
+
+    def stream(self):
+        return nullcontext()
+
+    def capture(self, work):
+        return work
+
+
+@pytest.fixture(params=KINDS)
+def load(request, tmp_path):
+    """Return a function that loads a small random BERT in fp32 on a device."""
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=80,
+        max_position_embeddings=MAX_TOKENS,
+        initializer_range=0.15,
+    )
+    torch.manual_seed(0)
+    getattr(transformers, KINDS[request.param])(config).save_pretrained(tmp_path)
+    # nothing here is text
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    def load_on(device):
+        settings = EngineConfig(
+            task=request.param, device=device, dtype="fp32", max_batch_tokens=MAX_TOKENS
+        )
+        return Runner(Checkpoint.open(tmp_path), settings)
+
+    return load_on
+
+
+def fused_executor(load, device):
+    """Return what runs the model on the fused kernels."""
+    if device.type == "cuda":
+        return load("cuda").executor
+    return CudaExecutor(load("cpu").program, fused, device, MAX_TOKENS, RepeatedWork())
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 1, 9], [30, 2, 17], [40, 12, 12]], ids=str)
+def test_every_answer_is_that_of_the_reference(load, device, lengths):
+    numbers = np.random.default_rng(0)
+    batch = [
+        Sequence(numbers.integers(0, 50, n).astype(np.int32), numbers.integers(0, 2, n))
+        for n in lengths
+    ]
+    normalize = [index % 2 == 0 for index in range(len(batch))]
+    expected = load("cpu").run(batch, normalize)
+
+    answers = fused_executor(load, device).run(batch, normalize)
+
+    for mine, theirs in zip(answers, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-5)

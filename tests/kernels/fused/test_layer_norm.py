@@ -1,0 +1,169 @@
+"""Bias, residual and layer norm on a GPU or in the interpreter, against the reference in fp64."""
+
+import pytest
+import torch
+
+from varlen_kernels import layer_norm, reference
+from varlen_kernels.layer_norm import add_layer_norm
+from varlen_kernels.rows import MAX_ROW
+from varlen_kernels.tuning import forced
+
+from .compare import DTYPES, SIZES, assert_close, rand, spread
+from .guards import write_guarded
+
+EPS = 1e-5
+
+
+def inputs(tokens, width, dtype, device):
+    """Return x, residual, weight, bias and x_bias."""
+    rows = [rand(tokens, width, dtype=dtype, device=device, seed=i) for i in range(2)]
+    return rows + [rand(width, dtype=dtype, device=device, seed=i) for i in range(2, 5)]
+
+
+def reference64(x, residual, weight, bias, x_bias=None):
+    x, residual, weight, bias = (t.double() for t in (x, residual, weight, bias))
+    if x_bias is not None:
+        x_bias = x_bias.double()
+    return reference.add_layer_norm(x, residual, weight, bias, eps=EPS, x_bias=x_bias)
+
+
+@DTYPES
+@SIZES
+def test_matches_the_reference(tokens, width, dtype, device):
+    *args, x_bias = inputs(tokens, width, dtype, device)
+
+    actual = write_guarded(
+        lambda out: add_layer_norm(*args, eps=EPS, x_bias=x_bias, out=out),
+        (tokens, width),
+        dtype,
+        device,
+    )
+
+    assert_close(actual, reference64(*args, x_bias), dtype)
+
+
+@DTYPES
+def test_needs_no_bias_of_x(dtype, device):
+    *args, _ = inputs(7, 384, dtype, device)
+
+    actual = add_layer_norm(*args, eps=EPS)
+
+    assert_close(actual, reference64(*args), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [5, 501, 768])
+def test_takes_rows_that_lie_apart(width, dtype, device):
+    x, residual, weight, bias, x_bias = inputs(6, width, dtype, device)
+
+    actual = write_guarded(
+        lambda out: add_layer_norm(
+            spread(x), spread(residual, 24), weight, bias, eps=EPS, x_bias=x_bias, out=out
+        ),
+        (6, width),
+        dtype,
+        device,
+        gap=16,
+    )
+
+    assert_close(actual, reference64(x, residual, weight, bias, x_bias), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [63, 768, 2048])
+def test_in_place_writes_the_same_bits(width, dtype, device):
+    x, residual, weight, bias, x_bias = inputs(6, width, dtype, device)
+    fresh = add_layer_norm(x, residual, weight, bias, eps=EPS, x_bias=x_bias)
+
+    returned = add_layer_norm(x, residual, weight, bias, eps=EPS, x_bias=x_bias, out=x)
+
+    assert returned.data_ptr() == x.data_ptr()
+    assert torch.equal(x, fresh)
+
+
+def test_in_place_of_a_value_that_is_its_own_residual(device):
+    x, _, weight, bias, _ = inputs(6, 100, torch.float32, device)
+    fresh = add_layer_norm(x, x.clone(), weight, bias, eps=EPS)
+
+    add_layer_norm(x, x, weight, bias, eps=EPS, out=x)
+
+    assert torch.equal(x, fresh)
+
+
+@pytest.mark.parametrize("width", [101, 768, 3072])
+def test_every_candidate_launch_is_right(width, device):
+    *args, x_bias = inputs(9, width, torch.float16, device)
+    expected = reference64(*args, x_bias)
+
+    for launch in layer_norm.candidates(width, torch.float16):
+        with forced("add_layer_norm", (width, torch.float16), launch):
+            actual = add_layer_norm(*args, eps=EPS, x_bias=x_bias)
+        assert_close(actual, expected, torch.float16)
+
+
+def test_a_row_of_the_greatest_width(device):
+    *args, _ = inputs(1, MAX_ROW, torch.float32, device)
+
+    assert_close(add_layer_norm(*args, eps=EPS), reference64(*args), torch.float32)
+
+
+def test_a_mean_that_dwarfs_the_variance_costs_no_more_than_its_rounding(device):
+    x, _, weight, bias, _ = inputs(4, 768, torch.float32, device)
+    x += 1000
+    zeros = torch.zeros_like(x)
+
+    actual = add_layer_norm(x, zeros, weight, bias, eps=EPS)
+
+    # the mean itself has an error of 1000 * 2 ** -24
+    assert_close(actual, reference64(x, zeros, weight, bias), torch.float32, factor=60)
+
+
+def test_a_token_with_nan_spoils_no_other(device):
+    *args, _ = inputs(8, 384, torch.float16, device)
+    fresh = add_layer_norm(*args, eps=EPS)
+    args[0][3, 100] = torch.nan
+
+    actual = add_layer_norm(*args, eps=EPS)
+
+    others = torch.arange(8) != 3
+    assert actual[3].isnan().all()
+    assert torch.equal(actual[others], fresh[others])
+
+
+def test_no_tokens(device):
+    *args, _ = inputs(0, 768, torch.float16, device)
+
+    assert add_layer_norm(*args, eps=EPS).shape == (0, 768)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"residual": torch.zeros(4, 7)}, r"residual is \[4, 7\] torch.float32; x is \[4, 8\]"),
+        ({"residual": torch.zeros(4, 8).half()}, "residual is .* torch.float16; x is"),
+        ({"x": torch.zeros(8, 4).t()}, r"x has strides \(1, 4\); the last must be 1"),
+        ({"x": torch.zeros(4, 8).double()}, "x is torch.float64; allowed: torch.float32"),
+        ({"out": torch.zeros(3, 8)}, r"out is \[3, 8\]"),
+        ({"weight": torch.zeros(7)}, r"weight has shape \[7\] .* must be \[8\], contiguous"),
+        ({"x_bias": torch.zeros(16)[::2]}, "x_bias has shape .* strides .2,."),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_rejects_what_it_cannot_read(change, message, device):
+    arguments = {
+        "x": torch.zeros(4, 8),
+        "residual": torch.zeros(4, 8),
+        "weight": torch.zeros(8),
+        "bias": torch.zeros(8),
+    }
+    arguments |= change
+
+    with pytest.raises(ValueError, match=message):
+        add_layer_norm(**{name: t.to(device) for name, t in arguments.items()}, eps=EPS)
+
+
+def test_rejects_a_row_too_wide(device):
+    wide, vector = torch.zeros(1, MAX_ROW + 1, device=device), torch.zeros(MAX_ROW + 1)
+
+    with pytest.raises(ValueError, match="x has rows of 16385; allowed: 1 to 16384"):
+        add_layer_norm(wide, wide, vector, vector, eps=EPS)

@@ -1,0 +1,311 @@
+"""The reference ops that look at whole sequences, against float64 arithmetic written out in numpy."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from varlen_kernels import reference
+
+from .float64 import DTYPES, bounds_of, check, f64, rand
+
+# lengths of the sequences of a batch
+BATCHES = pytest.mark.parametrize(
+    "lengths",
+    [[1], [1, 1, 1], [3, 3, 3], [1, 2, 3], [5, 1, 5, 5, 2], [63, 1, 100], [17, 17, 1, 1, 17]],
+    ids=str,
+)
+BATCHES_WITH_EMPTY = pytest.mark.parametrize(
+    "lengths",
+    [[0], [0, 3], [3, 0], [0, 0, 4, 0, 0], [2, 0, 2], [0, 2, 0, 3, 0, 0, 3], [1, 0, 0, 1]],
+    ids=str,
+)
+MODES = pytest.mark.parametrize("mode", ["cls", "mean", "max", "last"])
+
+
+def sequences_of(x, lengths):
+    """Return the rows of each sequence."""
+    return np.split(x[: sum(lengths)], np.cumsum(lengths)[:-1])
+
+
+def attention64(qkv, lengths, num_heads, scale, causal=False, distance_bias=None):
+    head_dim = qkv.shape[1] // (3 * num_heads)
+    outs = []
+    for rows in sequences_of(qkv, lengths):
+        length = len(rows)
+        # [length, num_heads, head_dim] each
+        q, k, v = np.moveaxis(rows.reshape(length, 3, num_heads, head_dim), 1, 0)
+        scores = np.einsum("qhd,khd->hqk", q, k) * scale
+        distance = np.arange(length)[None, :] - np.arange(length)[:, None]
+        if distance_bias is not None:
+            scores += distance_bias[:, distance + distance_bias.shape[1] // 2]
+        if causal:
+            scores = np.where(distance > 0, -np.inf, scores)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        outs.append(np.einsum("hqk,khd->qhd", weights, v).reshape(length, num_heads * head_dim))
+    return np.concatenate(outs)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    "num_heads, head_dim", [(1, 1), (1, 64), (3, 5), (5, 32), (12, 32), (7, 9)], ids=str
+)
+@BATCHES
+def test_attention_varlen_matches_float64(lengths, num_heads, head_dim, dtype):
+    qkv = rand(sum(lengths), 3 * num_heads * head_dim, dtype=dtype)
+    scale = head_dim**-0.5
+
+    actual = reference.attention_varlen(qkv, bounds_of(lengths), num_heads=num_heads, scale=scale)
+
+    check(actual, attention64(f64(qkv), lengths, num_heads, scale), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@BATCHES
+def test_attention_varlen_adds_a_bias_and_hides_later_tokens(lengths, causal, biased, dtype):
+    qkv = rand(sum(lengths), 3 * 5 * 8, dtype=dtype)
+    # wider than the longest sequence needs
+    bias = 3 * rand(5, 2 * max(lengths) + 7, dtype=dtype, seed=1) if biased else None
+
+    actual = reference.attention_varlen(
+        qkv, bounds_of(lengths), num_heads=5, scale=0.3, causal=causal, distance_bias=bias
+    )
+
+    bias64 = None if bias is None else f64(bias)
+    check(actual, attention64(f64(qkv), lengths, 5, 0.3, causal, bias64), dtype)
+
+
+def test_a_bias_is_not_rounded_to_the_dtype_of_qkv():
+    qkv = rand(2, 3 * 8, dtype=torch.bfloat16)
+    # bfloat16 has no number between 256 and 258
+    bias = torch.tensor([[0.0, 256.0, 257.0]])
+
+    actual = reference.attention_varlen(
+        qkv, bounds_of([2]), num_heads=1, scale=0.3, distance_bias=bias
+    )
+
+    check(actual, attention64(f64(qkv), [2], 1, 0.3, distance_bias=f64(bias)), torch.bfloat16)
+
+
+@BATCHES_WITH_EMPTY
+def test_attention_varlen_skips_empty_sequences(lengths):
+    qkv = rand(sum(lengths), 3 * 2 * 8)
+    out = torch.full((sum(lengths), 16), torch.nan)
+
+    reference.attention_varlen(qkv, bounds_of(lengths), num_heads=2, scale=0.3, out=out)
+
+    check(out, attention64(f64(qkv), lengths, 2, 0.3))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(0, 12), min_size=1, max_size=10),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+)
+def test_attention_varlen_matches_float64_for_any_lengths(lengths, num_heads, causal, biased):
+    qkv = rand(sum(lengths), 3 * num_heads * 4)
+    bias = rand(num_heads, 2 * 12 - 1, seed=1) if biased else None
+    out = torch.full((sum(lengths), num_heads * 4), torch.nan)
+
+    reference.attention_varlen(
+        qkv,
+        bounds_of(lengths),
+        num_heads=num_heads,
+        scale=0.5,
+        causal=causal,
+        distance_bias=bias,
+        out=out,
+    )
+
+    bias64 = None if bias is None else f64(bias)
+    check(out, attention64(f64(qkv), lengths, num_heads, 0.5, causal, bias64))
+
+
+def test_attention_varlen_survives_large_scores():
+    qkv = 100 * rand(9, 3 * 2 * 8)
+
+    actual = reference.attention_varlen(qkv, bounds_of([4, 5]), num_heads=2, scale=1.0)
+
+    check(actual, attention64(f64(qkv), [4, 5], 2, 1.0))
+
+
+def test_a_token_reads_its_own_sequence_only():
+    qkv = rand(10, 3 * 3 * 4)
+    bounds = bounds_of([4, 2, 4])
+    before = reference.attention_varlen(qkv, bounds, num_heads=3, scale=0.5)
+    poisoned = qkv.clone()
+    poisoned[4:6] = torch.nan
+
+    after = reference.attention_varlen(poisoned, bounds, num_heads=3, scale=0.5)
+
+    assert torch.equal(after[:4], before[:4])
+    assert torch.equal(after[6:], before[6:])
+
+
+def test_tokens_past_the_last_sequence_get_no_attention():
+    qkv = rand(7, 3 * 2 * 4)
+    out = torch.full((7, 8), torch.nan)
+
+    reference.attention_varlen(qkv, bounds_of([3, 2, 0, 0]), num_heads=2, scale=0.5, out=out)
+
+    check(out[:5], attention64(f64(qkv), [3, 2], 2, 0.5))
+    assert out[5:].isnan().all()
+
+
+def pool64(x, lengths, mode):
+    pick = {
+        "cls": lambda row: row[0],
+        "last": lambda row: row[-1],
+        "mean": lambda row: row.sum(axis=0) / len(row),
+        "max": lambda row: row.max(axis=0),
+    }[mode]
+    nothing = np.zeros(x.shape[1])
+    return np.stack([pick(row) if len(row) else nothing for row in sequences_of(x, lengths)])
+
+
+@DTYPES
+@pytest.mark.parametrize("hidden", [1, 63, 384])
+@MODES
+@BATCHES
+def test_pool_matches_float64(lengths, mode, hidden, dtype):
+    x = rand(sum(lengths), hidden, dtype=dtype) - 3
+
+    actual = reference.pool(x, bounds_of(lengths), mode=mode)
+
+    assert actual.dtype == torch.float32
+    check(actual, pool64(f64(x), lengths, mode))
+
+
+@MODES
+@BATCHES_WITH_EMPTY
+def test_pool_makes_zeros_of_an_empty_sequence(lengths, mode):
+    x = rand(sum(lengths), 5) - 3
+
+    actual = reference.pool(x, bounds_of(lengths), mode=mode)
+
+    check(actual, pool64(f64(x), lengths, mode))
+
+
+@MODES
+def test_pool_does_not_read_tokens_past_the_last_sequence(mode):
+    x = rand(9, 5) - 3
+    lengths = [3, 2, 0, 0]
+    x[5:] = torch.nan
+
+    actual = reference.pool(x, bounds_of(lengths), mode=mode)
+
+    check(actual, pool64(f64(x), lengths, mode))
+
+
+@pytest.mark.parametrize("mode", ["mean", "max"])
+def test_a_nan_makes_its_feature_nan(mode):
+    x = rand(4, 3)
+    x[1, 2] = torch.nan
+
+    actual = reference.pool(x, bounds_of([3, 1]), mode=mode)
+
+    expected = torch.tensor([[False, False, True], [False, False, False]])
+    assert torch.equal(actual.isnan(), expected)
+
+
+@MODES
+@BATCHES
+def test_pool_normalizes_the_chosen_vectors(lengths, mode):
+    x = rand(sum(lengths), 63)
+    chosen = torch.arange(len(lengths)) % 2 == 0
+
+    actual = reference.pool(x, bounds_of(lengths), chosen, mode=mode)
+
+    pooled = pool64(f64(x), lengths, mode)
+    norms = np.sqrt((pooled**2).sum(axis=1, keepdims=True))
+    check(actual, np.where(chosen.numpy()[:, None], pooled / norms, pooled))
+
+
+@MODES
+def test_pool_leaves_a_vector_of_zeros_zero(mode):
+    actual = reference.pool(torch.zeros(2, 4), bounds_of([2, 0]), torch.ones(2).bool(), mode=mode)
+
+    assert torch.equal(actual, torch.zeros(2, 4))
+
+
+@DTYPES
+@BATCHES
+def test_first_tokens_picks_each_sequence_s_first(lengths, dtype):
+    x = rand(sum(lengths), 33, dtype=dtype)
+
+    actual = reference.first_tokens(x, bounds_of(lengths))
+
+    assert actual.dtype == dtype
+    np.testing.assert_array_equal(f64(actual), pool64(f64(x), lengths, "cls"))
+
+
+@BATCHES_WITH_EMPTY
+def test_first_tokens_makes_zeros_of_an_empty_sequence(lengths):
+    x = rand(sum(lengths), 5)
+
+    actual = reference.first_tokens(x, bounds_of(lengths))
+
+    np.testing.assert_array_equal(f64(actual), pool64(f64(x), lengths, "cls"))
+
+
+def padded64(x, lengths, max_seqlen):
+    out = np.zeros((len(lengths), max_seqlen, x.shape[1]))
+    for row, sequence in zip(out, sequences_of(x, lengths), strict=True):
+        row[: len(sequence)] = sequence
+    return out
+
+
+@DTYPES
+@pytest.mark.parametrize("extra", [0, 3])
+@pytest.mark.parametrize("lengths", [[1], [0], [5, 1, 5, 0, 2], [0, 63, 0], [3, 3]], ids=str)
+def test_unpack_puts_each_sequence_in_a_row_and_pack_takes_it_out(lengths, extra, dtype):
+    x = rand(sum(lengths), 33, dtype=dtype)
+    bounds, max_seqlen = bounds_of(lengths), max(lengths) + extra
+
+    padded = reference.unpack(x, bounds, max_seqlen=max_seqlen)
+    packed = reference.pack(padded, bounds, tokens=len(x))
+
+    assert padded.dtype == dtype
+    np.testing.assert_array_equal(f64(padded), padded64(f64(x), lengths, max_seqlen))
+    assert packed.dtype == dtype
+    assert torch.equal(packed, x)
+
+
+def calls(dtype):
+    """Return, by op, a call that takes `out`."""
+    lengths = [5, 1, 5, 0, 5, 2]
+    tokens, hidden, longest = sum(lengths), 12, max(lengths)
+    x, qkv = rand(tokens, hidden, dtype=dtype), rand(tokens, 3 * hidden, dtype=dtype, seed=1)
+    padded = rand(len(lengths), longest, hidden, dtype=dtype, seed=2)
+    bounds, chosen = bounds_of(lengths), torch.arange(len(lengths)) % 3 == 0
+    pools = {
+        f"pool_{mode}": lambda out, mode=mode: reference.pool(x, bounds, chosen, mode=mode, out=out)
+        for mode in ("cls", "mean", "max", "last")
+    }
+    return pools | {
+        "attention_varlen": lambda out: reference.attention_varlen(
+            qkv, bounds, num_heads=3, scale=0.5, causal=True, out=out
+        ),
+        "first_tokens": lambda out: reference.first_tokens(x, bounds, out=out),
+        "unpack": lambda out: reference.unpack(x, bounds, max_seqlen=longest, out=out),
+        "pack": lambda out: reference.pack(padded, bounds, tokens=tokens, out=out),
+    }
+
+
+@DTYPES
+@pytest.mark.parametrize("op", calls(torch.float32))
+def test_a_poisoned_out_is_fully_overwritten_with_the_same_bits(op, dtype):
+    call = calls(dtype)[op]
+    fresh = call(None)
+    out = torch.full_like(fresh, torch.nan)
+
+    returned = call(out)
+
+    assert returned.data_ptr() == out.data_ptr()
+    assert torch.equal(out, fresh)

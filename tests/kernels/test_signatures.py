@@ -1,0 +1,24 @@
+"""`fused` stands in for `reference`: the same ops, called the same way."""
+
+from inspect import isfunction, signature
+
+import pytest
+
+from varlen_kernels import fused, reference
+
+OPS = {
+    name: op
+    for name, op in vars(reference).items()
+    if isfunction(op) and not name.startswith("_") and op.__module__.startswith("varlen_kernels")
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_has_the_signature_of_its_reference(name):
+    assert signature(getattr(fused, name)) == signature(OPS[name])
+
+
+def test_there_are_no_ops_without_a_reference():
+    ops = {name for name, op in vars(fused).items() if isfunction(op)}
+
+    assert ops == set(OPS)

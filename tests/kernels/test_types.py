@@ -1,0 +1,33 @@
+"""Every function of the kernels package is typed, but those that Triton compiles."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import varlen_kernels
+
+FILES = sorted(Path(varlen_kernels.__file__).parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_functions_that_are_not_compiled_are_typed(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    untyped = [
+        function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        and not any("triton." in ast.unparse(decorator) for decorator in function.decorator_list)
+        and not (function.returns and all(argument.annotation for argument in arguments(function)))
+    ]
+
+    assert untyped == []
+
+
+def arguments(function: ast.FunctionDef) -> Iterator[ast.arg]:
+    """Yield the arguments that take an annotation."""
+    taken = function.args
+    for argument in [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]:
+        if argument is not None and argument.arg not in {"self", "cls"}:
+            yield argument

@@ -1,0 +1,27 @@
+"""A machine without a GPU need not have Triton: what runs on its CPU does not import it."""
+
+import subprocess
+import sys
+
+import pytest
+
+BLOCKED = "import sys; sys.modules['triton'] = None\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import varlen_kernels.reference",
+        "import varlen.models.runner, varlen.service",
+        "import varlen_client.cli",
+        "import torch; from varlen_kernels.dispatch import kernels_for\n"
+        "assert kernels_for(torch.device('cpu')).__name__ == 'varlen_kernels.reference'",
+    ],
+    ids=["reference", "backend", "client", "dispatch"],
+)
+def test_the_cpu_path_does_without_triton(program: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", BLOCKED + program], capture_output=True, text=True, check=False
+    )
+
+    assert run.returncode == 0, run.stderr
