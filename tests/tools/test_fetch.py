@@ -204,7 +204,7 @@ def test_a_wrong_checkpoint_leaves_no_trace(
         (["--task", "sing"], "unknown task 'sing'; allowed: embed, hidden, classify"),
         (["--task", "classify"], "needs a BertForSequenceClassification checkpoint"),
         (["--set", "max_bach_tokens=9"], 'Did you mean "max_batch_tokens"?'),
-        (["--set", "dtype=fp8"], 'dtype is "fp8"; allowed: auto, fp32, bf16'),
+        (["--set", "dtype=fp8"], 'dtype is "fp8"; allowed: auto, fp32, fp16, bf16'),
         (["--set", "max_batch_size=0"], 'max_batch_size is "0"'),
         (["--set", "dtype"], "--set 'dtype' is not key=value"),
         (["--name", "../up"], "the name '../up' cannot be a model's"),

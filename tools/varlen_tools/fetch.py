@@ -36,8 +36,8 @@ _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 # One line for each setting, written above its value in config.pbtxt.
 PARAMETER_NOTES = {
     "task": f"What the model answers: {', '.join(get_args(Task))}.",
-    "device": "Where it runs; auto chooses.",
-    "dtype": "Of weights and activations; auto is bf16 where the processor multiplies it natively, else fp32.",
+    "device": "Where it runs: cpu, cuda, or auto, which is a CUDA GPU where there is one.",
+    "dtype": "Of weights and activations; fp16 needs a GPU; auto is bf16 where the device multiplies it natively.",
     "policy": "How batches are chosen.",
     "max_batch_tokens": "Most tokens that run together.",
     "max_sequence_tokens": "Longest sequence accepted, in tokens.",

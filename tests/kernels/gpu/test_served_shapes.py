@@ -1,0 +1,201 @@
+"""On a CUDA GPU: kernels at the sizes that are served, which the interpreter is too slow for.
+
+Every case of the kernel benchmark is right against float64, twice the same, the same in a CUDA graph, and
+right with every launch that the tuner may choose.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the extra `gpu` is not installed")
+
+from varlen_kernels import tuning
+from varlen_tools.bench_kernels.case import as_tensor
+from varlen_tools.bench_kernels.grid import FULL
+from varlen_tools.bench_kernels.groups import GROUPS, served_attention
+from varlen_tools.bench_kernels.timing import WARM, GpuTimer, poison
+from varlen_tools.tune_kernels import Bench, choices_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ALL = {**GROUPS, "served attention": served_attention}
+MIB = 1024**2
+
+
+@pytest.fixture(scope="module")
+def device():
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def fused():
+    from varlen_kernels import fused
+
+    return fused
+
+
+@pytest.fixture(scope="module")
+def timer(device):
+    return GpuTimer(device, samples=1)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients_or_leftovers():
+    with torch.inference_mode():
+        yield
+    tuning.forget()
+    torch.cuda.empty_cache()
+
+
+def result_of(case, kernels, inputs):
+    return (case.read or as_tensor)(case.call(kernels, inputs), inputs)
+
+
+def bits(result):
+    return [tensor.clone() for tensor in (result if isinstance(result, tuple) else (result,))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", ALL)
+def test_every_case_is_right(group, kind, fused, device):
+    for case in ALL[group](FULL, KINDS[kind]):
+        inputs = case.make(device, seed=1)
+
+        error = case.error(result_of(case, fused, inputs), case.exact(inputs))
+
+        assert error <= case.most_error(), case.name
+
+
+@pytest.mark.parametrize("group", ALL)
+def test_a_second_run_gives_the_same_bits(group, fused, device):
+    for case in ALL[group](FULL, torch.bfloat16):
+        inputs = case.make(device, seed=2)
+        first = case.call(fused, inputs)
+        before = bits(first)
+        for _ in range(3):
+            poison(first)
+            again = bits(case.call(fused, inputs))
+            assert all(map(torch.equal, before, again)), case.name
+
+
+@pytest.mark.parametrize("group", ALL)
+def test_a_graph_replays_the_right_result(group, fused, device, timer):
+    for case in ALL[group](FULL, torch.bfloat16)[:4]:
+        inputs = case.make(device, seed=3)
+        exact, read, checked = case.exact(inputs), case.read or as_tensor, []
+
+        def verify(result, *, case=case, inputs=inputs, exact=exact, read=read, checked=checked):
+            checked.append(case.error(read(result, inputs), exact))
+
+        timer.graph(lambda i, case=case: case.call(fused, i), [inputs], WARM, verify=verify)
+
+        assert checked[0] <= case.most_error(), case.name
+
+
+@pytest.mark.parametrize("group", ALL)
+def test_every_launch_that_may_be_tuned_is_right(group, fused, device, timer):
+    said = []
+    bench = Bench(fused, device, timer, said.append)
+    for choice in choices_of(ALL[group](FULL, torch.bfloat16), bench):
+        case = choice.cases[-1]
+        inputs = case.make(device, seed=4)
+        exact = case.exact(inputs)
+        for launch in choice.launches:
+            with tuning.forced(choice.op, choice.key, launch):
+                error = case.error(result_of(case, fused, inputs), exact)
+            assert error <= case.most_error(), (choice.name, launch)
+    assert said == []
+
+
+def test_rows_past_two_to_the_31_elements_are_found(fused, device):
+    needs_memory(24 * 1024)
+    tokens, hidden = 2**21 + 64, 1024
+    x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=device)
+    x[-3:] = torch.randn(3, hidden, device=device)
+    weight, bias = torch.ones(2, hidden, dtype=torch.bfloat16, device=device)
+
+    normed = fused.add_layer_norm(x, x, weight, bias, eps=1e-5)
+    activated = fused.activate(x, bias, kind="gelu")
+    softmax = fused.masked_softmax(
+        x.view(1, 1, tokens, hidden),
+        torch.tensor([hidden], dtype=torch.int32, device=device),
+        scale=1.0,
+    )
+
+    last = x[-3:].double()
+    expected = torch.layer_norm(2 * last, (hidden,), weight.double(), bias.double(), 1e-5)
+    close(normed[-3:], expected)
+    close(activated[-3:], torch.nn.functional.gelu(last + 1))
+    close(softmax[0, 0, -3:], last.softmax(-1))
+
+
+def test_tokens_past_two_to_the_31_elements_are_attended_to(fused, device):
+    needs_memory(24 * 1024)
+    heads, head_dim, length = 12, 64, 128
+    tokens = 2**31 // (3 * heads * head_dim) // length * length + 2 * length
+    qkv = torch.zeros(tokens, 3 * heads * head_dim, dtype=torch.bfloat16, device=device)
+    assert qkv.numel() > 2**31
+    qkv[-length:] = torch.randn(length, qkv.shape[1], device=device)
+    bounds = torch.arange(0, tokens + 1, length, dtype=torch.int32, device=device)
+
+    out = fused.attention_varlen(qkv, bounds, num_heads=heads, scale=head_dim**-0.5)
+
+    q, k, v = qkv[-length:].double().view(length, 3, heads, head_dim).permute(1, 2, 0, 3)
+    expected = (q @ k.transpose(1, 2) * head_dim**-0.5).softmax(-1) @ v
+    close(out[-length:], expected.transpose(0, 1).reshape(length, -1))
+
+
+@pytest.mark.parametrize("beams", [1, 4, 64])
+@pytest.mark.parametrize("vocabulary", [32_000, 50_257, 250_000, 300_000])
+def test_a_beam_step_takes_what_a_stable_full_sort_takes(vocabulary, beams, fused, device):
+    sequences, best = 3, 2 * beams
+    numbers = torch.Generator(device=device).manual_seed(vocabulary)
+    logits = torch.randn(sequences * beams, vocabulary, device=device, generator=numbers)
+    # steps of a quarter tie by the thousand
+    logits = (4 * logits).round() / 4
+    where = torch.rand(logits.shape, device=device, generator=numbers)
+    logits = logits.masked_fill(where < 0.01, float("nan")).masked_fill(where > 0.9, -torch.inf)
+    logits[0] = -torch.inf
+    logits = logits.bfloat16()
+    running = -10 * torch.rand(sequences, beams, device=device, generator=numbers)
+
+    found = fused.beam_step(logits, running)
+    again = fused.beam_step(logits, running)
+
+    assert all(map(torch.equal, found, again))
+    known = logits.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    order = known.sort(dim=1, descending=True, stable=True)
+    exact = order.values.double() - known.double().logsumexp(1, keepdim=True)
+    # a beam of -inf alone has candidates, all of score -inf
+    exact = exact.nan_to_num(nan=-torch.inf).view(sequences, beams, -1)
+    exact += running.double()[..., None]
+    for sequence in range(sequences):
+        tokens, parents, scores = (part[sequence].tolist() for part in found)
+        rank = dict.fromkeys(range(beams), 0)
+        for token, parent, score in zip(tokens, parents, scores, strict=True):
+            # of one beam, exactly its next by a stable sort
+            row = order.indices[sequence * beams + parent]
+            assert token == int(row[rank[parent]])
+            expected = float(exact[sequence, parent, rank[parent]])
+            assert score == expected or abs(score - expected) < 1e-4
+            rank[parent] += 1
+        assert scores == sorted(scores, reverse=True)
+        pairs = zip(scores, scores[1:], parents, parents[1:], strict=False)
+        assert all(first < second for a, b, first, second in pairs if a == b and first != second)
+        # of all beams, nothing better was left out
+        top = exact[sequence].flatten().topk(best).values
+        torch.testing.assert_close(
+            torch.tensor(scores, dtype=torch.float64), top.cpu(), rtol=0, atol=1e-4
+        )
+
+
+def close(result, exact):
+    error = torch.linalg.vector_norm(result.double() - exact) / torch.linalg.vector_norm(exact)
+    assert error < 1e-2
+
+
+def needs_memory(mebibytes):
+    free, _ = torch.cuda.mem_get_info()
+    if free < mebibytes * MIB:
+        pytest.skip(f"needs {mebibytes} MiB of GPU memory; {free // MIB} are free")

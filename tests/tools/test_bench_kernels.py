@@ -1,0 +1,276 @@
+"""The kernel benchmark without a GPU: its cases, what it does with systems that fail, and a dry run."""
+
+import csv
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from varlen_tools.bench_kernels import peers, report, rows
+from varlen_tools.bench_kernels.case import Peer, Unavailable, relative_error
+from varlen_tools.bench_kernels.encoder import OneOp
+from varlen_tools.bench_kernels.grid import FULL, TINY, packed_lengths
+from varlen_tools.bench_kernels.groups import GROUPS, chosen_groups, served_attention
+from varlen_tools.bench_kernels.machine import Budget, DeviceLostError, stand_in_machine
+from varlen_tools.bench_kernels.measure import COPY, OURS, measure
+
+CPU = torch.device("cpu")
+LONG = Budget(1e6)
+
+
+def results_of(case, machine=None, budget=LONG):
+    return {r.system: r for r in measure(case, machine or stand_in_machine(), budget)}
+
+
+def tiny_case(*extra):
+    case = rows.add_layer_norm_case(4, 8, torch.float32)
+    return replace(case, peers=(case.peers[0], *extra))
+
+
+# workloads
+
+
+def test_packed_lengths_add_up_and_repeat_for_a_seed():
+    lengths = packed_lengths(8192, 5, 500, seed=3)
+
+    assert sum(lengths) == 8192
+    assert max(lengths) <= 500
+    assert min(lengths[:-1]) >= 5
+    assert lengths == packed_lengths(8192, 5, 500, seed=3)
+
+
+def test_the_full_grid_has_the_shapes_that_were_asked_for():
+    shapes = {case.shape for case in GROUPS["softmax"](FULL, torch.bfloat16)}
+    norms = {case.shape for case in GROUPS["layernorm"](FULL, torch.bfloat16)}
+    beams = {case.shape for case in GROUPS["beam"](FULL, torch.bfloat16)}
+
+    for length in (10, 20, 40, 60, 80, 100, 200, 300, 400, 500):
+        for batch in (1, 20):
+            assert f"{batch}x12x{length}x{length}" in shapes
+            assert f"{batch}x{length}x768" in norms
+    assert norms >= {"8192x384", "8192x768", "8192x1024"}
+    assert beams == {f"{n}x4x{v}" for n in (1, 8, 32, 128) for v in (32_000, 250_000)}
+    assert report.BEAM_SHAPE in beams
+
+
+@pytest.mark.parametrize("group", sorted(GROUPS))
+def test_our_ops_and_torch_compute_what_a_case_calls_exact(group):
+    for case in GROUPS[group](TINY, torch.float32):
+        found = results_of(case)
+
+        assert found[OURS].error <= case.most_error(), found[OURS]
+        assert found[OURS].graph is not None
+        assert found[OURS].note == ""
+        for system, row in found.items():
+            if system.startswith(("torch", "compile")) or system == "sdpa":
+                assert row.note == "", row
+                assert row.error <= case.most_error()
+
+
+def test_attention_as_served_has_room_for_sequences_that_are_not_there():
+    for case in served_attention(TINY, torch.float32):
+        inputs = case.make(CPU, 0)
+
+        assert inputs["cu_seqlens"][-1] == TINY.serving_tokens
+        assert results_of(replace(case, peers=()))[OURS].error <= case.most_error()
+
+
+def test_bytes_are_the_fewest_that_must_move():
+    norm = rows.add_layer_norm_case(10_000, 768, torch.bfloat16)
+    full = rows.softmax_case([500] * 20, 500, 12, torch.bfloat16)
+    padded = rows.softmax_case([1, 3], 4, 2, torch.bfloat16)
+
+    assert norm.bytes_moved == 3 * 10_000 * 768 * 2 + 2 * 768 * 2
+    assert full.bytes_moved == 2 * 20 * 12 * 500 * 500 * 2
+    # keys that are hidden are written, as zeros, and need not be read
+    assert padded.bytes_moved == (2 * 4 * (1 + 3) + 2 * 2 * 4 * 4) * 2
+
+
+def test_groups_are_chosen_by_name():
+    assert chosen_groups("") == [*GROUPS, "encoder"]
+    assert chosen_groups("encoder, softmax") == ["softmax", "encoder"]
+    with pytest.raises(ValueError, match="'conv' is no group"):
+        chosen_groups("conv")
+
+
+# measuring
+
+
+def test_a_peer_that_fails_is_a_row_and_the_others_are_measured():
+    def build(_):
+        raise RuntimeError("no kernel image\nfor this device")
+
+    def missing(_):
+        raise Unavailable("ModuleNotFoundError: liger_kernel")
+
+    found = results_of(tiny_case(Peer("broken", build), Peer("absent", missing)))
+
+    assert found["broken"].note == "failed: RuntimeError: no kernel image"
+    assert found["absent"].note == "not here: ModuleNotFoundError: liger_kernel"
+    assert found["broken"].best is None
+    assert found[OURS].graph
+    assert found["torch"].graph
+    assert found[COPY].graph
+
+
+@pytest.mark.parametrize("wrong", [0.0, float("nan"), float("inf")])
+def test_a_wrong_peer_gets_no_time(wrong):
+    def build(_):
+        return lambda inputs: torch.full_like(inputs["x"], wrong)
+
+    row = results_of(tiny_case(Peer("wrong", build)))["wrong"]
+
+    assert row.note.startswith("wrong: an error of ")
+    assert row.graph is None
+    assert row.eager is None
+
+
+def test_a_result_of_another_shape_is_wrong():
+    assert relative_error(torch.ones(2), torch.ones(3).double()) == float("inf")
+
+
+def test_a_graph_that_replays_something_else_has_no_time_in_a_graph():
+    calls = []
+
+    def build(_):
+        def call(inputs):
+            calls.append(1)
+            # right the first time alone
+            exact = tiny_case().exact(inputs).float()
+            return exact if len(calls) == 1 else exact + 1
+
+        return call
+
+    row = results_of(tiny_case(Peer("late", build)))["late"]
+
+    assert row.graph is None
+    assert row.eager is not None
+    assert row.note.startswith("in a graph failed: ValueError: replayed with an error")
+
+
+def test_a_peer_that_no_graph_can_hold_says_why_and_is_timed_by_python():
+    torch_peer = tiny_case().peers[0]
+    waits = replace(torch_peer, name="waits", no_graph="the host waits")
+
+    row = results_of(tiny_case(waits))["waits"]
+
+    assert row.graph is None
+    assert row.eager
+    assert row.note == "not in a graph: the host waits"
+
+
+def test_a_spent_budget_says_what_was_skipped():
+    now = [0.0]
+    budget = Budget(100, clock=lambda: now[0])
+    case = tiny_case(Peer("compile", lambda compile_: None, compile_seconds=30))
+
+    now[0] = 80
+    found = results_of(case, budget=budget)
+    assert found["torch"].graph
+    assert found["compile"].note == "skipped: less than 30 s of the budget of 100 s left"
+
+    now[0] = 101
+    assert list(results_of(case, budget=budget)) == [OURS]
+    assert results_of(case, budget=budget)[OURS].note == "skipped: the budget of 100 s is spent"
+
+
+def test_a_lost_device_ends_the_run_after_the_row_that_says_so():
+    class Lost(SimpleNamespace):
+        def stop_if_lost(self, after):
+            raise DeviceLostError(after)
+
+    machine = stand_in_machine()
+    lost = Lost(**{name: getattr(machine, name) for name in ("device", "timer", "kernels")})
+    found = measure(tiny_case(), lost, LONG)
+
+    assert next(found).system == OURS
+    with pytest.raises(DeviceLostError, match="add_layer_norm 4x8 float32, varlen"):
+        next(found)
+
+
+def test_a_missing_library_makes_a_peer_unavailable():
+    liger = peers.liger_peer("no_such_function", lambda function, inputs: function(inputs))
+
+    with pytest.raises(Unavailable, match="liger_kernel|no_such_function"):
+        liger.build(lambda function: function)
+
+
+def test_liger_is_called_with_the_tensors_of_a_case(monkeypatch):
+    fake = SimpleNamespace(
+        liger_softmax=lambda x: x.softmax(-1),
+        liger_layer_norm=lambda x, w, b, eps: torch.layer_norm(x, w.shape, w, b, eps),
+        liger_fused_add_rms_norm=lambda x, r, w, eps: (
+            torch.rms_norm(x + r, w.shape, w, eps),
+            x + r,
+        ),
+        liger_swiglu=lambda a, b: torch.nn.functional.silu(a) * b,
+    )
+    monkeypatch.setattr(peers.importlib, "import_module", lambda name: fake)
+    for group in ("softmax", "layernorm", "rmsnorm", "activation"):
+        for case in GROUPS[group](TINY, torch.float32):
+            liger = tuple(peer for peer in case.peers if peer.name == "liger")
+            if liger:
+                assert results_of(replace(case, peers=liger))["liger"].graph
+
+
+def test_one_op_runs_and_the_others_leave_their_results_alone():
+    ran = []
+    kernels = SimpleNamespace(linear=lambda *_, out, **__: ran.append("linear") or out)
+    only, x = OneOp(kernels, "linear"), torch.ones(1)
+
+    assert only.linear(x, out=x) is x
+    assert only.activate(x, kind="gelu", out=x) is x
+    assert ran == ["linear"]
+
+
+# the command
+
+
+def run_command(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "varlen_tools.bench_kernels", *arguments],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_a_gpu_it_says_so_and_succeeds(tmp_path):
+    done = run_command(cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("bench-kernels: skipped, since torch sees no CUDA GPU here")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_goes_all_the_way_and_writes_only_where_it_is_told(tmp_path):
+    done = run_command("--dry-run", "--only", "beam,encoder", "--output", "rows.csv", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.strip().splitlines()[-1]
+    assert last.startswith("BENCH kernels: gpu=none_(dry_run) softmax_frac=n/a")
+    keys = dict(word.split("=", 1) for word in last.split()[2:])
+    assert float(keys["encoder_vs_best"]) > 0
+    assert float(keys["beam_vs_torch"]) > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
+    with (tmp_path / "rows.csv").open() as file:
+        rows_of = list(csv.DictReader(file))
+    assert {row["op"] for row in rows_of} == {
+        "beam_step", "encoder", "encoder-host", "encoder-share"
+    }  # fmt: skip
+    assert {row["gpu"] for row in rows_of} == {"none (dry run)"}
+    assert all("--dry-run" in row["command"] for row in rows_of)
+    encoders = {row["system"]: row for row in rows_of if row["op"] == "encoder"}
+    assert float(encoders[OURS]["error"]) < 0.045
+    assert float(encoders["sdpa-sorted-4"]["tokens_per_second"]) > 0
+    assert "eager-arrival-1" in encoders

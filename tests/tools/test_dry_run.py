@@ -1,0 +1,199 @@
+"""Launchers compile for a GPU that is not here, and what they become can be read."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import OutOfResources
+
+from varlen_tools.dry_run import SHARED_MEMORY_LIMITS, Compilation, dry_run
+from varlen_tools.machine_code import disassemble, read_machine_code
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _double_kernel(x_ptr, rows, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    at = row * STRIDE + tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, 2.0 * tl.load(x_ptr + at, mask=row < rows, other=0.0))
+
+
+@triton.jit
+def _dot_kernel(a_ptr, b_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    product = tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at))
+    tl.store(out_ptr + at, product)
+
+
+def double(x: torch.Tensor) -> None:
+    rows, width = x.shape
+    launch = {"STRIDE": x.stride(0), "BLOCK": width, "num_warps": 1}
+    _double_kernel[(rows,)](x, rows, **launch, enable_fp_fusion=True)
+
+
+def dot(size: int, **launch: int) -> None:
+    a = torch.zeros(size, size, dtype=torch.float16)
+    out = torch.zeros(size, size)
+    _dot_kernel[(1,)](a, a, out, SIZE=size, enable_fp_fusion=True, **launch)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_a_launcher_compiles_and_nothing_runs(arch: int) -> None:
+    x = torch.ones(3, 256)
+
+    with dry_run(arch) as compiled:
+        double(x)
+
+    assert [(c.kernel, c.arch, c.num_warps) for c in compiled] == [("_double_kernel", arch, 1)]
+    assert (x == 1).all()
+
+
+def test_only_what_differs_is_compiled_again() -> None:
+    with dry_run(90) as compiled:
+        for rows in (1, 2, 3, 16, 33):
+            double(torch.ones(rows, 256))
+        assert len(compiled) == 1
+        double(torch.ones(2, 256, dtype=torch.float16))
+        assert len(compiled) == 2
+        double(torch.ones(2, 512))
+        assert len(compiled) == 3
+
+
+def test_each_dry_run_begins_anew() -> None:
+    for arch in (80, 90, 90):
+        with dry_run(arch) as compiled:
+            double(torch.ones(2, 256))
+        assert [c.arch for c in compiled] == [arch]
+
+
+def test_what_was_compiled_before_comes_from_the_cache() -> None:
+    for _ in range(2):
+        with dry_run(90) as compiled:
+            double(torch.ones(2, 256))
+
+    assert compiled[0].cached
+
+
+def test_the_driver_is_put_back_when_a_launch_fails() -> None:
+    before = triton.runtime.driver._active, triton.knobs.compilation.listener
+
+    with pytest.raises(KeyError), dry_run(90):
+        _dot_kernel[(1,)](*torch.zeros(3, 4), SIZE=2, NO_SUCH_NAME=1, enable_fp_fusion=True)
+
+    assert (triton.runtime.driver._active, triton.knobs.compilation.listener) == before
+
+
+def test_shared_memory_over_the_limit_fails_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHARED_MEMORY_LIMITS, 90, 1024)
+
+    with pytest.raises(OutOfResources, match="shared memory"), dry_run(90):
+        dot(64, num_warps=4)
+
+
+def test_a_gpu_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ValueError, match="arch is 75; allowed: 80, 86, 89, 90"), dry_run(75):
+        pass
+
+
+def test_an_interpreted_process_is_refused() -> None:
+    program = "from varlen_tools.dry_run import dry_run\nwith dry_run(90): pass"
+
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert "RuntimeError: TRITON_INTERPRET is set" in run.stderr
+
+
+@pytest.mark.parametrize("width, wide", [(512, 4), (64, 0)], ids=["wide", "narrow"])
+def test_loads_and_stores_are_counted_by_width(width: int, wide: int) -> None:
+    with dry_run(90) as compiled:
+        double(torch.ones(2, width))
+    code = read_machine_code(compiled[0])
+
+    # 32 threads of 4 fp32 values
+    assert (code.wide_loads, code.wide_stores) == (wide, wide)
+    # 32 threads of 2
+    assert (code.narrow_loads, code.narrow_stores) == (0 if wide else 1,) * 2
+
+
+def test_rows_that_do_not_begin_at_16_bytes_are_loaded_narrowly() -> None:
+    x = torch.ones(2, 257)[:, :256]
+
+    with dry_run(90) as compiled:
+        double(x)
+
+    assert read_machine_code(compiled[0]).wide_loads == 0
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_tensor_cores_of_each_gpu_are_recognised(arch: int) -> None:
+    with dry_run(arch) as compiled:
+        dot(64, num_warps=4)
+    code = read_machine_code(compiled[0])
+
+    assert (code.mma > 0, code.wgmma > 0) == (arch == 80, arch == 90)
+    assert code.shared_bytes > 0
+    assert code.barriers > 0
+
+
+def test_registers_and_no_spills_are_read() -> None:
+    with dry_run(80) as compiled:
+        double(torch.ones(2, 256))
+    code = read_machine_code(compiled[0])
+
+    assert 8 <= code.registers <= 64
+    assert code.stack_bytes == 0
+
+
+def test_registers_that_do_not_fit_are_spilled() -> None:
+    with dry_run(80) as compiled:
+        # the sums alone take 32
+        dot(64, num_warps=4, maxnreg=32)
+    code = read_machine_code(compiled[0])
+
+    assert code.stack_bytes > 0
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_counts_are_those_of_the_instructions_that_run(arch: int) -> None:
+    with dry_run(arch) as compiled:
+        double(torch.ones(2, 512))
+        double(torch.ones(2, 257)[:, :256])
+        dot(64, num_warps=4)
+    for compilation in compiled:
+        code = read_machine_code(compilation)
+        listing = disassemble(compilation)
+
+        wide = len(re.findall(r"\bLDG\.\S*128\b|\bLDGSTS\.\S*128\b", listing))
+        assert wide == code.wide_loads
+        assert len(re.findall(r"\bLDG\.|\bLDGSTS\.", listing)) == wide + code.narrow_loads
+        assert len(re.findall(r"\bSTG\.\S*128\b", listing)) == code.wide_stores
+        assert len(re.findall(r"\bHMMA\.", listing)) == code.mma
+        assert len(re.findall(r"\bHGMMA\.", listing)) == code.wgmma
+        assert not re.search(r"\bLDL\b|\bSTL\b", listing)
+
+
+def test_what_is_no_machine_code_is_an_error() -> None:
+    compilation = Compilation("_kernel", 90, 4, 0, "", b"no cubin", cached=False)
+
+    with pytest.raises(RuntimeError, match="cuobjdump"):
+        read_machine_code(compilation)
+
+
+def test_the_cache_is_where_triton_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    with dry_run(90) as compiled:
+        double(torch.ones(2, 256))
+
+    assert not compiled[0].cached
+    assert list(tmp_path.rglob("*.cubin"))

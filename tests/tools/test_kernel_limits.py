@@ -1,0 +1,196 @@
+"""Machine code that is not as it should be is told so, and ceilings live in a CSV."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from click.testing import Result
+from typer.testing import CliRunner
+
+from varlen_kernels.layer_norm import add_layer_norm
+from varlen_tools import inspect_kernels, launch_cost
+from varlen_tools.kernel_calls.call import Call
+from varlen_tools.kernel_limits import (
+    Place,
+    ceilings_of,
+    compile_call,
+    place,
+    problems,
+    read_ceilings,
+    write_ceilings,
+)
+from varlen_tools.machine_code import MachineCode
+
+CALL = Call("norm-768", run=lambda dtype: dtype, narrow_loads=2)
+DTYPE = torch.bfloat16
+GOOD = MachineCode(
+    kernel="_norm_kernel",
+    arch=90,
+    num_warps=4,
+    registers=40,
+    stack_bytes=0,
+    shared_bytes=1024,
+    wide_loads=5,
+    narrow_loads=2,
+    wide_stores=1,
+    narrow_stores=0,
+    mma=0,
+    wgmma=0,
+    barriers=0,
+)
+CEILINGS = {place(CALL, DTYPE, replace(GOOD, arch=arch)): 40 for arch in (80, 90)}
+
+
+def norm(dtype: torch.dtype) -> None:
+    x, vector = torch.zeros(8, 256, dtype=dtype), torch.ones(256, dtype=dtype)
+    add_layer_norm(x, x, vector, vector, eps=1e-5)
+
+
+def test_good_code_has_no_problems() -> None:
+    assert problems(CALL, DTYPE, [GOOD], CEILINGS) == []
+
+
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"stack_bytes": 48}, "registers spill: 48 bytes of stack"),
+        ({"shared_bytes": 232449}, "232449 bytes of shared memory; sm_90 has 232448"),
+        ({"shared_bytes": 166913, "arch": 80}, "166913 bytes of shared memory; sm_80 has 166912"),
+        ({"narrow_loads": 3}, "3 loads under 128 bits; allowed: 2"),
+        ({"wide_loads": 0}, "no load of 128 bits"),
+        ({"registers": 41}, "41 registers; its ceiling is 40"),
+    ],
+    ids=str,
+)
+def test_each_problem_is_named(change: dict[str, int], problem: str) -> None:
+    code = replace(GOOD, **change)  # type: ignore[arg-type]
+
+    assert problems(CALL, DTYPE, [code], CEILINGS) == [f"_norm_kernel: {problem}"]
+
+
+def test_loads_of_an_odd_width_may_be_narrow() -> None:
+    call = replace(CALL, narrow_loads=None)
+
+    assert problems(call, DTYPE, [replace(GOOD, wide_loads=0, narrow_loads=99)], CEILINGS) == []
+
+
+def test_a_missing_ceiling_says_how_to_write_one() -> None:
+    found = problems(CALL, torch.float32, [GOOD], CEILINGS)
+
+    assert len(found) == 1
+    assert "python -m varlen_tools.inspect_kernels --write" in found[0]
+
+
+def test_a_call_that_compiles_nothing_is_a_problem() -> None:
+    assert problems(CALL, DTYPE, [], CEILINGS) == ["no kernel was compiled"]
+
+
+@pytest.mark.parametrize(
+    "arch, mma, wgmma, enough", [(80, 1, 0, True), (90, 1, 0, False), (90, 0, 1, True)]
+)
+def test_each_gpu_has_its_own_tensor_cores(arch: int, mma: int, wgmma: int, enough: bool) -> None:
+    call = replace(CALL, tensor_cores=True)
+    other = replace(GOOD, arch=arch)
+    code = replace(other, mma=mma, wgmma=wgmma)
+
+    found = problems(call, DTYPE, [other, code], CEILINGS)
+
+    assert found == ([] if enough else ["no kernel multiplies on tensor cores"])
+
+
+def test_fp32_may_multiply_without_tensor_cores() -> None:
+    ceilings = {place(CALL, torch.float32, GOOD): 40}
+
+    assert problems(replace(CALL, tensor_cores=True), torch.float32, [GOOD], ceilings) == []
+
+
+def test_ceilings_are_what_the_gpu_hands_out_for_the_largest_form() -> None:
+    where = place(CALL, DTYPE, GOOD)
+    forms = [(where, replace(GOOD, registers=registers)) for registers in (17, 41, 32)]
+
+    assert ceilings_of(forms) == {where: 48}
+
+
+def test_ceilings_are_read_as_they_were_written(tmp_path: Path) -> None:
+    ceilings = {
+        Place("norm-768", "_norm_kernel", "bfloat16", "triton 3.6 sm_80"): 40,
+        Place("norm-768", "_norm_kernel", "bfloat16", "triton 3.9 sm_90"): 48,
+        Place("gate-768", "_gate_kernel", "float32", "triton 3.9 sm_90"): 56,
+    }
+    path = tmp_path / "registers.csv"
+
+    write_ceilings(path, ceilings)
+
+    assert read_ceilings(path) == ceilings
+    assert path.read_text().splitlines() == [
+        "call,kernel,dtype,triton 3.6 sm_80,triton 3.9 sm_90",
+        "gate-768,_gate_kernel,float32,,56",
+        "norm-768,_norm_kernel,bfloat16,40,48",
+    ]
+
+
+def test_without_a_file_there_are_no_ceilings(tmp_path: Path) -> None:
+    assert read_ceilings(tmp_path / "none.csv") == {}
+
+
+def test_a_call_becomes_machine_code() -> None:
+    codes = compile_call(Call("add_layer_norm-256", norm), DTYPE, 90)
+
+    assert [code.kernel for code in codes] == ["_add_layer_norm_kernel"]
+
+
+def test_the_command_prints_what_is_wrong_until_ceilings_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [Call("add_layer_norm-256", norm, dtypes=(DTYPE,))]
+    monkeypatch.setattr(inspect_kernels, "all_calls", lambda: calls)
+    path = tmp_path / "registers.csv"
+    monkeypatch.setattr(inspect_kernels, "CEILINGS", path)
+
+    before = run(inspect_kernels.main, "add_layer_norm", "--arch", "90")
+    written = run(inspect_kernels.main, "--write", str(path))
+    after = run(inspect_kernels.main, "--dtype", "bfloat16")
+
+    assert (before.exit_code, written.exit_code, after.exit_code) == (1, 0, 0)
+    assert (
+        "add_layer_norm-256 torch.bfloat16 sm_90: _add_layer_norm_kernel: has no" in before.stdout
+    )
+    assert "_add_layer_norm_kernel" in after.stdout
+    assert {where.column[-5:] for where in read_ceilings(path)} == {"sm_80", "sm_90"}
+
+
+def test_the_command_refuses_an_op_that_has_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect_kernels, "all_calls", list)
+
+    refused = run(inspect_kernels.main, "no_such_op")
+
+    assert refused.exit_code == 2
+    assert "no call of no_such_op is listed" in refused.output
+
+
+def test_writing_drops_the_ceilings_of_calls_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [Call("add_layer_norm-256", norm, dtypes=(DTYPE,))]
+    monkeypatch.setattr(inspect_kernels, "all_calls", lambda: calls)
+    path = tmp_path / "registers.csv"
+    write_ceilings(path, {Place("gone-1", "_gone_kernel", "float32", "triton 3.6 sm_80"): 8})
+
+    run(inspect_kernels.main, "--write", str(path))
+
+    assert {where.call for where in read_ceilings(path)} == {"add_layer_norm-256"}
+
+
+def test_the_cost_of_a_launch_is_printed() -> None:
+    measured = run(launch_cost.main, "add_layer_norm", "--calls", "3")
+
+    assert measured.exit_code == 0
+    assert "add_layer_norm" in measured.stdout
+
+
+def run(command: object, *arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(command)  # type: ignore[arg-type]
+    return CliRunner().invoke(app, arguments)

@@ -1,0 +1,248 @@
+"""The tuner picks what is faster by its clock, and only that; here the clock reads what a test says."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("triton", reason="the extra `gpu` is not installed")
+
+import typer
+
+from varlen_kernels import tuning
+from varlen_tools import tune_kernels
+from varlen_tools.bench_kernels import rows
+from varlen_tools.bench_kernels.grid import FULL
+from varlen_tools.bench_kernels.groups import GROUPS
+from varlen_tools.bench_kernels.machine import Budget
+from varlen_tools.bench_kernels.timing import Timing
+from varlen_tools.tune_kernels import Bench, choices_of, tune, tune_all, updated_tables
+
+CPU = torch.device("cpu")
+LAUNCHES = [{"ROWS": 4, "num_warps": 4}, {"ROWS": 1, "num_warps": 2}, {"ROWS": 8, "num_warps": 8}]
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_chosen():
+    tuning.forget()
+    yield
+    tuning.forget()
+
+
+class Kernels:
+    """Layer norm in torch that picks a launch as a kernel would, and remembers it."""
+
+    def __init__(self, launches=LAUNCHES):
+        self.launches = launches
+        self.launch = None
+
+    def add_layer_norm(self, x, residual, weight, bias, *, eps, out):
+        key = (x.shape[1], x.dtype)
+        self.launch = tuning.pick("add_layer_norm", key, lambda *_: self.launches)
+        if self.launch["ROWS"] == 7:
+            raise RuntimeError("out of resource: shared memory")
+        total = torch.layer_norm(x + residual, weight.shape, weight, bias, eps)
+        return out.copy_(total + (self.launch["ROWS"] == 9))
+
+
+class Clock:
+    """A timer whose microseconds are `of(ROWS, tokens)`."""
+
+    def __init__(self, kernels, of):
+        self.kernels, self.of = kernels, of
+        self.asked = []
+
+    def num_sets(self, bytes_moved):
+        return 2
+
+    def graph(self, call, sets, moved, *, verify=None):
+        results = [call(inputs) for inputs in sets]
+        if verify is not None:
+            verify(results[0])
+        rows_chosen, tokens = self.kernels.launch["ROWS"], len(sets[0]["x"])
+        self.asked.append(rows_chosen)
+        time = self.of(rows_chosen, tokens)
+        return Timing(time, time, time, 1)
+
+
+def bench_of(of, launches=LAUNCHES):
+    kernels, said = Kernels(launches), []
+    bench = Bench(kernels, CPU, Clock(kernels, of), said.append)
+    return bench, said
+
+
+def cases(*tokens, hidden=8):
+    return [rows.add_layer_norm_case(count, hidden, torch.float32) for count in tokens]
+
+
+def test_keys_are_those_that_the_cases_ask_for_each_with_its_largest_middle_and_smallest_case():
+    bench, _ = bench_of(lambda rows, tokens: 1.0)
+
+    found = choices_of([*cases(1, 5, 2, 4, 3), *cases(6, hidden=16)], bench)
+
+    assert [(choice.op, choice.key) for choice in found] == [
+        ("add_layer_norm", (8, torch.float32)),
+        ("add_layer_norm", (16, torch.float32)),
+    ]
+    assert [case.tokens for case in found[0].cases] == [5, 3, 1]
+    assert found[0].launches == LAUNCHES
+
+
+def test_a_case_that_cannot_run_leaves_the_others_alone():
+    bench, said = bench_of(lambda rows, tokens: 1.0)
+
+    found = choices_of([*GROUPS["beam"](FULL, torch.float32)[:1], *cases(3)], bench)
+
+    assert len(found) == 1
+    assert said[0].startswith("beam_step 8x4x32000 float32: AttributeError")
+
+
+def test_the_fastest_launch_wins_if_it_beats_the_default_by_three_percent():
+    bench, said = bench_of(lambda rows, tokens: {4: 10.0, 1: 9.0, 8: 9.5}[rows])
+    (choice,) = choices_of(cases(4), bench)
+
+    assert tune(choice, bench) == {"ROWS": 1, "num_warps": 2}
+    assert "1.111x" in said[-1]
+    # nothing stays forced
+    assert tuning.pick("add_layer_norm", choice.key, lambda *_: LAUNCHES)["ROWS"] == 4
+
+
+def test_a_small_gain_keeps_the_default():
+    bench, said = bench_of(lambda rows, tokens: {4: 10.0, 1: 9.8, 8: 12.0}[rows])
+    (choice,) = choices_of(cases(4), bench)
+
+    assert tune(choice, bench) is None
+    assert "the default stays" in said[-1]
+
+
+def test_a_gain_that_does_not_come_twice_keeps_the_default():
+    times = iter([10.0, 8.0, 9.0, 10.0, 9.9])
+    bench, _ = bench_of(lambda rows, tokens: next(times))
+    (choice,) = choices_of(cases(4), bench)
+
+    assert tune(choice, bench) is None
+
+
+def test_a_launch_that_is_slower_on_smaller_batches_is_not_taken():
+    def of(rows, tokens):
+        return {4: 10.0, 1: 8.0 if tokens == 100 else 11.0, 8: 12.0}[rows]
+
+    bench, said = bench_of(of)
+    (choice,) = choices_of(cases(100, 2), bench)
+
+    assert tune(choice, bench) is None
+    assert "0.909x on add_layer_norm 2x8 float32" in said[-1]
+
+
+@pytest.mark.parametrize("rows_chosen, why", [(7, "out of resource"), (9, "an error of")])
+def test_a_launch_that_fails_or_is_wrong_is_passed_over(rows_chosen, why):
+    launches = [LAUNCHES[0], {"ROWS": rows_chosen, "num_warps": 1}, LAUNCHES[2]]
+    bench, said = bench_of(lambda rows, tokens: {4: 10.0, 8: 9.0, 9: 1.0}[rows], launches)
+    (choice,) = choices_of(cases(4), bench)
+
+    assert tune(choice, bench) == LAUNCHES[2]
+    assert why in said[0]
+
+
+def test_one_candidate_is_not_timed():
+    bench, _ = bench_of(lambda rows, tokens: 1.0, LAUNCHES[:1])
+    (choice,) = choices_of(cases(4), bench)
+
+    assert tune(choice, bench) is None
+    assert bench.timer.asked == []
+
+
+def test_a_spent_budget_leaves_the_rest_as_the_table_has_it():
+    now = [0.0]
+    bench, said = bench_of(lambda rows, tokens: {4: 10.0, 1: 9.0, 8: 9.5}[rows])
+    written = []
+
+    def done(found):
+        written.append(dict(found))
+        now[0] = 10.0
+
+    budget = Budget(5, clock=lambda: now[0])
+    found = tune_all([*cases(4), *cases(4, hidden=16)], bench, budget, done)
+
+    assert found == {("add_layer_norm", "8/float32"): LAUNCHES[1]}
+    assert written == [found]
+    assert said[-1].endswith("is spent: add_layer_norm 16/float32")
+
+
+def test_a_table_keeps_other_gpus_and_loses_what_is_no_gain_any_more():
+    before = {
+        "Other": {"3.6": {"norm": {"8/float32": {"ROWS": 2}}}},
+        "Mine": {"3.6": {"norm": {"8/float32": {"ROWS": 2}, "9/float32": {"ROWS": 3}}}},
+    }
+    found = {
+        ("norm", "8/float32"): None,
+        ("gate", "8/float32"): {"ROWS": 5},
+        ("beam", "1/float32"): None,
+    }
+
+    text = updated_tables(json.dumps(before), "Mine", "3.6", found)
+
+    assert tuning.parse_tables(text) == {
+        "Other": before["Other"],
+        "Mine": {"3.6": {"norm": {"9/float32": {"ROWS": 3}}, "gate": {"8/float32": {"ROWS": 5}}}},
+    }
+    assert updated_tables(text, "Mine", "3.6", {}) == text
+
+
+def test_what_was_written_is_what_pick_reads(monkeypatch):
+    text = updated_tables("{}", "Mine", "3.6", {("add_layer_norm", "8/float32"): LAUNCHES[1]})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Mine")
+    monkeypatch.setattr(tuning, "minor_version", lambda: "3.6")
+    monkeypatch.setattr(tuning, "_text", lambda: text)
+
+    chosen = tuning.pick("add_layer_norm", (8, torch.float32), lambda *_: LAUNCHES)
+
+    assert chosen.items() >= LAUNCHES[1].items()
+
+
+def command(*arguments):
+    app = typer.Typer()
+    app.command()(tune_kernels.main)
+    return CliRunner().invoke(app, arguments)
+
+
+def test_without_a_gpu_it_says_so_and_succeeds(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    done = command()
+
+    assert done.exit_code == 0
+    assert done.output.strip() == "tune-kernels: skipped, since torch sees no CUDA GPU here"
+
+
+def test_an_unknown_group_is_refused():
+    done = command("--only", "conv")
+
+    assert done.exit_code == 2
+    assert "'conv'" in done.output
+
+
+def test_the_whole_command_writes_the_table(monkeypatch, tmp_path):
+    kernels = Kernels()
+    clock = Clock(kernels, lambda rows, tokens: {4: 10.0, 1: 9.0, 8: 9.5}[rows])
+    machine = SimpleNamespace(gpu="Mine", driver="1", device=CPU, kernels=kernels, timer=clock)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Mine")
+    monkeypatch.setattr(tune_kernels, "gpu_machine", lambda passes: machine)
+    monkeypatch.setattr(tune_kernels, "cases_in_use", lambda grid, groups, dtype: cases(4))
+    monkeypatch.chdir(tmp_path)
+    output = tmp_path / "tuning.json"
+
+    done = command("--dtypes", "bf16", "--output", str(output))
+
+    assert done.exit_code == 0, done.output
+    version = tuning.minor_version()
+    assert json.loads(output.read_text()) == {
+        "Mine": {version: {"add_layer_norm": {"8/float32": LAUNCHES[1]}}}
+    }
+    assert (
+        done.output.splitlines()[-1] == f"BENCH tuning: gpu=Mine triton={version} keys=1 faster=1"
+    )

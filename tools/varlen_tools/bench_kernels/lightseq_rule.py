@@ -1,0 +1,132 @@
+"""LightSeq's own selection rule, to be timed beside `beam_step`; nothing else uses it.
+
+Written anew after the description in Wang et al. 2021, arXiv:2010.13887, section 3.2: a row is split into as many
+groups as candidates are wanted, the least of the groups' maxima is a bound that at least as many logits reach, and
+whatever reaches it goes into one queue that is sorted. One program reads a row three times and appends by an atomic
+counter; the host waits to learn how long the queue is. Two things are not LightSeq's: 2K candidates are kept instead
+of K, so that the result can be compared with that of our own `beam_step`, and sequences are kept apart in the sort by
+integers instead of by numbers added to the scores, which costs precision.
+"""
+
+# ruff: noqa: N803  # constants of a kernel are in capitals
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from varlen_kernels.beam_keys import key_of
+from varlen_kernels.beam_reference import BeamCandidates
+
+_BLOCK = 4096
+_WARPS = 16
+# Neighbours that belong to one group.
+_STRIPE = 32
+
+
+@triton.jit
+def _rough_top_kernel(
+    logits_ptr,  # [rows, VOCABULARY]
+    scores_ptr,  # [rows]
+    keys_ptr,  # [rows * VOCABULARY] int64: sequence, the first highest, and score
+    places_ptr,  # [rows * VOCABULARY] int64: row * VOCABULARY + token
+    counts_ptr,  # [1 + sequences] int32: all in the queue, and those of each sequence
+    sequences,
+    VOCABULARY: tl.constexpr,
+    BEAMS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STRIPE: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,  # power of two >= GROUPS
+    BLOCK: tl.constexpr,
+):
+    """Append to the queue all logits of one row that reach the least of its groups' maxima."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * VOCABULARY
+    group = tl.arange(0, BLOCK_GROUPS)
+    maxima = tl.where(group < GROUPS, float("-inf"), float("inf"))
+    for begin in range(0, VOCABULARY, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + token, mask=token < VOCABULARY, other=float("-inf"))
+        stripes = tl.max(tl.reshape(x.to(tl.float32), [BLOCK // STRIPE, STRIPE]), axis=1)
+        owner = (begin // STRIPE + tl.arange(0, BLOCK // STRIPE)) % GROUPS
+        own = tl.where(owner[:, None] == group[None, :], stripes[:, None], float("-inf"))
+        maxima = tl.maximum(maxima, tl.max(own, axis=0))
+    bound = tl.min(maxima, axis=0)
+    peak = tl.max(tl.where(group < GROUPS, maxima, float("-inf")), axis=0)
+
+    total = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, VOCABULARY, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + token, mask=token < VOCABULARY, other=float("-inf"))
+        total += tl.exp(x.to(tl.float32) - peak)
+    log_total = tl.log(tl.sum(total, axis=0))
+
+    running = tl.load(scores_ptr + row)
+    sequence = row // BEAMS
+    for begin in range(0, VOCABULARY, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + token, mask=token < VOCABULARY, other=float("-inf"))
+        x = x.to(tl.float32)
+        reaches = (x >= bound) & (token < VOCABULARY)
+        count = tl.sum(reaches.to(tl.int32), axis=0)
+        if count > 0:
+            start = tl.atomic_add(counts_ptr, count)
+            tl.atomic_add(counts_ptr + 1 + sequence, count)
+            at = start + tl.cumsum(reaches.to(tl.int32), axis=0) - 1
+            score = ((x - peak) - log_total) + running
+            key = ((sequences - sequence) << 32) + key_of(score).to(tl.int64)
+            tl.store(keys_ptr + at, key, mask=reaches)
+            tl.store(places_ptr + at, row * VOCABULARY + token, mask=reaches)
+
+
+def beam_step(logits: Tensor, scores: Tensor) -> BeamCandidates:
+    """Return the best 2 · beams candidates of each sequence; equal scores come in any order.
+
+    Args:
+        logits: `[sequences · beams, vocabulary]`, contiguous, finite.
+        scores: `[sequences, beams]` fp32, contiguous, finite.
+
+    Raises:
+        ValueError: the vocabulary is too small to be split into groups.
+    """
+    sequences, beams = scores.shape
+    rows, vocabulary = logits.shape
+    width = 2 * beams
+    if vocabulary < width * _STRIPE:
+        raise ValueError(f"vocabulary is {vocabulary}; it must be at least {width * _STRIPE}")
+    # a queue that every logit fits in
+    keys, places = torch.empty(2, rows * vocabulary, dtype=torch.int64, device=logits.device)
+    counts = torch.zeros(1 + sequences, dtype=torch.int32, device=logits.device)
+    _rough_top_kernel[(rows,)](
+        logits,
+        scores,
+        keys,
+        places,
+        counts,
+        sequences,
+        VOCABULARY=vocabulary,
+        BEAMS=beams,
+        GROUPS=width,
+        STRIPE=_STRIPE,
+        BLOCK_GROUPS=triton.next_power_of_2(width),
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )
+    # the host waits here
+    queued = int(counts[0])
+    ordered, order = keys[:queued].sort(descending=True)
+    starts = counts[1:].cumsum(0) - counts[1:]
+    best = starts[:, None] + torch.arange(width, device=logits.device)
+    winners = places[order[best]]
+    return BeamCandidates(
+        tokens=(winners % vocabulary).int(),
+        parents=(winners // vocabulary % beams).int(),
+        scores=_scores_of(ordered[best]),
+    )
+
+
+def _scores_of(keys: Tensor) -> Tensor:
+    """Return the fp32 whose integers, which order as they do, are the low halves of the keys."""
+    low = keys.int()
+    return (low ^ ((low >> 31) & 0x7FFFFFFF)).view(torch.float32)
