@@ -12,8 +12,8 @@ from typing import Literal, TypeAlias, get_args
 from varlen.errors import ConfigError
 
 Task: TypeAlias = Literal["embed", "hidden", "classify", "rerank", "token_classify"]
-DType: TypeAlias = Literal["auto", "fp32", "bf16"]
-Device: TypeAlias = Literal["auto", "cpu"]
+DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16"]
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 PolicyName: TypeAlias = Literal["token_budget"]
 
 DEFAULT_MAX_BATCH_TOKENS = 4096
@@ -28,8 +28,9 @@ class EngineConfig:
 
     Attributes:
         task: what the model answers; None takes the checkpoint's own.
-        device: where it runs; `auto` is the CPU.
-        dtype: of weights and activations; `auto` is bf16 where the CPU multiplies it natively, else fp32.
+        device: where it runs; `auto` is a CUDA GPU where there is one, else the CPU.
+        dtype: of weights and activations; `auto` is bf16 where the device multiplies it natively, else
+            fp32 on a CPU and fp16 on a GPU; fp16 needs a GPU.
         policy: how batches are chosen.
         max_batch_tokens: most tokens that run together.
         max_sequence_tokens: longest sequence accepted, in tokens; None takes the checkpoint's own limit.
@@ -37,7 +38,7 @@ class EngineConfig:
         max_queued_tokens: most tokens that wait; past it callers get UNAVAILABLE. They should run
             within the server's --exit-timeout-secs (30), or stopping it cuts them off.
         max_text_bytes: longest text accepted, in bytes of UTF-8, checked before it is tokenized.
-        threads: cores that one batch uses; 0 is all that this process may use.
+        threads: cores that one batch uses on a CPU; 0 is all that this process may use.
     """
 
     task: Task | None = None

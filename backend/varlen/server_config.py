@@ -20,6 +20,15 @@ def engine_config(model_config: dict[str, Any]) -> EngineConfig:
     )
 
 
+def gpu_of_instance(args: dict[str, str]) -> int:
+    """Return the GPU that the server gave to a model instance; 0 for an instance of kind CPU, which may still use one.
+
+    Args:
+        args: what the server hands to `initialize`.
+    """
+    return int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else 0
+
+
 def check_server_settings(model_config: dict[str, Any]) -> None:
     """Refuse settings of config.pbtxt with which the server would give wrong answers, or none.
 

@@ -38,6 +38,7 @@ from varlen.server_config import (
     check_server_settings,
     check_tensors,
     engine_config,
+    gpu_of_instance,
     tensor_entry,
 )
 from varlen.server_process import check_numpy, log_to_server, start_exporter, start_watchdog
@@ -110,7 +111,9 @@ class TritonPythonModel:
 
             from varlen.service import Service
 
-            self._service: Service = Service.load(checkpoint.folder, config, self._stats)
+            self._service: Service = Service.load(
+                checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
+            )
         except VarlenError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._exporter = start_exporter(args, self._stats, lambda: self._service.admission.depth)

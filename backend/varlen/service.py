@@ -49,8 +49,16 @@ class Service:
     runner: Runner
 
     @classmethod
-    def load(cls, folder: str | Path, config: EngineConfig, stats: Stats) -> "Service":
+    def load(
+        cls, folder: str | Path, config: EngineConfig, stats: Stats, *, gpu: int = 0
+    ) -> "Service":
         """Return the model of a checkpoint folder, warmed up.
+
+        Args:
+            folder: holds the checkpoint.
+            config: how it runs.
+            stats: counts what it does.
+            gpu: which one, if it runs on a GPU.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
@@ -60,7 +68,7 @@ class Service:
         if config.threads:
             torch.set_num_threads(config.threads)
         checkpoint = Checkpoint.open(folder)
-        runner = Runner(checkpoint, config)
+        runner = Runner(checkpoint, config, gpu=gpu)
         _warm_up(runner, config)
         limits = Limits(
             max_sequence_tokens=runner.max_sequence_tokens,
@@ -73,10 +81,10 @@ class Service:
         engine = Engine(runner, make_policy(config), admission, stats)
         engine.start()
         _log.info(
-            "serving %s in %s on %d threads, sequences to %d tokens, batches to %d; loaded in %.1f s",
+            "serving %s in %s on %s, sequences to %d tokens, batches to %d; loaded in %.1f s",
             runner.task,
             str(runner.dtype).removeprefix("torch."),
-            torch.get_num_threads(),
+            _name(runner.device),
             runner.max_sequence_tokens,
             config.max_batch_tokens,
             time.monotonic() - began,
@@ -87,6 +95,13 @@ class Service:
         """Run what is queued, then stop."""
         self.engine.close()
         self.runner.close()
+
+
+def _name(device: torch.device) -> str:
+    """Return what the log calls a device."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} ({device})"
+    return f"{torch.get_num_threads()} threads"
 
 
 def _warm_up(runner: Runner, config: EngineConfig) -> None:

@@ -99,5 +99,5 @@ def test_checks_settings_given_in_python_too(value):
 
 def test_only_what_the_checkpoint_decides_may_be_none():
     assert EngineConfig(task=None, max_sequence_tokens=None) == EngineConfig()
-    with refused('dtype is "None"; allowed: auto, fp32, bf16'):
+    with refused('dtype is "None"; allowed: auto, fp32, fp16, bf16'):
         EngineConfig(dtype=None)

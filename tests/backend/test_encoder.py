@@ -206,7 +206,7 @@ def test_closing_waits_for_what_runs(small_bert, rng):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"dtype": "int8"}, 'dtype is "int8"; allowed: auto, fp32, bf16'),
+        ({"dtype": "int8"}, 'dtype is "int8"; allowed: auto, fp32, fp16, bf16'),
         ({"device": "tpu"}, 'device is "tpu"; allowed: '),
         ({"task": "generate"}, 'task is "generate"; allowed: '),
         ({"max_batch_tokens": 0}, "max_batch_tokens is 0; allowed: whole numbers from 1"),

@@ -78,6 +78,8 @@ def args(model_config):
         "model_config": json.dumps(model_config),
         "model_name": "m",
         "model_instance_name": "m_0",
+        "model_instance_kind": "CPU",
+        "model_instance_device_id": "0",
     }
 
 
@@ -541,7 +543,7 @@ def refused(pb_utils, message):
         ),
         ({"max_batch_size": 0}, "max_batch_size is 0; a row is a sequence, so allow at least 1"),
         ({"parameters": {"batch_tokens": "3"}}, 'unknown parameter "batch_tokens". Did you mean'),
-        ({"parameters": {"dtype": "int4"}}, 'dtype is "int4"; allowed: auto, fp32, bf16'),
+        ({"parameters": {"dtype": "int4"}}, 'dtype is "int4"; allowed: auto, fp32, fp16, bf16'),
         ({"parameters": {"task": "classify"}}, 'task "classify" needs a BertForSequenceClassif'),
         (
             {"parameters": {"max_sequence_tokens": "65"}},

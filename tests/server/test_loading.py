@@ -63,7 +63,7 @@ def test_a_config_of_one_line_is_completed(server: LocalServer, grpc_client: Grp
                 "Allowed: task,",
             ),
         ),
-        (_with_parameters(dtype="fp8"), ('dtype is "fp8"', "allowed: auto, fp32, bf16")),
+        (_with_parameters(dtype="fp8"), ('dtype is "fp8"', "allowed: auto, fp32, fp16, bf16")),
         (
             _with_parameters(max_queued_tokens="-1"),
             ('max_queued_tokens is "-1"', "whole numbers from 1"),

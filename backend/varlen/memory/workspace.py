@@ -63,17 +63,27 @@ def assign_slots(usages: Mapping[str, Usage]) -> dict[str, int]:
 
 
 class Workspace:
-    """The buffers of one engine. Not for two threads at once."""
+    """The buffers of one engine on one device. Not for two threads at once."""
 
-    def __init__(self, usages: Mapping[str, Usage]) -> None:
+    def __init__(self, usages: Mapping[str, Usage], device: torch.device | None = None) -> None:
+        self.device = device or torch.device("cpu")
         self._slot_of = assign_slots(usages)
-        slots = 1 + max(self._slot_of.values(), default=-1)
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(slots)]
+        self._bytes_per_token = [0] * (1 + max(self._slot_of.values(), default=-1))
+        for name, slot in self._slot_of.items():
+            self._bytes_per_token[slot] = max(
+                self._bytes_per_token[slot], usages[name].bytes_per_token
+            )
+        self._buffers = [self._buffer(0) for _ in self._bytes_per_token]
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes held now."""
         return sum(buffer.numel() for buffer in self._buffers)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for batches of so many tokens; no view moves as long as none is larger."""
+        for slot, bytes_per_token in enumerate(self._bytes_per_token):
+            self._grow(slot, tokens * bytes_per_token)
 
     def view(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the memory of the intermediate `name`, uninitialised.
@@ -82,8 +92,14 @@ class Workspace:
         """
         slot = self._slot_of[name]
         needed = torch.Size(shape).numel() * dtype.itemsize
+        self._grow(slot, needed)
+        return self._buffers[slot][:needed].view(dtype).view(shape)
+
+    def _grow(self, slot: int, needed: int) -> None:
         if self._buffers[slot].numel() < needed:
             # freed before its larger successor is made, so that both are never held
-            self._buffers[slot] = torch.empty(0, dtype=torch.uint8)
-            self._buffers[slot] = torch.empty(-(-needed // _PAGE) * _PAGE, dtype=torch.uint8)
-        return self._buffers[slot][:needed].view(dtype).view(shape)
+            self._buffers[slot] = self._buffer(0)
+            self._buffers[slot] = self._buffer(-(-needed // _PAGE) * _PAGE)
+
+    def _buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from varlen.models.families import EncoderWeights, LayerWeights
-from varlen.models.program import Recorder, Scalar, Value
+from varlen.models.program import Recorder, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,6 @@ class EncoderInputs:
     type_ids: Value = Value("type_ids", ("tokens",), torch.int32)
     # [sequences + 1]
     cu_seqlens: Value = Value("cu_seqlens", ("sequences",), torch.int32)
-    max_seqlen: Scalar = Scalar("max_seqlen")
     # which sequences want a vector of length 1; read by the task `embed` alone
     normalize: Value = Value("normalize", ("sequences",), torch.bool)
 
@@ -49,11 +48,7 @@ def _layer(
     head_dim = layer.attention_output.weight.shape[0] // weights.num_heads
     qkv = ops.linear(x, layer.qkv.weight, layer.qkv.bias)
     context = ops.attention_varlen(
-        qkv,
-        inputs.cu_seqlens,
-        inputs.max_seqlen,
-        num_heads=weights.num_heads,
-        scale=head_dim**-0.5,
+        qkv, inputs.cu_seqlens, num_heads=weights.num_heads, scale=head_dim**-0.5
     )
     attended = ops.linear(context, layer.attention_output.weight, layer.attention_output.bias)
     norm = layer.attention_norm

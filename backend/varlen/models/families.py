@@ -65,8 +65,10 @@ class EncoderWeights:
     classifier: Affine | None
 
 
-def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype) -> EncoderWeights:
-    """Return the weights of a BERT checkpoint in `dtype`.
+def load_encoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> EncoderWeights:
+    """Return the weights of a BERT checkpoint in `dtype` on `device`.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen, or the configuration asks for a variant that is not served.
@@ -75,7 +77,7 @@ def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype) -> EncoderWeights:
     _check_variant(config)
     hidden, inner = checkpoint.hidden_size, read_int(config, "intermediate_size")
     with CheckpointWeights(checkpoint.folder) as weights:
-        read = _Bert(weights, hidden, dtype)
+        read = _Bert(weights, hidden, dtype, device)
         return EncoderWeights(
             token_table=read.table("word", read_int(config, "vocab_size")),
             position_table=read.table("position", checkpoint.position_limit),
@@ -96,10 +98,13 @@ def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype) -> EncoderWeights:
 class _Bert:
     """Reads the parts of a BERT by their names in a checkpoint."""
 
-    def __init__(self, weights: CheckpointWeights, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weights: CheckpointWeights, hidden: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._weights = weights
         self._hidden = hidden
         self._dtype = dtype
+        self._device = device
         # models with a head keep the encoder under a name of its own
         self._prefix = "bert." if "bert.embeddings.word_embeddings.weight" in weights else ""
 
@@ -109,12 +114,11 @@ class _Bert:
 
     def table(self, name: str, rows: int) -> Tensor:
         name = f"{self._prefix}embeddings.{name}_embeddings.weight"
-        return self._weights.read(name, rows, self._hidden).to(self._dtype)
+        return self._read(name, rows, self._hidden)
 
     def norm(self, of: str) -> Affine:
         name = f"{self._prefix}{of}.LayerNorm"
-        parts = [self._weights.read(f"{name}.{part}", self._hidden) for part in ("weight", "bias")]
-        return Affine(*(part.to(self._dtype) for part in parts))
+        return Affine(*(self._read(f"{name}.{part}", self._hidden) for part in ("weight", "bias")))
 
     def linear(self, names: list[str], fan_in: int, fan_out: int) -> Affine:
         """Return linear layers that read one input as one layer, their outputs side by side."""
@@ -136,10 +140,12 @@ class _Bert:
         )
 
     def _join(self, names: list[str], fan_in: int, fan_out: int) -> Affine:
-        matrices = [self._weights.read(f"{name}.weight", fan_out, fan_in) for name in names]
-        biases = [self._weights.read(f"{name}.bias", fan_out) for name in names]
-        joined = torch.cat([matrix.to(self._dtype).t() for matrix in matrices], dim=1)
-        return Affine(joined.contiguous(), torch.cat(biases).to(self._dtype))
+        matrices = [self._read(f"{name}.weight", fan_out, fan_in).t() for name in names]
+        biases = [self._read(f"{name}.bias", fan_out) for name in names]
+        return Affine(torch.cat(matrices, dim=1).contiguous(), torch.cat(biases))
+
+    def _read(self, name: str, *shape: int) -> Tensor:
+        return self._weights.read(name, *shape).to(device=self._device, dtype=self._dtype)
 
 
 def _check_variant(config: Json) -> None:

@@ -7,9 +7,6 @@ from varlen.models.families import EncoderWeights
 from varlen.models.program import Recorder, Value
 from varlen_kernels import Pooling
 
-# Tasks that answer every token of a sequence; the others answer one row per sequence.
-PER_TOKEN_TASKS = frozenset({"hidden", "token_classify"})
-
 
 def apply_head(
     ops: Recorder,
@@ -35,8 +32,7 @@ def apply_head(
     if task == "hidden":
         return ops.to_fp32(hidden)
     if task == "embed":
-        pooled = ops.pool(hidden, inputs.cu_seqlens, mode=pooling)
-        return ops.l2_normalize(pooled, inputs.normalize)
+        return ops.pool(hidden, inputs.cu_seqlens, inputs.normalize, mode=pooling)
     classifier = weights.classifier
     if classifier is None:
         raise CheckpointError(f'task "{task}" needs a classifier, which the checkpoint lacks')

@@ -41,14 +41,7 @@ class Value:
         return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Scalar:
-    """A whole number that a batch brings and the host knows, such as the longest sequence."""
-
-    name: str
-
-
-Operand: TypeAlias = Value | Scalar | Tensor
+Operand: TypeAlias = Value | Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +65,7 @@ class Op:
 class Batch:
     """What one run of a program reads: `tensors` by input name, and its two sizes."""
 
-    inputs: Mapping[str, Tensor | int]
+    inputs: Mapping[str, Tensor]
     tokens: int
     sequences: int
 
@@ -83,6 +76,11 @@ class Program:
 
     ops: tuple[Op, ...]
     output: Value
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether it answers each token, and not each sequence."""
+        return self.output.shape[0] == "tokens"
 
     def usages(self) -> dict[str, Usage]:
         """Return the usage record of every intermediate: what ops write, less the output."""
@@ -97,26 +95,29 @@ class Program:
                 )
         return records
 
-    def run(self, batch: Batch, kernels: object, workspace: Workspace) -> Tensor:
-        """Return the output for `batch`: a new tensor, no part of the workspace.
+    def run(
+        self, batch: Batch, kernels: object, workspace: Workspace, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the output for `batch`: `out`, or a new tensor; no part of the workspace.
 
         Args:
-            batch: its inputs have the names that the recording gave them.
+            batch: its inputs have the names that the recording gave them, on the workspace's device.
             kernels: has the functions that the ops name, such as a module.
             workspace: laid out for this program's usages; overwritten.
+            out: of the output's shape for this batch.
         """
-        bound: dict[str, Tensor | int] = dict(batch.inputs)
+        bound: dict[str, Tensor] = dict(batch.inputs)
         for op in self.ops:
             result, shape = op.result, op.result.at(batch.tokens, batch.sequences)
-            if result is self.output:
-                out = torch.empty(shape, dtype=result.dtype)
+            if result is not self.output:
+                into = workspace.view(result.name, shape, result.dtype)
+            elif out is None:
+                into = torch.empty(shape, dtype=result.dtype, device=workspace.device)
             else:
-                out = workspace.view(result.name, shape, result.dtype)
+                into = out
             operands = [x if isinstance(x, Tensor) else bound[x.name] for x in op.operands]
-            bound[result.name] = getattr(kernels, op.kernel)(*operands, **op.attributes, out=out)
-        output = bound[self.output.name]
-        assert isinstance(output, Tensor)
-        return output
+            bound[result.name] = getattr(kernels, op.kernel)(*operands, **op.attributes, out=into)
+        return bound[self.output.name]
 
 
 class Recorder:
@@ -173,26 +174,26 @@ class Recorder:
         return self._add("add_layer_norm", (x, residual, weight, bias), x.shape, x.dtype, eps=eps)
 
     def attention_varlen(
-        self, qkv: Value, cu_seqlens: Value, max_seqlen: Scalar, *, num_heads: int, scale: float
+        self, qkv: Value, cu_seqlens: Value, *, num_heads: int, scale: float
     ) -> Value:
         width = qkv.shape[1]
         assert isinstance(width, int)
         shape: tuple[Dim, ...] = (qkv.shape[0], width // 3)
-        operands = (qkv, cu_seqlens, max_seqlen)
         return self._add(
-            "attention_varlen", operands, shape, qkv.dtype, num_heads=num_heads, scale=scale
+            "attention_varlen",
+            (qkv, cu_seqlens),
+            shape,
+            qkv.dtype,
+            num_heads=num_heads,
+            scale=scale,
         )
 
-    def pool(self, x: Value, cu_seqlens: Value, *, mode: Pooling) -> Value:
-        return self._add(
-            "pool", (x, cu_seqlens), ("sequences", x.shape[1]), torch.float32, mode=mode
-        )
+    def pool(self, x: Value, cu_seqlens: Value, normalize: Value, *, mode: Pooling) -> Value:
+        operands = (x, cu_seqlens, normalize)
+        return self._add("pool", operands, ("sequences", x.shape[1]), torch.float32, mode=mode)
 
     def first_tokens(self, x: Value, cu_seqlens: Value) -> Value:
         return self._add("first_tokens", (x, cu_seqlens), ("sequences", x.shape[1]), x.dtype)
-
-    def l2_normalize(self, x: Value, chosen: Value) -> Value:
-        return self._add("l2_normalize", (x, chosen), x.shape, x.dtype)
 
     def to_fp32(self, x: Value) -> Value:
         return self._add("to_fp32", (x,), x.shape, torch.float32)

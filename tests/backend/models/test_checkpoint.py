@@ -15,7 +15,7 @@ from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.families import load_encoder
-from varlen.models.runner import Runner, choose_dtype
+from varlen.models.runner import Runner
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -414,7 +414,7 @@ def test_refuses_variants_that_are_not_served(folder, changes, message):
 
 
 def test_linear_weights_are_laid_out_input_by_output(folder):
-    weights = load_encoder(Checkpoint.open(folder), torch.float32)
+    weights = load_encoder(Checkpoint.open(folder), torch.float32, torch.device("cpu"))
     stored = load_file(folder / WEIGHTS)
 
     layer = weights.layers[1]
@@ -436,18 +436,3 @@ def test_refuses_a_sequence_limit_past_the_position_table(folder):
 def test_refuses_a_cap_that_cannot_hold_the_longest_sequence(folder, name):
     with pytest.raises(ConfigError, match=rf"{name} is 63; it must hold the longest .* 64 tokens"):
         load(folder, **{name: 63})
-
-
-@pytest.mark.parametrize(
-    "capabilities, dtype",
-    [
-        ({"amx_bf16": True}, torch.bfloat16),
-        ({"avx512_bf16": True}, torch.bfloat16),
-        ({"amx_bf16": False, "avx2": True}, torch.float32),
-        ({}, torch.float32),
-    ],
-)
-def test_auto_is_bf16_where_the_cpu_multiplies_it_natively(monkeypatch, capabilities, dtype):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-
-    assert choose_dtype("auto") is dtype

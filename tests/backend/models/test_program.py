@@ -52,7 +52,7 @@ def spans(program):
 
 def buffers(runner):
     """Return every buffer of every workspace: one workspace per core, and one for all of them."""
-    return [buffer for workspace in runner._workspaces for buffer in workspace._buffers]
+    return [buffer for workspace in runner.executor.workspaces for buffer in workspace._buffers]
 
 
 @torch.inference_mode()

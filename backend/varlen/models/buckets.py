@@ -1,0 +1,63 @@
+"""The batch sizes for which a CUDA graph is captured, and the one that a batch runs in.
+
+A graph has fixed shapes, so a batch runs in the smallest captured size that holds it: at most an
+eighth more tokens from 128 on, which belong to no sequence and cost only their share of the linear
+layers. The room for sequences comes in three sizes, since the grid of attention grows with it.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_SMALLEST = 16
+# Sizes from one power of two to the next.
+_STEPS = 8
+# A bucket has room for sequences of at least this many tokens on average. The attention kernel chooses its
+# tiles by the same means.
+_MEAN_LENGTHS = (64, 16, 1)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """Room for a batch, in tokens and sequences."""
+
+    tokens: int
+    sequences: int
+
+
+class Buckets:
+    """All buckets for batches of at most so many tokens."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._tokens = list(_token_sizes(max_tokens))
+
+    def __iter__(self) -> Iterator[Bucket]:
+        """Yield each bucket once, the largest first."""
+        for tokens in reversed(self._tokens):
+            for sequences in sorted(set(_sequence_sizes(tokens)), reverse=True):
+                yield Bucket(tokens, sequences)
+
+    def smallest(self, tokens: int, sequences: int) -> Bucket:
+        """Return the smallest bucket that holds a batch of at least one token a sequence.
+
+        Raises:
+            ValueError: the batch has more tokens than the largest bucket.
+        """
+        if tokens > self._tokens[-1]:
+            raise ValueError(f"a batch of {tokens} tokens; allowed: to {self._tokens[-1]}")
+        room = self._tokens[bisect_left(self._tokens, tokens)]
+        return Bucket(room, next(n for n in _sequence_sizes(room) if n >= sequences))
+
+
+def _token_sizes(most: int) -> Iterator[int]:
+    size = _SMALLEST
+    while size < most:
+        yield size
+        octave = 1 << (size.bit_length() - 1)
+        size += max(_SMALLEST, octave // _STEPS)
+    yield most
+
+
+def _sequence_sizes(tokens: int) -> list[int]:
+    """Return the rooms for sequences, ascending."""
+    return [max(1, tokens // mean) for mean in _MEAN_LENGTHS]

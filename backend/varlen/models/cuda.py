@@ -1,0 +1,174 @@
+"""Runs batches on a CUDA GPU, by replaying graphs that were captured when the model was loaded.
+
+A small encoder's ops are shorter on the GPU than the Python that launches them. So nothing is
+launched op by op in service: each batch is one copy of its inputs, one graph, one copy of its answers.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as AnySequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from varlen.memory.workspace import Workspace
+from varlen.models.batch import fill_inputs, input_bytes, input_views, split_answers
+from varlen.models.buckets import Bucket, Buckets
+from varlen.models.program import Batch, Program
+from varlen.request import Float32Array, Sequence
+
+_log = logging.getLogger(__name__)
+
+# Times that the log says how far the captures are.
+_PROGRESS_LINES = 4
+
+Replay = Callable[[], object]
+
+
+class Graphs(Protocol):
+    """Captures work on a device."""
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Return the context in which everything on the device is done."""
+
+    def capture(self, work: Callable[[], object]) -> Replay:
+        """Return a function that does the same work again, on the same memory."""
+
+
+class CudaGraphs:
+    """CUDA graphs on one stream and in one pool of memory, so at most one may run at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Return the context that makes the stream, and its device, current."""
+        return torch.cuda.stream(self._stream)
+
+    def capture(self, work: Callable[[], object]) -> Replay:
+        """Return a function that does the same work again, on the same memory.
+
+        The work is done once before: that compiles and loads kernels, which a capture must not.
+        """
+        with self.stream():
+            work()
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # other threads of the process may use the device meanwhile
+            graph.capture_begin(self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """The graph of one bucket, and the memory that it reads and writes.
+
+    Attributes:
+        inputs: on the host, by name.
+        input_bytes: how much of the input buffers the graph reads.
+        output: on the device.
+        replay: runs it.
+    """
+
+    inputs: dict[str, Tensor]
+    input_bytes: int
+    output: Tensor
+    replay: Replay
+
+
+class CudaExecutor:
+    """Runs a program on one GPU, for batches of at most so many tokens."""
+
+    def __init__(
+        self,
+        program: Program,
+        kernels: object,
+        device: torch.device,
+        max_batch_tokens: int,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self._program = program
+        self._kernels = kernels
+        self._graphs = graphs or CudaGraphs(device)
+        self._buckets = Buckets(max_batch_tokens)
+        size = input_bytes(max_batch_tokens, max_batch_tokens)
+        pinned = device.type == "cuda"
+        self._host_inputs = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self._device_inputs = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._workspace = Workspace(program.usages(), device)
+        # graphs keep addresses, so nothing may grow after this
+        self._workspace.reserve(max_batch_tokens)
+        widest = program.output.at(max_batch_tokens, max_batch_tokens)
+        self._output = torch.empty(widest, dtype=program.output.dtype, device=device)
+        self._captured = dict(self._capture_all())
+
+    def run(
+        self, sequences: AnySequence[Sequence], normalize: AnySequence[bool]
+    ) -> list[Float32Array]:
+        """Return the answer of each sequence; see `Runner.run`.
+
+        Raises:
+            ValueError: the batch has more tokens than graphs were captured for.
+        """
+        # the longest first, so that the last programs of attention to start are short ones
+        order = sorted(range(len(sequences)), key=lambda i: -sequences[i].num_tokens)
+        lengths = [sequences[i].num_tokens for i in order]
+        captured = self._captured[self._buckets.smallest(sum(lengths), len(lengths))]
+        chosen = [sequences[i] for i in order], [normalize[i] for i in order]
+        output = self._replay(captured, *chosen).numpy()
+        answers = split_answers(output, lengths, per_token=self._program.is_per_token)
+        return [answers[place] for place in np.argsort(order).tolist()]
+
+    def close(self) -> None:
+        """Let go of the graphs."""
+        self._captured.clear()
+
+    @torch.inference_mode()
+    def _replay(
+        self, captured: _Captured, sequences: list[Sequence], normalize: list[bool]
+    ) -> Tensor:
+        """Return the output of a batch, on the host."""
+        fill_inputs(captured.inputs, sequences, normalize)
+        tokens = sum(sequence.num_tokens for sequence in sequences)
+        rows = self._program.output.at(tokens, len(sequences))[0]
+        size = captured.input_bytes
+        with self._graphs.stream():
+            self._device_inputs[:size].copy_(self._host_inputs[:size], non_blocking=True)
+            captured.replay()
+            # waits for the device, so the next batch may overwrite the inputs
+            return captured.output[:rows].to("cpu", copy=True)
+
+    @torch.inference_mode()
+    def _capture_all(self) -> Iterator[tuple[Bucket, _Captured]]:
+        began, buckets = time.monotonic(), list(self._buckets)
+        for done, bucket in enumerate(buckets, start=1):
+            yield bucket, self._capture(bucket)
+            if done % -(-len(buckets) // _PROGRESS_LINES) == 0 or done == len(buckets):
+                seconds = time.monotonic() - began
+                _log.info("captured %d of %d graphs in %.1f s", done, len(buckets), seconds)
+
+    def _capture(self, bucket: Bucket) -> _Captured:
+        tokens, sequences = bucket.tokens, bucket.sequences
+        # inputs of zeros are a batch whose tokens belong to no sequence
+        batch = Batch(input_views(self._device_inputs, tokens, sequences), tokens, sequences)
+        output = self._output[: self._program.output.at(tokens, sequences)[0]]
+
+        def forward() -> None:
+            self._program.run(batch, self._kernels, self._workspace, out=output)
+
+        return _Captured(
+            input_views(self._host_inputs, tokens, sequences),
+            input_bytes(tokens, sequences),
+            output,
+            self._graphs.capture(forward),
+        )

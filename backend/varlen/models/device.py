@@ -1,0 +1,55 @@
+"""Where a model runs and in which dtype: what was configured, made true on this machine."""
+
+from importlib.util import find_spec
+
+import torch
+
+from varlen.config import Device, DType
+from varlen.errors import ConfigError
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def choose_device(name: Device, index: int = 0) -> torch.device:
+    """Return the torch device of a configured one; `auto` is CUDA where torch sees a GPU, else the CPU.
+
+    Args:
+        name: what was configured.
+        index: which GPU.
+
+    Raises:
+        ConfigError: it is not there, or Triton, which its kernels are written in, is not installed.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not gpus):
+        return torch.device("cpu")
+    if index >= gpus:
+        seen = f"torch sees {gpus} CUDA GPUs" if gpus else "torch sees no CUDA GPU here"
+        raise ConfigError(f'device is "{name}", GPU {index}; {seen}: set device to "cpu"')
+    if find_spec("triton") is None:
+        raise ConfigError(
+            f'device is "{name}" and there is a GPU, but the package triton is not installed: '
+            'pip install "varlen[gpu]", or set device to "cpu"'
+        )
+    return torch.device("cuda", index)
+
+
+def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
+    """Return the torch dtype of a configured one; `auto` is bf16 where the device multiplies it natively.
+
+    Elsewhere `auto` is fp16 on a GPU and fp32 on a CPU.
+
+    Raises:
+        ConfigError: fp16 on a CPU, which has no fast arithmetic for it.
+    """
+    on_cpu = device.type == "cpu"
+    if name == "fp16" and on_cpu:
+        raise ConfigError('dtype is "fp16", which needs a GPU; allowed on a CPU: auto, fp32, bf16')
+    if name != "auto":
+        return _DTYPES[name]
+    if not on_cpu:
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if native else torch.float16
+    capabilities = torch.cpu.get_capabilities()
+    fast = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
+    return torch.bfloat16 if fast else torch.float32

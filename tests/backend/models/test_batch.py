@@ -1,0 +1,77 @@
+"""How sequences are laid into the inputs of a batch, with and without room to spare."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from varlen.models.batch import fill_inputs, input_bytes, input_views, split_answers
+from varlen.request import Sequence
+
+
+def ids(*values):
+    return np.array(values, dtype=np.int32)
+
+
+def inputs_for(tokens, sequences):
+    """Return the inputs of a batch in memory that holds something else."""
+    buffer = torch.full((input_bytes(tokens, sequences),), 0xAB, dtype=torch.uint8)
+    return input_views(buffer, tokens, sequences)
+
+
+def test_sequences_lie_one_after_the_other():
+    inputs = inputs_for(5, 2)
+
+    fill_inputs(inputs, [Sequence(ids(7, 8, 9), ids(0, 1, 1)), Sequence(ids(5, 6))], [False, True])
+
+    assert {name: view.tolist() for name, view in inputs.items()} == {
+        "token_ids": [7, 8, 9, 5, 6],
+        "position_ids": [0, 1, 2, 0, 1],
+        "type_ids": [0, 1, 1, 0, 0],
+        "cu_seqlens": [0, 3, 5],
+        "normalize": [False, True],
+    }
+
+
+def test_room_to_spare_holds_tokens_of_no_sequence_and_sequences_of_no_token():
+    inputs = inputs_for(6, 4)
+
+    fill_inputs(inputs, [Sequence(ids(7, 8)), Sequence(ids(9))], [True, True])
+
+    assert {name: view.tolist() for name, view in inputs.items()} == {
+        "token_ids": [7, 8, 9, 0, 0, 0],
+        "position_ids": [0, 1, 0, 0, 0, 0],
+        "type_ids": [0, 0, 0, 0, 0, 0],
+        "cu_seqlens": [0, 2, 3, 3, 3],
+        "normalize": [True, True, False, False],
+    }
+
+
+@settings(deadline=None)
+@given(st.integers(1, 100), st.integers(1, 100))
+def test_every_input_starts_where_kernels_may_load_16_bytes(tokens, sequences):
+    size = input_bytes(tokens, sequences)
+    buffer = torch.zeros(size, dtype=torch.uint8)
+    views = input_views(buffer, tokens, sequences)
+
+    begins = [view.data_ptr() - buffer.data_ptr() for view in views.values()]
+    ends = [
+        begin + view.numel() * view.itemsize
+        for begin, view in zip(begins, views.values(), strict=True)
+    ]
+
+    assert all(begin % 16 == 0 for begin in begins)
+    # one after the other, so none overlaps, and inside the buffer
+    assert all(end <= begin for end, begin in zip(ends, [*begins[1:], size], strict=True))
+
+
+@pytest.mark.parametrize(
+    "per_token, expected", [(True, [[0, 1, 2], [3], [4, 5]]), (False, [0, 1, 2])], ids=str
+)
+def test_answers_are_cut_by_token_or_by_row(per_token, expected):
+    rows = np.arange(6 if per_token else 3, dtype=np.float32)
+
+    answers = split_answers(rows, [3, 1, 2], per_token=per_token)
+
+    assert [answer.tolist() for answer in answers] == expected

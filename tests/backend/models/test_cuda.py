@@ -1,0 +1,177 @@
+"""Batches through captured graphs, with a stand-in that repeats the work on the CPU in place of a graph.
+
+What is real here: buckets, the room to spare in inputs, memory that stays where it is, answers by
+sequence. `tests/kernels/fused/test_encoder.py` runs the same on a GPU.
+"""
+
+import gc
+import logging
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from varlen.config import EngineConfig
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.cuda import CudaExecutor
+from varlen.models.runner import Runner
+from varlen.request import Sequence
+from varlen_kernels import reference
+
+CPU = torch.device("cpu")
+MAX_TOKENS = 160
+TASK_KINDS = {
+    "embed": "BertModel",
+    "hidden": "BertModel",
+    "classify": "BertForSequenceClassification",
+    "token_classify": "BertForTokenClassification",
+}
+
+
+class RepeatedWork:
+    """In place of CUDA graphs: does the captured work again. Counts what was captured and replayed."""
+
+    def __init__(self):
+        self.captured = 0
+        self.replayed = 0
+
+    def stream(self):
+        return nullcontext()
+
+    def capture(self, work):
+        work()
+        self.captured += 1
+
+        def replay():
+            self.replayed += 1
+            work()
+
+        return replay
+
+
+@pytest.fixture(params=TASK_KINDS)
+def runner(request, make_checkpoint):
+    """Return a runner on the CPU, whose program and answers the executor is held against."""
+    folder = make_checkpoint(TASK_KINDS[request.param])
+    return Runner(Checkpoint.open(folder), EngineConfig(task=request.param, dtype="fp32"))
+
+
+@pytest.fixture
+def graphs():
+    return RepeatedWork()
+
+
+@pytest.fixture
+def executor(runner, graphs):
+    return CudaExecutor(runner.program, reference, CPU, MAX_TOKENS, graphs)
+
+
+def sequences(lengths, seed=0):
+    numbers = np.random.default_rng(seed)
+    return [
+        Sequence(numbers.integers(0, 50, n).astype(np.int32), numbers.integers(0, 2, n))
+        for n in lengths
+    ]
+
+
+BATCHES = pytest.mark.parametrize(
+    "lengths",
+    [[1], [16], [17], [1, 1, 1], [3, 9, 1, 9], [64, 2, 33], [1] * MAX_TOKENS, [60, 60, 40]],
+    ids=lambda lengths: f"{len(lengths)}x{sum(lengths)}",
+)
+
+
+@BATCHES
+def test_a_batch_gets_the_answers_of_the_cpu_in_the_order_given(runner, executor, lengths):
+    batch = sequences(lengths)
+    normalize = [index % 2 == 0 for index in range(len(batch))]
+
+    answers = executor.run(batch, normalize)
+
+    for mine, theirs in zip(answers, runner.run(batch, normalize), strict=True):
+        assert mine.dtype == np.float32
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
+
+
+def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, graphs):
+    captured = graphs.captured
+
+    for tokens in range(1, MAX_TOKENS + 1):
+        lengths = [min(64, tokens - begin) for begin in range(0, tokens, 64)]
+        executor.run(sequences(lengths), [True] * len(lengths))
+
+    assert graphs.replayed == MAX_TOKENS
+    assert graphs.captured == captured
+
+
+def test_memory_stays_where_graphs_left_it(executor):
+    addresses = [buffer.data_ptr() for buffer in executor._workspace._buffers]
+
+    for lengths in ([1], [60, 60, 40], [1] * MAX_TOKENS):
+        executor.run(sequences(lengths), [False] * len(lengths))
+
+    assert [buffer.data_ptr() for buffer in executor._workspace._buffers] == addresses
+
+
+def test_an_answer_does_not_depend_on_the_batch_before(executor):
+    alone = [answer.copy() for answer in executor.run(sequences([5, 2]), [True, True])]
+
+    executor.run(sequences([60, 60, 40], seed=1), [False] * 3)
+    with torch.inference_mode():
+        for buffer in executor._workspace._buffers:
+            # every bit set is NaN in each float format
+            buffer.fill_(0xFF)
+        executor._output.fill_(torch.nan)
+    again = executor.run(sequences([5, 2]), [True, True])
+
+    for mine, theirs in zip(again, alone, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_an_answer_is_a_copy(executor):
+    first = executor.run(sequences([4, 9]), [True, True])
+    kept = [answer.copy() for answer in first]
+
+    executor.run(sequences([4, 9], seed=1), [True, True])
+    with torch.inference_mode():
+        executor._output.fill_(torch.nan)
+
+    for answer, copy in zip(first, kept, strict=True):
+        np.testing.assert_array_equal(answer, copy)
+
+
+def test_loading_says_how_far_the_captures_are(runner, caplog):
+    with caplog.at_level(logging.INFO, "varlen"):
+        CudaExecutor(runner.program, reference, CPU, MAX_TOKENS, RepeatedWork())
+
+    lines = [record.getMessage() for record in caplog.records]
+    assert 2 <= len(lines) <= 5
+    count = int(lines[-1].split()[3])
+    assert lines[-1].startswith(f"captured {count} of {count} graphs in ")
+
+
+def test_close_lets_go_of_the_graphs(runner):
+    class Graph:
+        alive = 0
+
+        def __init__(self):
+            Graph.alive += 1
+
+        def __call__(self):
+            pass
+
+        def __del__(self):
+            Graph.alive -= 1
+
+    class Counted(RepeatedWork):
+        def capture(self, work):
+            return Graph()
+
+    executor = CudaExecutor(runner.program, reference, CPU, MAX_TOKENS, Counted())
+    assert Graph.alive
+
+    executor.close()
+
+    gc.collect()
+    assert Graph.alive == 0
