@@ -303,11 +303,12 @@ def _runs_of_equal_length(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
 
 def _tokens_or_zeros(x: Tensor, cu_seqlens: Tensor, of: Pooling) -> Tensor:
     """Return the first ("cls") or last token of each sequence, zeros where it has none."""
+    if len(x) == 0:
+        return x.new_zeros(len(cu_seqlens) - 1, x.shape[1])
     starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    picked = x.new_zeros(len(starts), x.shape[1])
-    there = starts < ends
-    picked[there] = x[(starts if of == "cls" else ends - 1)[there]]
-    return picked
+    # where a sequence has no token, any stands in for it
+    picked = (starts if of == "cls" else ends - 1).clamp(0, len(x) - 1)
+    return x.index_select(0, picked).masked_fill_((starts == ends)[:, None], 0.0)
 
 
 def _inside(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

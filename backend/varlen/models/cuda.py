@@ -44,6 +44,7 @@ class CudaGraphs:
     """CUDA graphs on one stream and in one pool of memory, so at most one may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -56,6 +57,8 @@ class CudaGraphs:
 
         The work is done once before: that compiles and loads kernels, which a capture must not.
         """
+        # weights and buffers may still be on their way
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self.stream():
             work()
             self._stream.synchronize()

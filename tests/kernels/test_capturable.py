@@ -1,0 +1,54 @@
+"""Ops that a GPU runs in plain torch must not make the host wait for the device: no CUDA graph could hold them.
+
+Tensors on the meta device have no elements, so an op that reads one on the host fails there.
+"""
+
+import inspect
+
+import pytest
+import torch
+
+from varlen_kernels import fused, reference
+
+IN_TORCH = [name for name in fused.__all__ if getattr(fused, name) is getattr(reference, name)]
+
+
+def arguments(dtype):
+    """Return arguments for each op that a GPU runs in torch."""
+    x = torch.empty(7, 12, dtype=dtype, device="meta")
+    return {
+        "linear": (x, torch.empty(12, 5, dtype=dtype, device="meta"), x.new_empty(5)),
+        "tanh": (x,),
+        "to_fp32": (x,),
+    }
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+@pytest.mark.parametrize("has_out", [False, True], ids=["fresh", "out"])
+def test_no_element_is_read_on_the_host(name, has_out):
+    op, args = getattr(fused, name), arguments(torch.bfloat16)[name]
+    result = op(*args)
+
+    if has_out:
+        result = op(*args, out=torch.empty_like(result))
+
+    assert result.is_meta
+
+
+def test_every_op_in_torch_is_tested():
+    assert set(IN_TORCH) == set(arguments(torch.float32))
+
+
+def test_an_op_that_reads_lengths_on_the_host_fails_here():
+    qkv = torch.empty(7, 36, device="meta")
+
+    with pytest.raises(NotImplementedError):
+        reference.attention_varlen(
+            qkv, torch.empty(4, dtype=torch.int32, device="meta"), num_heads=3, scale=1.0
+        )
+
+
+def test_launchers_read_no_tensor_on_the_host():
+    for name in set(fused.__all__) - set(IN_TORCH):
+        module = inspect.getsource(inspect.getmodule(getattr(fused, name)))
+        assert not any(call in module for call in (".item()", ".tolist()", ".cpu()", "synchronize"))
