@@ -20,8 +20,8 @@ from varlen_kernels.tuning import Launch, pick
 def _gather(
     ids_ptr,  # [tokens]
     table_ptr,  # [rows, HIDDEN]
-    token,  # [ROWS, 1]
-    here,  # [ROWS, 1]
+    token,  # [ROWS]
+    tokens,
     STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -30,8 +30,8 @@ def _gather(
 ):
     """Return the row of each token's id."""
     # int64: a table may have more than 2**31 elements
-    row = tl.load(ids_ptr + token, mask=here, other=0).to(tl.int64)
-    return load_row(table_ptr + row * STRIDE, here, HIDDEN, ROWS, BLOCK, TILES)
+    row = tl.load(ids_ptr + token, mask=token < tokens, other=0).to(tl.int64)[:, None]
+    return load_row(table_ptr + row * STRIDE, (token < tokens)[:, None], HIDDEN, ROWS, BLOCK, TILES)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -58,17 +58,16 @@ def _embed_layer_norm_kernel(
 ):
     """Embed tokens `program_id(0) * ROWS` and the ROWS - 1 after it."""
     # int64: tokens * HIDDEN may pass 2**31
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    here = token < tokens
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
 
     x = _gather(
-        token_ids_ptr, token_table_ptr, token, here, TOKEN_STRIDE, HIDDEN, ROWS, BLOCK, TILES
+        token_ids_ptr, token_table_ptr, token, tokens, TOKEN_STRIDE, HIDDEN, ROWS, BLOCK, TILES
     )
     position = _gather(
         position_ids_ptr,
         position_table_ptr,
         token,
-        here,
+        tokens,
         POSITION_STRIDE,
         HIDDEN,
         ROWS,
@@ -76,11 +75,12 @@ def _embed_layer_norm_kernel(
         TILES,
     )
     kind = _gather(
-        type_ids_ptr, type_table_ptr, token, here, TYPE_STRIDE, HIDDEN, ROWS, BLOCK, TILES
+        type_ids_ptr, type_table_ptr, token, tokens, TYPE_STRIDE, HIDDEN, ROWS, BLOCK, TILES
     )
     x = add_rows(add_rows(x, position), kind)
     normed = normalize_row(x, weight_ptr, bias_ptr, eps, HIDDEN, ROWS, BLOCK)
-    store_row(out_ptr + token * OUT_STRIDE, normed, here, HIDDEN, BLOCK)
+    token = token[:, None]
+    store_row(out_ptr + token * OUT_STRIDE, normed, token < tokens, HIDDEN, BLOCK)
 
 
 def embed_layer_norm(

@@ -18,7 +18,7 @@ from varlen_kernels.rows import load_row, max_row, row_launches, store_row, sum_
 from varlen_kernels.tuning import Launch, pick
 
 # Most keys of a row held in registers.
-MAX_HELD = 8192
+MAX_HELD = 4096
 # Scores that fill a GPU's caches are worth waiting for the lengths, which say what need not be read.
 _SKIP_FROM_BYTES = 32 * 1024**2
 

@@ -90,6 +90,12 @@ def _pool(lengths: Sequence[int], dtype: torch.dtype) -> Callable[[], object]:
     return partial(fused.pool, x, _starts(lengths), normalize, mode="mean", out=out)
 
 
+def _first_tokens(lengths: Sequence[int], dtype: torch.dtype) -> Callable[[], object]:
+    x = torch.zeros(sum(lengths), HIDDEN, dtype=dtype)
+    out = torch.empty(len(lengths), HIDDEN, dtype=dtype)
+    return partial(fused.first_tokens, x, _starts(lengths), out=out)
+
+
 def _unpack(lengths: Sequence[int], dtype: torch.dtype) -> Callable[[], object]:
     x = torch.zeros(sum(lengths), HIDDEN, dtype=dtype)
     out = torch.empty(len(lengths), max(lengths), HIDDEN, dtype=dtype)
@@ -123,6 +129,7 @@ ANY_BATCH: dict[str, Prepare] = {
     "masked_softmax": _masked_softmax,
     "attention_varlen": _attention_varlen,
     "pool": _pool,
+    "first_tokens": _first_tokens,
     "unpack": _unpack,
     "pack": _pack,
     "beam_step": _beam_step,

@@ -65,7 +65,7 @@ CALLS = [
     Call("masked_softmax-80", partial(_masked_softmax, 80), _TWO, narrow_loads=1),
     Call("masked_softmax-500", partial(_masked_softmax, 500)),
     Call("masked_softmax-501", partial(_masked_softmax, 501), _TWO),
-    Call("masked_softmax-8192", partial(_masked_softmax, 8192), _TWO, narrow_loads=1),
+    Call("masked_softmax-4096", partial(_masked_softmax, 4096), _TWO, narrow_loads=1),
     Call("masked_softmax-16384", partial(_masked_softmax, 16_384), _TWO, narrow_loads=2),
     Call(
         "masked_softmax-large_causal",
