@@ -119,6 +119,12 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the same on a machine with a GPU; `tests/kernels/fused/test_encoder.py` is what uses one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_transformers() -> Iterator[None]:
     transformers.logging.set_verbosity_error()

@@ -104,7 +104,7 @@ def client(request: pytest.FixtureRequest) -> Client:
 @pytest.fixture(scope="session")
 def in_process(minilm_folder: Path) -> Iterator[Encoder]:
     """MiniLM on our engine in this process."""
-    with Encoder.from_pretrained(minilm_folder, dtype="fp32") as encoder:
+    with Encoder.from_pretrained(minilm_folder, device="cpu", dtype="fp32") as encoder:
         yield encoder
 
 

@@ -1,0 +1,57 @@
+"""A model on a GPU through the real server: the answers of the CPU, for single texts and for crowds of every length."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from varlen import Encoder
+from varlen_tools.local_server import LocalServer
+
+from .checkpoints import WORDS
+from .clients import Array, Client, GrpcClient, HttpClient, texts
+from .serving import add_model
+
+pytestmark = pytest.mark.gpu
+
+# Largest distance between components of unit vectors.
+TOLERANCES = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 3e-2}
+
+
+@pytest.fixture(scope="module")
+def gpu_server(
+    tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
+) -> Iterator[LocalServer]:
+    repository = tmp_path_factory.mktemp("gpu")
+    for dtype in TOLERANCES:
+        add_model(repository, dtype, minilm_folder, device="cuda", dtype=dtype)
+    with LocalServer(repository) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture(params=[GrpcClient, HttpClient], ids=["grpc", "http"])
+def gpu_client(request: pytest.FixtureRequest, gpu_server: LocalServer) -> Iterator[Client]:
+    with request.param(gpu_server) as client:
+        yield client
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_every_text_gets_the_vector_of_the_cpu(
+    gpu_client: Client, in_process: Encoder, dtype: str
+) -> None:
+    chance = random.Random(0)
+    rows = [" ".join(chance.choices(WORDS, k=chance.randint(1, 200))) for _ in range(50)]
+    expected = in_process.embed(rows)
+
+    crowd = gpu_client.infer(dtype, texts(*rows))
+    alone = np.concatenate([gpu_client.infer(dtype, texts(row)) for row in rows[:10]])
+
+    _assert_close(crowd, expected, dtype)
+    _assert_close(alone, expected[:10], dtype)
+
+
+def _assert_close(actual: Array, expected: Array, dtype: str) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCES[dtype])
