@@ -29,7 +29,7 @@ def choose_device(name: Device, index: int = 0) -> torch.device:
     if find_spec("triton") is None:
         raise ConfigError(
             f'device is "{name}" and there is a GPU, but the package triton is not installed: '
-            'pip install "varlen[gpu]", or set device to "cpu"'
+            'pip install triton, or set device to "cpu"'
         )
     return torch.device("cuda", index)
 
