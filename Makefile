@@ -67,7 +67,7 @@ test-kernels: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON
 	$(BIN)/python -m pytest $(PARALLEL) tests/kernels/compiled
 	TRITON_INTERPRET=1 $(ON_OLDEST_TRITON) $(BIN)/python -m pytest $(PARALLEL) tests/kernels/fused/test_bfloat16.py
 	$(ON_OLDEST_TRITON) $(BIN)/python -m pytest $(PARALLEL) tests/kernels/compiled tests/tools/test_dry_run.py \
-		-k 'bfloat16-sm_90 or recompilation or dry_run'
+		-k 'bfloat16-sm_90 or 4x32000-float16-sm_90 or recompilation or dry_run'
 
 test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA GPU, all kernels among them (TESTS= too)
 	$(ON_GPU) -m pytest -m gpu $(or $(TESTS),tests/kernels tests/server)

@@ -544,6 +544,9 @@ def refused(pb_utils, message):
         ({"max_batch_size": 0}, "max_batch_size is 0; a row is a sequence, so allow at least 1"),
         ({"parameters": {"batch_tokens": "3"}}, 'unknown parameter "batch_tokens". Did you mean'),
         ({"parameters": {"dtype": "int4"}}, 'dtype is "int4"; allowed: auto, fp32, fp16, bf16'),
+        ({"parameters": {"dtype": "fp16"}}, 'dtype is "fp16", which needs a GPU; allowed on a CPU'),
+        ({"parameters": {"device": "tpu"}}, 'device is "tpu"; allowed: auto, cpu, cuda'),
+        ({"parameters": {"device": "cuda"}}, 'device is "cuda", GPU 0; torch sees no CUDA GPU'),
         ({"parameters": {"task": "classify"}}, 'task "classify" needs a BertForSequenceClassif'),
         (
             {"parameters": {"max_sequence_tokens": "65"}},
