@@ -4,6 +4,7 @@ Every setting has a default, so an empty set is a working one. A setting that de
 checkpoint (its task, its longest sequence) is None here until the checkpoint is read.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -33,6 +34,9 @@ class EngineConfig:
             fp32 on a CPU and fp16 on a GPU; fp16 needs a GPU.
         policy: how batches are chosen.
         max_batch_tokens: most tokens that run together.
+        arena_bytes: most memory that intermediates may take, in bytes or as a share of the device's
+            ("25%"). They never take more than `max_batch_tokens` need; where that is too much, batches
+            are smaller, and a sequence that does not fit alone is refused.
         max_sequence_tokens: longest sequence accepted, in tokens; None takes the checkpoint's own limit.
         max_queued_requests: most requests that wait; past it callers get UNAVAILABLE.
         max_queued_tokens: most tokens that wait; past it callers get UNAVAILABLE. They should run
@@ -46,6 +50,7 @@ class EngineConfig:
     dtype: DType = "auto"
     policy: PolicyName = "token_budget"
     max_batch_tokens: int = DEFAULT_MAX_BATCH_TOKENS
+    arena_bytes: int | str = "100%"
     max_sequence_tokens: int | None = None
     max_queued_requests: int = 4096
     max_queued_tokens: int = 131_072
@@ -57,6 +62,13 @@ class EngineConfig:
             _check_choice(name, getattr(self, name), allowed)
         for name, lowest in _LOWEST.items():
             _check_integer(name, getattr(self, name), lowest)
+        _check_arena(self.arena_bytes)
+
+    def arena_limit(self, device_memory: int) -> int:
+        """Return the most bytes that the arena may take on a device with so many."""
+        if isinstance(self.arena_bytes, str) and self.arena_bytes.endswith("%"):
+            return device_memory * int(self.arena_bytes[:-1]) // 100
+        return int(self.arena_bytes)
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> "EngineConfig":
@@ -95,6 +107,8 @@ _LOWEST = {
     "max_text_bytes": 1,
     "threads": 0,
 }
+# Bytes, as many as an int64 holds, or a share.
+_ARENA = re.compile(r"[1-9][0-9]{0,17}|(100|[1-9][0-9]?)%")
 _MAY_BE_NONE = frozenset({"task", "max_sequence_tokens"})
 
 
@@ -108,6 +122,15 @@ def _check_integer(name: str, value: object, lowest: int) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
         raise ConfigError(f"{name} is {value!r}; allowed: whole numbers from {lowest}")
+
+
+def _check_arena(value: object) -> None:
+    if isinstance(value, str) and _ARENA.fullmatch(value):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"arena_bytes is {value!r}; allowed: whole numbers from 1, and from 1% to 100% of the device's memory"
+        )
 
 
 def _integer(key: str, text: str) -> int:

@@ -44,13 +44,14 @@ class Encoder:
         threads: int = 0,
         max_batch_tokens: int = DEFAULT_MAX_BATCH_TOKENS,
         max_sequence_tokens: int | None = None,
+        arena_bytes: int | str = "100%",
     ) -> "Encoder":
         """Return the encoder of a Hugging Face checkpoint folder, ready to run.
 
         Args:
             folder: holds config.json, tokenizer.json and safetensors weights.
             task: what it answers; None takes the checkpoint's own.
-            device, dtype, threads, max_batch_tokens, max_sequence_tokens: see `EngineConfig`.
+            device, dtype, threads, max_batch_tokens, max_sequence_tokens, arena_bytes: see `EngineConfig`.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
@@ -63,6 +64,7 @@ class Encoder:
             threads=threads,
             max_batch_tokens=max_batch_tokens,
             max_sequence_tokens=max_sequence_tokens,
+            arena_bytes=arena_bytes,
             max_queued_requests=_NO_CAP,
             max_queued_tokens=_NO_CAP,
             max_text_bytes=_NO_CAP,

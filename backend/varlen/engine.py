@@ -22,6 +22,7 @@ from varlen.scheduling.policy import Policy
 _log = logging.getLogger(__name__)
 
 _BATCH_FAILED = "the model failed on the batch that held this request; the server's log says why"
+_TOO_LITTLE_MEMORY = "the server had too little memory to run this request; it may pass later"
 
 
 class Model(Protocol):
@@ -161,19 +162,34 @@ class Engine:
         self._admission.leave(requests=requests, tokens=tokens)
 
     def _run(self, batch: list[Waiting]) -> None:
+        """Run a batch; where memory runs out, its first half and then its second."""
         self._stats.count_batch(len(batch), sum(waiting.num_tokens for waiting in batch))
-        try:
-            answers = self._model.run(
-                [waiting.sequence for waiting in batch],
-                [waiting.ticket.request.normalize for waiting in batch],
-            )
-            answered = list(zip(batch, answers, strict=True))
-        except Exception:
-            _log.exception("a batch of %d sequences failed", len(batch))
-            for ticket in _tickets(batch):
-                self._fail(ticket, EngineError(_BATCH_FAILED))
+        parts = [batch]
+        while parts:
+            part = [waiting for waiting in parts.pop() if not waiting.ticket.closed]
+            try:
+                self._run_part(part)
+            except MemoryError:
+                _log.warning("too little memory for a batch of %d sequences", len(part))
+                if len(part) == 1:
+                    self._fail(part[0].ticket, EngineError(_TOO_LITTLE_MEMORY))
+                    continue
+                self._stats.count("varlen_split_batches_total")
+                half = len(part) // 2
+                parts += [part[half:], part[:half]]
+            except Exception:
+                _log.exception("a batch of %d sequences failed", len(part))
+                for ticket in _tickets(part):
+                    self._fail(ticket, EngineError(_BATCH_FAILED))
+
+    def _run_part(self, batch: list[Waiting]) -> None:
+        if not batch:
             return
-        for waiting, answer in answered:
+        answers = self._model.run(
+            [waiting.sequence for waiting in batch],
+            [waiting.ticket.request.normalize for waiting in batch],
+        )
+        for waiting, answer in list(zip(batch, answers, strict=True)):
             self._hand_out(waiting, answer)
 
     def _hand_out(self, waiting: Waiting, answer: Float32Array) -> None:

@@ -5,7 +5,7 @@ Both ways in, the server's tensors and in-process calls, pass here. Behind it, i
 
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,21 @@ from varlen.tokenization import Text, Tokenizer
 IntegerArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
+class Room(Protocol):
+    """The memory in which sequences run.
+
+    Attributes:
+        max_tokens: the longest sequence that fits.
+        capacity: in bytes.
+    """
+
+    max_tokens: int
+    capacity: int
+
+    def bytes_needed(self, tokens: int) -> int:
+        """Return the bytes that one sequence of so many tokens takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What one sequence may hold.
@@ -25,12 +40,14 @@ class Limits:
         max_sequence_tokens: longest sequence, in tokens.
         max_text_bytes: longest text, in bytes of UTF-8; of a pair, each text.
         vocab_size, type_vocab_size: token ids and token type ids are below these.
+        room: where sequences have to fit.
     """
 
     max_sequence_tokens: int
     max_text_bytes: int
     vocab_size: int
     type_vocab_size: int
+    room: Room
 
 
 class Intake:
@@ -67,6 +84,7 @@ class Intake:
                 )
             if not sequence.num_tokens:
                 raise RequestError(f"row {row}: text has no tokens; send at least one word")
+            self._check_room(row, sequence.num_tokens)
             self._check_ids(row, "text", sequence.token_ids, sequence.type_ids)
         return tuple(sequences)
 
@@ -101,8 +119,17 @@ class Intake:
             raise RequestError(
                 f"row {row}: input_ids has {len(ids)} tokens; this model takes at most {limits.max_sequence_tokens}"
             )
+        self._check_room(row, len(ids))
         self._check_ids(row, "input_ids", ids, types)
         return Sequence(ids.astype(np.int32), None if types is None else types.astype(np.int32))
+
+    def _check_room(self, row: int, tokens: int) -> None:
+        room = self._limits.room
+        if tokens > room.max_tokens:
+            raise RequestError(
+                f"row {row}: {tokens} tokens need {room.bytes_needed(tokens)} bytes of memory to run; this model has"
+                f" {room.capacity}, which hold {room.max_tokens} tokens (arena_bytes)"
+            )
 
     def _check_ids(
         self,

@@ -20,7 +20,24 @@ HistogramName: TypeAlias = Literal[
     "varlen_batch_sequences",
     "varlen_batch_tokens",
 ]
-CounterName: TypeAlias = Literal["varlen_sequences_total", "varlen_tokens_total"]
+CounterName: TypeAlias = Literal[
+    "varlen_sequences_total", "varlen_tokens_total", "varlen_split_batches_total"
+]
+# Read from their owners, not counted here.
+GaugeName: TypeAlias = Literal[
+    "varlen_queued_requests",
+    "varlen_queued_tokens",
+    "varlen_weight_bytes",
+    "varlen_arena_capacity_bytes",
+    "varlen_arena_reserved_bytes",
+    "varlen_arena_chunks",
+    "varlen_arena_footprint_bytes",
+    "varlen_arena_peak_live_bytes",
+]
+TotalName: TypeAlias = Literal[
+    "varlen_plan_seconds_total", "varlen_plan_cache_hits_total", "varlen_plan_cache_misses_total"
+]
+Readings: TypeAlias = Mapping["GaugeName | TotalName", float]
 
 _SECONDS = [0.001 * 2**power for power in range(16)]
 _POWERS_OF_TWO = [float(2**power) for power in range(15)]
@@ -37,10 +54,24 @@ _HISTOGRAMS: dict[HistogramName, tuple[str, list[float]]] = {
 _COUNTERS: dict[CounterName, str] = {
     "varlen_sequences_total": "Sequences that ran",
     "varlen_tokens_total": "Tokens that ran, none of them padding",
+    "varlen_split_batches_total": "Batches that ran in halves, since memory had run out",
+}
+_GAUGES: dict[GaugeName, str] = {
+    "varlen_queued_requests": "Requests that wait",
+    "varlen_queued_tokens": "Tokens that wait",
+    "varlen_weight_bytes": "Bytes of the model's weights, which are no part of the arena",
+    "varlen_arena_capacity_bytes": "Most bytes that the arena may take",
+    "varlen_arena_reserved_bytes": "Bytes of memory that the arena holds now",
+    "varlen_arena_chunks": "Allocations that the arena is made of",
+    "varlen_arena_footprint_bytes": "Bytes of the arena that the last batch's plan used",
+    "varlen_arena_peak_live_bytes": "Most bytes live at once in the last batch, which no plan can go below",
+}
+_TOTALS: dict[TotalName, str] = {
+    "varlen_plan_seconds_total": "Seconds spent planning memory",
+    "varlen_plan_cache_hits_total": "Batches whose plan was at hand",
+    "varlen_plan_cache_misses_total": "Batches that had to be planned",
 }
 _REQUESTS = ("varlen_requests_total", "Requests answered, by outcome")
-_QUEUED_REQUESTS = ("varlen_queued_requests", "Requests that wait")
-_QUEUED_TOKENS = ("varlen_queued_tokens", "Tokens that wait")
 
 
 class Stats:
@@ -70,6 +101,11 @@ class Stats:
             self._observed["varlen_batch_tokens"].append(tokens)
             self._counts["varlen_sequences_total"] += sequences
             self._counts["varlen_tokens_total"] += tokens
+
+    def count(self, name: CounterName) -> None:
+        """Add one to a counter."""
+        with self._lock:
+            self._counts[name] += 1
 
     def drain(
         self,
@@ -102,12 +138,12 @@ MetricMaker: TypeAlias = Callable[
 
 
 class Exporter:
-    """Carries `Stats` and the queue's depth over to the server's metrics, in a thread of its own."""
+    """Carries `Stats` and readings of queue and memory over to the server's metrics, in a thread of its own."""
 
     def __init__(
         self,
         stats: Stats,
-        queue_depth: Callable[[], tuple[int, int]],
+        read: Callable[[], Readings],
         make_metric: MetricMaker,
         labels: dict[str, str],
     ) -> None:
@@ -115,12 +151,12 @@ class Exporter:
 
         Args:
             stats: drained by this object alone.
-            queue_depth: returns (requests, tokens) that wait.
+            read: returns the value of each gauge, and of each total since the start.
             make_metric: registers one series with the server; raises when metrics are off.
             labels: of every series.
         """
         self._stats = stats
-        self._queue_depth = queue_depth
+        self._read = read
         # kept alive: the families that it holds must outlive their series
         self._make_metric = make_metric
         self._outcomes = {
@@ -135,10 +171,14 @@ class Exporter:
             name: make_metric("HISTOGRAM", name, about, labels, buckets)
             for name, (about, buckets) in _HISTOGRAMS.items()
         }
-        self._queued = [
-            make_metric("GAUGE", *about, labels, None)
-            for about in (_QUEUED_REQUESTS, _QUEUED_TOKENS)
-        ]
+        self._gauges = {
+            name: make_metric("GAUGE", name, about, labels, None) for name, about in _GAUGES.items()
+        }
+        self._totals = {
+            name: make_metric("COUNTER", name, about, labels, None)
+            for name, about in _TOTALS.items()
+        }
+        self._carried = dict.fromkeys(_TOTALS, 0.0)
         self._stop = Event()
         self._thread = Thread(target=self._loop, name="varlen-metrics", daemon=True)
         self._thread.start()
@@ -158,8 +198,12 @@ class Exporter:
         for histogram, values in observed.items():
             for value in values:
                 self._histograms[histogram].observe(value)
-        for gauge, depth in zip(self._queued, self._queue_depth(), strict=True):
-            gauge.set(depth)
+        readings = self._read()
+        for gauge, metric in self._gauges.items():
+            metric.set(readings[gauge])
+        for total, metric in self._totals.items():
+            metric.increment(readings[total] - self._carried[total])
+            self._carried[total] = readings[total]
 
     def _loop(self) -> None:
         while not self._stop.wait(_FLUSH_SECONDS):

@@ -116,7 +116,7 @@ class TritonPythonModel:
             )
         except VarlenError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._exporter = start_exporter(args, self._stats, lambda: self._service.admission.depth)
+        self._exporter = start_exporter(args, self._stats, self._service.readings)
         self._outbox = _Outbox(self._service)
         self._watchdog = start_watchdog()
 

@@ -11,7 +11,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from varlen.errors import ConfigError
-from varlen.metrics import Exporter, Metric, Stats
+from varlen.metrics import Exporter, Metric, Readings, Stats
 
 _log = logging.getLogger(__name__)
 
@@ -43,13 +43,13 @@ def check_numpy() -> None:
 
 
 def start_exporter(
-    args: dict[str, str], stats: Stats, queue_depth: Callable[[], tuple[int, int]]
+    args: dict[str, str], stats: Stats, read: Callable[[], Readings]
 ) -> Exporter | None:
     """Return the metrics' exporter, or None when the server runs without metrics.
 
     Args:
         args: as `initialize` gets them.
-        stats, queue_depth: see `Exporter`.
+        stats, read: see `Exporter`.
     """
     families: dict[str, pb_utils.MetricFamily] = {}
 
@@ -66,7 +66,7 @@ def start_exporter(
 
     labels = {"model": args["model_name"], "instance": args["model_instance_name"]}
     try:
-        return Exporter(stats, queue_depth, make_metric, labels)
+        return Exporter(stats, read, make_metric, labels)
     except pb_utils.TritonModelException as error:
         _log.info("the server takes no metrics, so none are kept: %s", error)
         return None

@@ -14,7 +14,7 @@ import torch
 from varlen.config import EngineConfig, Task
 from varlen.engine import Engine
 from varlen.intake import Intake, Limits
-from varlen.metrics import Stats
+from varlen.metrics import Readings, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.runner import Runner
 from varlen.request import Sequence
@@ -24,6 +24,7 @@ from varlen.tokenization import Tokenizer
 
 _log = logging.getLogger(__name__)
 
+_MEGABYTE = 1e6
 # Larger batches than this are allowed, but a load should not wait for one.
 _WARM_UP_TOKENS = 16_384
 
@@ -69,27 +70,52 @@ class Service:
             torch.set_num_threads(config.threads)
         checkpoint = Checkpoint.open(folder)
         runner = Runner(checkpoint, config, gpu=gpu)
-        _warm_up(runner, config)
+        _warm_up(runner)
         limits = Limits(
             max_sequence_tokens=runner.max_sequence_tokens,
             max_text_bytes=config.max_text_bytes,
             vocab_size=runner.vocab_size,
             type_vocab_size=runner.type_vocab_size,
+            room=runner.arena,
         )
         intake = Intake(Tokenizer(checkpoint.folder, runner.max_sequence_tokens), limits)
         admission = Admission(config.max_queued_requests, config.max_queued_tokens)
-        engine = Engine(runner, make_policy(config), admission, stats)
+        engine = Engine(
+            runner, make_policy(config.policy, runner.max_batch_tokens), admission, stats
+        )
         engine.start()
         _log.info(
-            "serving %s in %s on %s, sequences to %d tokens, batches to %d; loaded in %.1f s",
+            "serving %s in %s on %s, sequences to %d tokens, batches to %d; arena to %.1f MB, weights %.1f MB;"
+            " loaded in %.1f s",
             runner.task,
             str(runner.dtype).removeprefix("torch."),
             _name(runner.device),
             runner.max_sequence_tokens,
-            config.max_batch_tokens,
+            runner.max_batch_tokens,
+            runner.arena.capacity / _MEGABYTE,
+            runner.weight_bytes / _MEGABYTE,
             time.monotonic() - began,
         )
         return cls(checkpoint, runner.task, intake, admission, engine, runner)
+
+    def readings(self) -> Readings:
+        """Return what the gauges and totals stand at. From any thread."""
+        requests, tokens = self.admission.depth
+        arena = self.runner.arena
+        layout, use = arena.layout, arena.use()
+        return {
+            "varlen_queued_requests": requests,
+            "varlen_queued_tokens": tokens,
+            "varlen_weight_bytes": self.runner.weight_bytes,
+            "varlen_arena_capacity_bytes": arena.capacity,
+            "varlen_arena_reserved_bytes": use.reserved_bytes,
+            "varlen_arena_chunks": use.chunks,
+            "varlen_arena_footprint_bytes": use.footprint_bytes,
+            "varlen_arena_peak_live_bytes": use.peak_live_bytes,
+            "varlen_plan_seconds_total": layout.plan_seconds,
+            "varlen_plan_cache_hits_total": layout.plan_hits,
+            "varlen_plan_cache_misses_total": layout.plan_misses,
+        }
 
     def close(self) -> None:
         """Run what is queued, then stop."""
@@ -104,9 +130,9 @@ def _name(device: torch.device) -> str:
     return f"{torch.get_num_threads()} threads"
 
 
-def _warm_up(runner: Runner, config: EngineConfig) -> None:
-    """Run one full batch of usual size, so that the first caller finds buffers in place and kernels chosen."""
-    longest = Sequence(np.zeros(runner.max_sequence_tokens, dtype=np.int32))
-    tokens = min(config.max_batch_tokens, _WARM_UP_TOKENS)
-    count = max(1, tokens // longest.num_tokens)
+def _warm_up(runner: Runner) -> None:
+    """Run one full batch of usual size, so that the first caller finds memory in place and kernels chosen."""
+    length = min(runner.max_sequence_tokens, runner.max_batch_tokens)
+    longest = Sequence(np.zeros(length, dtype=np.int32))
+    count = max(1, min(runner.max_batch_tokens, _WARM_UP_TOKENS) // length)
     runner.run([longest] * count, [False] * count)

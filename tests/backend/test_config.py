@@ -33,6 +33,7 @@ def test_every_setting_can_be_spelt_out():
         "dtype": "bf16",
         "policy": "token_budget",
         "max_batch_tokens": "1",
+        "arena_bytes": "7%",
         "max_sequence_tokens": "2",
         "max_queued_requests": "3",
         "max_queued_tokens": "4",
@@ -95,6 +96,42 @@ def test_refuses_words_that_are_not_choices(key, value):
 def test_checks_settings_given_in_python_too(value):
     with refused(f"max_batch_tokens is {value!r}; allowed: whole numbers from 1"):
         EngineConfig(max_batch_tokens=value)
+
+
+@pytest.mark.parametrize(
+    "value, limit",
+    [(5000, 5000), ("5000", 5000), ("25%", 250), ("100%", 1000), ("1%", 10)],
+)
+def test_the_arena_s_limit_is_in_bytes_or_a_share_of_the_device(value, limit):
+    assert EngineConfig(arena_bytes=value).arena_limit(1000) == limit
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "0",
+        "0%",
+        "101%",
+        "-5",
+        "5.5%",
+        "five",
+        "5 %",
+        "%",
+        "\u0665",
+        "9" * 19,
+        0,
+        -1,
+        2.5,
+        True,
+        None,
+    ],
+)
+def test_refuses_an_arena_of_no_size(value):
+    with refused(
+        f"arena_bytes is {value!r}; allowed: whole numbers from 1, and from 1% to 100% of the"
+    ):
+        EngineConfig(arena_bytes=value)
 
 
 def test_only_what_the_checkpoint_decides_may_be_none():

@@ -35,10 +35,11 @@ def request(*rows, normalize=False):
 
 
 class FakeModel:
-    """Answers the sum of a sequence's ids; fails where it is told to."""
+    """Answers the sum of a sequence's ids; fails where it is told to, and where a batch has more tokens than fit."""
 
-    def __init__(self, poison=None, answers_missing=0):
+    def __init__(self, poison=None, answers_missing=0, fits=10_000):
         self.poison = poison
+        self.fits = fits
         self.answers_missing = answers_missing
         self.batches = []
         self.normalize = []
@@ -51,6 +52,8 @@ class FakeModel:
         assert self.gate.wait(SECONDS)
         self.batches.append([sequence.token_ids.tolist() for sequence in sequences])
         self.normalize.append(list(normalize))
+        if sum(sequence.num_tokens for sequence in sequences) > self.fits:
+            raise MemoryError("too little memory on the host")
         if any(self.poison in sequence.token_ids for sequence in sequences):
             raise ZeroDivisionError("poison")
         answers = [np.array([s.token_ids.sum()], dtype=np.float32) for s in sequences]
@@ -287,6 +290,53 @@ def test_a_request_whose_first_part_failed_never_succeeds_with_its_second():
     assert isinstance(reply.only, EngineError)
 
 
+def test_a_batch_that_finds_no_memory_runs_in_halves():
+    bench = Bench(model=FakeModel(fits=3))
+    replies = [bench.submit([n], [n, n]) for n in range(2)]
+
+    bench.run_all()
+
+    assert [reply.only for reply in replies] == [[[0], [0]], [[1], [2]]]
+    assert bench.model.batches == [
+        [[0], [0, 0], [1], [1, 1]],
+        [[0], [0, 0]],
+        [[1], [1, 1]],
+    ]
+    _, counts, observed = bench.stats.drain()
+    assert counts["varlen_split_batches_total"] == 1
+    assert counts["varlen_sequences_total"] == 4
+    assert list(observed["varlen_batch_sequences"]) == [4]
+
+
+def test_a_sequence_that_finds_no_memory_alone_fails_its_request_only():
+    bench = Bench(model=FakeModel(fits=3))
+    small, large, other = (
+        bench.submit([1]),
+        bench.submit([1], [2, 2, 2, 2], [3]),
+        bench.submit([4, 4]),
+    )
+
+    bench.run_all()
+
+    assert (small.only, other.only) == ([[1]], [[8]])
+    message = "the server had too little memory to run this request; it may pass later"
+    assert isinstance(large.only, EngineError)
+    assert str(large.only) == message
+    # once its request has failed, the third row does not run
+    assert [[3]] not in bench.model.batches
+    assert bench.admission.depth == (0, 0)
+
+
+def test_a_half_that_fails_otherwise_fails_its_requests_only():
+    bench = Bench(model=FakeModel(poison=13, fits=2))
+    replies = [bench.submit([1, 1]), bench.submit([13, 1])]
+
+    bench.run_all()
+
+    assert replies[0].only == [[2]]
+    assert str(replies[1].only).startswith("the model failed on the batch")
+
+
 @pytest.mark.parametrize("missing", [1, 2, 3])
 def test_a_model_that_answers_too_few_leaves_nobody_waiting(started, missing):
     bench = started(Bench(model=FakeModel(answers_missing=missing)))
@@ -519,9 +569,11 @@ ACTIONS = st.lists(
 
 
 @settings(deadline=None, max_examples=150)
-@given(ACTIONS, st.integers(1, 20), st.integers(1, 6), st.integers(10, 60))
-def test_any_order_of_events_answers_each_request_once(actions, budget, max_requests, max_tokens):
-    bench = Bench(budget, max_requests, max_tokens, model=FakeModel(poison=13))
+@given(ACTIONS, st.integers(1, 20), st.integers(1, 6), st.integers(10, 60), st.integers(4, 30))
+def test_any_order_of_events_answers_each_request_once(
+    actions, budget, max_requests, max_tokens, fits
+):
+    bench = Bench(budget, max_requests, max_tokens, model=FakeModel(poison=13, fits=fits))
     accepted, refused = [], []
     for action, rows, cancelled in actions:
         if action == "step":

@@ -1,6 +1,7 @@
 """The edge: each message says the row, what came and what is allowed."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,25 @@ from varlen.errors import CheckpointError, RequestError
 from varlen.intake import Intake, Limits
 from varlen.tokenization import Tokenizer
 
-LIMITS = Limits(max_sequence_tokens=12, max_text_bytes=40, vocab_size=60, type_vocab_size=2)
+
+class Room:
+    """Room for sequences of so many tokens, a hundred bytes each."""
+
+    def __init__(self, max_tokens):
+        self.max_tokens = max_tokens
+        self.capacity = 100 * max_tokens
+
+    def bytes_needed(self, tokens):
+        return 100 * tokens
+
+
+LIMITS = Limits(
+    max_sequence_tokens=12,
+    max_text_bytes=40,
+    vocab_size=60,
+    type_vocab_size=2,
+    room=Room(12),
+)
 
 
 @pytest.fixture(scope="module")
@@ -173,13 +192,28 @@ def _bare(content):
 
 
 def test_refuses_a_text_whose_token_the_model_does_not_know(small_bert):
-    few = Limits(max_sequence_tokens=12, max_text_bytes=40, vocab_size=7, type_vocab_size=1)
+    few = replace(LIMITS, vocab_size=7, type_vocab_size=1)
     intake = Intake(Tokenizer(small_bert, 12), few)
 
     with refused("row 1"):
         intake.texts(["cat", "river"], truncate=False)
     with refused("row 0"):
         intake.texts([("cat", "the")], truncate=False)
+
+
+def test_refuses_a_sequence_that_finds_no_room_alone(tokenizer):
+    intake = Intake(tokenizer, replace(LIMITS, room=Room(3)))
+
+    assert intake.token_ids([ids(2, 5, 3)])
+    assert intake.texts(["the"], truncate=False)
+    with refused(
+        "row 1: 4 tokens need 400 bytes of memory to run; this model has 300, which hold 3 tokens (arena_bytes)"
+    ):
+        intake.token_ids([ids(2), ids(2, 5, 6, 3)])
+    # cutting a text where memory ends would change what it means
+    for truncate in (False, True):
+        with refused("row 0: 4 tokens need 400 bytes"):
+            intake.texts(["the cat"], truncate=truncate)
 
 
 def test_token_ids_become_sequences(intake):

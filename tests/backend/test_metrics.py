@@ -10,6 +10,22 @@ from varlen.metrics import Exporter, Stats
 
 LABELS = {"model": "m", "instance": "m_0"}
 REQUESTS = "varlen_requests_total"
+GAUGES = {
+    "varlen_queued_requests": 3,
+    "varlen_queued_tokens": 44,
+    "varlen_weight_bytes": 900,
+    "varlen_arena_capacity_bytes": 800,
+    "varlen_arena_reserved_bytes": 700,
+    "varlen_arena_chunks": 1,
+    "varlen_arena_footprint_bytes": 600,
+    "varlen_arena_peak_live_bytes": 500,
+}
+TOTALS = {
+    "varlen_plan_seconds_total": 0.5,
+    "varlen_plan_cache_hits_total": 7,
+    "varlen_plan_cache_misses_total": 2,
+}
+READINGS = {**GAUGES, **TOTALS}
 
 
 class FakeMetric:
@@ -65,7 +81,7 @@ def stats():
 def exporter(server, stats, monkeypatch):
     # a flush happens when a test asks for it
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
-    exporter = Exporter(stats, lambda: (3, 44), server.make_metric, LABELS)
+    exporter = Exporter(stats, READINGS.copy, server.make_metric, LABELS)
     yield exporter
     exporter.close()
 
@@ -79,8 +95,9 @@ def test_every_series_shows_from_the_start(server, exporter):
         "varlen_request_latency_seconds": "HISTOGRAM",
         "varlen_batch_sequences": "HISTOGRAM",
         "varlen_batch_tokens": "HISTOGRAM",
-        "varlen_queued_requests": "GAUGE",
-        "varlen_queued_tokens": "GAUGE",
+        "varlen_split_batches_total": "COUNTER",
+        **dict.fromkeys(GAUGES, "GAUGE"),
+        **dict.fromkeys(TOTALS, "COUNTER"),
     }
     outcomes = {outcome for name, outcome in server.series if name == REQUESTS}
     assert outcomes == {"ok", "invalid", "refused", "cancelled", "failed"}
@@ -100,6 +117,7 @@ def test_a_flush_carries_everything_over_once(server, stats, exporter):
     stats.count_wait(0.0625)
     stats.count_batch(3, 40)
     stats.count_batch(1, 2)
+    stats.count("varlen_split_batches_total")
 
     exporter.flush()
     exporter.flush()
@@ -109,22 +127,38 @@ def test_a_flush_carries_everything_over_once(server, stats, exporter):
     assert server[REQUESTS, "failed"].total == 0
     assert server["varlen_sequences_total"].total == 4
     assert server["varlen_tokens_total"].total == 42
+    assert server["varlen_split_batches_total"].total == 1
     assert server["varlen_request_latency_seconds"].observed == [0.5, 0.25, 0.125]
     assert server["varlen_queue_wait_seconds"].observed == [0.0625]
     assert server["varlen_batch_sequences"].observed == [3, 1]
     assert server["varlen_batch_tokens"].observed == [40, 2]
 
 
-def test_gauges_show_what_waits_now(server, exporter):
+def test_gauges_show_what_is_read_now(server, exporter):
     exporter.flush()
 
-    assert server["varlen_queued_requests"].value == 3
-    assert server["varlen_queued_tokens"].value == 44
+    assert {name: server[name].value for name in GAUGES} == GAUGES
+
+
+def test_totals_are_carried_over_as_they_grow(server, stats, monkeypatch):
+    monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
+    readings = dict(READINGS)
+    exporter = Exporter(stats, readings.copy, server.make_metric, LABELS)
+
+    exporter.flush()
+    exporter.flush()
+    readings["varlen_plan_cache_hits_total"] += 5
+    exporter.flush()
+    exporter.close()
+
+    assert server["varlen_plan_cache_hits_total"].total == 12
+    assert server["varlen_plan_cache_misses_total"].total == 2
+    assert server["varlen_plan_seconds_total"].total == 0.5
 
 
 def test_the_thread_flushes_and_outlives_a_failure(server, stats, monkeypatch):
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 0.005)
-    exporter = Exporter(stats, lambda: (0, 0), server.make_metric, LABELS)
+    exporter = Exporter(stats, READINGS.copy, server.make_metric, LABELS)
     server[REQUESTS, "failed"].broken = True
     stats.count_request("failed", 0.5)
     sleep(0.05)
@@ -168,7 +202,7 @@ def test_a_server_without_metrics_stops_the_exporter_at_once(stats):
         raise RuntimeError("metrics not supported")
 
     with pytest.raises(RuntimeError, match="not supported"):
-        Exporter(stats, lambda: (0, 0), refuse, LABELS)
+        Exporter(stats, READINGS.copy, refuse, LABELS)
 
 
 def test_where_nobody_drains_the_oldest_observations_go(monkeypatch):

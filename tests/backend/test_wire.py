@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ IDS = [[2, 5, 3], [2, 6, 3]]
 
 @pytest.fixture(scope="module")
 def intake(small_bert):
-    return Intake(Tokenizer(small_bert, 12), Limits(12, 4000, 60, 2))
+    # no more room than the longest sequence needs
+    room = SimpleNamespace(max_tokens=12, capacity=1200)
+    return Intake(Tokenizer(small_bert, 12), Limits(12, 4000, 60, 2, room))
 
 
 def text(*rows):

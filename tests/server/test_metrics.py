@@ -11,7 +11,16 @@ from varlen_tools.local_server import LocalServer
 from .clients import AnswerError, GrpcClient, integers, texts
 from .serving import metrics, outcomes, wait_until_idle
 
-GAUGES = ("varlen_queued_requests", "varlen_queued_tokens")
+GAUGES = (
+    "varlen_queued_requests",
+    "varlen_queued_tokens",
+    "varlen_weight_bytes",
+    "varlen_arena_capacity_bytes",
+    "varlen_arena_reserved_bytes",
+    "varlen_arena_chunks",
+    "varlen_arena_footprint_bytes",
+    "varlen_arena_peak_live_bytes",
+)
 HISTOGRAMS = (
     "varlen_queue_wait_seconds",
     "varlen_request_latency_seconds",
@@ -25,6 +34,10 @@ COUNTERS = (
     ),
     "varlen_sequences_total",
     "varlen_tokens_total",
+    "varlen_split_batches_total",
+    "varlen_plan_seconds_total",
+    "varlen_plan_cache_hits_total",
+    "varlen_plan_cache_misses_total",
 )
 
 
@@ -73,3 +86,17 @@ def test_what_is_counted_is_what_was_sent(server: LocalServer, grpc_client: Grpc
     assert grown["varlen_queue_wait_seconds_count"] == len(lengths)
     assert grown["varlen_request_latency_seconds_count"] == len(lengths) + 3
     assert grown["varlen_request_latency_seconds_sum"] > grown["varlen_queue_wait_seconds_sum"] > 0
+    # each batch was planned, as a whole or in shares; batches of one shape have one plan
+    plans = grown["varlen_plan_cache_hits_total"] + grown["varlen_plan_cache_misses_total"]
+    assert plans >= len(lengths)
+    assert grown["varlen_plan_cache_hits_total"] >= 1
+    assert grown["varlen_split_batches_total"] == 0
+    assert after["varlen_arena_chunks"] == 1
+    assert (
+        0
+        < after["varlen_arena_peak_live_bytes"]
+        <= after["varlen_arena_footprint_bytes"]
+        <= after["varlen_arena_reserved_bytes"]
+        <= after["varlen_arena_capacity_bytes"]
+    )
+    assert after["varlen_weight_bytes"] > 0

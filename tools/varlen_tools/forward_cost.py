@@ -21,7 +21,8 @@ import typer
 from torch import Tensor
 
 from varlen.config import EngineConfig
-from varlen.memory.workspace import Workspace
+from varlen.memory.arena import Arena, alignment_of
+from varlen.memory.layout import Layout
 from varlen.models.batch import fill_inputs, input_bytes, input_views
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.cuda import CudaExecutor, Replay
@@ -64,6 +65,10 @@ class EmptyGraphs:
         return lambda: None
 
 
+def _arena(program: Program) -> Arena:
+    return Arena(Layout(program.buffers, alignment_of(_CPU)), _MAX_TOKENS, _CPU)
+
+
 def random_sequences(lengths: tuple[int, ...]) -> list[Sequence]:
     """Return sequences of random ids."""
     numbers = np.random.default_rng(0)
@@ -77,13 +82,13 @@ def op_by_op(program: Program, sequences: list[Sequence]) -> Callable[[], object
     inputs = input_views(buffer, tokens, count)
     fill_inputs(inputs, sequences, [True] * count)
     batch, kernels = Batch(inputs, tokens, count), WithoutProducts()
-    workspace = Workspace(program.usages())
-    return lambda: program.run(batch, kernels, workspace)
+    region = _arena(program).carve_whole(tokens, count)
+    return lambda: program.run(batch, kernels, region)
 
 
 def as_one_graph(program: Program, sequences: list[Sequence]) -> Callable[[], object]:
     """Return a call that serves a batch, from ids on the host to answers on the host."""
-    executor = CudaExecutor(program, fused, _CPU, _MAX_TOKENS, EmptyGraphs())
+    executor = CudaExecutor(program, fused, _arena(program), EmptyGraphs())
     normalize = [True] * len(sequences)
     return lambda: executor.run(sequences, normalize)
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence as AnySequence
 
 import torch
 
-from varlen.memory.workspace import Workspace
+from varlen.memory.arena import Arena, Region, Shape
 from varlen.models.batch import fill_inputs, input_bytes, input_views, split_answers
 from varlen.models.lanes import Lanes
 from varlen.models.program import Batch, Program
@@ -16,34 +16,29 @@ from varlen.request import Float32Array, Sequence
 class CpuExecutor:
     """Runs a program on the cores that torch may use."""
 
-    def __init__(self, program: Program, kernels: object, hidden_size: int) -> None:
+    def __init__(self, program: Program, kernels: object, arena: Arena, hidden_size: int) -> None:
         self._program = program
         self._kernels = kernels
+        self._arena = arena
         self._hidden_size = hidden_size
         self._cores = torch.get_num_threads()
         self._lanes = Lanes(self._cores if self._cores > 1 else 0)
-        # one per lane, and the last for a batch that all cores run together
-        self.workspaces = [Workspace(program.usages()) for _ in range(self._cores + 1)]
 
     def run(
         self, sequences: AnySequence[Sequence], normalize: AnySequence[bool]
     ) -> list[Float32Array]:
         """Return the answer of each sequence; see `Runner.run`."""
         lengths = [sequence.num_tokens for sequence in sequences]
-        shares = [
-            # by length, since neighbours of one length share an attention call
-            sorted(share, key=lengths.__getitem__)
-            for share in share_out(lengths, self._cores, self._hidden_size)
-        ]
+        shares, regions = self._share_out(lengths)
 
-        def task(share: list[int], workspace: Workspace) -> Callable[[], list[Float32Array]]:
+        def task(share: list[int], region: Region) -> Callable[[], list[Float32Array]]:
             chosen = [sequences[i] for i in share], [normalize[i] for i in share]
-            return lambda: self._run_share(*chosen, workspace)
+            return lambda: self._run_share(*chosen, region)
 
         if len(shares) == 1:
-            answers = [task(shares[0], self.workspaces[-1])()]
+            answers = [task(shares[0], regions[0])()]
         else:
-            answers = self._lanes.run(list(map(task, shares, self.workspaces)))
+            answers = self._lanes.run(list(map(task, shares, regions)))
         placed = {
             index: row
             for share, rows in zip(shares, answers, strict=True)
@@ -55,17 +50,31 @@ class CpuExecutor:
         """Stop the threads."""
         self._lanes.close()
 
+    def _share_out(self, lengths: list[int]) -> tuple[list[list[int]], list[Region]]:
+        """Return the sequences of each share, by length, and where it runs."""
+        shares = share_out(lengths, self._cores, self._hidden_size)
+        regions = self._arena.carve([_shape(share, lengths) for share in shares])
+        if regions is None:
+            shares = [list(range(len(lengths)))]
+            regions = [self._arena.carve_whole(*_shape(shares[0], lengths))]
+        # neighbours of one length share an attention call
+        return [sorted(share, key=lengths.__getitem__) for share in shares], regions
+
     @torch.inference_mode()
     def _run_share(
         self,
         sequences: AnySequence[Sequence],
         normalize: AnySequence[bool],
-        workspace: Workspace,
+        region: Region,
     ) -> list[Float32Array]:
         lengths = [sequence.num_tokens for sequence in sequences]
         tokens, count = sum(lengths), len(lengths)
         buffer = torch.empty(input_bytes(tokens, count), dtype=torch.uint8)
         inputs = input_views(buffer, tokens, count)
         fill_inputs(inputs, sequences, normalize)
-        output = self._program.run(Batch(inputs, tokens, count), self._kernels, workspace)
+        output = self._program.run(Batch(inputs, tokens, count), self._kernels, region)
         return split_answers(output.numpy(), lengths, per_token=self._program.is_per_token)
+
+
+def _shape(share: list[int], lengths: list[int]) -> Shape:
+    return sum(lengths[i] for i in share), len(share)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from varlen.memory.workspace import Workspace
+from varlen.memory.arena import Arena
 from varlen.models.batch import fill_inputs, input_bytes, input_views, split_answers
 from varlen.models.buckets import Bucket, Buckets
 from varlen.models.program import Batch, Program
@@ -90,27 +90,21 @@ class _Captured:
 
 
 class CudaExecutor:
-    """Runs a program on one GPU, for batches of at most so many tokens."""
+    """Runs a program on the GPU of its arena, for every batch that the arena holds."""
 
     def __init__(
-        self,
-        program: Program,
-        kernels: object,
-        device: torch.device,
-        max_batch_tokens: int,
-        graphs: Graphs | None = None,
+        self, program: Program, kernels: object, arena: Arena, graphs: Graphs | None = None
     ) -> None:
+        device, max_batch_tokens = arena.device, arena.max_tokens
         self._program = program
         self._kernels = kernels
+        self._arena = arena
         self._graphs = graphs or CudaGraphs(device)
         self._buckets = Buckets(max_batch_tokens)
         size = input_bytes(max_batch_tokens, max_batch_tokens)
         pinned = device.type == "cuda"
         self._host_inputs = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         self._device_inputs = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._workspace = Workspace(program.usages(), device)
-        # graphs keep addresses, so nothing may grow after this
-        self._workspace.reserve(max_batch_tokens)
         widest = program.output.at(max_batch_tokens, max_batch_tokens)
         self._output = torch.empty(widest, dtype=program.output.dtype, device=device)
         self._captured = dict(self._capture_all())
@@ -126,7 +120,10 @@ class CudaExecutor:
         # the longest first, so that the last programs of attention to start are short ones
         order = sorted(range(len(sequences)), key=lambda i: -sequences[i].num_tokens)
         lengths = [sequences[i].num_tokens for i in order]
-        captured = self._captured[self._buckets.smallest(sum(lengths), len(lengths))]
+        bucket = self._buckets.smallest(sum(lengths), len(lengths))
+        captured = self._captured[bucket]
+        # the graph writes there: a plan depends on nothing but the bucket
+        self._arena.carve_whole(bucket.tokens, bucket.sequences)
         chosen = [sequences[i] for i in order], [normalize[i] for i in order]
         output = self._replay(captured, *chosen).numpy()
         answers = split_answers(output, lengths, per_token=self._program.is_per_token)
@@ -165,9 +162,10 @@ class CudaExecutor:
         # inputs of zeros are a batch whose tokens belong to no sequence
         batch = Batch(input_views(self._device_inputs, tokens, sequences), tokens, sequences)
         output = self._output[: self._program.output.at(tokens, sequences)[0]]
+        region = self._arena.carve_whole(tokens, sequences)
 
         def forward() -> None:
-            self._program.run(batch, self._kernels, self._workspace, out=output)
+            self._program.run(batch, self._kernels, region, out=output)
 
         return _Captured(
             input_views(self._host_inputs, tokens, sequences),

@@ -1,11 +1,16 @@
 """Where a model runs and in which dtype: what was configured, made true on this machine."""
 
+import os
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from varlen.config import Device, DType
 from varlen.errors import ConfigError
+
+# What a container may use; "max" if it is the machine's own.
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -53,3 +58,15 @@ def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
     capabilities = torch.cpu.get_capabilities()
     fast = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
     return torch.bfloat16 if fast else torch.float32
+
+
+def memory_of(device: torch.device) -> int:
+    """Return how many bytes of memory a device has: a GPU's own, or what the machine or its container allows."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(installed, int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):
+        # no container, or one without a limit
+        return installed

@@ -6,14 +6,17 @@ batch decides. The finished `Program` is what lifetimes, memory plans, pictures 
 no model file knows about any of them.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from varlen.memory.workspace import Usage, Workspace
+from varlen.memory.arena import Region
+from varlen.memory.usage import Size, Usage, fold
 from varlen_kernels import Activation, Pooling
 from varlen_kernels.reference import IN_PLACE
 
@@ -37,8 +40,7 @@ class Value:
 
     def at(self, tokens: int, sequences: int) -> tuple[int, ...]:
         """Return the shape for a batch of so many tokens and sequences."""
-        sizes = {"tokens": tokens, "sequences": sequences}
-        return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in self.shape)
+        return _at(self.shape, tokens, sequences)
 
 
 Operand: TypeAlias = Value | Tensor
@@ -70,54 +72,61 @@ class Batch:
     sequences: int
 
 
-@dataclass(frozen=True, slots=True)
 class Program:
-    """A recorded forward pass."""
+    """A recorded forward pass.
 
-    ops: tuple[Op, ...]
-    output: Value
+    Attributes:
+        ops: in the order in which they run.
+        output: what the last of them writes.
+        usages: the memory that intermediates use, in the order of their first op; the output is none of them.
+        buffers: the usages, those that may always share a place together.
+    """
+
+    def __init__(self, ops: AnySequence[Op], output: Value) -> None:
+        self.ops = tuple(ops)
+        self.output = output
+        self.usages, usage_of = _derive_usages(self.ops, output)
+        self.buffers = fold(self.usages)
+        number = {usage: i for i, buffer in enumerate(self.buffers) for usage in buffer.usages}
+        # of each op but the last, the buffer that it writes; many ops write one buffer in one form
+        self._writes = [
+            (number[usage_of[op.result.name]], op.result.shape, op.result.dtype)
+            for op in self.ops
+            if op.result is not output
+        ]
 
     @property
     def is_per_token(self) -> bool:
         """Whether it answers each token, and not each sequence."""
         return self.output.shape[0] == "tokens"
 
-    def usages(self) -> dict[str, Usage]:
-        """Return the usage record of every intermediate: what ops write, less the output."""
-        records: dict[str, Usage] = {}
-        for index, op in enumerate(self.ops):
-            for operand in op.operands:
-                if isinstance(operand, Value) and operand.name in records:
-                    records[operand.name] = records[operand.name].until(index)
-            if op.result is not self.output:
-                records[op.result.name] = Usage(
-                    index, index, _bytes_per_token(op.result), _inherits(op)
-                )
-        return records
-
     def run(
-        self, batch: Batch, kernels: object, workspace: Workspace, *, out: Tensor | None = None
+        self, batch: Batch, kernels: object, region: Region, *, out: Tensor | None = None
     ) -> Tensor:
-        """Return the output for `batch`: `out`, or a new tensor; no part of the workspace.
+        """Return the output for `batch`: `out`, or a new tensor; no part of the region.
 
         Args:
-            batch: its inputs have the names that the recording gave them, on the workspace's device.
+            batch: its inputs have the names that the recording gave them, on the region's device.
             kernels: has the functions that the ops name, such as a module.
-            workspace: laid out for this program's usages; overwritten.
+            region: laid out for this program and a batch of this shape; overwritten.
             out: of the output's shape for this batch.
         """
+        tokens, sequences = batch.tokens, batch.sequences
+        if out is None:
+            shape = self.output.at(tokens, sequences)
+            out = torch.empty(shape, dtype=self.output.dtype, device=region.memory.device)
+        views = {
+            (buffer, shape, dtype): region.view(buffer, _at(shape, tokens, sequences), dtype)
+            for buffer, shape, dtype in set(self._writes)
+        }
+        written = [*map(views.__getitem__, self._writes), out]
         bound: dict[str, Tensor] = dict(batch.inputs)
-        for op in self.ops:
-            result, shape = op.result, op.result.at(batch.tokens, batch.sequences)
-            if result is not self.output:
-                into = workspace.view(result.name, shape, result.dtype)
-            elif out is None:
-                into = torch.empty(shape, dtype=result.dtype, device=workspace.device)
-            else:
-                into = out
+        for op, into in zip(self.ops, written, strict=True):
             operands = [x if isinstance(x, Tensor) else bound[x.name] for x in op.operands]
-            bound[result.name] = getattr(kernels, op.kernel)(*operands, **op.attributes, out=into)
-        return bound[self.output.name]
+            bound[op.result.name] = getattr(kernels, op.kernel)(
+                *operands, **op.attributes, out=into
+            )
+        return out
 
 
 class Recorder:
@@ -211,14 +220,55 @@ class Recorder:
         return result
 
 
-def _bytes_per_token(value: Value) -> int:
-    # A batch has at least one token a sequence, so a row per sequence fits in a row per token.
-    rows, *widths = value.at(1, 1)
-    return rows * torch.Size(widths).numel() * value.dtype.itemsize
+def _at(shape: tuple[Dim, ...], tokens: int, sequences: int) -> tuple[int, ...]:
+    sizes = {"tokens": tokens, "sequences": sequences}
+    return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in shape)
 
 
-def _inherits(op: Op) -> str | None:
-    """Return the name of the value whose memory the op's result may take over, if any."""
+def _derive_usages(
+    ops: AnySequence[Op], output: Value
+) -> tuple[tuple[Usage, ...], dict[str, Usage]]:
+    """Return all usages, and the usage of each value that ops write, less the output."""
+    last_read = {
+        operand.name: index
+        for index, op in enumerate(ops)
+        for operand in op.operands
+        if isinstance(operand, Value)
+    }
+    usages: list[Usage] = []
+    number_of: dict[str, int] = {}
+    for index, op in enumerate(ops):
+        name, parent = op.result.name, _overwritable(op)
+        if op.result is output:
+            continue
+        last_op = last_read.get(name, index)
+        if parent in number_of and last_read[parent] == index:
+            number_of[name] = number_of[parent]
+            usages[number_of[name]] = replace(usages[number_of[name]], last_op=last_op)
+        else:
+            number_of[name] = len(usages)
+            usages.append(Usage(name, index, last_op, _size(op.result)))
+    return tuple(usages), {name: usages[number] for name, number in number_of.items()}
+
+
+def _size(value: Value) -> Size:
+    rows, *widths = value.shape
+    row = math.prod(width for width in widths if isinstance(width, int)) * value.dtype.itemsize
+    assert all(isinstance(width, int) for width in widths), (
+        "a batch decides the number of rows alone"
+    )
+    if rows == "tokens":
+        return Size(per_token=row)
+    if rows == "sequences":
+        return Size(per_sequence=row)
+    return Size(fixed=rows * row)
+
+
+def _overwritable(op: Op) -> str | None:
+    """Return the name of the value that the op may write its result over, if any."""
+    read = [operand.name for operand in op.operands if isinstance(operand, Value)]
     first = op.operands[0]
-    takes_over = op.kernel in IN_PLACE and isinstance(first, Value)
-    return first.name if takes_over else None  # type: ignore[union-attr]
+    overwritable = (
+        op.kernel in IN_PLACE and isinstance(first, Value) and read.count(first.name) == 1
+    )
+    return read[0] if overwritable else None

@@ -3,12 +3,18 @@
 from collections.abc import Sequence as AnySequence
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from varlen.config import EngineConfig, Task
 from varlen.errors import ConfigError
+from varlen.memory.arena import Arena, alignment_of
+from varlen.memory.failures import memory_errors
+from varlen.memory.layout import Layout
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.cpu import CpuExecutor
 from varlen.models.cuda import CudaExecutor
-from varlen.models.device import choose_device, choose_dtype
+from varlen.models.device import choose_device, choose_dtype, memory_of
 from varlen.models.encoder import EncoderInputs, encode
 from varlen.models.families import load_encoder
 from varlen.models.heads import apply_head
@@ -38,7 +44,10 @@ class Runner:
         dtype: of its weights and activations.
         vocab_size, type_vocab_size: ids below these are valid.
         max_sequence_tokens: the longest sequence it takes.
+        max_batch_tokens: the most tokens that it runs together.
+        weight_bytes: memory that its weights take.
         program: its forward pass.
+        arena: where intermediates live while it runs.
         executor: runs it.
     """
 
@@ -74,14 +83,15 @@ class Runner:
         hidden = encode(recorder, weights, inputs)
         output = apply_head(recorder, self.task, weights, inputs, hidden, checkpoint.pooling)
         self.program: Program = recorder.finish(output)
+        self.weight_bytes = _weight_bytes(self.program)
+        self.arena = _make_arena(self.program, config, self.device)
+        self.max_batch_tokens = self.arena.max_tokens
         kernels = kernels or kernels_for(self.device)
         self.executor: Executor
         if self.device.type == "cuda":
-            self.executor = CudaExecutor(
-                self.program, kernels, self.device, config.max_batch_tokens
-            )
+            self.executor = CudaExecutor(self.program, kernels, self.arena)
         else:
-            self.executor = CpuExecutor(self.program, kernels, checkpoint.hidden_size)
+            self.executor = CpuExecutor(self.program, kernels, self.arena, checkpoint.hidden_size)
 
     def run(
         self, sequences: AnySequence[Sequence], normalize: AnySequence[bool]
@@ -95,8 +105,12 @@ class Runner:
         Returns:
             Per sequence: embed `[hidden]`, classify and rerank `[labels]`, hidden `[tokens, hidden]`,
             token_classify `[tokens, labels]`. Views of arrays made for this call.
+
+        Raises:
+            MemoryError: there was too little memory for what the batch needs beside the arena.
         """
-        return self.executor.run(sequences, normalize)
+        with memory_errors():
+            return self.executor.run(sequences, normalize)
 
     def close(self) -> None:
         """Let go of threads and device memory."""
@@ -120,3 +134,38 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
                 f"{name} is {getattr(config, name)}; it must hold the longest sequence, {limit} tokens"
             )
     return limit
+
+
+def _make_arena(program: Program, config: EngineConfig, device: torch.device) -> Arena:
+    """Return the arena, as large as the largest batch needs and at most as large as the configuration allows.
+
+    Raises:
+        ConfigError: there is no room for one token, or not as much memory on the device.
+    """
+    layout = Layout(program.buffers, alignment_of(device))
+    allowed = config.arena_limit(memory_of(device))
+    most = layout.max_tokens_that_fit(allowed, config.max_batch_tokens)
+    if not most:
+        needed = layout.plan(1, 1).footprint
+        raise ConfigError(
+            f"arena_bytes allows {allowed} bytes; this model needs {needed} for one token"
+        )
+    try:
+        with memory_errors():
+            return Arena(layout, most, device, allowed)
+    except MemoryError:
+        raise ConfigError(
+            f"the intermediates of {most} tokens take {layout.plan(most, most).footprint} bytes, and the device "
+            "has not as much to spare: lower max_batch_tokens or arena_bytes"
+        ) from None
+
+
+def _weight_bytes(program: Program) -> int:
+    """Return the bytes of all weights that a program reads."""
+    weights = {
+        operand.data_ptr(): operand.nbytes
+        for op in program.ops
+        for operand in op.operands
+        if isinstance(operand, Tensor)
+    }
+    return sum(weights.values())

@@ -1,9 +1,10 @@
 """Which of the waiting sequences run together next. Policies see lengths and order, never tensors or the wall clock."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
-from varlen.config import EngineConfig
+from varlen.config import PolicyName
 from varlen.request import Waiting
 
 
@@ -33,6 +34,9 @@ class TokenBudget:
         return batch
 
 
-def make_policy(config: EngineConfig) -> Policy:
-    """Return the policy that the configuration names."""
-    return TokenBudget(config.max_batch_tokens)
+_POLICIES: dict[PolicyName, Callable[[int], Policy]] = {"token_budget": TokenBudget}
+
+
+def make_policy(name: PolicyName, max_batch_tokens: int) -> Policy:
+    """Return the policy of that name, for batches of at most so many tokens."""
+    return _POLICIES[name](max_batch_tokens)

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from varlen.config import EngineConfig
+from varlen.memory.arena import Arena
+from varlen.memory.layout import Layout
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.cuda import CudaExecutor
 from varlen.models.runner import Runner
@@ -62,9 +64,13 @@ def graphs():
     return RepeatedWork()
 
 
+def make_arena(runner):
+    return Arena(Layout(runner.program.buffers, 256), MAX_TOKENS, CPU)
+
+
 @pytest.fixture
 def executor(runner, graphs):
-    return CudaExecutor(runner.program, reference, CPU, MAX_TOKENS, graphs)
+    return CudaExecutor(runner.program, reference, make_arena(runner), graphs)
 
 
 def sequences(lengths, seed=0):
@@ -106,12 +112,21 @@ def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, g
 
 
 def test_memory_stays_where_graphs_left_it(executor):
-    addresses = [buffer.data_ptr() for buffer in executor._workspace._buffers]
+    arena, shape = executor._arena, (MAX_TOKENS, 40)
+    address, offsets = arena.memory.data_ptr(), arena.carve_whole(*shape).offsets
 
     for lengths in ([1], [60, 60, 40], [1] * MAX_TOKENS):
         executor.run(sequences(lengths), [False] * len(lengths))
 
-    assert [buffer.data_ptr() for buffer in executor._workspace._buffers] == addresses
+    assert arena.memory.data_ptr() == address
+    assert arena.carve_whole(*shape).offsets == offsets
+
+
+def test_what_is_in_use_is_the_footprint_of_the_bucket(executor):
+    executor.run(sequences([10, 7]), [True, True])
+
+    # the smallest bucket of 17 tokens has 32, and room for 2 sequences
+    assert executor._arena.use().footprint_bytes == executor._arena.layout.plan(32, 2).footprint
 
 
 def test_an_answer_does_not_depend_on_the_batch_before(executor):
@@ -119,9 +134,8 @@ def test_an_answer_does_not_depend_on_the_batch_before(executor):
 
     executor.run(sequences([60, 60, 40], seed=1), [False] * 3)
     with torch.inference_mode():
-        for buffer in executor._workspace._buffers:
-            # every bit set is NaN in each float format
-            buffer.fill_(0xFF)
+        # every bit set is NaN in each float format
+        executor._arena.memory.fill_(0xFF)
         executor._output.fill_(torch.nan)
     again = executor.run(sequences([5, 2]), [True, True])
 
@@ -143,7 +157,7 @@ def test_an_answer_is_a_copy(executor):
 
 def test_loading_says_how_far_the_captures_are(runner, caplog):
     with caplog.at_level(logging.INFO, "varlen"):
-        CudaExecutor(runner.program, reference, CPU, MAX_TOKENS, RepeatedWork())
+        CudaExecutor(runner.program, reference, make_arena(runner), RepeatedWork())
 
     lines = [record.getMessage() for record in caplog.records]
     assert 2 <= len(lines) <= 5
@@ -168,7 +182,7 @@ def test_close_lets_go_of_the_graphs(runner):
         def capture(self, work):
             return Graph()
 
-    executor = CudaExecutor(runner.program, reference, CPU, MAX_TOKENS, Counted())
+    executor = CudaExecutor(runner.program, reference, make_arena(runner), Counted())
     assert Graph.alive
 
     executor.close()

@@ -1,11 +1,16 @@
 """The recorded forward pass: its lifetimes, and what running it may and may not touch."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
 
 from varlen.config import EngineConfig
-from varlen.memory.workspace import Usage, Workspace, assign_slots
+from varlen.memory.arena import Arena
+from varlen.memory.layout import Layout
+from varlen.memory.usage import Size, Usage
+from varlen.models.batch import fill_inputs, input_bytes, input_views
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.program import Batch, Recorder, Value
 from varlen.models.runner import Runner
@@ -36,6 +41,10 @@ def run(runner, lengths, seed=0):
     return runner.run(sequences(lengths, seed), [True] * len(lengths))
 
 
+def make_arena(program, max_tokens=100):
+    return Arena(Layout(program.buffers, 64), max_tokens, torch.device("cpu"))
+
+
 def spans(program):
     """Return (first op, last op) of each value that ops write, found by searching the whole list for each."""
     names = [op.result.name for op in program.ops]
@@ -50,102 +59,154 @@ def spans(program):
     return found
 
 
-def buffers(runner):
-    """Return every buffer of every workspace: one workspace per core, and one for all of them."""
-    return [buffer for workspace in runner.executor.workspaces for buffer in workspace._buffers]
+def run_without_arena(program, batch):
+    """Return the output when every op makes a result of its own, as plain torch would."""
+    bound = dict(batch.inputs)
+    with torch.inference_mode():
+        for op in program.ops:
+            operands = [x if isinstance(x, torch.Tensor) else bound[x.name] for x in op.operands]
+            bound[op.result.name] = getattr(reference, op.kernel)(*operands, **op.attributes)
+    return bound[program.output.name]
+
+
+class PoisonBetweenOps:
+    """The reference kernels; before each op, all bytes of the arena that hold nothing live become NaN.
+
+    What is live is searched for in the op list each time: values of earlier ops that this one or a later one reads.
+    """
+
+    def __init__(self, program, memory):
+        self._program = program
+        self._memory = memory
+        self._held = {}
+        self._next = 0
+        self.poisoned_bytes = 0
+
+    def __getattr__(self, kernel):
+        def run(*operands, out, **attributes):
+            op = self._program.ops[self._next]
+            live = [
+                view
+                for name, view in self._held.items()
+                if any(
+                    isinstance(x, Value) and x.name == name
+                    for later in self._program.ops[self._next :]
+                    for x in later.operands
+                )
+            ]
+            self._poison(live)
+            self._held[op.result.name] = out
+            self._next += 1
+            return getattr(reference, kernel)(*operands, out=out, **attributes)
+
+        return run
+
+    def _poison(self, live):
+        dead = torch.ones(len(self._memory), dtype=torch.bool)
+        for view in live:
+            begin = view.data_ptr() - self._memory.data_ptr()
+            dead[begin : begin + view.nbytes] = False
+        # every bit set is NaN in each float format
+        self._memory[dead] = 0xFF
+        self.poisoned_bytes += int(dead.sum())
+
+
+def make_batch(program, lengths, seed=0):
+    buffer = torch.empty(input_bytes(sum(lengths), len(lengths)), dtype=torch.uint8)
+    inputs = input_views(buffer, sum(lengths), len(lengths))
+    fill_inputs(inputs, sequences(lengths, seed), [True] * len(lengths))
+    return Batch(inputs, sum(lengths), len(lengths))
 
 
 @torch.inference_mode()
 def poison(runner):
-    """Fill every buffer with NaN, in whichever float format it is read."""
-    for buffer in buffers(runner):
-        buffer.fill_(0xFF)
-
-
-def poison_every_view(runner, monkeypatch):
-    """Fill each view with NaN as it is handed out, unless it takes over what its op reads."""
-    usages, view, poisoned = runner.program.usages(), Workspace.view, []
-
-    def poisoned_view(self, name, shape, dtype):
-        out = view(self, name, shape, dtype)
-        parent = usages[name].inherits
-        if parent is None or usages[parent].last_op != usages[name].first_op:
-            out.view(torch.uint8).fill_(0xFF)
-            poisoned.append(name)
-        return out
-
-    monkeypatch.setattr(Workspace, "view", poisoned_view)
-    return poisoned
+    """Fill the arena with NaN, in whichever float format it is read."""
+    runner.arena.memory.fill_(0xFF)
 
 
 def test_usages_match_a_search_of_the_op_list(runner):
     program = runner.program
-
-    usages = program.usages()
-
     expected = spans(program)
-    del expected[program.output.name]
-    assert {name: (u.first_op, u.last_op) for name, u in usages.items()} == expected
-    firsts = [usage.first_op for usage in usages.values()]
+    in_place = {}
+    for index, op in enumerate(program.ops[:-1]):
+        parent = getattr(op.operands[0], "name", None)
+        if op.kernel in reference.IN_PLACE and parent in expected and expected[parent][1] == index:
+            # the parent's bytes live on as the result's
+            in_place[op.result.name] = parent
+    for name, parent in reversed(in_place.items()):
+        expected[parent] = expected[parent][0], expected[name][1]
+    kept = {
+        name: span
+        for name, span in expected.items()
+        if name not in in_place and name != program.output.name
+    }
+
+    assert in_place
+    assert {u.name: (u.first_op, u.last_op) for u in program.usages} == kept
+    firsts = [usage.first_op for usage in program.usages]
     assert firsts == sorted(firsts)
 
 
-def test_usages_hold_enough_bytes_for_every_batch(runner):
-    usages = runner.program.usages()
-    for op in runner.program.ops:
-        if op.result.name not in usages:
-            continue
+def test_usages_have_the_bytes_of_what_ops_write(runner):
+    results = {op.result.name: op.result for op in runner.program.ops}
+    for usage in runner.program.usages:
+        value = results[usage.name]
         for tokens, count in [(1, 1), (5, 1), (5, 5), (97, 13)]:
-            size = torch.Size(op.result.at(tokens, count)).numel() * op.result.dtype.itemsize
-            assert size <= tokens * usages[op.result.name].bytes_per_token
+            size = torch.Size(value.at(tokens, count)).numel() * value.dtype.itemsize
+            assert usage.size.at(tokens, count) == size
 
 
-def test_only_ops_that_work_in_place_inherit(runner):
-    usages = runner.program.usages()
-    for op in runner.program.ops:
-        if op.result.name not in usages:
-            continue
-        parent = usages[op.result.name].inherits
-        if parent is not None:
-            assert op.kernel in reference.IN_PLACE
-            assert parent == op.operands[0].name
-
-
-def test_the_residual_is_kept_until_it_is_added(runner):
-    usages = runner.program.usages()
-    slot_of = assign_slots(usages)
-    for index, op in enumerate(runner.program.ops):
-        if op.kernel != "add_layer_norm":
-            continue
-        residual = op.operands[1].name
-        assert usages[residual].last_op >= index
-        between = [n for n, u in usages.items() if usages[residual].first_op < u.first_op <= index]
-        assert all(slot_of[name] != slot_of[residual] for name in between)
-
-
-def test_a_deeper_model_needs_no_more_slots(make_checkpoint):
-    slots = []
+def test_a_deeper_model_has_no_more_buffers(make_checkpoint):
+    sizes = []
     for layers in (2, 9):
         folder = make_checkpoint(num_hidden_layers=layers)
         runner = Runner(Checkpoint.open(folder), EngineConfig(dtype="fp32"))
-        slots.append(len(set(assign_slots(runner.program.usages()).values())))
+        sizes.append([buffer.size for buffer in runner.program.buffers])
 
-    assert slots[0] == slots[1]
+    assert sizes[0] == sizes[1]
 
 
-def test_poisoned_memory_changes_no_bit(runner, monkeypatch):
-    clean = [answer.copy() for answer in run(runner, [3, 1, 7, 7, 20])]
-    poison(runner)
-    seen = poison_every_view(runner, monkeypatch)
+@pytest.mark.parametrize("lengths", [[1], [3, 1, 7, 7, 20], [64] * 5], ids=str)
+def test_poison_wherever_nothing_is_live_changes_no_bit(runner, lengths):
+    batch = make_batch(runner.program, lengths)
+    region = runner.arena.carve_whole(batch.tokens, batch.sequences)
+    kernels = PoisonBetweenOps(runner.program, region.memory)
 
-    poisoned = run(runner, [3, 1, 7, 7, 20])
+    with torch.inference_mode():
+        poisoned = runner.program.run(batch, kernels, region)
 
-    assert seen
-    for mine, theirs in zip(poisoned, clean, strict=True):
+    assert kernels.poisoned_bytes
+    assert torch.equal(poisoned, run_without_arena(runner.program, batch))
+
+
+def test_answers_are_bit_equal_to_those_without_an_arena(runner):
+    numbers = random.Random(0)
+    for seed in range(200):
+        lengths = [numbers.randint(1, 64) for _ in range(numbers.randint(1, 12))]
+        batch = make_batch(runner.program, lengths, seed)
+        region = runner.arena.carve_whole(batch.tokens, batch.sequences)
+        with torch.inference_mode():
+            region.memory.fill_(0xFF)
+            planned = runner.program.run(batch, reference, region)
+
+        assert torch.equal(planned, run_without_arena(runner.program, batch))
+
+
+def test_lanes_beside_one_another_write_into_their_own_regions(runner):
+    clean = [answer.copy() for answer in run(runner, [9] * 20)]
+    shapes = [(90, 10), (90, 10)]
+    first, second = runner.arena.carve(shapes)
+    batch = make_batch(runner.program, [9] * 10)
+    with torch.inference_mode():
+        second.memory.fill_(0xAB)
+        runner.program.run(batch, reference, first)
+
+    assert second.memory.eq(0xAB).all()
+    for mine, theirs in zip(run(runner, [9] * 20), clean, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_an_answer_is_not_workspace_memory(runner):
+def test_an_answer_is_not_arena_memory(runner):
     first = run(runner, [4, 9], seed=1)
     kept = [answer.copy() for answer in first]
 
@@ -160,21 +221,6 @@ def test_an_answer_shares_no_memory_with_the_next_one(runner):
     first, second = run(runner, [4, 9]), run(runner, [4, 9])
 
     assert not any(np.shares_memory(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_memory_does_not_grow_with_batches_of_one_size(runner):
-    run(runner, [8, 8, 3])
-    run(runner, [1])
-    addresses = [buffer.data_ptr() for buffer in buffers(runner)]
-    sizes = [buffer.numel() for buffer in buffers(runner)]
-    assert any(sizes)
-
-    for seed in range(5):
-        run(runner, [8, 8, 3], seed=seed)
-        run(runner, [1], seed=seed)
-
-    assert [buffer.data_ptr() for buffer in buffers(runner)] == addresses
-    assert [buffer.numel() for buffer in buffers(runner)] == sizes
 
 
 @pytest.mark.parametrize("cores", [1, 3])
@@ -199,10 +245,25 @@ def test_a_batch_does_not_depend_on_the_ones_before(runner):
     alone = [answer.copy() for answer in run(runner, [5, 2])]
 
     run(runner, [40, 1, 13])
+    poison(runner)
     again = run(runner, [5, 2])
 
     for mine, theirs in zip(again, alone, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_batch_whose_shares_do_not_fit_side_by_side_runs_as_a_whole(make_checkpoint):
+    folder = make_checkpoint()
+    roomy = Runner(Checkpoint.open(folder), EngineConfig(dtype="fp32"))
+    # just enough for 64 tokens in one piece: shares begin at multiples of 64 bytes, and need more
+    enough = roomy.arena.layout.plan(64, 64).footprint
+    config = EngineConfig(dtype="fp32", max_batch_tokens=64, arena_bytes=enough)
+    tight = Runner(Checkpoint.open(folder), config)
+
+    for lengths in ([31, 33], [15, 17, 32], [1] * 63, [64]):
+        for mine, theirs in zip(run(tight, lengths), run(roomy, lengths), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+    assert tight.arena.use().reserved_bytes <= enough
 
 
 def test_normalize_is_chosen_by_sequence(small_bert):
@@ -225,18 +286,27 @@ def test_a_value_read_by_two_ops_lives_until_the_second():
     third = ops.linear(second, weight, bias)
     program = ops.finish(ops.add_layer_norm(third, first, bias, bias, eps=1e-6))
 
-    usages = program.usages()
-    slots = assign_slots(usages)
-
-    assert usages[first.name] == Usage(0, 3, 16)
-    # `second` may not take the memory of `first`, which is read again
-    assert slots[second.name] != slots[first.name]
+    assert program.usages[:2] == (
+        Usage(first.name, 0, 3, Size(per_token=16)),
+        # may not take the memory of the first, which is read again
+        Usage(second.name, 1, 2, Size(per_token=16)),
+    )
     batch = Batch({"x": torch.randn(3, 4)}, tokens=3, sequences=1)
-    output = program.run(batch, reference, Workspace(usages))
+    output = program.run(batch, reference, make_arena(program).carve_whole(3, 1))
     hidden = batch.inputs["x"] @ weight + bias
     added = hidden.clamp(min=0) @ weight + bias + hidden
     expected = torch.nn.functional.layer_norm(added, (4,), bias, bias, 1e-6)
     torch.testing.assert_close(output, expected)
+
+
+def test_a_value_that_is_read_twice_by_one_op_is_not_written_over():
+    ops, x = Recorder(), Value("x", ("tokens", 4), torch.float32)
+    weight, bias = torch.randn(4, 4), torch.randn(4)
+    first = ops.linear(x, weight, bias)
+    second = ops.add_layer_norm(first, first, bias, bias, eps=1e-6)
+    program = ops.finish(ops.to_fp32(second))
+
+    assert [usage.name for usage in program.usages] == [first.name, second.name]
 
 
 def test_a_batch_that_grows_keeps_what_it_holds():
@@ -245,11 +315,11 @@ def test_a_batch_that_grows_keeps_what_it_holds():
     for _ in range(3):
         value = ops.tanh(value)
     program = ops.finish(ops.to_fp32(value))
-    workspace = Workspace(program.usages())
+    arena = make_arena(program, 5000)
 
     for tokens in (1, 5000, 3):
         batch = Batch({"x": torch.randn(tokens, 4)}, tokens=tokens, sequences=1)
-        output = program.run(batch, reference, workspace)
+        output = program.run(batch, reference, arena.carve_whole(tokens, 1))
         torch.testing.assert_close(output, batch.inputs["x"].tanh().tanh().tanh())
 
 
@@ -260,6 +330,6 @@ def test_an_op_never_writes_into_an_input():
     before = inputs.clone()
 
     batch = Batch({"x": inputs}, tokens=3, sequences=1)
-    program.run(batch, reference, Workspace(program.usages()))
+    program.run(batch, reference, make_arena(program).carve_whole(3, 1))
 
     assert torch.equal(inputs, before)

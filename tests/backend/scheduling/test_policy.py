@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.config import EngineConfig
 from varlen.request import Request, Sequence, Ticket, Waiting
 from varlen.scheduling.policy import TokenBudget, make_policy
 
@@ -64,6 +63,6 @@ def test_the_budget_is_inclusive(budget, batches):
 
 
 def test_the_configuration_sets_the_budget():
-    policy = make_policy(EngineConfig(max_batch_tokens=8))
+    policy = make_policy("token_budget", 8)
 
     assert drain(policy, queue_of([4, 4, 4])) == [[0, 1], [2]]

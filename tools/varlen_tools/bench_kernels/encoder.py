@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from varlen.config import DType, EngineConfig
-from varlen.memory.workspace import Workspace
 from varlen.models.batch import fill_inputs, input_bytes, input_views
 from varlen.models.buckets import Buckets
 from varlen.models.checkpoint import Checkpoint
@@ -58,16 +57,14 @@ class PackedForward:
         self.program = runner.program
         on_device = input_views(host.to(runner.device), bucket.tokens, bucket.sequences)
         self._batch = Batch(on_device, bucket.tokens, bucket.sequences)
-        self._workspace = Workspace(self.program.usages(), runner.device)
-        # a graph keeps addresses, so nothing may grow later
-        self._workspace.reserve(bucket.tokens)
+        self._region = runner.arena.carve_whole(bucket.tokens, bucket.sequences)
         shape = self.program.output.at(bucket.tokens, bucket.sequences)
         self._out = torch.zeros(shape, dtype=self.program.output.dtype, device=runner.device)
         self._places = torch.tensor(np.argsort(order).tolist(), device=runner.device)
 
     def run(self, kernels: object) -> Tensor:
         """Return the vectors, in the order of packing."""
-        return self.program.run(self._batch, kernels, self._workspace, out=self._out)
+        return self.program.run(self._batch, kernels, self._region, out=self._out)
 
     def in_order(self, result: object, inputs: Inputs) -> Tensor:  # noqa: ARG002  # a `read`
         """Return the vectors in order of arrival."""

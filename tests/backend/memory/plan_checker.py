@@ -1,0 +1,38 @@
+"""A judge of plans that knows nothing of how they are made: who owns which byte at which op, by brute force."""
+
+from itertools import pairwise
+
+
+def overlaps(usages, offsets, sizes):
+    """Return pairs of usages that own one byte at one op, judged cell by cell of time and space.
+
+    Args:
+        usages: with `first_op` and `last_op`, inclusive.
+        offsets, sizes: of each usage, in bytes; usages of other chunks have offsets far apart.
+    """
+    found = []
+    for op in range(max((usage.last_op for usage in usages), default=-1) + 1):
+        live = sorted(
+            (offset, offset + size, number)
+            for number, (usage, offset, size) in enumerate(zip(usages, offsets, sizes, strict=True))
+            if usage.first_op <= op <= usage.last_op and size
+        )
+        for (_, end, one), (begin, _, other) in pairwise(live):
+            if begin < end:
+                found.append((op, one, other))
+    return found
+
+
+def peak_live(usages, sizes):
+    """Return the most bytes that are live at one op, counted op by op."""
+    return max(
+        (
+            sum(
+                size
+                for usage, size in zip(usages, sizes, strict=True)
+                if usage.first_op <= op <= usage.last_op
+            )
+            for op in range(max((usage.last_op for usage in usages), default=0) + 1)
+        ),
+        default=0,
+    )
