@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-# What torch's allocator for the host says; it has no exception of its own.
-_HOST_ALLOCATOR = "DefaultCPUAllocator"
+# What torch's allocator for the host says, and oneDNN; neither has an exception of its own.
+_ON_THE_HOST = ("DefaultCPUAllocator", "could not create a primitive")
 
 
 @contextmanager
@@ -17,6 +17,6 @@ def memory_errors() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise MemoryError("too little memory on the GPU") from error
     except RuntimeError as error:
-        if _HOST_ALLOCATOR not in str(error):
+        if not any(said in str(error) for said in _ON_THE_HOST):
             raise
         raise MemoryError("too little memory on the host") from error

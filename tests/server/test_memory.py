@@ -1,0 +1,135 @@
+"""The arena behind the real server: what it refuses, what it says of itself, and that it changes no bit."""
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from varlen.config import EngineConfig
+from varlen.models.batch import fill_inputs, input_bytes, input_views
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.program import Program
+from varlen.models.runner import Runner
+from varlen.request import Sequence
+from varlen_kernels import reference
+from varlen_tools.local_server import LocalServer
+
+from .checkpoints import VOCAB_SIZE
+from .clients import AnswerError, Array, Client, GrpcClient, Tensor, integers
+from .serving import add_model, load, metrics, unload
+
+# Room for 150 tokens of the checkpoint `encoder`: six results of 32 numbers each.
+ARENA_BYTES = 150 * 6 * 32 * 4
+
+
+@pytest.fixture
+def tight(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) -> Iterator[str]:
+    """A model with little room for intermediates."""
+    name = "tight"
+    if not (repository / name).exists():
+        add_model(repository, name, checkpoints["encoder"], arena_bytes=str(ARENA_BYTES))
+    assert load(server, name) is None
+    yield name
+    unload(server, name)
+
+
+def test_a_sequence_without_room_is_refused_and_says_what_it_needs(
+    tight: str, client: Client
+) -> None:
+    fitting = integers(np.full((1, 150), 9))
+    assert client.infer(tight, {"input_ids": fitting}).shape == (1, 32)
+
+    with pytest.raises(AnswerError) as caught:
+        client.infer(tight, {"input_ids": integers(np.full((1, 151), 9))})
+
+    assert caught.value.code == "INVALID_ARGUMENT"
+    said = re.search(
+        r"row 0: 151 tokens need (\d+) bytes of memory to run; this model has (\d+), which hold 150 tokens",
+        caught.value.message,
+    )
+    assert said
+    assert int(said[1]) == 151 * 6 * 32 * 4
+    assert int(said[2]) <= ARENA_BYTES
+
+
+def test_many_rows_run_in_batches_that_fit(
+    tight: str, server: LocalServer, grpc_client: GrpcClient, checkpoints: dict[str, Path]
+) -> None:
+    rows = np.arange(64 * 100).reshape(64, 100) % VOCAB_SIZE
+    runner = Runner(Checkpoint.open(checkpoints["encoder"]), EngineConfig(dtype="fp32"))
+    sequences = [Sequence(row.astype(np.int32)) for row in rows[:40]]
+    expected = runner.run(sequences, [False] * 40)
+    runner.close()
+
+    answers = grpc_client.infer(tight, {"input_ids": integers(rows)})
+
+    np.testing.assert_allclose(answers[:40], expected, rtol=0, atol=1e-5)
+    seen = metrics(server, tight)
+    assert seen["varlen_arena_reserved_bytes"] <= seen["varlen_arena_capacity_bytes"] <= ARENA_BYTES
+
+
+def test_room_for_not_one_token_ends_the_load(
+    server: LocalServer, repository: Path, checkpoints: dict[str, Path]
+) -> None:
+    add_model(repository, "roomless", checkpoints["encoder"], arena_bytes="100")
+
+    error = load(server, "roomless")
+
+    assert error is not None
+    assert re.search(r"arena_bytes allows 100 bytes; this model needs \d+ for one token", error)
+
+
+def test_answers_are_bit_equal_to_those_of_a_forward_pass_without_an_arena(
+    client: Client, one_core: None, checkpoints: dict[str, Path]
+) -> None:
+    runner = Runner(Checkpoint.open(checkpoints["classifier"]), EngineConfig(dtype="fp32"))
+    numbers = random.Random(0)
+    for _ in range(100):
+        lengths = [numbers.randint(1, 200) for _ in range(numbers.randint(1, 16))]
+        rows = [[numbers.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+        # sent one after the other, so each request is a batch
+        answers = client.infer("classifier", padded(rows))
+
+        assert np.array_equal(answers, without_arena(runner.program, rows))
+    runner.close()
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Compute as the served model does: on one core."""
+    kept = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(kept)
+
+
+def padded(rows: list[list[int]]) -> dict[str, Tensor]:
+    """Return rows of token ids as the wire takes them: of one length, with a mask."""
+    width = max(map(len, rows))
+    return {
+        "input_ids": integers([row + [0] * (width - len(row)) for row in rows]),
+        "attention_mask": integers([[1] * len(row) + [0] * (width - len(row)) for row in rows]),
+    }
+
+
+@torch.inference_mode()
+def without_arena(program: Program, rows: list[list[int]]) -> Array:
+    """Return the answers by row when every op makes a tensor of its own, in the order of packing that is served."""
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    sequences = [Sequence(np.array(rows[index], dtype=np.int32)) for index in order]
+    tokens = sum(sequence.num_tokens for sequence in sequences)
+    inputs = input_views(
+        torch.empty(input_bytes(tokens, len(rows)), dtype=torch.uint8), tokens, len(rows)
+    )
+    fill_inputs(inputs, sequences, [False] * len(rows))
+    bound = dict(inputs)
+    for op in program.ops:
+        operands = [x if isinstance(x, torch.Tensor) else bound[x.name] for x in op.operands]
+        bound[op.result.name] = getattr(reference, op.kernel)(*operands, **op.attributes)
+    answers: Array = bound[program.output.name].numpy()
+    return answers[np.argsort(order)]
