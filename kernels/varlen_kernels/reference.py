@@ -21,6 +21,9 @@ from varlen_kernels.beam_reference import beam_step as beam_step  # noqa: PLC041
 # Ops whose `out` may be their first argument.
 IN_PLACE = frozenset({"activate", "add_layer_norm", "rms_norm", "masked_softmax", "tanh"})
 
+# Rows of the blocks in which ops run whose results torch makes anew before they are written into `out`.
+_BLOCK_ROWS = 512
+
 # Shortest divisor that torch.nn.functional.normalize accepts, and so sentence-transformers.
 NORM_FLOOR = 1e-12
 
@@ -46,10 +49,14 @@ def embed_layer_norm(
         weight, bias: `[hidden]`.
         eps: added to the variance.
     """
-    summed = F.embedding(token_ids, token_table)
-    summed += F.embedding(position_ids, position_table)
-    summed += F.embedding(type_ids, type_table)
-    return _write(F.layer_norm(summed, weight.shape, weight, bias, eps), out)
+    if out is None:
+        out = token_table.new_empty(len(token_ids), token_table.shape[1])
+    for rows in _blocks(len(token_ids)):
+        summed = F.embedding(token_ids[rows], token_table)
+        summed += F.embedding(position_ids[rows], position_table)
+        summed += F.embedding(type_ids[rows], type_table)
+        out[rows] = F.layer_norm(summed, weight.shape, weight, bias, eps)
+    return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -118,10 +125,14 @@ def add_layer_norm(
         eps: added to the variance.
         x_bias: `[hidden]`, the bias of the linear layer that made `x`, if that did not add it.
     """
-    total = torch.add(x, residual, out=out)
-    if x_bias is not None:
-        total += x_bias
-    return _write(F.layer_norm(total, weight.shape, weight, bias, eps), out)
+    if out is None:
+        out = torch.empty_like(x)
+    for rows in _blocks(len(x)):
+        total = torch.add(x[rows], residual[rows], out=out[rows])
+        if x_bias is not None:
+            total += x_bias
+        out[rows] = F.layer_norm(total, weight.shape, weight, bias, eps)
+    return out
 
 
 def rms_norm(
@@ -191,7 +202,7 @@ def attention_varlen(
 ) -> Tensor:
     """Return softmax(q kᵀ · scale + bias) v inside each sequence, `[tokens, num_heads · head_dim]`.
 
-    Neighbours of one length run as one call, so a batch sorted by length takes few calls.
+    Neighbours of one length share calls, so a batch sorted by length takes few.
 
     Args:
         qkv: `[tokens, 3 · num_heads · head_dim]`: all queries of a token, then its keys, then its values.
@@ -206,7 +217,7 @@ def attention_varlen(
     head_dim = width // (3 * num_heads)
     if out is None:
         out = qkv.new_empty(tokens, num_heads * head_dim)
-    for start, count, length in _runs_of_equal_length(cu_seqlens):
+    for start, count, length in _calls_of_equal_length(cu_seqlens):
         rows = slice(start, start + count * length)
         # [3, count, num_heads, length, head_dim], a view
         q, k, v = qkv[rows].view(count, length, 3, num_heads, head_dim).permute(2, 0, 3, 1, 4)
@@ -285,6 +296,20 @@ def pack(x: Tensor, cu_seqlens: Tensor, *, tokens: int, out: Tensor | None = Non
     if out is None:
         out = x.new_empty(tokens, x.shape[2])
     return out.copy_(x[_inside(cu_seqlens, x.shape[1])])
+
+
+def _blocks(rows: int) -> Iterator[slice]:
+    """Yield the rows in blocks: what an op cannot write into `out` at once is as large as a block, not as a batch."""
+    for begin in range(0, rows, _BLOCK_ROWS):
+        yield slice(begin, min(begin + _BLOCK_ROWS, rows))
+
+
+def _calls_of_equal_length(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield (first token, sequences, length) of neighbours of one length, at most a block of tokens or one sequence."""
+    for start, count, length in _runs_of_equal_length(cu_seqlens):
+        most = max(1, _BLOCK_ROWS // length)
+        for done in range(0, count, most):
+            yield start + done * length, min(most, count - done), length
 
 
 def _runs_of_equal_length(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:

@@ -40,7 +40,7 @@ PARAMETER_NOTES = {
     "dtype": "Of weights and activations; fp16 needs a GPU; auto is bf16 where the device multiplies it natively.",
     "policy": "How batches are chosen.",
     "max_batch_tokens": "Most tokens that run together.",
-    "arena_bytes": "Most memory for intermediates, in bytes or a share of the device's; with less, batches are smaller.",
+    "arena_bytes": "Most memory for intermediates, in bytes or a share of the device's; less means smaller batches.",
     "max_sequence_tokens": "Longest sequence accepted, in tokens.",
     "max_queued_requests": "Most requests that wait; past it callers get UNAVAILABLE.",
     "max_queued_tokens": "Most tokens that wait; past it callers get UNAVAILABLE.",

@@ -114,11 +114,11 @@ class _Bert:
 
     def table(self, name: str, rows: int) -> Tensor:
         name = f"{self._prefix}embeddings.{name}_embeddings.weight"
-        return self._read(name, rows, self._hidden)
+        return self._copy(name, rows, self._hidden)
 
     def norm(self, of: str) -> Affine:
         name = f"{self._prefix}{of}.LayerNorm"
-        return Affine(*(self._read(f"{name}.{part}", self._hidden) for part in ("weight", "bias")))
+        return Affine(*(self._copy(f"{name}.{part}", self._hidden) for part in ("weight", "bias")))
 
     def linear(self, names: list[str], fan_in: int, fan_out: int) -> Affine:
         """Return linear layers that read one input as one layer, their outputs side by side."""
@@ -143,6 +143,10 @@ class _Bert:
         matrices = [self._read(f"{name}.weight", fan_out, fan_in).t() for name in names]
         biases = [self._read(f"{name}.bias", fan_out) for name in names]
         return Affine(torch.cat(matrices, dim=1).contiguous(), torch.cat(biases))
+
+    def _copy(self, name: str, *shape: int) -> Tensor:
+        # a view would keep the whole file mapped, and be read page by page while requests wait
+        return self._read(name, *shape).clone()
 
     def _read(self, name: str, *shape: int) -> Tensor:
         return self._weights.read(name, *shape).to(device=self._device, dtype=self._dtype)

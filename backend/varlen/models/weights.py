@@ -1,7 +1,7 @@
 """Tensors of a checkpoint by name, from one safetensors file or from shards.
 
-safetensors is a header and raw bytes: nothing in it is executed. Files are memory-mapped, so a
-    tensor is read when it is asked for.
+safetensors is a header and raw bytes: nothing in it is executed. Files are memory-mapped, so a tensor
+is read when it is asked for.
 """
 
 import json
@@ -51,7 +51,7 @@ class CheckpointWeights:
         return name in self._holder
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """Return the tensor called `name`.
+        """Return the tensor called `name`: a view of its file, which stays mapped as long as the view is kept.
 
         Raises:
             CheckpointError: it is missing or has another shape than config.json implies.

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -436,3 +437,12 @@ def test_refuses_a_sequence_limit_past_the_position_table(folder):
 def test_refuses_a_cap_that_cannot_hold_the_longest_sequence(folder, name):
     with pytest.raises(ConfigError, match=rf"{name} is 63; it must hold the longest .* 64 tokens"):
         load(folder, **{name: 63})
+
+
+def test_a_loaded_model_keeps_nothing_of_its_file_mapped(small_bert):
+    folder = shutil.copytree(small_bert, small_bert.parent / "mapped", dirs_exist_ok=True)
+
+    runner = Runner(Checkpoint.open(folder), EngineConfig(device="cpu"))
+
+    assert runner.weight_bytes
+    assert str(folder) not in Path("/proc/self/maps").read_text()
