@@ -101,6 +101,15 @@ def append_rows(path: Path, run: Provenance, rows: Sequence[Mapping[str, Cell]])
         writer.writerows({key: _cell(value) for key, value in row.items()} for row in full)
 
 
+def write_table(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
+    """Write `rows` to the CSV at `path` in place of what it holds: for tables that come out the same everywhere."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({key: _cell(value) for key, value in row.items()} for row in rows)
+
+
 def bench_line(name: str, figures: Mapping[str, Cell]) -> str:
     """Return the line "BENCH name: key=value …" that ends a benchmark's output."""
     return f"BENCH {name}: " + " ".join(f"{key}={_cell(value)}" for key, value in figures.items())

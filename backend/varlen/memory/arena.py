@@ -17,7 +17,7 @@ from varlen.memory.high_water import HighWater
 from varlen.memory.layout import Layout, ShapePlan
 
 # Batches after which memory that none of them needed is given back; docs/decisions/0011-arena.md compares.
-_WINDOW = 128
+_WINDOW = 64
 # Offsets are multiples of it, in bytes: a cache line; on a GPU, what its allocator gives.
 _ALIGNMENT = {"cpu": 64, "cuda": 256}
 
