@@ -145,10 +145,7 @@ def policies() -> Iterator[tuple[str, Callable[[], Policy]]]:
             yield name, partial(ChunkList, Rules(order=order), grace)
     for growth in GROWTHS:
         rules = Rules(order="largest_first", growth_percent=growth)
-        yield (
-            f"chunk list largest_first, growth {growth} %",
-            lambda rules=rules: ChunkList(rules, 0),
-        )
+        yield f"chunk list largest_first, growth {growth} %", partial(ChunkList, rules, 0)
     yield "memory of its own for each request", ExactlyEnough
     for window in WINDOWS:
         yield f"one chunk, window {window}", partial(OneChunk, window)

@@ -1,5 +1,6 @@
 """Runs batches on a CPU: shared out over lanes of one core each, or by all cores together."""
 
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as AnySequence
 
@@ -13,10 +14,17 @@ from varlen.models.shares import share_out
 from varlen.request import Float32Array, Sequence
 
 
+# oneDNN keeps what it compiled for each shape of GELU, and of bf16 products, 1,024 of them unless told otherwise:
+# 32 and 556 KiB each. Shapes hardly repeat where lengths are random, so a few are as good.
+_KEPT_PRIMITIVES = "64"
+
+
 class CpuExecutor:
     """Runs a program on the cores that torch may use."""
 
     def __init__(self, program: Program, kernels: object, arena: Arena, hidden_size: int) -> None:
+        # read when torch first asks oneDNN for anything
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KEPT_PRIMITIVES)
         self._program = program
         self._kernels = kernels
         self._arena = arena
