@@ -13,7 +13,6 @@ from varlen.models.program import Batch, Program
 from varlen.models.shares import share_out
 from varlen.request import Float32Array, Sequence
 
-
 # oneDNN keeps what it compiled for each shape of GELU, and of bf16 products, 1,024 of them unless told otherwise:
 # 32 and 556 KiB each. Shapes hardly repeat where lengths are random, so a few are as good.
 _KEPT_PRIMITIVES = "64"
