@@ -79,18 +79,19 @@ class Program:
         ops: in the order in which they run.
         output: what the last of them writes.
         usages: the memory that intermediates use, in the order of their first op; the output is none of them.
+        usage_of: the usage of each intermediate, by name.
         buffers: the usages, those that may always share a place together.
     """
 
     def __init__(self, ops: AnySequence[Op], output: Value) -> None:
         self.ops = tuple(ops)
         self.output = output
-        self.usages, usage_of = _derive_usages(self.ops, output)
+        self.usages, self.usage_of = _derive_usages(self.ops, output)
         self.buffers = fold(self.usages)
         number = {usage: i for i, buffer in enumerate(self.buffers) for usage in buffer.usages}
         # of each op but the last, the buffer that it writes; many ops write one buffer in one form
         self._writes = [
-            (number[usage_of[op.result.name]], op.result.shape, op.result.dtype)
+            (number[self.usage_of[op.result.name]], op.result.shape, op.result.dtype)
             for op in self.ops
             if op.result is not output
         ]
