@@ -14,6 +14,8 @@ from varlen_tools.show_plan.page import render
 from varlen_tools.show_plan.picture import draw, in_units
 
 _PAPER = "paper"
+_LENGTHS = ["200", "240"]
+_OUTPUT = [Path("plan.svg"), Path("plan.html")]
 _ARENA_NOTE = (
     "Planned as the arena plans a batch that runs as a whole: into one chunk, by its shape alone."
 )
@@ -27,11 +29,10 @@ def main(
     lengths: Annotated[
         list[str],
         typer.Option(help="One batch: the tokens of its sequences, as 200 or 5,17,200. Repeat it."),
-    ] = ["200", "240"],  # noqa: B006  # typer copies it
-    output: Annotated[list[Path], typer.Option(help="What to write, .svg or .html. Repeat it.")] = [
-        Path("plan.svg"),
-        Path("plan.html"),
-    ],  # noqa: B006
+    ] = _LENGTHS,
+    output: Annotated[
+        list[Path], typer.Option(help="What to write, .svg or .html. Repeat it.")
+    ] = _OUTPUT,
 ) -> None:
     """Draw where every intermediate of a batch lies in memory, and when."""
     wrong = [str(path) for path in output if path.suffix not in {".svg", ".html"}]

@@ -15,8 +15,8 @@ class Area:
     """One usage in space and time.
 
     Attributes:
-        name: of the op that writes it, or of the record.
-        written: the ops that write it, by name; more than one where ops work in place.
+        name: the kernels that write it, or the record's name.
+        written: the values that lie there; more than one where ops work in place.
         chunk, offset, size: where it lies, in bytes.
         first_op, last_op: when, inclusive.
     """
@@ -71,7 +71,7 @@ def program_map(program: Program, layout: Layout, lengths: Sequence[int]) -> Map
         written.setdefault(usage.name, []).append(name)
     areas = tuple(
         Area(
-            _kind(usage.name),
+            ", ".join(name.partition(":")[2] for name in written[usage.name]),
             tuple(written[usage.name]),
             0,
             offset,
@@ -134,7 +134,3 @@ def _title(lengths: Sequence[int]) -> str:
             f"{len(lengths)} x {lengths[0]} tokens" if len(lengths) > 1 else f"{lengths[0]} tokens"
         )
     return f"{len(lengths)} sequences, {sum(lengths)} tokens"
-
-
-def _kind(name: str) -> str:
-    return name.partition(":")[2] or name

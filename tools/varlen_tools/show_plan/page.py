@@ -7,11 +7,13 @@ from varlen_tools.show_plan.maps import Map
 from varlen_tools.show_plan.picture import draw, in_units
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; background: #fff }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff }
+body { max-width: 80rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; margin: 1rem 0 }
 th, td { text-align: right; padding: .2rem .9rem; border-bottom: 1px solid #ddd }
 th:first-child, td:first-child { text-align: left }
-figure { margin: 1.5rem 0; overflow-x: auto }
+figure { margin: 1.5rem 0 }
+svg { max-width: 100%; height: auto }
 """
 
 

@@ -10,7 +10,7 @@ _COLOURS = ("#9ad0f5", "#f5c56b", "#7fd1b3", "#f0e58a", "#e8a0c4", "#f2a27a", "#
 _LINK = "#555"
 _WIDTH = 430
 _ROW = 15
-_OPS = 175
+_OPS = 150
 _GAP = 14
 _HEAD = 66
 _BETWEEN = 46
@@ -118,10 +118,9 @@ class _Panel:
         yield "</g>"
 
     def _about(self, area: Area) -> str:
-        ops = self._map.ops
         lines = [
             area.written[0],
-            f"written by op {area.first_op} ({ops[area.first_op]}), last touched by op {area.last_op} ({ops[area.last_op]})",
+            f"from op {area.first_op} to op {area.last_op}, {self._map.ops[area.last_op]}",
             f"{in_units(area.size)} ({area.size} bytes) at offset {area.offset} of chunk {area.chunk}",
         ]
         if len(area.written) > 1:
