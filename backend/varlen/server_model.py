@@ -41,7 +41,13 @@ from varlen.server_config import (
     gpu_of_instance,
     tensor_entry,
 )
-from varlen.server_process import check_numpy, log_to_server, start_exporter, start_watchdog
+from varlen.server_process import (
+    check_numpy,
+    log_to_server,
+    return_large_memory,
+    start_exporter,
+    start_watchdog,
+)
 
 if TYPE_CHECKING:
     from varlen.service import Service
@@ -97,6 +103,7 @@ class TritonPythonModel:
             TritonModelException: the configuration or the checkpoint cannot be served; the message says why.
         """
         log_to_server()
+        return_large_memory()
         model_config = json.loads(args["model_config"])
         self._stats = Stats()
         try:

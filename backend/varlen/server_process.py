@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import subprocess
@@ -14,6 +15,11 @@ from varlen.errors import ConfigError
 from varlen.metrics import Exporter, Metric, Readings, Stats
 
 _log = logging.getLogger(__name__)
+
+# mallopt's number for the size from which the C library maps memory for one use and gives it back at once.
+_M_MMAP_THRESHOLD = -3
+# Left alone, it grows to 32 MiB, and what requests of random sizes free stays in the heap of each thread.
+_MAPPED_BYTES = 1 << 20
 
 # Ends process $2 when its parent is no longer $1, and itself when there is no such process.
 _WATCHDOG = r"""
@@ -40,6 +46,13 @@ def check_numpy() -> None:
         raise ConfigError(
             f"this server's python backend garbles arrays of numpy {np.__version__}: install numpy<2"
         )
+
+
+def return_large_memory() -> None:
+    """Have the C library give large freed blocks back to the system, so that the process stays as small as it is."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def start_exporter(

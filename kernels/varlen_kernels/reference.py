@@ -22,7 +22,7 @@ from varlen_kernels.beam_reference import beam_step as beam_step  # noqa: PLC041
 IN_PLACE = frozenset({"activate", "add_layer_norm", "rms_norm", "masked_softmax", "tanh"})
 
 # Rows of the blocks in which ops run whose results torch makes anew before they are written into `out`.
-_BLOCK_ROWS = 512
+_BLOCK_ROWS = 256
 
 # Shortest divisor that torch.nn.functional.normalize accepts, and so sentence-transformers.
 NORM_FLOOR = 1e-12
