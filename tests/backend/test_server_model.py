@@ -735,3 +735,49 @@ def test_importing_the_entry_needs_no_class_of_the_server(tmp_path):
         timeout=60,
         env=with_path(tmp_path),
     )
+
+
+# Frees large blocks between small ones that stay: what a heap cannot give back.
+FREE_LARGE_BLOCKS = """
+import ctypes, resource, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+from varlen.server_process import return_large_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+return_large_memory()
+libc.free(libc.malloc(4 << 20))
+before, blocks = resident(), []
+for _ in range(32):
+    blocks.append(libc.malloc(2 << 20))
+    ctypes.memset(blocks[-1], 1, 2 << 20)
+    libc.malloc(1024)
+assert resident() - before > 60 << 20
+for block in blocks:
+    libc.free(block)
+print(resident() - before)
+"""
+
+
+def test_large_blocks_that_are_freed_go_back_to_the_system():
+    done = subprocess.run(
+        [sys.executable, "-c", FREE_LARGE_BLOCKS, str(FAKES)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert int(done.stdout) < 8 << 20
+
+
+def test_a_c_library_without_that_setting_is_left_alone(server_model, monkeypatch):
+    process = importlib.import_module("varlen.server_process")
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda _: object())
+
+    process.return_large_memory()

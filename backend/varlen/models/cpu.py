@@ -13,22 +13,24 @@ from varlen.models.program import Batch, Program
 from varlen.models.shares import share_out
 from varlen.request import Float32Array, Sequence
 
-# oneDNN keeps what it compiled for each shape of GELU, and of bf16 products, 1,024 of them unless told otherwise:
-# 32 and 556 KiB each. Shapes hardly repeat where lengths are random, so a few are as good.
-_KEPT_PRIMITIVES = "64"
+# oneDNN keeps what it compiled for each shape of GELU, and of bf16 products: 1,024 unless told otherwise, of 32 and
+# 556 KiB. Shapes hardly repeat where lengths are random, so a few are as good; a core needs five at a time.
+_KEPT_PRIMITIVES_PER_CORE = 16
+_LEAST_KEPT_PRIMITIVES = 64
 
 
 class CpuExecutor:
     """Runs a program on the cores that torch may use."""
 
     def __init__(self, program: Program, kernels: object, arena: Arena, hidden_size: int) -> None:
-        # read when torch first asks oneDNN for anything
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KEPT_PRIMITIVES)
         self._program = program
         self._kernels = kernels
         self._arena = arena
         self._hidden_size = hidden_size
         self._cores = torch.get_num_threads()
+        kept = max(_LEAST_KEPT_PRIMITIVES, _KEPT_PRIMITIVES_PER_CORE * self._cores)
+        # read when torch first asks oneDNN for anything
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(kept))
         self._lanes = Lanes(self._cores if self._cores > 1 else 0)
 
     def run(
