@@ -757,8 +757,8 @@ before, blocks = resident(), []
 for _ in range(32):
     blocks.append(libc.malloc(2 << 20))
     ctypes.memset(blocks[-1], 1, 2 << 20)
-    libc.malloc(1024)
-assert resident() - before > 60 << 20
+    ctypes.memset(libc.malloc(100_000), 1, 100_000)
+assert resident() - before > 64 << 20
 for block in blocks:
     libc.free(block)
 print(resident() - before)
