@@ -1,6 +1,7 @@
 """Pictures of plans: every usage once, where and when it is, and nothing of a checkpoint's name in the markup."""
 
 import re
+from dataclasses import replace
 from itertools import combinations
 from xml.etree import ElementTree
 
@@ -112,6 +113,15 @@ def test_the_page_says_the_figures_and_shows_names_as_text(drawn):
     ElementTree.fromstring(svg[0])
 
 
+def test_a_name_is_escaped_once(drawn):
+    named = replace(drawn[1][0].areas[0], name="a<b&c", size=drawn[1][0].footprint)
+    svg = draw("x", [replace(drawn[1][0], areas=(named,))])
+
+    labels = [text.text for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+    assert "a<b&c" in labels
+
+
 @pytest.mark.parametrize("size, text", [(5, "5 bytes"), (2048, "2.00 KiB"), (3 << 19, "1.50 MiB")])
 def test_sizes_are_written_as_people_do(size, text):
     assert in_units(size) == text
@@ -144,7 +154,9 @@ def test_the_command_writes_a_picture_and_a_page(encoder, tmp_path):
         (["--lengths", "5,,6"], "lengths from 1"),
         (["--lengths", "many"], "lengths from 1"),
         (["--lengths", "41"], "at most 40"),
+        (["--lengths", ",".join(["40"] * 103)], "4120 tokens together; a batch has at most 4096"),
         (["--output", "plan.png"], "neither .svg nor .html"),
+        (["--output", "nowhere/plan.svg"], "there is no folder nowhere"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(encoder, tmp_path, monkeypatch, arguments, says):

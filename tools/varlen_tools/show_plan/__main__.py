@@ -38,6 +38,9 @@ def main(
     wrong = [str(path) for path in output if path.suffix not in {".svg", ".html"}]
     if wrong:
         raise typer.BadParameter(f"{wrong[0]} is neither .svg nor .html", param_hint="--output")
+    nowhere = [str(path.parent) for path in output if not path.parent.is_dir()]
+    if nowhere:
+        raise typer.BadParameter(f"there is no folder {nowhere[0]}", param_hint="--output")
     batches = [_batch(text) for text in lengths]
     if source == _PAPER:
         heading, note = "BERT-base, one layer: the records of TurboTransformers", _PAPER_NOTE
@@ -70,6 +73,12 @@ def _maps(folder: Path, batches: list[list[int]]) -> list[Map]:
     if longest > runner.max_sequence_tokens:
         raise typer.BadParameter(
             f"{longest} tokens; this model takes at most {runner.max_sequence_tokens}",
+            param_hint="--lengths",
+        )
+    most = max(sum(batch) for batch in batches)
+    if most > runner.max_batch_tokens:
+        raise typer.BadParameter(
+            f"{most} tokens together; a batch has at most {runner.max_batch_tokens}",
             param_hint="--lengths",
         )
     layout = runner.arena.layout

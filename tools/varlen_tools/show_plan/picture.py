@@ -5,8 +5,20 @@ from html import escape
 
 from varlen_tools.show_plan.maps import Area, Map
 
-# Colours that stay apart for every kind of colour vision (Okabe, Ito 2008), lightened for black text.
-_COLOURS = ("#9ad0f5", "#f5c56b", "#7fd1b3", "#f0e58a", "#e8a0c4", "#f2a27a", "#b9b6e3", "#cfcfcf")
+# The first eight are those of Okabe and Ito 2008, which stay apart for every kind of colour vision, lightened for black text.
+_COLOURS = (
+    "#9ad0f5",
+    "#f5c56b",
+    "#7fd1b3",
+    "#f0e58a",
+    "#e8a0c4",
+    "#f2a27a",
+    "#b9b6e3",
+    "#cfcfcf",
+    "#c9e38f",
+    "#d8b894",
+    "#7ea6e0",
+)
 _LINK = "#555"
 _WIDTH = 430
 _ROW = 15
@@ -97,7 +109,7 @@ class _Panel:
         left, tall = self._left[chunk], _ROW * len(self._map.ops)
         width = size * self._scale
         label = f"chunk {chunk}: {in_units(size)}"
-        yield f'<text x="{left:.2f}" y="{_HEAD - 8}" class="op">{_cut(label, width)}</text>'
+        yield _text(left, _HEAD - 8, _cut(label, width), "op")
         yield (
             f'<rect class="chunk" x="{left:.2f}" y="{_HEAD}" width="{width:.2f}" height="{tall}"'
             f' fill="#f4f4f4" stroke="{_LINK}"><title>{label}</title></rect>'
@@ -129,7 +141,9 @@ class _Panel:
 
 
 def _colours(maps: Sequence[Map]) -> dict[str, str]:
-    names = dict.fromkeys(area.name for one in maps for area in one.areas)
+    # the largest first, so that colours repeat among those that are too thin to see
+    areas = sorted((area for one in maps for area in one.areas), key=lambda area: -area.size)
+    names = dict.fromkeys(area.name for area in areas)
     return {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
 
 
@@ -141,5 +155,5 @@ def _cut(text: str, width: float) -> str:
     """Return what of a text fits into so many pixels; nothing if that would say nothing."""
     most = int(width / _LETTER)
     if len(text) <= most:
-        return escape(text)
-    return escape(text[: most - 1]) + "…" if most > 3 else ""
+        return text
+    return text[: most - 1] + "…" if most > 3 else ""
