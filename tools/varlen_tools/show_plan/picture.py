@@ -5,7 +5,7 @@ from html import escape
 
 from varlen_tools.show_plan.maps import Area, Map
 
-# The first eight are those of Okabe and Ito 2008, which stay apart for every kind of colour vision, lightened for black text.
+# The first eight are those of Okabe and Ito 2008, apart for every kind of colour vision, lightened for black text.
 _COLOURS = (
     "#9ad0f5",
     "#f5c56b",
