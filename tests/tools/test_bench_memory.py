@@ -57,7 +57,9 @@ def test_the_stream_is_the_papers_and_the_same_each_time():
     assert len(small.lengths) == 150
     assert small.lengths[:12] == (437, 202, 393, 460, 220, 25, 137, 499, 266, 253, 212, 475)
     assert large.max_tokens == 20 * max(large.lengths) <= 10_000
-    assert large.ids(1).shape == (20, 202)
+    assert max(large.lengths) == max(small.lengths)
+    assert len(large.lengths) == 15
+    assert large.ids(1).shape == (20, large.lengths[1])
     assert np.array_equal(large.ids(1), large.ids(1))
     assert not np.array_equal(small.ids(0)[:, :202], small.ids(1))
 

@@ -1,7 +1,8 @@
 """The memory benchmark: what a forward pass takes beside its weights, with the arena, without it, and in transformers.
 
 A request is `batch` sequences of one length, as in the paper, so that nobody pays for padding; the lengths of 150
-requests are uniform in 5-500. Weights are random. Every system that is measured has a process of its own.
+requests are uniform in 5-500; larger batches and encoders run every second, third or tenth of them by length, the
+longest always (the column `requests` counts). Weights are random. Every system has a process of its own.
 
 Systems
     varlen            as served: every op writes into the arena
