@@ -8,6 +8,8 @@ import torch
 import transformers
 
 from varlen.config import EngineConfig
+from varlen.memory.arena import Arena
+from varlen.memory.layout import Layout
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.cuda import CudaExecutor
 from varlen.models.runner import Runner
@@ -62,7 +64,9 @@ def fused_executor(load, device):
     """Return what runs the model on the fused kernels."""
     if device.type == "cuda":
         return load("cuda").executor
-    return CudaExecutor(load("cpu").program, fused, device, MAX_TOKENS, RepeatedWork())
+    program = load("cpu").program
+    arena = Arena(Layout(program.buffers, 256), MAX_TOKENS, device)
+    return CudaExecutor(program, fused, arena, RepeatedWork())
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 9], [30, 2, 17], [40, 12, 12]], ids=str)
