@@ -42,6 +42,7 @@ from varlen.server_config import (
     tensor_entry,
 )
 from varlen.server_process import (
+    MemoryTrimmer,
     check_numpy,
     log_to_server,
     return_large_memory,
@@ -125,6 +126,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
         self._exporter = start_exporter(args, self._stats, self._service.readings)
         self._outbox = _Outbox(self._service)
+        self._trimmer = MemoryTrimmer()
         self._watchdog = start_watchdog()
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
@@ -148,6 +150,7 @@ class TritonPythonModel:
         self._outbox.close()
         if self._exporter is not None:
             self._exporter.close()
+        self._trimmer.close()
         self._watchdog.kill()
         self._watchdog.wait()
 

@@ -6,7 +6,9 @@ import ctypes
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Callable
+from threading import Event, Thread
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -20,6 +22,10 @@ _log = logging.getLogger(__name__)
 _M_MMAP_THRESHOLD = -3
 # Left alone, it grows to 32 MiB, and what requests of random sizes free stays in the heap of each thread.
 _MAPPED_BYTES = 1 << 20
+# How often small blocks are looked through, which takes a millisecond or two, and the work that calls for it, in
+# seconds of any core.
+_TRIM_SECONDS = 1.0
+_TRIM_AFTER_SECONDS = 0.05
 
 # Ends process $2 when its parent is no longer $1, and itself when there is no such process.
 _WATCHDOG = r"""
@@ -53,6 +59,32 @@ def return_large_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+class MemoryTrimmer:
+    """Has the C library give small freed blocks back to the system too, as far as whole pages are free.
+
+    Requests of random sizes leave gaps in the heap of every thread. They are looked through once a second while the
+    process works, by a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._stop = Event()
+        self._thread = Thread(target=self._loop, name="varlen-trimmer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        trimmed_at = 0.0
+        while self._trim is not None and not self._stop.wait(_TRIM_SECONDS):
+            if time.process_time() - trimmed_at > _TRIM_AFTER_SECONDS:
+                self._trim(0)
+                trimmed_at = time.process_time()
 
 
 def start_exporter(

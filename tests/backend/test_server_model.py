@@ -776,8 +776,51 @@ def test_large_blocks_that_are_freed_go_back_to_the_system():
     assert int(done.stdout) < 8 << 20
 
 
-def test_a_c_library_without_that_setting_is_left_alone(server_model, monkeypatch):
+# Frees small blocks between a few that stay, and goes on working.
+FREE_SMALL_BLOCKS = """
+import ctypes, resource, sys, time
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+from varlen.server_process import MemoryTrimmer
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+before, blocks = resident(), []
+for _ in range(1000):
+    blocks.append(libc.malloc(60_000))
+    ctypes.memset(blocks[-1], 1, 60_000)
+for number, block in enumerate(blocks):
+    if number % 20:
+        libc.free(block)
+assert resident() - before > 32 << 20, "nothing keeps freed blocks back, so the test shows nothing"
+trimmer = MemoryTrimmer()
+deadline = time.monotonic() + 30
+while resident() - before > 16 << 20 and time.monotonic() < deadline:
+    sum(range(10_000))
+trimmer.close()
+print(resident() - before)
+"""
+
+
+def test_small_blocks_that_are_freed_go_back_to_the_system():
+    done = subprocess.run(
+        [sys.executable, "-c", FREE_SMALL_BLOCKS, str(FAKES)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert int(done.stdout) < 16 << 20
+
+
+def test_a_c_library_without_these_calls_is_left_alone(server_model, monkeypatch):
     process = importlib.import_module("varlen.server_process")
     monkeypatch.setattr(process.ctypes, "CDLL", lambda _: object())
 
     process.return_large_memory()
+    process.MemoryTrimmer().close()
