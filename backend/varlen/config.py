@@ -16,6 +16,7 @@ Task: TypeAlias = Literal["embed", "hidden", "classify", "rerank", "token_classi
 DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 PolicyName: TypeAlias = Literal["token_budget"]
+Execution: TypeAlias = Literal["packed", "padded"]
 
 DEFAULT_MAX_BATCH_TOKENS = 4096
 

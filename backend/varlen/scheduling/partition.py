@@ -1,0 +1,121 @@
+"""The best way to cut sequences into consecutive batches: dynamic programming over measured cost.
+
+What is minimised is the sum over batches of
+
+    seconds(batch) * (sequences that wait when it starts + pressure)
+
+for batches that run one after the other. With a pressure of infinity that is the least total time, the objective of
+TurboTransformers (Fang et al. 2020, arXiv:2010.05680); with none it is the least total waiting. In between, the
+pressure is how many sequences to come are kept waiting by a second of work.
+
+Of sequences sorted by length, consecutive batches are enough for the least total time, where a batch never costs
+less for longer sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from varlen.config import Execution
+from varlen.scheduling.cost import CostTable, FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one batch may hold; one sequence alone always may.
+
+    Attributes:
+        max_sequences: in it.
+        max_tokens: in it; where batches are padded, padding counts.
+        execution: whether they are.
+    """
+
+    max_sequences: int
+    max_tokens: int
+    execution: Execution = "packed"
+
+    def allow(self, sequences: int, tokens: int, longest: int) -> bool:
+        """Return whether a batch is within them."""
+        held = sequences * longest if self.execution == "padded" else tokens
+        return sequences <= self.max_sequences and held <= self.max_tokens
+
+
+def partition(
+    lengths: Sequence[int], costs: CostTable, limits: Limits, pressure: float
+) -> tuple[list[int], list[float]]:
+    """Return the sizes of the best consecutive batches, and their seconds.
+
+    Args:
+        lengths: in tokens, at least one, and each within the limits; ascending where batches are padded.
+        costs: of any batch.
+        limits: of a batch.
+        pressure: sequences that wait beyond those given, at least 0; infinity for the least total time.
+    """
+    seconds = _seconds(np.asarray(lengths, dtype=float), costs, limits)
+    count, most = seconds.shape
+    waiting = np.ones(count) if math.isinf(pressure) else np.arange(count, 0, -1) + pressure
+    weighted = seconds * waiting[:, None]
+    # least objective of the sequences from each on; places past the last are read by batches that may not be
+    least = np.zeros(count + most)
+    totals = np.empty(most)
+    size = [0] * count
+    for first in range(count - 1, -1, -1):
+        np.add(weighted[first], least[first + 1 : first + 1 + most], out=totals)
+        best = totals.argmin()
+        size[first] = int(best) + 1
+        least[first] = totals[best]
+    sizes, times, first = [], [], 0
+    while first < count:
+        sizes.append(size[first])
+        times.append(float(seconds[first, size[first] - 1]))
+        first += size[first]
+    return sizes, times
+
+
+def cut_in_order(lengths: Sequence[int], limits: Limits) -> list[int]:
+    """Return the sizes of batches that are filled one after the other, as far as the limits allow."""
+    sizes = [0]
+    longest = tokens = 0
+    for length in lengths:
+        longest, tokens = max(longest, length), tokens + length
+        if sizes[-1] and not limits.allow(sizes[-1] + 1, tokens, longest):
+            sizes.append(0)
+            longest = tokens = length
+        sizes[-1] += 1
+    return sizes
+
+
+def seconds_of_cuts(lengths: Sequence[int], sizes: Sequence[int], costs: CostTable) -> list[float]:
+    """Return the seconds of consecutive batches of these sizes."""
+    bounds = list(pairwise(accumulate(sizes, initial=0)))
+    batches = [lengths[begin:end] for begin, end in bounds]
+    tokens = np.array([float(sum(batch)) for batch in batches])
+    squares = np.array([float(sum(n * n for n in batch)) for batch in batches])
+    longest = np.array([float(max(batch)) for batch in batches])
+    seconds = costs.seconds_of(np.array(sizes, dtype=float), tokens, squares, longest)
+    return [float(value) for value in seconds]
+
+
+def _seconds(lengths: FloatArray, costs: CostTable, limits: Limits) -> FloatArray:
+    """Return `[count, most]`: the cost of the batch of j + 1 sequences from i on, infinite where it may not be."""
+    count = len(lengths)
+    most = min(count, limits.max_sequences)
+    tokens_before = np.concatenate([[0.0], np.cumsum(lengths)])
+    squares_before = np.concatenate([[0.0], np.cumsum(lengths * lengths)])
+    first = np.arange(count)[:, None]
+    sizes = np.arange(1, most + 1)[None, :]
+    end = np.minimum(first + sizes, count)
+    tokens = tokens_before[end] - tokens_before[:-1, None]
+    squares = squares_before[end] - squares_before[:-1, None]
+    longest = lengths[end - 1]
+    held = sizes * longest if limits.execution == "padded" else tokens
+    allowed = (first + sizes <= count) & (held <= limits.max_tokens)
+    seconds = np.full((count, most), np.inf)
+    many = np.broadcast_to(sizes.astype(float), (count, most))[allowed]
+    seconds[allowed] = costs.seconds_of(many, tokens[allowed], squares[allowed], longest[allowed])
+    return seconds
