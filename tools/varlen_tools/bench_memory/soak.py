@@ -1,7 +1,7 @@
 """Resident memory of a model behind a real tritonserver, over thousands of requests of random lengths.
 
-Requests are single sequences of random ids over gRPC, many in flight. Memory is looked at while none is: what
-is resident then is what is kept.
+Requests are single sequences of random ids over gRPC, many in flight. Memory is looked at while none is, after a
+rest in which the process gives back what it freed: what is resident then is what is kept.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from varlen_tools.local_server import LocalServer
 
 _IN_FLIGHT = 16
 _READY_SECONDS = 120.0
+# The served process looks for memory to give back once a second.
+_REST_SECONDS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +113,15 @@ def _looks(order: Soak, address: str, pids: list[int]) -> Iterator[list[int]]:
     with InferenceServerClient(address) as client:
         sender = _Sender(client, order)
         sender.send([draw.randint(order.shortest, order.longest) for _ in range(order.warmup)])
-        yield [resident_bytes(pid) for pid in pids]
+        yield _look(pids)
         for begin in range(0, order.requests, order.every):
             sender.send(lengths[begin : begin + order.every])
-            yield [resident_bytes(pid) for pid in pids]
+            yield _look(pids)
+
+
+def _look(pids: list[int]) -> list[int]:
+    time.sleep(_REST_SECONDS)
+    return [resident_bytes(pid) for pid in pids]
 
 
 class _Sender:
