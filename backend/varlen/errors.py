@@ -3,6 +3,7 @@
 VarlenError
 ├── RequestError       the caller's fault: this request cannot be served as it is
 ├── QueueFullError     nobody's fault: the same request may pass later
+├── DeadlineError      nobody's fault: the answer would come, or came, too late
 ├── RequestCancelled   the caller went away before the request ran
 ├── EngineError        ours: running the request failed
 ├── ConfigError        the operator's fault: a setting is unknown or out of range
@@ -23,6 +24,16 @@ class RequestError(VarlenError):
 
 class QueueFullError(VarlenError):
     """A cap on waiting work is reached; the same request may pass later."""
+
+
+class DeadlineError(VarlenError):
+    """The answer cannot come before the request's deadline, or did not.
+
+    Its message begins so that clients tell it from a full queue, which is worth another try.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"deadline missed: {message}")
 
 
 class RequestCancelled(VarlenError):

@@ -36,10 +36,14 @@ class Request:
     Attributes:
         sequences: one or many.
         normalize: whether embeddings are divided by their length.
+        priority: 0 to 9; larger runs sooner.
+        deadline_seconds: how long after its arrival an answer is of use; None if it always is.
     """
 
     sequences: tuple[Sequence, ...]
     normalize: bool = False
+    priority: int = field(default=0, kw_only=True)
+    deadline_seconds: float | None = field(default=None, kw_only=True)
 
     @property
     def num_tokens(self) -> int:

@@ -25,6 +25,7 @@ import triton_python_backend_utils as pb_utils
 
 from varlen import wire
 from varlen.errors import (
+    DeadlineError,
     EngineError,
     QueueFullError,
     RequestCancelled,
@@ -64,6 +65,7 @@ _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # only asked how much is free
 _OUTCOMES: tuple[tuple[type[Exception], Outcome, str], ...] = (
     (RequestError, "invalid", "INVALID_ARG"),
     (QueueFullError, "refused", "UNAVAILABLE"),
+    (DeadlineError, "refused", "UNAVAILABLE"),
     (RequestCancelled, "cancelled", "CANCELLED"),
     (Exception, "failed", "INTERNAL"),
 )
@@ -161,6 +163,7 @@ class TritonPythonModel:
                 request.parameters(),
                 self._service.intake,
                 normalize=self._service.checkpoint.normalize,
+                timeout_microseconds=request.timeout(),
             )
             self._service.engine.submit(checked, reply)
         except VarlenError as error:

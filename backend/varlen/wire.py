@@ -5,6 +5,7 @@ JSON, not the server's classes.
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
 # Rows that one request may hold where config.pbtxt does not say.
 DEFAULT_MAX_ROWS = 64
+
+MAX_PRIORITY = 9
 
 _PAIR_TASKS = frozenset({"classify", "rerank", "hidden", "token_classify"})
 _OUTPUT_NAMES: dict[Task, str] = {
@@ -61,7 +64,14 @@ def output_specs(task: Task, hidden_size: int, num_labels: int) -> tuple[TensorS
     return (TensorSpec(_OUTPUT_NAMES[task], "TYPE_FP32", dims),)
 
 
-def read_request(tensors: Tensors, parameters: str, intake: Intake, *, normalize: bool) -> Request:
+def read_request(
+    tensors: Tensors,
+    parameters: str,
+    intake: Intake,
+    *,
+    normalize: bool,
+    timeout_microseconds: int = 0,
+) -> Request:
     """Return the checked request that these tensors and parameters make up; nothing of the tensors is kept.
 
     Args:
@@ -69,6 +79,7 @@ def read_request(tensors: Tensors, parameters: str, intake: Intake, *, normalize
         parameters: of the request, a JSON object. Keys that are not ours are ignored: frontends add their own.
         intake: of the model.
         normalize: what holds when the request does not say.
+        timeout_microseconds: the server's own parameter `timeout`, a second deadline; 0 is none. The sooner holds.
 
     Raises:
         RequestError: it cannot be served; the message says what came and what is allowed.
@@ -76,6 +87,8 @@ def read_request(tensors: Tensors, parameters: str, intake: Intake, *, normalize
     options = json.loads(parameters) if parameters else {}
     truncate = _flag(options, "truncate", default=False)
     normalize = _flag(options, "normalize", default=normalize)
+    priority = _priority(options)
+    deadline = _deadline_seconds(options, timeout_microseconds)
     if "text" in tensors:
         sequences = intake.texts(_texts(tensors), truncate=truncate)
     elif "input_ids" in tensors:
@@ -84,7 +97,7 @@ def read_request(tensors: Tensors, parameters: str, intake: Intake, *, normalize
         raise RequestError(
             f"the request has {', '.join(tensors) or 'no inputs'}; send text, or input_ids"
         )
-    return Request(sequences, normalize)
+    return Request(sequences, normalize, priority=priority, deadline_seconds=deadline)
 
 
 def output_array(task: Task, rows: AnySequence[Float32Array]) -> Float32Array:
@@ -187,3 +200,29 @@ def _flag(options: Mapping[str, Any], name: str, *, default: bool) -> bool:
     if not isinstance(value, bool):
         raise RequestError(f"the parameter {name} is {value!r}; send true or false")
     return value
+
+
+def _priority(options: Mapping[str, Any]) -> int:
+    value = options.get("request_priority", 0)
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or not 0 <= value <= MAX_PRIORITY:
+        raise RequestError(
+            f"the parameter request_priority is {value!r}; send a whole number from 0 to {MAX_PRIORITY}"
+        )
+    return cast(int, value)
+
+
+def _deadline_seconds(options: Mapping[str, Any], timeout_microseconds: int) -> float | None:
+    """Return the sooner of the two deadlines that a request may have."""
+    deadlines = [timeout_microseconds / 1e6] if timeout_microseconds else []
+    if "deadline_ms" in options:
+        deadlines.append(_positive("deadline_ms", options["deadline_ms"]) / 1e3)
+    return min(deadlines, default=None)
+
+
+def _positive(name: str, value: object) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # not math.isfinite, which cannot take every int
+    if not is_number or not 0 < cast(float, value) <= sys.float_info.max:
+        raise RequestError(f"the parameter {name} is {value!r}; send a positive number")
+    return float(cast(float, value))

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from varlen import wire
+from varlen.errors import DeadlineError
 
 FAKES = Path(__file__).parent / "fakes"
 UTILS = "triton_python_backend_utils"
@@ -113,11 +114,12 @@ def load(server_model, pb_utils, small_bert):
 def ask(pb_utils):
     """Return a function that makes a request; it knows when it is answered."""
 
-    def ask(parameters=None, **tensors):
+    def ask(parameters=None, *, timeout=0, **tensors):
         answered = Event()
         request = pb_utils.InferenceRequest(
             [pb_utils.Tensor(name, array) for name, array in tensors.items()],
             json.dumps(parameters) if parameters is not None else "",
+            timeout=timeout,
             on_done=answered.set,
         )
         request.answered = answered
@@ -268,6 +270,51 @@ def test_a_full_queue_says_unavailable_at_once(load, ask, pb_utils):
     assert not any(request.sends for request in waiting)
     go_on.set()
     wait_for(running, *waiting)
+
+
+def test_deadlines_and_priority_reach_the_engine(load, ask, monkeypatch):
+    model = load()
+    seen = []
+    submit = model._service.engine.submit
+    monkeypatch.setattr(
+        model._service.engine,
+        "submit",
+        lambda request, reply: (seen.append(request), submit(request, reply)),
+    )
+    requests = [
+        ask(text=text("a")),
+        ask({"deadline_ms": 5e6, "request_priority": 7}, text=text("a")),
+        ask({"deadline_ms": 5e6}, timeout=4_000_000_000, text=text("a")),
+    ]
+
+    model.execute(requests)
+
+    wait_for(*requests)
+    assert [request.deadline_seconds for request in seen] == [None, 5000.0, 4000.0]
+    assert [request.priority for request in seen] == [0, 7, 0]
+
+
+def test_a_missed_deadline_says_unavailable_and_is_counted_as_refused(
+    load, ask, pb_utils, monkeypatch
+):
+    model = load()
+
+    def refuse(request, reply):
+        raise DeadlineError("the answer would come in 9 ms; 5 were given")
+
+    monkeypatch.setattr(model._service.engine, "submit", refuse)
+    request = ask({"deadline_ms": 5}, text=text("a"))
+
+    model.execute([request])
+
+    message = "deadline missed: the answer would come in 9 ms; 5 were given"
+    assert failure(request) == (pb_utils.TritonError.UNAVAILABLE, message)
+    model._exporter.flush()
+    by_outcome = {
+        metric.labels["outcome"]: metric.value
+        for metric in family(pb_utils, "varlen_requests_total")
+    }
+    assert by_outcome["refused"] == 1
 
 
 def test_a_cancelled_request_is_answered_without_running(load, ask, pb_utils):

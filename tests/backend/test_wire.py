@@ -33,8 +33,10 @@ def ids(rows):
     return np.array(rows, dtype=np.int64)
 
 
-def read(intake, parameters="", *, normalize=False, **tensors):
-    return wire.read_request(tensors, parameters, intake, normalize=normalize)
+def read(intake, parameters="", *, normalize=False, timeout=0, **tensors):
+    return wire.read_request(
+        tensors, parameters, intake, normalize=normalize, timeout_microseconds=timeout
+    )
 
 
 def rows_of(request):
@@ -243,6 +245,52 @@ def test_truncate_does_not_cut_token_ids(intake):
 def test_refuses_flags_that_are_not_booleans(intake, name, value):
     with refused(f"the parameter {name} is {value!r}; send true or false"):
         read(intake, json.dumps({name: value}), input_ids=ids(IDS))
+
+
+@pytest.mark.parametrize(
+    "deadline_ms, timeout, expected",
+    [
+        (None, 0, None),
+        (250, 0, 0.25),
+        (0.5, 0, 0.0005),
+        (None, 40_000, 0.04),
+        (250, 40_000, 0.04),
+        (20.0, 40_000, 0.02),
+    ],
+)
+def test_the_sooner_deadline_holds(intake, deadline_ms, timeout, expected):
+    said = "" if deadline_ms is None else json.dumps({"deadline_ms": deadline_ms})
+
+    request = read(intake, said, timeout=timeout, input_ids=ids(IDS))
+
+    assert request.deadline_seconds == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, -0.5, True, False, None, "100", [100], float("nan"), float("inf"), 10**400],
+    ids=lambda value: repr(value)[:9],
+)
+def test_refuses_a_deadline_that_is_no_positive_number(intake, value):
+    with refused(f"the parameter deadline_ms is {value!r}; send a positive number"):
+        read(intake, json.dumps({"deadline_ms": value}), input_ids=ids(IDS))
+
+
+@pytest.mark.parametrize("value", range(10))
+def test_reads_a_priority(intake, value):
+    request = read(intake, json.dumps({"request_priority": value}), input_ids=ids(IDS))
+
+    assert request.priority == value
+
+
+def test_a_request_that_says_nothing_has_the_lowest_priority(intake):
+    assert read(intake, input_ids=ids(IDS)).priority == 0
+
+
+@pytest.mark.parametrize("value", [-1, 10, 1.0, 0.5, True, None, "3", [3], 10**400], ids=repr)
+def test_refuses_a_priority_that_is_no_whole_number_to_9(intake, value):
+    with refused(f"the parameter request_priority is {value!r}; send a whole number from 0 to 9"):
+        read(intake, json.dumps({"request_priority": value}), input_ids=ids(IDS))
 
 
 def test_ignores_what_frontends_add(intake):

@@ -119,8 +119,8 @@ class ResponseSender:
 
 
 class InferenceRequest:
-    def __init__(self, inputs, parameters="", *, on_done=lambda: None):
-        self._inputs, self._parameters = inputs, parameters
+    def __init__(self, inputs, parameters="", *, timeout=0, on_done=lambda: None):
+        self._inputs, self._parameters, self._timeout = inputs, parameters, timeout
         self.done = on_done
         self.response = None
         self.cancelled = self.cancel_check_fails = self.send_fails = False
@@ -134,6 +134,9 @@ class InferenceRequest:
 
     def parameters(self):
         return self._parameters
+
+    def timeout(self):
+        return self._timeout
 
     def get_response_sender(self):
         if self.sender_fails:
