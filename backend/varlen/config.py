@@ -43,6 +43,8 @@ class EngineConfig:
         max_queued_tokens: most tokens that wait; past it callers get UNAVAILABLE. They should run
             within the server's --exit-timeout-secs (30), or stopping it cuts them off.
         max_text_bytes: longest text accepted, in bytes of UTF-8, checked before it is tokenized.
+        response_cache_bytes: most memory for answers that are kept and given again; 0 keeps none.
+        response_cache_seconds: how long an answer is kept at most; 0 is as long as there is room.
         threads: cores that one batch uses on a CPU; 0 is all that this process may use.
     """
 
@@ -56,6 +58,8 @@ class EngineConfig:
     max_queued_requests: int = 4096
     max_queued_tokens: int = 131_072
     max_text_bytes: int = 65_536
+    response_cache_bytes: int = 0
+    response_cache_seconds: int = 0
     threads: int = 0
 
     def __post_init__(self) -> None:
@@ -106,6 +110,8 @@ _LOWEST = {
     "max_queued_requests": 1,
     "max_queued_tokens": 1,
     "max_text_bytes": 1,
+    "response_cache_bytes": 0,
+    "response_cache_seconds": 0,
     "threads": 0,
 }
 # Bytes, as many as an int64 holds, or a share.

@@ -14,8 +14,11 @@ INTEGERS = [
     "max_queued_requests",
     "max_queued_tokens",
     "max_text_bytes",
+    "response_cache_bytes",
+    "response_cache_seconds",
     "threads",
 ]
+MAY_BE_ZERO = {"response_cache_bytes", "response_cache_seconds", "threads"}
 
 
 def refused(message):
@@ -38,6 +41,8 @@ def test_every_setting_can_be_spelt_out():
         "max_queued_requests": "3",
         "max_queued_tokens": "4",
         "max_text_bytes": "5",
+        "response_cache_bytes": "8",
+        "response_cache_seconds": "9",
         "threads": "6",
     }
 
@@ -65,12 +70,12 @@ def test_a_key_like_none_gets_the_list_without_a_hint():
 @pytest.mark.parametrize("key", INTEGERS)
 @pytest.mark.parametrize("value", ["-1", "1.5", "", " 8", "eight", "1e3", "+3", "0x10", "8 ", "²"])
 def test_refuses_numbers_that_are_not_plain_digits(key, value):
-    lowest = 0 if key == "threads" else 1
+    lowest = 0 if key in MAY_BE_ZERO else 1
     with refused(f'{key} is "{value}"; allowed: whole numbers from {lowest}'):
         EngineConfig.from_parameters({key: value})
 
 
-@pytest.mark.parametrize("key", [key for key in INTEGERS if key != "threads"])
+@pytest.mark.parametrize("key", [key for key in INTEGERS if key not in MAY_BE_ZERO])
 def test_refuses_zero_where_something_must_fit(key):
     with refused(f"{key} is 0; allowed: whole numbers from 1"):
         EngineConfig.from_parameters({key: "0"})
@@ -81,8 +86,9 @@ def test_refuses_a_number_too_long_to_read():
         EngineConfig.from_parameters({"max_batch_tokens": "9" * 5000})
 
 
-def test_zero_threads_mean_all():
-    assert EngineConfig.from_parameters({"threads": "0"}).threads == 0
+@pytest.mark.parametrize("key", sorted(MAY_BE_ZERO))
+def test_zero_is_a_value_of_its_own(key):
+    assert getattr(EngineConfig.from_parameters({key: "0"}), key) == 0
 
 
 @pytest.mark.parametrize("key", ["task", "device", "dtype", "policy"])

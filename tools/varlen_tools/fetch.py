@@ -45,6 +45,8 @@ PARAMETER_NOTES = {
     "max_queued_requests": "Most requests that wait; past it callers get UNAVAILABLE.",
     "max_queued_tokens": "Most tokens that wait; past it callers get UNAVAILABLE.",
     "max_text_bytes": "Longest text accepted, in bytes of UTF-8.",
+    "response_cache_bytes": "Most memory for answers that are kept and given again; 0 keeps none.",
+    "response_cache_seconds": "How long an answer is kept at most; 0 is as long as there is room.",
     "threads": "Cores that one batch uses; 0 is all that the server may use.",
 }
 
