@@ -8,6 +8,7 @@ with Client("grpc://127.0.0.1:8001") as client:
 
 from varlen_client.aio import AsyncClient, Status
 from varlen_client.errors import (
+    DeadlineMissed,
     InvalidRequest,
     InvalidUrl,
     ModelNotFound,
@@ -25,6 +26,7 @@ from varlen_client.wire import ModelState
 __all__ = [
     "AsyncClient",
     "Client",
+    "DeadlineMissed",
     "InvalidRequest",
     "InvalidUrl",
     "ModelNotFound",

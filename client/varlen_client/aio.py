@@ -107,6 +107,8 @@ class AsyncClient:
         *,
         normalize: bool | None = None,
         truncate: bool | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> Floats:
@@ -116,6 +118,9 @@ class AsyncClient:
             inputs: texts, or lists of token ids of any lengths.
             normalize: scale each vector to length 1; by default as the checkpoint says.
             truncate: cut rows that are too long instead of refusing them; by default refuse.
+            deadline_ms: milliseconds within which each request is to be answered, its retries
+                included; the server refuses what it cannot answer in time. By default no limit.
+            priority: 0 to 9, larger runs sooner; by default 0.
             timeout: seconds for the whole call, retries included; by default no limit.
             on_progress: called with the number of rows answered so far. It runs in the event loop,
                 so it must be quick.
@@ -126,7 +131,7 @@ class AsyncClient:
         call = _Call(
             "embed", "sentence_embedding", rank=1, timeout=timeout, on_progress=on_progress
         )
-        parameters = {"normalize": normalize, "truncate": truncate}
+        parameters = _parameters(truncate, deadline_ms, priority, normalize)
         return await self._matrix(call, read_inputs(inputs), parameters)
 
     async def classify(
@@ -134,6 +139,8 @@ class AsyncClient:
         inputs: Inputs | Pairs,
         *,
         truncate: bool | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
     ) -> Floats:
         """Return the logits of each text, pair of texts or list of token ids, [rows, labels] fp32.
@@ -141,7 +148,9 @@ class AsyncClient:
         Arguments and errors are those of `embed`.
         """
         call = _Call("classify", "logits", rank=1, timeout=timeout)
-        return await self._matrix(call, read_inputs_or_pairs(inputs), {"truncate": truncate})
+        return await self._matrix(
+            call, read_inputs_or_pairs(inputs), _parameters(truncate, deadline_ms, priority)
+        )
 
     async def rerank(
         self,
@@ -149,6 +158,8 @@ class AsyncClient:
         documents: Sequence[str],
         *,
         truncate: bool | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
     ) -> Floats:
         """Return one score per document, [documents] fp32: the raw logit, more is more relevant.
@@ -158,13 +169,15 @@ class AsyncClient:
         """
         call = _Call("rerank", "logits", rank=1, timeout=timeout, needs_width=1)
         rows = read_query_and_documents(query, documents)
-        return (await self._matrix(call, rows, {"truncate": truncate}))[:, 0]
+        return (await self._matrix(call, rows, _parameters(truncate, deadline_ms, priority)))[:, 0]
 
     async def token_classify(
         self,
         inputs: Inputs | Pairs,
         *,
         truncate: bool | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
     ) -> list[Floats]:
         """Return the logits of each row's tokens, one [tokens, labels] fp32 per row.
@@ -173,13 +186,17 @@ class AsyncClient:
         the longest. Arguments and errors are those of `embed`.
         """
         call = _Call("token_classify", "logits", rank=2, timeout=timeout)
-        return await self._ragged(call, read_inputs_or_pairs(inputs), {"truncate": truncate})
+        return await self._ragged(
+            call, read_inputs_or_pairs(inputs), _parameters(truncate, deadline_ms, priority)
+        )
 
     async def hidden(
         self,
         inputs: Inputs | Pairs,
         *,
         truncate: bool | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
     ) -> list[Floats]:
         """Return the last hidden states, one [tokens, hidden] fp32 per row.
@@ -188,7 +205,9 @@ class AsyncClient:
         `embed`.
         """
         call = _Call("hidden", "last_hidden_state", rank=2, timeout=timeout)
-        return await self._ragged(call, read_inputs_or_pairs(inputs), {"truncate": truncate})
+        return await self._ragged(
+            call, read_inputs_or_pairs(inputs), _parameters(truncate, deadline_ms, priority)
+        )
 
     async def ready(self) -> bool:
         """Return whether the server and the model take requests; False when nothing answers.
@@ -231,7 +250,9 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _matrix(self, call: _Call, rows: Rows, parameters: dict[str, bool | None]) -> Floats:
+    async def _matrix(
+        self, call: _Call, rows: Rows, parameters: dict[str, bool | float | None]
+    ) -> Floats:
         """Return the outputs of all rows under each other, [rows, width]."""
         outputs = await self._within(call, rows, self._run(call, rows, parameters))
         if not outputs:
@@ -239,7 +260,7 @@ class AsyncClient:
         return np.concatenate(outputs)
 
     async def _ragged(
-        self, call: _Call, rows: Rows, parameters: dict[str, bool | None]
+        self, call: _Call, rows: Rows, parameters: dict[str, bool | float | None]
     ) -> list[Floats]:
         """Return the output of each row without its batch dimension."""
         outputs = await self._within(call, rows, self._run(call, rows, parameters, size=1))
@@ -262,7 +283,7 @@ class AsyncClient:
         self,
         call: _Call,
         rows: Rows,
-        parameters: dict[str, bool | None],
+        parameters: dict[str, bool | float | None],
         *,
         size: int | None = None,
     ) -> list[Floats]:
@@ -309,9 +330,13 @@ class AsyncClient:
     ) -> Floats:
         """Return the output of one request; its errors name the rows of the whole call."""
         transport = self._connected()
+        clock = asyncio.get_running_loop().time
+        start = clock()
         try:
             output = await with_retries(
-                lambda: transport.infer(info.name, request), self._retry, deadline=call.deadline
+                lambda: transport.infer(info.name, request.after(clock() - start)),
+                self._retry,
+                deadline=_sooner(call.deadline, start, request.parameters.get("deadline_ms")),
             )
             return _checked_output(output, request, call)
         except VarlenClientError as error:
@@ -424,6 +449,29 @@ async def _stopped(tasks: Sequence[asyncio.Future[_T]]) -> None:
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
+
+
+def _parameters(
+    truncate: bool | None,
+    deadline_ms: float | None,
+    priority: int | None,
+    normalize: bool | None = None,
+) -> dict[str, bool | float | None]:
+    """Return the request parameters under their names on the wire; the server checks them."""
+    return {
+        "normalize": normalize,
+        "truncate": truncate,
+        "deadline_ms": deadline_ms,
+        "request_priority": priority,
+    }
+
+
+def _sooner(deadline: float | None, start: float, milliseconds: float | None) -> float | None:
+    """Return the sooner of a deadline and one so many milliseconds after `start`."""
+    deadlines = [] if deadline is None else [deadline]
+    if milliseconds is not None:
+        deadlines.append(start + milliseconds / 1e3)
+    return min(deadlines, default=None)
 
 
 def _checked_output(output: object, request: InferRequest, call: _Call) -> Floats:

@@ -59,6 +59,13 @@ Model = Annotated[
     typer.Option(envvar="VARLEN_MODEL", help="Default: the only ready model of the server."),
 ]
 Truncate = Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")]
+DeadlineMs = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001, help="Milliseconds within which the server answers each request or refuses it."
+    ),
+]
+Priority = Annotated[int | None, typer.Option(min=0, max=9, help="Larger runs sooner; default: 0.")]
 Timeout = Annotated[
     float | None, typer.Option(min=0.001, help="Seconds for the whole command; default: no limit.")
 ]
@@ -100,6 +107,8 @@ def embed(
     url: Url = DEFAULT_URL,
     model: Model = None,
     truncate: Truncate = False,
+    deadline_ms: DeadlineMs = None,
+    priority: Priority = None,
     timeout: Timeout = None,
 ) -> None:
     """Embed texts, or the lines of a file, and print or store the vectors."""
@@ -116,6 +125,8 @@ def embed(
             rows,
             normalize=normalize,
             truncate=truncate or None,
+            deadline_ms=deadline_ms,
+            priority=priority,
             timeout=timeout,
             on_progress=on_progress,
         )
@@ -142,13 +153,21 @@ def similarity(
     url: Url = DEFAULT_URL,
     model: Model = None,
     truncate: Truncate = False,
+    deadline_ms: DeadlineMs = None,
+    priority: Priority = None,
     timeout: Timeout = None,
 ) -> None:
     """Print the cosine similarity of every two texts."""
     if len(texts) == 1:
         _wrong_use("similarity needs at least two texts")
     with _readable_errors(), Client(url, model) as client:
-        vectors = client.embed(texts, truncate=truncate or None, timeout=timeout)
+        vectors = client.embed(
+            texts,
+            truncate=truncate or None,
+            deadline_ms=deadline_ms,
+            priority=priority,
+            timeout=timeout,
+        )
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)  # [texts, 1]
     unit = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
     cosines = unit @ unit.T  # [texts, texts]

@@ -5,6 +5,7 @@
     ├── InvalidRequest      the caller's fault: the input or a parameter was refused
     ├── ModelNotFound       the server has no such model, or several and none was chosen
     ├── ServerUnavailable   queue full, model not ready, no connection; was retried before
+    ├── DeadlineMissed      the server cannot answer within the caller's `deadline_ms`; never retried
     ├── RequestTimeout      the caller's `timeout` passed; never retried
     ├── RequestCancelled    the server dropped the request before it ran
     └── ServerError         the server failed, or its answer is not what the wire allows
@@ -42,6 +43,10 @@ class ModelNotFound(VarlenClientError):
 
 class ServerUnavailable(VarlenClientError):
     """The server cannot take the request now; another try may succeed."""
+
+
+class DeadlineMissed(VarlenClientError):
+    """The server cannot answer within `deadline_ms`, or could not; it says so as soon as it knows."""
 
 
 class RequestTimeout(VarlenClientError):

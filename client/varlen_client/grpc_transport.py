@@ -21,7 +21,7 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
-from varlen_client.transport import ServerIdentity, server_message
+from varlen_client.transport import ServerIdentity, refined, server_message
 from varlen_client.wire import InferRequest, ModelState
 
 _CHANNEL_OPTIONS = [
@@ -102,8 +102,8 @@ class GrpcTransport:
         try:
             yield
         except InferenceServerException as error:
-            kind = _ERRORS.get(error.status() or "", ServerError)
             message = server_message(error.message(), error.status())
+            kind = refined(_ERRORS.get(error.status() or "", ServerError), message)
             if kind is ServerUnavailable and _is_about_the_connection(message):
                 message = f"no connection to grpc server {self._target}: {message}"
             raise kind(message) from None

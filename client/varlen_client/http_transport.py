@@ -23,7 +23,7 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
-from varlen_client.transport import ServerIdentity, server_message
+from varlen_client.transport import ServerIdentity, refined, server_message
 from varlen_client.wire import InferRequest, ModelState
 
 _ERRORS: dict[str, type[VarlenClientError]] = {
@@ -126,4 +126,4 @@ def _kind(status: str, message: str) -> type[VarlenClientError]:
     # Some versions of the server answer 400 for a model that they do not have.
     if status == "400" and message.startswith("Request for unknown model"):
         return ModelNotFound
-    return _ERRORS.get(status, ServerError)
+    return refined(_ERRORS.get(status, ServerError), message)

@@ -3,7 +3,8 @@
 Inference changes nothing at the server, so a request may be sent twice. Two cases are worth it: the
 server said UNAVAILABLE (queue full, model not ready), or there is no connection (refused, or lost
 before the answer). After a timeout nothing is retried: the first request may still be running, and
-a second one would double the load of a slow server.
+a second one would double the load of a slow server. Nor is a deadline that the server will miss: it
+refuses those that it has no time for, and to ask again takes from the time of the others.
 """
 
 from __future__ import annotations

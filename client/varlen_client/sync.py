@@ -85,6 +85,8 @@ class Client:
         *,
         normalize: bool | None = None,
         truncate: bool | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> Floats:
@@ -97,6 +99,8 @@ class Client:
                 inputs,
                 normalize=normalize,
                 truncate=truncate,
+                deadline_ms=deadline_ms,
+                priority=priority,
                 timeout=timeout,
                 on_progress=on_progress,
             )
@@ -107,10 +111,20 @@ class Client:
         inputs: Inputs | Pairs,
         *,
         truncate: bool | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
     ) -> Floats:
         """Return the logits of each row, [rows, labels] fp32. See `AsyncClient.classify`."""
-        return _loop.run(self._client.classify(inputs, truncate=truncate, timeout=timeout))
+        return _loop.run(
+            self._client.classify(
+                inputs,
+                truncate=truncate,
+                deadline_ms=deadline_ms,
+                priority=priority,
+                timeout=timeout,
+            )
+        )
 
     def rerank(
         self,
@@ -118,30 +132,61 @@ class Client:
         documents: Sequence[str],
         *,
         truncate: bool | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
     ) -> Floats:
         """Return one score per document, [documents] fp32. See `AsyncClient.rerank`."""
-        return _loop.run(self._client.rerank(query, documents, truncate=truncate, timeout=timeout))
+        return _loop.run(
+            self._client.rerank(
+                query,
+                documents,
+                truncate=truncate,
+                deadline_ms=deadline_ms,
+                priority=priority,
+                timeout=timeout,
+            )
+        )
 
     def token_classify(
         self,
         inputs: Inputs | Pairs,
         *,
         truncate: bool | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
     ) -> list[Floats]:
         """Return one [tokens, labels] fp32 per row. See `AsyncClient.token_classify`."""
-        return _loop.run(self._client.token_classify(inputs, truncate=truncate, timeout=timeout))
+        return _loop.run(
+            self._client.token_classify(
+                inputs,
+                truncate=truncate,
+                deadline_ms=deadline_ms,
+                priority=priority,
+                timeout=timeout,
+            )
+        )
 
     def hidden(
         self,
         inputs: Inputs | Pairs,
         *,
         truncate: bool | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
         timeout: float | None = None,
     ) -> list[Floats]:
         """Return one [tokens, hidden] fp32 per row. See `AsyncClient.hidden`."""
-        return _loop.run(self._client.hidden(inputs, truncate=truncate, timeout=timeout))
+        return _loop.run(
+            self._client.hidden(
+                inputs,
+                truncate=truncate,
+                deadline_ms=deadline_ms,
+                priority=priority,
+                timeout=timeout,
+            )
+        )
 
     def ready(self) -> bool:
         """Return whether the server and the model take requests. See `AsyncClient.ready`."""

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from varlen_client.errors import DeadlineMissed, ServerUnavailable, VarlenClientError
 from varlen_client.wire import InferRequest, ModelState
 
 
@@ -62,3 +63,13 @@ def server_message(message: str | None, status: str | None) -> str:
     if not message:
         return f"the server failed without a message ({status})"
     return re.sub(r"^\[request id: [^\]]*\] ", "", message)
+
+
+def refined(kind: type[VarlenClientError], message: str) -> type[VarlenClientError]:
+    """Return the kind of an error, a missed deadline told apart from other reasons to be unavailable.
+
+    For both the server has one code; the message says which.
+    """
+    if kind is ServerUnavailable and message.startswith("deadline missed: "):
+        return DeadlineMissed
+    return kind

@@ -8,7 +8,7 @@ so rows of any lengths may share a request.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -20,6 +20,8 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 Inputs: TypeAlias = Sequence[str] | Sequence[TokenIds] | npt.NDArray[np.integer[Any]]
 Pairs: TypeAlias = Sequence[tuple[str, str]]
+
+Parameters: TypeAlias = Mapping[str, bool | int | float]
 
 _Text: TypeAlias = tuple[bytes, ...]  # one text, or a text and its pair
 _Ids: TypeAlias = npt.NDArray[np.int64]  # [tokens]
@@ -41,7 +43,17 @@ class InferRequest:
     rows: range
     tensors: tuple[Tensor, ...]
     output: str
-    parameters: Mapping[str, bool]
+    parameters: Parameters
+
+    def after(self, seconds: float) -> InferRequest:
+        """Return the request as it is sent so long after its first try: with what is left of its deadline."""
+        given = self.parameters.get("deadline_ms")
+        gone = int(seconds * 1e3)
+        if given is None or not gone:
+            return self
+        # the server refuses a deadline of nothing, so the last try has a little
+        left = max(given - gone, min(given, 1))
+        return replace(self, parameters={**self.parameters, "deadline_ms": left})
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +188,10 @@ def read_query_and_documents(query: str, documents: Sequence[str]) -> Rows:
 
 
 def requests(
-    rows: Rows, ranges: Sequence[range], output: str, parameters: Mapping[str, bool | None]
+    rows: Rows,
+    ranges: Sequence[range],
+    output: str,
+    parameters: Mapping[str, bool | float | None],
 ) -> Iterator[InferRequest]:
     """Yield one request per range; tensors are built only when a request is about to be sent."""
     given = {name: value for name, value in parameters.items() if value is not None}

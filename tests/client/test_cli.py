@@ -56,6 +56,15 @@ def test_embed_as_json_gives_back_every_value(varlen, vectors_of):
     np.testing.assert_array_equal(embeddings, vectors_of(["näïve", "b"]))
 
 
+@pytest.mark.parametrize("command", ["embed", "similarity"])
+def test_passes_a_deadline_and_a_priority_on(varlen, server, command):
+    varlen(command, "a", "b", "--deadline-ms", "60000", "--priority", "4")
+
+    (seen,) = server.model.requests
+    assert seen.parameters["deadline_ms"] == 60_000
+    assert seen.parameters["request_priority"] == 4
+
+
 def test_embeds_a_file_in_order(varlen, lines, tmp_path, vectors_of):
     texts = [f"line {n}" for n in range(100)]
     output = tmp_path / "vectors.npy"

@@ -8,6 +8,7 @@ import pytest
 
 from varlen_client import (
     Client,
+    DeadlineMissed,
     InvalidRequest,
     ModelNotFound,
     RequestTimeout,
@@ -94,11 +95,33 @@ def test_nothing_in_nothing_out(client, server):
 
 def test_sends_only_the_parameters_that_were_given(client, server):
     client.embed(["a"])
-    client.embed(["a"], normalize=False, truncate=True)
+    client.embed(["a"], normalize=False, truncate=True, deadline_ms=60_000.5, priority=9)
 
-    assert not {"normalize", "truncate"} & set(server.model.requests[0].parameters)
-    assert server.model.requests[1].parameters["normalize"] is False
-    assert server.model.requests[1].parameters["truncate"] is True
+    bare, full = (seen.parameters for seen in server.model.requests)
+    assert not {"normalize", "truncate", "deadline_ms", "request_priority"} & set(bare)
+    assert full["normalize"] is False
+    assert full["truncate"] is True
+    assert full["deadline_ms"] == 60_000.5
+    assert full["request_priority"] == 9
+
+
+@pytest.mark.parametrize(
+    "task, ask",
+    [
+        ("classify", lambda client, **given: client.classify(["a"], **given)),
+        ("rerank", lambda client, **given: client.rerank("q", ["a"], **given)),
+        ("token_classify", lambda client, **given: client.token_classify(["a"], **given)),
+        ("hidden", lambda client, **given: client.hidden(["a"], **given)),
+    ],
+)
+def test_every_method_takes_a_deadline_and_a_priority(client, server, task, ask):
+    server.model.task = task
+
+    ask(client, deadline_ms=60_000, priority=1, truncate=True)
+
+    (seen,) = server.model.requests
+    given = {"deadline_ms": 60_000, "request_priority": 1, "truncate": True}
+    assert given.items() <= seen.parameters.items()
 
 
 def test_classifies_texts_and_pairs(client, server):
@@ -177,6 +200,42 @@ def test_gives_up_after_the_last_retry_and_says_how_often_it_tried(client, serve
 
     with pytest.raises(ServerUnavailable, match=r"queue full \(tried 4 times in"):
         client.embed(["a"])
+
+
+def test_a_missed_deadline_is_not_tried_again(client, server, fault):
+    said = "deadline missed: the answer would come in 9 ms; 5 were given"
+    server.model.faults = [fault("unavailable", said)]
+
+    with pytest.raises(DeadlineMissed, match=f"^{said}$"):
+        client.embed(["a"], deadline_ms=60_000)
+
+    assert len(server.model.requests) == 1
+
+
+def test_a_retry_has_what_is_left_of_the_deadline(server, fault):
+    server.model.faults = [fault("unavailable", "queue full")] * 2
+    policy = RetryPolicy(max_retries=2, first_delay=0.2, max_delay=0.2)
+
+    with Client(server.url, retry=policy) as client:
+        client.embed(["a"], deadline_ms=60_000)
+
+    first, second, third = (seen.parameters["deadline_ms"] for seen in server.model.requests)
+    assert first == 60_000
+    # each wait is 100 ms at least
+    assert third + 100 <= second <= 59_900
+    assert third > 0
+
+
+def test_no_retry_is_begun_that_would_pass_the_deadline(server, fault):
+    server.model.faults = [fault("unavailable", "queue full")] * 9
+    policy = RetryPolicy(max_retries=9, first_delay=5.0, max_delay=5.0)
+    start = time.monotonic()
+
+    with Client(server.url, retry=policy) as client, pytest.raises(ServerUnavailable):
+        client.embed(["a"], deadline_ms=2000)
+
+    assert time.monotonic() - start < 2
+    assert len(server.model.requests) == 1
 
 
 @pytest.mark.parametrize(
