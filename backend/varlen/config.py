@@ -15,8 +15,10 @@ from varlen.errors import ConfigError
 Task: TypeAlias = Literal["embed", "hidden", "classify", "rerank", "token_classify"]
 DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
-PolicyName: TypeAlias = Literal["token_budget"]
+PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "dp"]
+Trigger: TypeAlias = Literal["hungry", "lazy"]
 Execution: TypeAlias = Literal["packed", "padded"]
+LogLevel: TypeAlias = Literal["info", "debug"]
 
 DEFAULT_MAX_BATCH_TOKENS = 4096
 
@@ -33,8 +35,15 @@ class EngineConfig:
         device: where it runs; `auto` is a CUDA GPU where there is one, else the CPU.
         dtype: of weights and activations; `auto` is bf16 where the device multiplies it natively, else
             fp32 on a CPU and fp16 on a GPU; fp16 needs a GPU.
-        policy: how batches are chosen.
-        max_batch_tokens: most tokens that run together.
+        policy: how batches are chosen: `none` runs every sequence alone, `fifo` fills batches in order to
+            `max_batch_sequences`, `token_budget` to `max_batch_tokens`, `dp` plans by measured cost.
+        execution: `packed`, or `padded`, which fills every sequence up to the longest of its batch with
+            tokens that are computed and thrown away; there for comparison.
+        trigger: `hungry` starts a batch as soon as the model is free; `lazy` waits for a full one.
+        max_delay_ms: longest that `lazy` waits, in milliseconds.
+        max_wait_ms: longest that `dp` passes a sequence over, in milliseconds.
+        max_batch_sequences: most sequences that run together; `token_budget` takes no notice.
+        max_batch_tokens: most tokens that run together, padding included.
         arena_bytes: most memory that intermediates may take, in bytes or as a share of the device's
             ("25%"). They never take more than `max_batch_tokens` need; where that is too much, batches
             are smaller, and a sequence that does not fit alone is refused.
@@ -46,12 +55,20 @@ class EngineConfig:
         response_cache_bytes: most memory for answers that are kept and given again; 0 keeps none.
         response_cache_seconds: how long an answer is kept at most; 0 is as long as there is room.
         threads: cores that one batch uses on a CPU; 0 is all that this process may use.
+        warmup_seconds: longest that costs of batches are measured for when the model is loaded; 0 assumes them.
+        cache_folder: where measured costs are kept; `auto` is `varlen` in the user's cache folder.
+        log_level: `debug` adds a line for every batch.
     """
 
     task: Task | None = None
     device: Device = "auto"
     dtype: DType = "auto"
-    policy: PolicyName = "token_budget"
+    policy: PolicyName = "dp"
+    execution: Execution = "packed"
+    trigger: Trigger = "hungry"
+    max_delay_ms: int = 10
+    max_wait_ms: int = 1000
+    max_batch_sequences: int = 64
     max_batch_tokens: int = DEFAULT_MAX_BATCH_TOKENS
     arena_bytes: int | str = "100%"
     max_sequence_tokens: int | None = None
@@ -61,6 +78,9 @@ class EngineConfig:
     response_cache_bytes: int = 0
     response_cache_seconds: int = 0
     threads: int = 0
+    warmup_seconds: int = 20
+    cache_folder: str = "auto"
+    log_level: LogLevel = "info"
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -103,8 +123,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": get_args(Device),
     "dtype": get_args(DType),
     "policy": get_args(PolicyName),
+    "execution": get_args(Execution),
+    "trigger": get_args(Trigger),
+    "log_level": get_args(LogLevel),
 }
 _LOWEST = {
+    "max_delay_ms": 0,
+    "max_wait_ms": 1,
+    "max_batch_sequences": 1,
     "max_batch_tokens": 1,
     "max_sequence_tokens": 1,
     "max_queued_requests": 1,
@@ -113,6 +139,7 @@ _LOWEST = {
     "response_cache_bytes": 0,
     "response_cache_seconds": 0,
     "threads": 0,
+    "warmup_seconds": 0,
 }
 # Bytes, as many as an int64 holds, or a share.
 _ARENA = re.compile(r"[1-9][0-9]{0,17}|(100|[1-9][0-9]?)%")

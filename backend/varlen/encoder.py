@@ -65,6 +65,8 @@ class Encoder:
             max_batch_tokens=max_batch_tokens,
             max_sequence_tokens=max_sequence_tokens,
             arena_bytes=arena_bytes,
+            policy="token_budget",
+            warmup_seconds=0,
             max_queued_requests=_NO_CAP,
             max_queued_tokens=_NO_CAP,
             max_text_bytes=_NO_CAP,

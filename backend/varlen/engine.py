@@ -6,18 +6,19 @@ that was submitted is answered exactly once, on every path.
 """
 
 import logging
+import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Protocol
 
-from varlen.errors import EngineError, RequestCancelled
+from varlen.errors import DeadlineError, EngineError, QueueFullError, RequestCancelled
 from varlen.metrics import Stats
 from varlen.request import Float32Array, Reply, Request, Sequence, Ticket, Waiting
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.policy import Policy
+from varlen.scheduling.policy import Batch
+from varlen.scheduling.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -38,20 +39,19 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        policy: Policy,
+        scheduler: Scheduler,
         admission: Admission,
         stats: Stats,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make an engine that does nothing yet; `start` runs it in a thread, `step` by hand."""
         self._model = model
-        self._policy = policy
+        self._scheduler = scheduler
         self._admission = admission
         self._stats = stats
         self._clock = clock
         # None wakes the thread to see that it should stop
         self._inbox: SimpleQueue[Ticket | None] = SimpleQueue()
-        self._queue: deque[Waiting] = deque()
         # admitted and not answered, in order; and what of it admission still counts
         self._open: dict[Ticket, None] = {}
         self._queued_requests = 0
@@ -69,15 +69,27 @@ class Engine:
         """Queue a request; its reply is answered later, from the engine's thread.
 
         Raises:
-            QueueFullError, RequestError: it was not admitted, and its reply is left to the caller.
+            QueueFullError, DeadlineError, RequestError: it was not admitted, and its reply is left to the caller.
             EngineError: the engine is closing; likewise.
         """
+        forecast = self._scheduler.forecast([s.num_tokens for s in request.sequences])
         # the lock orders this put before close()'s None, so that no request is left behind
         with self._submitting:
             if self._closing:
                 raise EngineError("the model is being unloaded")
-            self._admission.enter(request)
-            self._inbox.put(Ticket(request, reply, arrival=self._clock()))
+            now = self._clock()
+            try:
+                self._admission.enter(request, forecast, now)
+            except QueueFullError:
+                self._stats.count_refusal("queue_full")
+                raise
+            except DeadlineError:
+                self._stats.count_refusal("deadline")
+                raise
+            deadline = math.inf
+            if request.deadline_seconds is not None:
+                deadline = now + request.deadline_seconds
+            self._inbox.put(Ticket(request, reply, now, deadline))
 
     def is_alive(self) -> bool:
         """Return whether the engine's thread runs."""
@@ -91,59 +103,83 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
-    def step(self) -> bool:
-        """Take in what has arrived and run one batch; return whether anything is left to run."""
-        self._take_in(block=False)
-        batch = self._next_batch()
-        if batch:
-            self._run(batch)
-        return bool(self._queue)
+    def step(self) -> float | None:
+        """Take in what has arrived, and run one batch if it is time to.
+
+        Returns:
+            When the next batch is to start; None if nothing waits.
+        """
+        self._take_in()
+        while (start := self._start_at()) is not None and start <= self._clock():
+            batch = self._next_batch()
+            if batch is not None:
+                self._run(batch)
+                self._take_in()
+                return self._start_at()
+        return start
 
     def _loop(self) -> None:
-        while self._wait_for_work():
+        start: float | None = None
+        while start is not None or not self._inbox_closed:
             try:
-                self.step()
+                self._wait(start)
+                start = self.step()
             except Exception:
                 # a fault of the scheduler or the bookkeeping: nobody may be left waiting
                 _log.exception("the engine failed between batches; all that it holds is failed")
                 self._fail_all()
+                start = None
 
-    def _wait_for_work(self) -> bool:
-        """Block until something is queued; return False when nothing is and nothing will come."""
-        if not self._queue:
-            self._take_in(block=True)
-        return bool(self._queue) or not self._inbox_closed
-
-    def _take_in(self, *, block: bool) -> None:
-        """Move what has arrived into the queue; with `block`, wait for something to arrive."""
-        while not self._inbox_closed:
+    def _wait(self, start: float | None) -> None:
+        """Block until a batch is to start, or something arrives."""
+        if self._inbox_closed:
+            return
+        timeout = None if start is None else start - self._clock()
+        if timeout is None or timeout > 0.0:
             try:
-                ticket = self._inbox.get(block=block)
+                self._take(self._inbox.get(timeout=timeout))
             except Empty:
                 return
-            if ticket is None:
-                # close() put it behind the last request
-                self._inbox_closed = True
-                return
-            self._open[ticket] = None
-            self._queued_requests += 1
-            self._queued_tokens += ticket.request.num_tokens
-            for row, sequence in enumerate(ticket.request.sequences):
-                self._queue.append(Waiting(ticket, row, sequence.num_tokens))
-            block = False
 
-    def _next_batch(self) -> list[Waiting]:
-        """Return sequences to run, of requests that somebody still waits for; empty when the queue is."""
-        while self._queue:
-            taken = self._policy.take(self._queue)
-            self._count_out(taken)
-            for ticket in _tickets(taken):
-                if not ticket.closed and _is_cancelled(ticket):
-                    self._fail(ticket, RequestCancelled("cancelled before it ran"))
-            batch = [waiting for waiting in taken if not waiting.ticket.closed]
-            if batch:
-                return batch
-        return []
+    def _start_at(self) -> float | None:
+        start = self._scheduler.start_at(self._clock())
+        # nothing more will come to wait for
+        return self._clock() if self._inbox_closed and start is not None else start
+
+    def _take_in(self) -> None:
+        """Move what has arrived into the queue."""
+        while not self._inbox_closed:
+            try:
+                self._take(self._inbox.get(block=False))
+            except Empty:
+                return
+
+    def _take(self, ticket: Ticket | None) -> None:
+        if ticket is None:
+            # close() put it behind the last request
+            self._inbox_closed = True
+            return
+        self._open[ticket] = None
+        self._queued_requests += 1
+        self._queued_tokens += ticket.request.num_tokens
+        self._scheduler.add(ticket, ticket.arrival)
+
+    def _next_batch(self) -> Batch | None:
+        """Return what runs now, of requests that somebody still waits for; None if nobody does."""
+        began = time.perf_counter()
+        batch = self._scheduler.take(self._clock())
+        self._stats.count_scheduling(time.perf_counter() - began)
+        self._count_out(batch.sequences)
+        now = self._clock()
+        for ticket in _tickets(batch.sequences):
+            if ticket.closed:
+                continue
+            if _is_cancelled(ticket):
+                self._fail(ticket, RequestCancelled("cancelled before it ran"))
+            elif ticket.deadline < now:
+                self._stats.count_refusal("expired")
+                self._fail(ticket, DeadlineError("the request was still waiting to run"))
+        return self._scheduler.without_closed(batch)
 
     def _count_out(self, taken: list[Waiting]) -> None:
         now = self._clock()
@@ -154,21 +190,24 @@ class Engine:
                 self._stats.count_wait(now - ticket.arrival)
             ticket.queued -= 1
             gone += ticket.queued == 0
-        self._leave(gone, sum(waiting.num_tokens for waiting in taken))
+        tokens = sum(waiting.num_tokens for waiting in taken)
+        self._leave(gone, tokens, sum(waiting.seconds for waiting in taken))
 
-    def _leave(self, requests: int, tokens: int) -> None:
+    def _leave(self, requests: int, tokens: int, seconds: float) -> None:
         self._queued_requests -= requests
         self._queued_tokens -= tokens
-        self._admission.leave(requests=requests, tokens=tokens)
+        self._admission.leave(requests=requests, tokens=tokens, seconds=seconds)
 
-    def _run(self, batch: list[Waiting]) -> None:
+    def _run(self, batch: Batch) -> None:
         """Run a batch; where memory runs out, its first half and then its second."""
-        self._stats.count_batch(len(batch), sum(waiting.num_tokens for waiting in batch))
-        parts = [batch]
+        shape = batch.shape
+        self._stats.count_batch(shape.sequences, shape.tokens, self._scheduler.padding(shape))
+        self._admission.started(until=self._clock() + batch.seconds)
+        parts = [batch.sequences]
         while parts:
             part = [waiting for waiting in parts.pop() if not waiting.ticket.closed]
             try:
-                self._run_part(part)
+                seconds = self._run_part(part)
             except MemoryError:
                 _log.warning("too little memory for a batch of %d sequences", len(part))
                 if len(part) == 1:
@@ -181,16 +220,37 @@ class Engine:
                 _log.exception("a batch of %d sequences failed", len(part))
                 for ticket in _tickets(part):
                     self._fail(ticket, EngineError(_BATCH_FAILED))
+            else:
+                # of a batch that ran in parts, or failed, nothing can be learned
+                if len(part) == len(batch.sequences):
+                    self._learn(batch, seconds)
 
-    def _run_part(self, batch: list[Waiting]) -> None:
+    def _learn(self, batch: Batch, seconds: float) -> None:
+        self._stats.count_batch_seconds(predicted=batch.seconds, actual=seconds)
+        self._scheduler.ran(batch.shape, seconds)
+        _log.debug(
+            "ran %d sequences, %d tokens, the longest %d: %s; %.1f ms predicted, %.1f ms taken",
+            batch.shape.sequences,
+            batch.shape.tokens,
+            batch.shape.longest,
+            batch.why,
+            1000 * batch.seconds,
+            1000 * seconds,
+        )
+
+    def _run_part(self, batch: list[Waiting]) -> float:
+        """Run sequences and hand out their answers; return the seconds that the model took."""
         if not batch:
-            return
+            return 0.0
+        began = self._clock()
         answers = self._model.run(
             [waiting.sequence for waiting in batch],
             [waiting.ticket.request.normalize for waiting in batch],
         )
+        seconds = self._clock() - began
         for waiting, answer in list(zip(batch, answers, strict=True)):
             self._hand_out(waiting, answer)
+        return seconds
 
     def _hand_out(self, waiting: Waiting, answer: Float32Array) -> None:
         ticket = waiting.ticket
@@ -213,8 +273,8 @@ class Engine:
 
     def _fail_all(self) -> None:
         """Fail every request that has not been answered, wherever the fault lost it."""
-        self._queue.clear()
-        self._leave(self._queued_requests, self._queued_tokens)
+        self._scheduler.clear()
+        self._leave(self._queued_requests, self._queued_tokens, math.inf)
         for ticket in list(self._open):
             self._fail(ticket, EngineError("the engine failed; the server's log says why"))
 

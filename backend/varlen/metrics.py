@@ -8,6 +8,7 @@ meanings are in `METRICS`.
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from typing import Literal, Protocol, TypeAlias, get_args
 
@@ -19,10 +20,17 @@ HistogramName: TypeAlias = Literal[
     "varlen_request_latency_seconds",
     "varlen_batch_sequences",
     "varlen_batch_tokens",
+    "varlen_batch_seconds",
+    "varlen_batch_predicted_seconds",
 ]
 CounterName: TypeAlias = Literal[
-    "varlen_sequences_total", "varlen_tokens_total", "varlen_split_batches_total"
+    "varlen_sequences_total",
+    "varlen_tokens_total",
+    "varlen_padding_tokens_total",
+    "varlen_split_batches_total",
+    "varlen_scheduling_seconds_total",
 ]
+Refusal: TypeAlias = Literal["queue_full", "deadline", "expired"]
 # Read from their owners, not counted here.
 GaugeName: TypeAlias = Literal[
     "varlen_queued_requests",
@@ -50,10 +58,14 @@ _HISTOGRAMS: dict[HistogramName, tuple[str, list[float]]] = {
     "varlen_request_latency_seconds": ("Seconds from a request's arrival to its answer", _SECONDS),
     "varlen_batch_sequences": ("Sequences that ran together", _POWERS_OF_TWO),
     "varlen_batch_tokens": ("Tokens that ran together, none of them padding", _POWERS_OF_TWO),
+    "varlen_batch_seconds": ("Seconds that batches took", _SECONDS),
+    "varlen_batch_predicted_seconds": ("Seconds that batches were expected to take", _SECONDS),
 }
 _COUNTERS: dict[CounterName, str] = {
     "varlen_sequences_total": "Sequences that ran",
     "varlen_tokens_total": "Tokens that ran, none of them padding",
+    "varlen_padding_tokens_total": "Tokens of padding that ran beside them",
+    "varlen_scheduling_seconds_total": "Seconds spent choosing batches",
     "varlen_split_batches_total": "Batches that ran in halves, since memory had run out",
 }
 _GAUGES: dict[GaugeName, str] = {
@@ -72,6 +84,20 @@ _TOTALS: dict[TotalName, str] = {
     "varlen_plan_cache_misses_total": "Batches that had to be planned",
 }
 _REQUESTS = ("varlen_requests_total", "Requests answered, by outcome")
+_REFUSALS = (
+    "varlen_refused_requests_total",
+    "Requests refused: the queue was full, the deadline too soon, or it passed in the queue",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What was counted: requests by outcome and by reason of refusal, counters, and observations."""
+
+    outcomes: Mapping[Outcome, int]
+    refusals: Mapping[Refusal, int]
+    counts: Mapping[CounterName, float]
+    observed: Mapping[HistogramName, deque[float]]
 
 
 class Stats:
@@ -80,7 +106,8 @@ class Stats:
     def __init__(self) -> None:
         self._lock = Lock()
         self._outcomes: Counter[Outcome] = Counter()
-        self._counts: Counter[CounterName] = Counter()
+        self._refusals: Counter[Refusal] = Counter()
+        self._counts: defaultdict[CounterName, float] = defaultdict(float)
         self._observed: defaultdict[HistogramName, deque[float]] = _observations()
 
     def count_request(self, outcome: Outcome, seconds: float) -> None:
@@ -94,28 +121,42 @@ class Stats:
         with self._lock:
             self._observed["varlen_queue_wait_seconds"].append(seconds)
 
-    def count_batch(self, sequences: int, tokens: int) -> None:
+    def count_refusal(self, reason: Refusal) -> None:
+        """Add one request that will not run."""
+        with self._lock:
+            self._refusals[reason] += 1
+
+    def count_scheduling(self, seconds: float) -> None:
+        """Add the time that it took to choose a batch."""
+        with self._lock:
+            self._counts["varlen_scheduling_seconds_total"] += seconds
+
+    def count_batch(self, sequences: int, tokens: int, padding: int) -> None:
         """Add one batch."""
         with self._lock:
             self._observed["varlen_batch_sequences"].append(sequences)
             self._observed["varlen_batch_tokens"].append(tokens)
             self._counts["varlen_sequences_total"] += sequences
             self._counts["varlen_tokens_total"] += tokens
+            self._counts["varlen_padding_tokens_total"] += padding
+
+    def count_batch_seconds(self, *, predicted: float, actual: float) -> None:
+        """Add what a batch was expected to take, and what it took."""
+        with self._lock:
+            self._observed["varlen_batch_predicted_seconds"].append(predicted)
+            self._observed["varlen_batch_seconds"].append(actual)
 
     def count(self, name: CounterName) -> None:
         """Add one to a counter."""
         with self._lock:
             self._counts[name] += 1
 
-    def drain(
-        self,
-    ) -> tuple[
-        Mapping[Outcome, int], Mapping[CounterName, int], Mapping[HistogramName, deque[float]]
-    ]:
-        """Return what was added since the last drain: outcomes, counts, observations."""
+    def drain(self) -> Drained:
+        """Return what was added since the last drain."""
         with self._lock:
-            drained = self._outcomes, self._counts, self._observed
-            self._outcomes, self._counts, self._observed = Counter(), Counter(), _observations()
+            drained = Drained(self._outcomes, self._refusals, self._counts, self._observed)
+            self._outcomes, self._refusals = Counter(), Counter()
+            self._counts, self._observed = defaultdict(float), _observations()
         return drained
 
 
@@ -163,6 +204,10 @@ class Exporter:
             outcome: make_metric("COUNTER", *_REQUESTS, {**labels, "outcome": outcome}, None)
             for outcome in get_args(Outcome)
         }
+        self._refusals = {
+            reason: make_metric("COUNTER", *_REFUSALS, {**labels, "reason": reason}, None)
+            for reason in get_args(Refusal)
+        }
         self._counters = {
             name: make_metric("COUNTER", name, about, labels, None)
             for name, about in _COUNTERS.items()
@@ -190,12 +235,14 @@ class Exporter:
 
     def flush(self) -> None:
         """Carry over what was counted since the last flush."""
-        outcomes, counts, observed = self._stats.drain()
-        for outcome, count in outcomes.items():
-            self._outcomes[outcome].increment(count)
-        for name, count in counts.items():
+        drained = self._stats.drain()
+        for outcome, number in drained.outcomes.items():
+            self._outcomes[outcome].increment(number)
+        for reason, number in drained.refusals.items():
+            self._refusals[reason].increment(number)
+        for name, count in drained.counts.items():
             self._counters[name].increment(count)
-        for histogram, values in observed.items():
+        for histogram, values in drained.observed.items():
             for value in values:
                 self._histograms[histogram].observe(value)
         readings = self._read()

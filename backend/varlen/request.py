@@ -1,5 +1,6 @@
 """The nouns that pass between layers: a request, its sequences, and the ticket that follows it to its answer."""
 
+import math
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -70,7 +71,8 @@ class Ticket:
 
     Attributes:
         request, reply: what came, and where the answer goes.
-        arrival: when it was admitted, in seconds of the engine's clock.
+        arrival: when it was admitted, in seconds of the engine's clock, like all times here.
+        deadline: when its answer is worth nothing any more; infinity if it never is.
         rows: the answer so far; None where a sequence has not run.
         queued: sequences that have not been taken to run.
         missing: sequences that have not run.
@@ -80,6 +82,7 @@ class Ticket:
     request: Request
     reply: Reply
     arrival: float
+    deadline: float = math.inf
     rows: list[Float32Array | None] = field(init=False)
     queued: int = field(init=False)
     missing: int = field(init=False)
@@ -98,11 +101,17 @@ class Waiting:
         ticket: the request it belongs to.
         row: its place in that request.
         num_tokens: its length.
+        seconds: its expected share of a full batch.
+        since: when it came; earlier than that the higher its priority.
+        due: when it is to run at the latest, if it can.
     """
 
     ticket: Ticket
     row: int
     num_tokens: int
+    seconds: float = 0.0
+    since: float = 0.0
+    due: float = 0.0
 
     @property
     def sequence(self) -> Sequence:

@@ -19,7 +19,8 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.models.runner import Runner
 from varlen.request import Sequence
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.policy import make_policy
+from varlen.scheduling.cost import CostTable
+from varlen.scheduling.scheduler import Scheduler
 from varlen.tokenization import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -80,9 +81,15 @@ class Service:
         )
         intake = Intake(Tokenizer(checkpoint.folder, runner.max_sequence_tokens), limits)
         admission = Admission(config.max_queued_requests, config.max_queued_tokens)
-        engine = Engine(
-            runner, make_policy(config.policy, runner.max_batch_tokens), admission, stats
+        # TODO: cost_warmup.costs_for measures these
+        costs = CostTable.of_function(
+            lambda n, length: 1.5e-3 + 30e-6 * n * length + 20e-9 * n * length**2,
+            config.execution,
+            max_sequences=config.max_batch_sequences,
+            max_length=runner.max_sequence_tokens,
         )
+        scheduler = Scheduler(config, costs, runner.max_batch_tokens)
+        engine = Engine(runner, scheduler, admission, stats)
         engine.start()
         _log.info(
             "serving %s in %s on %s, sequences to %d tokens, batches to %d; arena to %.1f MB, weights %.1f MB;"

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from varlen.config import EngineConfig
 from varlen.engine import Engine
 from varlen.errors import (
     EngineError,
@@ -23,7 +24,8 @@ from varlen.errors import (
 from varlen.metrics import Stats
 from varlen.request import Request, Sequence
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.policy import TokenBudget
+from varlen.scheduling.cost import CostTable
+from varlen.scheduling.scheduler import Scheduler
 
 SECONDS = 10.0
 
@@ -103,16 +105,28 @@ class Clock:
         return self.now
 
 
+def make_scheduler(budget=8, kind=Scheduler, **settings):
+    """Return a scheduler of batches to `budget` tokens; in order of arrival unless the settings name a policy."""
+    costs = CostTable.of_function(
+        lambda n, length: 1.0 + n * length, "packed", max_sequences=8, max_length=16
+    )
+    return kind(EngineConfig(**{"policy": "token_budget", **settings}), costs, budget)
+
+
 class Bench:
     """An engine and what it stands on."""
 
-    def __init__(self, budget=8, max_requests=1000, max_tokens=10_000, model=None, policy=None):
+    def __init__(self, budget=8, max_requests=1000, max_tokens=10_000, model=None, scheduler=None):
         self.model = model or FakeModel()
         self.admission = Admission(max_requests, max_tokens)
         self.stats = Stats()
         self.clock = Clock()
         self.engine = Engine(
-            self.model, policy or TokenBudget(budget), self.admission, self.stats, self.clock
+            self.model,
+            scheduler or make_scheduler(budget),
+            self.admission,
+            self.stats,
+            self.clock,
         )
 
     def submit(self, *rows, reply=None, normalize=False):
@@ -121,8 +135,8 @@ class Bench:
         return reply
 
     def run_all(self):
-        while self.engine.step():
-            pass
+        while (start := self.engine.step()) is not None:
+            self.clock.now = max(self.clock.now, start)
 
 
 @pytest.fixture
@@ -161,14 +175,14 @@ def wait_for(replies):
 
 
 def test_a_step_without_requests_does_nothing(bench):
-    assert bench.engine.step() is False
+    assert bench.engine.step() is None
     assert bench.model.batches == []
 
 
 def test_rows_come_back_in_the_request_s_order(bench):
     reply = bench.submit([1], [2, 2], [3])
 
-    assert bench.engine.step() is False
+    assert bench.engine.step() is None
     assert reply.only == [[1], [4], [3]]
 
 
@@ -193,21 +207,11 @@ def test_normalize_travels_with_its_sequences(bench):
 def test_a_request_over_several_batches_is_answered_with_its_last(bench):
     reply = bench.submit([1] * 5, [2] * 5, [3] * 5)
 
-    assert bench.engine.step() is True
-    assert bench.engine.step() is True
+    assert bench.engine.step() == bench.clock.now
+    assert bench.engine.step() == bench.clock.now
     assert reply.answers == []
-    assert bench.engine.step() is False
+    assert bench.engine.step() is None
     assert reply.only == [[5], [10], [15]]
-
-
-def test_a_sequence_longer_than_the_budget_runs_alone():
-    bench = Bench(budget=2)
-    replies = [bench.submit([1] * 9), bench.submit([1])]
-
-    bench.run_all()
-
-    assert [len(batch) for batch in bench.model.batches] == [1, 1]
-    assert [reply.only for reply in replies] == [[[9]], [[1]]]
 
 
 def test_requests_that_come_between_steps_join_the_queue(bench):
@@ -236,7 +240,7 @@ def test_a_refused_request_is_left_to_the_caller():
     with pytest.raises(QueueFullError):
         bench.submit([1], reply=second)
     with pytest.raises(RequestError):
-        bench.submit([1] * 11, reply=third)
+        bench.submit([1] * 6, [1] * 5, reply=third)
 
     bench.run_all()
     assert (len(first.answers), second.answers, third.answers) == (1, [], [])
@@ -302,10 +306,10 @@ def test_a_batch_that_finds_no_memory_runs_in_halves():
         [[0], [0, 0]],
         [[1], [1, 1]],
     ]
-    _, counts, observed = bench.stats.drain()
-    assert counts["varlen_split_batches_total"] == 1
-    assert counts["varlen_sequences_total"] == 4
-    assert list(observed["varlen_batch_sequences"]) == [4]
+    drained = bench.stats.drain()
+    assert drained.counts["varlen_split_batches_total"] == 1
+    assert drained.counts["varlen_sequences_total"] == 4
+    assert list(drained.observed["varlen_batch_sequences"]) == [4]
 
 
 def test_a_sequence_that_finds_no_memory_alone_fails_its_request_only():
@@ -400,10 +404,12 @@ def test_the_wait_is_measured_to_the_first_batch(bench):
     bench.clock.now += 4.0
     bench.engine.step()
 
-    _, counts, observed = bench.stats.drain()
-    assert list(observed["varlen_queue_wait_seconds"]) == [2.5]
-    assert list(observed["varlen_batch_tokens"]) == [8, 8]
-    assert counts == {"varlen_sequences_total": 2, "varlen_tokens_total": 16}
+    drained = bench.stats.drain()
+    assert list(drained.observed["varlen_queue_wait_seconds"]) == [2.5]
+    assert list(drained.observed["varlen_batch_tokens"]) == [8, 8]
+    assert drained.counts["varlen_sequences_total"] == 2
+    assert drained.counts["varlen_tokens_total"] == 16
+    assert drained.counts["varlen_padding_tokens_total"] == 0
 
 
 def test_nothing_is_accepted_after_close(started):
@@ -484,26 +490,30 @@ def test_close_while_others_submit_answers_or_refuses_each(started):
     assert bench.admission.depth == (0, 0)
 
 
-class FailingPolicy(TokenBudget):
-    """Raises when it is first called, before or after it has taken a batch."""
+class FailingScheduler(Scheduler):
+    """Raises when it is first asked for a batch, before or after it has taken one."""
 
-    def __init__(self, when):
-        super().__init__(8)
-        self._when = when
+    when = None
 
-    def take(self, queue):
-        when, self._when = self._when, None
+    def take(self, now):
+        when, self.when = self.when, None
         if when == "before":
-            raise KeyError("policy")
-        taken = super().take(queue)
+            raise KeyError("scheduler")
+        taken = super().take(now)
         if when == "after":
-            raise KeyError("policy")
+            raise KeyError("scheduler")
         return taken
 
 
+def failing_scheduler(when):
+    scheduler = make_scheduler(9, kind=FailingScheduler)
+    scheduler.when = when
+    return scheduler
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_policy_that_fails_fails_what_waits_and_the_engine_goes_on(started, when):
-    bench = Bench(policy=FailingPolicy(when))
+def test_a_scheduler_that_fails_fails_what_waits_and_the_engine_goes_on(started, when):
+    bench = Bench(scheduler=failing_scheduler(when))
     replies = [bench.submit([1] * 5, [1] * 5), bench.submit([2] * 5), bench.submit([3] * 5)]
     started(bench)
 
@@ -548,7 +558,7 @@ def test_a_reply_that_fails_to_say_whether_it_is_cancelled_is_answered(started):
 
 
 def test_the_thread_survives_a_reply_that_raises_while_the_queue_is_failed(started):
-    bench = Bench(policy=FailingPolicy("before"))
+    bench = Bench(scheduler=failing_scheduler("before"))
     replies = [bench.submit([1], reply=FakeReply(raises=("fail",))), bench.submit([2])]
     started(bench)
 
@@ -559,6 +569,7 @@ def test_the_thread_survives_a_reply_that_raises_while_the_queue_is_failed(start
 
 
 ROWS = st.lists(st.lists(st.integers(0, 13), min_size=1, max_size=9), min_size=1, max_size=4)
+POLICIES = st.sampled_from(["none", "fifo", "token_budget", "dp"])
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), ROWS, st.lists(st.booleans(), max_size=3)),
@@ -569,11 +580,24 @@ ACTIONS = st.lists(
 
 
 @settings(deadline=None, max_examples=150)
-@given(ACTIONS, st.integers(1, 20), st.integers(1, 6), st.integers(10, 60), st.integers(4, 30))
+@given(
+    actions=ACTIONS,
+    budget=st.integers(9, 20),
+    max_requests=st.integers(1, 6),
+    max_tokens=st.integers(10, 60),
+    fits=st.integers(4, 30),
+    policy=POLICIES,
+    trigger=st.sampled_from(["hungry", "lazy"]),
+)
 def test_any_order_of_events_answers_each_request_once(
-    actions, budget, max_requests, max_tokens, fits
+    actions, budget, max_requests, max_tokens, fits, policy, trigger
 ):
-    bench = Bench(budget, max_requests, max_tokens, model=FakeModel(poison=13, fits=fits))
+    bench = Bench(
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        model=FakeModel(poison=13, fits=fits),
+        scheduler=make_scheduler(budget, policy=policy, trigger=trigger),
+    )
     accepted, refused = [], []
     for action, rows, cancelled in actions:
         if action == "step":
@@ -612,14 +636,15 @@ def test_any_order_of_events_answers_each_request_once(
         ),
         max_size=25,
     ),
-    budget=st.integers(1, 20),
-    policy_fails=st.sampled_from([None, "before", "after"]),
+    budget=st.integers(9, 20),
+    policy=POLICIES,
+    fails=st.sampled_from([None, "before", "after"]),
 )
 def test_the_thread_answers_each_request_once_whatever_fails(
-    started, requests, budget, policy_fails
+    started, requests, budget, policy, fails
 ):
-    policy = FailingPolicy(policy_fails) if policy_fails else TokenBudget(budget)
-    bench = started(Bench(model=FakeModel(poison=13), policy=policy))
+    scheduler = failing_scheduler(fails) if fails else make_scheduler(budget, policy=policy)
+    bench = started(Bench(model=FakeModel(poison=13), scheduler=scheduler))
     replies = []
     for rows, cancelled, raises in requests:
         reply = FakeReply(cancelled=cancelled, raises=(raises,))

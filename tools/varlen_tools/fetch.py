@@ -38,8 +38,13 @@ PARAMETER_NOTES = {
     "task": f"What the model answers: {', '.join(get_args(Task))}.",
     "device": "Where it runs: cpu, cuda, or auto, which is a CUDA GPU where there is one.",
     "dtype": "Of weights and activations; fp16 needs a GPU; auto is bf16 where the device multiplies it natively.",
-    "policy": "How batches are chosen.",
-    "max_batch_tokens": "Most tokens that run together.",
+    "policy": "How batches are chosen: none (a sequence each), fifo, token_budget, or dp, by measured cost.",
+    "execution": "packed, or padded to the longest of a batch, for comparison.",
+    "trigger": "hungry: a batch starts as soon as the model is free; lazy: when it is full, or max_delay_ms are over.",
+    "max_delay_ms": "Longest that lazy waits for a full batch, in milliseconds.",
+    "max_wait_ms": "Longest that dp passes a sequence over, in milliseconds.",
+    "max_batch_sequences": "Most sequences that run together; token_budget takes no notice.",
+    "max_batch_tokens": "Most tokens that run together, padding included.",
     "arena_bytes": "Most memory for intermediates, in bytes or a share of the device's; less means smaller batches.",
     "max_sequence_tokens": "Longest sequence accepted, in tokens.",
     "max_queued_requests": "Most requests that wait; past it callers get UNAVAILABLE.",
@@ -48,6 +53,9 @@ PARAMETER_NOTES = {
     "response_cache_bytes": "Most memory for answers that are kept and given again; 0 keeps none.",
     "response_cache_seconds": "How long an answer is kept at most; 0 is as long as there is room.",
     "threads": "Cores that one batch uses; 0 is all that the server may use.",
+    "warmup_seconds": "Longest that costs of batches are measured for at the first start; 0 assumes them.",
+    "cache_folder": "Where measured costs are kept; auto is varlen in the user's cache folder.",
+    "log_level": "info, or debug, which adds a line for every batch.",
 }
 
 Settings: TypeAlias = Mapping[str, str]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as AnySequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,6 +87,7 @@ class Runner:
         self.weight_bytes = _weight_bytes(self.program)
         self.arena = _make_arena(self.program, config, self.device)
         self.max_batch_tokens = self.arena.max_tokens
+        self._is_padded = config.execution == "padded"
         kernels = kernels or kernels_for(self.device)
         self.executor: Executor
         if self.device.type == "cuda":
@@ -99,7 +101,8 @@ class Runner:
         """Return the answer of each sequence, in the order given.
 
         Args:
-            sequences: checked, at least one, of `max_batch_tokens` together at most.
+            sequences: checked, at least one, of `max_batch_tokens` together at most, with their padding if they
+                are padded.
             normalize: per sequence, whether an embedding is divided by its length.
 
         Returns:
@@ -109,12 +112,24 @@ class Runner:
         Raises:
             MemoryError: there was too little memory for what the batch needs beside the arena.
         """
+        count = len(sequences)
+        if self._is_padded:
+            padding = _padding(sequences)
+            sequences = [*sequences, *padding]
+            normalize = [*normalize, *(False for _ in padding)]
         with memory_errors():
-            return self.executor.run(sequences, normalize)
+            return self.executor.run(sequences, normalize)[:count]
 
     def close(self) -> None:
         """Let go of threads and device memory."""
         self.executor.close()
+
+
+def _padding(sequences: AnySequence[Sequence]) -> list[Sequence]:
+    """Return what fills sequences up to the longest: of each, a sequence of its own, whose answer nobody reads."""
+    longest = max(sequence.num_tokens for sequence in sequences)
+    missing = [longest - sequence.num_tokens for sequence in sequences]
+    return [Sequence(np.zeros(count, dtype=np.int32)) for count in missing if count]
 
 
 def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:

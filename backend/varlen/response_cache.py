@@ -1,0 +1,469 @@
+"""Answers that are kept and given again: in front of the engine, which does not know of it.
+
+The unit is one sequence, so a request of many rows may find some of them here and run the rest. The key is a digest
+of all that tells the answers of one engine apart: token ids, type ids and `normalize`. Task, output, model and
+version are the same for all that one engine answers, and each engine has a cache of its own.
+
+Equal sequences on their way at one time run once: the request that came first leads, later ones join its flight.
+Nobody is worse off for it:
+
+* A request joins only a flight that is as urgent as itself or more, in priority and in deadline, and that fits one
+  batch. Otherwise it runs by itself, and later ones join it. So deadlines are never handed on, in no direction.
+* A flight is cancelled once nobody waits for any part of it, whoever leads it.
+* Where the engine refuses or drops a flight for what its leader is (too large, too late, cancelled, one too many),
+  only the leader hears of it; the others start anew with what is left of their time.
+* Where running it fails, all who wait for it hear of that, as all in a failed batch do. Errors are never kept.
+"""
+
+import logging
+import math
+import struct
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from threading import Lock
+from typing import TypeAlias, cast
+
+import numpy as np
+
+from varlen.errors import DeadlineError, EngineError, VarlenError
+from varlen.request import Float32Array, Reply, Request, Sequence
+
+_log = logging.getLogger(__name__)
+
+Submit: TypeAlias = Callable[[Request, Reply], None]
+
+# What an entry takes beside its answer's values: key, objects, and its share of the table when that is least full.
+ENTRY_BYTES = 512
+_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class JoinLimits:
+    """What may wait for the answer of another request's sequence.
+
+    Attributes:
+        max_flight_tokens: a request that has more than one sequence to run, and more tokens, is joined by nobody: it
+            is answered with its last batch, and who needs one row of it should not have to wait for all.
+        max_requests, max_tokens: of all that wait so, which no queue counts; past them a request runs by itself.
+    """
+
+    max_flight_tokens: int
+    max_requests: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """What a cache holds, and what became of the sequences that came.
+
+    Attributes:
+        held_bytes: of its entries, keys and bookkeeping included.
+        entries: answers that it holds.
+        hits: sequences whose answer was there.
+        joined: sequences that waited for an equal one, of their own request or of another.
+        misses: sequences that had to run.
+        evictions: answers dropped for room or for age.
+    """
+
+    held_bytes: int = 0
+    entries: int = 0
+    hits: int = 0
+    joined: int = 0
+    misses: int = 0
+    evictions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The answer of one sequence, in bytes that nobody can change."""
+
+    values: bytes
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, row: Float32Array) -> "_Answer":
+        # a copy: rows may be views of a whole batch
+        return cls(row.tobytes(), row.shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes that keeping it takes."""
+        return len(self.values) + ENTRY_BYTES
+
+    def array(self) -> Float32Array:
+        """Return it as an array, which is read-only and cannot be made otherwise."""
+        return np.ndarray(self.shape, dtype=np.float32, buffer=self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    answer: _Answer
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """A request that came, on its way to its answer. Changed under the cache's lock only.
+
+    Attributes:
+        request, reply: what came, and where the answer goes.
+        keys: of its sequences.
+        deadline: on the cache's clock; infinity if there is none.
+        rows: the answer so far.
+        missing: rows that are not there yet.
+        closed: whether it has its answer; nothing more is given to it.
+        follows: whether it has joined another's flight.
+        gone: whether its client has been seen to be gone.
+    """
+
+    request: Request
+    reply: Reply
+    keys: list[bytes]
+    deadline: float
+    rows: list[Float32Array | None] = field(init=False)
+    missing: int = field(init=False)
+    closed: bool = False
+    follows: bool = False
+    gone: bool = False
+
+    def __post_init__(self) -> None:
+        self.missing = len(self.keys)
+        self.rows = [None] * self.missing
+
+    def put(self, row: int, answer: _Answer) -> None:
+        self.rows[row] = answer.array()
+        self.missing -= 1
+
+
+Rows: TypeAlias = dict[_Caller, list[int]]
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """Sequences of one request on their way through the engine, for which other requests may wait too.
+
+    Attributes:
+        cache: where the engine's answer goes.
+        leader: whose priority and deadline they have.
+        waiting: who waits for which of them, by key, in the order in which they are sent.
+        tokens: of all.
+    """
+
+    cache: "ResponseCache"
+    leader: _Caller
+    waiting: dict[bytes, list[tuple[_Caller, int]]] = field(default_factory=dict)
+    tokens: int = 0
+
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Return them, each once."""
+        # the first to wait for each is the leader
+        rows = [waiters[0][1] for waiters in self.waiting.values()]
+        return tuple(self.leader.request.sequences[row] for row in rows)
+
+    def callers(self) -> Rows:
+        """Return who still waits, in order of coming, and for which rows of theirs."""
+        rows: Rows = {}
+        for waiters in self.waiting.values():
+            for caller, row in waiters:
+                if not caller.closed:
+                    rows.setdefault(caller, []).append(row)
+        return rows
+
+    # the engine's reply
+    def is_cancelled(self) -> bool:
+        return self.cache._is_cancelled(self)
+
+    def succeed(self, rows: AnySequence[Float32Array]) -> None:
+        self.cache._landed(self, rows)
+
+    def fail(self, error: Exception) -> None:
+        self.cache._failed(self, error)
+
+
+class ResponseCache:
+    """Takes requests as the engine does, and sends it what has to run. Any thread may call it."""
+
+    def __init__(
+        self,
+        submit: Submit,
+        joins: JoinLimits,
+        clock: Callable[[], float],
+        *,
+        max_bytes: int,
+        max_seconds: float = math.inf,
+    ) -> None:
+        """Make an empty cache.
+
+        Args:
+            submit: the engine's. Called without a lock held, from the threads that call `submit` here and from
+                those that answer flights.
+            joins: bounds of what waits for others.
+            clock: seconds; deadlines and ages are counted on it.
+            max_bytes: most that entries may take, keys and bookkeeping included.
+            max_seconds: longest that an answer is given after it came.
+        """
+        self._submit = submit
+        self._joins = joins
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._max_seconds = max_seconds
+        self._lock = Lock()
+        # least recently used first
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._bytes = 0
+        # where a request may join; of several flights with one key, the last that started
+        self._flights: dict[bytes, _Flight] = {}
+        self._followers = 0
+        self._follower_tokens = 0
+        self._hits = self._misses = self._joined = self._evictions = 0
+
+    def submit(self, request: Request, reply: Reply) -> None:
+        """Answer a request: now if all of it is kept, else when what is missing has run.
+
+        Raises:
+            VarlenError: the engine's, if it did not admit what is missing; the reply is left to the caller.
+        """
+        deadline = math.inf
+        if request.deadline_seconds is not None:
+            deadline = self._clock() + request.deadline_seconds
+        keys = [_key(sequence, request.normalize) for sequence in request.sequences]
+        caller = _Caller(request, reply, keys, deadline)
+        error, others = self._start(caller, range(len(keys)), is_new=True)
+        self._start_anew(others)
+        if error is not None:
+            raise error
+
+    def use(self) -> CacheUse:
+        """Return what it holds, and what it has done so far."""
+        with self._lock:
+            return CacheUse(
+                self._bytes,
+                len(self._entries),
+                hits=self._hits,
+                joined=self._joined,
+                misses=self._misses,
+                evictions=self._evictions,
+            )
+
+    def _start(
+        self, caller: _Caller, rows: Iterable[int], *, is_new: bool = False
+    ) -> tuple[Exception | None, Rows]:
+        """Find answers for these rows of a request, or flights that bring them; the rest takes off.
+
+        Returns:
+            Why the request is refused, if it is and has not been answered otherwise; and who must start anew
+            because they had joined it meanwhile.
+        """
+        with self._lock:
+            if caller.closed:
+                return None, {}
+            flight = self._seek(caller, rows, is_new=is_new)
+            if is_done := not caller.missing:
+                self._close(caller)
+        if is_done:
+            _succeed(caller)
+        if flight is None:
+            return None, {}
+        try:
+            self._submit(self._request_of(flight), flight)
+        except Exception as error:
+            with self._lock:
+                others = self._take_down(flight)
+                is_open = others.pop(caller, None) is not None
+                self._close(caller)
+            return (error if is_open else None), others
+        return None, {}
+
+    def _seek(self, caller: _Caller, rows: Iterable[int], *, is_new: bool) -> _Flight | None:
+        """Fill in what is kept, join what flies, and return the flight of the rest, if there is a rest."""
+        own = _Flight(self, caller)
+        hits = joined = 0
+        for row in rows:
+            key = caller.keys[row]
+            answer = self._find(key)
+            if answer is not None:
+                caller.put(row, answer)
+                hits += 1
+                continue
+            flight = own if key in own.waiting else self._flights.get(key)
+            if flight is not None and (flight is own or self._may_join(caller, flight)):
+                flight.waiting[key].append((caller, row))
+                joined += 1
+                continue
+            own.waiting[key] = [(caller, row)]
+            own.tokens += caller.request.sequences[row].num_tokens
+        if is_new:
+            self._hits += hits
+            self._joined += joined
+            self._misses += len(own.waiting)
+        if len(own.waiting) == 1 or own.tokens <= self._joins.max_flight_tokens:
+            self._flights.update(dict.fromkeys(own.waiting, own))
+        return own if own.waiting else None
+
+    def _may_join(self, caller: _Caller, flight: _Flight) -> bool:
+        """Return whether a request may wait for this flight, and count it as one that waits."""
+        leader = flight.leader
+        if leader.request.priority < caller.request.priority or leader.deadline > caller.deadline:
+            return False
+        if not caller.follows:
+            tokens = self._follower_tokens + caller.request.num_tokens
+            if self._followers >= self._joins.max_requests or tokens > self._joins.max_tokens:
+                return False
+            caller.follows = True
+            self._followers += 1
+            self._follower_tokens = tokens
+        return True
+
+    def _request_of(self, flight: _Flight) -> Request:
+        """Return what the engine is to run.
+
+        Raises:
+            DeadlineError: the leader waited for others until its time was over.
+        """
+        leader = flight.leader
+        seconds = None
+        if math.isfinite(leader.deadline):
+            seconds = leader.deadline - self._clock()
+            if seconds <= 0:
+                raise DeadlineError("its time was over before it could run")
+        return replace(leader.request, sequences=flight.sequences(), deadline_seconds=seconds)
+
+    def _start_anew(self, waiting: Rows) -> None:
+        """Let each of these requests find another way to its rows, or tell it that there is none."""
+        queue = deque(waiting.items())
+        while queue:
+            caller, rows = queue.popleft()
+            error, others = self._start(caller, rows)
+            queue.extend(others.items())
+            if error is not None:
+                _fail(caller, error)
+
+    def _is_cancelled(self, flight: _Flight) -> bool:
+        with self._lock:
+            callers = list(flight.callers())
+        return all(_is_gone(caller) for caller in callers)
+
+    def _landed(self, flight: _Flight, rows: AnySequence[Float32Array]) -> None:
+        """Keep what a flight brought, and hand it out."""
+        try:
+            answers = dict(zip(flight.waiting, map(_Answer.of, rows), strict=True))
+        except Exception:
+            _log.exception("an answer could not be kept")
+            self._failed(
+                flight, EngineError("the answer could not be read; the server's log says why")
+            )
+            return
+        done = []
+        with self._lock:
+            waiting = self._take_down(flight)
+            for key, answer in answers.items():
+                self._keep(key, answer)
+            for caller, places in waiting.items():
+                for row in places:
+                    caller.put(row, answers[caller.keys[row]])
+                if not caller.missing:
+                    self._close(caller)
+                    done.append(caller)
+        for caller in done:
+            _succeed(caller)
+
+    def _failed(self, flight: _Flight, error: Exception) -> None:
+        """Tell of a failure whom it is about; the others start anew."""
+        is_about_all = isinstance(error, EngineError) or not isinstance(error, VarlenError)
+        with self._lock:
+            waiting = self._take_down(flight)
+            failed = [
+                caller
+                for caller in waiting
+                if is_about_all or caller is flight.leader or caller.gone
+            ]
+            for caller in failed:
+                self._close(caller)
+                del waiting[caller]
+        for caller in failed:
+            _fail(caller, error)
+        self._start_anew(waiting)
+
+    def _take_down(self, flight: _Flight) -> Rows:
+        """Let nobody join a flight any more, and return who waits for it."""
+        for key in flight.waiting:
+            if self._flights.get(key) is flight:
+                del self._flights[key]
+        return flight.callers()
+
+    def _close(self, caller: _Caller) -> None:
+        """Take note that a request has its answer."""
+        caller.closed = True
+        if caller.follows:
+            caller.follows = False
+            self._followers -= 1
+            self._follower_tokens -= caller.request.num_tokens
+
+    def _find(self, key: bytes) -> _Answer | None:
+        """Return what is kept for a key, unless it is too old."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if self._clock() - entry.since > self._max_seconds:
+            self._drop(key)
+            self._evictions += 1
+            return None
+        self._entries.move_to_end(key)
+        return entry.answer
+
+    def _keep(self, key: bytes, answer: _Answer) -> None:
+        """Keep an answer, at the cost of those that were not used for longest."""
+        if answer.size > self._max_bytes:
+            return
+        if key in self._entries:
+            self._drop(key)
+        while self._bytes + answer.size > self._max_bytes:
+            self._drop(next(iter(self._entries)))
+            self._evictions += 1
+        self._entries[key] = _Entry(answer, self._clock())
+        self._bytes += answer.size
+
+    def _drop(self, key: bytes) -> None:
+        self._bytes -= self._entries.pop(key).answer.size
+
+
+def _key(sequence: Sequence, normalize: bool) -> bytes:
+    """Return the digest of all that one engine's answer to a sequence depends on."""
+    ids, types = sequence.token_ids, sequence.type_ids
+    # no types are types of zero
+    if types is not None and not types.any():
+        types = None
+    # lengths first, so that nothing runs into what follows it
+    digest = blake2b(
+        struct.pack("<Q??", len(ids), normalize, types is not None), digest_size=_KEY_BYTES
+    )
+    digest.update(ids.astype(np.int32, copy=False).tobytes())
+    if types is not None:
+        digest.update(types.astype(np.int32, copy=False).tobytes())
+    return digest.digest()
+
+
+def _is_gone(caller: _Caller) -> bool:
+    """Return whether nobody waits for a request's answer any more; once gone, always gone."""
+    try:
+        caller.gone = caller.gone or caller.reply.is_cancelled()
+    except Exception:
+        _log.exception("a reply failed to say whether it is cancelled; its request goes on")
+    return caller.gone
+
+
+def _succeed(caller: _Caller) -> None:
+    try:
+        caller.reply.succeed(cast("list[Float32Array]", caller.rows))
+    except Exception:
+        _log.exception("a reply failed to take its answer")
+
+
+def _fail(caller: _Caller, error: Exception) -> None:
+    try:
+        caller.reply.fail(error)
+    except Exception:
+        _log.exception("a reply failed to take its answer")

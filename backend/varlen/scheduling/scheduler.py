@@ -1,0 +1,135 @@
+"""What runs next, and when: the queue, a policy, a trigger and the costs put together.
+
+One thread owns it, save for `forecast`, which any may call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from varlen.config import EngineConfig
+from varlen.request import Ticket, Waiting
+from varlen.scheduling.admission import Forecast
+from varlen.scheduling.cost import BatchShape, CostTable
+from varlen.scheduling.load import LoadMeter
+from varlen.scheduling.partition import Limits
+from varlen.scheduling.policy import Batch, InOrder, LeastCost, Policy
+from varlen.scheduling.queue import WaitingQueue
+
+_MILLISECOND = 1e-3
+# Of `max_wait_ms`: what one step of priority counts as having waited already.
+_WAITED_PER_PRIORITY = 0.1
+# Batches between two looks at what the table has learned.
+_BATCHES_PER_FORECAST = 64
+
+
+class Scheduler:
+    """Queues sequences and cuts them into batches."""
+
+    def __init__(self, config: EngineConfig, costs: CostTable, max_batch_tokens: int) -> None:
+        """Make a scheduler with nothing in it.
+
+        Args:
+            config: names the policy and the trigger.
+            costs: of batches as they are executed; refined here.
+            max_batch_tokens: of one batch, as far as the arena allows; the longest sequence has no more.
+        """
+        self._queue = WaitingQueue()
+        self._load = LoadMeter()
+        self._costs = costs
+        self._max_wait = config.max_wait_ms * _MILLISECOND
+        self._max_delay = config.max_delay_ms * _MILLISECOND if config.trigger == "lazy" else 0.0
+        self._limits = _limits(config, max_batch_tokens)
+        self._policy: Policy
+        if config.policy == "dp":
+            self._policy = LeastCost(self._limits, costs, self._load, self._max_wait)
+        else:
+            self._policy = InOrder(self._limits, costs)
+        self._ran = 0
+        self._full_batches = _full_batches(costs, self._limits)
+
+    def forecast(self, lengths: Sequence[int]) -> Forecast:
+        """Return what sequences of these lengths are expected to take. From any thread."""
+        full_batches = self._full_batches
+        seconds = sum(full_batches[length][0] for length in lengths)
+        return Forecast(seconds, full_batches[max(lengths)][1])
+
+    def add(self, ticket: Ticket, now: float) -> None:
+        """Queue the sequences of a request."""
+        request = ticket.request
+        since = ticket.arrival - request.priority * _WAITED_PER_PRIORITY * self._max_wait
+        due = min(since + self._max_wait, ticket.deadline)
+        for row, sequence in enumerate(request.sequences):
+            seconds = self._full_batches[sequence.num_tokens][0]
+            self._load.arrived(now, seconds)
+            self._queue.add(Waiting(ticket, row, sequence.num_tokens, seconds, since, due))
+
+    def start_at(self, now: float) -> float | None:
+        """Return when the next batch is to start; None while nothing waits."""
+        if not self._queue:
+            return None
+        if not self._max_delay or self._is_full():
+            return now
+        shape = BatchShape.of([waiting.num_tokens for waiting in self._queue])
+        oldest = min(waiting.since for waiting in self._queue)
+        first_deadline = min(waiting.ticket.deadline for waiting in self._queue)
+        start = min(oldest + self._max_delay, first_deadline - self._costs.seconds(shape))
+        return max(start, now)
+
+    def take(self, now: float) -> Batch:
+        """Return the next batch, which waits no longer; something must wait."""
+        batch = self._policy.choose(self._queue, now)
+        self._queue.remove(batch.sequences)
+        return batch
+
+    def without_closed(self, batch: Batch) -> Batch | None:
+        """Return a batch less the sequences of requests that have been answered; None if nothing is left."""
+        left = [waiting for waiting in batch.sequences if not waiting.ticket.closed]
+        if len(left) == len(batch.sequences):
+            return batch
+        if not left:
+            return None
+        shape = BatchShape.of([waiting.num_tokens for waiting in left])
+        return Batch(left, shape, self._costs.seconds(shape), batch.why)
+
+    def padding(self, shape: BatchShape) -> int:
+        """Return the tokens that a batch is filled up with."""
+        if self._limits.execution == "packed":
+            return 0
+        return shape.sequences * shape.longest - shape.tokens
+
+    def ran(self, shape: BatchShape, seconds: float) -> None:
+        """Learn what a batch took."""
+        self._costs.refine(shape, seconds)
+        self._ran += 1
+        if self._ran % _BATCHES_PER_FORECAST == 0:
+            self._full_batches = _full_batches(self._costs, self._limits)
+
+    def clear(self) -> None:
+        """Forget all that waits."""
+        self._queue.clear()
+
+    def _is_full(self) -> bool:
+        waiting = self._queue.first(self._limits.max_sequences + 1)
+        tokens = sum(each.num_tokens for each in waiting)
+        longest = max(each.num_tokens for each in waiting)
+        return not self._limits.allow(len(waiting) + 1, tokens + 1, longest)
+
+
+def _limits(config: EngineConfig, max_tokens: int) -> Limits:
+    by_policy = {"none": 1, "token_budget": max_tokens}
+    sequences = by_policy.get(config.policy, config.max_batch_sequences)
+    return Limits(min(sequences, max_tokens), max_tokens, config.execution)
+
+
+def _full_batches(costs: CostTable, limits: Limits) -> list[tuple[float, float]]:
+    """Return, by length in tokens, a sequence's share of a batch full of its like, and the batch's seconds."""
+    lengths = np.arange(1, limits.max_tokens + 1, dtype=float)
+    counts = np.minimum(limits.max_tokens // lengths, limits.max_sequences)
+    tokens = counts * lengths
+    seconds = costs.seconds_of(counts, tokens, tokens * lengths, lengths)
+    shares = (seconds / counts).tolist()
+    return [(math.nan, math.nan), *zip(shares, seconds.tolist(), strict=True)]
