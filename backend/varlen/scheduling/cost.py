@@ -7,6 +7,7 @@ A padded batch is one of one length already.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -67,9 +68,7 @@ class CostTable:
         _check(samples)
         self._counts = _Axis([count for count, _ in samples])
         self._lengths = _Axis([length for _, length in samples])
-        self._measured = _fill(samples, self._counts.points, self._lengths.points)
-        self._factors = np.ones_like(self._measured)
-        self._use(_monotone(self._measured))
+        self._use(_monotone(_fill(samples, self._counts.points, self._lengths.points)))
 
     @classmethod
     def of_function(
@@ -123,8 +122,8 @@ class CostTable:
         surprise = np.clip(seconds / self.seconds(shape), 1 / _MOST_SURPRISE, _MOST_SURPRISE)
         counts, lengths = self._uniform(*_arrays(shape))
         near = np.outer(self._lengths.weights_of(lengths[0]), self._counts.weights_of(counts[0]))
-        self._factors *= surprise ** (_LEARNING_RATE * near)
-        self._use(_monotone(self._measured * self._factors))
+        # of the grid as it is used: what the repair takes back must not add up unseen, to be unlearned later
+        self._use(_monotone(self._grid * surprise ** (_LEARNING_RATE * near)))
 
     def _use(self, grid: FloatArray) -> None:
         """Take a grid, `[lengths, counts]`, into use: as a + b n + c l + d n l in each of its cells."""
@@ -197,9 +196,9 @@ def _check(samples: Mapping[tuple[int, int], float]) -> None:
     alone = {length for count, length in samples if count == 1}
     for length in {length for _, length in samples} - alone:
         raise ValueError(f"one sequence of {length} tokens was not measured")
-    least = min(samples.values())
-    if not least > 0.0:
-        raise ValueError(f"a batch took {least} s; all take more than 0")
+    for seconds in samples.values():
+        if not 0.0 < seconds < math.inf:
+            raise ValueError(f"a batch took {seconds} s; all take more than 0")
 
 
 def _fill(
