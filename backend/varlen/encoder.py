@@ -45,13 +45,16 @@ class Encoder:
         max_batch_tokens: int = DEFAULT_MAX_BATCH_TOKENS,
         max_sequence_tokens: int | None = None,
         arena_bytes: int | str = "100%",
+        response_cache_bytes: int = 0,
+        response_cache_seconds: int = 0,
     ) -> "Encoder":
         """Return the encoder of a Hugging Face checkpoint folder, ready to run.
 
         Args:
             folder: holds config.json, tokenizer.json and safetensors weights.
             task: what it answers; None takes the checkpoint's own.
-            device, dtype, threads, max_batch_tokens, max_sequence_tokens, arena_bytes: see `EngineConfig`.
+            device, dtype, threads, max_batch_tokens, max_sequence_tokens, arena_bytes, response_cache_bytes,
+                response_cache_seconds: see `EngineConfig`.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
@@ -70,6 +73,8 @@ class Encoder:
             max_queued_requests=_NO_CAP,
             max_queued_tokens=_NO_CAP,
             max_text_bytes=_NO_CAP,
+            response_cache_bytes=response_cache_bytes,
+            response_cache_seconds=response_cache_seconds,
         )
         return cls(Service.load(folder, config, Stats()))
 
@@ -131,10 +136,11 @@ class Encoder:
         order = sorted(range(len(sequences)), key=lambda i: sequences[i].num_tokens)
         reply = _FutureReply()
         request = Request(tuple(sequences[i] for i in order), normalize)
-        self._service.engine.submit(request, reply)
+        self._service.submit(request, reply)
         answers: list[Float32Array | None] = [None] * len(order)
         for index, row in zip(order, reply.rows.result(), strict=True):
-            answers[index] = row
+            # what is kept is read-only; the caller's is his own
+            answers[index] = row if row.flags.writeable else row.copy()
         return cast(list[Float32Array], answers)
 
     def _sequences(self, inputs: Inputs, truncate: bool) -> tuple[Sequence, ...]:

@@ -41,9 +41,17 @@ GaugeName: TypeAlias = Literal[
     "varlen_arena_chunks",
     "varlen_arena_footprint_bytes",
     "varlen_arena_peak_live_bytes",
+    "varlen_response_cache_bytes",
+    "varlen_response_cache_entries",
 ]
 TotalName: TypeAlias = Literal[
-    "varlen_plan_seconds_total", "varlen_plan_cache_hits_total", "varlen_plan_cache_misses_total"
+    "varlen_plan_seconds_total",
+    "varlen_plan_cache_hits_total",
+    "varlen_plan_cache_misses_total",
+    "varlen_response_cache_hits_total",
+    "varlen_response_cache_joined_total",
+    "varlen_response_cache_misses_total",
+    "varlen_response_cache_evictions_total",
 ]
 Readings: TypeAlias = Mapping["GaugeName | TotalName", float]
 
@@ -77,11 +85,17 @@ _GAUGES: dict[GaugeName, str] = {
     "varlen_arena_chunks": "Allocations that the arena is made of",
     "varlen_arena_footprint_bytes": "Bytes of the arena that the last batch's plan used",
     "varlen_arena_peak_live_bytes": "Most bytes live at once in the last batch, which no plan can go below",
+    "varlen_response_cache_bytes": "Bytes of the answers that are kept, keys and bookkeeping included",
+    "varlen_response_cache_entries": "Answers that are kept",
 }
 _TOTALS: dict[TotalName, str] = {
     "varlen_plan_seconds_total": "Seconds spent planning memory",
     "varlen_plan_cache_hits_total": "Batches whose plan was at hand",
     "varlen_plan_cache_misses_total": "Batches that had to be planned",
+    "varlen_response_cache_hits_total": "Sequences whose answer was kept",
+    "varlen_response_cache_joined_total": "Sequences that waited for an equal one that ran",
+    "varlen_response_cache_misses_total": "Sequences that had to run",
+    "varlen_response_cache_evictions_total": "Answers dropped for room or for age",
 }
 _REQUESTS = ("varlen_requests_total", "Requests answered, by outcome")
 _REFUSALS = (

@@ -28,7 +28,7 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
-from varlen.errors import DeadlineError, EngineError, VarlenError
+from varlen.errors import EngineError, VarlenError
 from varlen.request import Float32Array, Reply, Request, Sequence
 
 _log = logging.getLogger(__name__)
@@ -133,6 +133,11 @@ class _Caller:
         self.missing = len(self.keys)
         self.rows = [None] * self.missing
 
+    @property
+    def urgency(self) -> tuple[int, float]:
+        """Sorts who is more urgent before who is less."""
+        return -self.request.priority, self.deadline
+
     def put(self, row: int, answer: _Answer) -> None:
         self.rows[row] = answer.array()
         self.missing -= 1
@@ -164,7 +169,7 @@ class _Flight:
         return tuple(self.leader.request.sequences[row] for row in rows)
 
     def callers(self) -> Rows:
-        """Return who still waits, in order of coming, and for which rows of theirs."""
+        """Return who still waits, and for which rows of theirs."""
         rows: Rows = {}
         for waiters in self.waiting.values():
             for caller, row in waiters:
@@ -318,22 +323,17 @@ class ResponseCache:
         return True
 
     def _request_of(self, flight: _Flight) -> Request:
-        """Return what the engine is to run.
-
-        Raises:
-            DeadlineError: the leader waited for others until its time was over.
-        """
+        """Return what the engine is to run; where no time is left, it says so."""
         leader = flight.leader
         seconds = None
         if math.isfinite(leader.deadline):
-            seconds = leader.deadline - self._clock()
-            if seconds <= 0:
-                raise DeadlineError("its time was over before it could run")
+            seconds = max(0.0, leader.deadline - self._clock())
         return replace(leader.request, sequences=flight.sequences(), deadline_seconds=seconds)
 
     def _start_anew(self, waiting: Rows) -> None:
         """Let each of these requests find another way to its rows, or tell it that there is none."""
-        queue = deque(waiting.items())
+        # the most urgent leads, so that the others may join it
+        queue = deque(sorted(waiting.items(), key=lambda item: item[0].urgency))
         while queue:
             caller, rows = queue.popleft()
             error, others = self._start(caller, rows)

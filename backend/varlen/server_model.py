@@ -165,7 +165,7 @@ class TritonPythonModel:
                 normalize=self._service.checkpoint.normalize,
                 timeout_microseconds=request.timeout(),
             )
-            self._service.engine.submit(checked, reply)
+            self._service.submit(checked, reply)
         except VarlenError as error:
             reply.fail(error)
         except Exception:

@@ -4,6 +4,7 @@ The server's entry and the in-process API both stand on this.
 """
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from varlen.intake import Intake, Limits
 from varlen.metrics import Readings, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.runner import Runner
-from varlen.request import Sequence
+from varlen.request import Reply, Request, Sequence
+from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.cost import CostTable
 from varlen.scheduling.scheduler import Scheduler
@@ -41,6 +43,7 @@ class Service:
         admission: knows what waits.
         engine: runs them; started.
         runner: the model that the engine owns.
+        cache: stands in front of the engine, if there is one.
     """
 
     checkpoint: Checkpoint
@@ -49,6 +52,7 @@ class Service:
     admission: Admission
     engine: Engine
     runner: Runner
+    cache: ResponseCache | None = None
 
     @classmethod
     def load(
@@ -103,13 +107,23 @@ class Service:
             runner.weight_bytes / _MEGABYTE,
             time.monotonic() - began,
         )
-        return cls(checkpoint, runner.task, intake, admission, engine, runner)
+        cache = _response_cache(config, engine, runner)
+        return cls(checkpoint, runner.task, intake, admission, engine, runner, cache)
+
+    def submit(self, request: Request, reply: Reply) -> None:
+        """Answer a request, sooner or later: the one way in, from any thread.
+
+        Raises:
+            VarlenError: it was not admitted, and its reply is left to the caller. See `Engine.submit`.
+        """
+        (self.cache or self.engine).submit(request, reply)
 
     def readings(self) -> Readings:
         """Return what the gauges and totals stand at. From any thread."""
         requests, tokens = self.admission.depth
         arena = self.runner.arena
         layout, use = arena.layout, arena.use()
+        cache = self.cache.use() if self.cache else CacheUse()
         return {
             "varlen_queued_requests": requests,
             "varlen_queued_tokens": tokens,
@@ -122,12 +136,35 @@ class Service:
             "varlen_plan_seconds_total": layout.plan_seconds,
             "varlen_plan_cache_hits_total": layout.plan_hits,
             "varlen_plan_cache_misses_total": layout.plan_misses,
+            "varlen_response_cache_bytes": cache.held_bytes,
+            "varlen_response_cache_entries": cache.entries,
+            "varlen_response_cache_hits_total": cache.hits,
+            "varlen_response_cache_joined_total": cache.joined,
+            "varlen_response_cache_misses_total": cache.misses,
+            "varlen_response_cache_evictions_total": cache.evictions,
         }
 
     def close(self) -> None:
         """Run what is queued, then stop."""
         self.engine.close()
         self.runner.close()
+
+
+def _response_cache(config: EngineConfig, engine: Engine, runner: Runner) -> ResponseCache | None:
+    if not config.response_cache_bytes:
+        return None
+    joins = JoinLimits(
+        max_flight_tokens=runner.max_batch_tokens,
+        max_requests=config.max_queued_requests,
+        max_tokens=config.max_queued_tokens,
+    )
+    return ResponseCache(
+        engine.submit,
+        joins,
+        time.monotonic,
+        max_bytes=config.response_cache_bytes,
+        max_seconds=config.response_cache_seconds or math.inf,
+    )
 
 
 def _name(device: torch.device) -> str:

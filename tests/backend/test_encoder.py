@@ -112,6 +112,58 @@ def test_threads_may_cut_and_refuse_at_once(encoder):
     assert all(np.allclose(answer, answers[0], rtol=0, atol=1e-6) for answer in answers)
 
 
+def test_a_cache_gives_every_bit_again_and_the_arrays_are_the_caller_s(make_checkpoint):
+    folder = make_checkpoint()
+    settings = {"task": "hidden", "dtype": "fp32", "response_cache_bytes": 10**6}
+    with Encoder.from_pretrained(folder, **settings) as encoder:
+        first = encoder.hidden([*TEXTS, TEXTS[0]])
+        second = encoder.hidden(TEXTS[::-1])
+        readings = encoder._service.readings()
+        for array in second:
+            array.fill(9.0)
+        third = encoder.hidden(TEXTS)
+
+    for array, again in zip(first, third, strict=False):
+        np.testing.assert_array_equal(array, again)
+    np.testing.assert_array_equal(first[-1], first[0])
+    assert readings["varlen_response_cache_misses_total"] == len(TEXTS)
+    assert readings["varlen_response_cache_joined_total"] == 1
+    assert readings["varlen_response_cache_hits_total"] == len(TEXTS)
+    assert 0 < readings["varlen_response_cache_bytes"] <= 10**6
+
+
+def test_without_a_setting_nothing_is_kept(encoder):
+    encoder.embed(TEXTS)
+    encoder.embed(TEXTS)
+
+    readings = encoder._service.readings()
+    assert not any(value for name, value in readings.items() if "response_cache" in name)
+
+
+def test_many_threads_with_a_cache_get_what_they_asked_for(small_bert, encoder, rng):
+    rows = random_rows(rng, 30)
+    expected = encoder.embed(rows)
+    plans = [rng.integers(0, len(rows), rng.integers(1, 9)) for _ in range(200)]
+    # room for a third of them, so that all of it happens: hits, joins, runs and evictions
+    with Encoder.from_pretrained(small_bert, dtype="fp32", response_cache_bytes=6000) as cached:
+
+        def work(plan):
+            return cached.embed([rows[index] for index in plan])
+
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(work, plans))
+        readings = cached._service.readings()
+
+    for plan, answer in zip(plans, answers, strict=True):
+        np.testing.assert_allclose(answer, expected[plan], rtol=0, atol=1e-6)
+    assert readings["varlen_response_cache_evictions_total"] > 0
+    assert readings["varlen_response_cache_bytes"] <= 6000
+    came = ("hits", "joined", "misses")
+    assert sum(readings[f"varlen_response_cache_{name}_total"] for name in came) == sum(
+        map(len, plans)
+    )
+
+
 def test_refuses_a_bare_string(encoder):
     with refused("inputs is one string; send a list of them"):
         encoder.embed("the cat")

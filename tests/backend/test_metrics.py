@@ -19,11 +19,17 @@ GAUGES = {
     "varlen_arena_chunks": 1,
     "varlen_arena_footprint_bytes": 600,
     "varlen_arena_peak_live_bytes": 500,
+    "varlen_response_cache_bytes": 400,
+    "varlen_response_cache_entries": 6,
 }
 TOTALS = {
     "varlen_plan_seconds_total": 0.5,
     "varlen_plan_cache_hits_total": 7,
     "varlen_plan_cache_misses_total": 2,
+    "varlen_response_cache_hits_total": 11,
+    "varlen_response_cache_joined_total": 12,
+    "varlen_response_cache_misses_total": 13,
+    "varlen_response_cache_evictions_total": 14,
 }
 READINGS = {**GAUGES, **TOTALS}
 

@@ -317,6 +317,20 @@ def test_a_missed_deadline_says_unavailable_and_is_counted_as_refused(
     assert by_outcome["refused"] == 1
 
 
+def test_a_cache_answers_again_without_the_model(load, ask):
+    model = load(response_cache_bytes="100000")
+    first = ask(text=text("the cat", "a river"))
+    model.execute([first])
+    expected = result(first).as_numpy()
+    model._service.engine._model = None
+    again = [ask(text=text("a river")), ask({"normalize": True}, text=text("a river"))]
+
+    model.execute(again)
+
+    np.testing.assert_array_equal(result(again[0]).as_numpy(), expected[1:])
+    assert "the model failed" in failure(again[1])[1]
+
+
 def test_a_cancelled_request_is_answered_without_running(load, ask, pb_utils):
     model = load()
     begun, go_on = block(model)

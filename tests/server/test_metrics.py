@@ -20,6 +20,8 @@ GAUGES = (
     "varlen_arena_chunks",
     "varlen_arena_footprint_bytes",
     "varlen_arena_peak_live_bytes",
+    "varlen_response_cache_bytes",
+    "varlen_response_cache_entries",
 )
 HISTOGRAMS = (
     "varlen_queue_wait_seconds",
@@ -38,6 +40,10 @@ COUNTERS = (
     "varlen_plan_seconds_total",
     "varlen_plan_cache_hits_total",
     "varlen_plan_cache_misses_total",
+    "varlen_response_cache_hits_total",
+    "varlen_response_cache_joined_total",
+    "varlen_response_cache_misses_total",
+    "varlen_response_cache_evictions_total",
 )
 
 

@@ -1,0 +1,953 @@
+"""The cache in front of the engine: what it keeps, what it shares, and that sharing harms nobody.
+
+By hand on a virtual clock, with an engine that answers when it is told to; and with many threads.
+"""
+
+import gc
+import random
+import tracemalloc
+from collections import Counter, OrderedDict
+from queue import SimpleQueue
+from threading import Barrier, Event, Lock, Thread
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from varlen.errors import (
+    DeadlineError,
+    EngineError,
+    QueueFullError,
+    RequestCancelled,
+    RequestError,
+    VarlenError,
+)
+from varlen.request import Request, Sequence
+from varlen.response_cache import ENTRY_BYTES, CacheUse, JoinLimits, ResponseCache
+
+SECONDS = 10.0
+WIDTH = 4
+# of one entry of the fake engine
+SIZE = 4 * WIDTH + ENTRY_BYTES
+ANY = JoinLimits(max_flight_tokens=1000, max_requests=1000, max_tokens=100_000)
+
+
+def request(*rows, normalize=False, types=None, **given):
+    """Return a request whose rows hold these token ids, or this one."""
+    rows = [row if isinstance(row, list) else [row] for row in rows]
+    kinds = [None if types is None else np.array(types, dtype=np.int32)] * len(rows)
+    sequences = tuple(
+        Sequence(np.array(row, dtype=np.int32), kind) for row, kind in zip(rows, kinds, strict=True)
+    )
+    return Request(sequences, normalize, **given)
+
+
+def answer(sequence, normalize, run=0):
+    """Return what the engine answers: it tells the inputs apart, and which run it was."""
+    kind = -1 if sequence.type_ids is None else sequence.type_ids.sum()
+    values = [sequence.token_ids.sum(), kind, normalize, run]
+    return np.array(values, dtype=np.float32)
+
+
+class FakeEngine:
+    """Keeps what it is sent until it is told what becomes of it."""
+
+    def __init__(self):
+        self.refusal = None
+        self.flights = []
+        self.runs = 0
+        self.on_submit = lambda: None
+
+    def submit(self, request, reply):
+        refusal, self.refusal = self.refusal, None
+        self.on_submit()
+        if refusal is not None:
+            raise refusal
+        self.flights.append((request, reply))
+
+    @property
+    def waiting(self):
+        """The token ids of what waits, by flight."""
+        return [[s.token_ids.tolist() for s in request.sequences] for request, _ in self.flights]
+
+    def run(self, index=0):
+        """Answer as the real engine does: not if nobody waits."""
+        request, reply = self.flights.pop(index)
+        if reply.is_cancelled():
+            reply.fail(RequestCancelled("cancelled before it ran"))
+            return
+        rows = []
+        for sequence in request.sequences:
+            self.runs += 1
+            rows.append(answer(sequence, request.normalize, self.runs))
+        reply.succeed(rows)
+
+    def fail(self, error, index=0):
+        _, reply = self.flights.pop(index)
+        reply.fail(error)
+
+
+class FakeReply:
+    """Keeps every answer it is given; may claim to be cancelled, or raise."""
+
+    def __init__(self, raises=()):
+        self.answers = []
+        self.answered = Event()
+        self.cancelled = False
+        self._raises = raises
+
+    def is_cancelled(self):
+        if "is_cancelled" in self._raises:
+            raise OSError("is_cancelled")
+        return self.cancelled
+
+    def succeed(self, rows):
+        self._take("succeed", list(rows))
+
+    def fail(self, error):
+        self._take("fail", error)
+
+    def _take(self, how, given):
+        self.answers.append(given)
+        self.answered.set()
+        if how in self._raises:
+            raise OSError(how)
+
+    @property
+    def only(self):
+        assert len(self.answers) == 1, self.answers
+        return self.answers[0]
+
+    @property
+    def sums(self):
+        """The first value of each row, which is the sum of its ids."""
+        assert isinstance(self.only, list), self.only
+        return [row[0] for row in self.only]
+
+    @property
+    def runs(self):
+        """By which run each row was brought."""
+        return [int(row[3]) for row in self.only]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Bench:
+    """A cache and what it stands on."""
+
+    def __init__(self, entries=100, joins=ANY, **limits):
+        self.engine = FakeEngine()
+        self.clock = Clock()
+        limits = {"max_bytes": entries * SIZE} | limits
+        self.cache = ResponseCache(self.engine.submit, joins, self.clock, **limits)
+
+    def ask(self, *rows, reply=None, **given):
+        reply = reply or FakeReply()
+        self.cache.submit(request(*rows, **given), reply)
+        return reply
+
+    def get(self, *rows, **given):
+        """Ask, run whatever is needed, and return the reply."""
+        reply = self.ask(*rows, **given)
+        while self.engine.flights:
+            self.engine.run()
+        return reply
+
+    def is_empty_handed(self):
+        """Whether nothing is left of requests that have been answered."""
+        cache = self.cache
+        return (cache._flights, cache._followers, cache._follower_tokens) == ({}, 0, 0)
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+# What is kept
+
+
+def test_an_answer_is_given_again_without_running(bench):
+    first = bench.get([1, 2], [3])
+    second = bench.ask([1, 2], [3])
+
+    assert first.sums == second.sums == [3, 3]
+    assert first.runs == second.runs == [1, 2]
+    assert bench.engine.runs == 2
+
+
+def test_a_request_that_is_known_in_part_runs_the_rest_in_its_order(bench):
+    bench.get(7)
+    reply = bench.ask(5, 7, 6)
+
+    assert bench.engine.waiting == [[[5], [6]]]
+    assert reply.answers == []
+    bench.engine.run()
+    assert reply.sums == [5, 7, 6]
+    assert bench.cache.use() == CacheUse(3 * SIZE, 3, hits=1, misses=3)
+
+
+def test_what_the_engine_sees_is_the_request_itself_where_nothing_is_known(bench):
+    bench.ask([1, 2], [3], normalize=True, priority=4, deadline_seconds=2.0)
+
+    [(seen, _)] = bench.engine.flights
+    assert [s.token_ids.tolist() for s in seen.sequences] == [[1, 2], [3]]
+    assert (seen.normalize, seen.priority, seen.deadline_seconds) == (True, 4, 2.0)
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (([1, 2],), ([2, 1],)),
+        (([1],), ([1, 0],)),
+        (([1, 2], [3]), ([1], [2, 3])),
+    ],
+)
+def test_other_tokens_are_another_answer(bench, one, other):
+    bench.get(*one)
+    before = bench.engine.runs
+
+    bench.get(*other)
+
+    assert bench.engine.runs == before + len(other)
+
+
+def test_ids_do_not_run_on_in_types(bench):
+    bench.get([1, 1])
+    bench.get([1], types=[1])
+
+    assert bench.engine.runs == 2
+
+
+def test_all_that_the_answer_depends_on_tells_keys_apart(bench):
+    variants = [
+        {},
+        {"normalize": True},
+        {"types": [0, 1]},
+        {"types": [1, 0]},
+        {"types": [1, 1], "normalize": True},
+    ]
+    for variant in variants:
+        bench.get([5, 6], **variant)
+
+    assert bench.engine.runs == len(variants)
+    for run, variant in enumerate(variants, start=1):
+        assert bench.get([5, 6], **variant).runs == [run]
+
+
+def test_types_of_zero_are_no_types(bench):
+    bench.get([5, 6])
+
+    assert bench.get([5, 6], types=[0, 0]).runs == [1]
+
+
+def test_what_the_answer_does_not_depend_on_is_not_in_the_key(bench):
+    bench.get([5, 6])
+
+    assert bench.get([5, 6], priority=9, deadline_seconds=0.001).runs == [1]
+
+
+def test_a_slice_of_ids_has_the_key_of_its_copy(bench):
+    bench.get([1, 2, 3])
+    every_other = Sequence(np.array([1, 0, 2, 0, 3], dtype=np.int32)[::2])
+    reply = FakeReply()
+
+    bench.cache.submit(Request((every_other,)), reply)
+
+    assert reply.runs == [1]
+
+
+def test_nobody_can_change_what_is_kept(bench):
+    given_out = [bench.get(1).only[0], bench.ask(1).only[0]]
+
+    for array in given_out:
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 9
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.flags.writeable = True
+    assert bench.ask(1).sums == [1]
+
+
+def test_what_the_engine_does_to_its_arrays_later_does_not_show(bench):
+    reply = bench.ask(1)
+    _, flight = bench.engine.flights.pop()
+    batch = np.ones((8, WIDTH), dtype=np.float32)
+
+    flight.succeed([batch[0]])
+    batch[:] = 7
+
+    assert reply.only[0].tolist() == bench.ask(1).only[0].tolist() == [1] * WIDTH
+
+
+def test_answers_of_two_dimensions_keep_their_shape(bench):
+    reply = bench.ask(1)
+    _, flight = bench.engine.flights.pop()
+    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+    flight.succeed([rows.T])
+
+    for found in (reply, bench.ask(1)):
+        np.testing.assert_array_equal(found.only[0], rows.T)
+
+
+def test_the_least_recently_used_goes_first():
+    bench = Bench(entries=2)
+    bench.get(1)
+    bench.get(2)
+    bench.get(1)
+    bench.get(3)
+
+    assert bench.get(1).runs == [1]
+    assert bench.get(2).runs == [4]
+    assert bench.cache.use().evictions == 2
+
+
+def test_an_answer_larger_than_the_cache_is_given_and_not_kept():
+    bench = Bench(max_bytes=SIZE - 1)
+
+    assert bench.get(1).runs == [1]
+    assert bench.get(1).runs == [2]
+    assert bench.cache.use() == CacheUse(misses=2)
+
+
+def test_an_answer_is_given_until_it_is_too_old():
+    bench = Bench(max_seconds=60.0)
+    bench.get(1)
+    bench.clock.now += 59.0
+    assert bench.get(1).runs == [1]
+    # being used does not make it younger
+    bench.clock.now += 2.0
+    assert bench.get(1).runs == [2]
+    assert bench.cache.use() == CacheUse(SIZE, 1, hits=1, misses=2, evictions=1)
+
+
+@pytest.mark.parametrize("count, width", [(1000, 1), (1400, 1), (3000, 384), (6_000, 1)])
+def test_the_bytes_that_are_counted_are_enough(count, width):
+    class Instant:
+        def submit(self, request, reply):
+            reply.succeed([np.zeros(width, dtype=np.float32) for _ in request.sequences])
+
+    cache = ResponseCache(Instant().submit, ANY, Clock(), max_bytes=2**40)
+    reply = FakeReply()
+    gc.collect()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for number in range(count):
+        cache.submit(request(number), reply)
+        reply.answers.clear()
+    gc.collect()
+    taken = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+
+    held = cache.use().held_bytes
+    assert held == count * (4 * width + ENTRY_BYTES)
+    assert held / 2 < taken <= held
+
+
+TEXTS = st.integers(0, 12)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("get"), st.lists(TEXTS, min_size=1, max_size=5)),
+        st.tuples(st.just("wait"), st.integers(1, 30)),
+    ),
+    max_size=60,
+)
+
+
+class Model:
+    """What the cache should do, in the fewest words: a dict in order of use."""
+
+    def __init__(self, entries, max_seconds):
+        self.entries, self.max_seconds = entries, max_seconds
+        self.kept = OrderedDict()
+        self.runs = 0
+
+    def get(self, texts, now):
+        found = {}
+        for text in texts:
+            run, since = self.kept.get(text, (None, None))
+            if run is not None and now - since > self.max_seconds:
+                del self.kept[text]
+                run = None
+            if run is not None:
+                self.kept.move_to_end(text)
+                found[text] = run
+        for text in dict.fromkeys(texts):
+            if text not in found:
+                self.runs += 1
+                found[text] = self.runs
+                while len(self.kept) >= self.entries:
+                    self.kept.popitem(last=False)
+                self.kept[text] = (self.runs, now)
+        return [found[text] for text in texts]
+
+
+@settings(deadline=None, max_examples=300)
+@given(STEPS, st.integers(1, 8), st.sampled_from([20.0, float("inf")]))
+def test_it_keeps_what_a_plain_dict_in_order_of_use_would(steps, entries, max_seconds):
+    bench = Bench(entries, max_seconds=max_seconds)
+    model = Model(entries, max_seconds)
+    rows = 0
+    for action, what in steps:
+        if action == "wait":
+            bench.clock.now += what
+            continue
+        rows += len(what)
+
+        assert bench.get(*what).runs == model.get(what, bench.clock.now)
+
+        use = bench.cache.use()
+        assert use.entries == len(model.kept)
+        assert use.held_bytes == use.entries * SIZE <= entries * SIZE
+        assert use.misses == model.runs
+        assert use.hits + use.misses + use.joined == rows
+    assert bench.is_empty_handed()
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 300)), max_size=50),
+    st.integers(0, 4000),
+)
+def test_its_bound_is_never_passed_whatever_the_sizes(answers, max_bytes):
+    class Sized:
+        def submit(self, request, reply):
+            [sequence] = request.sequences
+            reply.succeed([np.zeros(sequence.num_tokens, dtype=np.float32)])
+
+    cache = ResponseCache(Sized().submit, ANY, Clock(), max_bytes=max_bytes)
+    for text, width in answers:
+        reply = FakeReply()
+        cache.submit(request([text] * width), reply)
+        assert len(reply.answers) == 1
+        kept = [entry.answer for entry in cache._entries.values()]
+        assert cache.use().held_bytes == sum(len(a.values) + ENTRY_BYTES for a in kept) <= max_bytes
+
+
+# What is shared
+
+
+def test_equal_sequences_of_one_request_run_once(bench):
+    reply = bench.ask([1, 2], [3], [1, 2])
+
+    assert bench.engine.waiting == [[[1, 2], [3]]]
+    bench.engine.run()
+    assert reply.runs == [1, 2, 1]
+    assert bench.cache.use() == CacheUse(2 * SIZE, 2, joined=1, misses=2)
+
+
+def test_a_request_waits_for_its_equal_that_came_before(bench):
+    first, second = bench.ask(1, 2), bench.ask(2, 3)
+
+    assert bench.engine.waiting == [[[1], [2]], [[3]]]
+    bench.engine.run(1)
+    assert second.answers == []
+    bench.engine.run()
+    assert (first.runs, second.runs) == ([2, 3], [3, 1])
+    assert bench.is_empty_handed()
+
+
+def test_a_request_that_comes_after_the_answer_joins_nothing(bench):
+    bench.get(1)
+    bench.ask(1)
+
+    assert bench.cache.use().joined == 0
+
+
+@pytest.mark.parametrize(
+    "leader, follower, joins",
+    [
+        ({}, {}, True),
+        ({"priority": 3}, {"priority": 3}, True),
+        ({"priority": 3}, {"priority": 2}, True),
+        ({"priority": 2}, {"priority": 3}, False),
+        ({"deadline_seconds": 1.0}, {}, True),
+        ({}, {"deadline_seconds": 1.0}, False),
+        ({"deadline_seconds": 1.0}, {"deadline_seconds": 1.0}, True),
+        ({"deadline_seconds": 1.0}, {"deadline_seconds": 0.5}, False),
+        ({"deadline_seconds": 1.0, "priority": 1}, {"priority": 2}, False),
+        ({"priority": 2}, {"deadline_seconds": 1.0, "priority": 1}, False),
+    ],
+)
+def test_who_is_more_urgent_does_not_wait_for_who_is_less(bench, leader, follower, joins):
+    first = bench.ask(1, **leader)
+    bench.clock.now += 0.1
+    second = bench.ask(1, **follower)
+
+    assert len(bench.engine.flights) == (1 if joins else 2)
+    bench.engine.run(-1)
+    assert second.sums == [1]
+    assert len(first.answers) == (1 if joins else 0)
+    while bench.engine.flights:
+        bench.engine.run()
+    assert first.sums == [1]
+    assert bench.is_empty_handed()
+
+
+def test_later_requests_join_the_one_that_is_more_urgent(bench):
+    slow, fast = bench.ask(1), bench.ask(1, priority=5)
+    third = bench.ask(1, priority=4)
+
+    assert len(bench.engine.flights) == 2
+    bench.engine.run(1)
+    assert fast.runs == third.runs == [1]
+    bench.engine.run()
+    assert slow.runs == [2]
+
+
+def test_a_request_of_more_than_a_batch_is_joined_by_nobody():
+    bench = Bench(joins=JoinLimits(3, 1000, 1000))
+    bulk = bench.ask([1], [2, 2], [3])
+    small = bench.ask([1])
+
+    assert bench.engine.waiting == [[[1], [2, 2], [3]], [[1]]]
+    bench.engine.run(1)
+    assert small.sums == [1]
+    bench.engine.run()
+    assert bulk.sums == [1, 4, 3]
+
+
+def test_a_single_sequence_is_joined_however_long():
+    bench = Bench(joins=JoinLimits(3, 1000, 1000))
+    bench.ask([1] * 10)
+    bench.ask([1] * 10)
+
+    assert len(bench.engine.flights) == 1
+
+
+@pytest.mark.parametrize("joins", [JoinLimits(1000, 2, 1000), JoinLimits(1000, 1000, 4)])
+def test_so_many_may_wait_for_others_and_no_more(joins):
+    bench = Bench(joins=joins)
+    replies = [bench.ask([1, 1]) for _ in range(4)]
+
+    assert len(bench.engine.flights) == 2
+    bench.engine.run()
+    assert [len(reply.answers) for reply in replies] == [1, 1, 1, 0]
+    bench.engine.run()
+    assert bench.is_empty_handed()
+    # there is room again
+    bench.ask([2, 2])
+    bench.ask([2, 2])
+    assert len(bench.engine.flights) == 1
+
+
+# What becomes of those who wait for another
+
+
+def test_a_leader_that_is_refused_is_told_so_and_its_followers_start_anew(bench):
+    followers = []
+
+    def join():
+        # while the engine makes up its mind
+        bench.engine.on_submit = lambda: None
+        followers.extend([bench.ask(1), bench.ask(1, 3)])
+
+    bench.engine.on_submit = join
+    bench.engine.refusal = QueueFullError("full")
+    leader = FakeReply()
+
+    with pytest.raises(QueueFullError):
+        bench.ask(1, 2, reply=leader)
+
+    assert leader.answers == []
+    while bench.engine.flights:
+        bench.engine.run()
+    assert [reply.sums for reply in followers] == [[1], [1, 3]]
+    assert leader.answers == []
+    assert bench.is_empty_handed()
+
+
+def test_a_follower_whose_own_start_is_refused_is_told_so(bench):
+    followers = []
+
+    def join():
+        bench.engine.on_submit = refuse_next
+        followers.extend([bench.ask(1), bench.ask(1)])
+
+    def refuse_next():
+        bench.engine.on_submit = lambda: None
+        raise QueueFullError("still full")
+
+    bench.engine.on_submit = join
+    bench.engine.refusal = RequestError("too large")
+
+    with pytest.raises(RequestError):
+        bench.ask(1, 2)
+
+    assert isinstance(followers[0].only, QueueFullError)
+    bench.engine.run()
+    assert followers[1].sums == [1]
+    assert bench.is_empty_handed()
+
+
+def test_a_refused_request_no_longer_waits_for_what_it_joined(bench):
+    leader = bench.ask(1)
+    bench.engine.refusal = QueueFullError("full")
+    refused = FakeReply()
+
+    with pytest.raises(QueueFullError):
+        bench.ask(1, 2, reply=refused)
+    bench.engine.run()
+
+    assert leader.sums == [1]
+    assert refused.answers == []
+    assert bench.is_empty_handed()
+
+
+def test_a_request_answered_while_it_is_refused_is_answered_once(bench):
+    bench.ask(1)
+    bench.engine.on_submit = lambda: bench.engine.fail(EngineError("the batch failed"))
+    bench.engine.refusal = QueueFullError("full")
+
+    reply = bench.ask(1, 2)
+
+    assert isinstance(reply.only, EngineError)
+    assert bench.is_empty_handed()
+
+
+def test_a_flight_is_cancelled_once_nobody_waits_for_it(bench):
+    leader, follower = bench.ask(1, 2), bench.ask(2)
+    [(_, flight)] = bench.engine.flights
+
+    leader.cancelled = True
+    assert not flight.is_cancelled()
+    follower.cancelled = True
+    assert flight.is_cancelled()
+    bench.engine.run()
+    assert isinstance(leader.only, RequestCancelled)
+    assert isinstance(follower.only, RequestCancelled)
+    assert bench.engine.flights == []
+    assert bench.is_empty_handed()
+
+
+def test_a_follower_gets_its_answer_when_its_leader_is_cancelled(bench):
+    leader, follower = bench.ask(1), bench.ask(1)
+    leader.cancelled = True
+
+    bench.engine.run()
+
+    assert follower.sums == [1]
+    assert len(leader.answers) == 1
+
+
+def test_who_joins_a_flight_that_is_being_cancelled_starts_anew(bench):
+    leader = bench.ask(1)
+    leader.cancelled = True
+    [(_, flight)] = bench.engine.flights
+    assert flight.is_cancelled()
+    late = bench.ask(1)
+
+    bench.engine.fail(RequestCancelled("cancelled before it ran"))
+
+    assert isinstance(leader.only, RequestCancelled)
+    assert late.answers == []
+    bench.engine.run()
+    assert late.sums == [1]
+
+
+def test_a_reply_that_cannot_say_whether_it_is_cancelled_keeps_its_flight(bench):
+    reply = bench.ask(1, reply=FakeReply(raises=("is_cancelled",)))
+
+    bench.engine.run()
+
+    assert reply.sums == [1]
+
+
+@pytest.mark.parametrize("error", [DeadlineError("late"), QueueFullError("full")])
+def test_a_leader_that_is_dropped_for_itself_leaves_its_followers_alone(bench, error):
+    leader = bench.ask(1, 2, deadline_seconds=1.0)
+    first, second = bench.ask(2, deadline_seconds=3.0), bench.ask(2, 1)
+    bench.clock.now += 1.5
+
+    bench.engine.fail(error)
+
+    assert leader.only is error
+    # the first of them leads now, with what is left of its own time
+    assert bench.engine.waiting == [[[2]], [[1]]]
+    assert [request.deadline_seconds for request, _ in bench.engine.flights] == [1.5, None]
+    bench.engine.run()
+    bench.engine.run()
+    assert (first.sums, second.sums) == ([2], [2, 1])
+    assert bench.is_empty_handed()
+
+
+def test_a_follower_without_time_left_leaves_it_to_the_engine_to_say_so(bench):
+    bench.ask(1, deadline_seconds=1.0)
+    follower = bench.ask(1, deadline_seconds=1.5)
+    bench.clock.now += 2.0
+
+    bench.engine.fail(DeadlineError("late"))
+
+    [(request, _)] = bench.engine.flights
+    assert request.deadline_seconds == 0.0
+    bench.engine.fail(DeadlineError("later"))
+    assert isinstance(follower.only, DeadlineError)
+
+
+@pytest.mark.parametrize("error", [EngineError("the batch failed"), KeyError("a bug")])
+def test_a_failed_batch_fails_all_who_wait_for_it_and_is_not_kept(bench, error):
+    replies = [bench.ask(1, 2), bench.ask(2), bench.ask(3, 1)]
+
+    bench.engine.fail(error)
+
+    assert all(reply.only is error for reply in replies)
+    assert bench.cache.use().entries == 0
+    # nobody waits for what the third one had sent
+    [(_, flight)] = bench.engine.flights
+    assert flight.is_cancelled()
+    bench.engine.run()
+    assert bench.is_empty_handed()
+    assert bench.get(1).sums == [1]
+    assert bench.engine.runs == 1
+
+
+def test_what_an_answered_request_had_sent_is_kept_if_it_runs_all_the_same(bench):
+    bench.ask(1)
+    bench.ask(1, 2)
+    bench.engine.fail(EngineError("the batch failed"))
+    [(_, flight)] = bench.engine.flights
+    flight.succeed([answer(Sequence(np.array([2], dtype=np.int32)), False)])
+
+    assert bench.ask(2).sums == [2]
+
+
+@pytest.mark.parametrize("rows", [[], [None], [np.zeros(WIDTH)] * 3])
+def test_an_answer_that_cannot_be_kept_is_an_error_to_all(bench, rows):
+    replies = [bench.ask(1, 2), bench.ask(2)]
+    _, flight = bench.engine.flights.pop()
+
+    flight.succeed(rows)
+
+    assert all(isinstance(reply.only, EngineError) for reply in replies)
+    assert bench.is_empty_handed()
+
+
+@pytest.mark.parametrize("how", ["succeed", "fail"])
+def test_a_reply_that_raises_harms_no_other(bench, how):
+    broken = bench.ask(1, reply=FakeReply(raises=(how,)))
+    company = bench.ask(1)
+    if how == "fail":
+        bench.engine.fail(EngineError("the batch failed"))
+    else:
+        bench.engine.run()
+
+    assert len(broken.answers) == len(company.answers) == 1
+    assert bench.is_empty_handed()
+
+
+def test_an_engine_that_answers_at_once_is_no_trouble():
+    class Instant:
+        def submit(self, request, reply):
+            reply.succeed([answer(s, request.normalize) for s in request.sequences])
+
+    cache = ResponseCache(Instant().submit, ANY, Clock(), max_bytes=10_000)
+    reply = FakeReply()
+    cache.submit(request(1, 2, 1), reply)
+
+    assert reply.sums == [1, 2, 1]
+
+
+ERRORS = [
+    RequestCancelled("cancelled before it ran"),
+    DeadlineError("late"),
+    QueueFullError("full"),
+    EngineError("the batch failed"),
+]
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("ask"),
+            st.lists(st.integers(0, 5), min_size=1, max_size=4),
+            st.fixed_dictionaries(
+                {
+                    "priority": st.integers(0, 2),
+                    "deadline_seconds": st.sampled_from([None, 1.0, 2.0]),
+                    "normalize": st.booleans(),
+                }
+            ),
+            st.sampled_from([None, None, None, *ERRORS[2:]]),
+        ),
+        st.tuples(st.just("run"), st.integers(0, 9)),
+        st.tuples(st.just("fail"), st.integers(0, 9), st.sampled_from(ERRORS)),
+        st.tuples(st.just("cancel"), st.integers(0, 9)),
+        st.tuples(st.just("wait"), st.sampled_from([0.25, 1.0])),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(EVENTS, st.integers(0, 6), st.integers(1, 4), st.integers(0, 3))
+def test_any_order_of_events_answers_each_request_once_and_rightly(
+    events, entries, flight_tokens, most
+):
+    bench = Bench(entries, JoinLimits(flight_tokens, most, 100), max_seconds=3.0)
+    asked, failures, unexpected = [], set(), []
+    for action, *what in events:
+        flights = bench.engine.flights
+        if action == "ask":
+            rows, given, refusal = what
+            bench.engine.refusal = refusal
+            reply = FakeReply()
+            try:
+                bench.ask(*rows, reply=reply, **given)
+                asked.append((rows, given["normalize"], reply))
+            except VarlenError as error:
+                unexpected += [error] if error is not refusal else []
+                unexpected += reply.answers
+            bench.engine.refusal = None
+        elif action == "wait":
+            bench.clock.now += what[0]
+        elif action == "cancel" and asked:
+            asked[what[0] % len(asked)][2].cancelled = True
+        elif action == "run" and flights:
+            bench.engine.run(what[0] % len(flights))
+        elif action == "fail" and flights:
+            failures.add(what[1])
+            bench.engine.fail(what[1], what[0] % len(flights))
+        assert bench.cache.use().held_bytes <= entries * SIZE
+        assert bench.cache._followers <= most
+    while bench.engine.flights:
+        bench.engine.run()
+
+    assert unexpected == []
+    for rows, normalize, reply in asked:
+        if isinstance(reply.only, Exception):
+            is_own = isinstance(reply.only, RequestCancelled) and reply.cancelled
+            assert is_own or reply.only in failures
+        else:
+            assert [row[[0, 2]].tolist() for row in reply.only] == [[r, normalize] for r in rows]
+    assert bench.is_empty_handed()
+
+
+# Threads
+
+
+class ThreadedEngine:
+    """Answers from a thread of its own; refuses, fails and drops by chance if told to."""
+
+    def __init__(self, chance=0.0, seed=0):
+        self._chance = chance
+        self._random = random.Random(seed)
+        self._lock = Lock()
+        self._inbox = SimpleQueue()
+        self.runs = Counter()
+        self._thread = Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def _happens(self):
+        with self._lock:
+            return self._random.random() < self._chance
+
+    def submit(self, request, reply):
+        if self._happens():
+            raise QueueFullError("full")
+        self._inbox.put((request, reply))
+
+    def close(self):
+        self._inbox.put(None)
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+
+    def _loop(self):
+        while (flight := self._inbox.get()) is not None:
+            request, reply = flight
+            if reply.is_cancelled():
+                reply.fail(RequestCancelled("cancelled before it ran"))
+            elif self._happens():
+                reply.fail(DeadlineError("late"))
+            elif self._happens():
+                reply.fail(EngineError("the batch failed"))
+            else:
+                rows = [answer(s, request.normalize) for s in request.sequences]
+                self.runs.update(int(s.token_ids.sum()) for s in request.sequences)
+                reply.succeed(rows)
+
+
+def in_threads(count, work):
+    """Run `work(index)` in so many threads that begin together."""
+    barrier, failures = Barrier(count), []
+
+    def begin(index):
+        barrier.wait()
+        try:
+            work(index)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [Thread(target=begin, args=(index,), daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert failures == []
+
+
+def test_what_many_threads_ask_for_at_once_runs_once():
+    engine = ThreadedEngine()
+    joins = JoinLimits(max_flight_tokens=2, max_requests=10_000, max_tokens=10_000)
+    cache = ResponseCache(engine.submit, joins, Clock(), max_bytes=2**20)
+    replies = [[] for _ in range(8)]
+
+    def ask(index):
+        for text in range(200):
+            reply = FakeReply()
+            replies[index].append((text, reply))
+            cache.submit(request(text, text // 2), reply)
+
+    in_threads(8, ask)
+
+    for part in replies:
+        for text, reply in part:
+            assert reply.answered.wait(SECONDS)
+            assert reply.sums == [text, text // 2]
+    engine.close()
+    assert set(engine.runs.values()) == {1}
+    use = cache.use()
+    assert use.misses == len(engine.runs) == 200
+    assert use.hits + use.joined + use.misses == 8 * 200 * 2
+
+
+def test_whatever_goes_wrong_in_many_threads_each_request_is_answered_once():
+    engine = ThreadedEngine(chance=0.2)
+    bound = 12 * SIZE
+    cache = ResponseCache(engine.submit, JoinLimits(3, 6, 100), Clock(), max_bytes=bound)
+    accepted, refused = [], []
+
+    def ask(index):
+        numbers = random.Random(index)
+        for _ in range(400):
+            rows = [numbers.randrange(20) for _ in range(numbers.randint(1, 4))]
+            reply = FakeReply()
+            reply.cancelled = numbers.random() < 0.1
+            given = {
+                "priority": numbers.randrange(2),
+                "deadline_seconds": numbers.choice([None, 1.0]),
+            }
+            try:
+                cache.submit(request(*rows, **given), reply)
+                accepted.append((rows, reply))
+            except QueueFullError:
+                refused.append(reply)
+            assert cache.use().held_bytes <= bound
+
+    in_threads(6, ask)
+
+    for rows, reply in accepted:
+        assert reply.answered.wait(SECONDS)
+        if isinstance(reply.only, list):
+            assert reply.sums == rows
+        else:
+            assert isinstance(reply.only, VarlenError)
+    engine.close()
+    assert len(accepted) + len(refused) == 2400
+    assert all(reply.answers == [] for reply in refused)
+    assert (cache._flights, cache._followers, cache._follower_tokens) == ({}, 0, 0)
