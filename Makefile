@@ -26,7 +26,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup server demo serve test test-kernels test-gpu check
-.PHONY: bench-encoder bench-memory bench-kernels tune-kernels install-backend clean
+.PHONY: bench-encoder bench-memory bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,11 @@ bench-encoder: setup ## Compare the encoder with its peers on this machine; appe
 
 bench-memory: setup ## Measure memory and its price beside PyTorch's on this machine; appends to docs/benchmarks
 	$(BIN)/python -m varlen_tools.bench_memory $(BENCH)
+
+bench-serving: setup ## Load real servers, ours and plain ones, until they cannot keep up; appends to docs/benchmarks
+	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
+	$(INSTALL) --no-deps triton==$(TRITON)
+	$(BIN)/python -m varlen_tools.bench_serving $(BENCH)
 
 bench-kernels: $(GPU_SETUP) ## Compare every kernel with its peers on this GPU; appends to docs/benchmarks
 	$(ON_GPU) -m varlen_tools.bench_kernels $(BENCH)

@@ -59,7 +59,7 @@ def main(
         workloads = [_fewer_candidates(workload) for workload in workloads]
     settings = Settings(
         model=model.resolve(),
-        cache=_cache_folder(),
+        cache=cache_folder(),
         threads=threads or bench_report.cpu_count(),
         rounds=rounds,
         systems=wanted,
@@ -105,7 +105,8 @@ def _fewer_candidates(workload: Workload) -> Workload:
     )
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Return where checkpoints in the peers' own formats are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "varlen" / "bench_encoder"
 

@@ -12,15 +12,26 @@ from typing import Any
 
 from varlen_tools.bench_encoder.exports import last_line
 
+_WORKER = "varlen_tools.bench_encoder.worker"
+
 
 class WorkerError(Exception):
     """A system stopped, failed or took too long; the message is its last words."""
 
 
 class WorkerProcess:
-    """One system's process. Close it, also after an error."""
+    """One system's process. Close it, also after an error.
 
-    def __init__(self, spec: dict[str, Any], log: Path, *, timeout_seconds: float) -> None:
+    Args:
+        spec: what the process is told at its start.
+        log: what it prints goes here.
+        timeout_seconds: most that an answer may take.
+        module: run as the process.
+    """
+
+    def __init__(
+        self, spec: dict[str, Any], log: Path, *, timeout_seconds: float, module: str = _WORKER
+    ) -> None:
         self._timeout = timeout_seconds
         self._log = log
         threads = str(spec["threads"])
@@ -34,7 +45,7 @@ class WorkerProcess:
         }
         with log.open("w", encoding="utf-8") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "varlen_tools.bench_encoder.worker", json.dumps(spec)],
+                [sys.executable, "-m", module, json.dumps(spec)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -1,0 +1,49 @@
+"""Which load to try next on the way to the largest that a system sustains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# In what a closed loop got out of the system: the first load to try, and one that is too much.
+_FIRST, _TOO_MUCH = 0.8, 1.15
+# Steps where only one side is known: none was sustained yet, or all were.
+_DOWN, _UP = 0.6, 1.25
+
+
+@dataclass(slots=True)
+class Search:
+    """Bisection between the loads that were sustained and the least that was not.
+
+    Attributes:
+        capacity: requests/s that a closed loop got.
+        steps: loads that are left to try.
+    """
+
+    capacity: float
+    steps: int
+    _passed: list[float] = field(default_factory=list)
+    _failed: list[float] = field(default_factory=list)
+
+    @property
+    def sustained(self) -> float:
+        """The largest load that was sustained below every one that was not; 0 if there is none."""
+        least = min(self._failed, default=float("inf"))
+        return max((rate for rate in self._passed if rate < least), default=0.0)
+
+    def next_rate(self) -> float | None:
+        """Return the next load to try, None when the search is over."""
+        if self.steps <= 0 or self.capacity <= 0:
+            return None
+        first, sustained = _FIRST * self.capacity, self.sustained
+        if self._failed:
+            least = min(self._failed)
+            return (sustained + least) / 2 if sustained else _DOWN * least
+        if sustained < first:
+            return first
+        too_much = _TOO_MUCH * self.capacity
+        return (sustained + too_much) / 2 if _UP * sustained < too_much else _UP * sustained
+
+    def record(self, rate: float, *, is_sustained: bool, is_step: bool = True) -> None:
+        """Take in what became of a load; one that was tried for another reason is no step."""
+        self.steps -= is_step
+        (self._passed if is_sustained else self._failed).append(rate)
