@@ -1,0 +1,232 @@
+"""Our response cache behind the real server, and the request parameters that the answer does not depend on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from varlen_client import Client as VarlenClient
+from varlen_client import DeadlineMissed
+from varlen_tools.local_server import LOOPBACK, LocalServer
+
+from .clients import AnswerError, Client, GrpcClient, HttpClient, integers, texts
+from .serving import add_model, load, metrics, outcomes, unload, wait_until_idle
+
+# Shorter than any answer takes.
+NO_TIME = 0.001
+CACHE_BYTES = 200_000
+
+
+@pytest.fixture
+def cached(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) -> Iterator[str]:
+    """A model with an empty cache."""
+    # a new one: some series outlive a model, and some do not
+    name = f"cached{len(list(repository.glob('cached*')))}"
+    add_model(repository, name, checkpoints["slow"], response_cache_bytes=str(CACHE_BYTES))
+    assert load(server, name) is None
+    yield name
+    unload(server, name)
+
+
+class Watch:
+    """How a model's series have grown since it was made."""
+
+    def __init__(self, server: LocalServer, model: str) -> None:
+        self._server, self._model = server, model
+        self._before = self._now()
+
+    def _now(self) -> dict[str, float]:
+        # what is answered is counted, and then carried over with the rest
+        outcomes(self._server, self._model)
+        wait_until_idle(self._server, self._model)
+        return metrics(self._server, self._model)
+
+    def grown(self) -> dict[str, float]:
+        """Return what has come to each series of the cache, and the sequences that ran."""
+        prefix = "varlen_response_cache_"
+        return {
+            name.removeprefix(prefix).removesuffix("_total"): value - self._before[name]
+            for name, value in self._now().items()
+            if name.startswith(prefix) or name == "varlen_sequences_total"
+        }
+
+
+def test_a_hit_is_equal_to_the_bit_through_both_protocols(
+    cached: str, server: LocalServer, grpc_client: GrpcClient, http_client: HttpClient
+) -> None:
+    watch = Watch(server, cached)
+    inputs = texts("word1 word2", "word3", "word1 word2")
+
+    first = grpc_client.infer(cached, inputs)
+    again = [client.infer(cached, inputs) for client in (http_client, grpc_client)]
+    # row by row, in another order, as token ids, beside a new one
+    ids = {"input_ids": integers([[2, 8, 3], [2, 9, 3]])}
+    mixed = http_client.infer(cached, ids)
+
+    for answers in again:
+        np.testing.assert_array_equal(answers, first)
+    np.testing.assert_array_equal(first[0], first[2])
+    np.testing.assert_array_equal(mixed[0], first[1])
+    np.testing.assert_allclose(first, grpc_client.infer("slow", inputs), rtol=0, atol=1e-5)
+    grown = watch.grown()
+    assert (grown["misses"], grown["joined"], grown["hits"]) == (3, 1, 7)
+    assert grown["varlen_sequences"] == grown["entries"] == 3
+    assert 3 * 128 * 4 < grown["bytes"] < CACHE_BYTES
+
+
+def test_what_the_answer_depends_on_is_in_the_key(cached: str, client: Client) -> None:
+    ids = {"input_ids": integers([[2, 8, 9, 3]])}
+    types = {**ids, "token_type_ids": integers([[0, 0, 1, 1]])}
+    padded = {
+        "input_ids": integers([[2, 8, 9, 3, 0]]),
+        "attention_mask": integers([[1, 1, 1, 1, 0]]),
+    }
+
+    plain = client.infer(cached, ids)
+    normalized = client.infer(cached, ids, {"normalize": True})
+    with_types = client.infer(cached, types)
+
+    np.testing.assert_allclose(np.linalg.norm(normalized), 1.0, atol=1e-5)
+    assert abs(plain - normalized).max() > 0.01
+    assert abs(plain - with_types).max() > 0.01
+    # asked again, each gives its own; padding and urgency make no difference
+    for inputs, parameters, expected in [
+        (ids, {}, plain),
+        (padded, {"request_priority": 9}, plain),
+        (ids, {"normalize": True, "deadline_ms": 60_000}, normalized),
+        (types, {"normalize": False}, with_types),
+    ]:
+        np.testing.assert_array_equal(client.infer(cached, inputs, parameters), expected)
+
+
+def test_an_error_is_not_kept(cached: str, server: LocalServer, client: Client) -> None:
+    watch = Watch(server, cached)
+    inputs = texts("word4 word5")
+    for _ in range(2):
+        with pytest.raises(AnswerError) as caught:
+            client.infer(cached, inputs, {"deadline_ms": NO_TIME})
+        assert caught.value.code == "UNAVAILABLE"
+        assert caught.value.message.startswith("deadline missed: ")
+    with pytest.raises(AnswerError, match="row 0: text is empty"):
+        client.infer(cached, texts(""))
+    assert watch.grown()["entries"] == 0
+
+    answer = client.infer(cached, inputs)
+
+    np.testing.assert_allclose(answer, client.infer("slow", inputs), rtol=0, atol=1e-5)
+    # what is kept can be answered in no time
+    again = client.infer(cached, inputs, {"deadline_ms": NO_TIME})
+    np.testing.assert_array_equal(again, answer)
+    assert watch.grown()["varlen_sequences"] == 1
+
+
+def test_equal_requests_in_flight_run_once(
+    cached: str, server: LocalServer, grpc_client: GrpcClient, http_client: HttpClient
+) -> None:
+    watch = Watch(server, cached)
+    # keeps the model busy while the others come
+    ids = np.random.default_rng(0).integers(0, 190, (64, 500))
+    busy = grpc_client.start(cached, {"input_ids": integers(ids)})
+    inputs = texts(*(f"word{number}" for number in range(20)))
+
+    answers = [client.start(cached, inputs) for client in (grpc_client, http_client) * 8]
+
+    rows = [answer.result() for answer in answers]
+    for found in rows:
+        np.testing.assert_array_equal(found, rows[0])
+    assert busy.result().shape == (64, 128)
+    grown = watch.grown()
+    assert grown["varlen_sequences"] == grown["misses"] == 64 + 20
+    assert grown["joined"] + grown["hits"] == 15 * 20
+
+
+def test_the_cache_stays_within_its_bytes(
+    cached: str, server: LocalServer, grpc_client: GrpcClient
+) -> None:
+    watch = Watch(server, cached)
+    for first in range(0, 190, 10):
+        rows = [[first + row, other] for row in range(10) for other in range(6)]
+        grpc_client.infer(cached, {"input_ids": integers(rows)})
+        assert metrics(server, cached)["varlen_response_cache_bytes"] <= CACHE_BYTES
+
+    grown = watch.grown()
+    assert grown["evictions"] == grown["misses"] - grown["entries"] > 0
+    # it is full but for less than an entry
+    assert grown["bytes"] > CACHE_BYTES - 2000
+
+
+def test_a_model_without_the_setting_keeps_nothing(
+    server: LocalServer, grpc_client: GrpcClient
+) -> None:
+    watch = Watch(server, "slow")
+    for _ in range(2):
+        grpc_client.infer("slow", texts("word1", "word1"))
+
+    grown = watch.grown()
+    assert grown.pop("varlen_sequences") == 4
+    assert not any(grown.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said", "allowed"),
+    [
+        ("deadline_ms", 0, "0", "a positive number"),
+        ("deadline_ms", -5, "-5", "a positive number"),
+        ("deadline_ms", -0.5, "-0.5", "a positive number"),
+        ("deadline_ms", "100", "'100'", "a positive number"),
+        ("deadline_ms", True, "True", "a positive number"),
+        ("request_priority", 10, "10", "a whole number from 0 to 9"),
+        ("request_priority", -1, "-1", "a whole number from 0 to 9"),
+        ("request_priority", 1.5, "1.5", "a whole number from 0 to 9"),
+        ("request_priority", "high", "'high'", "a whole number from 0 to 9"),
+    ],
+)
+def test_a_deadline_or_priority_that_is_none_is_refused(
+    client: Client, name: str, value: Any, said: str, allowed: str
+) -> None:
+    with pytest.raises(AnswerError) as caught:
+        client.infer("encoder", texts("word1"), {name: value})
+
+    assert caught.value.code == "INVALID_ARGUMENT"
+    assert caught.value.message.endswith(f"the parameter {name} is {said}; send {allowed}")
+
+
+@pytest.mark.parametrize("parameters", [{"deadline_ms": NO_TIME}, {"timeout": 1}], ids=str)
+def test_a_deadline_that_cannot_be_kept_is_refused(
+    server: LocalServer, client: Client, parameters: dict[str, Any]
+) -> None:
+    before = outcomes(server, "encoder")
+
+    with pytest.raises(AnswerError, match="^UNAVAILABLE: deadline missed: "):
+        client.infer("encoder", texts("word1"), parameters)
+
+    assert outcomes(server, "encoder") == before | {"refused": before["refused"] + 1}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"deadline_ms": 60_000},
+        {"deadline_ms": 60_000.5, "request_priority": 9},
+        {"timeout": 60_000_000},
+    ],
+    ids=str,
+)
+def test_a_deadline_that_can_be_kept_is_no_matter(
+    client: Client, parameters: dict[str, Any]
+) -> None:
+    assert client.infer("encoder", texts("word1"), parameters).shape == (1, 3, 32)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_the_client_passes_deadlines_on_and_knows_a_missed_one(
+    server: LocalServer, protocol: str
+) -> None:
+    port = server.grpc_port if protocol == "grpc" else server.http_port
+    with VarlenClient(f"{protocol}://{LOOPBACK}:{port}", "slow") as client:
+        vectors = client.embed(["word1"] * 3, deadline_ms=60_000.5, priority=9)
+        assert vectors.shape == (3, 128)
+        with pytest.raises(DeadlineMissed, match=r"^deadline missed: .*within 0 ms"):
+            client.embed(["word2"], deadline_ms=NO_TIME)
