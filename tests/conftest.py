@@ -1,5 +1,7 @@
-"""Tests that need a CUDA GPU are skipped where there is none."""
+"""Tests that need a CUDA GPU are skipped where there is none, and none reads or writes the user's cache."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not _gpu_is_there():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and there is none"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep costs that tests measure in a folder of their own; servers that they start inherit it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def _interpreted() -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from varlen.config import EngineConfig, Task
+from varlen.cost_warmup import costs_for
 from varlen.engine import Engine
 from varlen.intake import Intake, Limits
 from varlen.metrics import Readings, Stats
@@ -21,7 +22,6 @@ from varlen.models.runner import Runner
 from varlen.request import Reply, Request, Sequence
 from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.cost import CostTable
 from varlen.scheduling.scheduler import Scheduler
 from varlen.tokenization import Tokenizer
 
@@ -85,13 +85,7 @@ class Service:
         )
         intake = Intake(Tokenizer(checkpoint.folder, runner.max_sequence_tokens), limits)
         admission = Admission(config.max_queued_requests, config.max_queued_tokens)
-        # TODO: cost_warmup.costs_for measures these
-        costs = CostTable.of_function(
-            lambda n, length: 1.5e-3 + 30e-6 * n * length + 20e-9 * n * length**2,
-            config.execution,
-            max_sequences=config.max_batch_sequences,
-            max_length=runner.max_sequence_tokens,
-        )
+        costs = costs_for(runner, checkpoint, config)
         scheduler = Scheduler(config, costs, runner.max_batch_tokens)
         engine = Engine(runner, scheduler, admission, stats)
         engine.start()

@@ -96,7 +96,7 @@ def load(server_model, pb_utils, small_bert):
     def load(folder=small_bert, model_config=None, **parameters):
         pb_utils.model_dir = str(folder)
         model = server_model.TritonPythonModel()
-        parameters = {"dtype": "fp32", **parameters}
+        parameters = {"dtype": "fp32", "warmup_seconds": "0", **parameters}
         model.initialize(args(model_config or config(parameters=parameters)))
         loaded.append(model)
         return model

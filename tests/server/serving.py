@@ -23,12 +23,14 @@ def add_model(
 
     Args:
         text: of config.pbtxt, besides backend and parameters.
-        parameters: of the engine; one CPU thread and fp32 unless given, whose answers do not depend on the machine.
+        parameters: of the engine; one CPU thread and fp32 unless given, whose answers do not depend on the machine,
+            and no measuring of costs.
     """
     folder = repository / name
     folder.mkdir(parents=True)
     (folder / "1").symlink_to(checkpoint.resolve(), target_is_directory=True)
-    settings = {"device": "cpu", "dtype": "fp32", "threads": "1"} | parameters
+    settings = {"device": "cpu", "dtype": "fp32", "threads": "1", "warmup_seconds": "0"}
+    settings |= parameters
     lines = ['backend: "varlen"', text]
     lines += [
         f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'

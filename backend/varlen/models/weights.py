@@ -29,7 +29,7 @@ class CheckpointWeights:
         """
         self._files = ExitStack()
         self._holder = {}
-        for path in _shards(folder):
+        for path in shards(folder):
             try:
                 file = self._files.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -66,7 +66,12 @@ class CheckpointWeights:
         return tensor
 
 
-def _shards(folder: Path) -> list[Path]:
+def shards(folder: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint folder.
+
+    Raises:
+        CheckpointError: there is none, or the index that names them is damaged.
+    """
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     if not (folder / _INDEX).is_file():

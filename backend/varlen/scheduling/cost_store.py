@@ -1,6 +1,6 @@
 """Measured costs on disk, so that a second start measures nothing: one SQLite file in a cache folder.
 
-Costs are found again by what decides them (checkpoint, device, libraries and so on), which is kept beside them in words.
+Costs are found again by what decides them, such as checkpoint, device and libraries, which is kept with them in words.
 Several servers may use one file. Nothing that is wrong with it is worth a failure: a file that is damaged is set
 aside and a new one begun; one that cannot be opened, read or written is done without. Each gives a warning.
 """
@@ -74,6 +74,7 @@ class CostStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / _FILE
+        self._warned: set[str] = set()
 
     def load(self, about: About) -> StoredCosts | None:
         """Return the costs that were measured under just these circumstances, or None."""
@@ -124,10 +125,16 @@ class CostStore:
             self._folder.mkdir(parents=True, exist_ok=True)
             return self._work(work)
         except (sqlite3.Error, OSError) as error:
-            _log.warning("the cache of costs %s is not used: %s", self._path, error)
+            self._warn(f"the cache of costs {self._path} is not used: {error}")
         except (ValueError, TypeError) as error:
-            _log.warning("the cache of costs %s holds a damaged entry: %s", self._path, error)
+            self._warn(f"the cache of costs {self._path} holds a damaged entry: {error}")
         return otherwise
+
+    def _warn(self, line: str) -> None:
+        """Say what is wrong, once."""
+        if line not in self._warned:
+            _log.warning("%s", line)
+            self._warned.add(line)
 
     def _work(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         before = self._identity()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -21,19 +20,23 @@ _LONGEST = (1.0, 0.25)
 
 
 def grid_order(limits: Limits, max_length: int) -> tuple[list[Point], list[Point]]:
-    """Return the points of the grid in the order in which they are measured: those needed, and the others.
+    """Return the points of the grid in the order in which they are measured: those any table needs, and the others.
 
-    Length by length, the shortest and the longest before those between, every other number of sequences; then the rest.
+    Every other length and number of sequences comes first, then those between; small batches before large ones.
     """
     lengths = [n for n in powers_of_two(max_length) if n >= _SHORTEST] or [max_length]
     counts = powers_of_two(limits.max_sequences)
-    fine = {length: [n for n in counts if n * length <= limits.max_tokens] for length in lengths}
-    coarse = {length: sorted({*row[::2], row[-1]}) for length, row in fine.items()}
+    fine = [(n, length) for length in lengths for n in counts if n * length <= limits.max_tokens]
+    coarse = [
+        (n, length)
+        for length in _every_other(lengths)
+        for n in _every_other([n for n in counts if n * length <= limits.max_tokens])
+    ]
     shortest, longest = lengths[0], lengths[-1]
-    needed = list(dict.fromkeys([(n, shortest) for n in coarse[shortest][:2]] + [(1, longest)]))
-    rows = _ends_first(lengths)
-    order = [(n, length) for chosen in (coarse, fine) for length in rows for n in chosen[length]]
-    return needed, [point for point in dict.fromkeys(order) if point not in needed]
+    needed = [(n, length) for n, length in coarse if length == shortest][:2]
+    needed += [(1, longest)] if longest > shortest else []
+    rest = [point for points in (coarse, fine) for point in sorted(points, key=_tokens)]
+    return needed, [point for point in dict.fromkeys(rest) if point not in needed]
 
 
 def mixed_batches(limits: Limits, max_length: int) -> list[list[int]]:
@@ -58,14 +61,11 @@ def _mixed_batch(numbers: random.Random, limits: Limits, size: float, longest: i
         lengths = longer
 
 
-def _ends_first(values: list[int]) -> list[int]:
-    """Return ascending values in another order: both ends, and then what halves the gaps, the widest first."""
-    order = [values[0], values[-1]]
-    gaps = deque([(0, len(values) - 1)])
-    while gaps:
-        begin, end = gaps.popleft()
-        if end - begin > 1:
-            middle = (begin + end) // 2
-            order.append(values[middle])
-            gaps += [(begin, middle), (middle, end)]
-    return list(dict.fromkeys(order))
+def _every_other(values: list[int]) -> list[int]:
+    """Return the first, the third and so on, and the last."""
+    return list(dict.fromkeys([*values[::2], values[-1]]))
+
+
+def _tokens(point: Point) -> int:
+    count, length = point
+    return count * length

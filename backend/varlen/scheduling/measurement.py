@@ -1,0 +1,258 @@
+"""What batches cost, measured within a bound of time.
+
+A sparse grid of batches of one length comes first, coarse and then finer, so that a table can be made of it whenever
+time is over. Batches of mixed lengths come last: they say how well the grid predicts what will be served.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from varlen.config import Execution
+from varlen.scheduling.cost import BatchShape, CostTable
+from varlen.scheduling.measurement_plan import Point, grid_order, mixed_batches
+from varlen.scheduling.partition import Limits
+
+# Seconds by (sequences, length in tokens).
+Samples: TypeAlias = dict[Point, float]
+
+# A batch runs once unmeasured, then so often, and short ones more often until they have run for so long.
+_LEAST_REPEATS = 3
+_MOST_REPEATS = 9
+_ENOUGH_SECONDS = 0.03
+# Attention makes a sequence of twice the length cost more than twice as much, by up to this exponent.
+_GROWTH = 1.25
+# The grid's share of the time, and how much more than the grid says a mixed batch may take.
+_GRID_SHARE = 0.85
+_MIXED_ROOM = 1.5
+# How often the mixed batches are fed to a table. Each time it takes over a tenth of what they differ, or less.
+_ROUNDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class MixedBatch:
+    """A batch of mixed lengths that ran.
+
+    Attributes:
+        lengths: of its sequences, in tokens.
+        seconds: what it took.
+    """
+
+    lengths: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What was measured.
+
+    Attributes:
+        samples: seconds by (sequences, length); enough for a `CostTable`.
+        mixed: batches of mixed lengths.
+        is_complete: whether all was measured that was planned.
+        seconds: what measuring took.
+    """
+
+    samples: Samples
+    mixed: tuple[MixedBatch, ...]
+    is_complete: bool
+    seconds: float
+
+    @property
+    def batches(self) -> int:
+        """How many were measured."""
+        return len(self.samples) + len(self.mixed)
+
+    def grid_table(self, execution: Execution) -> CostTable:
+        """Return the costs as the grid alone has them."""
+        return CostTable(self.samples, execution)
+
+    def table(self, execution: Execution) -> CostTable:
+        """Return the costs: the grid, corrected by the mixed batches."""
+        table = self.grid_table(execution)
+        for _ in range(_ROUNDS):
+            for batch in self.mixed:
+                table.refine(BatchShape.of(batch.lengths), batch.seconds)
+        return table
+
+    def errors(self, table: CostTable) -> list[float]:
+        """Return by what share a table is off for each mixed batch: 0.1 where it says 1.1 s and it took 1."""
+        return [
+            table.seconds(BatchShape.of(batch.lengths)) / batch.seconds - 1 for batch in self.mixed
+        ]
+
+
+def measure(
+    run: Callable[[list[int]], object],
+    limits: Limits,
+    *,
+    max_length: int,
+    seconds: float,
+    clock: Callable[[], float],
+    say: Callable[[str], None],
+) -> Measurement:
+    """Return what batches cost, measured for as long as is allowed.
+
+    What any table needs is measured even if it takes longer: one sequence and several of the shortest length, and one
+    of the longest. No other batch runs if it is expected to end after the bound.
+
+    Args:
+        run: runs a batch of sequences of these lengths, in tokens.
+        limits: of a batch.
+        max_length: of a sequence, in tokens; a batch may hold one.
+        seconds: the bound.
+        clock: in seconds.
+        say: takes a line of progress now and then.
+
+    Raises:
+        MemoryError: there was too little for what any table needs.
+    """
+    needed, rest = grid_order(limits, max_length)
+    mixed = mixed_batches(limits, max_length)
+    watch = _Stopwatch(run, clock, seconds, len(needed) + len(rest) + len(mixed), say)
+    samples = _measure_grid(watch, needed, rest)
+    measured = _measure_mixed(watch, mixed, CostTable(samples, limits.execution))
+    return Measurement(samples, measured, watch.is_complete, watch.elapsed)
+
+
+class _Stopwatch:
+    """Times batches as long as there is time.
+
+    Attributes:
+        is_complete: whether all batches that came were timed.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[int]], object],
+        clock: Callable[[], float],
+        seconds: float,
+        planned: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.is_complete = True
+        self._run = run
+        self._clock = clock
+        self._allowed = seconds
+        self._planned = planned
+        self._say = say
+        self._began = clock()
+        self._measured = 0
+        self._quarters_said = 0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it was started."""
+        return self._clock() - self._began
+
+    def time(
+        self, lengths: list[int], *, expected: float, share: float = 1.0, is_needed: bool = False
+    ) -> float | None:
+        """Return the median of what a batch takes in seconds, or None if there is too little time or memory for it.
+
+        Args:
+            lengths: of its sequences, in tokens.
+            expected: what it is likely to take, in seconds.
+            share: of all the time, after which it may not end.
+            is_needed: whether it runs all the same.
+        """
+        until = share * self._allowed
+        if not is_needed and self.elapsed + (1 + _LEAST_REPEATS) * expected > until:
+            self.is_complete = False
+            return None
+        try:
+            times = self._times(lengths, until)
+        except MemoryError:
+            if is_needed:
+                raise
+            times = []
+        if not times or (len(times) < _LEAST_REPEATS and not is_needed):
+            self.is_complete = False
+            return None
+        self._measured += 1
+        self._tell()
+        return statistics.median(times)
+
+    def _times(self, lengths: list[int], until: float) -> list[float]:
+        """Return the times of its repeats: one at least, and no further ones past the bound."""
+        # the first batch of a shape may take memory and compile kernels
+        self._run(lengths)
+        times: list[float] = []
+        while len(times) < _MOST_REPEATS:
+            began = self._clock()
+            self._run(lengths)
+            times.append(self._clock() - began)
+            if len(times) >= _LEAST_REPEATS and sum(times) >= _ENOUGH_SECONDS:
+                break
+            if self.elapsed > until:
+                break
+        return times
+
+    def _tell(self) -> None:
+        """Say how far it is, once in a quarter of the way."""
+        way = max(self._measured / self._planned, self.elapsed / self._allowed)
+        if self._quarters_said < int(4 * way) < 4:
+            self._quarters_said = int(4 * way)
+            self._say(
+                f"measured {self._measured} of {self._planned} batches,"
+                f" {self.elapsed:.1f} s of at most {self._allowed:g}"
+            )
+
+
+def _measure_grid(watch: _Stopwatch, needed: list[Point], rest: list[Point]) -> Samples:
+    samples: Samples = {}
+    for count, length in [*needed, *rest]:
+        seconds = watch.time(
+            [length] * count,
+            expected=_expected(samples, count, length),
+            share=_GRID_SHARE,
+            is_needed=(count, length) in needed,
+        )
+        if seconds is not None:
+            samples[count, length] = seconds
+    if {count for count, _ in samples} == {1}:
+        # a batch holds no more than one: a second costs as much again, as in any table
+        _, shortest = needed[0]
+        samples[2, shortest] = 2 * samples[1, shortest]
+    return _without_ragged_rows(samples, needed)
+
+
+def _expected(samples: Samples, count: int, length: int) -> float:
+    """Return what a batch is likely to cost at most; 0 if nothing is known that is smaller or larger."""
+    smaller = [
+        seconds * (count / n) * (length / tokens) ** _GROWTH
+        for (n, tokens), seconds in samples.items()
+        if n <= count and tokens <= length
+    ]
+    larger = [s for (n, tokens), s in samples.items() if n >= count and tokens >= length]
+    return min([*smaller, *larger], default=0.0)
+
+
+def _without_ragged_rows(samples: Samples, needed: list[Point]) -> Samples:
+    """Return samples without the lengths that have smaller batches only than some longer length has.
+
+    Time was over before their larger ones. What those cost is better read off the lengths around them.
+    """
+    most = {length: max(n for n, other in samples if other == length) for _, length in samples}
+    kept = {length for _, length in needed}
+    kept |= {
+        length
+        for length in most
+        if most[length] >= max(most[other] for other in most if other >= length)
+    }
+    return {point: seconds for point, seconds in samples.items() if point[1] in kept}
+
+
+def _measure_mixed(
+    watch: _Stopwatch, batches: list[list[int]], table: CostTable
+) -> tuple[MixedBatch, ...]:
+    measured = []
+    for lengths in batches:
+        predicted = table.seconds(BatchShape.of(lengths))
+        seconds = watch.time(lengths, expected=_MIXED_ROOM * predicted)
+        if seconds is not None:
+            measured.append(MixedBatch(tuple(lengths), seconds))
+    return tuple(measured)

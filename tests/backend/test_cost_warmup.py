@@ -1,0 +1,405 @@
+"""Costs when a model is loaded: measured once, read after that, assumed where nothing may be measured."""
+
+import json
+import logging
+import os
+import re
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from varlen import cost_warmup
+from varlen.config import EngineConfig
+from varlen.cost_warmup import (
+    assumed_costs,
+    cache_folder,
+    circumstances,
+    costs_for,
+    measured_costs,
+)
+from varlen.models import fingerprint
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.fingerprint import checkpoint_hash, device_name, library_versions
+from varlen.models.runner import Runner
+from varlen.scheduling.cost import BatchShape
+from varlen.scheduling.cost_store import CostStore
+
+VOCAB_SIZE = 50
+
+
+class FakeRunner:
+    """Takes as long as its tokens on a clock of its own."""
+
+    task = "embed"
+    device = torch.device("cpu")
+    dtype = torch.float32
+    vocab_size = VOCAB_SIZE
+    max_sequence_tokens = 64
+    max_batch_tokens = 512
+    arena = SimpleNamespace(capacity=1 << 20)
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.ran = []
+
+    def run(self, sequences, normalize):
+        assert len(sequences) == len(normalize)
+        self.ran.append(sequences)
+        self.clock.now += 1e-3 + 1e-5 * sum(sequence.num_tokens for sequence in sequences)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Stands still but for what a fake runner runs."""
+    made = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(cost_warmup.time, "perf_counter", lambda: made.now)
+    return made
+
+
+@pytest.fixture
+def runner(clock):
+    return FakeRunner(clock)
+
+
+@pytest.fixture
+def checkpoint(small_bert):
+    return Checkpoint.open(small_bert)
+
+
+@pytest.fixture
+def config(tmp_path):
+    return EngineConfig(
+        cache_folder=str(tmp_path / "cache"), max_batch_sequences=16, max_batch_tokens=512
+    )
+
+
+@pytest.fixture(autouse=True)
+def _info(caplog):
+    caplog.set_level(logging.INFO, logger="varlen")
+
+
+def lines(caplog):
+    found = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    return found
+
+
+def test_the_first_start_measures_and_the_second_one_reads(
+    runner, clock, checkpoint, config, caplog
+):
+    first = costs_for(runner, checkpoint, config)
+    *progress, done = lines(caplog)
+    again = FakeRunner(clock)
+    second = costs_for(again, checkpoint, config)
+
+    assert len(progress) == 3
+    assert all(line.startswith("measured ") for line in progress)
+    assert re.match(r"costs measured in \d+\.\d s \(\d+ batches\); batches of mixed lengths", done)
+    assert again.ran == []
+    (said,) = lines(caplog)
+    assert re.fullmatch(r"costs read from the cache, measured \d{4}-\d\d-\d\d \d\d:\d\d UTC", said)
+    assert second.grid == first.grid
+    assert first.seconds(BatchShape.of([20, 30])) == pytest.approx(1.5e-3, rel=0.02)
+
+
+def test_batches_are_of_valid_random_ids(runner, checkpoint, config):
+    costs_for(runner, checkpoint, config)
+
+    ids = np.concatenate([sequence.token_ids for batch in runner.ran for sequence in batch])
+    assert ids.dtype == np.int32
+    assert ids.min() == 0
+    assert ids.max() == VOCAB_SIZE - 1
+    assert all(s.token_ids.flags.c_contiguous for batch in runner.ran for s in batch)
+
+
+def test_no_batch_passes_the_limits(runner, checkpoint, config):
+    costs_for(runner, checkpoint, config)
+
+    assert max(len(batch) for batch in runner.ran) == 16
+    assert max(s.num_tokens for batch in runner.ran for s in batch) == 64
+    assert max(sum(s.num_tokens for s in batch) for batch in runner.ran) == 512
+
+
+def test_without_warm_up_nothing_runs_and_nothing_is_read_or_written(
+    runner, checkpoint, config, caplog
+):
+    costs = costs_for(runner, checkpoint, replace(config, warmup_seconds=0))
+
+    assert runner.ran == []
+    assert not Path(config.cache_folder).exists()
+    assert lines(caplog) == ["costs assumed, as warmup_seconds is 0; batches that run correct them"]
+    assert costs.seconds(BatchShape.of([64])) == pytest.approx(1.5e-3 + 30e-6 * 64 + 20e-9 * 64**2)
+
+
+@pytest.mark.parametrize("execution", ["packed", "padded"])
+def test_costs_are_assumed_for_one_sequence_a_batch_and_on_a_gpu(runner, config, execution):
+    alone = replace(config, max_batch_sequences=1, execution=execution)
+
+    assert assumed_costs(runner, alone).seconds(BatchShape.of([10])) > 0
+    runner.device = torch.device("cuda")
+    on_gpu = assumed_costs(runner, alone)
+    assert on_gpu.execution == execution
+    # as if it had 256 tokens at least
+    assert on_gpu.seconds(BatchShape.of([32])) == pytest.approx(3.0e-3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"execution": "padded"},
+        {"max_batch_sequences": 8},
+    ],
+    ids=str,
+)
+def test_another_setting_that_matters_is_measured_by_itself(
+    runner, clock, checkpoint, config, changes
+):
+    costs_for(runner, checkpoint, config)
+    again = FakeRunner(clock)
+
+    costs = costs_for(again, checkpoint, replace(config, **changes))
+
+    assert again.ran
+    assert costs.execution == changes.get("execution", "packed")
+    assert len(CostStore(Path(config.cache_folder)).entries()) == 2
+
+
+@pytest.mark.parametrize(
+    "changes", [{"policy": "fifo"}, {"trigger": "lazy"}, {"warmup_seconds": 5}, {"max_wait_ms": 7}]
+)
+def test_a_setting_that_changes_no_cost_does_not_measure_again(
+    runner, clock, checkpoint, config, changes
+):
+    costs_for(runner, checkpoint, config)
+    again = FakeRunner(clock)
+
+    costs_for(again, checkpoint, replace(config, **changes))
+
+    assert again.ran == []
+
+
+def test_what_was_cut_short_is_measured_again_only_with_more_time(
+    runner, clock, checkpoint, config, caplog
+):
+    slow = replace(config, warmup_seconds=1)
+    runner.run = lambda sequences, _: setattr(clock, "now", clock.now + 0.1 * len(sequences))
+    costs_for(runner, checkpoint, slow)
+    assert "cut short" in lines(caplog)[-1]
+    again = FakeRunner(clock)
+
+    costs_for(again, checkpoint, slow)
+    assert again.ran == []
+    costs_for(again, checkpoint, config)
+    assert again.ran != []
+    assert "cut short" not in lines(caplog)[-1]
+
+
+def test_what_another_server_measured_meanwhile_is_read(
+    runner, clock, checkpoint, config, monkeypatch, caplog
+):
+    theirs = measured_costs(runner, checkpoint, config)
+    store = CostStore(Path(config.cache_folder))
+    load, answers = CostStore.load, [None]
+
+    def not_there_at_first(self, about):
+        return answers.pop() if answers else load(self, about)
+
+    monkeypatch.setattr(CostStore, "load", not_there_at_first)
+    again = FakeRunner(clock)
+
+    assert measured_costs(again, checkpoint, config) == theirs
+    assert again.ran == []
+    assert store.entries() == [theirs]
+
+
+def test_measuring_again_replaces_what_is_kept(runner, checkpoint, config):
+    old = measured_costs(runner, checkpoint, config)
+    store = CostStore(Path(config.cache_folder))
+    store.save(replace(old, measured_at=old.measured_at - timedelta(days=9)))
+    runner.ran.clear()
+
+    new = measured_costs(runner, checkpoint, config, again=True)
+
+    assert runner.ran
+    assert store.entries() == [new]
+
+
+def test_a_cache_that_cannot_be_used_costs_one_warning(runner, checkpoint, config, caplog):
+    costs = costs_for(runner, checkpoint, replace(config, cache_folder="/dev/null/varlen"))
+
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 1
+    assert "/dev/null/varlen" in warned[0]
+    assert costs.seconds(BatchShape.of([32])) == pytest.approx(1.32e-3)
+
+
+def test_kept_samples_that_make_no_table_are_measured_anew(
+    runner, clock, checkpoint, config, caplog
+):
+    kept = measured_costs(runner, checkpoint, config)
+    few = replace(kept.measurement, samples={(1, 4): 1.0}, mixed=())
+    CostStore(Path(config.cache_folder)).save(replace(kept, measurement=few))
+    again = FakeRunner(clock)
+
+    costs_for(again, checkpoint, config)
+
+    assert again.ran
+    assert any("measured anew" in line for line in lines(caplog))
+
+
+def test_too_little_memory_to_measure_anything_leaves_assumed_costs(
+    runner, checkpoint, config, caplog
+):
+    def run(sequences, normalize):
+        raise MemoryError
+
+    runner.run = run
+
+    costs = costs_for(runner, checkpoint, config)
+
+    assert costs.grid == assumed_costs(runner, config).grid
+    assert "too little memory to measure costs: they are assumed" in lines(caplog)
+
+
+def test_a_model_that_fails_is_not_served(runner, checkpoint, config):
+    def run(sequences, normalize):
+        raise RuntimeError("broken")
+
+    runner.run = run
+
+    with pytest.raises(RuntimeError, match="broken"):
+        costs_for(runner, checkpoint, config)
+    # and the next one may measure
+    runner.run = lambda sequences, normalize: FakeRunner.run(runner, sequences, normalize)
+    costs_for(runner, checkpoint, config)
+
+
+@pytest.mark.parametrize("execution", ["packed", "padded"])
+def test_a_real_model_is_measured(small_bert, tmp_path, execution):
+    config = EngineConfig(
+        device="cpu",
+        dtype="fp32",
+        execution=execution,
+        max_batch_sequences=8,
+        max_batch_tokens=256,
+        cache_folder=str(tmp_path),
+    )
+    checkpoint = Checkpoint.open(small_bert)
+    runner = Runner(checkpoint, config)
+
+    stored = measured_costs(runner, checkpoint, config)
+
+    runner.close()
+    assert stored.measurement.samples
+    costs = stored.measurement.table(execution)
+    assert costs.seconds(BatchShape.of([64] * 4)) >= costs.seconds(BatchShape.of([4])) > 0
+    about = stored.about
+    assert about["model"] == "bert, 2 layers of 24"
+    assert about["dtype"] == "float32"
+    assert about["threads"] == str(torch.get_num_threads())
+    assert about.keys() >= {"checkpoint", "device", "task", "varlen", "torch", "grid"}
+    assert all(isinstance(value, str) for value in about.values())
+    # a folder's name is nobody's business, and another folder may hold the same checkpoint
+    assert str(small_bert) not in json.dumps(dict(about))
+
+
+def test_circumstances_name_triton_on_a_gpu_and_no_threads(runner, checkpoint, config, monkeypatch):
+    runner.device = torch.device("cuda")
+    gpu = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+
+    about = circumstances(runner, checkpoint, config)
+
+    assert about["device"] == "NVIDIA H200, 132 multiprocessors"
+    assert "triton" in about
+    assert "threads" not in about
+
+
+def test_a_checkpoint_is_known_by_its_architecture(make_checkpoint):
+    plain = make_checkpoint()
+    same = make_checkpoint(initializer_range=0.5)
+    (same / "config.json").write_bytes((plain / "config.json").read_bytes())
+    deeper = make_checkpoint(num_hidden_layers=3)
+
+    # other weights cost the same
+    assert checkpoint_hash(plain) == checkpoint_hash(same)
+    assert checkpoint_hash(plain) != checkpoint_hash(deeper)
+
+
+def test_a_checkpoint_in_shards_or_of_another_dtype_is_another(make_checkpoint):
+    folders = [
+        make_checkpoint(),
+        make_checkpoint(save={"max_shard_size": "20KB"}),
+        make_checkpoint("BertForSequenceClassification"),
+    ]
+    half = make_checkpoint()
+    header = next(half.glob("*.safetensors"))
+    header.write_bytes(header.read_bytes().replace(b'"F32"', b'"I32"', 1))
+
+    assert len({checkpoint_hash(folder) for folder in [*folders, half]}) == 4
+
+
+def test_a_device_is_named_with_its_cores():
+    name = device_name(torch.device("cpu"))
+
+    assert name.endswith(f"{len(os.sched_getaffinity(0))} cores")
+    assert torch.backends.cpu.get_cpu_capability() in name
+
+
+def test_a_cpu_without_a_name_is_called_by_its_kind(monkeypatch, tmp_path):
+    def unreadable(self, **_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(fingerprint.Path, "read_text", unreadable)
+    monkeypatch.setattr(fingerprint.platform, "machine", lambda: "aarch64")
+
+    assert device_name(torch.device("cpu")).startswith("aarch64, ")
+
+
+def test_code_that_changes_is_another_version(monkeypatch, tmp_path):
+    package = SimpleNamespace(__path__=[str(tmp_path)])
+    monkeypatch.setattr(fingerprint, "_PACKAGES", (package,))
+    (tmp_path / "kernel.py").write_text("x = 1")
+    before = library_versions(torch.device("cpu"))
+
+    assert library_versions(torch.device("cpu")) == before
+    (tmp_path / "notes.txt").write_text("no code")
+    assert library_versions(torch.device("cpu")) == before
+    (tmp_path / "kernel.py").write_text("x = 2")
+    assert library_versions(torch.device("cpu")) != before
+
+
+@pytest.mark.parametrize(
+    "setting, environment, folder",
+    [
+        ("/srv/costs", {}, "/srv/costs"),
+        ("~/costs", {"HOME": "/home/someone"}, "/home/someone/costs"),
+        ("auto", {"XDG_CACHE_HOME": "/xdg"}, "/xdg/varlen"),
+        ("auto", {"XDG_CACHE_HOME": "not/absolute", "HOME": "/h"}, "/h/.cache/varlen"),
+        ("auto", {"HOME": "/h"}, "/h/.cache/varlen"),
+    ],
+)
+def test_the_cache_is_where_the_setting_says(monkeypatch, setting, environment, folder):
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    assert cache_folder(setting) == Path(folder)
+
+
+@pytest.mark.parametrize("setting", ["auto", "~/costs"])
+def test_a_user_without_a_home_has_the_system_s_cache(monkeypatch, setting):
+    def no_home(*_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(cost_warmup.Path, "home", no_home)
+    monkeypatch.setattr(cost_warmup.Path, "expanduser", no_home)
+
+    assert cache_folder(setting) == Path("/var/cache/varlen")

@@ -1,0 +1,115 @@
+"""A model that starts again measures nothing: what its batches cost is in the cache, and a bad cache is no failure."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from varlen.scheduling.cost_store import CostStore
+from varlen_tools.local_server import LocalServer
+
+from .clients import GrpcClient, texts
+from .serving import add_model
+
+MEASURED = r"costs measured in (\d+\.\d) s \((\d+) batches"
+READ = r"costs read from the cache, measured \d{4}-\d\d-\d\d \d\d:\d\d UTC"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def repository(tmp_path: Path, cache: Path, checkpoints: dict[str, Path]) -> Path:
+    """A repository whose only model measures its costs, a second or two, and keeps them in `cache`."""
+    add_model(
+        tmp_path / "models",
+        "encoder",
+        checkpoints["encoder"],
+        warmup_seconds="60",
+        cache_folder=str(cache),
+        max_batch_sequences="8",
+        max_batch_tokens="512",
+    )
+    return tmp_path / "models"
+
+
+@contextmanager
+def started(repository: Path) -> Iterator[LocalServer]:
+    """Start a server, and see that it answers."""
+    with LocalServer(repository) as server:
+        server.wait_ready()
+        with GrpcClient(server) as client:
+            assert len(client.infer("encoder", texts("word1 word2"))) == 1
+        yield server
+
+
+def test_the_first_start_measures_and_the_second_one_reads(repository: Path, cache: Path) -> None:
+    with started(repository) as server:
+        first = server.log()
+    (kept,) = CostStore(cache).entries()
+
+    with started(repository) as server:
+        second = server.log()
+
+    measured = re.search(MEASURED, first)
+    assert measured, first
+    assert int(measured[2]) == kept.measurement.batches
+    assert re.search(r"measured \d+ of \d+ batches, \d+\.\d s of at most 60", first)
+    assert "costs read" not in first
+    assert re.search(READ, second), second
+    assert "batches, " not in second
+    assert "costs measured" not in second
+    assert CostStore(cache).entries() == [kept]
+
+
+@pytest.mark.parametrize("content", [b"nothing like a database" * 100, b"SQLite format 3\0" * 50])
+def test_a_corrupt_cache_is_set_aside_and_measured_anew(
+    repository: Path, cache: Path, content: bytes
+) -> None:
+    with started(repository):
+        pass
+    (file,) = cache.glob("*.sqlite")
+    file.write_bytes(content)
+
+    with started(repository) as server:
+        log = server.log()
+
+    assert re.search(MEASURED, log), log
+    assert "the cache of costs is damaged" in log
+    aside = file.with_name(f"{file.name}.corrupt-1")
+    assert aside.read_bytes() == content
+    assert len(CostStore(cache).entries()) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(repository: Path, cache: Path) -> None:
+    cache.write_text("a file where a folder should be")
+
+    with started(repository) as server:
+        log = server.log()
+
+    assert re.search(MEASURED, log), log
+    assert log.count("the cache of costs") == 1
+    assert cache.read_text() == "a file where a folder should be"
+
+
+def test_models_that_load_at_once_share_one_cache(
+    repository: Path, cache: Path, checkpoints: dict[str, Path]
+) -> None:
+    settings = {"warmup_seconds": "60", "cache_folder": str(cache), "max_batch_tokens": "512"}
+    add_model(repository, "tagger", checkpoints["tagger"], **settings)
+    # the same circumstances as the encoder's: one of them measures for both
+    same = repository / "again"
+    same.mkdir()
+    (same / "1").symlink_to(checkpoints["encoder"].resolve(), target_is_directory=True)
+    (same / "config.pbtxt").write_text((repository / "encoder/config.pbtxt").read_text())
+
+    with started(repository) as server:
+        log = server.log()
+
+    assert len(re.findall(MEASURED, log)) == 2, log
+    assert len(re.findall(READ, log)) == 1
+    assert len(CostStore(cache).entries()) == 2
