@@ -9,6 +9,7 @@ Nobody is worse off for it:
 
 * A request joins only a flight that is as urgent as itself or more, in priority and in deadline, and that fits one
   batch. Otherwise it runs by itself, and later ones join it. So deadlines are never handed on, in no direction.
+* Nobody waits for who came later, so that who has to start anew is not put off again and again.
 * A flight is cancelled once nobody waits for any part of it, whoever leads it.
 * Where the engine refuses or drops a flight for what its leader is (too large, too late, cancelled, one too many),
   only the leader hears of it; the others start anew with what is left of their time.
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import count
 from threading import Lock
 from typing import TypeAlias, cast
 
@@ -85,6 +87,7 @@ class _Answer:
 
     @classmethod
     def of(cls, row: Float32Array) -> "_Answer":
+        assert row.dtype == np.float32
         # a copy: rows may be views of a whole batch
         return cls(row.tobytes(), row.shape)
 
@@ -112,6 +115,7 @@ class _Caller:
         request, reply: what came, and where the answer goes.
         keys: of its sequences.
         deadline: on the cache's clock; infinity if there is none.
+        number: in order of coming, from when it first looks for answers.
         rows: the answer so far.
         missing: rows that are not there yet.
         closed: whether it has its answer; nothing more is given to it.
@@ -123,6 +127,7 @@ class _Caller:
     reply: Reply
     keys: list[bytes]
     deadline: float
+    number: int = -1
     rows: list[Float32Array | None] = field(init=False)
     missing: int = field(init=False)
     closed: bool = False
@@ -134,9 +139,9 @@ class _Caller:
         self.rows = [None] * self.missing
 
     @property
-    def urgency(self) -> tuple[int, float]:
+    def urgency(self) -> tuple[int, float, int]:
         """Sorts who is more urgent before who is less."""
-        return -self.request.priority, self.deadline
+        return -self.request.priority, self.deadline, self.number
 
     def put(self, row: int, answer: _Answer) -> None:
         self.rows[row] = answer.array()
@@ -223,6 +228,7 @@ class ResponseCache:
         self._flights: dict[bytes, _Flight] = {}
         self._followers = 0
         self._follower_tokens = 0
+        self._numbers = count()
         self._hits = self._misses = self._joined = self._evictions = 0
 
     def submit(self, request: Request, reply: Reply) -> None:
@@ -265,6 +271,8 @@ class ResponseCache:
         with self._lock:
             if caller.closed:
                 return None, {}
+            if is_new:
+                caller.number = next(self._numbers)
             flight = self._seek(caller, rows, is_new=is_new)
             if is_done := not caller.missing:
                 self._close(caller)
@@ -311,7 +319,11 @@ class ResponseCache:
     def _may_join(self, caller: _Caller, flight: _Flight) -> bool:
         """Return whether a request may wait for this flight, and count it as one that waits."""
         leader = flight.leader
-        if leader.request.priority < caller.request.priority or leader.deadline > caller.deadline:
+        if (
+            leader.request.priority < caller.request.priority
+            or leader.deadline > caller.deadline
+            or leader.number > caller.number
+        ):
             return False
         if not caller.follows:
             tokens = self._follower_tokens + caller.request.num_tokens
@@ -332,7 +344,7 @@ class ResponseCache:
 
     def _start_anew(self, waiting: Rows) -> None:
         """Let each of these requests find another way to its rows, or tell it that there is none."""
-        # the most urgent leads, so that the others may join it
+        # the most urgent first, so that others may join it
         queue = deque(sorted(waiting.items(), key=lambda item: item[0].urgency))
         while queue:
             caller, rows = queue.popleft()

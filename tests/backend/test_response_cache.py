@@ -678,6 +678,22 @@ def test_a_leader_that_is_dropped_for_itself_leaves_its_followers_alone(bench, e
     assert bench.is_empty_handed()
 
 
+def test_who_has_to_start_anew_waits_for_nobody_who_came_later(bench):
+    bench.ask(1, deadline_seconds=1.0)
+    early = bench.ask(1)
+    late = bench.ask(1, deadline_seconds=2.0)
+    bench.clock.now += 1.5
+
+    bench.engine.fail(DeadlineError("late"))
+
+    # or requests with deadlines that are missed could put it off for ever
+    assert [request.deadline_seconds for request, _ in bench.engine.flights] == [0.5, None]
+    bench.engine.fail(DeadlineError("late"))
+    assert isinstance(late.only, DeadlineError)
+    bench.engine.run()
+    assert early.sums == [1]
+
+
 def test_a_follower_without_time_left_leaves_it_to_the_engine_to_say_so(bench):
     bench.ask(1, deadline_seconds=1.0)
     follower = bench.ask(1, deadline_seconds=1.5)
