@@ -6,10 +6,11 @@ from time import monotonic, sleep
 import pytest
 
 from varlen import metrics
-from varlen.metrics import Exporter, Stats
+from varlen.metrics import Drained, Exporter, Stats
 
 LABELS = {"model": "m", "instance": "m_0"}
 REQUESTS = "varlen_requests_total"
+REFUSALS = "varlen_refused_requests_total"
 GAUGES = {
     "varlen_queued_requests": 3,
     "varlen_queued_tokens": 44,
@@ -61,9 +62,9 @@ class FakeServer:
 
     def make_metric(self, kind, name, about, labels, buckets):
         assert about
-        key = (name, labels.get("outcome"))
+        key = (name, labels.get("outcome", labels.get("reason")))
         assert key not in self.series
-        assert {k: v for k, v in labels.items() if k != "outcome"} == LABELS
+        assert {k: v for k, v in labels.items() if k not in ("outcome", "reason")} == LABELS
         self.kinds[name] = kind
         self.buckets[name] = buckets
         self.series[key] = FakeMetric()
@@ -101,12 +102,19 @@ def test_every_series_shows_from_the_start(server, exporter):
         "varlen_request_latency_seconds": "HISTOGRAM",
         "varlen_batch_sequences": "HISTOGRAM",
         "varlen_batch_tokens": "HISTOGRAM",
+        "varlen_padding_tokens_total": "COUNTER",
         "varlen_split_batches_total": "COUNTER",
+        "varlen_scheduling_seconds_total": "COUNTER",
+        REFUSALS: "COUNTER",
+        "varlen_batch_seconds": "HISTOGRAM",
+        "varlen_batch_predicted_seconds": "HISTOGRAM",
         **dict.fromkeys(GAUGES, "GAUGE"),
         **dict.fromkeys(TOTALS, "COUNTER"),
     }
     outcomes = {outcome for name, outcome in server.series if name == REQUESTS}
     assert outcomes == {"ok", "invalid", "refused", "cancelled", "failed"}
+    reasons = {reason for name, reason in server.series if name == REFUSALS}
+    assert reasons == {"queue_full", "deadline", "expired"}
 
 
 def test_buckets_ascend_and_only_histograms_have_them(server, exporter):
@@ -121,8 +129,11 @@ def test_a_flush_carries_everything_over_once(server, stats, exporter):
     stats.count_request("ok", 0.25)
     stats.count_request("invalid", 0.125)
     stats.count_wait(0.0625)
-    stats.count_batch(3, 40)
-    stats.count_batch(1, 2)
+    stats.count_batch(3, 40, 5)
+    stats.count_batch(1, 2, 0)
+    stats.count_batch_seconds(predicted=0.5, actual=0.25)
+    stats.count_refusal("deadline")
+    stats.count_scheduling(0.125)
     stats.count("varlen_split_batches_total")
 
     exporter.flush()
@@ -133,6 +144,12 @@ def test_a_flush_carries_everything_over_once(server, stats, exporter):
     assert server[REQUESTS, "failed"].total == 0
     assert server["varlen_sequences_total"].total == 4
     assert server["varlen_tokens_total"].total == 42
+    assert server["varlen_padding_tokens_total"].total == 5
+    assert server["varlen_scheduling_seconds_total"].total == 0.125
+    assert server["varlen_batch_predicted_seconds"].observed == [0.5]
+    assert server["varlen_batch_seconds"].observed == [0.25]
+    assert server[REFUSALS, "deadline"].total == 1
+    assert server[REFUSALS, "expired"].total == 0
     assert server["varlen_split_batches_total"].total == 1
     assert server["varlen_request_latency_seconds"].observed == [0.5, 0.25, 0.125]
     assert server["varlen_queue_wait_seconds"].observed == [0.0625]
@@ -182,7 +199,7 @@ def test_counts_from_many_threads_are_all_kept(stats):
     def count():
         for _ in range(500):
             stats.count_request("ok", 0.0)
-            stats.count_batch(2, 3)
+            stats.count_batch(2, 3, 1)
 
     threads = [Thread(target=count) for _ in range(4)]
     for thread in threads:
@@ -190,17 +207,18 @@ def test_counts_from_many_threads_are_all_kept(stats):
     for thread in threads:
         thread.join()
 
-    outcomes, counts, observed = stats.drain()
-    assert outcomes == {"ok": 2000}
-    assert counts == {"varlen_sequences_total": 4000, "varlen_tokens_total": 6000}
-    assert len(observed["varlen_batch_tokens"]) == 2000
+    drained = stats.drain()
+    assert drained.outcomes == {"ok": 2000}
+    assert drained.counts["varlen_sequences_total"] == 4000
+    assert drained.counts["varlen_tokens_total"] == 6000
+    assert len(drained.observed["varlen_batch_tokens"]) == 2000
 
 
 def test_a_drain_empties(stats):
     stats.count_wait(1.0)
     stats.drain()
 
-    assert [dict(part) for part in stats.drain()] == [{}, {}, {}]
+    assert stats.drain() == Drained({}, {}, {}, {})
 
 
 def test_a_server_without_metrics_stops_the_exporter_at_once(stats):
@@ -218,5 +236,4 @@ def test_where_nobody_drains_the_oldest_observations_go(monkeypatch):
     for seconds in range(5):
         stats.count_wait(float(seconds))
 
-    _, _, observed = stats.drain()
-    assert list(observed["varlen_queue_wait_seconds"]) == [2.0, 3.0, 4.0]
+    assert list(stats.drain().observed["varlen_queue_wait_seconds"]) == [2.0, 3.0, 4.0]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections import deque
 
-# The past counts half after this many seconds, times ln 2.
-_MEMORY_SECONDS = 2.0
+# What is this old counts for 1 / e. Shorter, and the pressure near saturation is mostly noise.
+_MEMORY_SECONDS = 8.0
 # A rate is not known before this much time has passed.
 _LEAST_SECONDS = 0.05
 # Nearer to saturation than this, a measured share says nothing.
-_MOST_BUSY = 0.95
-# Waits kept, and the share of them that is shorter than the one that counts.
+_MOST_BUSY = 0.99
+# Waits kept, and the share of them that is shorter than the usual one.
 _WAITS = 500
-_QUANTILE = 0.9
+_QUANTILE = 0.98
 
 
 class LoadMeter:
@@ -52,8 +52,8 @@ class LoadMeter:
         busy = min(self._seconds / remembered, _MOST_BUSY)
         return self._sequences / remembered * backlog_seconds / (1 - busy)
 
-    def patience(self) -> float:
-        """Return how long a wait, in seconds, would be among the longest of late, were all served in order."""
+    def usual_wait(self) -> float:
+        """Return the seconds that few would have waited for longer of late, were all served in order."""
         if not self._waits:
             return 0.0
         return sorted(self._waits)[int(_QUANTILE * (len(self._waits) - 1))]

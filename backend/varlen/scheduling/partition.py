@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -90,15 +89,13 @@ def cut_in_order(lengths: Sequence[int], limits: Limits) -> list[int]:
     return sizes
 
 
-def seconds_of_cuts(lengths: Sequence[int], sizes: Sequence[int], costs: CostTable) -> list[float]:
-    """Return the seconds of consecutive batches of these sizes."""
-    bounds = list(pairwise(accumulate(sizes, initial=0)))
-    batches = [lengths[begin:end] for begin, end in bounds]
+def seconds_of_batches(batches: Sequence[Sequence[int]], costs: CostTable) -> list[float]:
+    """Return the seconds of batches of sequences of these lengths."""
+    counts = np.array([float(len(batch)) for batch in batches])
     tokens = np.array([float(sum(batch)) for batch in batches])
     squares = np.array([float(sum(n * n for n in batch)) for batch in batches])
     longest = np.array([float(max(batch)) for batch in batches])
-    seconds = costs.seconds_of(np.array(sizes, dtype=float), tokens, squares, longest)
-    return [float(value) for value in seconds]
+    return [float(value) for value in costs.seconds_of(counts, tokens, squares, longest)]
 
 
 def _seconds(lengths: FloatArray, costs: CostTable, limits: Limits) -> FloatArray:

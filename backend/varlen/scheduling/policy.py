@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from varlen.request import Waiting
 from varlen.scheduling.cost import BatchShape, CostTable
 from varlen.scheduling.load import LoadMeter
-from varlen.scheduling.partition import Limits, cut_in_order, partition, seconds_of_cuts
+from varlen.scheduling.partition import Limits, cut_in_order, partition, seconds_of_batches
 from varlen.scheduling.queue import WaitingQueue
+
+_Item = TypeVar("_Item")
 
 # Sequences among which one decision chooses, those due first; planning takes about a millisecond.
 _WINDOW = 256
 # A plan replaces serving in order if it promises to be this much better: a plan does not know what comes next, and
 # sequences to come fill up the last batch of those who are served in order, but of no other plan.
-_WORTH_IT = 0.97
+_WORTH_IT = 0.9875
+# Of the usual wait: what the fastest batches may keep others waiting.
+_PATIENCE = 1.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +91,28 @@ class _Plan:
             late += sum(waiting.ticket.deadline < now + end for waiting in batch)
         return late
 
-    def with_first(self, place: int, why: str) -> _Plan:
-        """Return the plan that begins with another of its batches."""
-        order = [place, *(i for i in range(len(self.batches)) if i != place)]
+    def fastest_first(self) -> _Plan:
+        """Return the plan in which batches run by sequences per second, which is the least waiting."""
+        rates = [len(b) / s for b, s in zip(self.batches, self.seconds, strict=True)]
+        return self._in(sorted(range(len(rates)), key=lambda i: -rates[i]), self.why)
+
+    def of_first(self, waiting: Waiting) -> _Plan:
+        """Return the plan that begins with the batch of one sequence."""
+        place = next(i for i, batch in enumerate(self.batches) if waiting in batch)
+        others = (i for i in range(len(self.batches)) if i != place)
+        return self._in([place, *others], f"{self.why}, who is due first")
+
+    def _in(self, order: list[int], why: str) -> _Plan:
         return _Plan(why, [self.batches[i] for i in order], [self.seconds[i] for i in order])
 
 
 class LeastCost:
     """Plans all that waits by measured cost, runs the first batch of the best plan, and plans anew.
 
-    It compares serving in order with the cheapest cuts of the order, where batches are packed, and of the sequences
-    sorted by length. Sorted ones run by sequences per second, as long as nobody is kept waiting for longer than
-    serving in order would have kept the slowest tenth of late; otherwise the batch of who is due first runs first.
+    It compares serving in order with the cheapest cuts of that order, where batches are packed, and of the sequences
+    sorted by length, which run by sequences per second. Sorted ones are a choice only as long as nobody who is passed
+    over would wait for longer than is usual when served in order. Padded ones have to be sorted all the same: then the
+    batch of who is due first is the first.
     A plan that misses fewer deadlines beats any that misses more.
     """
 
@@ -123,6 +137,8 @@ class LeastCost:
         in_order = self._in_order(window)
         plans = self._others(window, len(queue), pressure, now, in_order.seconds[0])
         has_deadlines = any(math.isfinite(waiting.ticket.deadline) for waiting in window)
+        if has_deadlines:
+            plans.append(self._urgent(in_order, now))
 
         def rank(plan: _Plan) -> tuple[int, float]:
             late = plan.late(now) if has_deadlines else 0
@@ -137,8 +153,25 @@ class LeastCost:
     def _in_order(self, window: list[Waiting]) -> _Plan:
         lengths = [waiting.num_tokens for waiting in window]
         sizes = cut_in_order(lengths, self._limits)
-        seconds = seconds_of_cuts(lengths, sizes, self._costs)
+        seconds = seconds_of_batches(_cut(lengths, sizes), self._costs)
         return _Plan("in order", _cut(window, sizes), seconds)
+
+    def _urgent(self, in_order: _Plan, now: float) -> _Plan:
+        """Return the plan in order, its first batch cut down to what ends before its first deadline."""
+        first, *others = in_order.batches
+        lengths = [waiting.num_tokens for waiting in first]
+        seconds = seconds_of_batches([lengths[: i + 1] for i in range(len(first))], self._costs)
+        deadlines = accumulate((waiting.ticket.deadline for waiting in first), min)
+        in_time = [now + s <= d for s, d in zip(seconds, deadlines, strict=True)]
+        size = max((i + 1 for i, fits in enumerate(in_time) if fits), default=1)
+        if size == len(first):
+            return in_order
+        rest = seconds_of_batches([lengths[size:]], self._costs)
+        return _Plan(
+            "in order, for a deadline",
+            [first[:size], first[size:], *others],
+            [seconds[size - 1], *rest, *in_order.seconds[1:]],
+        )
 
     def _others(
         self,
@@ -149,24 +182,18 @@ class LeastCost:
         seconds_in_order: float,
     ) -> list[_Plan]:
         """Return the plans that are allowed beside serving in order; `seconds_in_order` is its first batch's."""
-        plans = []
         beyond = pressure + waiting - len(window)
+        by_length = self._cheapest("cheapest by length", sorted(window, key=_length), beyond)
         if self._limits.execution == "packed":
-            plans.append(self._cheapest("cheapest in order", window, beyond))
-        by_length = sorted(window, key=lambda waiting: (waiting.num_tokens, waiting.due))
-        plan = self._cheapest("cheapest by length", by_length, beyond)
-        rates = [len(b) / s for b, s in zip(plan.batches, plan.seconds, strict=True)]
-        order = sorted(range(len(rates)), key=lambda i: -rates[i])
-        plan = _Plan(plan.why, [plan.batches[i] for i in order], [plan.seconds[i] for i in order])
-        oldest = next(i for i, batch in enumerate(plan.batches) if window[0] in batch)
-        plans.append(plan.with_first(oldest, "cheapest by length, who is due first"))
-        passed_over = _passed_over(window, plan.batches[0])
-        patience = min(self._load.patience(), self._max_wait)
-        if (
-            passed_over is None
-            or now + plan.seconds[0] + seconds_in_order - passed_over.since <= patience
-        ):
-            plans.append(plan)
+            plans = [self._cheapest("cheapest in order", window, beyond)]
+        else:
+            plans = [by_length.of_first(window[0])]
+        fastest = by_length.fastest_first()
+        passed_over = _passed_over(window, fastest.batches[0])
+        patience = min(_PATIENCE * self._load.usual_wait(), self._max_wait)
+        end = now + fastest.seconds[0] + seconds_in_order
+        if passed_over is None or end - passed_over.since <= patience:
+            plans.append(fastest)
         return plans
 
     def _cheapest(self, why: str, order: list[Waiting], pressure: float) -> _Plan:
@@ -175,8 +202,12 @@ class LeastCost:
         return _Plan(why, _cut(order, sizes), seconds)
 
 
-def _cut(order: list[Waiting], sizes: list[int]) -> list[list[Waiting]]:
+def _cut(order: list[_Item], sizes: list[int]) -> list[list[_Item]]:
     return [order[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
+
+
+def _length(waiting: Waiting) -> tuple[int, float]:
+    return waiting.num_tokens, waiting.due
 
 
 def _passed_over(window: list[Waiting], batch: list[Waiting]) -> Waiting | None:

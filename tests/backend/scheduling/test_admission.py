@@ -10,41 +10,44 @@ from hypothesis import strategies as st
 
 from varlen.errors import QueueFullError, RequestError
 from varlen.request import Request, Sequence
-from varlen.scheduling.admission import Admission
+from varlen.scheduling.admission import Admission, Forecast
+
+NO_TIME = Forecast(0.0, 0.0)
 
 
-def request(*lengths):
-    return Request(tuple(Sequence(np.zeros(length, dtype=np.int32)) for length in lengths))
+def request(*lengths, **settings):
+    rows = tuple(Sequence(np.zeros(length, dtype=np.int32)) for length in lengths)
+    return Request(rows, **settings)
 
 
 def test_counts_requests_and_their_tokens():
     admission = Admission(10, 100)
 
-    admission.enter(request(3, 4))
-    admission.enter(request(5))
+    admission.enter(request(3, 4), NO_TIME, 0.0)
+    admission.enter(request(5), NO_TIME, 0.0)
 
     assert admission.depth == (2, 12)
 
 
 def test_refuses_one_request_too_many():
     admission = Admission(1, 100)
-    admission.enter(request(3))
+    admission.enter(request(3), NO_TIME, 0.0)
 
     message = "the queue is full: 1 requests wait and 1 may; try again later"
     with pytest.raises(QueueFullError, match=re.escape(message)):
-        admission.enter(request(3))
+        admission.enter(request(3), NO_TIME, 0.0)
     assert admission.depth == (1, 3)
 
 
 def test_refuses_tokens_past_the_cap():
     admission = Admission(10, 100)
-    admission.enter(request(60))
+    admission.enter(request(60), NO_TIME, 0.0)
 
     message = "the queue is full: 60 tokens wait, 41 came and 100 may wait; try again later"
     with pytest.raises(QueueFullError, match=re.escape(message)):
-        admission.enter(request(40, 1))
+        admission.enter(request(40, 1), NO_TIME, 0.0)
     assert admission.depth == (1, 60)
-    admission.enter(request(40))
+    admission.enter(request(40), NO_TIME, 0.0)
     assert admission.depth == (2, 100)
 
 
@@ -53,20 +56,20 @@ def test_a_request_larger_than_the_whole_queue_is_the_caller_s_fault():
 
     message = "the request has 101 tokens; this model queues at most 100: send fewer rows at once"
     with pytest.raises(RequestError, match=re.escape(message)):
-        admission.enter(request(50, 51))
+        admission.enter(request(50, 51), NO_TIME, 0.0)
     assert admission.depth == (0, 0)
 
 
 def test_room_comes_back_when_something_leaves():
     admission = Admission(1, 10)
-    admission.enter(request(10))
+    admission.enter(request(10), NO_TIME, 0.0)
 
-    admission.leave(requests=0, tokens=4)
+    admission.leave(requests=0, tokens=4, seconds=0.0)
     with pytest.raises(QueueFullError):
-        admission.enter(request(1))
-    admission.leave(requests=1, tokens=6)
+        admission.enter(request(1), NO_TIME, 0.0)
+    admission.leave(requests=1, tokens=6, seconds=0.0)
 
-    admission.enter(request(10))
+    admission.enter(request(10), NO_TIME, 0.0)
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(1, 10), st.integers(20, 80))
@@ -76,16 +79,16 @@ def test_caps_hold_and_counters_return_to_zero(lengths, max_requests, max_tokens
     for length in lengths:
         fits = len(inside) < max_requests and sum(inside) + length <= max_tokens
         if fits:
-            admission.enter(request(length))
+            admission.enter(request(length), NO_TIME, 0.0)
             inside.append(length)
         else:
             with pytest.raises(QueueFullError):
-                admission.enter(request(length))
+                admission.enter(request(length), NO_TIME, 0.0)
             first = inside.pop(0)
-            admission.leave(requests=1, tokens=first)
+            admission.leave(requests=1, tokens=first, seconds=0.0)
         assert admission.depth == (len(inside), sum(inside))
     for length in inside:
-        admission.leave(requests=1, tokens=length)
+        admission.leave(requests=1, tokens=length, seconds=0.0)
 
     assert admission.depth == (0, 0)
 
@@ -97,7 +100,7 @@ def test_threads_that_enter_at_once_never_pass_the_cap():
     def enter():
         for _ in range(100):
             try:
-                admission.enter(request(1))
+                admission.enter(request(1), NO_TIME, 0.0)
             except QueueFullError:
                 refused.append(1)
 

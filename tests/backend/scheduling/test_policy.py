@@ -1,68 +1,188 @@
-"""The token budget: order kept, budget kept, nothing lost."""
+"""What policies choose: limits kept, nothing lost, order where it is promised, and nobody passed over for too long."""
 
-from collections import deque
+import math
 
-import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.request import Request, Sequence, Ticket, Waiting
-from varlen.scheduling.policy import TokenBudget, make_policy
+from varlen.scheduling.cost import BatchShape
+from varlen.scheduling.load import LoadMeter
+from varlen.scheduling.partition import Limits
+from varlen.scheduling.policy import InOrder, LeastCost
+from varlen.scheduling.queue import WaitingQueue
+
+from .waiting import cost_table, lengths_of, waiting
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+EXECUTIONS = st.sampled_from(["packed", "padded"])
 
 
-def queue_of(lengths):
-    rows = tuple(Sequence(np.zeros(length, dtype=np.int32)) for length in lengths)
-    ticket = Ticket(Request(rows), reply=None, arrival=0.0)
-    return deque(Waiting(ticket, row, length) for row, length in enumerate(lengths))
+def queue_of(lengths, **settings):
+    queue = WaitingQueue()
+    for number, length in enumerate(lengths):
+        queue.add(waiting(length, since=number * 1e-3, **settings))
+    return queue
 
 
-def drain(policy, queue):
+def in_order(max_sequences, max_tokens, execution="packed"):
+    limits = Limits(max_sequences, max_tokens, execution)
+    return InOrder(limits, cost_table(execution=execution))
+
+
+def least_cost(costs=None, load=None, max_sequences=64, max_tokens=4096, max_wait=1.0):
+    costs = costs or cost_table()
+    limits = Limits(max_sequences, max_tokens, costs.execution)
+    return LeastCost(limits, costs, load or LoadMeter(), max_wait)
+
+
+def patient(seconds):
+    """Return a meter of a server where a wait of so many seconds is usual."""
+    load = LoadMeter()
+    load.arrived(0.0, seconds)
+    return load
+
+
+def drain(policy, queue, now=0.0):
     batches = []
-    while queue:
-        batches.append([waiting.row for waiting in policy.take(queue)])
+    while len(queue):
+        batch = policy.choose(queue, now)
+        queue.remove(batch.sequences)
+        batches.append(batch)
     return batches
 
 
-@given(LENGTHS, st.integers(1, 100))
-def test_batches_keep_the_order_and_lose_nothing(lengths, budget):
-    batches = drain(TokenBudget(budget), queue_of(lengths))
+@given(LENGTHS, st.integers(1, 8), st.integers(60, 200), EXECUTIONS)
+def test_in_order_fills_batches_one_after_the_other(lengths, max_sequences, max_tokens, execution):
+    policy = in_order(max_sequences, max_tokens, execution)
 
-    assert [row for batch in batches for row in batch] == list(range(len(lengths)))
+    batches = [lengths_of(batch) for batch in drain(policy, queue_of(lengths))]
 
-
-@given(LENGTHS, st.integers(1, 100))
-def test_a_batch_is_never_empty_and_only_one_sequence_may_pass_the_budget(lengths, budget):
-    for batch in drain(TokenBudget(budget), queue_of(lengths)):
-        assert batch
-        assert len(batch) == 1 or sum(lengths[row] for row in batch) <= budget
-
-
-@given(LENGTHS, st.integers(1, 100))
-def test_a_batch_ends_only_where_the_next_sequence_does_not_fit(lengths, budget):
-    for batch in drain(TokenBudget(budget), queue_of(lengths)):
-        after = batch[-1] + 1
-        if after < len(lengths):
-            assert sum(lengths[row] for row in batch) + lengths[after] > budget
+    assert [length for batch in batches for length in batch] == lengths
+    limits = Limits(max_sequences, max_tokens, execution)
+    for batch, following in zip(batches, [*batches[1:], None], strict=True):
+        assert limits.allow(len(batch), sum(batch), max(batch))
+        if following:
+            more = [*batch, following[0]]
+            assert not limits.allow(len(more), sum(more), max(more))
 
 
-def test_what_does_not_run_stays_in_the_queue():
-    queue = queue_of([4, 4, 4])
+@settings(deadline=None, max_examples=60)
+@given(LENGTHS, st.integers(1, 8), st.integers(60, 200), EXECUTIONS, st.floats(0, 2))
+def test_least_cost_keeps_the_limits_and_loses_nothing(
+    lengths, max_sequences, max_tokens, execution, now
+):
+    costs = cost_table(execution=execution)
+    policy = least_cost(costs, patient(0.5), max_sequences, max_tokens)
+    queue = queue_of(lengths)
+    held = list(queue)
 
-    taken = TokenBudget(9).take(queue)
+    batches = drain(policy, queue, now)
 
-    assert [waiting.row for waiting in taken] == [0, 1]
-    assert [waiting.row for waiting in queue] == [2]
+    ran = [each for batch in batches for each in batch.sequences]
+    assert sorted(map(id, ran)) == sorted(map(id, held))
+    limits = Limits(max_sequences, max_tokens, execution)
+    for batch in batches:
+        assert batch.shape == BatchShape.of(lengths_of(batch))
+        assert batch.seconds == pytest.approx(costs.seconds(batch.shape))
+        assert limits.allow(batch.shape.sequences, batch.shape.tokens, batch.shape.longest)
 
 
-@pytest.mark.parametrize("budget, batches", [(7, [[0], [1]]), (8, [[0, 1]])])
-def test_the_budget_is_inclusive(budget, batches):
-    assert drain(TokenBudget(budget), queue_of([4, 4])) == batches
+def test_choosing_takes_nothing_out_of_the_queue():
+    queue = queue_of([3, 400, 5])
+
+    least_cost().choose(queue, 0.0)
+
+    assert [each.num_tokens for each in queue] == [3, 400, 5]
 
 
-def test_the_configuration_sets_the_budget():
-    policy = make_policy("token_budget", 8)
+def test_short_ones_go_first_while_the_long_one_is_young():
+    # nothing comes, so only those that wait count, and a wait of a second is usual
+    policy = least_cost(load=patient(1.0))
 
-    assert drain(policy, queue_of([4, 4, 4])) == [[0, 1], [2]]
+    batch = policy.choose(queue_of([512, 4, 4, 4]), 0.0)
+
+    assert lengths_of(batch) == [4, 4, 4]
+    assert batch.why.startswith("cheapest by length, 4 waiting")
+
+
+def test_who_has_waited_longer_than_is_usual_is_not_passed_over():
+    policy = least_cost(load=patient(0.05))
+
+    batch = policy.choose(queue_of([512, 4, 4, 4]), 0.06)
+
+    assert 512 in lengths_of(batch)
+
+
+def test_who_has_waited_longer_than_is_allowed_is_not_passed_over():
+    policy = least_cost(load=patient(10.0), max_wait=0.05)
+
+    batch = policy.choose(queue_of([512, 4, 4, 4]), 0.06)
+
+    assert 512 in lengths_of(batch)
+
+
+def test_padded_batches_hold_sequences_of_like_length():
+    costs = cost_table(lambda n, length: 2.0 + 1e-3 * n * length, "padded")
+    policy = least_cost(costs, patient(10.0))
+
+    batches = drain(policy, queue_of([500, 5, 495, 6, 490, 7]))
+
+    assert sorted(sorted(lengths_of(batch)) for batch in batches) == [[5, 6, 7], [490, 495, 500]]
+
+
+def test_packed_batches_in_order_where_nothing_is_gained_by_another():
+    # a batch costs nearly the same whatever it holds
+    policy = least_cost(cost_table(lambda n, length: 1.0 + 1e-6 * n * length), patient(10.0))
+
+    batch = policy.choose(queue_of([500, 5, 490, 6]), 0.0)
+
+    assert lengths_of(batch) == [500, 5, 490, 6]
+    assert batch.why.startswith("in order")
+
+
+def test_a_deadline_that_could_be_kept_is_kept():
+    # by length, the long one would run last and end after its deadline
+    policy = least_cost(load=patient(10.0))
+    alone = cost_table().seconds(BatchShape.of([512]))
+    queue = WaitingQueue()
+    for _ in range(30):
+        queue.add(waiting(100, due=10.0))
+    queue.add(waiting(512, due=alone + 0.001, deadline=alone + 0.001))
+
+    assert lengths_of(policy.choose(queue, 0.0)) == [512]
+
+
+def test_only_the_first_of_a_long_queue_are_planned():
+    policy = least_cost(max_sequences=4)
+    queue = queue_of([60] * 300 + [1] * 300)
+
+    assert set(lengths_of(policy.choose(queue, 0.0))) == {60}
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(1, 512), st.floats(0, 0.2)), min_size=1, max_size=40),
+    st.floats(0.01, 0.3),
+)
+def test_nobody_is_passed_over_for_longer_than_allowed(arrivals, max_wait):
+    """Whoever has waited for `max_wait` and is due first runs in the next batch."""
+    policy = least_cost(load=patient(math.inf), max_wait=max_wait)
+    queue, now = WaitingQueue(), 0.0
+    coming = []
+    at = 0.0
+    for length, gap in arrivals:
+        at += gap
+        coming.append(waiting(length, since=at, due=at + max_wait))
+    while coming or len(queue):
+        while coming and coming[0].since <= now:
+            queue.add(coming.pop(0))
+        if not len(queue):
+            now = coming[0].since
+            continue
+        (first,) = queue.first(1)
+        batch = policy.choose(queue, now)
+        if now - first.since >= max_wait:
+            assert first in batch.sequences
+        queue.remove(batch.sequences)
+        now += batch.seconds

@@ -1,0 +1,165 @@
+"""When a batch starts, what a request is expected to take, and what the table learns."""
+
+import math
+
+import pytest
+
+from varlen.scheduling.cost import BatchShape
+
+from .waiting import cost_table, lengths_of, make_scheduler, ticket_of
+
+
+def add(scheduler, *lengths, now=0.0, **settings):
+    ticket = ticket_of(*lengths, arrival=now, **settings)
+    scheduler.add(ticket, now)
+    return ticket
+
+
+def test_nothing_waits_so_nothing_starts():
+    assert make_scheduler().start_at(5.0) is None
+
+
+def test_hungry_starts_at_once():
+    scheduler = make_scheduler(trigger="hungry", max_delay_ms=1000)
+    add(scheduler, 5, now=1.0)
+
+    assert scheduler.start_at(1.5) == 1.5
+
+
+def test_lazy_waits_for_the_delay_of_the_oldest():
+    scheduler = make_scheduler(trigger="lazy", max_delay_ms=100)
+    add(scheduler, 5, now=1.0)
+    add(scheduler, 5, now=1.05)
+
+    assert scheduler.start_at(1.06) == pytest.approx(1.1)
+    assert scheduler.start_at(1.2) == 1.2
+
+
+def test_lazy_starts_a_batch_that_has_as_many_sequences_as_it_may():
+    scheduler = make_scheduler(trigger="lazy", max_delay_ms=100, max_batch_sequences=3)
+    add(scheduler, 5, 5)
+    assert scheduler.start_at(0.0) == pytest.approx(0.1)
+
+    add(scheduler, 5)
+
+    assert scheduler.start_at(0.0) == 0.0
+
+
+def test_lazy_starts_a_batch_that_has_as_many_tokens_as_it_may():
+    scheduler = make_scheduler(trigger="lazy", max_delay_ms=100, max_batch_tokens=600)
+    add(scheduler, 300)
+    assert scheduler.start_at(0.0) == pytest.approx(0.1)
+
+    add(scheduler, 300)
+
+    assert scheduler.start_at(0.0) == 0.0
+
+
+def test_lazy_does_not_wait_so_long_that_a_deadline_is_missed():
+    scheduler = make_scheduler(trigger="lazy", max_delay_ms=1000)
+    add(scheduler, 100, deadline=0.2)
+
+    start = scheduler.start_at(0.0)
+
+    assert start == pytest.approx(0.2 - cost_table().seconds(BatchShape.of([100])))
+
+
+@pytest.mark.parametrize(
+    "policy, batches",
+    [
+        ("none", [[100]] * 10),
+        ("fifo", [[100] * 4, [100] * 4, [100] * 2]),
+        ("token_budget", [[100] * 5, [100] * 5]),
+    ],
+)
+def test_policies_in_order_fill_a_batch_by_one_limit(policy, batches):
+    scheduler = make_scheduler(policy=policy, max_batch_sequences=4, max_batch_tokens=512)
+    add(scheduler, *[100] * 10)
+
+    found = []
+    while scheduler.start_at(0.0) is not None:
+        found.append(lengths_of(scheduler.take(0.0)))
+
+    assert found == batches
+
+
+def test_no_batch_passes_the_token_bound_whatever_the_policy():
+    for policy in ("fifo", "dp"):
+        scheduler = make_scheduler(policy=policy, max_batch_tokens=512)
+        add(scheduler, *[100] * 10)
+        while scheduler.start_at(0.0) is not None:
+            assert scheduler.take(0.0).shape.tokens <= 512
+
+
+def test_priority_goes_ahead_of_those_who_came_a_little_before():
+    scheduler = make_scheduler(policy="none", max_wait_ms=1000)
+    add(scheduler, 1, now=0.0)
+    add(scheduler, 2, now=0.5)
+    add(scheduler, 3, now=0.6, priority=3)
+
+    order = [lengths_of(scheduler.take(0.6))[0] for _ in range(3)]
+
+    # three steps are 0.3 s of waiting: ahead of 0.5, not of 0.0
+    assert order == [1, 3, 2]
+
+
+def test_deadlines_are_served_first_by_every_policy():
+    for policy in ("none", "fifo", "token_budget", "dp"):
+        scheduler = make_scheduler(policy=policy, max_batch_tokens=512)
+        add(scheduler, *[300] * 5)
+        add(scheduler, 301, deadline=0.05)
+
+        assert 301 in lengths_of(scheduler.take(0.0)), policy
+
+
+def test_a_forecast_is_the_share_of_full_batches():
+    costs = cost_table(lambda n, length: 1.0 + n * length)
+    scheduler = make_scheduler(costs, max_batch_sequences=4, max_batch_tokens=512)
+
+    forecast = scheduler.forecast([100, 200])
+
+    # four of 100 tokens fit by number, two of 200 by tokens
+    assert forecast.seconds == pytest.approx((1 + 400) / 4 + (1 + 400) / 2)
+    assert forecast.batch_seconds == pytest.approx(401)
+
+
+def test_the_forecast_follows_what_batches_take():
+    scheduler = make_scheduler(max_batch_sequences=4, max_batch_tokens=512)
+    shape = BatchShape.of([128] * 4)
+    before = scheduler.forecast([128]).seconds
+
+    for _ in range(640):
+        scheduler.ran(shape, 2 * before * 4)
+
+    assert scheduler.forecast([128]).seconds == pytest.approx(2 * before, rel=0.02)
+
+
+def test_padding_is_counted_where_it_runs():
+    shape = BatchShape.of([10, 30])
+
+    assert make_scheduler().padding(shape) == 0
+    assert make_scheduler(execution="padded").padding(shape) == 20
+
+
+def test_a_batch_is_cut_down_to_requests_that_are_still_open():
+    scheduler = make_scheduler(policy="token_budget")
+    gone, stays = add(scheduler, 5, 5), add(scheduler, 7)
+    batch = scheduler.take(0.0)
+    assert scheduler.without_closed(batch) is batch
+
+    gone.closed = True
+    left = scheduler.without_closed(batch)
+    assert (lengths_of(left), left.shape) == ([7], BatchShape.of([7]))
+    assert left.seconds == pytest.approx(cost_table().seconds(left.shape))
+
+    stays.closed = True
+    assert scheduler.without_closed(batch) is None
+
+
+def test_clear_forgets_all():
+    scheduler = make_scheduler()
+    add(scheduler, 5)
+
+    scheduler.clear()
+
+    assert scheduler.start_at(math.inf) is None
