@@ -279,6 +279,7 @@ def test_systems_are_chosen_by_the_beginning_of_their_names():
         "varlen",
         "onnxruntime",
     }
+    assert [one.name for one in chosen_systems("varlen-dp", quick=False)] == ["varlen-dp"]
     quick = {one.name for one in chosen_systems("", quick=True)}
     assert "transformers-bf16-single" not in quick
     assert {one.name for one in SYSTEMS if one.is_key and one.dtype != "bf16"} <= quick

@@ -84,6 +84,8 @@ def curve(
 
 
 def _draw_panel(axes: Any, rows: Sequence[Row], label: str, attribute: str) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     for system in SYSTEMS:
         points = curve(rows, label, system.name, attribute)
         if points:
@@ -100,6 +102,9 @@ def _draw_panel(axes: Any, rows: Sequence[Row], label: str, attribute: str) -> N
         axes.set_ylim(0, top)
     else:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         low, high = axes.get_ylim()
         axes.set_ylim(low, min(high, _LONGEST_MS))
 

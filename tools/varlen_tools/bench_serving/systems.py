@@ -68,18 +68,23 @@ _NOT_QUICK = ("varlen-none", "transformers-bf16")
 
 
 def chosen_systems(names: str, *, quick: bool) -> list[System]:
-    """Return the systems whose names begin with one of these, separated by commas; all if there is none.
+    """Return the systems of these names or beginnings of names, separated by commas; all if there is none.
 
     Raises:
         ValueError: a name fits none.
     """
-    wanted = tuple(name.strip() for name in names.split(",") if name.strip())
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted:
+        return [s for s in SYSTEMS if not (quick and s.name.startswith(_NOT_QUICK))]
+    known = {system.name for system in SYSTEMS}
+    chosen: set[str] = set()
     for name in wanted:
-        if not any(system.name.startswith(name) for system in SYSTEMS):
+        # a whole name is no beginning of longer ones
+        fitting = {name} & known or {other for other in known if other.startswith(name)}
+        if not fitting:
             raise ValueError(f"no system is called {name!r}; there are {[s.name for s in SYSTEMS]}")
-    if wanted:
-        return [system for system in SYSTEMS if system.name.startswith(wanted)]
-    return [s for s in SYSTEMS if not (quick and s.name.startswith(_NOT_QUICK))]
+        chosen |= fitting
+    return [system for system in SYSTEMS if system.name in chosen]
 
 
 def system(name: str) -> System:
