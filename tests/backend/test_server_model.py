@@ -473,8 +473,9 @@ def test_a_small_answer_asks_nothing_of_the_file_system(server_model, monkeypatc
     server_model._check_shared_memory((1 << 20) - 1)
 
 
-def test_many_requests_from_many_threads_are_each_answered_once(load, ask):
-    model = load(max_batch_tokens="64", max_queued_requests="50")
+@pytest.mark.parametrize("cache_bytes", ["0", "6000"])
+def test_many_requests_from_many_threads_are_each_answered_once(load, ask, cache_bytes):
+    model = load(max_batch_tokens="64", max_queued_requests="50", response_cache_bytes=cache_bytes)
     requests = [[] for _ in range(4)]
 
     def send(index):
@@ -487,8 +488,11 @@ def test_many_requests_from_many_threads_are_each_answered_once(load, ask):
                 request = ask(text=text("the cat"))
                 request.cancelled = True
             else:
-                rows = rng.integers(1, 6)
-                request = ask(input_ids=rng.integers(0, 60, (rows, rng.integers(1, 20))))
+                shape = (rng.integers(1, 6), rng.integers(1, 20))
+                # some of them are equal
+                ids = rng.integers(0, 60, shape) if kind < 4 else np.full(shape, shape[1])
+                given = [{}, {"deadline_ms": 5}, {"request_priority": 9}][rng.integers(0, 3)]
+                request = ask(given, input_ids=ids)
             if kind == 2:
                 request.send_fails = True
             requests[index].append(request)
