@@ -1,6 +1,8 @@
 """A model that starts again measures nothing: what its batches cost is in the cache, and a bad cache is no failure."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,3 +115,19 @@ def test_models_that_load_at_once_share_one_cache(
     assert len(re.findall(MEASURED, log)) == 2, log
     assert len(re.findall(READ, log)) == 1
     assert len(CostStore(cache).entries()) == 2
+
+
+def test_what_profile_costs_measured_is_what_the_first_start_reads(
+    repository: Path, cache: Path
+) -> None:
+    command = [sys.executable, "-m", "varlen_tools.profile_costs", str(repository / "encoder")]
+    profiled = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert profiled.returncode == 0, profiled.stdout + profiled.stderr
+    assert "milliseconds a batch" in profiled.stdout
+
+    with started(repository) as server:
+        log = server.log()
+
+    assert re.search(READ, log), log
+    assert "costs measured" not in log
+    assert len(CostStore(cache).entries()) == 1

@@ -1,0 +1,304 @@
+"""Profiles of costs: measured under the server's settings, kept where it looks, and shown as they are."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from varlen.config import EngineConfig
+from varlen.errors import ConfigError
+from varlen.scheduling.cost_store import CostStore, StoredCosts
+from varlen.scheduling.measurement import Measurement, MixedBatch
+from varlen_tools.profile_costs.__main__ import main
+from varlen_tools.profile_costs.page import render
+from varlen_tools.profile_costs.picture import draw
+from varlen_tools.profile_costs.points import Profile
+from varlen_tools.profile_costs.printed import three_digits
+from varlen_tools.profile_costs.source import SourceError, find_source
+
+SVG = "{http://www.w3.org/2000/svg}"
+ABOUT = {
+    "checkpoint": "0123456789abcdef",
+    "model": "bert, 2 layers of 16",
+    "task": "embed",
+    "device": "A <CPU> & more, 2 cores",
+    "threads": "2",
+    "dtype": "float32",
+    "execution": "packed",
+    "max_batch_sequences": "4",
+    "max_batch_tokens": "64",
+    "torch": "2.9",
+    "varlen": "abc",
+}
+MEASUREMENT = Measurement(
+    {(1, 8): 1e-3, (2, 8): 1.5e-3, (4, 8): 2.5e-3, (1, 32): 3e-3, (2, 32): 5e-3},
+    (MixedBatch((8, 20, 30), 4e-3), MixedBatch((5, 9), 2e-3)),
+    True,
+    0.25,
+)
+app = typer.Typer()
+app.command()(main)
+
+
+@pytest.fixture
+def costs():
+    return StoredCosts.now(ABOUT, 20.0, MEASUREMENT)
+
+
+@pytest.fixture
+def profile(costs):
+    return Profile.of("tiny", costs)
+
+
+@pytest.fixture
+def model(tmp_path, encoder):
+    """A model of a repository, with two versions of one checkpoint and its own settings."""
+    folder = tmp_path / "models/tiny"
+    folder.mkdir(parents=True)
+    for version in ("2", "10"):
+        (folder / version).symlink_to(encoder, target_is_directory=True)
+    settings = {
+        "device": "cpu",
+        "dtype": "fp32",
+        "threads": "1",
+        "max_batch_sequences": "4",
+        "max_batch_tokens": "64",
+        "warmup_seconds": "30",
+        "cache_folder": str(tmp_path / "cache"),
+    }
+    lines = [
+        "# a comment",
+        'backend: "varlen"',
+        "instance_group [ { count: 1 kind: KIND_MODEL } ]",
+        *(
+            f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
+            for key, value in settings.items()
+        ),
+    ]
+    (folder / "config.pbtxt").write_text("\n".join(lines))
+    return folder
+
+
+def invoke(*arguments):
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(word) for word in arguments])
+
+
+def cells(svg):
+    """Return the cells of each heat map in an SVG: (kind, text, what a pointer is told)."""
+    for panel in ElementTree.fromstring(svg).iter(f"{SVG}g"):
+        if panel.get("class") == "panel":
+            yield [
+                (
+                    cell.get("class").split()[1],
+                    cell.find(f"{SVG}text").text,
+                    cell.find(f"{SVG}title").text,
+                )
+                for cell in panel.findall(f"{SVG}g")
+                if cell.get("class").startswith("cell")
+            ]
+
+
+def test_a_profile_has_every_point_and_says_where_it_is_from(profile):
+    assert profile.counts == (1, 2, 4)
+    assert profile.lengths == (8, 32)
+    kinds = {place: point.kind for place, point in profile.points.items()}
+    assert kinds == {
+        **dict.fromkeys(MEASUREMENT.samples, "measured"),
+        # 128 tokens, of 64 that may run together
+        (4, 32): "past",
+    }
+    assert profile.points[2, 8].measured == 1.5e-3
+    assert profile.points[4, 32].measured is None
+    assert profile.points[2, 8].per_token == pytest.approx(profile.points[2, 8].seconds / 16)
+
+
+def test_a_point_within_the_budget_that_was_not_measured_is_filled(costs):
+    samples = {place: s for place, s in MEASUREMENT.samples.items() if place != (2, 8)}
+    profile = Profile.of("x", replace(costs, measurement=replace(MEASUREMENT, samples=samples)))
+
+    assert profile.points[2, 8].kind == "filled"
+    assert 1e-3 < profile.points[2, 8].seconds < 2.5e-3
+
+
+def test_mixed_batches_are_told_as_the_grid_and_as_the_table_have_them(profile):
+    small, large = profile.mixed
+
+    assert [small.shape.tokens, large.shape.tokens] == [14, 58]
+    assert large.by_grid == pytest.approx(MEASUREMENT.grid_table("packed").seconds(large.shape))
+    assert abs(large.by_table - large.actual) < abs(large.by_grid - large.actual)
+    by_grid, by_table = profile.median_errors()
+    assert by_table < by_grid
+
+
+def test_heat_maps_show_every_point_once_with_its_figure(profile):
+    per_batch, per_token, mixed = cells(draw(profile))
+
+    points = [profile.points[n, length] for length in (8, 32) for n in (1, 2, 4)]
+    assert [kind for kind, _, _ in per_batch] == [point.kind for point in points]
+    assert [text for _, text, _ in per_batch] == [three_digits(1e3 * p.seconds) for p in points]
+    assert [text for _, text, _ in per_token] == [three_digits(1e6 * p.per_token) for p in points]
+    assert mixed == []
+    told = {text.splitlines()[0]: text for _, _, text in per_batch}
+    assert "measured: 1.50 ms" in told["2 x 8 tokens"]
+    assert "past the budget" in told["4 x 32 tokens"]
+
+
+def test_mixed_batches_lie_on_the_line_where_they_are_predicted_right(costs):
+    samples = {(n, length): 1e-3 * n * length for n in (1, 4) for length in (8, 32)}
+    right = Measurement(samples, (MixedBatch((8, 20), 28e-3), MixedBatch((30, 8), 38e-3)), True, 1)
+    svg = ElementTree.fromstring(draw(Profile.of("x", replace(costs, measurement=right))))
+
+    circles = [c for c in svg.iter(f"{SVG}circle") if c.get("class") == "by-grid"]
+    sums = [float(c.get("cx")) + float(c.get("cy")) for c in circles]
+    assert len(circles) == 2
+    assert sums[0] == pytest.approx(sums[1], abs=0.3)
+
+
+def test_a_profile_without_mixed_batches_is_drawn_without_them(costs):
+    profile = Profile.of("x", replace(costs, measurement=replace(MEASUREMENT, mixed=())))
+
+    assert len(list(cells(draw(profile)))) == 2
+    assert profile.median_errors() is None
+    assert "No batches of mixed lengths" in render(profile)
+
+
+def test_a_grid_of_equal_costs_is_drawn(costs):
+    flat = Measurement({(1, 8): 1e-3, (2, 8): 1e-3}, (), True, 1)
+
+    (per_batch, _) = cells(draw(Profile.of("x", replace(costs, measurement=flat))))
+
+    assert [text for _, text, _ in per_batch] == ["1.00", "1.00"]
+
+
+def test_the_page_says_under_what_it_was_measured_and_shows_names_as_text(costs):
+    page = render(
+        Profile.of("<b>&nasty", replace(costs, measurement=replace(MEASUREMENT, is_complete=False)))
+    )
+
+    assert "<b>&nasty" not in page
+    assert "&lt;b&gt;&amp;nasty" in page
+    assert "A &lt;CPU&gt; &amp; more" in page
+    assert "cut short after 20 s" in page
+    svg = re.search(r"<svg.*</svg>", page, re.DOTALL)
+    assert svg
+    ElementTree.fromstring(svg[0])
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [(0.123, "0.12"), (1.234, "1.23"), (12.34, "12.3"), (123.4, "123"), (4321, "4321")],
+)
+def test_figures_have_three_digits(value, text):
+    assert three_digits(value) == text
+
+
+def test_a_model_of_a_repository_is_profiled_with_its_settings_and_latest_version(model, tmp_path):
+    source = find_source(model, {"max_batch_sequences": "8"})
+
+    assert source.name == "tiny"
+    assert source.checkpoint.name == "10"
+    assert source.config == EngineConfig(
+        device="cpu",
+        dtype="fp32",
+        threads=1,
+        max_batch_sequences=8,
+        max_batch_tokens=64,
+        warmup_seconds=30,
+        cache_folder=str(tmp_path / "cache"),
+    )
+
+
+def test_a_checkpoint_folder_is_profiled_with_default_settings(encoder, model):
+    assert find_source(encoder, {}).config == EngineConfig()
+    assert find_source(encoder, {}).name == "Tiny-Encoder"
+    assert find_source(model / "2", {"threads": "1"}).config == EngineConfig(threads=1)
+
+
+def test_what_cannot_be_profiled_is_refused(tmp_path, model):
+    with pytest.raises(SourceError, match="neither config.pbtxt nor config.json"):
+        find_source(tmp_path, {})
+    with pytest.raises(ConfigError, match="unknown parameter"):
+        find_source(model, {"thread": "1"})
+    (model / "config.pbtxt").write_text("parameters {")
+    with pytest.raises(SourceError, match="cannot be read"):
+        find_source(model, {})
+    (model / "config.pbtxt").write_text('backend: "varlen"')
+    for version in ("2", "10"):
+        (model / version).unlink()
+    with pytest.raises(SourceError, match="has no version"):
+        find_source(model, {})
+
+
+def test_the_command_measures_once_prints_and_draws(model, tmp_path):
+    files = [tmp_path / "costs.svg", tmp_path / "costs.html"]
+    outputs = [word for file in files for word in ("--output", file)]
+
+    first = invoke(model, *outputs)
+
+    assert first.exit_code == 0, first.output
+    for text in ("milliseconds a batch", "microseconds a token", "batches of mixed lengths"):
+        assert text in first.output
+    (kept,) = CostStore(tmp_path / "cache").entries()
+    assert kept.allowed_seconds == 30
+    assert kept.about["threads"] == "1"
+    ElementTree.fromstring(files[0].read_text())
+    assert files[1].read_text().startswith("<!doctype html>")
+
+    assert invoke(model).exit_code == 0
+    assert CostStore(tmp_path / "cache").entries() == [kept]
+    assert invoke(model, "--again", "--seconds", "20").exit_code == 0
+    (new,) = CostStore(tmp_path / "cache").entries()
+    assert new.measured_at > kept.measured_at
+    assert new.allowed_seconds == 20
+
+
+def test_the_command_lists_what_is_kept(model, tmp_path, costs):
+    store = CostStore(tmp_path / "cache")
+    store.save(costs)
+    cut_short = replace(MEASUREMENT, is_complete=False)
+    store.save(replace(costs, about={**ABOUT, "dtype": "bfloat16"}, measurement=cut_short))
+
+    for arguments in (["--list", "--cache", tmp_path / "cache"], ["--list", model]):
+        listed = invoke(*arguments)
+
+        assert listed.exit_code == 0, listed.output
+        text = " ".join(listed.output.split())
+        assert "bert, 2 layers of 16" in text
+        assert "01234567" in text
+        assert "float32" in text
+        assert "bfloat16" in text
+        assert "cut short" in text
+
+
+def test_the_list_of_an_empty_cache_is_empty(tmp_path):
+    listed = invoke("--list", "--cache", tmp_path / "cache")
+
+    assert listed.exit_code == 0
+    assert str(tmp_path / "cache/varlen") not in listed.output
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ([], "name a model, or --list"),
+        (["nowhere"], "neither config.pbtxt nor config.json"),
+        (["MODEL", "--set", "threads"], "allowed: key=value"),
+        (["MODEL", "--set", "threads=many"], "allowed: whole numbers"),
+        (["MODEL", "--seconds", "0"], "--seconds"),
+        (["MODEL", "--output", "costs.png"], "neither .svg nor .html"),
+        (["MODEL", "--output", "nowhere/costs.svg"], "there is no folder nowhere"),
+    ],
+)
+def test_what_cannot_be_done_is_said(model, tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+
+    done = invoke(*(str(model) if word == "MODEL" else word for word in arguments))
+
+    assert done.exit_code == 2, done.output
+    assert says in done.output
+    assert "Traceback" not in done.output
+    assert not Path("cache").exists()

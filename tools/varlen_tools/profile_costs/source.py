@@ -1,0 +1,74 @@
+"""What is profiled: a checkpoint folder, or a model of a repository with the settings that the server would use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from varlen.config import EngineConfig
+
+_CONFIG = "config.pbtxt"
+
+
+class SourceError(Exception):
+    """There is nothing to profile; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint and how it is run.
+
+    Attributes:
+        name: what to call it.
+        checkpoint: its folder.
+        config: its settings.
+    """
+
+    name: str
+    checkpoint: Path
+    config: EngineConfig
+
+
+def find_source(folder: Path, settings: Mapping[str, str]) -> Source:
+    """Return what a folder holds.
+
+    Args:
+        folder: a checkpoint, or a model of a model repository: config.pbtxt and numbered versions.
+        settings: parameters of the engine that replace the configured ones.
+
+    Raises:
+        SourceError: the folder is neither.
+        ConfigError: a setting is unknown or not allowed.
+    """
+    if not (folder / _CONFIG).is_file():
+        if not (folder / "config.json").is_file():
+            raise SourceError(f"{folder} has neither {_CONFIG} nor config.json")
+        return Source(_name(folder), folder, EngineConfig.from_parameters(settings))
+    parameters = {**_parameters(folder / _CONFIG), **settings}
+    return Source(folder.resolve().name, _version(folder), EngineConfig.from_parameters(parameters))
+
+
+def _parameters(path: Path) -> dict[str, str]:
+    try:
+        config = text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+    except text_format.ParseError as error:
+        raise SourceError(f"{path} cannot be read: {error}") from None
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+def _version(folder: Path) -> Path:
+    """Return the version that the server would load if not told otherwise: the latest."""
+    versions = [entry for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir()]
+    if not versions:
+        raise SourceError(f"{folder} has no version, a folder with a number for a name")
+    return max(versions, key=lambda entry: int(entry.name))
+
+
+def _name(folder: Path) -> str:
+    """Return what to call a checkpoint: a repository's version folders have numbers for names."""
+    folder = folder.resolve()
+    return folder.parent.name if folder.name.isdecimal() else folder.name
