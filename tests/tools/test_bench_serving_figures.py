@@ -200,7 +200,7 @@ def test_a_slow_system_is_looked_at_for_longer_and_holds_fewer_requests():
     assert effort.seconds_at(100.0) == 8.0
     assert effort.seconds_at(10.0) == 10.0
     assert effort.seconds_at(1.0) == 12.0
-    assert (most_outstanding(1.0), most_outstanding(30.2)) == (32, 121)
+    assert (most_outstanding(1.0), most_outstanding(30.2)) == (16, 91)
 
 
 def test_only_a_peer_that_cannot_be_the_best_is_looked_at_less():

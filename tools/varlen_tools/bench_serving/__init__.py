@@ -25,12 +25,12 @@ Arrivals
     Poisson, given their number: exactly rate x seconds arrive, at independent uniform times. Uniform lengths are the
     mix's quantiles in random order, so that every load of one size holds the same work. One seed, the same arrivals
     for every system at the same step of its search.
-    The first second warms up and is not measured. Requests that are due while too many wait (4 s of what the system
-    serves in a closed loop, at least 32) are not sent, and counted so: nobody who waits behind them could be answered
+    The first second warms up and is not measured. Requests that are due while too many wait (3 s of what the system
+    serves in a closed loop, at least 16) are not sent, and counted so: nobody who waits behind them could be answered
     in time. A load on the way to `sustained` is given up once more than one in a hundred is late.
 
 Loads of one system and one mix (column `kind`)
-    closed         16 requests in flight: about what it can serve; later loads are multiples of it
+    closed         8 requests in flight: about what it can serve; later loads are multiples of it
     load           open: 0.3 of that, then by bisection towards the largest that is sustained
     most           open: twice what the best system so far served. Ours come first, so this is the same for all peers
     paired         varlen-dp and varlen-token-budget as two models of one server, under the same arrivals, one at a
@@ -67,6 +67,7 @@ Keys of the BENCH line (uniform lengths; others with the name of their mix befor
     lost                          of all requests to all systems
 Keys of the BENCH line of --overload: of each figure the worst over all loads.
 
-Time goes where these keys come from: systems that they are about get four steps of bisection, the others, and peers
-that serve less at most than another one sustains, get two.
+Time goes where these keys come from: systems that they are about get four steps of bisection, the others two, and peers
+that serve less at most than another one sustains get one. A load of few requests/s is measured for up to half as long
+again, to see a hundred requests.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,7 @@ from varlen_tools.bench_serving.systems import OURS, System, chosen_systems
 DEFAULT_MODEL = Path("model_repository/minilm/1")
 DEFAULT_OUTPUT = Path("docs/benchmarks/serving.csv")
 PACKAGES = ("torch", "transformers", "onnxruntime", "tritonclient", "varlen")
-_SECONDS, _QUICK_SECONDS = 8.0, 3.0
+_SECONDS, _QUICK_SECONDS = 7.0, 2.5
 _OVERLOAD_SECONDS, _QUICK_OVERLOAD_SECONDS = 120.0, 10.0
 _LENGTHS, _QUICK_LENGTHS = "uniform,short", "uniform"
 # Measured on two cores: the docstring of the package has the figures.
@@ -77,7 +78,7 @@ def main(
     console = Console(width=None if os.isatty(1) else 200)
     with console.status("start") as status:
         # a log gets lines, a terminal one line that changes
-        say: Say = status.update if console.is_terminal else console.print
+        say = _with_time(status.update if console.is_terminal else console.print)
         try:
             limit, vocabulary = model_limits(model)
             systems = chosen_systems(only or (OURS if overload else ""), quick=quick)
@@ -124,6 +125,12 @@ def main(
     print(bench_report.bench_line(name, figures), flush=True)
     if figures["lost"] or any(row.kind == "failed" and "varlen" in row.system for row in rows):
         raise typer.Exit(1)
+
+
+def _with_time(say: Say) -> Say:
+    """Return what says the seconds since now before every line."""
+    begin = time.monotonic()
+    return lambda line: say(f"{time.monotonic() - begin:5.0f} s  {line}")
 
 
 def _default_seconds(*, overload: bool, quick: bool) -> float:

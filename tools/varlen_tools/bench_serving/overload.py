@@ -16,7 +16,7 @@ from varlen_tools.bench_serving.served import Load, Served
 from varlen_tools.bench_serving.systems import System
 
 TIMES, DEADLINE_MS = 2.0, 500
-_CLOSED_SECONDS, _IN_FLIGHT = 4.0, 16
+_CLOSED_SECONDS, _IN_FLIGHT = 4.0, 8
 _LOOK_SECONDS = 1.0
 # Of the looks at memory, those that come first, while queues fill.
 _FILLING = 0.1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# Most requests that wait, in seconds of what a system can serve: twice over, nobody would get an answer in time.
-_BACKLOG_SECONDS = 4.0
-_LEAST_OUTSTANDING = 32
+# Most requests that wait, in seconds of what a system can serve: six times what a caller is to wait.
+_BACKLOG_SECONDS = 3.0
+_LEAST_OUTSTANDING = 16
 # A p99 of fewer requests is their maximum.
 _ENOUGH_REQUESTS = 100
 _MOST_LONGER = 1.5
@@ -42,23 +42,28 @@ class Plan:
 
     Attributes:
         key: of systems that the BENCH line is about.
-        other: of all others, and of key systems that cannot be the best any more.
+        other: of all others.
+        hopeless: of peers that cannot be the best any more.
         paired_seconds: of each load in the comparison of two policies; 0: none.
     """
 
     key: Effort
     other: Effort
+    hopeless: Effort
     paired_seconds: float
 
 
 def plan(seconds: float, *, quick: bool) -> Plan:
     """Return the plan in which a key load is measured for so many seconds."""
     if quick:
-        effort = Effort(closed_seconds=2, seconds=seconds, steps=2, most_seconds=2)
-        return Plan(effort, effort, paired_seconds=seconds)
-    key = Effort(closed_seconds=4, seconds=seconds, steps=4, most_seconds=0.75 * seconds)
-    other = Effort(closed_seconds=3, seconds=0.75 * seconds, steps=2, most_seconds=0.75 * seconds)
-    return Plan(key, other, paired_seconds=1.25 * seconds)
+        key = Effort(closed_seconds=2, seconds=seconds, steps=2, most_seconds=2)
+        other = Effort(closed_seconds=2, seconds=seconds, steps=0, most_seconds=2)
+        return Plan(key, other, other, paired_seconds=seconds)
+    other_seconds = 0.75 * seconds
+    key = Effort(closed_seconds=3, seconds=seconds, steps=4, most_seconds=other_seconds)
+    other = Effort(closed_seconds=3, seconds=other_seconds, steps=2, most_seconds=other_seconds)
+    hopeless = Effort(closed_seconds=3, seconds=other_seconds, steps=1, most_seconds=other_seconds)
+    return Plan(key, other, hopeless, paired_seconds=other_seconds)
 
 
 def most_outstanding(capacity: float) -> int:

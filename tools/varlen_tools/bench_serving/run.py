@@ -27,7 +27,7 @@ from varlen_tools.local_server import ServerError
 
 LEAST_COSINE = 0.999
 # Requests in flight of a closed loop.
-_IN_FLIGHT = 16
+_IN_FLIGHT = 8
 _CHECKED_REQUESTS = 8
 # What a server or its generator can end in; anything else is a fault of the benchmark.
 _FAULTS = (ServerError, WorkerError, RuntimeError, OSError)
@@ -187,7 +187,7 @@ class Lab:
         known.capacities[one.name] = capacity
         known.saturated = max(known.saturated, capacity)
         if _is_hopeless(one, capacity, known):
-            effort = self.settings.plan.other
+            effort = self.settings.plan.hopeless
         search = Search(capacity, effort.steps)
         for row in self._search_rows(served, one, mix, search, effort):
             yield row
@@ -208,7 +208,7 @@ class Lab:
             one.name,
             "result",
             rss_mib=served.resident(one) / (1 << 20),
-            sustained=search.sustained,
+            sustained=search.sustained if effort.steps else None,
             saturated=point.served,
         )
 

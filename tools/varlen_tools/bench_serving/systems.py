@@ -63,8 +63,8 @@ SYSTEMS = (
     System("transformers-bf16-dynamic", "transformers", "bf16", dynamic=True, is_key=True),
     System("transformers-bf16-single", "transformers", "bf16", is_key=True),
 )
-# A quick look leaves out what no key of the BENCH line can be about.
-_NOT_QUICK = ("varlen-none", "transformers-bf16")
+# A quick look leaves out what hardly any key of the BENCH line will be about.
+_NOT_QUICK = ("varlen-none", "transformers-bf16", "transformers-fp32-single")
 
 
 def chosen_systems(names: str, *, quick: bool) -> list[System]:
