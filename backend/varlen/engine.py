@@ -227,7 +227,7 @@ class Engine:
 
     def _learn(self, batch: Batch, seconds: float) -> None:
         self._stats.count_batch_seconds(predicted=batch.seconds, actual=seconds)
-        self._scheduler.ran(batch.shape, seconds)
+        self._scheduler.ran(batch, seconds)
         _log.debug(
             "ran %d sequences, %d tokens, the longest %d: %s; %.1f ms predicted, %.1f ms taken",
             batch.shape.sequences,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from varlen.scheduling.queue import WaitingQueue
 _MILLISECOND = 1e-3
 # Of `max_wait_ms`: what one step of priority counts as having waited already.
 _WAITED_PER_PRIORITY = 0.1
+# How far off one batch may seem, and the share of it by which all forecasts move: at most 2.3 %, up or down.
+_MOST_SURPRISE = 1.25
+_LEARNING_RATE = 0.1
 # Batches between two looks at what the table has learned.
 _BATCHES_PER_FORECAST = 64
 
@@ -49,13 +53,17 @@ class Scheduler:
         else:
             self._policy = InOrder(self._limits, costs)
         self._ran = 0
+        # what batches take now of what the table says: other work on the machine slows all of them down at once, which
+        # changes no plan but all forecasts
+        self._slowness = 1.0
         self._full_batches = _full_batches(costs, self._limits)
 
     def forecast(self, lengths: Sequence[int]) -> Forecast:
         """Return what sequences of these lengths are expected to take. From any thread."""
         full_batches = self._full_batches
         seconds = sum(full_batches[length][0] for length in lengths)
-        return Forecast(seconds, full_batches[max(lengths)][1])
+        slowness = self._slowness
+        return Forecast(slowness * seconds, slowness * full_batches[max(lengths)][1])
 
     def add(self, ticket: Ticket, now: float) -> None:
         """Queue the sequences of a request."""
@@ -83,7 +91,7 @@ class Scheduler:
         """Return the next batch, which waits no longer; something must wait."""
         batch = self._policy.choose(self._queue, now)
         self._queue.remove(batch.sequences)
-        return batch
+        return replace(batch, seconds=self._slowness * batch.seconds)
 
     def without_closed(self, batch: Batch) -> Batch | None:
         """Return a batch less the sequences of requests that have been answered; None if nothing is left."""
@@ -93,7 +101,7 @@ class Scheduler:
         if not left:
             return None
         shape = BatchShape.of([waiting.num_tokens for waiting in left])
-        return Batch(left, shape, self._costs.seconds(shape), batch.why)
+        return Batch(left, shape, self._slowness * self._costs.seconds(shape), batch.why)
 
     def padding(self, shape: BatchShape) -> int:
         """Return the tokens that a batch is filled up with."""
@@ -101,9 +109,12 @@ class Scheduler:
             return 0
         return shape.sequences * shape.longest - shape.tokens
 
-    def ran(self, shape: BatchShape, seconds: float) -> None:
+    def ran(self, batch: Batch, seconds: float) -> None:
         """Learn what a batch took."""
-        self._costs.refine(shape, seconds)
+        surprise = min(max(seconds / batch.seconds, 1 / _MOST_SURPRISE), _MOST_SURPRISE)
+        # the table learns in what this batch differs from others
+        self._costs.refine(batch.shape, seconds / self._slowness)
+        self._slowness *= surprise**_LEARNING_RATE
         self._ran += 1
         if self._ran % _BATCHES_PER_FORECAST == 0:
             self._full_batches = _full_batches(self._costs, self._limits)

@@ -1,6 +1,7 @@
 """When a batch starts, what a request is expected to take, and what the table learns."""
 
 import math
+import random
 
 import pytest
 
@@ -124,14 +125,38 @@ def test_a_forecast_is_the_share_of_full_batches():
 
 
 def test_the_forecast_follows_what_batches_take():
-    scheduler = make_scheduler(max_batch_sequences=4, max_batch_tokens=512)
-    shape = BatchShape.of([128] * 4)
+    scheduler = make_scheduler(policy="token_budget", max_batch_tokens=512)
     before = scheduler.forecast([128]).seconds
 
     for _ in range(640):
-        scheduler.ran(shape, 2 * before * 4)
+        add(scheduler, *[128] * 4)
+        scheduler.ran(scheduler.take(0.0), 2 * before * 4)
 
     assert scheduler.forecast([128]).seconds == pytest.approx(2 * before, rel=0.02)
+
+
+def test_forecasts_of_all_batches_follow_a_machine_that_is_busy_elsewhere():
+    scheduler = make_scheduler(policy="token_budget", max_batch_tokens=512)
+    before = scheduler.forecast([8]).seconds
+
+    numbers = random.Random(0)
+    for _ in range(100):
+        add(scheduler, *numbers.choices(range(40, 129), k=4))
+        batch = scheduler.take(0.0)
+        scheduler.ran(batch, 2 * cost_table().seconds(batch.shape))
+
+    # of lengths that did not run too, though a part is taken for a matter of those that did
+    assert 1.6 * before < scheduler.forecast([8]).seconds < 2.2 * before
+
+
+def test_one_slow_batch_moves_the_forecast_by_little():
+    scheduler = make_scheduler(policy="token_budget")
+    before = scheduler.forecast([128]).seconds
+    add(scheduler, 128)
+
+    scheduler.ran(scheduler.take(0.0), 100.0)
+
+    assert scheduler.forecast([128]).seconds == pytest.approx(before, rel=0.025)
 
 
 def test_padding_is_counted_where_it_runs():

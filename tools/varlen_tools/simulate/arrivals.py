@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -42,6 +43,11 @@ def bursts(count: int, rate: float, lengths: Lengths, seed: int) -> list[Arrival
     return list(_bursts(count, rate, lengths, numbers))
 
 
+def with_deadline(arrivals: list[Arrival], seconds: float | None) -> list[Arrival]:
+    """Return the arrivals, each with this deadline."""
+    return [replace(arrival, deadline_seconds=seconds) for arrival in arrivals]
+
+
 def read_lengths(path: Path, column: str) -> list[int]:
     """Return the positive whole numbers in a column of a CSV file.
 
@@ -60,9 +66,7 @@ def read_lengths(path: Path, column: str) -> list[int]:
     return lengths
 
 
-def _bursts(
-    count: int, rate: float, lengths: Lengths, numbers: random.Random
-) -> Iterator[Arrival]:
+def _bursts(count: int, rate: float, lengths: Lengths, numbers: random.Random) -> Iterator[Arrival]:
     at, left = 0.0, count
     while left:
         at += numbers.expovariate(rate / _BURST)

@@ -1,4 +1,4 @@
-"""One simulated run: the real engine, admission and scheduler, arrivals at given times, and a clock that nobody waits for.
+"""One simulated run: the real engine and scheduler, arrivals at given times, and a clock that nobody waits for.
 
 The model is the only part that is not real: running a batch moves the clock by what the batch costs, and requests
 arrive meanwhile, as they would.

@@ -1,0 +1,314 @@
+"""Policies on a virtual clock: what they are worth, what they promise, and that no request is lost.
+
+Every run is a function of its seed: nothing here depends on how fast this machine is.
+"""
+
+import random
+import re
+from collections import Counter
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from varlen.config import EngineConfig
+from varlen.errors import DeadlineError, QueueFullError
+from varlen.scheduling.cost import BatchShape, CostTable
+from varlen_tools.simulate.__main__ import app, cpu_seconds, gpu_seconds
+from varlen_tools.simulate.arrivals import (
+    bursts,
+    one_of,
+    poisson,
+    read_lengths,
+    uniform,
+    with_deadline,
+)
+from varlen_tools.simulate.run import Arrival, simulate
+from varlen_tools.simulate.study import full_load, measure, most_within
+
+MIX = uniform(5, 500)
+SEQUENCES = 20
+NO_CAP = 10**9
+
+
+def table(seconds=cpu_seconds, execution="packed"):
+    return CostTable.of_function(seconds, execution, max_sequences=SEQUENCES, max_length=500)
+
+
+def config(policy, execution="packed", **settings):
+    return EngineConfig(
+        **{
+            "policy": policy,
+            "execution": execution,
+            "max_batch_sequences": SEQUENCES,
+            "max_batch_tokens": 4096,
+            "max_queued_requests": NO_CAP,
+            "max_queued_tokens": NO_CAP,
+            **settings,
+        }
+    )
+
+
+def point(policy, load, seconds=cpu_seconds, execution="packed", count=2000, seeds=(0, 1)):
+    """Return mean latency, p99 and served/s, the means of runs of these seeds."""
+    rate = load * full_load(table(seconds), [252, 253], SEQUENCES)
+    found = [
+        measure(
+            config(policy, execution),
+            lambda: table(seconds, execution),
+            poisson(count, rate, MIX, seed),
+            rate,
+        )
+        for seed in seeds
+    ]
+    assert all(one.lost == 0 for one in found)
+    return (
+        fmean(one.mean for one in found),
+        fmean(one.p99 for one in found),
+        fmean(one.served for one in found),
+    )
+
+
+@pytest.mark.parametrize("load", [0.1, 0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("seconds", [cpu_seconds, gpu_seconds], ids=["cpu", "gpu"])
+def test_packed_dp_is_nowhere_worse_than_a_token_budget(seconds, load):
+    # a p99 is known from few requests; a light load is simple, and takes the simulator longest
+    many = {"count": 1000 if load < 0.5 else 5000, "seeds": (0, 1)}
+    mean, p99, _ = point("dp", load, seconds, **many)
+    budget_mean, budget_p99, _ = point("token_budget", load, seconds, **many)
+
+    assert mean <= 1.02 * budget_mean
+    assert p99 <= 1.02 * budget_p99
+
+
+@pytest.mark.parametrize("load, least", [(0.6, 0.10), (0.8, 0.08)])
+def test_packed_dp_answers_sooner_where_tokens_are_costly(load, least):
+    mean, _, _ = point("dp", load)
+    budget, _, _ = point("token_budget", load)
+
+    assert mean <= (1 - least) * budget
+
+
+def test_padded_dp_serves_more_at_overload():
+    _, _, served = point("dp", 2.0, execution="padded", seeds=(0,))
+    _, _, budget = point("token_budget", 2.0, execution="padded", seeds=(0,))
+
+    assert served >= 1.5 * budget
+
+
+def test_padded_dp_answers_much_sooner_under_moderate_load():
+    mean, _, _ = point("dp", 0.6, execution="padded", seeds=(0,))
+    budget, _, _ = point("token_budget", 0.6, execution="padded", seeds=(0,))
+
+    assert mean <= budget / 5
+
+
+@pytest.mark.parametrize("policy", ["none", "fifo", "token_budget", "dp"])
+@pytest.mark.parametrize("execution", ["packed", "padded"])
+@pytest.mark.parametrize("trigger", ["hungry", "lazy"])
+def test_every_request_is_answered_once_and_no_batch_passes_a_limit(policy, execution, trigger):
+    run = simulate(
+        bursts(1500, 80.0, MIX, seed=3),
+        config(policy, execution, trigger=trigger),
+        table(execution=execution),
+    )
+
+    assert all(outcome.answers == 1 and outcome.error is None for outcome in run.outcomes)
+    for shape in run.batches:
+        held = shape.sequences * shape.longest if execution == "padded" else shape.tokens
+        assert held <= 4096
+        assert policy == "token_budget" or shape.sequences <= SEQUENCES
+    sent = Counter(outcome.arrival.tokens for outcome in run.outcomes)
+    assert sum(shape.tokens for shape in run.batches) == sum(n * k for n, k in sent.items())
+
+
+def test_twenty_thousand_requests_and_none_is_lost():
+    arrivals = poisson(20_000, 900.0, MIX, seed=5)
+
+    run = simulate(arrivals, config("dp", max_queued_requests=400), table(gpu_seconds))
+
+    assert all(outcome.answers == 1 for outcome in run.outcomes)
+    assert run.refused(QueueFullError) > 1000
+    assert len(run.latencies) + run.refused(QueueFullError) == len(arrivals)
+
+
+def test_a_run_is_a_function_of_its_seed():
+    def latencies(seed):
+        run = simulate(poisson(500, 80.0, MIX, seed), config("dp"), table())
+        return [outcome.seconds for outcome in run.outcomes]
+
+    assert latencies(1) == latencies(1)
+    assert latencies(1) != latencies(2)
+
+
+def adversary(count, rate, seed):
+    """Short requests at nearly all that the engine can do, and long ones, which every plan would put off."""
+    numbers = random.Random(seed)
+    short = poisson(count, rate, uniform(4, 8), seed)
+    return [Arrival(arrival.at, 500) if numbers.random() < 0.02 else arrival for arrival in short]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_long_do_not_starve_among_the_short(seed):
+    settings = config("dp", max_wait_ms=200)
+
+    run = simulate(adversary(4000, 1200.0, seed), settings, table())
+
+    long = [outcome.seconds for outcome in run.outcomes if outcome.arrival.tokens == 500]
+    assert len(long) > 40
+    # the bound, the batch that ran when it was reached, and one's own; and those who were due before
+    batch = table().seconds(BatchShape.of([500] * 8))
+    assert max(long) <= 0.2 + 3 * batch
+
+
+def test_requests_with_a_deadline_keep_it_or_are_refused_at_once():
+    rate = 2.0 * full_load(table(), [252, 253], SEQUENCES)
+    arrivals = with_deadline(poisson(3000, rate, MIX, seed=7), 0.5)
+
+    run = simulate(arrivals, config("dp"), table())
+
+    refused = [outcome for outcome in run.outcomes if isinstance(outcome.error, DeadlineError)]
+    at_once = [outcome for outcome in refused if outcome.seconds == 0.0]
+    accepted = len(arrivals) - len(at_once)
+    kept = sum(seconds <= 0.5 for seconds in run.latencies)
+    assert len(refused) > 500
+    assert kept >= 0.99 * accepted
+    # and no more are refused than have to be
+    assert run.served_per_second >= 0.85 * rate / 2
+    assert re.fullmatch(
+        r"deadline missed: the answer would come in about \d+ ms, and is wanted within 500 ms",
+        str(at_once[0].error),
+    )
+
+
+def test_a_deadline_is_kept_although_costs_are_known_badly():
+    """The table says half of what batches take at first, and learns."""
+    actual = table()
+    believed = table(lambda n, length: cpu_seconds(n, length) / 2)
+    rate = 2.0 * full_load(actual, [252, 253], SEQUENCES)
+
+    run = simulate(
+        with_deadline(poisson(4000, rate, MIX, seed=8), 0.5), config("dp"), believed, actual=actual
+    )
+
+    late = [outcome for outcome in run.outcomes[2000:] if outcome.seconds > 0.5]
+    assert len(late) <= 0.01 * 2000
+
+
+def test_priority_is_answered_sooner_under_load():
+    numbers = random.Random(4)
+    arrivals = [
+        Arrival(arrival.at, arrival.tokens, priority=9 if numbers.random() < 0.1 else 0)
+        for arrival in poisson(3000, 100.0, MIX, seed=4)
+    ]
+
+    for policy in ("token_budget", "dp"):
+        run = simulate(arrivals, config(policy), table())
+        urgent = fmean(o.seconds for o in run.outcomes if o.arrival.priority)
+        usual = fmean(o.seconds for o in run.outcomes if not o.arrival.priority)
+        assert urgent < 0.8 * usual, policy
+
+
+def test_lazy_batches_are_larger_and_wait_no_longer_than_the_delay():
+    arrivals = poisson(1000, 20.0, MIX, seed=2)
+
+    hungry = simulate(arrivals, config("token_budget"), table())
+    lazy = simulate(arrivals, config("token_budget", trigger="lazy", max_delay_ms=100), table())
+
+    assert len(lazy.batches) < 0.7 * len(hungry.batches)
+    longest = table().seconds(BatchShape.of([500] * 8))
+    assert max(lazy.latencies) <= 0.1 + 2 * longest
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 0.2),
+            st.integers(1, 500),
+            st.integers(0, 9),
+            st.none() | st.floats(0.01, 1),
+        ),
+        min_size=1,
+        max_size=60,
+    ),
+    st.sampled_from(["none", "fifo", "token_budget", "dp"]),
+    st.sampled_from(["hungry", "lazy"]),
+    st.sampled_from(["packed", "padded"]),
+)
+def test_whatever_comes_is_answered_once(stream, policy, trigger, execution):
+    at, arrivals = 0.0, []
+    for gap, tokens, priority, deadline in stream:
+        at += gap
+        arrivals.append(Arrival(at, tokens, priority, deadline))
+
+    run = simulate(arrivals, config(policy, execution, trigger=trigger), table(execution=execution))
+
+    assert [outcome.arrival for outcome in run.outcomes] == arrivals
+    assert all(outcome.answers == 1 for outcome in run.outcomes)
+    assert all(outcome.end >= outcome.arrival.at for outcome in run.outcomes)
+
+
+def test_the_most_within_a_latency_is_where_latency_passes_it():
+    def arrivals(rate):
+        return poisson(1500, rate, MIX, 0)
+
+    most = most_within(config("token_budget"), table, arrivals, p99=0.3, upper=300.0)
+
+    below = measure(config("token_budget"), table, arrivals(0.98 * most), 0.98 * most)
+    above = measure(config("token_budget"), table, arrivals(1.1 * most), 1.1 * most)
+    assert below.p99 <= 0.3 < above.p99
+
+
+def test_bursts_come_at_the_rate_and_together():
+    arrivals = bursts(20_000, 100.0, MIX, seed=1)
+
+    assert len(arrivals) == 20_000
+    assert 20_000 / arrivals[-1].at == pytest.approx(100, rel=0.1)
+    assert len({arrival.at for arrival in arrivals}) < 2000
+    assert [a.at for a in arrivals] == sorted(a.at for a in arrivals)
+
+
+def test_lengths_of_a_trace(tmp_path):
+    file = tmp_path / "trace.csv"
+    file.write_text("time,tokens\n0,7\n1,0\n2,9\n")
+
+    assert read_lengths(file, "tokens") == [7, 9]
+    assert {one_of([7, 9])(random.Random(i)) for i in range(20)} == {7, 9}
+    with pytest.raises(ValueError, match=r"trace.csv has no column words; it has time, tokens"):
+        read_lengths(file, "words")
+
+
+def test_the_command_prints_every_policy_and_draws(tmp_path):
+    picture = tmp_path / "simulated.png"
+
+    done = CliRunner().invoke(
+        app,
+        [
+            *("--policies", "token_budget,dp/padded"),
+            *("--loads", "0.5", "--count", "200", "--goal-ms", "300"),
+            *("--output", str(picture)),
+        ],
+    )
+
+    assert done.exit_code == 0, done.output
+    assert "token_budget, packed" in done.output
+    assert re.search(r"dp, padded: \d+\.\d requests a second with a p99 of 300 ms", done.output)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--policies", "lifo"), 'policy is "lifo"; allowed: none, fifo, token_budget, dp'),
+        (("--lengths", "9"), 'lengths are "9"; allowed: two whole numbers, as 5-500'),
+        (("--lengths", "5-9000"), "more than the 4096 of a batch"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(arguments, message):
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
+
+    assert done.exit_code == 2
+    assert message in done.output
