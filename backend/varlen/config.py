@@ -88,6 +88,8 @@ class EngineConfig:
         for name, lowest in _LOWEST.items():
             _check_integer(name, getattr(self, name), lowest)
         _check_arena(self.arena_bytes)
+        if not self.cache_folder:
+            raise ConfigError('cache_folder is ""; allowed: auto, or a folder')
 
     def arena_limit(self, device_memory: int) -> int:
         """Return the most bytes that the arena may take on a device with so many."""

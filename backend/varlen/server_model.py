@@ -111,6 +111,7 @@ class TritonPythonModel:
         self._stats = Stats()
         try:
             config = engine_config(model_config)
+            log_to_server(config.log_level)
             check_server_settings(model_config)
             # before the engine's thread starts, which an error would leave behind
             checkpoint = Checkpoint.open(pb_utils.get_model_dir())

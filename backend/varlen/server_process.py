@@ -13,6 +13,7 @@ from threading import Event, Thread
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from varlen.config import LogLevel
 from varlen.errors import ConfigError
 from varlen.metrics import Exporter, Metric, Readings, Stats
 
@@ -128,7 +129,7 @@ def start_watchdog() -> subprocess.Popen[bytes]:
 
 
 class _ServerLog(logging.Handler):
-    """Writes our log lines into the server's log. Slow, so only for lifecycle events and faults."""
+    """Writes our log lines into the server's log. Slow, so only for lifecycle events and faults, unless asked for."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line = f"varlen: {self.format(record)}"
@@ -140,10 +141,10 @@ class _ServerLog(logging.Handler):
             pb_utils.Logger.log_info(line)
 
 
-def log_to_server() -> None:
-    """Send the lines of the logger `varlen` to the server's log, from level INFO on."""
+def log_to_server(level: LogLevel = "info") -> None:
+    """Send the lines of the logger `varlen` to the server's log, from this level on."""
     logger = logging.getLogger("varlen")
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level.upper())
     logger.propagate = False
     if not logger.handlers:
         logger.addHandler(_ServerLog())

@@ -9,6 +9,9 @@ from varlen.config import SERVER_PARAMETERS, EngineConfig
 from varlen.errors import ConfigError
 
 INTEGERS = [
+    "max_delay_ms",
+    "max_wait_ms",
+    "max_batch_sequences",
     "max_batch_tokens",
     "max_sequence_tokens",
     "max_queued_requests",
@@ -17,8 +20,15 @@ INTEGERS = [
     "response_cache_bytes",
     "response_cache_seconds",
     "threads",
+    "warmup_seconds",
 ]
-MAY_BE_ZERO = {"response_cache_bytes", "response_cache_seconds", "threads"}
+MAY_BE_ZERO = {
+    "max_delay_ms",
+    "response_cache_bytes",
+    "response_cache_seconds",
+    "threads",
+    "warmup_seconds",
+}
 
 
 def refused(message):
@@ -35,6 +45,11 @@ def test_every_setting_can_be_spelt_out():
         "device": "cpu",
         "dtype": "bf16",
         "policy": "token_budget",
+        "execution": "padded",
+        "trigger": "lazy",
+        "max_delay_ms": "10",
+        "max_wait_ms": "11",
+        "max_batch_sequences": "12",
         "max_batch_tokens": "1",
         "arena_bytes": "7%",
         "max_sequence_tokens": "2",
@@ -44,6 +59,9 @@ def test_every_setting_can_be_spelt_out():
         "response_cache_bytes": "8",
         "response_cache_seconds": "9",
         "threads": "6",
+        "warmup_seconds": "13",
+        "cache_folder": "/somewhere",
+        "log_level": "debug",
     }
 
     config = EngineConfig.from_parameters(parameters)
@@ -62,8 +80,13 @@ def test_a_misspelt_key_gets_a_hint():
         EngineConfig.from_parameters({"max_batch_token": "8"})
 
 
+def test_a_cache_folder_has_a_name():
+    with refused('cache_folder is ""; allowed: auto, or a folder'):
+        EngineConfig.from_parameters({"cache_folder": ""})
+
+
 def test_a_key_like_none_gets_the_list_without_a_hint():
-    with refused('unknown parameter "zzz". Allowed: task, device, dtype, policy, max_batch_tokens'):
+    with refused('unknown parameter "zzz". Allowed: task, device, dtype, policy, execution, trigger'):
         EngineConfig.from_parameters({"zzz": "8"})
 
 
