@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 _GRID_VERSION = "1"
 # How long models that load together wait for each other's measuring, in times of their own.
 _PATIENCE = 3
+# Repeats of one batch that are more unlike than this tell of other work on the machine.
+_BUSY = 1.5
 _SYSTEM_CACHE = Path("/var/cache")
 
 
@@ -175,6 +177,12 @@ def _measure(runner: Runner, config: EngineConfig) -> Measurement:
         "" if measurement.is_complete else ", cut short",
         _how_far_off(measurement, config),
     )
+    if measurement.spread > _BUSY:
+        _log.warning(
+            "one batch took %.1f times as long as the same batch at another time, in the median: the machine was busy,"
+            " and costs may be too high; `python -m varlen_tools.profile_costs --again` measures anew",
+            measurement.spread,
+        )
     return measurement
 
 

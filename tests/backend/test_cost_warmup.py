@@ -238,6 +238,23 @@ def test_a_cache_that_cannot_be_used_costs_one_warning(runner, checkpoint, confi
     assert costs.seconds(BatchShape.of([32])) == pytest.approx(1.32e-3)
 
 
+def test_a_busy_machine_is_warned_of(runner, checkpoint, config, caplog):
+    run, calls = runner.run, []
+
+    def sometimes_slow(sequences, normalize):
+        calls.append(len(sequences))
+        for _ in range(3 if len(calls) % 3 == 0 else 1):
+            run(sequences, normalize)
+
+    runner.run = sometimes_slow
+
+    costs_for(runner, checkpoint, config)
+
+    (warned,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "took 3.0 times as long" in warned
+    assert "profile_costs --again" in warned
+
+
 def test_kept_samples_that_make_no_table_are_measured_anew(
     runner, clock, checkpoint, config, caplog
 ):

@@ -31,14 +31,15 @@ _T = TypeVar("_T")
 About: TypeAlias = Mapping[str, str]
 
 # A file of another layout has another name.
-_FILE = "costs-1.sqlite"
+_FILE = "batch_costs.sqlite"
 _LOCK = "measuring.lock"
 # How long another process may keep the file to itself, in seconds; what it does there takes milliseconds.
 _BUSY_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS costs (key TEXT PRIMARY KEY, about TEXT NOT NULL, measured_at TEXT NOT NULL,"
-    " allowed_seconds REAL NOT NULL, seconds REAL NOT NULL, is_complete INTEGER NOT NULL)",
+    " allowed_seconds REAL NOT NULL, seconds REAL NOT NULL, is_complete INTEGER NOT NULL,"
+    " spread REAL NOT NULL)",
     "CREATE TABLE IF NOT EXISTS samples (key TEXT NOT NULL, sequences INTEGER NOT NULL, length INTEGER NOT NULL,"
     " seconds REAL NOT NULL, PRIMARY KEY (key, sequences, length))",
     "CREATE TABLE IF NOT EXISTS mixed (key TEXT NOT NULL, place INTEGER NOT NULL, lengths TEXT NOT NULL,"
@@ -188,7 +189,7 @@ def _read(database: sqlite3.Connection, key: str) -> StoredCosts | None:
     # one transaction, or another process may replace the entry between two statements
     database.execute("BEGIN")
     row = database.execute(
-        "SELECT about, measured_at, allowed_seconds, seconds, is_complete FROM costs WHERE key = ?",
+        "SELECT about, measured_at, allowed_seconds, seconds, is_complete, spread FROM costs WHERE key = ?",
         (key,),
     ).fetchone()
     samples = database.execute(
@@ -200,7 +201,7 @@ def _read(database: sqlite3.Connection, key: str) -> StoredCosts | None:
     database.execute("COMMIT")
     if row is None:
         return None
-    about, measured_at, allowed, seconds, is_complete = row
+    about, measured_at, allowed, seconds, is_complete, spread = row
     measurement = Measurement(
         {(_whole(n), _whole(length)): _positive(spent) for n, length, spent in samples},
         tuple(
@@ -209,6 +210,7 @@ def _read(database: sqlite3.Connection, key: str) -> StoredCosts | None:
         ),
         bool(is_complete),
         float(seconds),
+        _positive(spread),
     )
     return StoredCosts(
         json.loads(about), datetime.fromisoformat(measured_at), float(allowed), measurement
@@ -221,7 +223,7 @@ def _write(database: sqlite3.Connection, costs: StoredCosts) -> None:
     for table in ("costs", "samples", "mixed"):
         database.execute(f"DELETE FROM {table} WHERE key = ?", (key,))  # noqa: S608  # our names
     database.execute(
-        "INSERT INTO costs VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT INTO costs VALUES (?, ?, ?, ?, ?, ?, ?)",
         (
             key,
             json.dumps(dict(costs.about)),
@@ -229,6 +231,7 @@ def _write(database: sqlite3.Connection, costs: StoredCosts) -> None:
             costs.allowed_seconds,
             measurement.seconds,
             measurement.is_complete,
+            measurement.spread,
         ),
     )
     database.executemany(
@@ -253,7 +256,7 @@ def _whole(value: object) -> int:
 
 def _positive(value: object) -> float:
     if not isinstance(value, float) or not 0.0 < value < math.inf:
-        raise ValueError(f"{value!r} is no time that a batch takes")
+        raise ValueError(f"{value!r} is no time and no factor")
     return value
 
 

@@ -54,12 +54,15 @@ class Measurement:
         mixed: batches of mixed lengths.
         is_complete: whether all was measured that was planned.
         seconds: what measuring took.
+        spread: by what factor the slowest repeat of a batch took longer than the fastest, in the median of batches;
+            little more than 1 on a machine that does nothing else.
     """
 
     samples: Samples
     mixed: tuple[MixedBatch, ...]
     is_complete: bool
     seconds: float
+    spread: float = 1.0
 
     @property
     def batches(self) -> int:
@@ -115,7 +118,7 @@ def measure(
     watch = _Stopwatch(run, clock, seconds, len(needed) + len(rest) + len(mixed), say)
     samples = _measure_grid(watch, needed, rest)
     measured = _measure_mixed(watch, mixed, CostTable(samples, limits.execution))
-    return Measurement(samples, measured, watch.is_complete, watch.elapsed)
+    return Measurement(samples, measured, watch.is_complete, watch.elapsed, watch.spread)
 
 
 class _Stopwatch:
@@ -141,12 +144,18 @@ class _Stopwatch:
         self._say = say
         self._began = clock()
         self._measured = 0
+        self._spreads: list[float] = []
         self._quarters_said = 0
 
     @property
     def elapsed(self) -> float:
         """Seconds since it was started."""
         return self._clock() - self._began
+
+    @property
+    def spread(self) -> float:
+        """How unlike repeats were; see `Measurement`."""
+        return statistics.median(self._spreads) if self._spreads else 1.0
 
     def time(
         self, lengths: list[int], *, expected: float, share: float = 1.0, is_needed: bool = False
@@ -173,6 +182,7 @@ class _Stopwatch:
             self.is_complete = False
             return None
         self._measured += 1
+        self._spreads.append(max(times) / min(times))
         self._tell()
         return statistics.median(times)
 

@@ -32,6 +32,7 @@ MEASUREMENTS = st.builds(
     ).map(tuple),
     is_complete=st.booleans(),
     seconds=st.floats(0.0, 100.0),
+    spread=st.floats(1.0, 50.0),
 )
 SMALL = Measurement({(1, 4): 1e-3, (2, 4): 2e-3}, (MixedBatch((4, 7), 3e-3),), True, 0.5)
 
@@ -181,6 +182,7 @@ def test_an_empty_file_is_a_new_one(folder, caplog):
         "UPDATE costs SET about = 'a checkpoint'",
         "UPDATE costs SET about = CAST(x'ff' AS TEXT)",
         "UPDATE costs SET allowed_seconds = 'long'",
+        "UPDATE costs SET spread = 0",
         "ALTER TABLE samples RENAME COLUMN seconds TO minutes",
     ],
 )

@@ -191,6 +191,13 @@ def test_short_batches_are_repeated_more():
     assert machine.ran.count((16,)) == 1 + 9
 
 
+def test_the_spread_says_how_unlike_repeats_were():
+    assert Machine().measure().spread == pytest.approx(1.0)
+    assert Machine(noise=(1.0, 1.1, 1.05)).measure().spread == pytest.approx(1.1)
+    # a busy machine does not slow all batches down, but more than half of them
+    assert Machine(noise=(*(1.0,) * 3, *(3.0,) * 2)).measure().spread == pytest.approx(3.0)
+
+
 def test_progress_is_told_in_quarters():
     machine = Machine()
 

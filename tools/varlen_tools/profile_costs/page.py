@@ -34,7 +34,8 @@ def render(profile: Profile) -> str:
 <body>
 <h1>{escape(heading)}</h1>
 <p>{measurement.batches} batches measured in {measurement.seconds:.1f} s
-on {costs.measured_at:%Y-%m-%d at %H:%M} {costs.measured_at:%Z}{_completeness(profile)}.
+on {costs.measured_at:%Y-%m-%d at %H:%M} {costs.measured_at:%Z}{_completeness(profile)};
+the slowest repeat of a batch took {measurement.spread:.2f} times as long as the fastest, in the median.
 Point at a cell or a dot to read more.</p>
 <figure>
 {draw(profile)}

@@ -25,7 +25,15 @@ def tables(profile: Profile) -> Iterator[Table]:
 def entries(kept: Sequence[StoredCosts]) -> Table:
     """Return what a cache holds, one line for each table."""
     table = Table(
-        "measured", "model", "task", "runs on", "execution", "limits", "batches", "seconds"
+        "measured",
+        "model",
+        "task",
+        "runs on",
+        "execution",
+        "limits",
+        "batches",
+        "seconds",
+        "spread",
     )
     for costs in kept:
         about, measurement = costs.about, costs.measurement
@@ -42,6 +50,7 @@ def entries(kept: Sequence[StoredCosts]) -> Table:
             if measurement.is_complete
             else f"{measurement.batches}, cut short",
             f"{measurement.seconds:.1f}",
+            f"{measurement.spread:.2f}",
         )
     return table
 
