@@ -250,7 +250,9 @@ def test_a_refusal_is_not_a_failure_nor_a_lost_connection(message, status, outco
 
 @pytest.mark.parametrize("name", [one.name for one in SYSTEMS])
 def test_a_repository_holds_a_complete_configuration(name, checkpoint, tmp_path):
-    served_as = Checkpoint(checkpoint, {}, max_tokens=40, peer_batch=12, threads=2)
+    served_as = Checkpoint(
+        checkpoint, {}, max_tokens=40, peer_batch=12, threads=2, warmup_seconds=3
+    )
 
     write_model(tmp_path / "models", system(name), served_as)
 
@@ -371,7 +373,7 @@ def test_the_onnxruntime_peer_answers_as_we_do(pb_utils, checkpoint, monkeypatch
 
 def settings(checkpoint, systems):
     limit, vocabulary = model_limits(checkpoint)
-    shared = Checkpoint(checkpoint, {}, limit, peer_batch=8, threads=1)
+    shared = Checkpoint(checkpoint, {}, limit, peer_batch=8, threads=1, warmup_seconds=1)
     effort = run.Effort(closed_seconds=0.2, seconds=0.3, steps=1, most_seconds=0.3)
     efforts = run.Plan(effort, effort, effort, paired_seconds=0.0)
     mixes = [uniform_mix("uniform", limit)]

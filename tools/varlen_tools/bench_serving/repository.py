@@ -31,6 +31,7 @@ class Checkpoint:
         max_tokens: longest sequence.
         peer_batch: most requests that the dynamic batcher puts together.
         threads: of a batch.
+        warmup_seconds: most that ours may spend on measuring what batches cost, at its first start.
     """
 
     folder: Path
@@ -38,6 +39,7 @@ class Checkpoint:
     max_tokens: int
     peer_batch: int
     threads: int
+    warmup_seconds: int
 
     @property
     def hidden(self) -> int:
@@ -66,6 +68,7 @@ def _varlen_config(system: System, checkpoint: Checkpoint) -> str:
         "device": "cpu",
         "threads": str(checkpoint.threads),
         "max_sequence_tokens": str(checkpoint.max_tokens),
+        "warmup_seconds": str(checkpoint.warmup_seconds),
         **system.parameters,
     }
     return _config("varlen", 64, checkpoint.hidden, parameters, kind="KIND_MODEL")
