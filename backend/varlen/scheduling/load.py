@@ -23,24 +23,24 @@ class LoadMeter:
         self._began: float | None = None
         self._at = 0.0
         # of what came, the older the less
-        self._sequences = 0.0
+        self._requests = 0.0
         self._seconds = 0.0
         # when everything that has come would be done, were it served in order and without a pause
         self._done_in_order = -math.inf
         self._waits: deque[float] = deque(maxlen=_WAITS)
 
     def arrived(self, now: float, seconds: float) -> None:
-        """Count a sequence that is expected to take its share of a batch, in seconds."""
+        """Count a request that is expected to take so many seconds, its share of full batches."""
         if self._began is None:
             self._began = self._at = now
         self._fade(now)
-        self._sequences += 1
+        self._requests += 1
         self._seconds += seconds
         self._done_in_order = max(self._done_in_order, now) + seconds
         self._waits.append(self._done_in_order - now)
 
     def pressure(self, now: float, backlog_seconds: float) -> float:
-        """Return how many sequences to come are kept waiting by a second of work more.
+        """Return how many requests to come are kept waiting by a second of work more.
 
         It keeps those waiting that come until the backlog is gone, and those that they keep waiting in turn.
         """
@@ -50,7 +50,7 @@ class LoadMeter:
         remembered = _MEMORY_SECONDS * -math.expm1((self._began - now) / _MEMORY_SECONDS)
         remembered = max(remembered, _LEAST_SECONDS)
         busy = min(self._seconds / remembered, _MOST_BUSY)
-        return self._sequences / remembered * backlog_seconds / (1 - busy)
+        return self._requests / remembered * backlog_seconds / (1 - busy)
 
     def usual_wait(self) -> float:
         """Return the seconds that few would have waited for longer of late, were all served in order."""
@@ -60,6 +60,6 @@ class LoadMeter:
 
     def _fade(self, now: float) -> None:
         faded = math.exp((self._at - now) / _MEMORY_SECONDS)
-        self._sequences *= faded
+        self._requests *= faded
         self._seconds *= faded
         self._at = now

@@ -2,11 +2,11 @@
 
 What is minimised is the sum over batches of
 
-    seconds(batch) * (sequences that wait when it starts + pressure)
+    seconds(batch) * (requests that wait when it starts + pressure)
 
 for batches that run one after the other. With a pressure of infinity that is the least total time, the objective of
 TurboTransformers (Fang et al. 2020, arXiv:2010.05680); with none it is the least total waiting. In between, the
-pressure is how many sequences to come are kept waiting by a second of work.
+pressure is how many requests to come are kept waiting by a second of work.
 
 Of sequences sorted by length, consecutive batches are enough for the least total time, where a batch never costs
 less for longer sequences.
@@ -45,7 +45,12 @@ class Limits:
 
 
 def partition(
-    lengths: Sequence[int], costs: CostTable, limits: Limits, pressure: float
+    lengths: Sequence[int],
+    costs: CostTable,
+    limits: Limits,
+    *,
+    pressure: float,
+    ends: Sequence[int] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Return the sizes of the best consecutive batches, and their seconds.
 
@@ -53,11 +58,14 @@ def partition(
         lengths: in tokens, at least one, and each within the limits; ascending where batches are padded.
         costs: of any batch.
         limits: of a batch.
-        pressure: sequences that wait beyond those given, at least 0; infinity for the least total time.
+        pressure: requests that wait beyond those given, at least 0; infinity for the least total time.
+        ends: by sequence, whether it is the last of its request, 1 or 0; None if each is a request of its own.
     """
     seconds = _seconds(np.asarray(lengths, dtype=float), costs, limits)
     count, most = seconds.shape
-    waiting = np.ones(count) if math.isinf(pressure) else np.arange(count, 0, -1) + pressure
+    waiting = np.ones(count)
+    if not math.isinf(pressure):
+        waiting = np.cumsum((waiting if ends is None else np.asarray(ends))[::-1])[::-1] + pressure
     weighted = seconds * waiting[:, None]
     # least objective of the sequences from each on; places past the last are read by batches that may not be
     least = np.zeros(count + most)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Protocol, TypeVar
@@ -77,11 +78,14 @@ class _Plan:
     seconds: list[float]
 
     def cost(self, waiting: int, pressure: float) -> float:
-        """Return seconds times sequences kept waiting, those to come included."""
+        """Return seconds times requests kept waiting, those to come included."""
+        # a request waits until the last of its sequences has run
+        last = {each.ticket: i for i, batch in enumerate(self.batches) for each in batch}
+        ending = Counter(last.values())
         total = 0.0
-        for batch, seconds in zip(self.batches, self.seconds, strict=True):
+        for place, seconds in enumerate(self.seconds):
             total += seconds * (waiting + pressure)
-            waiting -= len(batch)
+            waiting -= ending[place]
         return total
 
     def late(self, now: float) -> int:
@@ -92,8 +96,12 @@ class _Plan:
         return late
 
     def fastest_first(self) -> _Plan:
-        """Return the plan in which batches run by sequences per second, which is the least waiting."""
-        rates = [len(b) / s for b, s in zip(self.batches, self.seconds, strict=True)]
+        """Return the plan in which batches run by requests per second, which is the least waiting."""
+        rows = Counter(waiting.ticket for batch in self.batches for waiting in batch)
+        rates = [
+            sum(1 / rows[waiting.ticket] for waiting in batch) / seconds
+            for batch, seconds in zip(self.batches, self.seconds, strict=True)
+        ]
         return self._in(sorted(range(len(rates)), key=lambda i: -rates[i]), self.why)
 
     def of_first(self, waiting: Waiting) -> _Plan:
@@ -135,19 +143,19 @@ class LeastCost:
         window = queue.first(_WINDOW)
         pressure = self._load.pressure(now, queue.seconds)
         in_order = self._in_order(window)
-        plans = self._others(window, len(queue), pressure, now, in_order.seconds[0])
+        plans = self._others(window, queue.requests, pressure, now, in_order.seconds[0])
         has_deadlines = any(math.isfinite(waiting.ticket.deadline) for waiting in window)
         if has_deadlines:
             plans.append(self._urgent(in_order, now))
 
         def rank(plan: _Plan) -> tuple[int, float]:
             late = plan.late(now) if has_deadlines else 0
-            cost = plan.cost(len(queue), pressure)
+            cost = plan.cost(queue.requests, pressure)
             return late, cost * (_WORTH_IT if plan is in_order else 1.0)
 
         best = min([in_order, *plans], key=rank)
         shape = BatchShape.of([waiting.num_tokens for waiting in best.batches[0]])
-        why = f"{best.why}, {len(queue)} waiting and {pressure:.0f} to come"
+        why = f"{best.why}, {queue.requests} waiting and {pressure:.0f} to come"
         return Batch(best.batches[0], shape, best.seconds[0], why)
 
     def _in_order(self, window: list[Waiting]) -> _Plan:
@@ -182,7 +190,7 @@ class LeastCost:
         seconds_in_order: float,
     ) -> list[_Plan]:
         """Return the plans that are allowed beside serving in order; `seconds_in_order` is its first batch's."""
-        beyond = pressure + waiting - len(window)
+        beyond = pressure + waiting - len({each.ticket for each in window})
         by_length = self._cheapest("cheapest by length", sorted(window, key=_length), beyond)
         if self._limits.execution == "packed":
             plans = [self._cheapest("cheapest in order", window, beyond)]
@@ -198,7 +206,9 @@ class LeastCost:
 
     def _cheapest(self, why: str, order: list[Waiting], pressure: float) -> _Plan:
         lengths = [waiting.num_tokens for waiting in order]
-        sizes, seconds = partition(lengths, self._costs, self._limits, pressure)
+        last = {waiting.ticket: place for place, waiting in enumerate(order)}
+        ends = [int(last[waiting.ticket] == place) for place, waiting in enumerate(order)]
+        sizes, seconds = partition(lengths, self._costs, self._limits, pressure=pressure, ends=ends)
         return _Plan(why, _cut(order, sizes), seconds)
 
 

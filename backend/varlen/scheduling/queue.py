@@ -7,11 +7,11 @@ can be overtaken for ever.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import islice
 
-from varlen.request import Waiting
+from varlen.request import Ticket, Waiting
 
 
 class WaitingQueue:
@@ -20,12 +20,19 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._queue: deque[Waiting] = deque()
         self._seconds = 0.0
+        # sequences that are here, by request
+        self._rows: Counter[Ticket] = Counter()
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def __iter__(self) -> Iterator[Waiting]:
         return iter(self._queue)
+
+    @property
+    def requests(self) -> int:
+        """How many requests the sequences belong to."""
+        return len(self._rows)
 
     @property
     def seconds(self) -> float:
@@ -35,6 +42,7 @@ class WaitingQueue:
     def add(self, waiting: Waiting) -> None:
         """Put a sequence in its place: the end, unless it is urgent."""
         self._seconds += waiting.seconds
+        self._rows[waiting.ticket] += 1
         place = len(self._queue)
         while place and self._queue[place - 1].due > waiting.due:
             place -= 1
@@ -52,9 +60,13 @@ class WaitingQueue:
             while (waiting := self._queue.popleft()) not in taken:
                 kept.append(waiting)
             self._seconds -= waiting.seconds
+            self._rows[waiting.ticket] -= 1
+            if not self._rows[waiting.ticket]:
+                del self._rows[waiting.ticket]
         self._queue.extendleft(reversed(kept))
 
     def clear(self) -> None:
         """Forget everything."""
         self._queue.clear()
+        self._rows.clear()
         self._seconds = 0.0

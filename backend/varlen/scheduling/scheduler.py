@@ -70,10 +70,12 @@ class Scheduler:
         request = ticket.request
         since = ticket.arrival - request.priority * _WAITED_PER_PRIORITY * self._max_wait
         due = min(since + self._max_wait, ticket.deadline)
+        total = 0.0
         for row, sequence in enumerate(request.sequences):
             seconds = self._full_batches[sequence.num_tokens][0]
-            self._load.arrived(now, seconds)
+            total += seconds
             self._queue.add(Waiting(ticket, row, sequence.num_tokens, seconds, since, due))
+        self._load.arrived(now, total)
 
     def start_at(self, now: float) -> float | None:
         """Return when the next batch is to start; None while nothing waits."""

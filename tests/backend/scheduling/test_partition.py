@@ -31,7 +31,7 @@ def test_the_article_s_five_lengths(fixed, sizes, total):
     # a hair above nothing, since a cost is positive
     costs = cost_table(lambda n, length: fixed + n * length + 1e-9, "padded")
 
-    found, seconds = partition([17, 18, 52, 63, 77], costs, ANY, math.inf)
+    found, seconds = partition([17, 18, 52, 63, 77], costs, ANY, pressure=math.inf)
 
     assert found == sizes
     assert sum(seconds) == pytest.approx(total)
@@ -64,7 +64,7 @@ def tables(draw, execution, max_sequences=8, max_length=8):
 def test_no_partition_of_any_kind_takes_less_time(lengths, costs):
     lengths.sort()
 
-    _, seconds = partition(lengths, costs, ANY, math.inf)
+    _, seconds = partition(lengths, costs, ANY, pressure=math.inf)
 
     cost = lru_cache(lambda *batch: costs.seconds(BatchShape.of([lengths[i] for i in batch])))
     least = min(
@@ -107,7 +107,7 @@ def test_no_other_cuts_have_a_lower_objective(lengths, costs, max_sequences, max
     lengths.sort()
     limits = Limits(max_sequences, max_tokens, costs.execution)
 
-    sizes, seconds = partition(lengths, costs, limits, pressure)
+    sizes, seconds = partition(lengths, costs, limits, pressure=pressure)
 
     def allowed(sizes):
         begin = 0
@@ -131,8 +131,17 @@ def test_without_pressure_short_ones_need_not_wait_for_the_long_one():
     costs = cost_table(lambda n, length: 10 + n * length, "packed")
     limits = Limits(64, 4096)
 
-    assert partition([1, 1, 1, 500], costs, limits, 0.0)[0] == [3, 1]
-    assert partition([1, 1, 1, 500], costs, limits, math.inf)[0] == [4]
+    assert partition([1, 1, 1, 500], costs, limits, pressure=0.0)[0] == [3, 1]
+    assert partition([1, 1, 1, 500], costs, limits, pressure=math.inf)[0] == [4]
+
+
+def test_a_request_of_many_rows_waits_for_its_last_and_gains_nothing_from_two_batches():
+    costs = cost_table(lambda n, length: 10 + n * length, "packed")
+    limits = Limits(64, 4096)
+
+    assert partition([1, 1, 1, 500], costs, limits, pressure=0.0, ends=[0, 0, 0, 1])[0] == [4]
+    # the three rows of one request, then a request of its own
+    assert partition([1, 1, 1, 500], costs, limits, pressure=0.0, ends=[0, 0, 1, 1])[0] == [3, 1]
 
 
 def test_packed_sequences_may_come_in_any_order():
@@ -140,7 +149,7 @@ def test_packed_sequences_may_come_in_any_order():
     limits = Limits(2, 600)
 
     for order in permutations([10, 200, 400]):
-        sizes, _ = partition(order, costs, limits, 5.0)
+        sizes, _ = partition(order, costs, limits, pressure=5.0)
         assert sum(sizes) == 3
 
 

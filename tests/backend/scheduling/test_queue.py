@@ -46,6 +46,7 @@ def test_remove_takes_these_and_keeps_the_order_of_all_others(dues, data):
     kept = [each for each in held if each not in batch]
     assert list(queue) == kept
     assert queue.seconds == pytest.approx(sum(each.seconds for each in kept))
+    assert queue.requests == len(kept)
 
 
 def test_an_empty_queue_holds_no_seconds():

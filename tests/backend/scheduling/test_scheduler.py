@@ -92,6 +92,13 @@ def test_no_batch_passes_the_token_bound_whatever_the_policy():
             assert scheduler.take(0.0).shape.tokens <= 512
 
 
+def test_the_rows_of_one_request_run_together_where_nobody_else_waits():
+    scheduler = make_scheduler(policy="dp")
+    add(scheduler, 4, 500, 7, 8, 300)
+
+    assert sorted(lengths_of(scheduler.take(0.0))) == [4, 7, 8, 300, 500]
+
+
 def test_priority_goes_ahead_of_those_who_came_a_little_before():
     scheduler = make_scheduler(policy="none", max_wait_ms=1000)
     add(scheduler, 1, now=0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from varlen.config import EngineConfig, Execution
 from varlen.errors import ConfigError
 from varlen.scheduling.cost import CostTable
 from varlen.scheduling.cost_store import CostStore, StoredCosts
+from varlen_tools.bench_report import write_table
 from varlen_tools.simulate import arrivals as streams
 from varlen_tools.simulate.draw import draw
 from varlen_tools.simulate.run import Arrival
@@ -85,6 +87,7 @@ def main(
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = 0,
     output: Annotated[Path | None, typer.Option(help="A picture: .png or .svg.")] = None,
+    table: Annotated[Path | None, typer.Option(help="A CSV file of all points.")] = None,
 ) -> None:
     """Run the scheduler on a virtual clock and say what each policy makes of a load."""
     base = EngineConfig(
@@ -120,6 +123,8 @@ def main(
     console = Console(width=None if os.isatty(1) else _WIDTH)
     console.print(f"load 1 is {one:.1f} requests a second; {count:,} requests a run")
     console.print(_table(points))
+    if table is not None:
+        write_table(table, [asdict(point) for point in points])
     if goal_ms:
         for config in configs:
             most = most_within(
