@@ -1,7 +1,7 @@
 """What batches cost, measured within a bound of time.
 
-A sparse grid of batches of one length comes first, coarse and then finer, so that a table can be made of it whenever
-time is over. Batches of mixed lengths come last: they say how well the grid predicts what will be served.
+A coarse grid of batches of one length comes first. Batches of mixed lengths follow, which say how well it predicts
+what will be served, and then a finer grid, so that a table can be made of it whenever time is over.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from typing import TypeAlias
 
 from varlen.config import Execution
 from varlen.scheduling.cost import BatchShape, CostTable
-from varlen.scheduling.measurement_plan import Point, grid_order, mixed_batches
+from varlen.scheduling.measurement_plan import MeasurementPlan, Point
 from varlen.scheduling.partition import Limits
 
 # Seconds by (sequences, length in tokens).
 Samples: TypeAlias = dict[Point, float]
 
-# A batch runs once unmeasured, then so often, and short ones more often until they have run for so long.
+# A batch that is no long one runs once unmeasured. It is repeated until it has run for long enough.
+_LONG_SECONDS = 0.05
 _LEAST_REPEATS = 3
 _MOST_REPEATS = 9
 _ENOUGH_SECONDS = 0.03
 # Attention makes a sequence of twice the length cost more than twice as much, by up to this exponent.
 _GROWTH = 1.25
-# The grid's share of the time, and how much more than the grid says a mixed batch may take.
-_GRID_SHARE = 0.85
+# The coarse grid's share of the time, and how much more than it says a mixed batch may take.
+_COARSE_SHARE = 0.7
 _MIXED_ROOM = 1.5
 # How often the mixed batches are fed to a table. Each time it takes over a tenth of what they differ, or less.
 _ROUNDS = 60
@@ -113,20 +114,20 @@ def measure(
     Raises:
         MemoryError: there was too little for what any table needs.
     """
-    needed, rest = grid_order(limits, max_length)
-    mixed = mixed_batches(limits, max_length)
-    watch = _Stopwatch(run, clock, seconds, len(needed) + len(rest) + len(mixed), say)
-    samples = _measure_grid(watch, needed, rest)
-    measured = _measure_mixed(watch, mixed, CostTable(samples, limits.execution))
-    return Measurement(samples, measured, watch.is_complete, watch.elapsed, watch.spread)
+    plan = MeasurementPlan.of(limits, max_length)
+    watch = _Stopwatch(run, clock, seconds, plan.batches, say)
+    samples = _measure_grid(watch, {}, plan.needed, is_needed=True)
+    samples = _measure_grid(watch, samples, plan.coarse, share=_COARSE_SHARE)
+    table = CostTable(_enough(samples, plan.needed), limits.execution)
+    mixed = _measure_mixed(watch, plan.mixed, table)
+    # what of the coarse grid was put off for the mixed batches comes first
+    rest = [*(point for point in plan.coarse if point not in samples), *plan.fine]
+    samples = _enough(_measure_grid(watch, samples, rest), plan.needed)
+    return Measurement(samples, mixed, watch.is_complete, watch.elapsed, watch.spread)
 
 
 class _Stopwatch:
-    """Times batches as long as there is time.
-
-    Attributes:
-        is_complete: whether all batches that came were timed.
-    """
+    """Times batches as long as there is time."""
 
     def __init__(
         self,
@@ -136,7 +137,6 @@ class _Stopwatch:
         planned: int,
         say: Callable[[str], None],
     ) -> None:
-        self.is_complete = True
         self._run = run
         self._clock = clock
         self._allowed = seconds
@@ -151,6 +151,11 @@ class _Stopwatch:
     def elapsed(self) -> float:
         """Seconds since it was started."""
         return self._clock() - self._began
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that was planned has been measured."""
+        return self._measured == self._planned
 
     @property
     def spread(self) -> float:
@@ -169,8 +174,7 @@ class _Stopwatch:
             is_needed: whether it runs all the same.
         """
         until = share * self._allowed
-        if not is_needed and self.elapsed + (1 + _LEAST_REPEATS) * expected > until:
-            self.is_complete = False
+        if not is_needed and self.elapsed + _runs(expected) * expected > until:
             return None
         try:
             times = self._times(lengths, until)
@@ -179,7 +183,6 @@ class _Stopwatch:
                 raise
             times = []
         if not times or (len(times) < _LEAST_REPEATS and not is_needed):
-            self.is_complete = False
             return None
         self._measured += 1
         self._spreads.append(max(times) / min(times))
@@ -188,18 +191,21 @@ class _Stopwatch:
 
     def _times(self, lengths: list[int], until: float) -> list[float]:
         """Return the times of its repeats: one at least, and no further ones past the bound."""
-        # the first batch of a shape may take memory and compile kernels
-        self._run(lengths)
-        times: list[float] = []
+        # the first batch of a shape may take memory and compile kernels; of a long one that is a small part
+        first = self._time(lengths)
+        times = [first] if first >= _LONG_SECONDS else []
         while len(times) < _MOST_REPEATS:
-            began = self._clock()
-            self._run(lengths)
-            times.append(self._clock() - began)
+            if times and self.elapsed > until:
+                break
             if len(times) >= _LEAST_REPEATS and sum(times) >= _ENOUGH_SECONDS:
                 break
-            if self.elapsed > until:
-                break
+            times.append(self._time(lengths))
         return times
+
+    def _time(self, lengths: list[int]) -> float:
+        began = self._clock()
+        self._run(lengths)
+        return self._clock() - began
 
     def _tell(self) -> None:
         """Say how far it is, once in a quarter of the way."""
@@ -212,22 +218,31 @@ class _Stopwatch:
             )
 
 
-def _measure_grid(watch: _Stopwatch, needed: list[Point], rest: list[Point]) -> Samples:
-    samples: Samples = {}
-    for count, length in [*needed, *rest]:
+def _measure_grid(
+    watch: _Stopwatch,
+    known: Samples,
+    points: list[Point],
+    *,
+    share: float = 1.0,
+    is_needed: bool = False,
+) -> Samples:
+    """Return samples with those of more points."""
+    samples = dict(known)
+    for count, length in points:
         seconds = watch.time(
             [length] * count,
             expected=_expected(samples, count, length),
-            share=_GRID_SHARE,
-            is_needed=(count, length) in needed,
+            share=share,
+            is_needed=is_needed,
         )
         if seconds is not None:
             samples[count, length] = seconds
-    if {count for count, _ in samples} == {1}:
-        # a batch holds no more than one: a second costs as much again, as in any table
-        _, shortest = needed[0]
-        samples[2, shortest] = 2 * samples[1, shortest]
-    return _without_ragged_rows(samples, needed)
+    return samples
+
+
+def _runs(expected: float) -> int:
+    """Return how often a batch that takes so many seconds runs at least."""
+    return _LEAST_REPEATS + (expected < _LONG_SECONDS)
 
 
 def _expected(samples: Samples, count: int, length: int) -> float:
@@ -241,11 +256,14 @@ def _expected(samples: Samples, count: int, length: int) -> float:
     return min([*smaller, *larger], default=0.0)
 
 
-def _without_ragged_rows(samples: Samples, needed: list[Point]) -> Samples:
-    """Return samples without the lengths that have smaller batches only than some longer length has.
+def _enough(samples: Samples, needed: list[Point]) -> Samples:
+    """Return samples that are enough for a table, and none that would mislead it.
 
-    Time was over before their larger ones. What those cost is better read off the lengths around them.
+    A length goes of which one sequence alone was not measured. So does one whose batches are all smaller than some of
+    a longer one: time was over before its larger ones, and what those cost is better read off the lengths around it.
     """
+    alone = {length for count, length in samples if count == 1}
+    samples = {point: seconds for point, seconds in samples.items() if point[1] in alone}
     most = {length: max(n for n, other in samples if other == length) for _, length in samples}
     kept = {length for _, length in needed}
     kept |= {
@@ -253,7 +271,12 @@ def _without_ragged_rows(samples: Samples, needed: list[Point]) -> Samples:
         for length in most
         if most[length] >= max(most[other] for other in most if other >= length)
     }
-    return {point: seconds for point, seconds in samples.items() if point[1] in kept}
+    enough = {point: seconds for point, seconds in samples.items() if point[1] in kept}
+    if {count for count, _ in enough} == {1}:
+        # a batch holds no more than one: a second costs as much again, as in any table
+        _, shortest = needed[0]
+        enough[2, shortest] = 2 * enough[1, shortest]
+    return enough
 
 
 def _measure_mixed(

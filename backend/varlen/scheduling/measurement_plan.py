@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from varlen.scheduling.cost import powers_of_two
@@ -15,39 +15,61 @@ Point: TypeAlias = tuple[int, int]
 # Shorter sequences than this are taken to cost as much.
 _SHORTEST = 4
 # Mixed batches: how large a share of a full one, and the longest sequence's share of what is allowed.
-_SIZES = (0.1, 0.3, 0.6, 1.0)
-_LONGEST = (1.0, 0.25)
+_MIXED = ((0.1, 0.25), (0.2, 1.0), (0.3, 0.25), (0.5, 1.0), (0.7, 0.25), (1.0, 1.0))
 
 
-def grid_order(limits: Limits, max_length: int) -> tuple[list[Point], list[Point]]:
-    """Return the points of the grid in the order in which they are measured: those any table needs, and the others.
+@dataclass(frozen=True, slots=True)
+class MeasurementPlan:
+    """Which batches are measured, in this order: small ones before large ones in each part.
 
-    Every other length and number of sequences comes first, then those between; small batches before large ones.
+    Attributes:
+        needed: without these points of the grid there is no table: one sequence and several of the shortest length,
+            one of the longest.
+        coarse: every other length and number of sequences.
+        mixed: the lengths of batches of random lengths, the same ones every time.
+        fine: the rest of the grid.
     """
-    lengths = [n for n in powers_of_two(max_length) if n >= _SHORTEST] or [max_length]
-    counts = powers_of_two(limits.max_sequences)
-    fine = [(n, length) for length in lengths for n in counts if n * length <= limits.max_tokens]
-    coarse = [
-        (n, length)
-        for length in _every_other(lengths)
-        for n in _every_other([n for n in counts if n * length <= limits.max_tokens])
-    ]
-    shortest, longest = lengths[0], lengths[-1]
-    needed = [(n, length) for n, length in coarse if length == shortest][:2]
-    needed += [(1, longest)] if longest > shortest else []
-    rest = [point for points in (coarse, fine) for point in sorted(points, key=_tokens)]
-    return needed, [point for point in dict.fromkeys(rest) if point not in needed]
+
+    needed: list[Point]
+    coarse: list[Point]
+    mixed: list[list[int]]
+    fine: list[Point]
+
+    @property
+    def batches(self) -> int:
+        """How many there are."""
+        return len(self.needed) + len(self.coarse) + len(self.mixed) + len(self.fine)
+
+    @classmethod
+    def of(cls, limits: Limits, max_length: int) -> MeasurementPlan:
+        """Return the plan for batches within limits, of sequences up to so many tokens."""
+        lengths = [n for n in powers_of_two(max_length) if n >= _SHORTEST] or [max_length]
+        counts = powers_of_two(limits.max_sequences)
+        rows = {n: [c for c in counts if c * n <= limits.max_tokens] for n in lengths}
+        every = [(count, length) for length in lengths for count in rows[length]]
+        coarse = [
+            (count, length)
+            for length in _every_other(lengths)
+            for count in _every_other(rows[length])
+        ]
+        shortest, longest = lengths[0], lengths[-1]
+        several = [point for point in coarse if point[1] == shortest][:2]
+        needed = list(dict.fromkeys([*several, (1, longest)]))
+        return cls(
+            needed,
+            sorted({*coarse} - {*needed}, key=_tokens),
+            _mixed_batches(limits, max_length),
+            sorted({*every} - {*coarse} - {*needed}, key=_tokens),
+        )
 
 
-def mixed_batches(limits: Limits, max_length: int) -> list[list[int]]:
-    """Return the lengths of batches of several sizes, of uniformly random lengths; the same ones every time."""
+def _mixed_batches(limits: Limits, max_length: int) -> list[list[int]]:
     numbers = random.Random(0)
     batches = [
         _mixed_batch(numbers, limits, size, max(1, int(max_length * longest)))
-        for longest in _LONGEST
-        for size in _SIZES
+        for size, longest in _MIXED
     ]
-    return [batch for batch in batches if len(batch) > 1]
+    return sorted((batch for batch in batches if len(batch) > 1), key=sum)
 
 
 def _mixed_batch(numbers: random.Random, limits: Limits, size: float, longest: int) -> list[int]:
@@ -66,6 +88,6 @@ def _every_other(values: list[int]) -> list[int]:
     return list(dict.fromkeys([*values[::2], values[-1]]))
 
 
-def _tokens(point: Point) -> int:
+def _tokens(point: Point) -> tuple[int, Point]:
     count, length = point
-    return count * length
+    return count * length, point

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from varlen.scheduling.cost import BatchShape
 from varlen.scheduling.measurement import Measurement, MixedBatch, measure
-from varlen.scheduling.measurement_plan import grid_order, mixed_batches
+from varlen.scheduling.measurement_plan import MeasurementPlan
 from varlen.scheduling.partition import Limits
 
 LIMITS = st.builds(
@@ -54,26 +54,28 @@ def median_error(measurement, table):
     return statistics.median(map(abs, measurement.errors(table)))
 
 
+def grid_of(limits, max_length):
+    plan = MeasurementPlan.of(limits, max_length)
+    return [*plan.needed, *plan.coarse, *plan.fine]
+
+
 def test_with_time_enough_all_that_was_planned_is_measured():
     machine = Machine()
 
     measured = machine.measure()
 
-    needed, rest = grid_order(LARGE, 512)
+    plan = MeasurementPlan.of(LARGE, 512)
     assert measured.is_complete
-    assert measured.samples.keys() == {*needed, *rest}
     assert measured.samples == {
-        (n, length): pytest.approx(machine.cost([length] * n)) for n, length in [*needed, *rest]
+        (n, length): pytest.approx(machine.cost([length] * n)) for n, length in grid_of(LARGE, 512)
     }
-    assert [list(batch.lengths) for batch in measured.mixed] == mixed_batches(LARGE, 512)
-    assert measured.batches == len(needed) + len(rest) + len(measured.mixed)
+    assert [list(batch.lengths) for batch in measured.mixed] == plan.mixed
+    assert measured.batches == plan.batches
     assert measured.seconds == pytest.approx(machine.now - 100.0)
 
 
 def test_the_grid_has_powers_of_two_within_the_budget():
-    needed, rest = grid_order(LARGE, 512)
-
-    assert sorted([*needed, *rest]) == [
+    assert sorted(grid_of(LARGE, 512)) == [
         (n, length)
         for n in (1, 2, 4, 8, 16, 32, 64)
         for length in (4, 8, 16, 32, 64, 128, 256, 512)
@@ -82,17 +84,41 @@ def test_the_grid_has_powers_of_two_within_the_budget():
 
 
 def test_coarse_comes_before_fine_and_small_before_large():
-    needed, rest = grid_order(LARGE, 512)
+    plan = MeasurementPlan.of(LARGE, 512)
 
-    coarse = {
+    assert plan.needed == [(1, 4), (4, 4), (1, 512)]
+    assert {*plan.needed, *plan.coarse} == {
         *((n, length) for length in (4, 16, 64) for n in (1, 4, 16, 64)),
         *((n, 256) for n in (1, 4, 16)),
         *((n, 512) for n in (1, 4, 8)),
     }
-    assert needed == [(1, 4), (4, 4), (1, 512)]
-    assert {*needed, *rest[: len(coarse) - 3]} == coarse
-    for part in (rest[: len(coarse) - 3], rest[len(coarse) - 3 :]):
+    for part in (plan.coarse, plan.fine):
         assert [n * length for n, length in part] == sorted(n * length for n, length in part)
+
+
+def test_mixed_batches_run_between_coarse_and_fine():
+    machine = Machine(fixed=0.05)
+
+    machine.measure()
+
+    ran = list(dict.fromkeys(machine.ran))
+    is_mixed = [len(set(batch)) > 1 for batch in ran]
+    plan = MeasurementPlan.of(LARGE, 512)
+    grid = len(plan.needed) + len(plan.coarse)
+    assert is_mixed == [False] * grid + [True] * len(plan.mixed) + [False] * len(plan.fine)
+
+
+@given(LIMITS, st.integers(1, 5000))
+def test_no_plan_has_a_batch_twice_or_past_the_limits(limits, max_length):
+    max_length = min(max_length, limits.max_tokens)
+    plan = MeasurementPlan.of(limits, max_length)
+    grid = grid_of(limits, max_length)
+
+    assert len(grid) == len(set(grid))
+    assert {(1, length) for _, length in grid} <= set(grid)
+    for batch in [*([length] * n for n, length in grid), *plan.mixed]:
+        assert limits.allow(len(batch), sum(batch), max(batch))
+        assert max(batch) <= max_length
 
 
 @given(LIMITS, st.integers(1, 5000), st.floats(0.01, 50.0), st.floats(1e-6, 1e-2))
@@ -102,7 +128,7 @@ def test_whatever_the_machine_the_bound_is_kept_and_there_is_a_table(
 ):
     max_length = min(max_length, limits.max_tokens)
     machine = Machine(fixed=10 * token, token=token, square=token / 500)
-    needed, _ = grid_order(limits, max_length)
+    needed = MeasurementPlan.of(limits, max_length).needed
 
     measured = machine.measure(limits, max_length, seconds)
 
@@ -128,7 +154,7 @@ def test_a_shorter_bound_measures_less_and_still_predicts_within_a_factor_of_two
     measured = machine.measure(seconds=seconds)
 
     table = measured.grid_table("packed")
-    for lengths in mixed_batches(LARGE, 512):
+    for lengths in MeasurementPlan.of(LARGE, 512).mixed:
         ratio = table.seconds(BatchShape.of(lengths)) / machine.cost(lengths)
         assert 0.5 < ratio < 2.0
     assert measured.is_complete == (measured.batches == machine.measure(seconds=1e9).batches)
@@ -151,18 +177,18 @@ def test_what_any_table_needs_is_measured_even_past_the_bound():
 
     measured = machine.measure(seconds=1.0)
 
-    # once to warm up and once for the figure
-    assert machine.ran == [(4,)] * 2 + [(4,) * 4] * 2 + [(512,)] * 2
+    # once each, as there is no time for repeats
+    assert machine.ran == [(4,), (4,) * 4, (512,)]
     assert measured.samples.keys() == {(1, 4), (4, 4), (1, 512)}
     assert measured.mixed == ()
     assert not measured.is_complete
 
 
 def test_lengths_whose_large_batches_had_no_time_are_left_out():
-    everything = {point for points in grid_order(LARGE, 512) for point in points}
+    everything = set(grid_of(LARGE, 512))
     machine = Machine()
 
-    for seconds in (2.0, 3.0, 4.0, 5.0):
+    for seconds in (1.0, 2.0, 3.0, 4.0):
         samples = machine.measure(seconds=seconds).samples
         lengths = sorted({length for _, length in samples})
         most = [max(n for n, other in samples if other == length) for length in lengths]
@@ -172,15 +198,24 @@ def test_lengths_whose_large_batches_had_no_time_are_left_out():
         assert samples.keys() < everything
 
 
-def test_the_median_of_repeats_counts_and_the_first_run_does_not():
+def test_the_median_of_repeats_counts_and_the_first_run_of_a_short_batch_does_not():
     # every batch of the grid runs four times here, as none is short
-    machine = Machine(fixed=0.02, noise=(50.0, 1.0, 9.0, 1.0))
+    machine = Machine(fixed=0.02, noise=(2.0, 1.0, 9.0, 1.0))
 
     measured = machine.measure(Limits(4, 64, "packed"), 16, seconds=1e6)
 
     for (count, length), seconds in measured.samples.items():
         assert seconds == pytest.approx(machine.cost([length] * count))
     assert machine.ran[:8] == [(4,)] * 4 + [(4,) * 4] * 4
+
+
+def test_the_first_run_of_a_long_batch_counts_too():
+    machine = Machine(fixed=0.2, noise=(9.0, 1.0, 1.0))
+
+    measured = machine.measure(Limits(4, 64, "packed"), 16, seconds=1e6)
+
+    assert machine.ran[:6] == [(4,)] * 3 + [(4,) * 4] * 3
+    assert measured.samples[1, 4] == pytest.approx(machine.cost([4]))
 
 
 def test_short_batches_are_repeated_more():
@@ -221,18 +256,20 @@ def test_progress_is_told_by_time_where_that_ends_first():
     assert machine.said[0].endswith(" s of at most 4")
 
 
-def test_mixed_batches_are_of_all_sizes_and_within_the_limits():
-    for limits in (LARGE, Limits(20, 10_240, "padded"), Limits(8, 300, "packed")):
-        batches = mixed_batches(limits, 256)
+@pytest.mark.parametrize(
+    "limits", [LARGE, Limits(20, 10_240, "padded"), Limits(16, 900, "packed")], ids=str
+)
+def test_mixed_batches_are_of_several_sizes_and_the_same_every_time(limits):
+    mixed = MeasurementPlan.of(limits, 256).mixed
 
-        assert batches == mixed_batches(limits, 256)
-        assert len(batches) >= 4
-        assert all(limits.allow(len(batch), sum(batch), max(batch)) for batch in batches)
-        assert max(map(len, batches)) > 2 * min(map(len, batches))
+    assert mixed == MeasurementPlan.of(limits, 256).mixed
+    assert len(mixed) >= 4
+    assert max(map(sum, mixed)) > 4 * min(map(sum, mixed))
+    assert all(len(set(batch)) > 1 for batch in mixed)
 
 
 def test_one_sequence_a_batch_is_no_mixed_batch():
-    assert mixed_batches(Limits(1, 4096, "packed"), 512) == []
+    assert MeasurementPlan.of(Limits(1, 4096, "packed"), 512).mixed == []
 
 
 def test_where_a_batch_holds_one_sequence_two_are_taken_to_cost_twice_as_much():
