@@ -86,7 +86,9 @@ def test_a_cache_folder_has_a_name():
 
 
 def test_a_key_like_none_gets_the_list_without_a_hint():
-    with refused('unknown parameter "zzz". Allowed: task, device, dtype, policy, execution, trigger'):
+    with refused(
+        'unknown parameter "zzz". Allowed: task, device, dtype, policy, execution, trigger'
+    ):
         EngineConfig.from_parameters({"zzz": "8"})
 
 
