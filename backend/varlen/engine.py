@@ -89,7 +89,7 @@ class Engine:
             deadline = math.inf
             if request.deadline_seconds is not None:
                 deadline = now + request.deadline_seconds
-            self._inbox.put(Ticket(request, reply, now, deadline))
+            self._inbox.put(Ticket(request, reply, now, deadline, forecast.seconds))
 
     def is_alive(self) -> bool:
         """Return whether the engine's thread runs."""
@@ -183,15 +183,16 @@ class Engine:
 
     def _count_out(self, taken: list[Waiting]) -> None:
         now = self._clock()
-        gone = 0
+        gone: list[Ticket] = []
         for waiting in taken:
             ticket = waiting.ticket
             if ticket.queued == len(ticket.rows):
                 self._stats.count_wait(now - ticket.arrival)
             ticket.queued -= 1
-            gone += ticket.queued == 0
+            if not ticket.queued:
+                gone.append(ticket)
         tokens = sum(waiting.num_tokens for waiting in taken)
-        self._leave(gone, tokens, sum(waiting.seconds for waiting in taken))
+        self._leave(len(gone), tokens, sum(ticket.seconds for ticket in gone))
 
     def _leave(self, requests: int, tokens: int, seconds: float) -> None:
         self._queued_requests -= requests

@@ -73,6 +73,7 @@ class Ticket:
         request, reply: what came, and where the answer goes.
         arrival: when it was admitted, in seconds of the engine's clock, like all times here.
         deadline: when its answer is worth nothing any more; infinity if it never is.
+        seconds: what it was expected to take when it was admitted; counted as waiting until its last sequence runs.
         rows: the answer so far; None where a sequence has not run.
         queued: sequences that have not been taken to run.
         missing: sequences that have not run.
@@ -83,6 +84,7 @@ class Ticket:
     reply: Reply
     arrival: float
     deadline: float = math.inf
+    seconds: float = 0.0
     rows: list[Float32Array | None] = field(init=False)
     queued: int = field(init=False)
     missing: int = field(init=False)

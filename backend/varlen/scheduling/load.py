@@ -25,19 +25,21 @@ class LoadMeter:
         # of what came, the older the less
         self._requests = 0.0
         self._seconds = 0.0
-        # when everything that has come would be done, were it served in order and without a pause
-        self._done_in_order = -math.inf
         self._waits: deque[float] = deque(maxlen=_WAITS)
 
-    def arrived(self, now: float, seconds: float) -> None:
-        """Count a request that is expected to take so many seconds, its share of full batches."""
+    def arrived(self, now: float, *, seconds: float, backlog_seconds: float) -> None:
+        """Count a request.
+
+        Args:
+            seconds: its share of full batches.
+            backlog_seconds: of all the work that it found.
+        """
         if self._began is None:
             self._began = self._at = now
         self._fade(now)
         self._requests += 1
         self._seconds += seconds
-        self._done_in_order = max(self._done_in_order, now) + seconds
-        self._waits.append(self._done_in_order - now)
+        self._waits.append(backlog_seconds + seconds)
 
     def pressure(self, now: float, backlog_seconds: float) -> float:
         """Return how many requests to come are kept waiting by a second of work more.

@@ -6,6 +6,8 @@ One thread owns it, save for `forecast`, which any may call.
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,9 +25,10 @@ from varlen.scheduling.queue import WaitingQueue
 _MILLISECOND = 1e-3
 # Of `max_wait_ms`: what one step of priority counts as having waited already.
 _WAITED_PER_PRIORITY = 0.1
-# How far off one batch may seem, and the share of it by which all forecasts move: at most 2.3 %, up or down.
-_MOST_SURPRISE = 1.25
-_LEARNING_RATE = 0.1
+# Batches of late whose median says how slow the machine is now; at first, some that came as expected.
+_RECENT = 15
+_AS_EXPECTED = 7
+_MOST_SLOW = 100.0
 # Batches between two looks at what the table has learned.
 _BATCHES_PER_FORECAST = 64
 
@@ -53,8 +56,11 @@ class Scheduler:
         else:
             self._policy = InOrder(self._limits, costs)
         self._ran = 0
-        # what batches take now of what the table says: other work on the machine slows all of them down at once, which
-        # changes no plan but all forecasts
+        # when the batch that was taken last is expected to end
+        self._busy_until = -math.inf
+        # what batches take now of what the table says: other work on the machine slows all of them down at once
+        # it moves forecasts and the load, but no cost that plans compare
+        self._recent = deque([1.0] * _AS_EXPECTED, maxlen=_RECENT)
         self._slowness = 1.0
         self._full_batches = _full_batches(costs, self._limits)
 
@@ -70,12 +76,12 @@ class Scheduler:
         request = ticket.request
         since = ticket.arrival - request.priority * _WAITED_PER_PRIORITY * self._max_wait
         due = min(since + self._max_wait, ticket.deadline)
-        total = 0.0
+        backlog, total = max(0.0, self._busy_until - now) + self._queue.seconds, 0.0
         for row, sequence in enumerate(request.sequences):
-            seconds = self._full_batches[sequence.num_tokens][0]
+            seconds = self._slowness * self._full_batches[sequence.num_tokens][0]
             total += seconds
             self._queue.add(Waiting(ticket, row, sequence.num_tokens, seconds, since, due))
-        self._load.arrived(now, total)
+        self._load.arrived(now, seconds=total, backlog_seconds=backlog)
 
     def start_at(self, now: float) -> float | None:
         """Return when the next batch is to start; None while nothing waits."""
@@ -93,6 +99,7 @@ class Scheduler:
         """Return the next batch, which waits no longer; something must wait."""
         batch = self._policy.choose(self._queue, now)
         self._queue.remove(batch.sequences)
+        self._busy_until = now + self._slowness * batch.seconds
         return replace(batch, seconds=self._slowness * batch.seconds)
 
     def without_closed(self, batch: Batch) -> Batch | None:
@@ -113,10 +120,11 @@ class Scheduler:
 
     def ran(self, batch: Batch, seconds: float) -> None:
         """Learn what a batch took."""
-        surprise = min(max(seconds / batch.seconds, 1 / _MOST_SURPRISE), _MOST_SURPRISE)
-        # the table learns in what this batch differs from others
+        ratio = self._slowness * seconds / batch.seconds
+        self._recent.append(min(max(ratio, 1 / _MOST_SLOW), _MOST_SLOW))
+        self._slowness = statistics.median(self._recent)
+        # the table learns in what this batch differs from others of late
         self._costs.refine(batch.shape, seconds / self._slowness)
-        self._slowness *= surprise**_LEARNING_RATE
         self._ran += 1
         if self._ran % _BATCHES_PER_FORECAST == 0:
             self._full_batches = _full_batches(self._costs, self._limits)

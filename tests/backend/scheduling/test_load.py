@@ -11,7 +11,7 @@ def poisson(meter, rate, share, seconds, seed=0):
     numbers, now = random.Random(seed), 0.0
     while now < seconds:
         now += numbers.expovariate(rate)
-        meter.arrived(now, share)
+        meter.arrived(now, seconds=share, backlog_seconds=0.0)
     return now
 
 
@@ -51,16 +51,16 @@ def test_what_is_long_past_is_forgotten():
 def test_the_usual_wait_is_that_of_nearly_all_in_order():
     meter = LoadMeter()
     # ten at once, of a second each: they would be done after 1, 2, ... 10 seconds
-    for _ in range(10):
-        meter.arrived(0.0, 1.0)
+    for already in range(10):
+        meter.arrived(0.0, seconds=1.0, backlog_seconds=float(already))
 
     assert meter.usual_wait() == 9.0
 
 
 def test_the_usual_wait_forgets_the_past():
     meter = LoadMeter()
-    meter.arrived(0.0, 100.0)
+    meter.arrived(0.0, seconds=100.0, backlog_seconds=0.0)
     for number in range(500):
-        meter.arrived(1000.0 + number, 0.5)
+        meter.arrived(1000.0 + number, seconds=0.5, backlog_seconds=0.0)
 
     assert meter.usual_wait() == 0.5

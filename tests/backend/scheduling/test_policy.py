@@ -39,7 +39,7 @@ def least_cost(costs=None, load=None, max_sequences=64, max_tokens=4096, max_wai
 def patient(seconds):
     """Return a meter of a server where a wait of so many seconds is usual."""
     load = LoadMeter()
-    load.arrived(0.0, seconds)
+    load.arrived(0.0, seconds=seconds, backlog_seconds=0.0)
     return load
 
 
