@@ -75,7 +75,7 @@ def point(policy, load, seconds=cpu_seconds, execution="packed", count=2000, see
 @pytest.mark.parametrize("seconds", [cpu_seconds, gpu_seconds], ids=["cpu", "gpu"])
 def test_packed_dp_is_nowhere_worse_than_a_token_budget(seconds, load):
     # a p99 is known from few requests; a light load is simple, and takes the simulator longest
-    many = {"count": 1000 if load < 0.5 else 5000, "seeds": (0, 1)}
+    many = {"count": 1000 if load < 0.5 else 6000, "seeds": (0, 1, 2)}
     mean, p99, _ = point("dp", load, seconds, **many)
     budget_mean, budget_p99, _ = point("token_budget", load, seconds, **many)
 
@@ -105,6 +105,19 @@ def test_packed_dp_is_not_much_worse_where_costs_are_known_badly(believed):
 
     assert fmean(dp) <= 1.05 * fmean(budget)
     assert dp[int(0.99 * len(dp))] <= 1.1 * budget[int(0.99 * len(budget))]
+
+
+def test_a_rush_does_not_make_long_waits_usual_for_those_who_come_after():
+    """40 that come at once, then a light load: nobody waits as long any more."""
+    rush = [Arrival(0.0, 400) for _ in range(40)]
+    after = [
+        Arrival(5.0 + arrival.at, arrival.tokens) for arrival in poisson(400, 50.0, MIX, seed=1)
+    ]
+
+    run = simulate(rush + after, config("dp", max_wait_ms=5000), table())
+
+    assert max(outcome.seconds for outcome in run.outcomes[:40]) > 0.4
+    assert max(outcome.seconds for outcome in run.outcomes[40:]) < 0.3
 
 
 def test_padded_dp_serves_more_at_overload():

@@ -21,8 +21,10 @@ _WINDOW = 256
 # A plan replaces serving in order if it promises to be this much better: a plan does not know what comes next, and
 # sequences to come fill up the last batch of those who are served in order, but of no other plan.
 _WORTH_IT = 0.9875
-# Of the usual wait: what the fastest batches may keep others waiting.
+# What the fastest batches may keep others waiting: of the usual wait, and of the time that all who wait now would take
+# in order. The latter ends what a rush, or a pause of the machine, made usual.
 _PATIENCE = 1.3
+_BACKLOGS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,7 @@ class LeastCost:
         window = queue.first(_WINDOW)
         pressure = self._load.pressure(now, queue.seconds)
         in_order = self._in_order(window)
-        plans = self._others(window, queue.requests, pressure, now, in_order.seconds[0])
+        plans = self._others(window, queue.requests, pressure, now, in_order)
         has_deadlines = any(math.isfinite(waiting.ticket.deadline) for waiting in window)
         if has_deadlines:
             plans.append(self._urgent(in_order, now))
@@ -187,9 +189,9 @@ class LeastCost:
         waiting: int,
         pressure: float,
         now: float,
-        seconds_in_order: float,
+        in_order: _Plan,
     ) -> list[_Plan]:
-        """Return the plans that are allowed beside serving in order; `seconds_in_order` is its first batch's."""
+        """Return the plans that are allowed beside serving in order."""
         beyond = pressure + waiting - len({each.ticket for each in window})
         by_length = self._cheapest("cheapest by length", sorted(window, key=_length), beyond)
         if self._limits.execution == "packed":
@@ -198,8 +200,10 @@ class LeastCost:
             plans = [by_length.of_first(window[0])]
         fastest = by_length.fastest_first()
         passed_over = _passed_over(window, fastest.batches[0])
-        patience = min(_PATIENCE * self._load.usual_wait(), self._max_wait)
-        end = now + fastest.seconds[0] + seconds_in_order
+        patience = min(
+            _PATIENCE * self._load.usual_wait(), _BACKLOGS * sum(in_order.seconds), self._max_wait
+        )
+        end = now + fastest.seconds[0] + in_order.seconds[0]
         if passed_over is None or end - passed_over.since <= patience:
             plans.append(fastest)
         return plans
