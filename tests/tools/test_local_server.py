@@ -57,6 +57,29 @@ def test_stop_ends_the_stub_of_a_server_that_was_killed(repository: Path, backen
     assert not any(is_alive(pid) for pid in group)
 
 
+_SERVES = """
+import sys, time
+from varlen_tools.local_server import LocalServer, end_on_sigterm
+end_on_sigterm()
+with LocalServer(sys.argv[1], arguments=["--backend-directory=" + sys.argv[2]]) as server:
+    server.wait_ready(30)
+    print(server.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_program_that_is_told_to_end_ends_its_server(repository: Path, backends: Path) -> None:
+    command = [sys.executable, "-c", _SERVES, str(repository), str(backends)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        pid = int(program.stdout.readline())
+
+        program.terminate()
+
+        assert program.wait(60) == 128 + signal.SIGTERM
+    assert not is_alive(pid)
+
+
 def test_perf_analyzer_runs(repository: Path, backends: Path) -> None:
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
         server.wait_ready(30)

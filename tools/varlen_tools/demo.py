@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from varlen_client import Client, VarlenClientError
-from varlen_tools.local_server import LocalServer, ServerError
+from varlen_tools.local_server import LocalServer, ServerError, end_on_sigterm
 
 SENTENCES = (
     "A man is eating food.",
@@ -139,4 +139,5 @@ def main(
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     typer.run(main)

@@ -22,6 +22,11 @@ LOOPBACK = "127.0.0.1"
 START_ATTEMPTS = 3
 
 
+def end_on_sigterm() -> None:
+    """Have SIGTERM unwind this process as Ctrl-C does, so that a server inside `with` ends with it."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 class ServerError(Exception):
     """The server did not start, did not get ready, or has ended; the message ends with its log."""
 

@@ -1,1 +1,1 @@
-"""Which waiting sequences run next: plain Python, no tensors, a clock that is handed in."""
+"""Which waiting sequences run next: lengths and costs, no tensors, a clock that is handed in."""

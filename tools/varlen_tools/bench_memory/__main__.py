@@ -19,6 +19,7 @@ from varlen_tools.bench_memory.cases import OURS, cases, encoders
 from varlen_tools.bench_memory.rows import Row
 from varlen_tools.bench_memory.run import Device, Say, Settings, measure_cases, measure_server
 from varlen_tools.bench_memory.soak import Soak
+from varlen_tools.local_server import end_on_sigterm
 
 DEFAULT_OUTPUT = Path("docs/benchmarks/memory.csv")
 REPOSITORY, MODEL = Path("model_repository"), "minilm"
@@ -111,4 +112,5 @@ def _command(only: str, device: str, soak: Soak, *, quick: bool) -> str:
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     app()

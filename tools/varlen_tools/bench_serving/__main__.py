@@ -25,6 +25,7 @@ from varlen_tools.bench_serving.repository import Checkpoint
 from varlen_tools.bench_serving.rows import Row
 from varlen_tools.bench_serving.run import Say, Settings, lab
 from varlen_tools.bench_serving.systems import OURS, System, chosen_systems
+from varlen_tools.local_server import end_on_sigterm
 
 DEFAULT_MODEL = Path("model_repository/minilm/1")
 DEFAULT_OUTPUT = Path("docs/benchmarks/serving.csv")
@@ -212,4 +213,5 @@ def _command(words: Mapping[str, object], *, overload: bool, quick: bool) -> str
 
 
 if __name__ == "__main__":
+    end_on_sigterm()
     app()
