@@ -27,7 +27,7 @@ from varlen.scheduling.partition import Limits
 _log = logging.getLogger(__name__)
 
 # Changes when other batches are measured, or in another way.
-_GRID_VERSION = "2"
+_GRID_VERSION = "3"
 # How long models that load together wait for each other's measuring, in times of their own.
 _PATIENCE = 3
 # Repeats of one batch that are more unlike than this tell of other work on the machine.

@@ -2,11 +2,15 @@
 
 A coarse grid of batches of one length comes first. Batches of mixed lengths follow, which say how well it predicts
 what will be served, and then a finer grid, so that a table can be made of it whenever time is over.
+
+A machine that others share has not one speed: on two cores of one, the same batch took half as long a few seconds
+later. So a reference batch runs now and then, and every time counts relative to the reference around it.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -19,11 +23,19 @@ from varlen.scheduling.partition import Limits
 # Seconds by (sequences, length in tokens).
 Samples: TypeAlias = dict[Point, float]
 
-# A batch that is no long one runs once unmeasured. It is repeated until it has run for long enough.
+# A batch that is no long one runs once unmeasured.
 _LONG_SECONDS = 0.05
-_LEAST_REPEATS = 3
+# It is repeated for so long, but not more often.
+_REPEATED_SECONDS = 0.2
 _MOST_REPEATS = 9
-_ENOUGH_SECONDS = 0.03
+# Without so many repeats it does not count, unless they were long: a slow moment is a small part of such a one.
+_LEAST_REPEATS = 3
+_ENOUGH_SECONDS = 0.5
+# The reference: one sequence of this share of the longest. It takes a tenth of the time, and the speed at a moment is
+# the median of so many of its runs around it.
+_REFERENCE_LENGTH = 0.25
+_REFERENCE_SHARE = 0.1
+_REFERENCES_AROUND = 3
 # Attention makes a sequence of twice the length cost more than twice as much, by up to this exponent.
 _GROWTH = 1.25
 # The coarse grid's share of the time, and how much more than it says a mixed batch may take.
@@ -115,35 +127,55 @@ def measure(
         MemoryError: there was too little for what any table needs.
     """
     plan = MeasurementPlan.of(limits, max_length)
-    watch = _Stopwatch(run, clock, seconds, plan.batches, say)
+    reference = [max(1, int(_REFERENCE_LENGTH * max_length))]
+    watch = _Stopwatch(run, clock, seconds, reference, plan.batches, say)
     samples = _measure_grid(watch, {}, plan.needed, is_needed=True)
     samples = _measure_grid(watch, samples, plan.coarse, share=_COARSE_SHARE)
     table = CostTable(_enough(samples, plan.needed), limits.execution)
     mixed = _measure_mixed(watch, plan.mixed, table)
     # what of the coarse grid was put off for the mixed batches comes first
     rest = [*(point for point in plan.coarse if point not in samples), *plan.fine]
-    samples = _enough(_measure_grid(watch, samples, rest), plan.needed)
-    return Measurement(samples, mixed, watch.is_complete, watch.elapsed, watch.spread)
+    samples = _measure_grid(watch, samples, rest)
+    settled = {(n, length): watch.settled([length] * n) for n, length in samples}
+    return Measurement(
+        _enough(settled, plan.needed),
+        tuple(MixedBatch(tuple(lengths), watch.settled(lengths)) for lengths in mixed),
+        watch.is_complete,
+        watch.elapsed,
+        watch.spread,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A batch that ran: when half of it was done, and what it took, in seconds."""
+
+    at: float
+    seconds: float
 
 
 class _Stopwatch:
-    """Times batches as long as there is time."""
+    """Times batches as long as there is time, and the reference between them."""
 
     def __init__(
         self,
         run: Callable[[list[int]], object],
         clock: Callable[[], float],
         seconds: float,
+        reference: list[int],
         planned: int,
         say: Callable[[str], None],
     ) -> None:
         self._run = run
         self._clock = clock
         self._allowed = seconds
+        self._reference = reference
         self._planned = planned
         self._say = say
         self._began = clock()
         self._measured = 0
+        self._runs: defaultdict[tuple[int, ...], list[_Run]] = defaultdict(list)
+        self._references: list[_Run] = []
         self._spreads: list[float] = []
         self._quarters_said = 0
 
@@ -177,35 +209,62 @@ class _Stopwatch:
         if not is_needed and self.elapsed + _runs(expected) * expected > until:
             return None
         try:
-            times = self._times(lengths, until)
+            runs = self._repeat(lengths, until)
         except MemoryError:
             if is_needed:
                 raise
-            times = []
-        if not times or (len(times) < _LEAST_REPEATS and not is_needed):
             return None
+        times = [run.seconds for run in runs]
+        if not is_needed and not _counts(times):
+            return None
+        self._runs[tuple(lengths)] = runs
         self._measured += 1
         self._spreads.append(max(times) / min(times))
         self._tell()
         return statistics.median(times)
 
-    def _times(self, lengths: list[int], until: float) -> list[float]:
-        """Return the times of its repeats: one at least, and no further ones past the bound."""
+    def settled(self, lengths: list[int]) -> float:
+        """Return the median of what a batch took, had the machine always been as fast as it mostly was."""
+        usual = statistics.median(run.seconds for run in self._references)
+
+        def slowness(at: float) -> float:
+            around = sorted(self._references, key=lambda run: abs(run.at - at))
+            seconds = [run.seconds for run in around[:_REFERENCES_AROUND]]
+            return statistics.median(seconds) / usual
+
+        return statistics.median(
+            run.seconds / slowness(run.at) for run in self._runs[tuple(lengths)]
+        )
+
+    def _repeat(self, lengths: list[int], until: float) -> list[_Run]:
+        """Return its repeats: one at least, and no further ones past the bound."""
+        self._refer()
         # the first batch of a shape may take memory and compile kernels; of a long one that is a small part
         first = self._time(lengths)
-        times = [first] if first >= _LONG_SECONDS else []
-        while len(times) < _MOST_REPEATS:
-            if times and self.elapsed > until:
-                break
-            if len(times) >= _LEAST_REPEATS and sum(times) >= _ENOUGH_SECONDS:
-                break
-            times.append(self._time(lengths))
-        return times
+        runs = [first] if first.seconds >= _LONG_SECONDS else []
+        while not runs or not (
+            self.elapsed + first.seconds > until or _is_enough([run.seconds for run in runs])
+        ):
+            self._refer()
+            runs.append(self._time(lengths))
+        return runs
 
-    def _time(self, lengths: list[int]) -> float:
+    def _refer(self) -> None:
+        """Time the reference if that is due and there is time."""
+        if not self._references:
+            self._time(self._reference)
+            self._references.append(self._time(self._reference))
+            return
+        last = self._references[-1]
+        is_due = self._clock() - last.at >= last.seconds / _REFERENCE_SHARE
+        if is_due and self.elapsed + last.seconds <= self._allowed:
+            self._references.append(self._time(self._reference))
+
+    def _time(self, lengths: list[int]) -> _Run:
         began = self._clock()
         self._run(lengths)
-        return self._clock() - began
+        ended = self._clock()
+        return _Run((began + ended) / 2, ended - began)
 
     def _tell(self) -> None:
         """Say how far it is, once in a quarter of the way."""
@@ -240,9 +299,20 @@ def _measure_grid(
     return samples
 
 
+def _counts(times: list[float]) -> bool:
+    """Return whether a batch was repeated often enough, or for long enough, to be relied on."""
+    return len(times) >= _LEAST_REPEATS or sum(times) >= _ENOUGH_SECONDS
+
+
+def _is_enough(times: list[float]) -> bool:
+    """Return whether more repeats would be worth little."""
+    return len(times) >= _MOST_REPEATS or (_counts(times) and sum(times) >= _REPEATED_SECONDS)
+
+
 def _runs(expected: float) -> int:
     """Return how often a batch that takes so many seconds runs at least."""
-    return _LEAST_REPEATS + (expected < _LONG_SECONDS)
+    repeats = next(n for n in range(1, _LEAST_REPEATS + 1) if _counts([expected] * n))
+    return repeats + (expected < _LONG_SECONDS)
 
 
 def _expected(samples: Samples, count: int, length: int) -> float:
@@ -281,11 +351,11 @@ def _enough(samples: Samples, needed: list[Point]) -> Samples:
 
 def _measure_mixed(
     watch: _Stopwatch, batches: list[list[int]], table: CostTable
-) -> tuple[MixedBatch, ...]:
-    measured = []
-    for lengths in batches:
-        predicted = table.seconds(BatchShape.of(lengths))
-        seconds = watch.time(lengths, expected=_MIXED_ROOM * predicted)
-        if seconds is not None:
-            measured.append(MixedBatch(tuple(lengths), seconds))
-    return tuple(measured)
+) -> list[list[int]]:
+    """Return the batches that were measured."""
+    return [
+        lengths
+        for lengths in batches
+        if watch.time(lengths, expected=_MIXED_ROOM * table.seconds(BatchShape.of(lengths)))
+        is not None
+    ]

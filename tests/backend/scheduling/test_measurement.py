@@ -1,5 +1,6 @@
 """Measuring on a virtual clock: the bound is kept, what matters comes first, and any stop leaves a usable table."""
 
+import math
 import re
 import statistics
 
@@ -19,6 +20,8 @@ LIMITS = st.builds(
     execution=st.sampled_from(["packed", "padded"]),
 )
 LARGE = Limits(64, 4096, "packed")
+# one sequence of a quarter of 512 tokens
+REFERENCE = (128,)
 
 
 class Machine:
@@ -102,10 +105,13 @@ def test_mixed_batches_run_between_coarse_and_fine():
     machine.measure()
 
     ran = list(dict.fromkeys(machine.ran))
+    ran.remove(REFERENCE)
     is_mixed = [len(set(batch)) > 1 for batch in ran]
     plan = MeasurementPlan.of(LARGE, 512)
     grid = len(plan.needed) + len(plan.coarse)
-    assert is_mixed == [False] * grid + [True] * len(plan.mixed) + [False] * len(plan.fine)
+    # the reference is one of the fine ones
+    fine = len(plan.fine) - 1
+    assert is_mixed == [False] * grid + [True] * len(plan.mixed) + [False] * fine
 
 
 @given(LIMITS, st.integers(1, 5000))
@@ -132,8 +138,8 @@ def test_whatever_the_machine_the_bound_is_kept_and_there_is_a_table(
 
     measured = machine.measure(limits, max_length, seconds)
 
-    # the needed ones run twice at least, and the last batch may end late
-    runs = [machine.cost([length] * n) for n, length in needed]
+    # the needed ones and the reference run twice at least, and the last batch may end late
+    runs = [machine.cost(machine.ran[0]), *(machine.cost([length] * n) for n, length in needed)]
     slack = max(map(machine.cost, machine.ran))
     assert machine.now - 100.0 <= max(seconds, 2 * sum(runs)) + sum(runs) + slack
     table = measured.table(limits.execution)
@@ -178,7 +184,7 @@ def test_what_any_table_needs_is_measured_even_past_the_bound():
     measured = machine.measure(seconds=1.0)
 
     # once each, as there is no time for repeats
-    assert machine.ran == [(4,), (4,) * 4, (512,)]
+    assert machine.ran == [REFERENCE, REFERENCE, (4,), (4,) * 4, (512,)]
     assert measured.samples.keys() == {(1, 4), (4, 4), (1, 512)}
     assert measured.mixed == ()
     assert not measured.is_complete
@@ -198,32 +204,82 @@ def test_lengths_whose_large_batches_had_no_time_are_left_out():
         assert samples.keys() < everything
 
 
-def test_the_median_of_repeats_counts_and_the_first_run_of_a_short_batch_does_not():
-    # every batch of the grid runs four times here, as none is short
-    machine = Machine(fixed=0.02, noise=(2.0, 1.0, 9.0, 1.0))
+def test_the_median_of_repeats_counts():
+    machine = Machine(fixed=0.03, noise=(1.0, 1.0, 9.0, 1.0, 0.5))
 
     measured = machine.measure(Limits(4, 64, "packed"), 16, seconds=1e6)
 
     for (count, length), seconds in measured.samples.items():
         assert seconds == pytest.approx(machine.cost([length] * count))
-    assert machine.ran[:8] == [(4,)] * 4 + [(4,) * 4] * 4
 
 
-def test_the_first_run_of_a_long_batch_counts_too():
-    machine = Machine(fixed=0.2, noise=(9.0, 1.0, 1.0))
+@pytest.mark.parametrize(
+    ("fixed", "runs"),
+    [(1e-4, 1 + 9), (0.03, 1 + 7), (0.06, 4), (0.11, 3), (0.3, 2), (0.6, 1)],
+)
+def test_shorter_batches_are_repeated_more_and_run_once_before(fixed, runs):
+    machine = Machine(fixed=fixed, token=1e-6, square=0.0)
 
-    measured = machine.measure(Limits(4, 64, "packed"), 16, seconds=1e6)
+    machine.measure(Limits(4, 64, "packed"), 16, seconds=1e6)
 
-    assert machine.ran[:6] == [(4,)] * 3 + [(4,) * 4] * 3
-    assert measured.samples[1, 4] == pytest.approx(machine.cost([4]))
+    assert machine.ran.count((16,)) == runs
 
 
-def test_short_batches_are_repeated_more():
-    machine = Machine(fixed=1e-4, token=1e-6)
+def test_the_first_run_of_a_short_batch_does_not_count():
+    machine = Machine()
+    cost = machine.cost
+    seen = set()
 
-    machine.measure(Limits(4, 64, "packed"), 16)
+    def cost_at_first(lengths):
+        known = tuple(lengths) in seen
+        seen.add(tuple(lengths))
+        return cost(lengths) + (0.0 if known else 1e-2)
 
-    assert machine.ran.count((16,)) == 1 + 9
+    machine.cost = cost_at_first
+    measured = machine.measure(Limits(4, 64, "packed"), 16)
+
+    assert measured.samples[1, 16] == pytest.approx(cost([16]))
+    assert measured.spread == pytest.approx(1.0)
+
+
+class DriftingMachine(Machine):
+    """Its speed goes up and down, as where others use it too."""
+
+    def run(self, lengths):
+        # in steps as short as a slice of time
+        left = self.cost(lengths)
+        while left > 0:
+            step = min(left, 5e-3)
+            self.now += step * math.exp(0.35 * math.sin(2 * math.pi * self.now / 6.0))
+            left -= step
+        self.ran.append(tuple(lengths))
+
+
+def test_a_machine_whose_speed_drifts_is_measured_as_if_it_did_not():
+    machine = DriftingMachine()
+
+    measured = machine.measure()
+
+    ratios = [
+        seconds / machine.cost([length] * count)
+        for (count, length), seconds in measured.samples.items()
+    ]
+    middle = statistics.median(ratios)
+    # the speed itself varies by a factor of two
+    assert 0.7 < middle < 1.4
+    assert statistics.median(abs(ratio / middle - 1) for ratio in ratios) < 0.03
+    assert all(0.85 < ratio / middle < 1.15 for ratio in ratios)
+
+
+def test_the_reference_takes_about_a_tenth_of_the_time():
+    machine = Machine()
+
+    measured = machine.measure(Limits(64, 4096, "packed"), 512)
+
+    spent = sum(machine.cost(batch) for batch in machine.ran if batch == REFERENCE)
+    # the reference is a point of the grid as well
+    spent -= 7 * machine.cost(REFERENCE)
+    assert 0.05 < spent / measured.seconds < 0.12
 
 
 def test_the_spread_says_how_unlike_repeats_were():

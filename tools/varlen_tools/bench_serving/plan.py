@@ -13,6 +13,8 @@ _ENOUGH_REQUESTS = 100
 _MOST_LONGER = 1.5
 LIGHT = 0.3
 PAIRED_LOADS = (0.6, 0.8)
+# Times as long as other loads: what they compare is alike.
+_PAIRED = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def plan(seconds: float, *, quick: bool) -> Plan:
     key = Effort(closed_seconds=3, seconds=seconds, steps=4, most_seconds=other_seconds)
     other = Effort(closed_seconds=3, seconds=other_seconds, steps=2, most_seconds=other_seconds)
     hopeless = Effort(closed_seconds=3, seconds=other_seconds, steps=1, most_seconds=other_seconds)
-    return Plan(key, other, hopeless, paired_seconds=other_seconds)
+    return Plan(key, other, hopeless, paired_seconds=_PAIRED * seconds)
 
 
 def most_outstanding(capacity: float) -> int:

@@ -178,12 +178,8 @@ class Lab:
         """Yield the rows of one system on one mix, its result last."""
         known, seed = self.known[mix.name], self.settings.seed
         effort = self.settings.plan.key if one.is_key else self.settings.plan.other
-        row, point = served.saturate(
-            one, mix, in_flight=_IN_FLIGHT, seconds=effort.closed_seconds, seed=seed
-        )
+        row, capacity = self._capacity(served, one, mix)
         yield row
-        # a system so slow that no answer fell into the measured seconds
-        capacity = point.served or point.ok / (point.seconds + _IN_FLIGHT)
         known.capacities[one.name] = capacity
         known.saturated = max(known.saturated, capacity)
         if _is_hopeless(one, capacity, known):
@@ -211,6 +207,19 @@ class Lab:
             sustained=search.sustained if effort.steps else None,
             saturated=point.served,
         )
+
+    def _capacity(self, served: Served, one: System, mix: Mix) -> tuple[Row, float]:
+        """Return the row of a closed loop, and the requests/s that it got now: a shared machine's speed changes."""
+        efforts = self.settings.plan
+        row, point = served.saturate(
+            one,
+            mix,
+            in_flight=_IN_FLIGHT,
+            seconds=(efforts.key if one.is_key else efforts.other).closed_seconds,
+            seed=self.settings.seed,
+        )
+        # a system so slow that no answer fell into the measured seconds
+        return row, point.served or point.ok / (point.seconds + _IN_FLIGHT)
 
     def _search_rows(
         self, served: Served, one: System, mix: Mix, search: Search, effort: Effort
@@ -259,9 +268,10 @@ class Lab:
             for one in systems:
                 self._check(served, one)
             for mix in self.settings.mixes:
-                capacity = self.known[mix.name].capacities[systems[0].name]
-                for share in PAIRED_LOADS:
-                    for turn, order in enumerate((systems, systems[::-1])):
+                for turn, order in enumerate((systems, systems[::-1])):
+                    row, capacity = self._capacity(served, systems[0], mix)
+                    yield row
+                    for share in PAIRED_LOADS:
                         load = Load(
                             mix,
                             rate=share * capacity,
