@@ -330,6 +330,19 @@ def rows_of_a_run():
     return found
 
 
+def test_two_policies_are_compared_load_by_load_with_spread():
+    rows = rows_of_a_run()
+
+    assert report.paired_ratios([row for row in rows if row.lengths == SHORT], "mean_ms") == [
+        pytest.approx(0.8),
+        pytest.approx(0.9),
+    ]
+    assert report.paired_summary(rows) == [
+        [label, "2", "0.849", "0.83-0.88", "1.179", "1.15-1.22"] for label in (UNIFORM, SHORT)
+    ]
+    assert report.paired_table(rows).row_count == 2
+
+
 def test_the_bench_line_holds_the_keys_in_order():
     figures = report.bench_figures(rows_of_a_run(), MIXES)
 

@@ -145,6 +145,10 @@ class LeastCost:
         window = queue.first(_WINDOW)
         pressure = self._load.pressure(now, queue.seconds)
         in_order = self._in_order(window)
+        if len(window) == 1:
+            return Batch(
+                window, BatchShape.of([window[0].num_tokens]), in_order.seconds[0], "alone"
+            )
         plans = self._others(window, queue.requests, pressure, now, in_order)
         has_deadlines = any(math.isfinite(waiting.ticket.deadline) for waiting in window)
         if has_deadlines:

@@ -38,7 +38,8 @@ Loads of one system and one mix (column `kind`)
     most           open: twice what the best system so far served. Ours come first, so this is the same for all peers
     paired         varlen-dp and varlen-token-budget as two models of one server, under the same arrivals, one at a
                    time in the order A B B A, at 0.6 and 0.8 of the token budget's closed loop, which is run
-                   anew before each turn (column `turn`): the machine's speed may have changed
+                   anew before each turn (column `turn`): the machine's speed may have changed. --paired N
+                   does only this, in N turns
     perf_analyzer  the server's own generator at the load of the row before it; its latency begins when it sends
     overload       --overload: twice the closed loop for two minutes, each request with a deadline of 500 ms
     result         no load of its own: the result of a system on a mix

@@ -24,7 +24,7 @@ from varlen_tools.bench_serving.plan import plan
 from varlen_tools.bench_serving.repository import Checkpoint
 from varlen_tools.bench_serving.rows import Row
 from varlen_tools.bench_serving.run import Say, Settings, lab
-from varlen_tools.bench_serving.systems import OURS, System, chosen_systems
+from varlen_tools.bench_serving.systems import OURS, TOKEN_BUDGET, System, chosen_systems
 from varlen_tools.local_server import end_on_sigterm
 
 DEFAULT_MODEL = Path("model_repository/minilm/1")
@@ -65,6 +65,9 @@ def main(
     overload: Annotated[
         bool, typer.Option("--overload", help="Twice the capacity, with deadlines, instead.")
     ] = False,
+    paired: Annotated[
+        int, typer.Option(min=0, help="Turns in which dp and token_budget are compared, instead.")
+    ] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="A look, not a measurement: less of all, no CSV.")
     ] = False,
@@ -84,7 +87,8 @@ def main(
         say = _with_time(status.update if console.is_terminal else console.print)
         try:
             limit, vocabulary = model_limits(model)
-            systems = chosen_systems(only or (OURS if overload else ""), quick=quick)
+            ours = f"{TOKEN_BUDGET},{OURS}" if paired else OURS
+            systems = chosen_systems(only or (ours if overload or paired else ""), quick=quick)
             mixes = _mixes(lengths, trace, limit)
         except (ValueError, OSError) as error:
             raise typer.BadParameter(str(error)) from error
@@ -106,6 +110,7 @@ def main(
             "trace": trace or "",
             "seconds": f"{seconds:g}",
             "peer-batch": peer_batch,
+            "paired": paired or "",
             "seed": seed or "",
         }
         run = bench_report.provenance(
@@ -116,7 +121,11 @@ def main(
         )
         rows: list[Row] = []
         with lab(settings, say) as running:
-            for found in running.measure_overload(seconds) if overload else running.measure():
+            if overload:
+                parts = running.measure_overload(seconds)
+            else:
+                parts = running.measure_paired(paired) if paired else running.measure()
+            for found in parts:
                 rows += found
                 if output is not None:
                     bench_report.append_rows(output, run, [asdict(row) for row in found])
@@ -124,9 +133,8 @@ def main(
     figures = report.overload_figures(rows) if overload else report.bench_figures(rows, named)
     _show(console, rows, mixes)
     folder, stem = (output.parent, output.stem) if output else (_scratch(), "serving")
-    _write_page(
-        console, folder / (f"{stem}-overload" if overload else stem), rows, mixes, figures, run
-    )
+    part = "-overload" if overload else "-paired" if paired else ""
+    _write_page(console, folder / (stem + part), rows, mixes, figures, run)
     if output is not None:
         console.print(f"rows appended to {output}")
     name = "serving_overload" if overload else "serving"

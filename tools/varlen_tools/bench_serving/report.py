@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from rich.table import Table
 
 from varlen_tools.bench_report import Cell
@@ -62,16 +63,16 @@ def best_peer(rows: Sequence[Row]) -> Row | None:
     return max(peers, key=lambda row: row.sustained or 0.0, default=None)
 
 
-def paired_ratios(rows: Sequence[Row], attribute: str) -> list[tuple[float, float]]:
-    """Return requests/s and ours over the token budget's, for each load and turn of one mix."""
+def paired_ratios(rows: Sequence[Row], attribute: str) -> list[float]:
+    """Return ours over the token budget's, for each load and turn of one mix."""
     found: dict[tuple[float, int], dict[str, float]] = {}
     for row in rows:
         value = getattr(row, attribute)
         if row.kind == "paired" and row.offered is not None and value is not None:
             found.setdefault((row.offered, row.turn or 0), {})[row.system] = value
     return [
-        (offered, values[OURS] / values[TOKEN_BUDGET])
-        for (offered, _), values in found.items()
+        values[OURS] / values[TOKEN_BUDGET]
+        for values in found.values()
         if {OURS, TOKEN_BUDGET} <= values.keys()
     ]
 
@@ -111,26 +112,30 @@ def result_cells(rows: Sequence[Row], result: Row) -> list[str]:
 def paired_table(rows: Sequence[Row]) -> Table:
     """Return the table of two policies under the same arrivals."""
     view = Table(title=f"{OURS} over {TOKEN_BUDGET}, same arrivals", title_justify="left")
-    for heading in ("lengths", "requests/s", "mean", "p99"):
+    for heading in PAIRED_HEADINGS:
         view.add_column(heading, justify="left" if heading == "lengths" else "right")
-    for label, offered, mean, p99 in paired_summary(rows):
-        view.add_row(label, f"{offered:.1f}", f"{mean:.3f}", f"{p99:.3f}")
+    for cells in paired_summary(rows):
+        view.add_row(*cells)
     return view
 
 
-def paired_summary(rows: Sequence[Row]) -> list[tuple[str, float, float, float]]:
-    """Return lengths, requests/s and the ratios of mean and p99 latency, over all turns of each load."""
+PAIRED_HEADINGS = ("lengths", "loads", "mean", "middle half", "p99", "middle half")
+
+
+def paired_summary(rows: Sequence[Row]) -> list[list[str]]:
+    """Return by mix: loads compared, and the geometric mean and the quartiles of the ratios of mean and p99 latency."""
     summary = []
     for label in dict.fromkeys(row.lengths for row in rows if row.kind == "paired"):
         here = [row for row in rows if row.lengths == label]
         means, p99s = (paired_ratios(here, name) for name in ("mean_ms", "p99_ms"))
-        for offered in dict.fromkeys(rate for rate, _ in means):
-            mean, p99 = (
-                _typical(r for rate, r in each if rate == offered) for each in (means, p99s)
-            )
-            if mean is not None and p99 is not None:
-                summary.append((label, offered, mean, p99))
+        if means and p99s:
+            summary.append([label, str(len(means)), *_with_spread(means), *_with_spread(p99s)])
     return summary
+
+
+def _with_spread(ratios: Sequence[float]) -> tuple[str, str]:
+    low, high = np.percentile(ratios, [25, 75])
+    return f"{statistics.geometric_mean(ratios):.3f}", f"{low:.2f}-{high:.2f}"
 
 
 def load_table(rows: Sequence[Row]) -> Table:
@@ -202,9 +207,7 @@ def shown(value: object, form: str) -> str:
 def _mix_figures(rows: Sequence[Row]) -> dict[str, Cell]:
     ours, dynamic = result_of(rows, OURS), result_of(rows, DYNAMIC_BATCHER)
     dp_padded, fifo = result_of(rows, DP_PADDED), result_of(rows, FIFO_PADDED)
-    mean, p99 = (
-        _typical(ratio for _, ratio in paired_ratios(rows, name)) for name in ("mean_ms", "p99_ms")
-    )
+    mean, p99 = (_typical(paired_ratios(rows, name)) for name in ("mean_ms", "p99_ms"))
     return {
         "sustained_vs_dynamic_batcher": _ratio(ours, dynamic, "sustained"),
         "sustained_vs_best_peer": _ratio(ours, best_peer(rows), "sustained"),
@@ -219,9 +222,8 @@ def _ratio(part: Row | None, whole: Row | None, attribute: str) -> float | None:
     return _rounded(values[0] / values[1]) if values[0] is not None and values[1] else None
 
 
-def _typical(ratios: Iterable[float]) -> float | None:
-    found = list(ratios)
-    return statistics.geometric_mean(found) if found else None
+def _typical(ratios: Sequence[float]) -> float | None:
+    return statistics.geometric_mean(ratios) if ratios else None
 
 
 def _most(values: Iterable[float | None]) -> float | None:

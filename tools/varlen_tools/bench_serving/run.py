@@ -32,6 +32,8 @@ _CHECKED_REQUESTS = 8
 # What a server or its generator can end in; anything else is a fault of the benchmark.
 _FAULTS = (ServerError, WorkerError, RuntimeError, OSError)
 _TOO_MUCH = 2.0
+# Of two policies that are compared: enough to see a large difference.
+_TURNS = 2
 _CROSS_CHECK_LOAD, _CROSS_CHECK_TIMES = 0.5, 1.5
 
 Say: TypeAlias = Callable[[str], object]
@@ -100,13 +102,17 @@ class Lab:
         self.known = {mix.name: Known() for mix in self.settings.mixes}
         for one in self.settings.systems:
             yield list(self._guarded([one], self._system_rows))
-        names = {one.name for one in self.settings.systems}
-        pair = [system(TOKEN_BUDGET), system(OURS)]
-        is_comparable = all(
-            one.name in known.capacities for one in pair for known in self.known.values()
-        )
-        if names >= {TOKEN_BUDGET, OURS} and is_comparable and self.settings.plan.paired_seconds:
-            yield list(self._guarded(pair, self._paired_rows))
+        if {TOKEN_BUDGET, OURS} <= {one.name for one in self.settings.systems}:
+            yield from self.measure_paired(_TURNS)
+
+    def measure_paired(self, turns: int) -> Iterator[list[Row]]:
+        """Yield the rows of two policies by turns, if any time is planned for them."""
+
+        def rows(systems: list[System]) -> Iterator[Row]:
+            return self._paired_rows(systems, turns)
+
+        if self.settings.plan.paired_seconds:
+            yield list(self._guarded([system(TOKEN_BUDGET), system(OURS)], rows))
 
     def measure_overload(self, seconds: float) -> Iterator[list[Row]]:
         """Yield the rows of each system under twice its capacity, for so many seconds on each mix."""
@@ -261,14 +267,16 @@ class Lab:
         except (perf.AnalyzerError, ServerError) as error:
             yield Row(mix.label, one.name, "failed", note=f"perf_analyzer: {reason(error)}")
 
-    def _paired_rows(self, systems: list[System]) -> Iterator[Row]:
-        """Yield the rows of two systems on one server under the same arrivals, by turns: A B, B A."""
+    def _paired_rows(self, systems: list[System], turns: int) -> Iterator[Row]:
+        """Yield the rows of two systems on one server under the same arrivals, by turns: A B, B A and so on."""
         self.say(" and ".join(one.name for one in systems) + ": by turns")
         with self._serving(systems) as served:
             for one in systems:
                 self._check(served, one)
             for mix in self.settings.mixes:
-                for turn, order in enumerate((systems, systems[::-1])):
+                for turn in range(turns):
+                    order = systems[::-1] if turn % 2 else systems
+                    self.say(f"{mix.label}: turn {turn + 1} of {turns}")
                     row, capacity = self._capacity(served, systems[0], mix)
                     yield row
                     for share in PAIRED_LOADS:
