@@ -24,7 +24,7 @@ _WORTH_IT = 0.9875
 # What the fastest batches may keep others waiting: of the usual wait, and of the time that all who wait now would take
 # in order. The latter ends what a rush, or a pause of the machine, made usual.
 _PATIENCE = 1.3
-_BACKLOGS = 3.0
+_BACKLOGS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
