@@ -24,6 +24,7 @@ from varlen_tools.bench_serving.run import Known, _is_hopeless
 from varlen_tools.bench_serving.scrape import Counted
 from varlen_tools.bench_serving.search import Search
 from varlen_tools.bench_serving.served import Load
+from varlen_tools.bench_serving.speed import gflops
 from varlen_tools.bench_serving.systems import DYNAMIC_BATCHER, OURS, SYSTEMS, TOKEN_BUDGET, system
 
 from .virtual_clock import on_virtual_clock
@@ -397,13 +398,23 @@ def test_the_worst_of_every_overload_is_told():
 def test_a_row_has_the_points_figures_and_what_the_system_counted():
     point = a_point(offered=4.0, ok=7, p50_ms=1.5)
 
-    row = point_row(
-        UNIFORM, OURS, "load", point, found=Counted(2.0, 0.1, -0.2), rss=3 << 20, note="x"
-    )
+    found = Counted(2.0, 0.1, -0.2)
+    row = point_row(UNIFORM, OURS, "load", point, found=found, rss=3 << 20, speed=99.0, note="x")
 
     assert (row.offered, row.ok, row.p50_ms, row.p99_ms) == (4.0, 7, 1.5, 100.0)
     assert (row.mean_batch, row.padding_share, row.prediction_error) == (2.0, 0.1, -0.2)
-    assert (row.rss_mib, row.note) == (3.0, "x")
+    assert (row.rss_mib, row.machine_gflops, row.note) == (3.0, 99.0, "x")
+
+
+def test_the_table_says_how_fast_the_machine_was_in_a_systems_turn():
+    rows = [
+        load_row(OURS, rate, machine_gflops=speed)
+        for rate, speed in ((5.0, 90.0), (9.0, 160.0), (12.0, 100.0))
+    ]
+    rows += [load_row(TOKEN_BUDGET, 5.0, machine_gflops=10.0), a_row(OURS, "result")]
+
+    assert report.result_cells(rows, rows[-1])[2] == "100"
+    assert gflops() > 0
 
 
 def test_a_curve_has_the_loads_that_went_to_their_end():

@@ -59,6 +59,7 @@ CSV columns; n/a where a row has no such figure
     prediction_error         predicted over actual seconds of the batches, less 1; the same
     rss_mib, rss_flatness    resident memory of the process that runs the model; its spread over the median, looked at
                              every second of an overload after the first tenth
+    machine_gflops           fp32 matrix products on all cores, measured for 0.2 s before the load while no system works
     cosine_min               the least cosine of eight answers, asked for at once, to the reference
     sustained                the largest load with p99 <= 500 ms and share >= 98 %, below every load that failed
     saturated                served/s at `most`

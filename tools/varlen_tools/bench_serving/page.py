@@ -23,7 +23,7 @@ img { max-width: 100%; height: auto }
 pre { white-space: pre-wrap; font-size: 13px; background: #f6f6f6; padding: 1rem }
 """
 _RESULTS = (
-    "system", "sustained/s", "saturated/s", "light p50 ms", "light p99 ms", "batch", "padding",
+    "system", "sustained/s", "saturated/s", "machine GFLOP/s", "light p50 ms", "light p99 ms", "batch", "padding",
     "prediction error", "RSS MiB", "cosine"
 )  # fmt: skip
 

@@ -80,7 +80,9 @@ def paired_ratios(rows: Sequence[Row], attribute: str) -> list[float]:
 def result_table(rows: Sequence[Row], label: str) -> Table:
     """Return the table of a mix's results."""
     view = Table(title=f"{label}: requests/s", title_justify="left")
-    headings = "sustained saturated light-p50 light-p99 batch padding error RSS-MiB cosine".split()
+    headings = (
+        "sustained saturated machine light-p50 light-p99 batch padding error RSS-MiB cosine".split()
+    )
     view.add_column("system")
     for heading in headings:
         view.add_column(heading.replace("-", " "), justify="right")
@@ -99,6 +101,7 @@ def result_cells(rows: Sequence[Row], result: Row) -> list[str]:
     return [
         shown(result.sustained, ".1f"),
         shown(result.saturated, ".1f"),
+        shown(_machine(rows, result.system), ".0f"),
         shown(light and light.p50_ms, ".0f"),
         shown(light and light.p99_ms, ".0f"),
         shown(most and most.mean_batch, ".1f"),
@@ -107,6 +110,13 @@ def result_cells(rows: Sequence[Row], result: Row) -> list[str]:
         shown(result.rss_mib, ",.0f"),
         shown(result.cosine_min, ".5f"),
     ]
+
+
+def _machine(rows: Sequence[Row], system: str) -> float | None:
+    """Return the machine's speed in the median of a system's turn, in GFLOP/s."""
+    own = (row for row in rows if row.system == system and row.kind in ("closed", "load", "most"))
+    speeds = [row.machine_gflops for row in own if row.machine_gflops is not None]
+    return statistics.median(speeds) if speeds else None
 
 
 def paired_table(rows: Sequence[Row]) -> Table:

@@ -42,6 +42,7 @@ class Row:
     prediction_error: float | None = None
     rss_mib: float | None = None
     rss_flatness: float | None = None
+    machine_gflops: float | None = None
     cosine_min: float | None = None
     sustained: float | None = None
     saturated: float | None = None
@@ -50,7 +51,15 @@ class Row:
 
 
 def point_row(
-    lengths: str, system: str, kind: Kind, point: Point, *, found: Counted, rss: int, note: str = ""
+    lengths: str,
+    system: str,
+    kind: Kind,
+    point: Point,
+    *,
+    found: Counted,
+    rss: int,
+    speed: float,
+    note: str = "",
 ) -> Row:
     """Return the row of one load.
 
@@ -60,6 +69,7 @@ def point_row(
         kind: of load.
         point: what was measured outside.
         found: what the system counted.
+        speed: of the machine before the load, in GFLOP/s.
         rss: bytes that the process which serves the model has resident afterwards.
         note: anything more.
     """
@@ -73,5 +83,6 @@ def point_row(
         padding_share=found.padding_share,
         prediction_error=found.prediction_error,
         rss_mib=rss / (1 << 20),
+        machine_gflops=speed,
         note=note,
     )

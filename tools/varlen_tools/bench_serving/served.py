@@ -25,6 +25,7 @@ from varlen_tools.bench_serving.generator import Offering
 from varlen_tools.bench_serving.repository import Checkpoint, write_model
 from varlen_tools.bench_serving.rows import Kind, Row, point_row
 from varlen_tools.bench_serving.scrape import counted, metrics_after, model_metrics
+from varlen_tools.bench_serving.speed import gflops
 from varlen_tools.bench_serving.systems import System
 from varlen_tools.local_server import LocalServer
 
@@ -201,19 +202,19 @@ class Served:
 
     def load(self, system: System, kind: Kind, load: Load) -> tuple[Row, Point]:
         """Offer a load to a system; return its row and what was measured."""
-        before = self._metrics(system)
+        before, speed = self._metrics(system), gflops()
         offering, point = self._generator.offer(self.address, system.name, load)
-        return self._row(system, kind, load.mix, offering, point, before), point
+        return self._row(system, kind, load.mix, offering, point, before, speed), point
 
     def saturate(
         self, system: System, mix: Mix, *, in_flight: int, seconds: float, seed: int
     ) -> tuple[Row, Point]:
         """Keep so many requests in flight for so long; return the row and what was measured."""
-        before = self._metrics(system)
+        before, speed = self._metrics(system), gflops()
         offering, point = self._generator.saturate(
             self.address, system.name, mix, in_flight=in_flight, seconds=seconds, seed=seed
         )
-        return self._row(system, "closed", mix, offering, point, before), point
+        return self._row(system, "closed", mix, offering, point, before, speed), point
 
     def resident(self, system: System) -> int:
         """Return the bytes that the process which serves a system has resident now."""
@@ -230,6 +231,7 @@ class Served:
         offering: Offering,
         point: Point,
         before: Mapping[str, float],
+        speed: float,
     ) -> Row:
         answered = point.sent - point.lost
         after = metrics_after(self.server.metrics_url, system.name, before, answered)
@@ -240,6 +242,7 @@ class Served:
             point,
             found=counted(before, after),
             rss=self.resident(system),
+            speed=speed,
             note="; ".join(
                 [
                     *(["given up: too many were late"] if offering.is_given_up else []),
