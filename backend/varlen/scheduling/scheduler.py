@@ -61,14 +61,14 @@ class Scheduler:
         # what batches take now of what the table says: other work on the machine slows all of them down at once
         # it moves forecasts and the load, but no cost that plans compare
         self._recent = deque([1.0] * _AS_EXPECTED, maxlen=_RECENT)
-        self._slowness = 1.0
+        self._slowness = self._slow_moments = 1.0
         self._full_batches = _full_batches(costs, self._limits)
 
     def forecast(self, lengths: Sequence[int]) -> Forecast:
-        """Return what sequences of these lengths are expected to take. From any thread."""
+        """Return what sequences of these lengths take at most, as far as it is known. From any thread."""
         full_batches = self._full_batches
         seconds = sum(full_batches[length][0] for length in lengths)
-        slowness = self._slowness
+        slowness = self._slow_moments
         return Forecast(slowness * seconds, slowness * full_batches[max(lengths)][1])
 
     def add(self, ticket: Ticket, now: float) -> None:
@@ -123,6 +123,8 @@ class Scheduler:
         ratio = self._slowness * seconds / batch.seconds
         self._recent.append(min(max(ratio, 1 / _MOST_SLOW), _MOST_SLOW))
         self._slowness = statistics.median(self._recent)
+        # what is promised has to hold where the speed changes; one outlier tells nothing
+        self._slow_moments = sorted(self._recent)[-2]
         # the table learns in what this batch differs from others of late
         self._costs.refine(batch.shape, seconds / self._slowness)
         self._ran += 1

@@ -156,6 +156,22 @@ def test_forecasts_of_all_batches_follow_a_machine_that_is_busy_elsewhere():
     assert 1.6 * before < scheduler.forecast([8]).seconds < 2.2 * before
 
 
+def test_forecasts_are_of_slow_moments_where_the_speed_changes():
+    scheduler = make_scheduler(policy="token_budget")
+    before = scheduler.forecast([128]).seconds
+    table_seconds = 0.0
+    for number in range(30):
+        add(scheduler, 128)
+        batch = scheduler.take(float(number))
+        table_seconds = table_seconds or batch.seconds
+        scheduler.ran(batch, table_seconds * (1.5 if number % 3 == 0 else 1.0))
+
+    assert scheduler.forecast([128]).seconds == pytest.approx(1.5 * before, rel=0.1)
+    # a batch is expected to take what most take
+    add(scheduler, 128)
+    assert scheduler.take(40.0).seconds == pytest.approx(table_seconds, rel=0.1)
+
+
 def test_one_slow_batch_moves_the_forecast_by_little():
     scheduler = make_scheduler(policy="token_budget")
     before = scheduler.forecast([128]).seconds
