@@ -10,7 +10,6 @@ later. So a reference batch runs now and then, and every time counts relative to
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -174,7 +173,7 @@ class _Stopwatch:
         self._say = say
         self._began = clock()
         self._measured = 0
-        self._runs: defaultdict[tuple[int, ...], list[_Run]] = defaultdict(list)
+        self._runs: dict[tuple[int, ...], list[_Run]] = {}
         self._references: list[_Run] = []
         self._spreads: list[float] = []
         self._quarters_said = 0

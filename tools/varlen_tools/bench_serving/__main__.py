@@ -6,7 +6,7 @@ import os
 import shlex
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +23,7 @@ from varlen_tools.bench_serving.arrivals import Mix, model_limits, trace_mix, un
 from varlen_tools.bench_serving.plan import plan
 from varlen_tools.bench_serving.repository import Checkpoint
 from varlen_tools.bench_serving.rows import Row
-from varlen_tools.bench_serving.run import Say, Settings, lab
+from varlen_tools.bench_serving.run import Lab, Say, Settings, lab
 from varlen_tools.bench_serving.systems import OURS, TOKEN_BUDGET, System, chosen_systems
 from varlen_tools.local_server import end_on_sigterm
 
@@ -121,11 +121,7 @@ def main(
         )
         rows: list[Row] = []
         with lab(settings, say) as running:
-            if overload:
-                parts = running.measure_overload(seconds)
-            else:
-                parts = running.measure_paired(paired) if paired else running.measure()
-            for found in parts:
+            for found in _parts(running, seconds, paired, overload=overload):
                 rows += found
                 if output is not None:
                     bench_report.append_rows(output, run, [asdict(row) for row in found])
@@ -141,6 +137,13 @@ def main(
     print(bench_report.bench_line(name, figures), flush=True)
     if figures["lost"] or any(row.kind == "failed" and "varlen" in row.system for row in rows):
         raise typer.Exit(1)
+
+
+def _parts(running: Lab, seconds: float, turns: int, *, overload: bool) -> Iterator[list[Row]]:
+    """Return the rows of what is wanted, as they are measured."""
+    if overload:
+        return running.measure_overload(seconds)
+    return running.measure_paired(turns) if turns else running.measure()
 
 
 def _with_time(say: Say) -> Say:
