@@ -47,12 +47,14 @@ class Plan:
         other: of all others.
         hopeless: of peers that cannot be the best any more.
         paired_seconds: of each load in the comparison of two policies; 0: none.
+        turns: of that comparison.
     """
 
     key: Effort
     other: Effort
     hopeless: Effort
     paired_seconds: float
+    turns: int = 2
 
 
 def plan(seconds: float, *, quick: bool) -> Plan:
@@ -60,7 +62,7 @@ def plan(seconds: float, *, quick: bool) -> Plan:
     if quick:
         key = Effort(closed_seconds=2, seconds=seconds, steps=2, most_seconds=2)
         other = Effort(closed_seconds=2, seconds=seconds, steps=0, most_seconds=2)
-        return Plan(key, other, other, paired_seconds=seconds)
+        return Plan(key, other, other, paired_seconds=seconds, turns=1)
     other_seconds = 0.75 * seconds
     key = Effort(closed_seconds=3, seconds=seconds, steps=4, most_seconds=other_seconds)
     other = Effort(closed_seconds=3, seconds=other_seconds, steps=2, most_seconds=other_seconds)

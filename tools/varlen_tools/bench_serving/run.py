@@ -32,8 +32,6 @@ _CHECKED_REQUESTS = 8
 # What a server or its generator can end in; anything else is a fault of the benchmark.
 _FAULTS = (ServerError, WorkerError, RuntimeError, OSError)
 _TOO_MUCH = 2.0
-# Of two policies that are compared: enough to see a large difference.
-_TURNS = 2
 _CROSS_CHECK_LOAD, _CROSS_CHECK_TIMES = 0.5, 1.5
 
 Say: TypeAlias = Callable[[str], object]
@@ -103,7 +101,7 @@ class Lab:
         for one in self.settings.systems:
             yield list(self._guarded([one], self._system_rows))
         if {TOKEN_BUDGET, OURS} <= {one.name for one in self.settings.systems}:
-            yield from self.measure_paired(_TURNS)
+            yield from self.measure_paired(self.settings.plan.turns)
 
     def measure_paired(self, turns: int) -> Iterator[list[Row]]:
         """Yield the rows of two policies by turns, if any time is planned for them."""
