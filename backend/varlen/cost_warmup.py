@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from varlen.config import EngineConfig
+from varlen.costs.batch_shape import BatchLimits
+from varlen.costs.measurement import Measurement, measure
+from varlen.costs.store import About, CostStore, StoredCosts
+from varlen.costs.table import CostTable
+from varlen.execution.fingerprint import checkpoint_hash, device_name, library_versions
+from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.fingerprint import checkpoint_hash, device_name, library_versions
-from varlen.models.runner import Runner
-from varlen.request import Sequence
-from varlen.scheduling.cost import CostTable
-from varlen.scheduling.cost_store import About, CostStore, StoredCosts
-from varlen.scheduling.measurement import Measurement, measure
-from varlen.scheduling.partition import Limits
+from varlen.request import DEFAULT_OPTIONS, Prompt
 
 _log = logging.getLogger(__name__)
 
@@ -159,9 +159,9 @@ def _measure(runner: Runner, config: EngineConfig) -> Measurement:
     ids = numbers.integers(0, runner.vocab_size, runner.max_batch_tokens, dtype=np.int32)
 
     def run(lengths: list[int]) -> None:
-        runner.run([Sequence(ids[:length]) for length in lengths], [False] * len(lengths))
+        runner.run([Prompt(ids[:length]) for length in lengths], [DEFAULT_OPTIONS] * len(lengths))
 
-    limits = Limits(config.max_batch_sequences, runner.max_batch_tokens, config.execution)
+    limits = BatchLimits(config.max_batch_sequences, runner.max_batch_tokens, config.execution)
     measurement = measure(
         run,
         limits,

@@ -1,6 +1,6 @@
 """The engine in process, without a server: a few lines in any Python program."""
 
-from collections.abc import Sequence as AnySequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -12,12 +12,12 @@ import numpy.typing as npt
 from varlen.config import DEFAULT_MAX_BATCH_TOKENS, Device, DType, EngineConfig, Task
 from varlen.errors import ConfigError, RequestError
 from varlen.metrics import Stats
-from varlen.request import Float32Array, Request, Sequence
+from varlen.request import Float32Array, Prompt, Request, RequestOptions
 from varlen.service import Service
 from varlen.tokenization import Text
 
-TokenIds: TypeAlias = AnySequence[int] | npt.NDArray[np.integer[Any]]
-Inputs: TypeAlias = AnySequence[Text] | AnySequence[TokenIds]
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+Inputs: TypeAlias = Sequence[Text] | Sequence[TokenIds]
 
 # In process the caller's own memory is the queue's bound.
 _NO_CAP = 2**62
@@ -135,7 +135,7 @@ class Encoder:
         # neighbours of one length share an attention call, so a long list runs sorted
         order = sorted(range(len(sequences)), key=lambda i: sequences[i].num_tokens)
         reply = _FutureReply()
-        request = Request(tuple(sequences[i] for i in order), normalize)
+        request = Request(tuple(sequences[i] for i in order), RequestOptions(normalize))
         self._service.submit(request, reply)
         answers: list[Float32Array | None] = [None] * len(order)
         for index, row in zip(order, reply.rows.result(), strict=True):
@@ -143,11 +143,11 @@ class Encoder:
             answers[index] = row if row.flags.writeable else row.copy()
         return cast(list[Float32Array], answers)
 
-    def _sequences(self, inputs: Inputs, truncate: bool) -> tuple[Sequence, ...]:
+    def _sequences(self, inputs: Inputs, truncate: bool) -> tuple[Prompt, ...]:
         if isinstance(inputs, str):
             raise RequestError("inputs is one string; send a list of them")
         if len(inputs) and _is_text(inputs[0]):
-            return self._service.intake.texts(cast(AnySequence[Text], inputs), truncate=truncate)
+            return self._service.intake.texts(cast(Sequence[Text], inputs), truncate=truncate)
         return self._service.intake.token_ids([_row(row, ids) for row, ids in enumerate(inputs)])
 
 
@@ -174,12 +174,12 @@ class _FutureReply:
     """Gives the answer to the thread that waits for it."""
 
     def __init__(self) -> None:
-        self.rows: Future[AnySequence[Float32Array]] = Future()
+        self.rows: Future[Sequence[Float32Array]] = Future()
 
     def is_cancelled(self) -> bool:
         return False
 
-    def succeed(self, rows: AnySequence[Float32Array]) -> None:
+    def succeed(self, rows: Sequence[Float32Array]) -> None:
         self.rows.set_result(rows)
 
     def fail(self, error: Exception) -> None:

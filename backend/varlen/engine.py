@@ -15,7 +15,7 @@ from typing import Protocol
 
 from varlen.errors import DeadlineError, EngineError, QueueFullError, RequestCancelled
 from varlen.metrics import Stats
-from varlen.request import Float32Array, Reply, Request, Sequence, Ticket, Waiting
+from varlen.request import Float32Array, Prompt, Reply, Request, RequestOptions, Ticket, Waiting
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.policy import Batch
 from varlen.scheduling.scheduler import Scheduler
@@ -29,7 +29,7 @@ _TOO_LITTLE_MEMORY = "the server had too little memory to run this request; it m
 class Model(Protocol):
     """What the engine runs."""
 
-    def run(self, sequences: list[Sequence], normalize: list[bool]) -> list[Float32Array]:
+    def run(self, prompts: list[Prompt], options: list[RequestOptions]) -> list[Float32Array]:
         """Return one answer per sequence, in order."""
 
 
@@ -72,7 +72,7 @@ class Engine:
             QueueFullError, DeadlineError, RequestError: it was not admitted, and its reply is left to the caller.
             EngineError: the engine is closing; likewise.
         """
-        forecast = self._scheduler.forecast([s.num_tokens for s in request.sequences])
+        forecast = self._scheduler.forecast([p.num_tokens for p in request.prompts])
         # the lock orders this put before close()'s None, so that no request is left behind
         with self._submitting:
             if self._closing:
@@ -87,8 +87,8 @@ class Engine:
                 self._stats.count_refusal("deadline")
                 raise
             deadline = math.inf
-            if request.deadline_seconds is not None:
-                deadline = now + request.deadline_seconds
+            if request.options.deadline_seconds is not None:
+                deadline = now + request.options.deadline_seconds
             self._inbox.put(Ticket(request, reply, now, deadline, forecast.seconds))
 
     def is_alive(self) -> bool:
@@ -246,7 +246,7 @@ class Engine:
         began = self._clock()
         answers = self._model.run(
             [waiting.sequence for waiting in batch],
-            [waiting.ticket.request.normalize for waiting in batch],
+            [waiting.ticket.request.options for waiting in batch],
         )
         seconds = self._clock() - began
         for waiting, answer in list(zip(batch, answers, strict=True)):

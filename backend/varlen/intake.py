@@ -3,7 +3,7 @@
 Both ways in, the server's tensors and in-process calls, pass here. Behind it, inputs are trusted.
 """
 
-from collections.abc import Sequence as AnySequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.errors import RequestError
-from varlen.request import Sequence
+from varlen.request import Prompt
 from varlen.tokenization import Text, Tokenizer
 
 IntegerArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -57,7 +57,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._limits = limits
 
-    def texts(self, texts: AnySequence[Text], *, truncate: bool) -> tuple[Sequence, ...]:
+    def texts(self, texts: Sequence[Text], *, truncate: bool) -> tuple[Prompt, ...]:
         """Return the sequences of texts or pairs of texts.
 
         Args:
@@ -90,9 +90,9 @@ class Intake:
 
     def token_ids(
         self,
-        rows: AnySequence[npt.NDArray[np.int64]],
-        type_rows: AnySequence[npt.NDArray[np.int64]] | None = None,
-    ) -> tuple[Sequence, ...]:
+        rows: Sequence[npt.NDArray[np.int64]],
+        type_rows: Sequence[npt.NDArray[np.int64]] | None = None,
+    ) -> tuple[Prompt, ...]:
         """Return the sequences of rows of token ids.
 
         Args:
@@ -109,7 +109,7 @@ class Intake:
 
     def _sequence(
         self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None
-    ) -> Sequence:
+    ) -> Prompt:
         limits = self._limits
         if ids.ndim != 1:
             raise RequestError(f"row {row}: input_ids has shape {list(ids.shape)}; send [tokens]")
@@ -121,7 +121,7 @@ class Intake:
             )
         self._check_room(row, len(ids))
         self._check_ids(row, "input_ids", ids, types)
-        return Sequence(ids.astype(np.int32), None if types is None else types.astype(np.int32))
+        return Prompt(ids.astype(np.int32), None if types is None else types.astype(np.int32))
 
     def _check_room(self, row: int, tokens: int) -> None:
         room = self._limits.room

@@ -1,7 +1,7 @@
 """The nouns that pass between layers: a request, its sequences, and the ticket that follows it to its answer."""
 
 import math
-from collections.abc import Sequence as AnySequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -13,8 +13,8 @@ Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
-    """One row of a request, checked: one token stream.
+class Prompt:
+    """The checked tokens of one row of a request.
 
     Attributes:
         token_ids: `[tokens]` int32, at least one.
@@ -26,30 +26,39 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Its length."""
+        """Length in tokens."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What a client sent, checked.
+class RequestOptions:
+    """Checked options of a request, the same for all its prompts.
 
     Attributes:
-        sequences: one or many.
         normalize: whether embeddings are divided by their length.
-        priority: 0 to 9; larger runs sooner.
-        deadline_seconds: how long after its arrival an answer is of use; None if it always is.
+        priority: 0 to 9; higher runs sooner.
+        deadline_seconds: seconds from arrival after which the answer is useless; None if there is no deadline.
     """
 
-    sequences: tuple[Sequence, ...]
     normalize: bool = False
-    priority: int = field(default=0, kw_only=True)
-    deadline_seconds: float | None = field(default=None, kw_only=True)
+    priority: int = 0
+    deadline_seconds: float | None = None
+
+
+DEFAULT_OPTIONS = RequestOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked request: one or many prompts with their options."""
+
+    prompts: tuple[Prompt, ...]
+    options: RequestOptions = DEFAULT_OPTIONS
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all its sequences."""
-        return sum(sequence.num_tokens for sequence in self.sequences)
+        """Tokens of all prompts."""
+        return sum(prompt.num_tokens for prompt in self.prompts)
 
 
 class Reply(Protocol):
@@ -58,7 +67,7 @@ class Reply(Protocol):
     def is_cancelled(self) -> bool:
         """Return whether nobody waits for the answer any more. False once answered."""
 
-    def succeed(self, rows: AnySequence[Float32Array]) -> None:
+    def succeed(self, rows: Sequence[Float32Array]) -> None:
         """Answer with one array per sequence, in the request's order."""
 
     def fail(self, error: Exception) -> None:
@@ -91,7 +100,7 @@ class Ticket:
     closed: bool = False
 
     def __post_init__(self) -> None:
-        self.queued = self.missing = len(self.request.sequences)
+        self.queued = self.missing = len(self.request.prompts)
         self.rows = [None] * self.missing
 
 
@@ -116,6 +125,6 @@ class Waiting:
     due: float = 0.0
 
     @property
-    def sequence(self) -> Sequence:
+    def sequence(self) -> Prompt:
         """The tokens themselves."""
-        return self.ticket.request.sequences[self.row]
+        return self.ticket.request.prompts[self.row]

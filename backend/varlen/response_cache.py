@@ -20,8 +20,7 @@ import logging
 import math
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as AnySequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
@@ -31,7 +30,7 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from varlen.errors import EngineError, VarlenError
-from varlen.request import Float32Array, Reply, Request, Sequence
+from varlen.request import Float32Array, Prompt, Reply, Request
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +140,7 @@ class _Caller:
     @property
     def urgency(self) -> tuple[int, float, int]:
         """Sorts who is more urgent before who is less."""
-        return -self.request.priority, self.deadline, self.number
+        return -self.request.options.priority, self.deadline, self.number
 
     def put(self, row: int, answer: _Answer) -> None:
         self.rows[row] = answer.array()
@@ -167,11 +166,11 @@ class _Flight:
     waiting: dict[bytes, list[tuple[_Caller, int]]] = field(default_factory=dict)
     tokens: int = 0
 
-    def sequences(self) -> tuple[Sequence, ...]:
+    def prompts(self) -> tuple[Prompt, ...]:
         """Return them, each once."""
         # the first to wait for each is the leader
         rows = [waiters[0][1] for waiters in self.waiting.values()]
-        return tuple(self.leader.request.sequences[row] for row in rows)
+        return tuple(self.leader.request.prompts[row] for row in rows)
 
     def callers(self) -> Rows:
         """Return who still waits, and for which rows of theirs."""
@@ -186,7 +185,7 @@ class _Flight:
     def is_cancelled(self) -> bool:
         return self.cache._is_cancelled(self)
 
-    def succeed(self, rows: AnySequence[Float32Array]) -> None:
+    def succeed(self, rows: Sequence[Float32Array]) -> None:
         self.cache._landed(self, rows)
 
     def fail(self, error: Exception) -> None:
@@ -238,9 +237,9 @@ class ResponseCache:
             VarlenError: the engine's, if it did not admit what is missing; the reply is left to the caller.
         """
         deadline = math.inf
-        if request.deadline_seconds is not None:
-            deadline = self._clock() + request.deadline_seconds
-        keys = [_key(sequence, request.normalize) for sequence in request.sequences]
+        if request.options.deadline_seconds is not None:
+            deadline = self._clock() + request.options.deadline_seconds
+        keys = [_key(prompt, request.options.normalize) for prompt in request.prompts]
         caller = _Caller(request, reply, keys, deadline)
         error, others = self._start(caller, range(len(keys)), is_new=True)
         self._start_anew(others)
@@ -307,7 +306,7 @@ class ResponseCache:
                 joined += 1
                 continue
             own.waiting[key] = [(caller, row)]
-            own.tokens += caller.request.sequences[row].num_tokens
+            own.tokens += caller.request.prompts[row].num_tokens
         if is_new:
             self._hits += hits
             self._joined += joined
@@ -320,7 +319,7 @@ class ResponseCache:
         """Return whether a request may wait for this flight, and count it as one that waits."""
         leader = flight.leader
         if (
-            leader.request.priority < caller.request.priority
+            leader.request.options.priority < caller.request.options.priority
             or leader.deadline > caller.deadline
             or leader.number > caller.number
         ):
@@ -340,7 +339,8 @@ class ResponseCache:
         seconds = None
         if math.isfinite(leader.deadline):
             seconds = max(0.0, leader.deadline - self._clock())
-        return replace(leader.request, sequences=flight.sequences(), deadline_seconds=seconds)
+        options = replace(leader.request.options, deadline_seconds=seconds)
+        return Request(flight.prompts(), options)
 
     def _start_anew(self, waiting: Rows) -> None:
         """Let each of these requests find another way to its rows, or tell it that there is none."""
@@ -358,7 +358,7 @@ class ResponseCache:
             callers = list(flight.callers())
         return all(_is_gone(caller) for caller in callers)
 
-    def _landed(self, flight: _Flight, rows: AnySequence[Float32Array]) -> None:
+    def _landed(self, flight: _Flight, rows: Sequence[Float32Array]) -> None:
         """Keep what a flight brought, and hand it out."""
         try:
             answers = dict(zip(flight.waiting, map(_Answer.of, rows), strict=True))
@@ -442,9 +442,9 @@ class ResponseCache:
         self._bytes -= self._entries.pop(key).answer.size
 
 
-def _key(sequence: Sequence, normalize: bool) -> bytes:
+def _key(prompt: Prompt, normalize: bool) -> bytes:
     """Return the digest of all that one engine's answer to a sequence depends on."""
-    ids, types = sequence.token_ids, sequence.type_ids
+    ids, types = prompt.token_ids, prompt.type_ids
     # no types are types of zero
     if types is not None and not types.any():
         types = None

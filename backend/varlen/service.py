@@ -15,11 +15,11 @@ import torch
 from varlen.config import EngineConfig, Task
 from varlen.cost_warmup import costs_for
 from varlen.engine import Engine
+from varlen.execution.runner import Runner
 from varlen.intake import Intake, Limits
 from varlen.metrics import Readings, Stats
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.runner import Runner
-from varlen.request import Reply, Request, Sequence
+from varlen.request import DEFAULT_OPTIONS, Prompt, Reply, Request
 from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.scheduler import Scheduler
@@ -171,6 +171,6 @@ def _name(device: torch.device) -> str:
 def _warm_up(runner: Runner) -> None:
     """Run one full batch of usual size, so that the first caller finds memory in place and kernels chosen."""
     length = min(runner.max_sequence_tokens, runner.max_batch_tokens)
-    longest = Sequence(np.zeros(length, dtype=np.int32))
+    longest = Prompt(np.zeros(length, dtype=np.int32))
     count = max(1, min(runner.max_batch_tokens, _WARM_UP_TOKENS) // length)
-    runner.run([longest] * count, [False] * count)
+    runner.run([longest] * count, [DEFAULT_OPTIONS] * count)

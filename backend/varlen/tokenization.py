@@ -4,7 +4,7 @@ The tokenizers library does the work and lets other threads run meanwhile; this 
 much text it may be given.
 """
 
-from collections.abc import Sequence as AnySequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from varlen.errors import CheckpointError
-from varlen.request import Sequence
+from varlen.request import Prompt
 
 Text: TypeAlias = str | tuple[str, str]
 
@@ -35,7 +35,7 @@ class Tokenizer:
         self._cut = _load(folder)
         self._cut.enable_truncation(max_sequence_tokens)
 
-    def encode(self, texts: AnySequence[Text], *, truncate: bool) -> list[Sequence]:
+    def encode(self, texts: Sequence[Text], *, truncate: bool) -> list[Prompt]:
         """Return one sequence per text or pair of texts; type ids only for pairs.
 
         Args:
@@ -44,7 +44,7 @@ class Tokenizer:
         """
         tokenizer = self._cut if truncate else self._whole
         return [
-            Sequence(
+            Prompt(
                 np.array(encoding.ids, dtype=np.int32),
                 np.array(encoding.type_ids, dtype=np.int32) if isinstance(text, tuple) else None,
             )

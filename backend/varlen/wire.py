@@ -6,8 +6,7 @@ JSON, not the server's classes.
 
 import json
 import sys
-from collections.abc import Mapping
-from collections.abc import Sequence as AnySequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from varlen.config import Task
 from varlen.errors import RequestError
 from varlen.intake import Intake
-from varlen.request import Float32Array, Request, Sequence
+from varlen.request import Float32Array, Prompt, Request, RequestOptions
 from varlen.tokenization import Text
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -90,17 +89,17 @@ def read_request(
     priority = _priority(options)
     deadline = _deadline_seconds(options, timeout_microseconds)
     if "text" in tensors:
-        sequences = intake.texts(_texts(tensors), truncate=truncate)
+        prompts = intake.texts(_texts(tensors), truncate=truncate)
     elif "input_ids" in tensors:
-        sequences = _token_rows(tensors, intake)
+        prompts = _token_rows(tensors, intake)
     else:
         raise RequestError(
             f"the request has {', '.join(tensors) or 'no inputs'}; send text, or input_ids"
         )
-    return Request(sequences, normalize, priority=priority, deadline_seconds=deadline)
+    return Request(prompts, RequestOptions(normalize, priority, deadline))
 
 
-def output_array(task: Task, rows: AnySequence[Float32Array]) -> Float32Array:
+def output_array(task: Task, rows: Sequence[Float32Array]) -> Float32Array:
     """Return the output tensor of a request, one row per sequence.
 
     Rows of different lengths are filled up with zeros to the longest, since a tensor of the server has one shape.
@@ -148,7 +147,7 @@ def _strings(name: str, tensor: npt.NDArray[Any]) -> list[str]:
     return texts
 
 
-def _token_rows(tensors: Tensors, intake: Intake) -> tuple[Sequence, ...]:
+def _token_rows(tensors: Tensors, intake: Intake) -> tuple[Prompt, ...]:
     if "text_pair" in tensors:
         raise RequestError("the request has text_pair without text; send both")
     ids = _integers("input_ids", tensors["input_ids"])

@@ -22,12 +22,12 @@ from varlen.cost_warmup import (
     costs_for,
     measured_costs,
 )
-from varlen.models import fingerprint
+from varlen.costs.batch_shape import BatchShape
+from varlen.costs.store import CostStore
+from varlen.execution import fingerprint
+from varlen.execution.fingerprint import checkpoint_hash, device_name, library_versions
+from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.fingerprint import checkpoint_hash, device_name, library_versions
-from varlen.models.runner import Runner
-from varlen.scheduling.cost import BatchShape
-from varlen.scheduling.cost_store import CostStore
 
 VOCAB_SIZE = 50
 
@@ -47,10 +47,10 @@ class FakeRunner:
         self.clock = clock
         self.ran = []
 
-    def run(self, sequences, normalize):
-        assert len(sequences) == len(normalize)
-        self.ran.append(sequences)
-        self.clock.now += 1e-3 + 1e-5 * sum(sequence.num_tokens for sequence in sequences)
+    def run(self, prompts, options):
+        assert len(prompts) == len(options)
+        self.ran.append(prompts)
+        self.clock.now += 1e-3 + 1e-5 * sum(prompt.num_tokens for prompt in prompts)
 
 
 @pytest.fixture
@@ -241,10 +241,10 @@ def test_a_cache_that_cannot_be_used_costs_one_warning(runner, checkpoint, confi
 def test_a_busy_machine_is_warned_of(runner, checkpoint, config, caplog):
     run, calls = runner.run, []
 
-    def sometimes_slow(sequences, normalize):
-        calls.append(len(sequences))
+    def sometimes_slow(prompts, options):
+        calls.append(len(prompts))
         for _ in range(3 if len(calls) % 3 == 0 else 1):
-            run(sequences, normalize)
+            run(prompts, options)
 
     runner.run = sometimes_slow
 
@@ -272,7 +272,7 @@ def test_kept_samples_that_make_no_table_are_measured_anew(
 def test_too_little_memory_to_measure_anything_leaves_assumed_costs(
     runner, checkpoint, config, caplog
 ):
-    def run(sequences, normalize):
+    def run(prompts, options):
         raise MemoryError
 
     runner.run = run
@@ -284,7 +284,7 @@ def test_too_little_memory_to_measure_anything_leaves_assumed_costs(
 
 
 def test_a_model_that_fails_is_not_served(runner, checkpoint, config):
-    def run(sequences, normalize):
+    def run(prompts, options):
         raise RuntimeError("broken")
 
     runner.run = run
@@ -292,7 +292,7 @@ def test_a_model_that_fails_is_not_served(runner, checkpoint, config):
     with pytest.raises(RuntimeError, match="broken"):
         costs_for(runner, checkpoint, config)
     # and the next one may measure
-    runner.run = lambda sequences, normalize: FakeRunner.run(runner, sequences, normalize)
+    runner.run = lambda prompts, options: FakeRunner.run(runner, prompts, options)
     costs_for(runner, checkpoint, config)
 
 

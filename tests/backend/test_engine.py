@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from varlen.config import EngineConfig
+from varlen.costs.table import CostTable
 from varlen.engine import Engine
 from varlen.errors import (
     EngineError,
@@ -22,9 +23,8 @@ from varlen.errors import (
     VarlenError,
 )
 from varlen.metrics import Stats
-from varlen.request import Request, Sequence
+from varlen.request import Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.cost import CostTable
 from varlen.scheduling.scheduler import Scheduler
 
 SECONDS = 10.0
@@ -32,8 +32,8 @@ SECONDS = 10.0
 
 def request(*rows, normalize=False):
     """Return a request whose rows hold these token ids."""
-    sequences = tuple(Sequence(np.array(row, dtype=np.int32)) for row in rows)
-    return Request(sequences, normalize)
+    sequences = tuple(Prompt(np.array(row, dtype=np.int32)) for row in rows)
+    return Request(sequences, RequestOptions(normalize=normalize))
 
 
 class FakeModel:
@@ -49,11 +49,11 @@ class FakeModel:
         self.gate.set()
         self.running = Event()
 
-    def run(self, sequences, normalize):
+    def run(self, sequences, options):
         self.running.set()
         assert self.gate.wait(SECONDS)
         self.batches.append([sequence.token_ids.tolist() for sequence in sequences])
-        self.normalize.append(list(normalize))
+        self.normalize.append([each.normalize for each in options])
         if sum(sequence.num_tokens for sequence in sequences) > self.fits:
             raise MemoryError("too little memory on the host")
         if any(self.poison in sequence.token_ids for sequence in sequences):

@@ -23,7 +23,7 @@ from varlen.errors import (
     RequestError,
     VarlenError,
 )
-from varlen.request import Request, Sequence
+from varlen.request import Prompt, Request, RequestOptions
 from varlen.response_cache import ENTRY_BYTES, CacheUse, JoinLimits, ResponseCache
 
 SECONDS = 10.0
@@ -38,9 +38,9 @@ def request(*rows, normalize=False, types=None, **given):
     rows = [row if isinstance(row, list) else [row] for row in rows]
     kinds = [None if types is None else np.array(types, dtype=np.int32)] * len(rows)
     sequences = tuple(
-        Sequence(np.array(row, dtype=np.int32), kind) for row, kind in zip(rows, kinds, strict=True)
+        Prompt(np.array(row, dtype=np.int32), kind) for row, kind in zip(rows, kinds, strict=True)
     )
-    return Request(sequences, normalize, **given)
+    return Request(sequences, RequestOptions(normalize, **given))
 
 
 def answer(sequence, normalize, run=0):
@@ -69,7 +69,7 @@ class FakeEngine:
     @property
     def waiting(self):
         """The token ids of what waits, by flight."""
-        return [[s.token_ids.tolist() for s in request.sequences] for request, _ in self.flights]
+        return [[s.token_ids.tolist() for s in request.prompts] for request, _ in self.flights]
 
     def run(self, index=0):
         """Answer as the real engine does: not if nobody waits."""
@@ -78,9 +78,9 @@ class FakeEngine:
             reply.fail(RequestCancelled("cancelled before it ran"))
             return
         rows = []
-        for sequence in request.sequences:
+        for sequence in request.prompts:
             self.runs += 1
-            rows.append(answer(sequence, request.normalize, self.runs))
+            rows.append(answer(sequence, request.options.normalize, self.runs))
         reply.succeed(rows)
 
     def fail(self, error, index=0):
@@ -198,8 +198,12 @@ def test_what_the_engine_sees_is_the_request_itself_where_nothing_is_known(bench
     bench.ask([1, 2], [3], normalize=True, priority=4, deadline_seconds=2.0)
 
     [(seen, _)] = bench.engine.flights
-    assert [s.token_ids.tolist() for s in seen.sequences] == [[1, 2], [3]]
-    assert (seen.normalize, seen.priority, seen.deadline_seconds) == (True, 4, 2.0)
+    assert [s.token_ids.tolist() for s in seen.prompts] == [[1, 2], [3]]
+    assert (seen.options.normalize, seen.options.priority, seen.options.deadline_seconds) == (
+        True,
+        4,
+        2.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -256,7 +260,7 @@ def test_what_the_answer_does_not_depend_on_is_not_in_the_key(bench):
 
 def test_a_slice_of_ids_has_the_key_of_its_copy(bench):
     bench.get([1, 2, 3])
-    every_other = Sequence(np.array([1, 0, 2, 0, 3], dtype=np.int32)[::2])
+    every_other = Prompt(np.array([1, 0, 2, 0, 3], dtype=np.int32)[::2])
     reply = FakeReply()
 
     bench.cache.submit(Request((every_other,)), reply)
@@ -332,7 +336,7 @@ def test_an_answer_is_given_until_it_is_too_old():
 def test_the_bytes_that_are_counted_are_enough(count, width):
     class Instant:
         def submit(self, request, reply):
-            reply.succeed([np.zeros(width, dtype=np.float32) for _ in request.sequences])
+            reply.succeed([np.zeros(width, dtype=np.float32) for _ in request.prompts])
 
     cache = ResponseCache(Instant().submit, ANY, Clock(), max_bytes=2**40)
     reply = FakeReply()
@@ -419,7 +423,7 @@ def test_it_keeps_what_a_plain_dict_in_order_of_use_would(steps, entries, max_se
 def test_its_bound_is_never_passed_whatever_the_sizes(answers, max_bytes):
     class Sized:
         def submit(self, request, reply):
-            [sequence] = request.sequences
+            [sequence] = request.prompts
             reply.succeed([np.zeros(sequence.num_tokens, dtype=np.float32)])
 
     cache = ResponseCache(Sized().submit, ANY, Clock(), max_bytes=max_bytes)
@@ -671,7 +675,7 @@ def test_a_leader_that_is_dropped_for_itself_leaves_its_followers_alone(bench, e
     assert leader.only is error
     # the first of them leads now, with what is left of its own time
     assert bench.engine.waiting == [[[2]], [[1]]]
-    assert [request.deadline_seconds for request, _ in bench.engine.flights] == [1.5, None]
+    assert [request.options.deadline_seconds for request, _ in bench.engine.flights] == [1.5, None]
     bench.engine.run()
     bench.engine.run()
     assert (first.sums, second.sums) == ([2], [2, 1])
@@ -687,7 +691,7 @@ def test_who_has_to_start_anew_waits_for_nobody_who_came_later(bench):
     bench.engine.fail(DeadlineError("late"))
 
     # or requests with deadlines that are missed could put it off for ever
-    assert [request.deadline_seconds for request, _ in bench.engine.flights] == [0.5, None]
+    assert [request.options.deadline_seconds for request, _ in bench.engine.flights] == [0.5, None]
     bench.engine.fail(DeadlineError("late"))
     assert isinstance(late.only, DeadlineError)
     bench.engine.run()
@@ -702,7 +706,7 @@ def test_a_follower_without_time_left_leaves_it_to_the_engine_to_say_so(bench):
     bench.engine.fail(DeadlineError("late"))
 
     [(request, _)] = bench.engine.flights
-    assert request.deadline_seconds == 0.0
+    assert request.options.deadline_seconds == 0.0
     bench.engine.fail(DeadlineError("later"))
     assert isinstance(follower.only, DeadlineError)
 
@@ -729,7 +733,7 @@ def test_what_an_answered_request_had_sent_is_kept_if_it_runs_all_the_same(bench
     bench.ask(1, 2)
     bench.engine.fail(EngineError("the batch failed"))
     [(_, flight)] = bench.engine.flights
-    flight.succeed([answer(Sequence(np.array([2], dtype=np.int32)), False)])
+    flight.succeed([answer(Prompt(np.array([2], dtype=np.int32)), False)])
 
     assert bench.ask(2).sums == [2]
 
@@ -761,7 +765,7 @@ def test_a_reply_that_raises_harms_no_other(bench, how):
 def test_an_engine_that_answers_at_once_is_no_trouble():
     class Instant:
         def submit(self, request, reply):
-            reply.succeed([answer(s, request.normalize) for s in request.sequences])
+            reply.succeed([answer(s, request.options.normalize) for s in request.prompts])
 
     cache = ResponseCache(Instant().submit, ANY, Clock(), max_bytes=10_000)
     reply = FakeReply()
@@ -882,8 +886,8 @@ class ThreadedEngine:
             elif self._happens():
                 reply.fail(EngineError("the batch failed"))
             else:
-                rows = [answer(s, request.normalize) for s in request.sequences]
-                self.runs.update(int(s.token_ids.sum()) for s in request.sequences)
+                rows = [answer(s, request.options.normalize) for s in request.prompts]
+                self.runs.update(int(s.token_ids.sum()) for s in request.prompts)
                 reply.succeed(rows)
 
 

@@ -161,10 +161,10 @@ def block(model):
     begun, go_on, run = Event(), Event(), engine._model.run
 
     class Gate:
-        def run(self, sequences, normalize):
+        def run(self, prompts, options):
             begun.set()
             assert go_on.wait(SECONDS)
-            return run(sequences, normalize)
+            return run(prompts, options)
 
     engine._model = Gate()
     return begun, go_on
@@ -290,8 +290,8 @@ def test_deadlines_and_priority_reach_the_engine(load, ask, monkeypatch):
     model.execute(requests)
 
     wait_for(*requests)
-    assert [request.deadline_seconds for request in seen] == [None, 5000.0, 4000.0]
-    assert [request.priority for request in seen] == [0, 7, 0]
+    assert [request.options.deadline_seconds for request in seen] == [None, 5000.0, 4000.0]
+    assert [request.options.priority for request in seen] == [0, 7, 0]
 
 
 def test_a_missed_deadline_says_unavailable_and_is_counted_as_refused(

@@ -40,7 +40,7 @@ def read(intake, parameters="", *, normalize=False, timeout=0, **tensors):
 
 
 def rows_of(request):
-    return [sequence.token_ids.tolist() for sequence in request.sequences]
+    return [sequence.token_ids.tolist() for sequence in request.prompts]
 
 
 def refused(message):
@@ -84,20 +84,20 @@ def test_reads_pairs(intake):
     request = read(intake, text=text("the", "cat"), text_pair=text("cat", "the"))
 
     assert rows_of(request) == [[2, 5, 3, 6, 3], [2, 6, 3, 5, 3]]
-    assert request.sequences[1].type_ids.tolist() == [0, 0, 0, 1, 1]
+    assert request.prompts[1].type_ids.tolist() == [0, 0, 0, 1, 1]
 
 
 def test_reads_token_ids(intake):
     request = read(intake, input_ids=ids(IDS))
 
     assert rows_of(request) == IDS
-    assert request.sequences[0].type_ids is None
+    assert request.prompts[0].type_ids is None
 
 
 def test_reads_token_types(intake):
     request = read(intake, input_ids=ids(IDS), token_type_ids=ids([[0, 1, 1], [0, 0, 1]]))
 
-    assert [s.type_ids.tolist() for s in request.sequences] == [[0, 1, 1], [0, 0, 1]]
+    assert [s.type_ids.tolist() for s in request.prompts] == [[0, 1, 1], [0, 0, 1]]
 
 
 @given(
@@ -123,7 +123,7 @@ def test_a_padded_batch_is_unpadded_exactly(intake, rows, extra, with_types, pad
 
     request = read(intake, **tensors, **({"token_type_ids": types} if with_types else {}))
 
-    for sequence, pairs in zip(request.sequences, rows, strict=True):
+    for sequence, pairs in zip(request.prompts, rows, strict=True):
         assert sequence.token_ids.tolist() == [token for token, _ in pairs]
         if with_types:
             assert sequence.type_ids.tolist() == [kind for _, kind in pairs]
@@ -224,7 +224,7 @@ def test_refuses_nothing_at_all(intake):
 def test_normalize_is_the_model_s_unless_the_request_says(intake, default, said, expected):
     request = read(intake, said, normalize=default, input_ids=ids(IDS))
 
-    assert request.normalize is (default if expected is None else expected)
+    assert request.options.normalize is (default if expected is None else expected)
 
 
 def test_truncate_cuts_texts(intake):
@@ -263,7 +263,7 @@ def test_the_sooner_deadline_holds(intake, deadline_ms, timeout, expected):
 
     request = read(intake, said, timeout=timeout, input_ids=ids(IDS))
 
-    assert request.deadline_seconds == expected
+    assert request.options.deadline_seconds == expected
 
 
 @pytest.mark.parametrize(
@@ -280,11 +280,11 @@ def test_refuses_a_deadline_that_is_no_positive_number(intake, value):
 def test_reads_a_priority(intake, value):
     request = read(intake, json.dumps({"request_priority": value}), input_ids=ids(IDS))
 
-    assert request.priority == value
+    assert request.options.priority == value
 
 
 def test_a_request_that_says_nothing_has_the_lowest_priority(intake):
-    assert read(intake, input_ids=ids(IDS)).priority == 0
+    assert read(intake, input_ids=ids(IDS)).options.priority == 0
 
 
 @pytest.mark.parametrize("value", [-1, 10, 1.0, 0.5, True, None, "3", [3], 10**400], ids=repr)

@@ -10,17 +10,19 @@ import pytest
 import torch
 
 from varlen.config import EngineConfig
-from varlen.models.batch import fill_inputs, input_bytes, input_views
+from varlen.execution.packing import fill_inputs, input_bytes, input_views
+from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.program import Program
-from varlen.models.runner import Runner
-from varlen.request import Sequence
+from varlen.program.program import Program
+from varlen.request import Prompt, RequestOptions
 from varlen_kernels import reference
 from varlen_tools.local_server import LocalServer
 
 from .checkpoints import VOCAB_SIZE
 from .clients import AnswerError, Array, Client, GrpcClient, Tensor, integers
 from .serving import add_model, load, metrics, unload
+
+PLAIN = RequestOptions()
 
 # Room for 150 tokens of the checkpoint `encoder`: six results of 32 numbers each.
 ARENA_BYTES = 150 * 6 * 32 * 4
@@ -61,8 +63,8 @@ def test_many_rows_run_in_batches_that_fit(
 ) -> None:
     rows = np.arange(64 * 100).reshape(64, 100) % VOCAB_SIZE
     runner = Runner(Checkpoint.open(checkpoints["encoder"]), EngineConfig(dtype="fp32"))
-    sequences = [Sequence(row.astype(np.int32)) for row in rows[:40]]
-    expected = runner.run(sequences, [False] * 40)
+    sequences = [Prompt(row.astype(np.int32)) for row in rows[:40]]
+    expected = runner.run(sequences, [PLAIN] * 40)
     runner.close()
 
     answers = grpc_client.infer(tight, {"input_ids": integers(rows)})
@@ -121,7 +123,7 @@ def padded(rows: list[list[int]]) -> dict[str, Tensor]:
 def without_arena(program: Program, rows: list[list[int]]) -> Array:
     """Return the answers by row when every op makes a tensor of its own, in the order of packing that is served."""
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    sequences = [Sequence(np.array(rows[index], dtype=np.int32)) for index in order]
+    sequences = [Prompt(np.array(rows[index], dtype=np.int32)) for index in order]
     tokens = sum(sequence.num_tokens for sequence in sequences)
     inputs = input_views(
         torch.empty(input_bytes(tokens, len(rows)), dtype=torch.uint8), tokens, len(rows)

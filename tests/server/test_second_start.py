@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from varlen.scheduling.cost_store import CostStore
+from varlen.costs.store import CostStore
 from varlen_tools.local_server import LocalServer
 
 from .clients import GrpcClient, texts

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from varlen.memory.arena import MemoryUse
-from varlen.models.program import Batch, Recorder, Value
+from varlen.program.program import Batch, Recorder, Value
 from varlen_tools.bench_kernels.encoder_peers import save_random_checkpoint
 from varlen_tools.bench_kernels.grid import TINY
 from varlen_tools.bench_memory import cases, memory, resident

@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from varlen_kernels.layer_norm import add_layer_norm
-from varlen_tools import inspect_kernels, launch_cost
+from varlen_tools import inspect_kernels
 from varlen_tools.kernel_calls.call import Call
 from varlen_tools.kernel_limits import (
     Place,
@@ -181,13 +181,6 @@ def test_writing_drops_the_ceilings_of_calls_that_are_gone(
     run(inspect_kernels.main, "--write", str(path))
 
     assert {where.call for where in read_ceilings(path)} == {"add_layer_norm-256"}
-
-
-def test_the_cost_of_a_launch_is_printed() -> None:
-    measured = run(launch_cost.main, "add_layer_norm", "--calls", "3")
-
-    assert measured.exit_code == 0
-    assert "add_layer_norm" in measured.stdout
 
 
 def run(command: object, *arguments: str) -> Result:

@@ -10,9 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from varlen.config import EngineConfig
+from varlen.costs.measurement import Measurement, MixedBatch
+from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import ConfigError
-from varlen.scheduling.cost_store import CostStore, StoredCosts
-from varlen.scheduling.measurement import Measurement, MixedBatch
 from varlen_tools.profile_costs.__main__ import main
 from varlen_tools.profile_costs.page import render
 from varlen_tools.profile_costs.picture import draw

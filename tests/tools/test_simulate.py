@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from varlen.config import EngineConfig
+from varlen.costs.batch_shape import BatchShape
+from varlen.costs.table import CostTable
 from varlen.errors import DeadlineError, QueueFullError
-from varlen.scheduling.cost import BatchShape, CostTable
 from varlen_tools.simulate.__main__ import app, cpu_seconds, gpu_seconds
 from varlen_tools.simulate.arrivals import (
     bursts,

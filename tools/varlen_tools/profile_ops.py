@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from varlen.config import DEFAULT_MAX_BATCH_TOKENS, EngineConfig
+from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.runner import Runner
-from varlen.request import Sequence
+from varlen.request import DEFAULT_OPTIONS, Prompt
 from varlen_kernels import reference
 
 
@@ -51,24 +51,22 @@ class TimedKernels:
 
 def random_batches(
     lengths: list[int], max_batch_tokens: int, vocab_size: int, seed: int = 0
-) -> list[list[Sequence]]:
+) -> list[list[Prompt]]:
     """Return sequences of random ids, sorted by length and cut into batches of so many tokens."""
     numbers = np.random.default_rng(seed)
-    batches: list[list[Sequence]] = [[]]
+    batches: list[list[Prompt]] = [[]]
     room = max_batch_tokens
     for length in sorted(lengths):
         if length > room:
             batches.append([])
             room = max_batch_tokens
         ids = numbers.integers(0, vocab_size, length, dtype=np.int32)
-        batches[-1].append(Sequence(ids))
+        batches[-1].append(Prompt(ids))
         room -= length
     return batches
 
 
-def profile(
-    runner: Runner, timed: TimedKernels, batches: list[list[Sequence]], rounds: int
-) -> float:
+def profile(runner: Runner, timed: TimedKernels, batches: list[list[Prompt]], rounds: int) -> float:
     """Run the batches some times, after once unmeasured, and return all seconds.
 
     Args:
@@ -78,13 +76,13 @@ def profile(
         rounds: how often.
     """
     for batch in batches:
-        runner.run(batch, [True] * len(batch))
+        runner.run(batch, [DEFAULT_OPTIONS] * len(batch))
     timed.seconds.clear()
     timed.calls.clear()
     began = time.perf_counter()
     for _ in range(rounds):
         for batch in batches:
-            runner.run(batch, [True] * len(batch))
+            runner.run(batch, [DEFAULT_OPTIONS] * len(batch))
     return time.perf_counter() - began
 
 

@@ -5,7 +5,7 @@ import torch
 from varlen.models.encoder import EncoderInputs, encode
 from varlen.models.families import Affine, EncoderWeights, LayerWeights
 from varlen.models.heads import apply_head
-from varlen.models.program import Program, Recorder
+from varlen.program.program import Program, Recorder
 from varlen_tools.bench_kernels.grid import EncoderShape
 
 _POSITIONS = 512

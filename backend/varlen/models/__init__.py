@@ -1,1 +1,1 @@
-"""From a Hugging Face checkpoint to a recorded forward pass over packed tokens."""
+"""From a Hugging Face checkpoint to a recorded forward pass: one file per model family."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from varlen.models.families import EncoderWeights, LayerWeights
-from varlen.models.program import Recorder, Value
+from varlen.program.program import Recorder, Value
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from varlen.config import Task
 from varlen.errors import CheckpointError
 from varlen.models.encoder import EncoderInputs
 from varlen.models.families import EncoderWeights
-from varlen.models.program import Recorder, Value
+from varlen.program.program import Recorder, Value
 from varlen_kernels import Pooling
 
 

@@ -67,7 +67,7 @@ class Admission:
                     f"the queue is full: {self._tokens} tokens wait, {tokens} came and {self._max_tokens} may wait;"
                     " try again later"
                 )
-            self._check_deadline(request.deadline_seconds, forecast, now)
+            self._check_deadline(request.options.deadline_seconds, forecast, now)
             self._requests += 1
             self._tokens += tokens
             self._seconds += forecast.seconds

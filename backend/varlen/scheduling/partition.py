@@ -16,38 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from varlen.config import Execution
-from varlen.scheduling.cost import CostTable, FloatArray
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one batch may hold; one sequence alone always may.
-
-    Attributes:
-        max_sequences: in it.
-        max_tokens: in it; where batches are padded, padding counts.
-        execution: whether they are.
-    """
-
-    max_sequences: int
-    max_tokens: int
-    execution: Execution = "packed"
-
-    def allow(self, sequences: int, tokens: int, longest: int) -> bool:
-        """Return whether a batch is within them."""
-        held = sequences * longest if self.execution == "padded" else tokens
-        return sequences <= self.max_sequences and held <= self.max_tokens
+from varlen.costs.batch_shape import BatchLimits
+from varlen.costs.table import CostTable, FloatArray
 
 
 def partition(
     lengths: Sequence[int],
     costs: CostTable,
-    limits: Limits,
+    limits: BatchLimits,
     *,
     pressure: float,
     ends: Sequence[int] | None = None,
@@ -84,7 +63,7 @@ def partition(
     return sizes, times
 
 
-def cut_in_order(lengths: Sequence[int], limits: Limits) -> list[int]:
+def cut_in_order(lengths: Sequence[int], limits: BatchLimits) -> list[int]:
     """Return the sizes of batches that are filled one after the other, as far as the limits allow."""
     sizes = [0]
     longest = tokens = 0
@@ -106,7 +85,7 @@ def seconds_of_batches(batches: Sequence[Sequence[int]], costs: CostTable) -> li
     return [float(value) for value in costs.seconds_of(counts, tokens, squares, longest)]
 
 
-def _seconds(lengths: FloatArray, costs: CostTable, limits: Limits) -> FloatArray:
+def _seconds(lengths: FloatArray, costs: CostTable, limits: BatchLimits) -> FloatArray:
     """Return `[count, most]`: the cost of the batch of j + 1 sequences from i on, infinite where it may not be."""
     count = len(lengths)
     most = min(count, limits.max_sequences)

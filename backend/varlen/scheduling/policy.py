@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Protocol, TypeVar
 
+from varlen.costs.batch_shape import BatchLimits, BatchShape
+from varlen.costs.table import CostTable
 from varlen.request import Waiting
-from varlen.scheduling.cost import BatchShape, CostTable
 from varlen.scheduling.load import LoadMeter
-from varlen.scheduling.partition import Limits, cut_in_order, partition, seconds_of_batches
+from varlen.scheduling.partition import cut_in_order, partition, seconds_of_batches
 from varlen.scheduling.queue import WaitingQueue
 
 _Item = TypeVar("_Item")
@@ -54,7 +55,7 @@ class Policy(Protocol):
 class InOrder:
     """Who is due first is served first, as many together as may be. None is overtaken, so none can starve."""
 
-    def __init__(self, limits: Limits, costs: CostTable) -> None:
+    def __init__(self, limits: BatchLimits, costs: CostTable) -> None:
         self._limits = limits
         self._costs = costs
 
@@ -126,7 +127,9 @@ class LeastCost:
     A plan that misses fewer deadlines beats any that misses more.
     """
 
-    def __init__(self, limits: Limits, costs: CostTable, load: LoadMeter, max_wait: float) -> None:
+    def __init__(
+        self, limits: BatchLimits, costs: CostTable, load: LoadMeter, max_wait: float
+    ) -> None:
         """Make a policy.
 
         Args:

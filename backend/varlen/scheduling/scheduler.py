@@ -14,11 +14,11 @@ from dataclasses import replace
 import numpy as np
 
 from varlen.config import EngineConfig
+from varlen.costs.batch_shape import BatchLimits, BatchShape
+from varlen.costs.table import CostTable
 from varlen.request import Ticket, Waiting
 from varlen.scheduling.admission import Forecast
-from varlen.scheduling.cost import BatchShape, CostTable
 from varlen.scheduling.load import LoadMeter
-from varlen.scheduling.partition import Limits
 from varlen.scheduling.policy import Batch, InOrder, LeastCost, Policy
 from varlen.scheduling.queue import WaitingQueue
 
@@ -74,10 +74,10 @@ class Scheduler:
     def add(self, ticket: Ticket, now: float) -> None:
         """Queue the sequences of a request."""
         request = ticket.request
-        since = ticket.arrival - request.priority * _WAITED_PER_PRIORITY * self._max_wait
+        since = ticket.arrival - request.options.priority * _WAITED_PER_PRIORITY * self._max_wait
         due = min(since + self._max_wait, ticket.deadline)
         backlog, total = max(0.0, self._busy_until - now) + self._queue.seconds, 0.0
-        for row, sequence in enumerate(request.sequences):
+        for row, sequence in enumerate(request.prompts):
             seconds = self._slowness * self._full_batches[sequence.num_tokens][0]
             total += seconds
             self._queue.add(Waiting(ticket, row, sequence.num_tokens, seconds, since, due))
@@ -142,13 +142,13 @@ class Scheduler:
         return not self._limits.allow(len(waiting) + 1, tokens + 1, longest)
 
 
-def _limits(config: EngineConfig, max_tokens: int) -> Limits:
+def _limits(config: EngineConfig, max_tokens: int) -> BatchLimits:
     by_policy = {"none": 1, "token_budget": max_tokens}
     sequences = by_policy.get(config.policy, config.max_batch_sequences)
-    return Limits(min(sequences, max_tokens), max_tokens, config.execution)
+    return BatchLimits(min(sequences, max_tokens), max_tokens, config.execution)
 
 
-def _full_batches(costs: CostTable, limits: Limits) -> list[tuple[float, float]]:
+def _full_batches(costs: CostTable, limits: BatchLimits) -> list[tuple[float, float]]:
     """Return, by length in tokens, a sequence's share of a batch full of its like, and the batch's seconds."""
     lengths = np.arange(1, limits.max_tokens + 1, dtype=float)
     counts = np.minimum(limits.max_tokens // lengths, limits.max_sequences)

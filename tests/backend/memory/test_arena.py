@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.memory.arena import Arena, alignment_of
-from varlen.memory.failures import memory_errors
 from varlen.memory.layout import Layout
+from varlen.memory.out_of_memory import memory_errors
 from varlen.memory.usage import Size, Usage, fold
 
 CPU = torch.device("cpu")

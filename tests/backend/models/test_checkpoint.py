@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast
 
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError
+from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.families import load_encoder
-from varlen.models.runner import Runner
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -7,9 +7,11 @@ import transformers
 
 from varlen import Encoder
 from varlen.config import EngineConfig
+from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.runner import Runner
-from varlen.request import Sequence
+from varlen.request import Prompt, RequestOptions
+
+PLAIN = RequestOptions()
 
 TOLERANCE = 1e-5
 TEXTS = ["the cat", "a", "river, the river! is it 42?", "don't", "x" * 40, "The CAT's river..."]
@@ -62,10 +64,10 @@ def check(actual, expected):
 def run_with_types(folder, rows, types, **config):
     runner = Runner(Checkpoint.open(folder), EngineConfig(dtype="fp32", **config))
     sequences = [
-        Sequence(np.array(row, dtype=np.int32), np.array(kinds, dtype=np.int32))
+        Prompt(np.array(row, dtype=np.int32), np.array(kinds, dtype=np.int32))
         for row, kinds in zip(rows, types, strict=True)
     ]
-    return runner.run(sequences, [False] * len(rows))
+    return runner.run(sequences, [PLAIN] * len(rows))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -97,10 +99,10 @@ def test_rows_with_and_without_token_types_share_a_batch(small_bert, rng):
     rows = random_rows(rng, [5, 5, 8], model.config.vocab_size)
     types = [[0] * 5, [1, 0, 1, 1, 0], [0] * 8]
     runner = Runner(Checkpoint.open(small_bert), EngineConfig(dtype="fp32", task="hidden"))
-    sequences = [Sequence(np.array(row, dtype=np.int32)) for row in rows]
-    sequences[1] = Sequence(sequences[1].token_ids, np.array(types[1], dtype=np.int32))
+    sequences = [Prompt(np.array(row, dtype=np.int32)) for row in rows]
+    sequences[1] = Prompt(sequences[1].token_ids, np.array(types[1], dtype=np.int32))
 
-    actual = runner.run(sequences, [False] * 3)
+    actual = runner.run(sequences, [PLAIN] * 3)
 
     check(actual, [out.last_hidden_state[0] for out in one_by_one(model, rows, types)])
 

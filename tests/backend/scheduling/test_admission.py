@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import QueueFullError, RequestError
-from varlen.request import Request, Sequence
+from varlen.request import Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission, Forecast
 
 NO_TIME = Forecast(0.0, 0.0)
 
 
 def request(*lengths, **settings):
-    rows = tuple(Sequence(np.zeros(length, dtype=np.int32)) for length in lengths)
-    return Request(rows, **settings)
+    rows = tuple(Prompt(np.zeros(length, dtype=np.int32)) for length in lengths)
+    return Request(rows, RequestOptions(**settings))
 
 
 def test_counts_requests_and_their_tokens():

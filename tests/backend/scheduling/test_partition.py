@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.scheduling.cost import BatchShape, CostTable
-from varlen.scheduling.partition import Limits, cut_in_order, partition, seconds_of_batches
+from varlen.costs.batch_shape import BatchLimits, BatchShape
+from varlen.costs.table import CostTable
+from varlen.scheduling.partition import cut_in_order, partition, seconds_of_batches
 
 from .waiting import cost_table
 
-ANY = Limits(max_sequences=64, max_tokens=1 << 20, execution="padded")
+ANY = BatchLimits(max_sequences=64, max_tokens=1 << 20, execution="padded")
 
 # Of the article's five lengths, at a cost of c0 + sequences * longest: c0, sizes of the best batches, their total.
 ARTICLE = [
@@ -105,7 +106,7 @@ def objective(lengths, sizes, costs, pressure):
 )
 def test_no_other_cuts_have_a_lower_objective(lengths, costs, max_sequences, max_tokens, pressure):
     lengths.sort()
-    limits = Limits(max_sequences, max_tokens, costs.execution)
+    limits = BatchLimits(max_sequences, max_tokens, costs.execution)
 
     sizes, seconds = partition(lengths, costs, limits, pressure=pressure)
 
@@ -129,7 +130,7 @@ def test_no_other_cuts_have_a_lower_objective(lengths, costs, max_sequences, max
 
 def test_without_pressure_short_ones_need_not_wait_for_the_long_one():
     costs = cost_table(lambda n, length: 10 + n * length, "packed")
-    limits = Limits(64, 4096)
+    limits = BatchLimits(64, 4096)
 
     assert partition([1, 1, 1, 500], costs, limits, pressure=0.0)[0] == [3, 1]
     assert partition([1, 1, 1, 500], costs, limits, pressure=math.inf)[0] == [4]
@@ -137,7 +138,7 @@ def test_without_pressure_short_ones_need_not_wait_for_the_long_one():
 
 def test_a_request_of_many_rows_waits_for_its_last_and_gains_nothing_from_two_batches():
     costs = cost_table(lambda n, length: 10 + n * length, "packed")
-    limits = Limits(64, 4096)
+    limits = BatchLimits(64, 4096)
 
     assert partition([1, 1, 1, 500], costs, limits, pressure=0.0, ends=[0, 0, 0, 1])[0] == [4]
     # the three rows of one request, then a request of its own
@@ -146,7 +147,7 @@ def test_a_request_of_many_rows_waits_for_its_last_and_gains_nothing_from_two_ba
 
 def test_packed_sequences_may_come_in_any_order():
     costs = cost_table()
-    limits = Limits(2, 600)
+    limits = BatchLimits(2, 600)
 
     for order in permutations([10, 200, 400]):
         sizes, _ = partition(order, costs, limits, pressure=5.0)
@@ -160,7 +161,7 @@ def test_packed_sequences_may_come_in_any_order():
     st.sampled_from(["packed", "padded"]),
 )
 def test_cuts_in_order_are_full_and_within_limits(lengths, max_sequences, max_tokens, execution):
-    limits = Limits(max_sequences, max_tokens, execution)
+    limits = BatchLimits(max_sequences, max_tokens, execution)
 
     sizes = cut_in_order(lengths, limits)
 

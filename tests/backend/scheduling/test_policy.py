@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.scheduling.cost import BatchShape
+from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.scheduling.load import LoadMeter
-from varlen.scheduling.partition import Limits
 from varlen.scheduling.policy import InOrder, LeastCost
 from varlen.scheduling.queue import WaitingQueue
 
@@ -26,13 +25,13 @@ def queue_of(lengths, **settings):
 
 
 def in_order(max_sequences, max_tokens, execution="packed"):
-    limits = Limits(max_sequences, max_tokens, execution)
+    limits = BatchLimits(max_sequences, max_tokens, execution)
     return InOrder(limits, cost_table(execution=execution))
 
 
 def least_cost(costs=None, load=None, max_sequences=64, max_tokens=4096, max_wait=1.0):
     costs = costs or cost_table()
-    limits = Limits(max_sequences, max_tokens, costs.execution)
+    limits = BatchLimits(max_sequences, max_tokens, costs.execution)
     return LeastCost(limits, costs, load or LoadMeter(), max_wait)
 
 
@@ -59,7 +58,7 @@ def test_in_order_fills_batches_one_after_the_other(lengths, max_sequences, max_
     batches = [lengths_of(batch) for batch in drain(policy, queue_of(lengths))]
 
     assert [length for batch in batches for length in batch] == lengths
-    limits = Limits(max_sequences, max_tokens, execution)
+    limits = BatchLimits(max_sequences, max_tokens, execution)
     for batch, following in zip(batches, [*batches[1:], None], strict=True):
         assert limits.allow(len(batch), sum(batch), max(batch))
         if following:
@@ -81,7 +80,7 @@ def test_least_cost_keeps_the_limits_and_loses_nothing(
 
     ran = [each for batch in batches for each in batch.sequences]
     assert sorted(map(id, ran)) == sorted(map(id, held))
-    limits = Limits(max_sequences, max_tokens, execution)
+    limits = BatchLimits(max_sequences, max_tokens, execution)
     for batch in batches:
         assert batch.shape == BatchShape.of(lengths_of(batch))
         assert batch.seconds == pytest.approx(costs.seconds(batch.shape))

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from varlen.scheduling.cost import BatchShape
+from varlen.costs.batch_shape import BatchShape
 
 from .waiting import cost_table, lengths_of, make_scheduler, ticket_of
 

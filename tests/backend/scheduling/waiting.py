@@ -5,14 +5,14 @@ import math
 import numpy as np
 
 from varlen.config import EngineConfig
-from varlen.request import Request, Sequence, Ticket, Waiting
-from varlen.scheduling.cost import CostTable
+from varlen.costs.table import CostTable
+from varlen.request import Prompt, Request, RequestOptions, Ticket, Waiting
 from varlen.scheduling.scheduler import Scheduler
 
 
 def ticket_of(*lengths, arrival=0.0, deadline=math.inf, priority=0):
-    rows = tuple(Sequence(np.zeros(length, dtype=np.int32)) for length in lengths)
-    return Ticket(Request(rows, priority=priority), None, arrival, deadline)
+    rows = tuple(Prompt(np.zeros(length, dtype=np.int32)) for length in lengths)
+    return Ticket(Request(rows, RequestOptions(priority=priority)), None, arrival, deadline)
 
 
 def waiting(num_tokens, since=0.0, due=None, deadline=math.inf, seconds=0.0):

@@ -8,12 +8,12 @@ import torch
 import transformers
 
 from varlen.config import EngineConfig
+from varlen.execution.cuda import CudaExecutor
+from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.cuda import CudaExecutor
-from varlen.models.runner import Runner
-from varlen.request import Sequence
+from varlen.request import Prompt, RequestOptions
 from varlen_kernels import fused
 
 MAX_TOKENS = 64
@@ -73,13 +73,13 @@ def fused_executor(load, device):
 def test_every_answer_is_that_of_the_reference(load, device, lengths):
     numbers = np.random.default_rng(0)
     batch = [
-        Sequence(numbers.integers(0, 50, n).astype(np.int32), numbers.integers(0, 2, n))
+        Prompt(numbers.integers(0, 50, n).astype(np.int32), numbers.integers(0, 2, n))
         for n in lengths
     ]
-    normalize = [index % 2 == 0 for index in range(len(batch))]
-    expected = load("cpu").run(batch, normalize)
+    options = [RequestOptions(normalize=index % 2 == 0) for index in range(len(batch))]
+    expected = load("cpu").run(batch, options)
 
-    answers = fused_executor(load, device).run(batch, normalize)
+    answers = fused_executor(load, device).run(batch, options)
 
     for mine, theirs in zip(answers, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-5)

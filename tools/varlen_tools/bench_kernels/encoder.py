@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from varlen.config import DType, EngineConfig
-from varlen.models.batch import fill_inputs, input_bytes, input_views
-from varlen.models.buckets import Buckets
+from varlen.execution.buckets import Buckets
+from varlen.execution.packing import fill_inputs, input_bytes, input_views
+from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.program import Batch
-from varlen.models.runner import Runner
-from varlen.request import Sequence
+from varlen.program.program import Batch
+from varlen.request import Prompt, RequestOptions
 from varlen_tools.bench_kernels.case import Case, Inputs
 from varlen_tools.bench_kernels.encoder_peers import (
     encoder_peers,
@@ -40,20 +40,22 @@ ENCODER, SHARE, HOST = "encoder", "encoder-share", "encoder-host"
 # Relative error of unit vectors at a cosine of 0.999.
 MOST_ERROR = 0.045
 
+NORMALIZED = RequestOptions(normalize=True)
+
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class PackedForward:
     """The forward pass of our encoder over one batch whose inputs are on the device already."""
 
-    def __init__(self, runner: Runner, sequences: list[Sequence], max_tokens: int) -> None:
+    def __init__(self, runner: Runner, sequences: list[Prompt], max_tokens: int) -> None:
         lengths = [sequence.num_tokens for sequence in sequences]
         # as served: the longest first
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         bucket = Buckets(max_tokens).smallest(sum(lengths), len(lengths))
         host = torch.zeros(input_bytes(bucket.tokens, bucket.sequences), dtype=torch.uint8)
         views = input_views(host, bucket.tokens, bucket.sequences)
-        fill_inputs(views, [sequences[i] for i in order], [True] * len(order))
+        fill_inputs(views, [sequences[i] for i in order], [NORMALIZED] * len(order))
         self.program = runner.program
         on_device = input_views(host.to(runner.device), bucket.tokens, bucket.sequences)
         self._batch = Batch(on_device, bucket.tokens, bucket.sequences)
@@ -97,10 +99,10 @@ def load_runner(folder: Path, dtype: torch.dtype, machine: Machine, tokens: int)
     return Runner(checkpoint, config)
 
 
-def random_sequences(lengths: list[int], vocabulary: int, seed: int = 0) -> list[Sequence]:
+def random_sequences(lengths: list[int], vocabulary: int, seed: int = 0) -> list[Prompt]:
     """Return sequences of random ids."""
     numbers = np.random.default_rng(seed)
-    return [Sequence(numbers.integers(0, vocabulary, n, dtype=np.int32)) for n in lengths]
+    return [Prompt(numbers.integers(0, vocabulary, n, dtype=np.int32)) for n in lengths]
 
 
 def encoder_case(
@@ -142,14 +144,14 @@ def op_shares(case: Case, forward: PackedForward, machine: Machine) -> Iterator[
 
 @torch.inference_mode()
 def host_cost(
-    case: Case, forward: PackedForward, runner: Runner, sequences: list[Sequence], machine: Machine
+    case: Case, forward: PackedForward, runner: Runner, sequences: list[Prompt], machine: Machine
 ) -> Iterator[Result]:
     """Yield the forward pass alone, and the call that serves it: from ids on the host to vectors on the host."""
     call = _runs(forward, machine.kernels)
     device = machine.timer.graph(call, [{}], WARM)
     launched = machine.timer.eager(call, [{}], WARM)
     yield _result(case, HOST, OURS, graph=device, eager=launched, note="the forward pass alone")
-    wanted = [True] * len(sequences)
+    wanted = [NORMALIZED] * len(sequences)
     waited = host_time(lambda: runner.run(sequences, wanted), device.passes)
     over = waited.median - device.median
     note = f"from ids to vectors on the host: {over:.0f} us more than the device works"

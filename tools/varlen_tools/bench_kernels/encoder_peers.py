@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor
 
-from varlen.request import Sequence
+from varlen.request import Prompt
 from varlen_tools.bench_kernels.case import Call, Compile, Inputs, Peer
 from varlen_tools.bench_kernels.grid import EncoderShape
 
@@ -63,7 +63,7 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device, attention
 
 
 @torch.inference_mode()
-def exact_vectors(folder: Path, sequences: list[Sequence], device: torch.device) -> Tensor:
+def exact_vectors(folder: Path, sequences: list[Prompt], device: torch.device) -> Tensor:
     """Return the normalised mean-pooled vectors in float64, `[sequences, hidden]`."""
     model = load_model(folder, torch.float64, device, "eager")
     parts = _split(sequences, "sorted", min(8, len(sequences)))
@@ -73,7 +73,7 @@ def exact_vectors(folder: Path, sequences: list[Sequence], device: torch.device)
 
 def encoder_peers(
     folder: Path,
-    sequences: list[Sequence],
+    sequences: list[Prompt],
     dtype: torch.dtype,
     device: torch.device,
     compile_model: Compile,
@@ -115,7 +115,7 @@ class _PaddedForward:
     def __init__(
         self,
         model: Callable[..., Any],
-        sequences: list[Sequence],
+        sequences: list[Prompt],
         parts: list[list[int]],
         device: torch.device,
     ) -> None:
@@ -139,7 +139,7 @@ class _PaddedForward:
         return F.normalize(sums / mask.sum(1, keepdim=True), dim=1)
 
 
-def _split(sequences: list[Sequence], order: Order, count: int) -> list[list[int]]:
+def _split(sequences: list[Prompt], order: Order, count: int) -> list[list[int]]:
     """Return indices in `count` parts of about as many sequences."""
     indices = list(range(len(sequences)))
     if order == "sorted":
@@ -159,7 +159,7 @@ def _reorder(result: object, places: Tensor) -> Tensor:
     return result[places]
 
 
-def _pad(sequences: list[Sequence], device: torch.device) -> tuple[Tensor, Tensor]:
+def _pad(sequences: list[Prompt], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return ids padded with 0 and the mask of real tokens, each `[sequences, longest]` int64."""
     longest = max(sequence.num_tokens for sequence in sequences)
     ids = torch.zeros(len(sequences), longest, dtype=torch.int64)

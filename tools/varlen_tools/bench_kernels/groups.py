@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from varlen.models.buckets import Buckets
+from varlen.execution.buckets import Buckets
 from varlen_tools.bench_kernels import beams, rows, sequences
 from varlen_tools.bench_kernels.case import Case
 from varlen_tools.bench_kernels.grid import Grid, packed_lengths

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
-from varlen.models.program import Program
+from varlen.program.program import Program
 from varlen_tools.bench_memory.cases import Case, Ids
 from varlen_tools.bench_memory.resident import ResidentPeak
 from varlen_tools.bench_memory.systems import Loaded, Run

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from varlen.config import Device, DType, EngineConfig
+from varlen.execution.cpu import CpuExecutor
+from varlen.execution.cuda import CudaExecutor
+from varlen.execution.runner import Executor, Runner
 from varlen.memory.arena import Arena
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.cpu import CpuExecutor
-from varlen.models.cuda import CudaExecutor
-from varlen.models.program import Program
-from varlen.models.runner import Executor, Runner
-from varlen.request import Sequence as TokenSequence
+from varlen.program.program import Program
+from varlen.request import Prompt, RequestOptions
 from varlen_kernels.dispatch import kernels_for
 from varlen_tools.bench_kernels.encoder_peers import load_model
 from varlen_tools.bench_memory.cases import OURS, PEER, Ids, Name
@@ -125,7 +125,9 @@ def load_transformers(folder: Path, device: torch.device) -> Loaded:
 
 def _caller(executor: Executor) -> Run:
     def run(ids: Ids) -> Vectors:
-        return np.stack(executor.run([TokenSequence(row) for row in ids], [True] * len(ids)))
+        return np.stack(
+            executor.run([Prompt(row) for row in ids], [RequestOptions(normalize=True)] * len(ids))
+        )
 
     return run
 

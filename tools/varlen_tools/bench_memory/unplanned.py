@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from varlen.memory.arena import Arena, Region, Shape
-from varlen.models.program import Batch, Program, Value
+from varlen.program.program import Batch, Program, Value
 
 
 class UnplannedProgram(Program):

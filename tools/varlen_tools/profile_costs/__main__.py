@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 
 from varlen.cost_warmup import cache_folder, measured_costs
+from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import VarlenError
+from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.runner import Runner
-from varlen.scheduling.cost_store import CostStore, StoredCosts
 from varlen_tools.profile_costs.page import render
 from varlen_tools.profile_costs.picture import draw
 from varlen_tools.profile_costs.points import Profile

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from varlen.config import Execution
-from varlen.scheduling.cost import BatchShape
-from varlen.scheduling.cost_store import StoredCosts
+from varlen.costs.batch_shape import BatchShape
+from varlen.costs.store import StoredCosts
 
 # `filled`: read off its neighbours. `past`: more tokens than a batch may hold; it only helps to fill.
 Kind: TypeAlias = Literal["measured", "filled", "past"]

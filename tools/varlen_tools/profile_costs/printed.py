@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.table import Table
 
-from varlen.scheduling.cost_store import StoredCosts
+from varlen.costs.store import StoredCosts
 from varlen_tools.profile_costs.points import Point, Profile
 
 _STYLES = {"measured": "bold", "filled": "dim", "past": "dim strike"}

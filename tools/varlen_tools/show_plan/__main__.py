@@ -7,8 +7,8 @@ import typer
 
 from varlen.config import EngineConfig
 from varlen.errors import VarlenError
+from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.runner import Runner
 from varlen_tools.show_plan.maps import Map, paper_maps, program_map
 from varlen_tools.show_plan.page import render
 from varlen_tools.show_plan.picture import draw, in_units

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from varlen.memory.layout import Layout
 from varlen.memory.planner import Plan, Rules, plan
 from varlen.memory.usage import Usage, conflicts, live_sizes
-from varlen.models.program import Program
+from varlen.program.program import Program
 from varlen_tools import paper_records
 
 

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from varlen.config import EngineConfig, Execution
+from varlen.costs.store import CostStore, StoredCosts
+from varlen.costs.table import CostTable
 from varlen.errors import ConfigError
-from varlen.scheduling.cost import CostTable
-from varlen.scheduling.cost_store import CostStore, StoredCosts
 from varlen_tools.bench_report import write_table
 from varlen_tools.simulate import arrivals as streams
 from varlen_tools.simulate.draw import draw

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from varlen.scheduling.cost import CostTable
-from varlen.scheduling.partition import Limits, partition
+from varlen.costs.batch_shape import BatchLimits
+from varlen.costs.table import CostTable
+from varlen.scheduling.partition import partition
 from varlen_tools.simulate.__main__ import cpu_seconds
 
 _LENGTHS = [8, 9, 10, 12, 14, 16, 60, 65, 70, 240, 500]
@@ -52,7 +53,7 @@ def _draw(axes: Any, pressure: float) -> None:
     costs = CostTable.of_function(
         lambda n, length: 4e-3 + cpu_seconds(n, length), "packed", max_sequences=16, max_length=512
     )
-    sizes, seconds = partition(_LENGTHS, costs, Limits(16, 8192), pressure=pressure)
+    sizes, seconds = partition(_LENGTHS, costs, BatchLimits(16, 8192), pressure=pressure)
     begins = list(accumulate(sizes, initial=0))
     starts = accumulate(seconds, initial=0.0)
     to_come = 0.0 if math.isinf(pressure) else pressure

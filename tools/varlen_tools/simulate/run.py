@@ -7,19 +7,20 @@ arrive meanwhile, as they would.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as AnySequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from varlen.config import EngineConfig
+from varlen.costs.batch_shape import BatchShape
+from varlen.costs.table import CostTable
 from varlen.engine import Engine
 from varlen.errors import VarlenError
 from varlen.metrics import Stats
-from varlen.request import Float32Array, Request, Sequence
+from varlen.request import Float32Array, Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.cost import BatchShape, CostTable
 from varlen.scheduling.scheduler import Scheduler
 
 _NOTHING: Float32Array = np.zeros(0, dtype=np.float32)
@@ -96,7 +97,7 @@ class Run:
 
 
 def simulate(
-    arrivals: AnySequence[Arrival],
+    arrivals: Sequence[Arrival],
     config: EngineConfig,
     costs: CostTable,
     *,
@@ -127,7 +128,7 @@ class _Reply:
     def is_cancelled(self) -> bool:
         return False
 
-    def succeed(self, rows: AnySequence[Float32Array]) -> None:  # noqa: ARG002  # nobody reads it
+    def succeed(self, rows: Sequence[Float32Array]) -> None:  # noqa: ARG002  # nobody reads it
         self._answer(None)
 
     def fail(self, error: Exception) -> None:
@@ -145,7 +146,7 @@ class _Simulation:
 
     def __init__(
         self,
-        arrivals: AnySequence[Arrival],
+        arrivals: Sequence[Arrival],
         config: EngineConfig,
         costs: CostTable,
         actual: CostTable,
@@ -169,12 +170,12 @@ class _Simulation:
         padding = sum(map(self._scheduler.padding, self._batches))
         return Run(self._outcomes, self._clock.now - began, self._batches, padding)
 
-    def run(self, sequences: list[Sequence], normalize: list[bool]) -> list[Float32Array]:  # noqa: ARG002
+    def run(self, prompts: list[Prompt], options: list[RequestOptions]) -> list[Float32Array]:  # noqa: ARG002
         """Run a batch, as the engine asks its model to: requests arrive while it runs."""
-        shape = BatchShape.of([sequence.num_tokens for sequence in sequences])
+        shape = BatchShape.of([prompt.num_tokens for prompt in prompts])
         self._batches.append(shape)
         self._pass_time(self._clock.now + self._actual.seconds(shape))
-        return [_NOTHING] * len(sequences)
+        return [_NOTHING] * len(prompts)
 
     def _wait(self, start: float | None) -> None:
         """Let time pass to the next arrival, or to the start of the next batch if that is sooner."""
@@ -198,8 +199,7 @@ class _Simulation:
         reply = _Reply(outcome, self._clock)
         request = Request(
             (_sequence(arrival.tokens),),
-            priority=arrival.priority,
-            deadline_seconds=arrival.deadline_seconds,
+            RequestOptions(priority=arrival.priority, deadline_seconds=arrival.deadline_seconds),
         )
         try:
             self._engine.submit(request, reply)
@@ -208,5 +208,5 @@ class _Simulation:
 
 
 @lru_cache(maxsize=4096)
-def _sequence(tokens: int) -> Sequence:
-    return Sequence(np.zeros(tokens, dtype=np.int32))
+def _sequence(tokens: int) -> Prompt:
+    return Prompt(np.zeros(tokens, dtype=np.int32))

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from varlen.config import EngineConfig
+from varlen.costs.batch_shape import BatchShape
+from varlen.costs.table import CostTable
 from varlen.errors import DeadlineError, QueueFullError
-from varlen.scheduling.cost import BatchShape, CostTable
 from varlen_tools.simulate.run import Arrival, Run, simulate
 
 # A new table for every run, since a run refines it.

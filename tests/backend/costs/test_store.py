@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.scheduling import cost_store
-from varlen.scheduling.cost_store import CostStore, StoredCosts, key_of
-from varlen.scheduling.measurement import Measurement, MixedBatch
+from varlen.costs import store as cost_store
+from varlen.costs.measurement import Measurement, MixedBatch
+from varlen.costs.store import CostStore, StoredCosts, key_of
 
 ABOUT = {"checkpoint": "a1b2", "device": "A CPU, 2 cores", "dtype": "float32", "threads": "2"}
 SECONDS = st.floats(1e-7, 1e3)

@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 from typing import IO, TypeAlias, TypeVar
 
-from varlen.scheduling.measurement import Measurement, MixedBatch
+from varlen.costs.measurement import Measurement, MixedBatch
 
 _log = logging.getLogger(__name__)
 

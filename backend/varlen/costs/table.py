@@ -8,42 +8,20 @@ A padded batch is one of one length already.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.config import Execution
+from varlen.costs.batch_shape import BatchShape
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 # What one batch may change of the points around it, and how much of that it does.
 _MOST_SURPRISE = 1.25
 _LEARNING_RATE = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """What of a batch decides its cost.
-
-    Attributes:
-        sequences: how many.
-        tokens: of all sequences, without padding.
-        squares: sum of the squared lengths, in tokens squared.
-        longest: in tokens.
-    """
-
-    sequences: int
-    tokens: int
-    squares: int
-    longest: int
-
-    @classmethod
-    def of(cls, lengths: Sequence[int]) -> BatchShape:
-        """Return the shape of a batch of sequences of these lengths; at least one."""
-        return cls(len(lengths), sum(lengths), sum(n * n for n in lengths), max(lengths))
 
 
 class CostTable:

@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from varlen.config import EngineConfig
+from varlen.execution.packing import fill_inputs, input_bytes, input_views
+from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.memory.usage import Size, Usage
-from varlen.models.batch import fill_inputs, input_bytes, input_views
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.program import Batch, Recorder, Value
-from varlen.models.runner import Runner
-from varlen.request import Sequence
+from varlen.program.program import Batch, Recorder, Value
+from varlen.request import Prompt, RequestOptions
 from varlen_kernels import reference
+
+PLAIN = RequestOptions()
+NORMALIZED = RequestOptions(normalize=True)
 
 TASK_KINDS = {
     "embed": "BertModel",
@@ -34,11 +37,11 @@ def runner(request, make_checkpoint):
 
 def sequences(lengths, seed=0):
     rng = np.random.default_rng(seed)
-    return [Sequence(rng.integers(0, 50, n).astype(np.int32)) for n in lengths]
+    return [Prompt(rng.integers(0, 50, n).astype(np.int32)) for n in lengths]
 
 
 def run(runner, lengths, seed=0):
-    return runner.run(sequences(lengths, seed), [True] * len(lengths))
+    return runner.run(sequences(lengths, seed), [NORMALIZED] * len(lengths))
 
 
 def make_arena(program, max_tokens=100):
@@ -114,7 +117,7 @@ class PoisonBetweenOps:
 def make_batch(program, lengths, seed=0):
     buffer = torch.empty(input_bytes(sum(lengths), len(lengths)), dtype=torch.uint8)
     inputs = input_views(buffer, sum(lengths), len(lengths))
-    fill_inputs(inputs, sequences(lengths, seed), [True] * len(lengths))
+    fill_inputs(inputs, sequences(lengths, seed), [NORMALIZED] * len(lengths))
     return Batch(inputs, sum(lengths), len(lengths))
 
 
@@ -270,9 +273,9 @@ def test_normalize_is_chosen_by_sequence(small_bert):
     runner = Runner(Checkpoint.open(small_bert), EngineConfig(dtype="fp32"))
     rows = sequences([9, 2, 9, 5])
 
-    mixed = runner.run(rows, [True, False, False, True])
+    mixed = runner.run(rows, [NORMALIZED, PLAIN, PLAIN, NORMALIZED])
 
-    plain = runner.run(rows, [False] * 4)
+    plain = runner.run(rows, [PLAIN] * 4)
     for index, normalized in enumerate([True, False, False, True]):
         expected = plain[index] / np.linalg.norm(plain[index]) if normalized else plain[index]
         np.testing.assert_allclose(mixed[index], expected, rtol=0, atol=1e-6)

@@ -6,8 +6,7 @@ launched op by op in service: each batch is one copy of its inputs, one graph, o
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as AnySequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from varlen.execution.buckets import Bucket, Buckets
+from varlen.execution.packing import fill_inputs, input_bytes, input_views, split_answers
 from varlen.memory.arena import Arena
-from varlen.models.batch import fill_inputs, input_bytes, input_views, split_answers
-from varlen.models.buckets import Bucket, Buckets
-from varlen.models.program import Batch, Program
-from varlen.request import Float32Array, Sequence
+from varlen.program.program import Batch, Program
+from varlen.request import Float32Array, Prompt, RequestOptions
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ class CudaExecutor:
         self._captured = dict(self._capture_all())
 
     def run(
-        self, sequences: AnySequence[Sequence], normalize: AnySequence[bool]
+        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> list[Float32Array]:
         """Return the answer of each sequence; see `Runner.run`.
 
@@ -118,13 +117,13 @@ class CudaExecutor:
             ValueError: the batch has more tokens than graphs were captured for.
         """
         # the longest first, so that the last programs of attention to start are short ones
-        order = sorted(range(len(sequences)), key=lambda i: -sequences[i].num_tokens)
-        lengths = [sequences[i].num_tokens for i in order]
+        order = sorted(range(len(prompts)), key=lambda i: -prompts[i].num_tokens)
+        lengths = [prompts[i].num_tokens for i in order]
         bucket = self._buckets.smallest(sum(lengths), len(lengths))
         captured = self._captured[bucket]
         # the graph writes there: a plan depends on nothing but the bucket
         self._arena.carve_whole(bucket.tokens, bucket.sequences)
-        chosen = [sequences[i] for i in order], [normalize[i] for i in order]
+        chosen = [prompts[i] for i in order], [options[i] for i in order]
         output = self._replay(captured, *chosen).numpy()
         answers = split_answers(output, lengths, per_token=self._program.is_per_token)
         return [answers[place] for place in np.argsort(order).tolist()]
@@ -135,12 +134,12 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def _replay(
-        self, captured: _Captured, sequences: list[Sequence], normalize: list[bool]
+        self, captured: _Captured, prompts: list[Prompt], options: list[RequestOptions]
     ) -> Tensor:
         """Return the output of a batch, on the host."""
-        fill_inputs(captured.inputs, sequences, normalize)
-        tokens = sum(sequence.num_tokens for sequence in sequences)
-        rows = self._program.output.at(tokens, len(sequences))[0]
+        fill_inputs(captured.inputs, prompts, options)
+        tokens = sum(prompt.num_tokens for prompt in prompts)
+        rows = self._program.output.at(tokens, len(prompts))[0]
         size = captured.input_bytes
         with self._graphs.stream():
             self._device_inputs[:size].copy_(self._host_inputs[:size], non_blocking=True)

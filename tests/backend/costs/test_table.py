@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.scheduling.cost import BatchShape, CostTable, powers_of_two
+from varlen.costs.batch_shape import BatchShape
+from varlen.costs.table import CostTable, powers_of_two
 
 COUNTS = [1, 2, 4, 8, 16]
 LENGTHS = [4, 8, 16, 32, 64, 128]

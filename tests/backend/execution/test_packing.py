@@ -6,8 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.models.batch import fill_inputs, input_bytes, input_views, split_answers
-from varlen.request import Sequence
+from varlen.execution.packing import fill_inputs, input_bytes, input_views, split_answers
+from varlen.request import Prompt, RequestOptions
+
+PLAIN, NORMALIZED = RequestOptions(), RequestOptions(normalize=True)
 
 
 def ids(*values):
@@ -23,7 +25,9 @@ def inputs_for(tokens, sequences):
 def test_sequences_lie_one_after_the_other():
     inputs = inputs_for(5, 2)
 
-    fill_inputs(inputs, [Sequence(ids(7, 8, 9), ids(0, 1, 1)), Sequence(ids(5, 6))], [False, True])
+    fill_inputs(
+        inputs, [Prompt(ids(7, 8, 9), ids(0, 1, 1)), Prompt(ids(5, 6))], [PLAIN, NORMALIZED]
+    )
 
     assert {name: view.tolist() for name, view in inputs.items()} == {
         "token_ids": [7, 8, 9, 5, 6],
@@ -37,7 +41,7 @@ def test_sequences_lie_one_after_the_other():
 def test_room_to_spare_holds_tokens_of_no_sequence_and_sequences_of_no_token():
     inputs = inputs_for(6, 4)
 
-    fill_inputs(inputs, [Sequence(ids(7, 8)), Sequence(ids(9))], [True, True])
+    fill_inputs(inputs, [Prompt(ids(7, 8)), Prompt(ids(9))], [NORMALIZED, NORMALIZED])
 
     assert {name: view.tolist() for name, view in inputs.items()} == {
         "token_ids": [7, 8, 9, 0, 0, 0],

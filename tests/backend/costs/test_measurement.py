@@ -8,18 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.scheduling.cost import BatchShape
-from varlen.scheduling.measurement import Measurement, MixedBatch, measure
-from varlen.scheduling.measurement_plan import MeasurementPlan
-from varlen.scheduling.partition import Limits
+from varlen.costs.batch_shape import BatchLimits, BatchShape
+from varlen.costs.measurement import Measurement, MixedBatch, measure
+from varlen.costs.measurement_plan import MeasurementPlan
 
 LIMITS = st.builds(
-    Limits,
+    BatchLimits,
     max_sequences=st.integers(1, 80),
     max_tokens=st.integers(1, 5000),
     execution=st.sampled_from(["packed", "padded"]),
 )
-LARGE = Limits(64, 4096, "packed")
+LARGE = BatchLimits(64, 4096, "packed")
 # one sequence of a quarter of 512 tokens
 REFERENCE = (128,)
 
@@ -207,7 +206,7 @@ def test_lengths_whose_large_batches_had_no_time_are_left_out():
 def test_the_median_of_repeats_counts():
     machine = Machine(fixed=0.03, noise=(1.0, 1.0, 9.0, 1.0, 0.5))
 
-    measured = machine.measure(Limits(4, 64, "packed"), 16, seconds=1e6)
+    measured = machine.measure(BatchLimits(4, 64, "packed"), 16, seconds=1e6)
 
     for (count, length), seconds in measured.samples.items():
         assert seconds == pytest.approx(machine.cost([length] * count))
@@ -220,7 +219,7 @@ def test_the_median_of_repeats_counts():
 def test_shorter_batches_are_repeated_more_and_run_once_before(fixed, runs):
     machine = Machine(fixed=fixed, token=1e-6, square=0.0)
 
-    machine.measure(Limits(4, 64, "packed"), 16, seconds=1e6)
+    machine.measure(BatchLimits(4, 64, "packed"), 16, seconds=1e6)
 
     assert machine.ran.count((16,)) == runs
 
@@ -236,7 +235,7 @@ def test_the_first_run_of_a_short_batch_does_not_count():
         return cost(lengths) + (0.0 if known else 1e-2)
 
     machine.cost = cost_at_first
-    measured = machine.measure(Limits(4, 64, "packed"), 16)
+    measured = machine.measure(BatchLimits(4, 64, "packed"), 16)
 
     assert measured.samples[1, 16] == pytest.approx(cost([16]))
     assert measured.spread == pytest.approx(1.0)
@@ -274,7 +273,7 @@ def test_a_machine_whose_speed_drifts_is_measured_as_if_it_did_not():
 def test_the_reference_takes_about_a_tenth_of_the_time():
     machine = Machine()
 
-    measured = machine.measure(Limits(64, 4096, "packed"), 512)
+    measured = machine.measure(BatchLimits(64, 4096, "packed"), 512)
 
     spent = sum(machine.cost(batch) for batch in machine.ran if batch == REFERENCE)
     # the reference is a point of the grid as well
@@ -313,7 +312,7 @@ def test_progress_is_told_by_time_where_that_ends_first():
 
 
 @pytest.mark.parametrize(
-    "limits", [LARGE, Limits(20, 10_240, "padded"), Limits(16, 900, "packed")], ids=str
+    "limits", [LARGE, BatchLimits(20, 10_240, "padded"), BatchLimits(16, 900, "packed")], ids=str
 )
 def test_mixed_batches_are_of_several_sizes_and_the_same_every_time(limits):
     mixed = MeasurementPlan.of(limits, 256).mixed
@@ -325,11 +324,11 @@ def test_mixed_batches_are_of_several_sizes_and_the_same_every_time(limits):
 
 
 def test_one_sequence_a_batch_is_no_mixed_batch():
-    assert MeasurementPlan.of(Limits(1, 4096, "packed"), 512).mixed == []
+    assert MeasurementPlan.of(BatchLimits(1, 4096, "packed"), 512).mixed == []
 
 
 def test_where_a_batch_holds_one_sequence_two_are_taken_to_cost_twice_as_much():
-    measured = Machine().measure(Limits(1, 4096, "packed"), 512)
+    measured = Machine().measure(BatchLimits(1, 4096, "packed"), 512)
 
     assert {count for count, _ in measured.samples} == {1, 2}
     assert measured.samples[2, 4] == 2 * measured.samples[1, 4]

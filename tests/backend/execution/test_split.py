@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.models.shares import share_out
+from varlen.execution.split import share_out
 
 HIDDEN = 64
 

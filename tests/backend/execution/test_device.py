@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from varlen.errors import ConfigError
-from varlen.models import device as module
-from varlen.models.device import choose_device, choose_dtype
+from varlen.execution import device as module
+from varlen.execution.device import choose_device, choose_dtype
 from varlen_kernels import reference
 from varlen_kernels.dispatch import kernels_for
 

@@ -1,17 +1,16 @@
 """Runs batches on a CPU: shared out over lanes of one core each, or by all cores together."""
 
 import os
-from collections.abc import Callable
-from collections.abc import Sequence as AnySequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from varlen.execution.packing import fill_inputs, input_bytes, input_views, split_answers
+from varlen.execution.split import share_out
+from varlen.execution.workers import Lanes
 from varlen.memory.arena import Arena, Region, Shape
-from varlen.models.batch import fill_inputs, input_bytes, input_views, split_answers
-from varlen.models.lanes import Lanes
-from varlen.models.program import Batch, Program
-from varlen.models.shares import share_out
-from varlen.request import Float32Array, Sequence
+from varlen.program.program import Batch, Program
+from varlen.request import Float32Array, Prompt, RequestOptions
 
 # oneDNN keeps what it compiled for each shape of GELU, and of bf16 products: 1,024 unless told otherwise, of 32 and
 # 556 KiB. Shapes hardly repeat where lengths are random, so a few are as good; a core needs five at a time.
@@ -34,14 +33,14 @@ class CpuExecutor:
         self._lanes = Lanes(self._cores if self._cores > 1 else 0)
 
     def run(
-        self, sequences: AnySequence[Sequence], normalize: AnySequence[bool]
+        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> list[Float32Array]:
         """Return the answer of each sequence; see `Runner.run`."""
-        lengths = [sequence.num_tokens for sequence in sequences]
+        lengths = [prompt.num_tokens for prompt in prompts]
         shares, regions = self._share_out(lengths)
 
         def task(share: list[int], region: Region) -> Callable[[], list[Float32Array]]:
-            chosen = [sequences[i] for i in share], [normalize[i] for i in share]
+            chosen = [prompts[i] for i in share], [options[i] for i in share]
             return lambda: self._run_share(*chosen, region)
 
         if len(shares) == 1:
@@ -53,7 +52,7 @@ class CpuExecutor:
             for share, rows in zip(shares, answers, strict=True)
             for index, row in zip(share, rows, strict=True)
         }
-        return [placed[index] for index in range(len(sequences))]
+        return [placed[index] for index in range(len(prompts))]
 
     def close(self) -> None:
         """Stop the threads."""
@@ -72,15 +71,15 @@ class CpuExecutor:
     @torch.inference_mode()
     def _run_share(
         self,
-        sequences: AnySequence[Sequence],
-        normalize: AnySequence[bool],
+        prompts: Sequence[Prompt],
+        options: Sequence[RequestOptions],
         region: Region,
     ) -> list[Float32Array]:
-        lengths = [sequence.num_tokens for sequence in sequences]
+        lengths = [prompt.num_tokens for prompt in prompts]
         tokens, count = sum(lengths), len(lengths)
         buffer = torch.empty(input_bytes(tokens, count), dtype=torch.uint8)
         inputs = input_views(buffer, tokens, count)
-        fill_inputs(inputs, sequences, normalize)
+        fill_inputs(inputs, prompts, options)
         output = self._program.run(Batch(inputs, tokens, count), self._kernels, region)
         return split_answers(output.numpy(), lengths, per_token=self._program.is_per_token)
 

@@ -13,13 +13,16 @@ import pytest
 import torch
 
 from varlen.config import EngineConfig
+from varlen.execution.cuda import CudaExecutor
+from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.cuda import CudaExecutor
-from varlen.models.runner import Runner
-from varlen.request import Sequence
+from varlen.request import Prompt, RequestOptions
 from varlen_kernels import reference
+
+PLAIN = RequestOptions()
+NORMALIZED = RequestOptions(normalize=True)
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 160
@@ -76,7 +79,7 @@ def executor(runner, graphs):
 def sequences(lengths, seed=0):
     numbers = np.random.default_rng(seed)
     return [
-        Sequence(numbers.integers(0, 50, n).astype(np.int32), numbers.integers(0, 2, n))
+        Prompt(numbers.integers(0, 50, n).astype(np.int32), numbers.integers(0, 2, n))
         for n in lengths
     ]
 
@@ -91,11 +94,11 @@ BATCHES = pytest.mark.parametrize(
 @BATCHES
 def test_a_batch_gets_the_answers_of_the_cpu_in_the_order_given(runner, executor, lengths):
     batch = sequences(lengths)
-    normalize = [index % 2 == 0 for index in range(len(batch))]
+    options = [RequestOptions(normalize=index % 2 == 0) for index in range(len(batch))]
 
-    answers = executor.run(batch, normalize)
+    answers = executor.run(batch, options)
 
-    for mine, theirs in zip(answers, runner.run(batch, normalize), strict=True):
+    for mine, theirs in zip(answers, runner.run(batch, options), strict=True):
         assert mine.dtype == np.float32
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
 
@@ -105,7 +108,7 @@ def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, g
 
     for tokens in range(1, MAX_TOKENS + 1):
         lengths = [min(64, tokens - begin) for begin in range(0, tokens, 64)]
-        executor.run(sequences(lengths), [True] * len(lengths))
+        executor.run(sequences(lengths), [NORMALIZED] * len(lengths))
 
     assert graphs.replayed == MAX_TOKENS
     assert graphs.captured == captured
@@ -116,38 +119,38 @@ def test_memory_stays_where_graphs_left_it(executor):
     address, offsets = arena.memory.data_ptr(), arena.carve_whole(*shape).offsets
 
     for lengths in ([1], [60, 60, 40], [1] * MAX_TOKENS):
-        executor.run(sequences(lengths), [False] * len(lengths))
+        executor.run(sequences(lengths), [PLAIN] * len(lengths))
 
     assert arena.memory.data_ptr() == address
     assert arena.carve_whole(*shape).offsets == offsets
 
 
 def test_what_is_in_use_is_the_footprint_of_the_bucket(executor):
-    executor.run(sequences([10, 7]), [True, True])
+    executor.run(sequences([10, 7]), [NORMALIZED] * 2)
 
     # the smallest bucket of 17 tokens has 32, and room for 2 sequences
     assert executor._arena.use().footprint_bytes == executor._arena.layout.plan(32, 2).footprint
 
 
 def test_an_answer_does_not_depend_on_the_batch_before(executor):
-    alone = [answer.copy() for answer in executor.run(sequences([5, 2]), [True, True])]
+    alone = [answer.copy() for answer in executor.run(sequences([5, 2]), [NORMALIZED] * 2)]
 
-    executor.run(sequences([60, 60, 40], seed=1), [False] * 3)
+    executor.run(sequences([60, 60, 40], seed=1), [PLAIN] * 3)
     with torch.inference_mode():
         # every bit set is NaN in each float format
         executor._arena.memory.fill_(0xFF)
         executor._output.fill_(torch.nan)
-    again = executor.run(sequences([5, 2]), [True, True])
+    again = executor.run(sequences([5, 2]), [NORMALIZED] * 2)
 
     for mine, theirs in zip(again, alone, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
 def test_an_answer_is_a_copy(executor):
-    first = executor.run(sequences([4, 9]), [True, True])
+    first = executor.run(sequences([4, 9]), [NORMALIZED] * 2)
     kept = [answer.copy() for answer in first]
 
-    executor.run(sequences([4, 9], seed=1), [True, True])
+    executor.run(sequences([4, 9], seed=1), [NORMALIZED] * 2)
     with torch.inference_mode():
         executor._output.fill_(torch.nan)
 

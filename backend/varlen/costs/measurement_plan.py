@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from varlen.scheduling.cost import powers_of_two
-from varlen.scheduling.partition import Limits
+from varlen.costs.batch_shape import BatchLimits
+from varlen.costs.table import powers_of_two
 
 # (sequences, length in tokens)
 Point: TypeAlias = tuple[int, int]
@@ -41,7 +41,7 @@ class MeasurementPlan:
         return len(self.needed) + len(self.coarse) + len(self.mixed) + len(self.fine)
 
     @classmethod
-    def of(cls, limits: Limits, max_length: int) -> MeasurementPlan:
+    def of(cls, limits: BatchLimits, max_length: int) -> MeasurementPlan:
         """Return the plan for batches within limits, of sequences up to so many tokens."""
         lengths = [n for n in powers_of_two(max_length) if n >= _SHORTEST] or [max_length]
         counts = powers_of_two(limits.max_sequences)
@@ -63,7 +63,7 @@ class MeasurementPlan:
         )
 
 
-def _mixed_batches(limits: Limits, max_length: int) -> list[list[int]]:
+def _mixed_batches(limits: BatchLimits, max_length: int) -> list[list[int]]:
     numbers = random.Random(0)
     batches = [
         _mixed_batch(numbers, limits, size, max(1, int(max_length * longest)))
@@ -72,7 +72,9 @@ def _mixed_batches(limits: Limits, max_length: int) -> list[list[int]]:
     return sorted((batch for batch in batches if len(batch) > 1), key=sum)
 
 
-def _mixed_batch(numbers: random.Random, limits: Limits, size: float, longest: int) -> list[int]:
+def _mixed_batch(
+    numbers: random.Random, limits: BatchLimits, size: float, longest: int
+) -> list[int]:
     """Return random lengths up to `longest`, until the next would be too much for so large a share of a full batch."""
     limits = replace(limits, max_tokens=int(limits.max_tokens * size))
     lengths: list[int] = []

@@ -1,14 +1,13 @@
 """The inputs of a batch: sequences laid one after the other into one buffer, so that one copy moves them all."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as AnySequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from varlen.request import Float32Array, Sequence
+from varlen.request import Float32Array, Prompt, RequestOptions
 
 # Of every input's first byte: kernels load 16 bytes at a time.
 _ALIGNMENT = 16
@@ -34,34 +33,34 @@ def input_views(buffer: Tensor, tokens: int, sequences: int) -> dict[str, Tensor
 
 
 def fill_inputs(
-    views: Mapping[str, Tensor], sequences: AnySequence[Sequence], normalize: AnySequence[bool]
+    views: Mapping[str, Tensor], prompts: Sequence[Prompt], options: Sequence[RequestOptions]
 ) -> None:
     """Write a batch into its inputs; room that is left becomes tokens of no sequence, and sequences of no token.
 
     Args:
         views: of `input_views` on the CPU, for at least this many tokens and sequences.
-        sequences: in the order in which they are packed.
-        normalize: by sequence.
+        prompts: in the order in which they are packed.
+        options: by prompt.
     """
     arrays = {name: view.numpy() for name, view in views.items()}
-    lengths = [sequence.num_tokens for sequence in sequences]
+    lengths = [prompt.num_tokens for prompt in prompts]
     tokens, count = sum(lengths), len(lengths)
     for array in arrays.values():
         array[:] = 0
     bounds = arrays["cu_seqlens"]
     np.cumsum(lengths, out=bounds[1 : count + 1])
     bounds[count + 1 :] = tokens
-    np.concatenate([s.token_ids for s in sequences], out=arrays["token_ids"][:tokens])
+    np.concatenate([prompt.token_ids for prompt in prompts], out=arrays["token_ids"][:tokens])
     starts = np.repeat(bounds[:count], lengths)
     np.subtract(np.arange(tokens, dtype=np.int32), starts, out=arrays["position_ids"][:tokens])
-    for begin, sequence in zip(bounds.tolist(), sequences, strict=False):
-        if sequence.type_ids is not None:
-            arrays["type_ids"][begin : begin + sequence.num_tokens] = sequence.type_ids
-    arrays["normalize"][:count] = normalize
+    for begin, prompt in zip(bounds.tolist(), prompts, strict=False):
+        if prompt.type_ids is not None:
+            arrays["type_ids"][begin : begin + prompt.num_tokens] = prompt.type_ids
+    arrays["normalize"][:count] = [each.normalize for each in options]
 
 
 def split_answers(
-    output: Float32Array, lengths: AnySequence[int], *, per_token: bool
+    output: Float32Array, lengths: Sequence[int], *, per_token: bool
 ) -> list[Float32Array]:
     """Return the answer of each sequence, a view of the batch's output.
 

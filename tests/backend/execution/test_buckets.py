@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.models.buckets import Bucket, Buckets
+from varlen.execution.buckets import Bucket, Buckets
 
 
 @settings(deadline=None)

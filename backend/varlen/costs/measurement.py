@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from varlen.config import Execution
-from varlen.scheduling.cost import BatchShape, CostTable
-from varlen.scheduling.measurement_plan import MeasurementPlan, Point
-from varlen.scheduling.partition import Limits
+from varlen.costs.batch_shape import BatchLimits, BatchShape
+from varlen.costs.measurement_plan import MeasurementPlan, Point
+from varlen.costs.table import CostTable
 
 # Seconds by (sequences, length in tokens).
 Samples: TypeAlias = dict[Point, float]
@@ -102,7 +102,7 @@ class Measurement:
 
 def measure(
     run: Callable[[list[int]], object],
-    limits: Limits,
+    limits: BatchLimits,
     *,
     max_length: int,
     seconds: float,

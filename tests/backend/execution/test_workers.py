@@ -5,7 +5,7 @@ from threading import Barrier, get_ident
 import pytest
 import torch
 
-from varlen.models.lanes import Lanes
+from varlen.execution.workers import Lanes
 
 SECONDS = 10.0
 

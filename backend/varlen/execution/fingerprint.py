@@ -14,13 +14,15 @@ from pathlib import Path
 
 import torch
 
+import varlen.execution
 import varlen.memory
 import varlen.models
+import varlen.program
 import varlen_kernels
 from varlen.models.weights import shards
 
 # What of our own code runs a batch, and by what kinds of file.
-_PACKAGES = (varlen.models, varlen.memory, varlen_kernels)
+_PACKAGES = (varlen.models, varlen.program, varlen.execution, varlen.memory, varlen_kernels)
 _CODE = (".py", ".json")
 # Bytes that say how long a safetensors header is: a little-endian number.
 _LENGTH_BYTES = 8

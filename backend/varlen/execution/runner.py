@@ -1,6 +1,6 @@
 """A loaded model: sequences in, one fp32 array per sequence out."""
 
-from collections.abc import Sequence as AnySequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from varlen.config import EngineConfig, Task
 from varlen.errors import ConfigError
+from varlen.execution.cpu import CpuExecutor
+from varlen.execution.cuda import CudaExecutor
+from varlen.execution.device import choose_device, choose_dtype, memory_of
 from varlen.memory.arena import Arena, alignment_of
-from varlen.memory.failures import memory_errors
 from varlen.memory.layout import Layout
+from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.cpu import CpuExecutor
-from varlen.models.cuda import CudaExecutor
-from varlen.models.device import choose_device, choose_dtype, memory_of
 from varlen.models.encoder import EncoderInputs, encode
 from varlen.models.families import load_encoder
 from varlen.models.heads import apply_head
-from varlen.models.program import Program, Recorder
-from varlen.request import Float32Array, Sequence
+from varlen.program.program import Program, Recorder
+from varlen.request import DEFAULT_OPTIONS, Float32Array, Prompt, RequestOptions
 from varlen_kernels.dispatch import kernels_for
 
 
@@ -28,7 +28,7 @@ class Executor(Protocol):
     """Runs a program's batches on one device."""
 
     def run(
-        self, sequences: AnySequence[Sequence], normalize: AnySequence[bool]
+        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> list[Float32Array]:
         """Return the answer of each sequence; see `Runner.run`."""
 
@@ -96,14 +96,14 @@ class Runner:
             self.executor = CpuExecutor(self.program, kernels, self.arena, checkpoint.hidden_size)
 
     def run(
-        self, sequences: AnySequence[Sequence], normalize: AnySequence[bool]
+        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> list[Float32Array]:
         """Return the answer of each sequence, in the order given.
 
         Args:
-            sequences: checked, at least one, of `max_batch_tokens` together at most, with their padding if they
+            prompts: checked, at least one, of `max_batch_tokens` together at most, with their padding if they
                 are padded.
-            normalize: per sequence, whether an embedding is divided by its length.
+            options: by prompt.
 
         Returns:
             Per sequence: embed `[hidden]`, classify and rerank `[labels]`, hidden `[tokens, hidden]`,
@@ -112,24 +112,24 @@ class Runner:
         Raises:
             MemoryError: there was too little memory for what the batch needs beside the arena.
         """
-        count = len(sequences)
+        count = len(prompts)
         if self._is_padded:
-            padding = _padding(sequences)
-            sequences = [*sequences, *padding]
-            normalize = [*normalize, *(False for _ in padding)]
+            padding = _padding(prompts)
+            prompts = [*prompts, *padding]
+            options = [*options, *(DEFAULT_OPTIONS for _ in padding)]
         with memory_errors():
-            return self.executor.run(sequences, normalize)[:count]
+            return self.executor.run(prompts, options)[:count]
 
     def close(self) -> None:
         """Let go of threads and device memory."""
         self.executor.close()
 
 
-def _padding(sequences: AnySequence[Sequence]) -> list[Sequence]:
+def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Return what fills sequences up to the longest: of each, a sequence of its own, whose answer nobody reads."""
-    longest = max(sequence.num_tokens for sequence in sequences)
-    missing = [longest - sequence.num_tokens for sequence in sequences]
-    return [Sequence(np.zeros(count, dtype=np.int32)) for count in missing if count]
+    longest = max(prompt.num_tokens for prompt in prompts)
+    missing = [longest - prompt.num_tokens for prompt in prompts]
+    return [Prompt(np.zeros(count, dtype=np.int32)) for count in missing if count]
 
 
 def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
