@@ -21,6 +21,7 @@ Inputs: TypeAlias = Sequence[Text] | Sequence[TokenIds]
 
 # In process the caller's own memory is the queue's bound.
 _NO_CAP = 2**62
+_NO_ANSWER: Float32Array = np.empty(0, dtype=np.float32)
 
 
 class Encoder:
@@ -131,19 +132,19 @@ class Encoder:
     ) -> list[Float32Array]:
         if self.task not in tasks:
             raise ConfigError(f'this encoder was loaded for the task "{self.task}", not {tasks[0]}')
-        sequences = self._sequences(inputs, truncate)
+        prompts = self._prompts(inputs, truncate)
         # neighbours of one length share an attention call, so a long list runs sorted
-        order = sorted(range(len(sequences)), key=lambda i: sequences[i].num_tokens)
-        reply = _FutureReply()
-        request = Request(tuple(sequences[i] for i in order), RequestOptions(normalize))
-        self._service.submit(request, reply)
-        answers: list[Float32Array | None] = [None] * len(order)
+        order = sorted(range(len(prompts)), key=lambda i: prompts[i].num_tokens)
+        reply = _FutureReply(len(order))
+        options = RequestOptions(normalize)
+        self._service.submit(Request(tuple(prompts[i] for i in order), options), reply)
+        answers: list[Float32Array] = [_NO_ANSWER] * len(order)
         for index, row in zip(order, reply.rows.result(), strict=True):
-            # what is kept is read-only; the caller's is his own
+            # kept answers are read-only; the caller's may be changed
             answers[index] = row if row.flags.writeable else row.copy()
-        return cast(list[Float32Array], answers)
+        return answers
 
-    def _sequences(self, inputs: Inputs, truncate: bool) -> tuple[Prompt, ...]:
+    def _prompts(self, inputs: Inputs, truncate: bool) -> tuple[Prompt, ...]:
         if isinstance(inputs, str):
             raise RequestError("inputs is one string; send a list of them")
         if len(inputs) and _is_text(inputs[0]):
@@ -171,16 +172,20 @@ def _row(row: int, ids: object) -> npt.NDArray[np.int64]:
 
 
 class _FutureReply:
-    """Gives the answer to the thread that waits for it."""
+    """Passes the answer to the thread that waits for it."""
 
-    def __init__(self) -> None:
-        self.rows: Future[Sequence[Float32Array]] = Future()
+    def __init__(self, rows: int) -> None:
+        self.rows: Future[list[Float32Array]] = Future()
+        self._outputs = [_NO_ANSWER] * rows
 
     def is_cancelled(self) -> bool:
         return False
 
-    def succeed(self, rows: Sequence[Float32Array]) -> None:
-        self.rows.set_result(rows)
+    def send(self, row: int, output: Float32Array) -> None:
+        self._outputs[row] = output
+
+    def finish(self) -> None:
+        self.rows.set_result(self._outputs)
 
     def fail(self, error: Exception) -> None:
         self.rows.set_exception(error)

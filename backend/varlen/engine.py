@@ -1,64 +1,124 @@
-"""The engine: one thread that takes the next batch, runs it, and hands the answers out.
+"""The engine: one thread that schedules batches, has them run, and delivers what comes out.
 
-It owns the queue, the policy and the model; nothing else touches them. Requests come in through a
-thread-safe inbox, answers leave through each request's `Reply`, which must not block. Every request
-that was submitted is answered exactly once, on every path.
+    batch = scheduler.schedule(now)                  # which sequences run, with how many tokens
+    executor.start(batch, completed)                 # runs it; up to `slots` batches at a time
+    events = scheduler.update(batch, result)         # outputs and failures; sequences finish or go on
+
+A sequence that is not finished after a batch waits for the next one, so models that answer in one step and models
+that generate token by token run in the same loop. Requests come in through a thread-safe inbox, and so do completed
+batches. Every request is answered exactly once, on every path.
+
+Source: Orca (Yu et al. 2022, OSDI), algorithm 1.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from varlen.errors import DeadlineError, EngineError, QueueFullError, RequestCancelled
+from varlen.errors import (
+    DeadlineError,
+    EngineError,
+    ModelFaultError,
+    QueueFullError,
+    RequestCancelled,
+)
 from varlen.metrics import Stats
-from varlen.request import Float32Array, Prompt, Reply, Request, RequestOptions, Ticket, Waiting
-from varlen.scheduling.admission import Admission
-from varlen.scheduling.policy import Batch
-from varlen.scheduling.scheduler import Scheduler
+from varlen.request import Reply, Request
+from varlen.sequence import (
+    Batch,
+    BatchResult,
+    Event,
+    Forecast,
+    RequestState,
+    SequenceOutput,
+    requests_of,
+)
 
 _log = logging.getLogger(__name__)
 
-_BATCH_FAILED = "the model failed on the batch that held this request; the server's log says why"
-_TOO_LITTLE_MEMORY = "the server had too little memory to run this request; it may pass later"
+_ENGINE_FAILED = "the engine failed; the server's log says why"
+_FAULT = "the model has stopped after a fault of its device and cannot run requests; reload it"
 
 
-class Model(Protocol):
-    """What the engine runs."""
+class Scheduler(Protocol):
+    """Decides which sequences run together next. The engine's thread calls it, except for `admit`."""
 
-    def run(self, prompts: list[Prompt], options: list[RequestOptions]) -> list[Float32Array]:
-        """Return one answer per sequence, in order."""
+    def admit(self, request: Request, now: float) -> Forecast:
+        """Count a request as waiting, or raise a `VarlenError`. From any thread."""
+
+    def add(self, request: RequestState, now: float) -> None:
+        """Queue an admitted request."""
+
+    def wake_at(self, now: float) -> float | None:
+        """Return when `schedule` will have a batch if nothing else happens; None if nothing waits."""
+
+    def schedule(self, now: float) -> Batch | None:
+        """Return the next batch, whose sequences are running from now on; None if it is not time for one."""
+
+    def trim(self, batch: Batch, now: float) -> Batch | None:
+        """Return a scheduled batch without finished sequences; None if nothing is left."""
+
+    def update(self, batch: Batch, result: BatchResult) -> list[Event]:
+        """Return what became of the sequences of a batch that has run, or failed to."""
+
+    def remove(self, request: RequestState) -> None:
+        """Finish all sequences of a request; the outputs of those that run are ignored."""
+
+    def drain(self) -> None:
+        """No more requests come: stop waiting for fuller batches."""
+
+
+class Executor(Protocol):
+    """Runs batches.
+
+    Attributes:
+        slots: how many batches may be in flight.
+    """
+
+    slots: int
+
+    def start(self, batch: Batch, completed: Callable[[Batch, BatchResult], None]) -> None:
+        """Begin to run a batch; `completed` is called once with its result, from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    batch: Batch
+    result: BatchResult
+
+
+# None tells the engine that the inbox is closed
+_Inbox: TypeAlias = SimpleQueue[RequestState | _Completion | None]
 
 
 class Engine:
-    """Runs one model's requests. `submit` may be called from any thread, the rest by the owner."""
+    """Runs the requests of one model. `submit` may be called from any thread, the rest by the owner."""
 
     def __init__(
         self,
-        model: Model,
         scheduler: Scheduler,
-        admission: Admission,
+        executor: Executor,
         stats: Stats,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make an engine that does nothing yet; `start` runs it in a thread, `step` by hand."""
-        self._model = model
+        """Make an engine that is idle; `start` runs it in a thread, `step` by hand."""
         self._scheduler = scheduler
-        self._admission = admission
+        self._executor = executor
         self._stats = stats
         self._clock = clock
-        # None wakes the thread to see that it should stop
-        self._inbox: SimpleQueue[Ticket | None] = SimpleQueue()
-        # admitted and not answered, in order; and what of it admission still counts
-        self._open: dict[Ticket, None] = {}
-        self._queued_requests = 0
-        self._queued_tokens = 0
+        self._inbox: _Inbox = SimpleQueue()
+        # admitted and not answered, in order of arrival
+        self._open: dict[RequestState, None] = {}
+        self._in_flight = 0
         self._inbox_closed = False
         self._submitting = Lock()
-        self._closing = False
+        # why no request is accepted any more; None while requests are
+        self._refusal: EngineError | None = None
         self._thread = Thread(target=self._loop, name="varlen-engine", daemon=True)
 
     def start(self) -> None:
@@ -69,225 +129,208 @@ class Engine:
         """Queue a request; its reply is answered later, from the engine's thread.
 
         Raises:
-            QueueFullError, DeadlineError, RequestError: it was not admitted, and its reply is left to the caller.
-            EngineError: the engine is closing; likewise.
+            QueueFullError, DeadlineError, RequestError: it was not admitted; its reply is left to the caller.
+            EngineError: the engine is closing, or its model has stopped; likewise.
         """
-        forecast = self._scheduler.forecast([p.num_tokens for p in request.prompts])
         # the lock orders this put before close()'s None, so that no request is left behind
         with self._submitting:
-            if self._closing:
-                raise EngineError("the model is being unloaded")
+            if self._refusal is not None:
+                raise self._refusal
             now = self._clock()
             try:
-                self._admission.enter(request, forecast, now)
+                forecast = self._scheduler.admit(request, now)
             except QueueFullError:
                 self._stats.count_refusal("queue_full")
                 raise
             except DeadlineError:
                 self._stats.count_refusal("deadline")
                 raise
-            deadline = math.inf
-            if request.options.deadline_seconds is not None:
-                deadline = now + request.options.deadline_seconds
-            self._inbox.put(Ticket(request, reply, now, deadline, forecast.seconds))
+            allowed = request.options.deadline_seconds
+            deadline = math.inf if allowed is None else now + allowed
+            self._inbox.put(RequestState(request, reply, now, deadline, forecast))
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine's thread runs and requests are accepted."""
+        return self._thread.is_alive() and self._refusal is None
+
+    @property
     def is_alive(self) -> bool:
-        """Return whether the engine's thread runs."""
+        """Whether the engine's thread runs."""
         return self._thread.is_alive()
 
     def close(self) -> None:
         """Refuse new requests, run what is queued, and stop the thread."""
         with self._submitting:
-            self._closing = True
+            self._refusal = self._refusal or EngineError("the model is being unloaded")
             self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
 
     def step(self) -> float | None:
-        """Take in what has arrived, and run one batch if it is time to.
+        """Handle what has arrived, and fill the free slots with batches.
 
         Returns:
-            When the next batch is to start; None if nothing waits.
+            When to call it again if nothing arrives before; None if it need not be called then.
         """
-        self._take_in()
-        while (start := self._start_at()) is not None and start <= self._clock():
+        self._drain_inbox()
+        while self._in_flight < self._executor.slots:
             batch = self._next_batch()
-            if batch is not None:
-                self._run(batch)
-                self._take_in()
-                return self._start_at()
-        return start
+            if batch is None:
+                return self._scheduler.wake_at(self._clock())
+            self._start(batch)
+        return None
 
     def _loop(self) -> None:
-        start: float | None = None
-        while start is not None or not self._inbox_closed:
+        wake_at: float | None = None
+        while not self._inbox_closed or self._in_flight or wake_at is not None:
             try:
-                self._wait(start)
-                start = self.step()
+                self._wait(wake_at)
+                wake_at = self.step()
             except Exception:
-                # a fault of the scheduler or the bookkeeping: nobody may be left waiting
-                _log.exception("the engine failed between batches; all that it holds is failed")
-                self._fail_all()
-                start = None
+                # a fault of the scheduler or of the bookkeeping: no request may be left waiting
+                _log.exception("the engine failed between batches; all open requests fail")
+                self._fail_all(EngineError(_ENGINE_FAILED))
+                wake_at = None
 
-    def _wait(self, start: float | None) -> None:
-        """Block until a batch is to start, or something arrives."""
-        if self._inbox_closed:
-            return
-        timeout = None if start is None else start - self._clock()
+    def _wait(self, wake_at: float | None) -> None:
+        """Block until something arrives, or until `wake_at`."""
+        timeout = None if wake_at is None else wake_at - self._clock()
         if timeout is None or timeout > 0.0:
             try:
-                self._take(self._inbox.get(timeout=timeout))
+                self._handle(self._inbox.get(timeout=timeout))
             except Empty:
                 return
 
-    def _start_at(self) -> float | None:
-        start = self._scheduler.start_at(self._clock())
-        # nothing more will come to wait for
-        return self._clock() if self._inbox_closed and start is not None else start
-
-    def _take_in(self) -> None:
-        """Move what has arrived into the queue."""
-        while not self._inbox_closed:
+    def _drain_inbox(self) -> None:
+        while True:
             try:
-                self._take(self._inbox.get(block=False))
+                self._handle(self._inbox.get(block=False))
             except Empty:
                 return
 
-    def _take(self, ticket: Ticket | None) -> None:
-        if ticket is None:
-            # close() put it behind the last request
+    def _handle(self, arrived: RequestState | _Completion | None) -> None:
+        if arrived is None:
             self._inbox_closed = True
-            return
-        self._open[ticket] = None
-        self._queued_requests += 1
-        self._queued_tokens += ticket.request.num_tokens
-        self._scheduler.add(ticket, ticket.arrival)
+            self._scheduler.drain()
+        elif isinstance(arrived, _Completion):
+            self._in_flight -= 1
+            self._update(arrived.batch, arrived.result)
+        else:
+            self._open[arrived] = None
+            self._scheduler.add(arrived, arrived.arrival)
 
     def _next_batch(self) -> Batch | None:
-        """Return what runs now, of requests that somebody still waits for; None if nobody does."""
-        began = time.perf_counter()
-        batch = self._scheduler.take(self._clock())
-        self._stats.count_scheduling(time.perf_counter() - began)
-        self._count_out(batch.sequences)
+        """Return the next batch, of requests whose clients still wait; None if it is not time for one."""
+        while True:
+            began, now = time.perf_counter(), self._clock()
+            batch = self._scheduler.schedule(now)
+            self._stats.count_scheduling(time.perf_counter() - began)
+            if batch is None:
+                return None
+            for request in requests_of(batch.sequences):
+                self._fail_if_gone(request, now)
+            batch = self._scheduler.trim(batch, now)
+            if batch is not None:
+                return batch
+
+    def _fail_if_gone(self, request: RequestState, now: float) -> None:
+        if request not in self._open:
+            return
+        if _is_cancelled(request):
+            self._fail(request, RequestCancelled("cancelled before it ran"))
+        elif request.deadline < now:
+            self._stats.count_refusal("expired")
+            self._fail(request, DeadlineError("the request was still waiting to run"))
+
+    def _start(self, batch: Batch) -> None:
         now = self._clock()
-        for ticket in _tickets(batch.sequences):
-            if ticket.closed:
+        for request in requests_of(batch.sequences):
+            if not request.started:
+                request.started = True
+                self._stats.count_wait(now - request.arrival)
+        self._executor.start(batch, self._completed)
+        self._in_flight += 1
+
+    def _completed(self, batch: Batch, result: BatchResult) -> None:
+        """Take a result from the executor, on any thread."""
+        self._inbox.put(_Completion(batch, result))
+
+    def _update(self, batch: Batch, result: BatchResult) -> None:
+        events = self._scheduler.update(batch, result)
+        if isinstance(result.error, ModelFaultError):
+            self._stop(ModelFaultError(_FAULT))
+            return
+        self._count(batch, result)
+        for event in events:
+            request = event.sequence.request
+            if request not in self._open:
                 continue
-            if _is_cancelled(ticket):
-                self._fail(ticket, RequestCancelled("cancelled before it ran"))
-            elif ticket.deadline < now:
-                self._stats.count_refusal("expired")
-                self._fail(ticket, DeadlineError("the request was still waiting to run"))
-        return self._scheduler.without_closed(batch)
-
-    def _count_out(self, taken: list[Waiting]) -> None:
-        now = self._clock()
-        gone: list[Ticket] = []
-        for waiting in taken:
-            ticket = waiting.ticket
-            if ticket.queued == len(ticket.rows):
-                self._stats.count_wait(now - ticket.arrival)
-            ticket.queued -= 1
-            if not ticket.queued:
-                gone.append(ticket)
-        tokens = sum(waiting.num_tokens for waiting in taken)
-        self._leave(len(gone), tokens, sum(ticket.seconds for ticket in gone))
-
-    def _leave(self, requests: int, tokens: int, seconds: float) -> None:
-        self._queued_requests -= requests
-        self._queued_tokens -= tokens
-        self._admission.leave(requests=requests, tokens=tokens, seconds=seconds)
-
-    def _run(self, batch: Batch) -> None:
-        """Run a batch; where memory runs out, its first half and then its second."""
-        shape = batch.shape
-        self._stats.count_batch(shape.sequences, shape.tokens, self._scheduler.padding(shape))
-        self._admission.started(until=self._clock() + batch.seconds)
-        parts = [batch.sequences]
-        while parts:
-            part = [waiting for waiting in parts.pop() if not waiting.ticket.closed]
-            try:
-                seconds = self._run_part(part)
-            except MemoryError:
-                _log.warning("too little memory for a batch of %d sequences", len(part))
-                if len(part) == 1:
-                    self._fail(part[0].ticket, EngineError(_TOO_LITTLE_MEMORY))
-                    continue
-                self._stats.count("varlen_split_batches_total")
-                half = len(part) // 2
-                parts += [part[half:], part[:half]]
-            except Exception:
-                _log.exception("a batch of %d sequences failed", len(part))
-                for ticket in _tickets(part):
-                    self._fail(ticket, EngineError(_BATCH_FAILED))
+            if isinstance(event, SequenceOutput):
+                self._deliver(request, event)
             else:
-                # of a batch that ran in parts, or failed, nothing can be learned
-                if len(part) == len(batch.sequences):
-                    self._learn(batch, seconds)
+                self._fail(request, event.error)
 
-    def _learn(self, batch: Batch, seconds: float) -> None:
-        self._stats.count_batch_seconds(predicted=batch.seconds, actual=seconds)
-        self._scheduler.ran(batch, seconds)
+    def _count(self, batch: Batch, result: BatchResult) -> None:
+        shape = batch.shape
+        if result.error is None:
+            self._stats.count_batch(shape.sequences, shape.tokens, result.padding_tokens)
+            self._stats.count_batch_seconds(predicted=batch.seconds, actual=result.seconds)
+        elif isinstance(result.error, MemoryError) and shape.sequences > 1:
+            self._stats.count("varlen_split_batches_total")
         _log.debug(
             "ran %d sequences, %d tokens, the longest %d: %s; %.1f ms predicted, %.1f ms taken",
-            batch.shape.sequences,
-            batch.shape.tokens,
-            batch.shape.longest,
-            batch.why,
+            shape.sequences,
+            shape.tokens,
+            shape.longest,
+            batch.reason,
             1000 * batch.seconds,
-            1000 * seconds,
+            1000 * result.seconds,
         )
 
-    def _run_part(self, batch: list[Waiting]) -> float:
-        """Run sequences and hand out their answers; return the seconds that the model took."""
-        if not batch:
-            return 0.0
-        began = self._clock()
-        answers = self._model.run(
-            [waiting.sequence for waiting in batch],
-            [waiting.ticket.request.options for waiting in batch],
-        )
-        seconds = self._clock() - began
-        for waiting, answer in list(zip(batch, answers, strict=True)):
-            self._hand_out(waiting, answer)
-        return seconds
-
-    def _hand_out(self, waiting: Waiting, answer: Float32Array) -> None:
-        ticket = waiting.ticket
-        ticket.rows[waiting.row] = answer
-        ticket.missing -= 1
-        if not ticket.missing:
-            rows = [row for row in ticket.rows if row is not None]
-            self._answer(ticket, lambda: ticket.reply.succeed(rows))
-
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
-        self._answer(ticket, lambda: ticket.reply.fail(error))
-
-    def _answer(self, ticket: Ticket, give: Callable[[], None]) -> None:
-        ticket.closed = True
-        del self._open[ticket]
+    def _deliver(self, request: RequestState, event: SequenceOutput) -> None:
         try:
-            give()
+            request.reply.send(event.sequence.row, event.output)
+        except Exception:
+            _log.exception("a reply failed to take a part of its answer")
+            self._fail(
+                request, EngineError("the answer could not be read; the server's log says why")
+            )
+            return
+        if request.is_finished:
+            self._answer(request, request.reply.finish)
+
+    def _fail(self, request: RequestState, error: Exception) -> None:
+        try:
+            self._scheduler.remove(request)
+        except Exception:
+            _log.exception("the scheduler failed to remove a request")
+        self._answer(request, lambda: request.reply.fail(error))
+
+    def _answer(self, request: RequestState, answer: Callable[[], None]) -> None:
+        del self._open[request]
+        try:
+            answer()
         except Exception:
             _log.exception("a reply failed to take its answer")
 
-    def _fail_all(self) -> None:
-        """Fail every request that has not been answered, wherever the fault lost it."""
-        self._scheduler.clear()
-        self._leave(self._queued_requests, self._queued_tokens, math.inf)
-        for ticket in list(self._open):
-            self._fail(ticket, EngineError("the engine failed; the server's log says why"))
+    def _stop(self, error: EngineError) -> None:
+        """Fail every open request, and refuse those that come."""
+        _log.error("%s", error)
+        with self._submitting:
+            self._refusal = error
+        # with the lock given back nothing more is put into the inbox but completions
+        self._drain_inbox()
+        self._fail_all(error)
+
+    def _fail_all(self, error: EngineError) -> None:
+        for request in list(self._open):
+            self._fail(request, error)
 
 
-def _is_cancelled(ticket: Ticket) -> bool:
+def _is_cancelled(request: RequestState) -> bool:
     try:
-        return ticket.reply.is_cancelled()
+        return request.reply.is_cancelled()
     except Exception:
         _log.exception("a reply failed to say whether it is cancelled; its request runs")
         return False
-
-
-def _tickets(sequences: Iterable[Waiting]) -> list[Ticket]:
-    """Return the requests that these sequences belong to, each once, in order."""
-    return list(dict.fromkeys(waiting.ticket for waiting in sequences))

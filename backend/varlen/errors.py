@@ -6,6 +6,7 @@ VarlenError
 ├── DeadlineError      nobody's fault: the answer would come, or came, too late
 ├── RequestCancelled   the caller went away before the request ran
 ├── EngineError        ours: running the request failed
+│   └── ModelFaultError   the device or a worker is lost: no request can run until the model is reloaded
 ├── ConfigError        the operator's fault: a setting is unknown or out of range
 └── CheckpointError    the operator's fault: the checkpoint is incomplete or of a kind we do not serve
 
@@ -42,6 +43,10 @@ class RequestCancelled(VarlenError):
 
 class EngineError(VarlenError):
     """Running the request failed through no fault of the caller."""
+
+
+class ModelFaultError(EngineError):
+    """The device or a worker is lost; no request can run until the model is reloaded."""
 
 
 class ConfigError(VarlenError):

@@ -1,8 +1,6 @@
-"""The nouns that pass between layers: a request, its sequences, and the ticket that follows it to its answer."""
+"""What a client sends, and where its answer goes: prompts, options, request and reply."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -62,69 +60,16 @@ class Request:
 
 
 class Reply(Protocol):
-    """Where a request's answer goes. Implementations take one answer and ignore any later one."""
+    """Where the answer of a request goes: parts, then exactly one `finish` or `fail`."""
 
     def is_cancelled(self) -> bool:
-        """Return whether nobody waits for the answer any more. False once answered."""
+        """Return whether the client has gone away. Not called after `finish` or `fail`."""
 
-    def succeed(self, rows: Sequence[Float32Array]) -> None:
-        """Answer with one array per sequence, in the request's order."""
+    def send(self, row: int, output: Float32Array) -> None:
+        """Take the output of one prompt, by its row in the request."""
+
+    def finish(self) -> None:
+        """End the answer: every part has been sent."""
 
     def fail(self, error: Exception) -> None:
-        """Answer with an error."""
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """An admitted request on its way through the engine, which alone changes it.
-
-    Attributes:
-        request, reply: what came, and where the answer goes.
-        arrival: when it was admitted, in seconds of the engine's clock, like all times here.
-        deadline: when its answer is worth nothing any more; infinity if it never is.
-        seconds: what it was expected to take when it was admitted; counted as waiting until its last sequence runs.
-        rows: the answer so far; None where a sequence has not run.
-        queued: sequences that have not been taken to run.
-        missing: sequences that have not run.
-        closed: whether the answer has been given; what is still queued of it is dropped.
-    """
-
-    request: Request
-    reply: Reply
-    arrival: float
-    deadline: float = math.inf
-    seconds: float = 0.0
-    rows: list[Float32Array | None] = field(init=False)
-    queued: int = field(init=False)
-    missing: int = field(init=False)
-    closed: bool = False
-
-    def __post_init__(self) -> None:
-        self.queued = self.missing = len(self.request.prompts)
-        self.rows = [None] * self.missing
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Waiting:
-    """One sequence in the queue: what the scheduler sees of it.
-
-    Attributes:
-        ticket: the request it belongs to.
-        row: its place in that request.
-        num_tokens: its length.
-        seconds: its expected share of a full batch.
-        since: when it came; earlier than that the higher its priority.
-        due: when it is to run at the latest, if it can.
-    """
-
-    ticket: Ticket
-    row: int
-    num_tokens: int
-    seconds: float = 0.0
-    since: float = 0.0
-    due: float = 0.0
-
-    @property
-    def sequence(self) -> Prompt:
-        """The tokens themselves."""
-        return self.ticket.request.prompts[self.row]
+        """End the answer with an error; parts sent before it do not count."""

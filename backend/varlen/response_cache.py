@@ -20,7 +20,7 @@ import logging
 import math
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
@@ -152,28 +152,36 @@ Rows: TypeAlias = dict[_Caller, list[int]]
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """Sequences of one request on their way through the engine, for which other requests may wait too.
+    """Prompts of one request on their way through the engine, for which other requests may wait too.
 
     Attributes:
-        cache: where the engine's answer goes.
-        leader: whose priority and deadline they have.
-        waiting: who waits for which of them, by key, in the order in which they are sent.
-        tokens: of all.
+        cache: where the engine's outputs go.
+        leader: the request whose priority and deadline they have.
+        keys: of the prompts, in the order in which they are sent.
+        waiting: requests and rows that wait for each key; a key leaves with its output.
+        tokens: of all prompts.
     """
 
     cache: "ResponseCache"
     leader: _Caller
+    keys: list[bytes] = field(default_factory=list)
     waiting: dict[bytes, list[tuple[_Caller, int]]] = field(default_factory=dict)
     tokens: int = 0
 
+    def add(self, key: bytes, row: int) -> None:
+        """Add a prompt of the leader."""
+        self.keys.append(key)
+        self.waiting[key] = [(self.leader, row)]
+        self.tokens += self.leader.request.prompts[row].num_tokens
+
     def prompts(self) -> tuple[Prompt, ...]:
-        """Return them, each once."""
-        # the first to wait for each is the leader
-        rows = [waiters[0][1] for waiters in self.waiting.values()]
+        """Return the prompts, each once."""
+        # the leader is the first that waits for each
+        rows = (waiters[0][1] for waiters in self.waiting.values())
         return tuple(self.leader.request.prompts[row] for row in rows)
 
     def callers(self) -> Rows:
-        """Return who still waits, and for which rows of theirs."""
+        """Return the requests that still wait, with their rows."""
         rows: Rows = {}
         for waiters in self.waiting.values():
             for caller, row in waiters:
@@ -185,8 +193,11 @@ class _Flight:
     def is_cancelled(self) -> bool:
         return self.cache._is_cancelled(self)
 
-    def succeed(self, rows: Sequence[Float32Array]) -> None:
-        self.cache._landed(self, rows)
+    def send(self, row: int, output: Float32Array) -> None:
+        self.cache._land(self, self.keys[row], output)
+
+    def finish(self) -> None:
+        """Do nothing: each output was passed on when it came."""
 
     def fail(self, error: Exception) -> None:
         self.cache._failed(self, error)
@@ -305,8 +316,7 @@ class ResponseCache:
                 flight.waiting[key].append((caller, row))
                 joined += 1
                 continue
-            own.waiting[key] = [(caller, row)]
-            own.tokens += caller.request.prompts[row].num_tokens
+            own.add(key, row)
         if is_new:
             self._hits += hits
             self._joined += joined
@@ -358,24 +368,18 @@ class ResponseCache:
             callers = list(flight.callers())
         return all(_is_gone(caller) for caller in callers)
 
-    def _landed(self, flight: _Flight, rows: Sequence[Float32Array]) -> None:
-        """Keep what a flight brought, and hand it out."""
-        try:
-            answers = dict(zip(flight.waiting, map(_Answer.of, rows), strict=True))
-        except Exception:
-            _log.exception("an answer could not be kept")
-            self._failed(
-                flight, EngineError("the answer could not be read; the server's log says why")
-            )
-            return
+    def _land(self, flight: _Flight, key: bytes, output: Float32Array) -> None:
+        """Keep an output, and pass it to the requests that wait for it."""
+        answer = _Answer.of(output)
         done = []
         with self._lock:
-            waiting = self._take_down(flight)
-            for key, answer in answers.items():
-                self._keep(key, answer)
-            for caller, places in waiting.items():
-                for row in places:
-                    caller.put(row, answers[caller.keys[row]])
+            if self._flights.get(key) is flight:
+                del self._flights[key]
+            self._keep(key, answer)
+            for caller, row in flight.waiting.pop(key, ()):
+                if caller.closed:
+                    continue
+                caller.put(row, answer)
                 if not caller.missing:
                     self._close(caller)
                     done.append(caller)
@@ -469,7 +473,9 @@ def _is_gone(caller: _Caller) -> bool:
 
 def _succeed(caller: _Caller) -> None:
     try:
-        caller.reply.succeed(cast("list[Float32Array]", caller.rows))
+        for row, output in enumerate(cast("list[Float32Array]", caller.rows)):
+            caller.reply.send(row, output)
+        caller.reply.finish()
     except Exception:
         _log.exception("a reply failed to take its answer")
 

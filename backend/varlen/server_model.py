@@ -145,7 +145,7 @@ class TritonPythonModel:
 
     def is_ready(self) -> bool:
         """Return whether the engine runs."""
-        return self._service.engine.is_alive()
+        return self._service.is_ready
 
     def finalize(self) -> None:
         """Stop the threads. The server calls this once every request has been answered."""
@@ -184,18 +184,22 @@ class _ServerReply:
         self._arrival = time.monotonic()
         self._lock = Lock()
         self._answered = False
+        self._outputs: dict[int, Float32Array] = {}
 
     def is_cancelled(self) -> bool:
         with self._lock:
             return not self._answered and self._sender.is_cancelled()
 
-    def succeed(self, rows: AnySequence[Float32Array]) -> None:
-        self._outbox.put(self, rows)
+    def send(self, row: int, output: Float32Array) -> None:
+        self._outputs[row] = output
+
+    def finish(self) -> None:
+        self._outbox.put(self, [self._outputs[row] for row in range(len(self._outputs))])
 
     def fail(self, error: Exception) -> None:
         self._outbox.put(self, error)
 
-    def send(self, response: pb_utils.InferenceResponse, outcome: Outcome) -> None:
+    def respond(self, response: pb_utils.InferenceResponse, outcome: Outcome) -> None:
         """Answer the client, unless it has been answered. Blocks for a round trip to the server."""
         with self._lock:
             if self._answered:
@@ -245,7 +249,7 @@ class _Outbox:
                     _log.exception("an answer could not be built")
                     error = EngineError("the answer could not be built; the server's log says why")
                 response, outcome = _error_response(error)
-            reply.send(response, outcome)
+            reply.respond(response, outcome)
             # an answer must not live on in this frame until the next one comes
             del entry, reply, answer, response
 

@@ -15,6 +15,7 @@ import torch
 from varlen.config import EngineConfig, Task
 from varlen.cost_warmup import costs_for
 from varlen.engine import Engine
+from varlen.execution.executor import ThreadExecutor
 from varlen.execution.runner import Runner
 from varlen.intake import Intake, Limits
 from varlen.metrics import Readings, Stats
@@ -22,7 +23,7 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.request import DEFAULT_OPTIONS, Prompt, Reply, Request
 from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.scheduler import Scheduler
+from varlen.scheduling.one_shot import OneShotScheduler
 from varlen.tokenization import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class Service:
         task: what it answers.
         intake: makes checked sequences of what callers send.
         admission: knows what waits.
-        engine: runs them; started.
+        engine: schedules them; started.
+        executor: runs their batches.
         runner: the model that the engine owns.
         cache: stands in front of the engine, if there is one.
     """
@@ -51,6 +53,7 @@ class Service:
     intake: Intake
     admission: Admission
     engine: Engine
+    executor: ThreadExecutor
     runner: Runner
     cache: ResponseCache | None = None
 
@@ -84,10 +87,13 @@ class Service:
             room=runner.arena,
         )
         intake = Intake(Tokenizer(checkpoint.folder, runner.max_sequence_tokens), limits)
-        admission = Admission(config.max_queued_requests, config.max_queued_tokens)
+        executor = ThreadExecutor([runner])
+        admission = Admission(
+            config.max_queued_requests, config.max_queued_tokens, slots=executor.slots
+        )
         costs = costs_for(runner, checkpoint, config)
-        scheduler = Scheduler(config, costs, runner.max_batch_tokens)
-        engine = Engine(runner, scheduler, admission, stats)
+        scheduler = OneShotScheduler(config, costs, admission, runner.max_batch_tokens)
+        engine = Engine(scheduler, executor, stats)
         engine.start()
         _log.info(
             "serving %s in %s on %s, sequences to %d tokens, batches to %d; arena to %.1f MB, weights %.1f MB;"
@@ -102,7 +108,12 @@ class Service:
             time.monotonic() - began,
         )
         cache = _response_cache(config, engine, runner)
-        return cls(checkpoint, runner.task, intake, admission, engine, runner, cache)
+        return cls(checkpoint, runner.task, intake, admission, engine, executor, runner, cache)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are accepted; False for good after a fault of the device."""
+        return self.engine.is_ready
 
     def submit(self, request: Request, reply: Reply) -> None:
         """Answer a request, sooner or later: the one way in, from any thread.
@@ -141,6 +152,7 @@ class Service:
     def close(self) -> None:
         """Run what is queued, then stop."""
         self.engine.close()
+        self.executor.close()
         self.runner.close()
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGES = (Path("backend", "varlen"), Path("kernels", "varlen_kernels"))
 # What the backend imports, and what pip calls it; the ranges are in pyproject.toml.
-NEEDED = ("torch", "numpy", "tokenizers", "safetensors")
+NEEDED = ("torch", "numpy", "tokenizers", "safetensors", "sortedcontainers")
 
 
 class InstallError(Exception):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from varlen.config import EngineConfig, Task
+from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.cpu import CpuExecutor
 from varlen.execution.cuda import CudaExecutor
@@ -48,6 +49,7 @@ class Runner:
         max_batch_tokens: the most tokens that it runs together.
         weight_bytes: memory that its weights take.
         program: its forward pass.
+        is_padded: whether batches are filled up to their longest sequence, as a baseline to compare with.
         arena: where intermediates live while it runs.
         executor: runs it.
     """
@@ -87,7 +89,7 @@ class Runner:
         self.weight_bytes = _weight_bytes(self.program)
         self.arena = _make_arena(self.program, config, self.device)
         self.max_batch_tokens = self.arena.max_tokens
-        self._is_padded = config.execution == "padded"
+        self.is_padded = config.execution == "padded"
         kernels = kernels or kernels_for(self.device)
         self.executor: Executor
         if self.device.type == "cuda":
@@ -113,12 +115,20 @@ class Runner:
             MemoryError: there was too little memory for what the batch needs beside the arena.
         """
         count = len(prompts)
-        if self._is_padded:
+        if self.is_padded:
             padding = _padding(prompts)
             prompts = [*prompts, *padding]
             options = [*options, *(DEFAULT_OPTIONS for _ in padding)]
         with memory_errors():
             return self.executor.run(prompts, options)[:count]
+
+    def padding_tokens(self, shape: BatchShape) -> int:
+        """Return the tokens that a batch of this shape is filled up with."""
+        return shape.sequences * shape.longest - shape.tokens if self.is_padded else 0
+
+    def check(self) -> None:
+        """Run one sequence of one token; raise whatever it raises."""
+        self.run([Prompt(np.zeros(1, dtype=np.int32))], [DEFAULT_OPTIONS])
 
     def close(self) -> None:
         """Let go of threads and device memory."""

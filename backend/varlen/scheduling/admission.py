@@ -1,39 +1,36 @@
-"""What may wait: caps on queued requests and tokens, and deadlines that can be kept, checked when a request comes.
+"""What may wait, and how much does: caps, deadlines that can be kept, and the one count of waiting work.
 
-The counters are the one thing that the threads which submit and the engine's thread share; a lock guards them.
+Threads that submit requests and the engine's thread share these counters; a lock guards them.
 """
 
-import math
-from dataclasses import dataclass
+from __future__ import annotations
+
+from collections.abc import Iterable
 from threading import Lock
 
 from varlen.errors import DeadlineError, QueueFullError, RequestError
 from varlen.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What a request is expected to take, in seconds.
-
-    Attributes:
-        seconds: the shares of full batches that its sequences make up.
-        batch_seconds: a full batch of sequences like its longest, which may have to run before it is answered.
-    """
-
-    seconds: float
-    batch_seconds: float
+from varlen.sequence import Batch, Forecast, RequestState
 
 
 class Admission:
-    """Counts what waits, and refuses what would pass a cap or miss its deadline."""
+    """Counts waiting work, and refuses what would pass a cap or miss its deadline."""
 
-    def __init__(self, max_requests: int, max_tokens: int) -> None:
+    def __init__(self, max_requests: int, max_tokens: int, *, slots: int = 1) -> None:
+        """Start with an empty queue.
+
+        Args:
+            max_requests, max_tokens: that may wait.
+            slots: batches that run at the same time.
+        """
         self._max_requests = max_requests
         self._max_tokens = max_tokens
+        self._slots = slots
         self._requests = 0
         self._tokens = 0
         self._seconds = 0.0
-        self._busy_until = -math.inf
+        # expected end of each batch in flight
+        self._ends: dict[Batch, float] = {}
         self._lock = Lock()
 
     @property
@@ -42,13 +39,24 @@ class Admission:
         with self._lock:
             return self._requests, self._tokens
 
+    @property
+    def waiting_seconds(self) -> float:
+        """Expected run time of all that waits."""
+        with self._lock:
+            return self._seconds
+
+    def wait_seconds(self, now: float) -> float:
+        """Return how long a request that comes now would wait if all earlier work ran first."""
+        with self._lock:
+            return self._wait_seconds(now)
+
     def enter(self, request: Request, forecast: Forecast, now: float) -> None:
-        """Count a request in.
+        """Count a request that begins to wait.
 
         Raises:
             RequestError: it is larger than the whole queue.
             QueueFullError: a cap would be passed.
-            DeadlineError: its answer is not expected before its deadline. Nothing is counted, whichever it is.
+            DeadlineError: its answer is not expected before its deadline. In all three cases nothing is counted.
         """
         tokens = request.num_tokens
         if tokens > self._max_tokens:
@@ -72,24 +80,40 @@ class Admission:
             self._tokens += tokens
             self._seconds += forecast.seconds
 
-    def started(self, until: float) -> None:
-        """Note that a batch runs, and when it is expected to end."""
-        with self._lock:
-            self._busy_until = until
+    def leave(self, *, tokens: int, requests: Iterable[RequestState]) -> None:
+        """Count out sequences that run or are dropped.
 
-    def leave(self, *, requests: int, tokens: int, seconds: float) -> None:
-        """Count out what starts to run or is dropped. A request leaves with its last sequence."""
+        Args:
+            tokens: of these sequences.
+            requests: those of which no sequence waits any more.
+        """
         with self._lock:
-            self._requests -= requests
             self._tokens -= tokens
-            # sums of floats do not come back to nothing by themselves
-            self._seconds = max(0.0, self._seconds - seconds) if self._requests else 0.0
+            for request in requests:
+                self._requests -= 1
+                self._seconds -= request.forecast.seconds
+            # sums of floats do not return to zero by themselves
+            self._seconds = max(0.0, self._seconds) if self._requests else 0.0
+
+    def start(self, batch: Batch, until: float) -> None:
+        """Count a batch that runs, and is expected to end at `until`."""
+        with self._lock:
+            self._ends[batch] = until
+
+    def end(self, batch: Batch) -> None:
+        """Count out a batch that has run."""
+        with self._lock:
+            self._ends.pop(batch, None)
+
+    def _wait_seconds(self, now: float) -> float:
+        in_flight = sum(max(0.0, end - now) for end in self._ends.values())
+        return (in_flight + self._seconds) / self._slots
 
     def _check_deadline(self, allowed: float | None, forecast: Forecast, now: float) -> None:
         if allowed is None:
             return
-        wait = max(0.0, self._busy_until - now) + self._seconds
-        # its batch is filled up with what comes meanwhile
+        wait = self._wait_seconds(now)
+        # its batch is filled up with requests that come meanwhile
         expected = wait + forecast.seconds + min(wait, forecast.batch_seconds)
         if expected > allowed:
             raise DeadlineError(

@@ -10,10 +10,10 @@ from typing import Protocol, TypeVar
 
 from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.costs.table import CostTable
-from varlen.request import Waiting
 from varlen.scheduling.load import LoadMeter
 from varlen.scheduling.partition import cut_in_order, partition, seconds_of_batches
-from varlen.scheduling.queue import WaitingQueue
+from varlen.scheduling.queue import RequestQueue
+from varlen.sequence import Batch, Sequence
 
 _Item = TypeVar("_Item")
 
@@ -28,27 +28,10 @@ _PATIENCE = 1.3
 _BACKLOGS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What is to run next.
-
-    Attributes:
-        sequences: at least one.
-        shape: of the batch.
-        seconds: what it is expected to take.
-        why: why these, for the log.
-    """
-
-    sequences: list[Waiting]
-    shape: BatchShape
-    seconds: float
-    why: str
-
-
 class Policy(Protocol):
     """Chooses the next batch."""
 
-    def choose(self, queue: WaitingQueue, now: float) -> Batch:
+    def choose(self, queue: RequestQueue, backlog_seconds: float, now: float) -> Batch:
         """Return what runs next of a queue that is not empty; the queue stays as it is."""
 
 
@@ -59,7 +42,7 @@ class InOrder:
         self._limits = limits
         self._costs = costs
 
-    def choose(self, queue: WaitingQueue, now: float) -> Batch:  # noqa: ARG002  # as others do
+    def choose(self, queue: RequestQueue, backlog_seconds: float, now: float) -> Batch:  # noqa: ARG002  # as others do
         """Return the longest prefix of the queue that is within the limits; at least one sequence."""
         lengths: list[int] = []
         longest = tokens = 0
@@ -69,7 +52,9 @@ class InOrder:
                 break
             lengths.append(waiting.num_tokens)
         shape = BatchShape.of(lengths)
-        return Batch(queue.first(len(lengths)), shape, self._costs.seconds(shape), "in order")
+        return Batch(
+            tuple(queue.first(len(lengths))), shape, self._costs.seconds(shape), "in order"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +62,13 @@ class _Plan:
     """All of the window in batches, in the order in which they would run."""
 
     why: str
-    batches: list[list[Waiting]]
+    batches: list[list[Sequence]]
     seconds: list[float]
 
     def cost(self, waiting: int, pressure: float) -> float:
         """Return seconds times requests kept waiting, those to come included."""
         # a request waits until the last of its sequences has run
-        last = {each.ticket: i for i, batch in enumerate(self.batches) for each in batch}
+        last = {each.request: i for i, batch in enumerate(self.batches) for each in batch}
         ending = Counter(last.values())
         total = 0.0
         for place, seconds in enumerate(self.seconds):
@@ -95,19 +80,19 @@ class _Plan:
         """Return how many sequences would be answered after their deadline."""
         late = 0
         for batch, end in zip(self.batches, accumulate(self.seconds), strict=True):
-            late += sum(waiting.ticket.deadline < now + end for waiting in batch)
+            late += sum(waiting.request.deadline < now + end for waiting in batch)
         return late
 
     def fastest_first(self) -> _Plan:
         """Return the plan in which batches run by requests per second, which is the least waiting."""
-        rows = Counter(waiting.ticket for batch in self.batches for waiting in batch)
+        rows = Counter(waiting.request for batch in self.batches for waiting in batch)
         rates = [
-            sum(1 / rows[waiting.ticket] for waiting in batch) / seconds
+            sum(1 / rows[waiting.request] for waiting in batch) / seconds
             for batch, seconds in zip(self.batches, self.seconds, strict=True)
         ]
         return self._in(sorted(range(len(rates)), key=lambda i: -rates[i]), self.why)
 
-    def of_first(self, waiting: Waiting) -> _Plan:
+    def of_first(self, waiting: Sequence) -> _Plan:
         """Return the plan that begins with the batch of one sequence."""
         place = next(i for i, batch in enumerate(self.batches) if waiting in batch)
         others = (i for i in range(len(self.batches)) if i != place)
@@ -143,31 +128,31 @@ class LeastCost:
         self._load = load
         self._max_wait = max_wait
 
-    def choose(self, queue: WaitingQueue, now: float) -> Batch:
+    def choose(self, queue: RequestQueue, backlog_seconds: float, now: float) -> Batch:
         """Return the first batch of the best plan."""
         window = queue.first(_WINDOW)
-        pressure = self._load.pressure(now, queue.seconds)
+        pressure = self._load.pressure(now, backlog_seconds)
         in_order = self._in_order(window)
         if len(window) == 1:
             return Batch(
-                window, BatchShape.of([window[0].num_tokens]), in_order.seconds[0], "alone"
+                tuple(window), BatchShape.of([window[0].num_tokens]), in_order.seconds[0], "alone"
             )
-        plans = self._others(window, queue.requests, pressure, now, in_order)
-        has_deadlines = any(math.isfinite(waiting.ticket.deadline) for waiting in window)
+        plans = self._others(window, len(queue), pressure, now, in_order)
+        has_deadlines = any(math.isfinite(waiting.request.deadline) for waiting in window)
         if has_deadlines:
             plans.append(self._urgent(in_order, now))
 
         def rank(plan: _Plan) -> tuple[int, float]:
             late = plan.late(now) if has_deadlines else 0
-            cost = plan.cost(queue.requests, pressure)
+            cost = plan.cost(len(queue), pressure)
             return late, cost * (_WORTH_IT if plan is in_order else 1.0)
 
         best = min([in_order, *plans], key=rank)
         shape = BatchShape.of([waiting.num_tokens for waiting in best.batches[0]])
-        why = f"{best.why}, {queue.requests} waiting and {pressure:.0f} to come"
-        return Batch(best.batches[0], shape, best.seconds[0], why)
+        why = f"{best.why}, {len(queue)} waiting and {pressure:.0f} to come"
+        return Batch(tuple(best.batches[0]), shape, best.seconds[0], why)
 
-    def _in_order(self, window: list[Waiting]) -> _Plan:
+    def _in_order(self, window: list[Sequence]) -> _Plan:
         lengths = [waiting.num_tokens for waiting in window]
         sizes = cut_in_order(lengths, self._limits)
         seconds = seconds_of_batches(_cut(lengths, sizes), self._costs)
@@ -178,7 +163,7 @@ class LeastCost:
         first, *others = in_order.batches
         lengths = [waiting.num_tokens for waiting in first]
         seconds = seconds_of_batches([lengths[: i + 1] for i in range(len(first))], self._costs)
-        deadlines = accumulate((waiting.ticket.deadline for waiting in first), min)
+        deadlines = accumulate((waiting.request.deadline for waiting in first), min)
         in_time = [now + s <= d for s, d in zip(seconds, deadlines, strict=True)]
         size = max((i + 1 for i, fits in enumerate(in_time) if fits), default=1)
         if size == len(first):
@@ -192,14 +177,14 @@ class LeastCost:
 
     def _others(
         self,
-        window: list[Waiting],
+        window: list[Sequence],
         waiting: int,
         pressure: float,
         now: float,
         in_order: _Plan,
     ) -> list[_Plan]:
         """Return the plans that are allowed beside serving in order."""
-        beyond = pressure + waiting - len({each.ticket for each in window})
+        beyond = pressure + waiting - len({each.request for each in window})
         by_length = self._cheapest("cheapest by length", sorted(window, key=_length), beyond)
         if self._limits.execution == "packed":
             plans = [self._cheapest("cheapest in order", window, beyond)]
@@ -211,14 +196,14 @@ class LeastCost:
             _PATIENCE * self._load.usual_wait(), _BACKLOGS * sum(in_order.seconds), self._max_wait
         )
         end = now + fastest.seconds[0] + in_order.seconds[0]
-        if passed_over is None or end - passed_over.since <= patience:
+        if passed_over is None or end - passed_over.request.arrival <= patience:
             plans.append(fastest)
         return plans
 
-    def _cheapest(self, why: str, order: list[Waiting], pressure: float) -> _Plan:
+    def _cheapest(self, why: str, order: list[Sequence], pressure: float) -> _Plan:
         lengths = [waiting.num_tokens for waiting in order]
-        last = {waiting.ticket: place for place, waiting in enumerate(order)}
-        ends = [int(last[waiting.ticket] == place) for place, waiting in enumerate(order)]
+        last = {waiting.request: place for place, waiting in enumerate(order)}
+        ends = [int(last[waiting.request] == place) for place, waiting in enumerate(order)]
         sizes, seconds = partition(lengths, self._costs, self._limits, pressure=pressure, ends=ends)
         return _Plan(why, _cut(order, sizes), seconds)
 
@@ -227,11 +212,11 @@ def _cut(order: list[_Item], sizes: list[int]) -> list[list[_Item]]:
     return [order[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
 
 
-def _length(waiting: Waiting) -> tuple[int, float]:
-    return waiting.num_tokens, waiting.due
+def _length(waiting: Sequence) -> tuple[int, float]:
+    return waiting.num_tokens, waiting.request.arrival
 
 
-def _passed_over(window: list[Waiting], batch: list[Waiting]) -> Waiting | None:
+def _passed_over(window: list[Sequence], batch: list[Sequence]) -> Sequence | None:
     """Return who is due first of those that are not in the batch."""
     chosen = set(batch)
     return next((waiting for waiting in window if waiting not in chosen), None)

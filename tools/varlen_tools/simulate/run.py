@@ -1,15 +1,16 @@
 """One simulated run: the real engine and scheduler, arrivals at given times, and a clock that nobody waits for.
 
-The model is the only part that is not real: running a batch moves the clock by what the batch costs, and requests
-arrive meanwhile, as they would.
+The executor is the only part that is not real: a batch ends after what it costs, and requests arrive meanwhile.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -21,18 +22,20 @@ from varlen.errors import VarlenError
 from varlen.metrics import Stats
 from varlen.request import Float32Array, Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.scheduler import Scheduler
+from varlen.scheduling.one_shot import OneShotScheduler
+from varlen.sequence import Batch, BatchResult
 
 _NOTHING: Float32Array = np.zeros(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request of one sequence.
+    """A request of rows of one length.
 
     Attributes:
         at: when it comes, in seconds.
-        tokens: its length.
+        tokens: length of each row.
+        rows: how many.
         priority, deadline_seconds: as in `Request`.
     """
 
@@ -40,6 +43,7 @@ class Arrival:
     tokens: int
     priority: int = 0
     deadline_seconds: float | None = None
+    rows: int = 1
 
 
 @dataclass(slots=True)
@@ -97,19 +101,21 @@ class Run:
 
 
 def simulate(
-    arrivals: Sequence[Arrival],
+    arrivals: AnySequence[Arrival],
     config: EngineConfig,
     costs: CostTable,
     *,
     actual: CostTable | None = None,
+    slots: int = 1,
 ) -> Run:
     """Return what becomes of arrivals, in order of time, on an engine of this configuration.
 
     Args:
         costs: what the scheduler believes batches to cost; it refines them.
         actual: what they cost; None if it is right.
+        slots: batches that run at the same time, each as fast as one alone.
     """
-    return _Simulation(arrivals, config, costs, actual or costs).complete()
+    return _Simulation(arrivals, config, costs, actual or costs, slots).complete()
 
 
 @dataclass(slots=True)
@@ -128,7 +134,10 @@ class _Reply:
     def is_cancelled(self) -> bool:
         return False
 
-    def succeed(self, rows: Sequence[Float32Array]) -> None:  # noqa: ARG002  # nobody reads it
+    def send(self, row: int, output: Float32Array) -> None:
+        pass
+
+    def finish(self) -> None:
         self._answer(None)
 
     def fail(self, error: Exception) -> None:
@@ -141,66 +150,87 @@ class _Reply:
         self.outcome.end, self.outcome.error = self.clock.now, error
 
 
+class _Executor:
+    """Ends each batch after its cost, on the virtual clock."""
+
+    def __init__(self, clock: _Clock, costs: CostTable, slots: int) -> None:
+        self.slots = slots
+        self.batches: list[BatchShape] = []
+        self._clock = clock
+        self._costs = costs
+        # (end, number, what it calls)
+        self._running: list[tuple[float, int, Callable[[], None]]] = []
+
+    @property
+    def next_end(self) -> float:
+        """When the next batch ends; infinity if none runs."""
+        return self._running[0][0] if self._running else math.inf
+
+    def start(self, batch: Batch, completed: Callable[[Batch, BatchResult], None]) -> None:
+        self.batches.append(batch.shape)
+        seconds = self._costs.seconds(batch.shape)
+        result = BatchResult([_NOTHING] * len(batch.sequences), seconds)
+        end = self._clock.now + seconds
+        heappush(self._running, (end, len(self.batches), lambda: completed(batch, result)))
+
+    def complete_next(self) -> None:
+        """Report the batch that ends first."""
+        heappop(self._running)[2]()
+
+
 class _Simulation:
-    """The engine, the world around it, and the model that it runs."""
+    """The engine, what comes, and the executor that it uses."""
 
     def __init__(
         self,
-        arrivals: Sequence[Arrival],
+        arrivals: AnySequence[Arrival],
         config: EngineConfig,
         costs: CostTable,
         actual: CostTable,
+        slots: int,
     ) -> None:
         self._arrivals = arrivals
-        self._actual = actual
+        self._is_padded = config.execution == "padded"
         self._clock = _Clock(arrivals[0].at if arrivals else 0.0)
         self._outcomes: list[Outcome] = []
-        self._batches: list[BatchShape] = []
-        self._scheduler = Scheduler(config, costs, config.max_batch_tokens)
-        admission = Admission(config.max_queued_requests, config.max_queued_tokens)
-        self._engine = Engine(self, self._scheduler, admission, Stats(), self._clock)
+        self._executor = _Executor(self._clock, actual, slots)
+        admission = Admission(config.max_queued_requests, config.max_queued_tokens, slots=slots)
+        scheduler = OneShotScheduler(config, costs, admission, config.max_batch_tokens)
+        self._engine = Engine(scheduler, self._executor, Stats(), self._clock)
 
     def complete(self) -> Run:
-        """Return the run: all arrivals come, and all that they leave to do is done."""
+        """Return the run: all arrivals come, and everything that they leave to do is done."""
         began = self._clock.now
-        start: float | None = None
-        while start is not None or len(self._outcomes) < len(self._arrivals):
-            self._wait(start)
-            start = self._engine.step()
-        padding = sum(map(self._scheduler.padding, self._batches))
-        return Run(self._outcomes, self._clock.now - began, self._batches, padding)
-
-    def run(self, prompts: list[Prompt], options: list[RequestOptions]) -> list[Float32Array]:  # noqa: ARG002
-        """Run a batch, as the engine asks its model to: requests arrive while it runs."""
-        shape = BatchShape.of([prompt.num_tokens for prompt in prompts])
-        self._batches.append(shape)
-        self._pass_time(self._clock.now + self._actual.seconds(shape))
-        return [_NOTHING] * len(prompts)
-
-    def _wait(self, start: float | None) -> None:
-        """Let time pass to the next arrival, or to the start of the next batch if that is sooner."""
-        coming = self._arrivals[len(self._outcomes)].at if self._is_more_to_come else math.inf
-        self._pass_time(coming if start is None else min(coming, start))
+        wake_at: float | None = None
+        while True:
+            arrival = self._next_arrival.at if self._next_arrival else math.inf
+            wake = math.inf if wake_at is None else wake_at
+            self._clock.now = max(self._clock.now, min(arrival, self._executor.next_end, wake))
+            if math.isinf(self._clock.now):
+                break
+            if self._executor.next_end <= self._clock.now:
+                self._executor.complete_next()
+            elif self._next_arrival and arrival <= self._clock.now:
+                self._submit(self._next_arrival)
+            wake_at = self._engine.step()
+        batches = self._executor.batches
+        padding = [b.sequences * b.longest - b.tokens for b in batches if self._is_padded]
+        end = max((o.end for o in self._outcomes if o.end is not None), default=began)
+        return Run(self._outcomes, end - began, batches, sum(padding))
 
     @property
-    def _is_more_to_come(self) -> bool:
-        return len(self._outcomes) < len(self._arrivals)
-
-    def _pass_time(self, until: float) -> None:
-        while self._is_more_to_come and self._arrivals[len(self._outcomes)].at <= until:
-            arrival = self._arrivals[len(self._outcomes)]
-            self._clock.now = max(self._clock.now, arrival.at)
-            self._submit(arrival)
-        self._clock.now = max(self._clock.now, until)
+    def _next_arrival(self) -> Arrival | None:
+        coming = len(self._outcomes)
+        return self._arrivals[coming] if coming < len(self._arrivals) else None
 
     def _submit(self, arrival: Arrival) -> None:
         outcome = Outcome(arrival)
         self._outcomes.append(outcome)
         reply = _Reply(outcome, self._clock)
-        request = Request(
-            (_sequence(arrival.tokens),),
-            RequestOptions(priority=arrival.priority, deadline_seconds=arrival.deadline_seconds),
+        options = RequestOptions(
+            priority=arrival.priority, deadline_seconds=arrival.deadline_seconds
         )
+        request = Request((_prompt(arrival.tokens),) * arrival.rows, options)
         try:
             self._engine.submit(request, reply)
         except VarlenError as error:
@@ -208,5 +238,5 @@ class _Simulation:
 
 
 @lru_cache(maxsize=4096)
-def _sequence(tokens: int) -> Prompt:
+def _prompt(tokens: int) -> Prompt:
     return Prompt(np.zeros(tokens, dtype=np.int32))

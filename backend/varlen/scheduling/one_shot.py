@@ -1,0 +1,183 @@
+"""The scheduler of models that run a sequence once: queue, admission, policy and costs together.
+
+The engine's thread owns it, except for `admit`, which any thread may call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as AnySequence
+from dataclasses import replace
+from itertools import compress
+
+from varlen.config import EngineConfig
+from varlen.costs.batch_shape import BatchLimits, BatchShape
+from varlen.costs.table import CostTable
+from varlen.errors import EngineError
+from varlen.request import Request
+from varlen.scheduling.admission import Admission
+from varlen.scheduling.forecast import Forecaster
+from varlen.scheduling.load import LoadMeter
+from varlen.scheduling.policy import InOrder, LeastCost, Policy
+from varlen.scheduling.queue import RequestQueue
+from varlen.sequence import (
+    Batch,
+    BatchResult,
+    Event,
+    Forecast,
+    RequestState,
+    Sequence,
+    SequenceFailure,
+    SequenceOutput,
+)
+
+_log = logging.getLogger(__name__)
+
+_MILLISECOND = 1e-3
+_BATCH_FAILED = "the model failed on the batch that held this request; the server's log says why"
+_OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
+
+
+class OneShotScheduler:
+    """Queues requests and cuts their sequences into batches; a sequence is finished once it has run."""
+
+    def __init__(
+        self, config: EngineConfig, costs: CostTable, admission: Admission, max_batch_tokens: int
+    ) -> None:
+        """Start with an empty queue.
+
+        Args:
+            config: names the policy, the trigger and the limits of a batch.
+            costs: of a batch as the executor runs it; refined here.
+            admission: counts what waits.
+            max_batch_tokens: that the executor runs together; the longest sequence has no more.
+        """
+        self._queue = RequestQueue()
+        self._admission = admission
+        self._load = LoadMeter()
+        self._costs = costs
+        self._max_delay = config.max_delay_ms * _MILLISECOND if config.trigger == "lazy" else 0.0
+        self._limits = _limits(config, max_batch_tokens)
+        self._forecaster = Forecaster(costs, self._limits)
+        self._policy: Policy = InOrder(self._limits, costs)
+        if config.policy == "dp":
+            max_wait = config.max_wait_ms * _MILLISECOND
+            self._policy = LeastCost(self._limits, costs, self._load, max_wait)
+        # parts of batches that ran out of memory; they run first
+        self._split: deque[Batch] = deque()
+
+    def admit(self, request: Request, now: float) -> Forecast:
+        """Count a request as waiting and return its expected run time. From any thread.
+
+        Raises:
+            RequestError, QueueFullError, DeadlineError: it is refused; see `Admission.enter`.
+        """
+        forecast = self._forecaster.forecast([prompt.num_tokens for prompt in request.prompts])
+        self._admission.enter(request, forecast, now)
+        return forecast
+
+    def add(self, request: RequestState, now: float) -> None:
+        """Queue an admitted request."""
+        forecast = request.forecast
+        # when its time comes, a batch may just have started, and its own runs after that
+        self._queue.add(request, request.deadline - forecast.seconds - 2 * forecast.batch_seconds)
+        backlog = self._admission.wait_seconds(now) - forecast.seconds
+        self._load.arrived(now, seconds=forecast.seconds, backlog_seconds=max(0.0, backlog))
+
+    def wake_at(self, now: float) -> float | None:
+        """Return when `schedule` will have a batch if nothing else happens; None if nothing waits."""
+        if self._split:
+            return now
+        if not self._queue:
+            return None
+        if not self._max_delay or self._queue.is_urgent or self._is_full():
+            return now
+        oldest = min(request.arrival for request in self._queue.requests)
+        return max(now, min(oldest + self._max_delay, self._queue.next_promotion))
+
+    def schedule(self, now: float) -> Batch | None:
+        """Return the next batch, whose sequences are running from now on; None if it is not time for one."""
+        while self._split:
+            part = self.trim(self._split.popleft(), now)
+            if part is not None:
+                return self._start(part, now)
+        self._queue.promote(now)
+        start = self.wake_at(now)
+        if start is None or start > now:
+            return None
+        chosen = self._policy.choose(self._queue, self._admission.waiting_seconds, now)
+        batch = replace(chosen, seconds=self._forecaster.slowdown * chosen.seconds)
+        for sequence in batch.sequences:
+            sequence.status = "running"
+        self._count_out(batch.sequences, self._queue.remove(batch.sequences))
+        return self._start(batch, now)
+
+    def trim(self, batch: Batch, now: float) -> Batch | None:
+        """Return a scheduled batch without finished sequences; None if nothing is left."""
+        left = [sequence for sequence in batch.sequences if sequence.status == "running"]
+        if len(left) == len(batch.sequences):
+            return batch
+        self._admission.end(batch)
+        return self._start(self._part(left, batch.reason), now) if left else None
+
+    def update(self, batch: Batch, result: BatchResult) -> list[Event]:
+        """Return what became of the sequences of a batch that has run, or failed to."""
+        self._admission.end(batch)
+        if isinstance(result.error, MemoryError) and len(batch.sequences) > 1:
+            self._split_in_two(batch)
+            return []
+        running = [sequence.status == "running" for sequence in batch.sequences]
+        if result.error is not None:
+            is_memory = isinstance(result.error, MemoryError)
+            error = EngineError(_OUT_OF_MEMORY if is_memory else _BATCH_FAILED)
+            return [SequenceFailure(s, error) for s in compress(batch.sequences, running)]
+        self._forecaster.learn(batch.shape, predicted=batch.seconds, actual=result.seconds)
+        outputs = zip(batch.sequences, result.outputs, strict=True)
+        events = [SequenceOutput(*output) for output in compress(outputs, running)]
+        for event in events:
+            event.sequence.finish()
+        return [*events]
+
+    def remove(self, request: RequestState) -> None:
+        """Drop what waits of a request; the outputs of what runs of it are ignored."""
+        waiting = self._queue.discard(request)
+        if waiting:
+            self._count_out(waiting, [request])
+        for sequence in request.sequences:
+            sequence.finish()
+
+    def drain(self) -> None:
+        """No more requests come: stop waiting for fuller batches."""
+        self._max_delay = 0.0
+
+    def _start(self, batch: Batch, now: float) -> Batch:
+        self._admission.start(batch, until=now + batch.seconds)
+        return batch
+
+    def _count_out(self, sequences: Iterable[Sequence], requests: Iterable[RequestState]) -> None:
+        self._admission.leave(tokens=sum(s.num_tokens for s in sequences), requests=requests)
+
+    def _split_in_two(self, batch: Batch) -> None:
+        _log.warning("too little memory for a batch of %d sequences", len(batch.sequences))
+        half = len(batch.sequences) // 2
+        for part in (batch.sequences[half:], batch.sequences[:half]):
+            self._split.appendleft(self._part(part, "split after running out of memory"))
+
+    def _part(self, sequences: AnySequence[Sequence], reason: str) -> Batch:
+        shape = BatchShape.of([sequence.num_tokens for sequence in sequences])
+        seconds = self._forecaster.slowdown * self._costs.seconds(shape)
+        return Batch(tuple(sequences), shape, seconds, reason)
+
+    def _is_full(self) -> bool:
+        waiting = self._queue.first(self._limits.max_sequences + 1)
+        tokens = sum(sequence.num_tokens for sequence in waiting)
+        longest = max(sequence.num_tokens for sequence in waiting)
+        return not self._limits.allow(len(waiting) + 1, tokens + 1, longest)
+
+
+def _limits(config: EngineConfig, max_tokens: int) -> BatchLimits:
+    by_policy = {"none": 1, "token_budget": max_tokens}
+    sequences = by_policy.get(config.policy, config.max_batch_sequences)
+    return BatchLimits(min(sequences, max_tokens), max_tokens, config.execution)

@@ -1,0 +1,156 @@
+"""Scheduling state: an admitted request, its sequences, and the batch in which they run.
+
+The engine's thread owns all of it. An encoder's sequence runs once; a generated one runs until a stopping rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from varlen.costs.batch_shape import BatchShape
+from varlen.errors import VarlenError
+from varlen.request import Float32Array, Prompt, Reply, Request, RequestOptions
+
+Status: TypeAlias = Literal["waiting", "running", "finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Expected run time of a request, in seconds.
+
+    Attributes:
+        seconds: the sum over its sequences of their part of a full batch.
+        batch_seconds: a full batch of sequences like its longest, which may have to run before the answer.
+    """
+
+    seconds: float = 0.0
+    batch_seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """An admitted request and how far it is.
+
+    Attributes:
+        request, reply: what came, and where the answer goes.
+        arrival: time of admission, in seconds of the engine's clock, as are all times here.
+        deadline: time after which the answer is useless; infinity if there is none.
+        forecast: expected run time, when it was admitted.
+        sequences: one per prompt, in order.
+        unfinished: number of sequences that are not finished.
+        started: whether any sequence has run or runs.
+    """
+
+    request: Request
+    reply: Reply
+    arrival: float
+    deadline: float = math.inf
+    forecast: Forecast = Forecast()
+    sequences: tuple[Sequence, ...] = field(init=False)
+    unfinished: int = field(init=False)
+    started: bool = False
+
+    def __post_init__(self) -> None:
+        prompts = self.request.prompts
+        self.sequences = tuple(Sequence(self, row, prompt) for row, prompt in enumerate(prompts))
+        self.unfinished = len(self.sequences)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing of it waits or runs any more."""
+        return not self.unfinished
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One prompt of a request and its state.
+
+    Attributes:
+        request: the request that it belongs to.
+        row: its row in that request.
+        prompt: its tokens.
+        status: set by `finish`, and by the scheduler.
+    """
+
+    request: RequestState
+    row: int
+    prompt: Prompt
+    status: Status = "waiting"
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt, in tokens."""
+        return self.prompt.num_tokens
+
+    @property
+    def options(self) -> RequestOptions:
+        """Options of its request."""
+        return self.request.request.options
+
+    def finish(self) -> None:
+        """Mark it as finished; it is not scheduled again."""
+        if self.status != "finished":
+            self.status = "finished"
+            self.request.unfinished -= 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Sequences that run together: decided by the scheduler, run by the executor.
+
+    Attributes:
+        sequences: at least one, in any order.
+        shape: what decides the cost.
+        seconds: expected run time.
+        reason: why these sequences, for the log.
+    """
+
+    sequences: tuple[Sequence, ...]
+    shape: BatchShape
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What the executor made of a batch.
+
+    Attributes:
+        outputs: one per sequence of the batch, in its order; empty after an error.
+        seconds: run time.
+        padding_tokens: computed and thrown away.
+        error: None, or why there are no outputs: MemoryError if memory ran out, `ModelFaultError` if
+            no later batch can run either, anything else if this batch failed.
+    """
+
+    outputs: list[Float32Array]
+    seconds: float
+    padding_tokens: int = 0
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutput:
+    """A part of an answer; the sequence goes on unless it is finished."""
+
+    sequence: Sequence
+    output: Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFailure:
+    """A sequence that has no answer, which ends its request."""
+
+    sequence: Sequence
+    error: VarlenError
+
+
+Event: TypeAlias = SequenceOutput | SequenceFailure
+
+
+def requests_of(sequences: Iterable[Sequence]) -> list[RequestState]:
+    """Return the requests of sequences, each once, in order."""
+    return list(dict.fromkeys(sequence.request for sequence in sequences))
