@@ -41,6 +41,7 @@ from varlen.sequence import (
 
 _log = logging.getLogger(__name__)
 
+_UNREADABLE = "the answer could not be read; the server's log says why"
 _ENGINE_FAILED = "the engine failed; the server's log says why"
 _FAULT = "the model has stopped after a fault of its device and cannot run requests; reload it"
 
@@ -267,9 +268,12 @@ class Engine:
             if request not in self._open:
                 continue
             if isinstance(event, SequenceOutput):
-                self._deliver(request, event)
+                self._send(request, event)
             else:
                 self._fail(request, event.error)
+        for request in requests_of(event.sequence for event in events):
+            if request.is_finished and request in self._open:
+                self._answer(request, request.reply.finish)
 
     def _count(self, batch: Batch, result: BatchResult) -> None:
         shape = batch.shape
@@ -288,17 +292,12 @@ class Engine:
             1000 * result.seconds,
         )
 
-    def _deliver(self, request: RequestState, event: SequenceOutput) -> None:
+    def _send(self, request: RequestState, event: SequenceOutput) -> None:
         try:
             request.reply.send(event.sequence.row, event.output)
         except Exception:
             _log.exception("a reply failed to take a part of its answer")
-            self._fail(
-                request, EngineError("the answer could not be read; the server's log says why")
-            )
-            return
-        if request.is_finished:
-            self._answer(request, request.reply.finish)
+            self._fail(request, EngineError(_UNREADABLE))
 
     def _fail(self, request: RequestState, error: Exception) -> None:
         try:

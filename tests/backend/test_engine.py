@@ -5,7 +5,7 @@ By hand (`step`) on a virtual clock where order matters, with the engine's own t
 
 import time
 from collections import deque
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from varlen.costs.table import CostTable
 from varlen.engine import Engine
 from varlen.errors import (
     EngineError,
+    ModelFaultError,
     QueueFullError,
     RequestCancelled,
     RequestError,
@@ -25,7 +26,8 @@ from varlen.errors import (
 from varlen.metrics import Stats
 from varlen.request import Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.scheduler import Scheduler
+from varlen.scheduling.one_shot import OneShotScheduler
+from varlen.sequence import BatchResult
 
 SECONDS = 10.0
 
@@ -36,30 +38,67 @@ def request(*rows, normalize=False):
     return Request(sequences, RequestOptions(normalize=normalize))
 
 
-class FakeModel:
-    """Answers the sum of a sequence's ids; fails where it is told to, and where a batch has more tokens than fit."""
+class FakeExecutor:
+    """Answers the sum of a prompt's ids; fails where it is told to, and where a batch has more tokens than fit.
 
-    def __init__(self, poison=None, answers_missing=0, fits=10_000):
+    By hand, a batch is complete as soon as `complete` is called; `complete_all` is what an idle engine waits for.
+    """
+
+    def __init__(self, poison=None, fits=10_000, slots=1, fault=None):
+        self.slots = slots
         self.poison = poison
+        self.fault = fault
         self.fits = fits
-        self.answers_missing = answers_missing
         self.batches = []
         self.normalize = []
+        self.in_flight = []
+        self.most_in_flight = 0
+
+    def start(self, batch, completed):
+        assert len(self.in_flight) < self.slots
+        rows = [sequence.prompt.token_ids.tolist() for sequence in batch.sequences]
+        assert all(sequence.status == "running" for sequence in batch.sequences)
+        self.batches.append(rows)
+        self.normalize.append([sequence.options.normalize for sequence in batch.sequences])
+        self.in_flight.append((batch, completed, self.result(rows)))
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+
+    def result(self, rows):
+        if sum(map(len, rows)) > self.fits:
+            return BatchResult([], 1.0, error=MemoryError("too little memory on the host"))
+        if any(self.fault in row for row in rows):
+            return BatchResult([], 1.0, error=ModelFaultError("the device is lost"))
+        if any(self.poison in row for row in rows):
+            return BatchResult([], 1.0, error=ZeroDivisionError("poison"))
+        return BatchResult([np.array([sum(row)], dtype=np.float32) for row in rows], 1.0)
+
+    def complete(self, index=0):
+        batch, completed, result = self.in_flight.pop(index)
+        completed(batch, result)
+
+
+class ThreadedExecutor(FakeExecutor):
+    """Completes batches from threads of its own, when the gate is open."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
         self.gate = Event()
         self.gate.set()
         self.running = Event()
+        self.lock = Lock()
 
-    def run(self, sequences, options):
+    def start(self, batch, completed):
+        with self.lock:
+            super().start(batch, completed)
+        Thread(target=self.finish, args=(batch,), daemon=True).start()
+
+    def finish(self, batch):
         self.running.set()
         assert self.gate.wait(SECONDS)
-        self.batches.append([sequence.token_ids.tolist() for sequence in sequences])
-        self.normalize.append([each.normalize for each in options])
-        if sum(sequence.num_tokens for sequence in sequences) > self.fits:
-            raise MemoryError("too little memory on the host")
-        if any(self.poison in sequence.token_ids for sequence in sequences):
-            raise ZeroDivisionError("poison")
-        answers = [np.array([s.token_ids.sum()], dtype=np.float32) for s in sequences]
-        return answers[: len(answers) - self.answers_missing]
+        with self.lock:
+            index = next(i for i, entry in enumerate(self.in_flight) if entry[0] is batch)
+            entry = self.in_flight.pop(index)
+        entry[1](batch, entry[2])
 
 
 class FakeReply:
@@ -69,6 +108,7 @@ class FakeReply:
         self.answers = []
         self.answered = Event()
         self.asked = 0
+        self._parts = {}
         self._cancelled = deque(cancelled)
         self._raises = raises
 
@@ -79,8 +119,15 @@ class FakeReply:
             raise OSError("is_cancelled")
         return self._cancelled.popleft() if self._cancelled else False
 
-    def succeed(self, rows):
-        self._take("succeed", [row.tolist() for row in rows])
+    def send(self, row, output):
+        assert not self.answers, "a part after the answer"
+        assert row not in self._parts, "a part twice"
+        self._parts[row] = output.tolist()
+        if "send" in self._raises:
+            raise OSError("send")
+
+    def finish(self):
+        self._take("finish", [self._parts[row] for row in range(len(self._parts))])
 
     def fail(self, error):
         self._take("fail", error)
@@ -105,38 +152,48 @@ class Clock:
         return self.now
 
 
-def make_scheduler(budget=8, kind=Scheduler, **settings):
+def make_scheduler(
+    budget=8, kind=OneShotScheduler, max_requests=1000, max_tokens=10_000, slots=1, **settings
+):
     """Return a scheduler of batches to `budget` tokens; in order of arrival unless the settings name a policy."""
     costs = CostTable.of_function(
         lambda n, length: 1.0 + n * length, "packed", max_sequences=8, max_length=16
     )
-    return kind(EngineConfig(**{"policy": "token_budget", **settings}), costs, budget)
+    admission = Admission(max_requests, max_tokens, slots=slots)
+    config = EngineConfig(**{"policy": "token_budget", **settings})
+    return kind(config, costs, admission, budget), admission
 
 
 class Bench:
     """An engine and what it stands on."""
 
-    def __init__(self, budget=8, max_requests=1000, max_tokens=10_000, model=None, scheduler=None):
-        self.model = model or FakeModel()
-        self.admission = Admission(max_requests, max_tokens)
+    def __init__(self, executor=None, scheduler=None, **settings):
+        self.executor = executor or FakeExecutor()
+        self.scheduler, self.admission = scheduler or make_scheduler(
+            slots=self.executor.slots, **settings
+        )
         self.stats = Stats()
         self.clock = Clock()
-        self.engine = Engine(
-            self.model,
-            scheduler or make_scheduler(budget),
-            self.admission,
-            self.stats,
-            self.clock,
-        )
+        self.engine = Engine(self.scheduler, self.executor, self.stats, self.clock)
 
     def submit(self, *rows, reply=None, normalize=False):
         reply = reply or FakeReply()
         self.engine.submit(request(*rows, normalize=normalize), reply)
         return reply
 
+    def step(self):
+        """Let the engine fill its slots, complete what runs, and let it see that."""
+        wake_at = self.engine.step()
+        while self.executor.in_flight:
+            self.executor.complete()
+        self.engine._drain_inbox()
+        return wake_at
+
     def run_all(self):
-        while (start := self.engine.step()) is not None:
-            self.clock.now = max(self.clock.now, start)
+        self.step()
+        while (wake_at := self.scheduler.wake_at(self.clock.now)) is not None:
+            self.clock.now = max(self.clock.now, wake_at)
+            self.step()
 
 
 @pytest.fixture
@@ -156,8 +213,8 @@ def started():
 
     yield start
     for bench in benches:
-        bench.model.gate.set()
-        if bench.engine.is_alive():
+        bench.executor.gate.set()
+        if bench.engine.is_alive:
             close_in_time(bench.engine)
 
 
@@ -166,7 +223,7 @@ def close_in_time(engine):
     closer.start()
     closer.join(SECONDS)
     assert not closer.is_alive(), "close() hangs"
-    assert not engine.is_alive()
+    assert not engine.is_alive
 
 
 def wait_for(replies):
@@ -175,23 +232,23 @@ def wait_for(replies):
 
 
 def test_a_step_without_requests_does_nothing(bench):
-    assert bench.engine.step() is None
-    assert bench.model.batches == []
+    assert bench.step() is None
+    assert bench.executor.batches == []
 
 
 def test_rows_come_back_in_the_request_s_order(bench):
     reply = bench.submit([1], [2, 2], [3])
 
-    assert bench.engine.step() is None
+    assert bench.step() is None
     assert reply.only == [[1], [4], [3]]
 
 
 def test_requests_share_a_batch_in_order_of_arrival(bench):
     replies = [bench.submit([1, 1]), bench.submit([2], [3]), bench.submit([4])]
 
-    bench.engine.step()
+    bench.step()
 
-    assert bench.model.batches == [[[1, 1], [2], [3], [4]]]
+    assert bench.executor.batches == [[[1, 1], [2], [3], [4]]]
     assert [reply.only for reply in replies] == [[[2]], [[2], [3]], [[4]]]
 
 
@@ -199,26 +256,26 @@ def test_normalize_travels_with_its_sequences(bench):
     bench.submit([1], [2], normalize=True)
     bench.submit([3])
 
-    bench.engine.step()
+    bench.step()
 
-    assert bench.model.normalize == [[True, True, False]]
+    assert bench.executor.normalize == [[True, True, False]]
 
 
 def test_a_request_over_several_batches_is_answered_with_its_last(bench):
     reply = bench.submit([1] * 5, [2] * 5, [3] * 5)
 
-    assert bench.engine.step() == bench.clock.now
-    assert bench.engine.step() == bench.clock.now
+    bench.step()
+    bench.step()
     assert reply.answers == []
-    assert bench.engine.step() is None
+    bench.step()
     assert reply.only == [[5], [10], [15]]
 
 
 def test_requests_that_come_between_steps_join_the_queue(bench):
     first = bench.submit([1] * 8)
-    bench.engine.step()
+    bench.step()
     second = bench.submit([2])
-    bench.engine.step()
+    bench.step()
 
     assert (first.only, second.only) == ([[8]], [[2]])
 
@@ -227,9 +284,9 @@ def test_a_request_waits_until_its_last_sequence_is_taken(bench):
     bench.submit([1] * 5, [2] * 5)
     assert bench.admission.depth == (1, 10)
 
-    bench.engine.step()
+    bench.step()
     assert bench.admission.depth == (1, 5)
-    bench.engine.step()
+    bench.step()
     assert bench.admission.depth == (0, 0)
 
 
@@ -247,7 +304,7 @@ def test_a_refused_request_is_left_to_the_caller():
 
 
 def test_a_batch_that_fails_fails_its_requests_only():
-    bench = Bench(model=FakeModel(poison=13))
+    bench = Bench(FakeExecutor(poison=13))
     good = bench.submit([1] * 8)
     bad, company = bench.submit([13]), bench.submit([2])
     later = bench.submit([3] * 8)
@@ -262,17 +319,17 @@ def test_a_batch_that_fails_fails_its_requests_only():
 
 
 def test_a_failure_tells_the_caller_no_details():
-    bench = Bench(model=FakeModel(poison=13))
+    bench = Bench(FakeExecutor(poison=13))
     reply = bench.submit([13])
 
-    bench.engine.step()
+    bench.step()
 
     message = "the model failed on the batch that held this request; the server's log says why"
     assert str(reply.only) == message
 
 
 def test_a_part_that_fails_fails_its_request_once_and_the_rest_is_dropped():
-    bench = Bench(model=FakeModel(poison=13))
+    bench = Bench(FakeExecutor(poison=13))
     reply = bench.submit([1] * 8, [13] * 8, [2] * 8, [3] * 8)
     after = bench.submit([5])
 
@@ -281,12 +338,12 @@ def test_a_part_that_fails_fails_its_request_once_and_the_rest_is_dropped():
     assert isinstance(reply.only, EngineError)
     assert after.only == [[5]]
     # what was queued of it behind the failure did not run
-    assert [len(batch[0]) for batch in bench.model.batches] == [8, 8, 1]
+    assert [len(batch[0]) for batch in bench.executor.batches] == [8, 8, 1]
     assert bench.admission.depth == (0, 0)
 
 
 def test_a_request_whose_first_part_failed_never_succeeds_with_its_second():
-    bench = Bench(model=FakeModel(poison=13))
+    bench = Bench(FakeExecutor(poison=13))
     reply = bench.submit([13] * 8, [1] * 8)
 
     bench.run_all()
@@ -295,13 +352,13 @@ def test_a_request_whose_first_part_failed_never_succeeds_with_its_second():
 
 
 def test_a_batch_that_finds_no_memory_runs_in_halves():
-    bench = Bench(model=FakeModel(fits=3))
+    bench = Bench(FakeExecutor(fits=3))
     replies = [bench.submit([n], [n, n]) for n in range(2)]
 
     bench.run_all()
 
     assert [reply.only for reply in replies] == [[[0], [0]], [[1], [2]]]
-    assert bench.model.batches == [
+    assert bench.executor.batches == [
         [[0], [0, 0], [1], [1, 1]],
         [[0], [0, 0]],
         [[1], [1, 1]],
@@ -309,11 +366,11 @@ def test_a_batch_that_finds_no_memory_runs_in_halves():
     drained = bench.stats.drain()
     assert drained.counts["varlen_split_batches_total"] == 1
     assert drained.counts["varlen_sequences_total"] == 4
-    assert list(drained.observed["varlen_batch_sequences"]) == [4]
+    assert list(drained.observed["varlen_batch_sequences"]) == [2, 2]
 
 
 def test_a_sequence_that_finds_no_memory_alone_fails_its_request_only():
-    bench = Bench(model=FakeModel(fits=3))
+    bench = Bench(FakeExecutor(fits=3))
     small, large, other = (
         bench.submit([1]),
         bench.submit([1], [2, 2, 2, 2], [3]),
@@ -327,12 +384,12 @@ def test_a_sequence_that_finds_no_memory_alone_fails_its_request_only():
     assert isinstance(large.only, EngineError)
     assert str(large.only) == message
     # once its request has failed, the third row does not run
-    assert [[3]] not in bench.model.batches
+    assert [[3]] not in bench.executor.batches
     assert bench.admission.depth == (0, 0)
 
 
 def test_a_half_that_fails_otherwise_fails_its_requests_only():
-    bench = Bench(model=FakeModel(poison=13, fits=2))
+    bench = Bench(FakeExecutor(poison=13, fits=2))
     replies = [bench.submit([1, 1]), bench.submit([13, 1])]
 
     bench.run_all()
@@ -341,29 +398,14 @@ def test_a_half_that_fails_otherwise_fails_its_requests_only():
     assert str(replies[1].only).startswith("the model failed on the batch")
 
 
-@pytest.mark.parametrize("missing", [1, 2, 3])
-def test_a_model_that_answers_too_few_leaves_nobody_waiting(started, missing):
-    bench = started(Bench(model=FakeModel(answers_missing=missing)))
-    bench.model.gate.clear()
-    first = bench.submit([9])
-    assert bench.model.running.wait(SECONDS)
-    replies = [first, *(bench.submit([n]) for n in range(3))]
-
-    bench.model.gate.set()
-
-    wait_for(replies)
-    close_in_time(bench.engine)
-    assert all(len(reply.answers) == 1 for reply in replies)
-
-
 def test_a_cancelled_request_does_not_run(bench):
     gone, waits = bench.submit([1], reply=FakeReply(cancelled=[True])), bench.submit([2])
 
-    bench.engine.step()
+    bench.step()
 
     assert isinstance(gone.only, RequestCancelled)
     assert str(gone.only) == "cancelled before it ran"
-    assert bench.model.batches == [[[2]]]
+    assert bench.executor.batches == [[[2]]]
     assert waits.only == [[2]]
 
 
@@ -371,7 +413,7 @@ def test_a_batch_of_cancelled_requests_makes_room_for_the_next(bench):
     gone = [bench.submit([1] * 8, reply=FakeReply(cancelled=[True])) for _ in range(3)]
     waits = bench.submit([2])
 
-    bench.engine.step()
+    bench.step()
 
     assert all(isinstance(reply.only, RequestCancelled) for reply in gone)
     assert waits.only == [[2]]
@@ -384,7 +426,7 @@ def test_a_request_cancelled_between_its_batches_stops_there(bench):
     bench.run_all()
 
     assert isinstance(reply.only, RequestCancelled)
-    assert bench.model.batches == [[[1] * 8]]
+    assert bench.executor.batches == [[[1] * 8]]
     assert reply.asked == 2
     assert bench.admission.depth == (0, 0)
 
@@ -392,7 +434,7 @@ def test_a_request_cancelled_between_its_batches_stops_there(bench):
 def test_cancellation_is_asked_once_a_batch(bench):
     reply = bench.submit([1], [2], [3])
 
-    bench.engine.step()
+    bench.step()
 
     assert reply.asked == 1
 
@@ -400,9 +442,9 @@ def test_cancellation_is_asked_once_a_batch(bench):
 def test_the_wait_is_measured_to_the_first_batch(bench):
     bench.submit([1] * 8, [2] * 8)
     bench.clock.now += 2.5
-    bench.engine.step()
+    bench.step()
     bench.clock.now += 4.0
-    bench.engine.step()
+    bench.step()
 
     drained = bench.stats.drain()
     assert list(drained.observed["varlen_queue_wait_seconds"]) == [2.5]
@@ -413,7 +455,7 @@ def test_the_wait_is_measured_to_the_first_batch(bench):
 
 
 def test_nothing_is_accepted_after_close(started):
-    bench = started(Bench())
+    bench = started(Bench(ThreadedExecutor()))
     close_in_time(bench.engine)
 
     with pytest.raises(EngineError, match="being unloaded"):
@@ -422,7 +464,7 @@ def test_nothing_is_accepted_after_close(started):
 
 
 def test_closing_twice_is_harmless(started):
-    bench = started(Bench())
+    bench = started(Bench(ThreadedExecutor()))
 
     close_in_time(bench.engine)
     close_in_time(bench.engine)
@@ -431,19 +473,19 @@ def test_closing_twice_is_harmless(started):
 def test_closing_an_engine_that_never_started_returns(bench):
     bench.engine.close()
 
-    assert not bench.engine.is_alive()
+    assert not bench.engine.is_alive
 
 
 def test_close_runs_what_is_queued(started):
-    bench = Bench()
-    bench.model.gate.clear()
+    bench = Bench(ThreadedExecutor())
+    bench.executor.gate.clear()
     replies = [bench.submit([n] * 3, [n] * 4) for n in range(20)]
     started(bench)
-    assert bench.model.running.wait(SECONDS)
+    assert bench.executor.running.wait(SECONDS)
     replies += [bench.submit([n]) for n in range(20)]
     closer = Thread(target=bench.engine.close, daemon=True)
     closer.start()
-    bench.model.gate.set()
+    bench.executor.gate.set()
     closer.join(SECONDS)
 
     assert not closer.is_alive(), "close() hangs"
@@ -455,7 +497,7 @@ def test_close_runs_what_is_queued(started):
 def test_close_right_after_submit_loses_nothing(started):
     # the sentinel of close() may be met at any point of the loop
     for _ in range(50):
-        bench = started(Bench())
+        bench = started(Bench(ThreadedExecutor()))
         replies = [bench.submit([n]) for n in range(3)]
 
         close_in_time(bench.engine)
@@ -464,7 +506,7 @@ def test_close_right_after_submit_loses_nothing(started):
 
 
 def test_close_while_others_submit_answers_or_refuses_each(started):
-    bench = started(Bench(budget=3))
+    bench = started(Bench(ThreadedExecutor(), budget=3))
     accepted, refused = [], []
 
     def submit():
@@ -490,30 +532,44 @@ def test_close_while_others_submit_answers_or_refuses_each(started):
     assert bench.admission.depth == (0, 0)
 
 
-class FailingScheduler(Scheduler):
-    """Raises when it is first asked for a batch, before or after it has taken one."""
+class FailingScheduler(OneShotScheduler):
+    """Raises once: when it is asked for a batch, before or after it has taken one, or what became of one."""
 
     when = None
 
-    def take(self, now):
-        when, self.when = self.when, None
-        if when == "before":
+    def schedule(self, now):
+        if self.fails("before"):
             raise KeyError("scheduler")
-        taken = super().take(now)
-        if when == "after":
+        batch = super().schedule(now)
+        if batch is not None and self.fails("after"):
             raise KeyError("scheduler")
-        return taken
+        return batch
+
+    def update(self, batch, result):
+        events = super().update(batch, result)
+        if self.fails("update"):
+            raise KeyError("scheduler")
+        return events
+
+    def fails(self, when):
+        if self.when != when:
+            return False
+        self.when = None
+        return True
 
 
-def failing_scheduler(when):
-    scheduler = make_scheduler(9, kind=FailingScheduler)
+FAILURES = ["before", "after", "update"]
+
+
+def failing_scheduler(when, **settings):
+    scheduler, admission = make_scheduler(9, kind=FailingScheduler, **settings)
     scheduler.when = when
-    return scheduler
+    return scheduler, admission
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", FAILURES)
 def test_a_scheduler_that_fails_fails_what_waits_and_the_engine_goes_on(started, when):
-    bench = Bench(scheduler=failing_scheduler(when))
+    bench = Bench(ThreadedExecutor(), scheduler=failing_scheduler(when))
     replies = [bench.submit([1] * 5, [1] * 5), bench.submit([2] * 5), bench.submit([3] * 5)]
     started(bench)
 
@@ -526,10 +582,10 @@ def test_a_scheduler_that_fails_fails_what_waits_and_the_engine_goes_on(started,
 
 
 @pytest.mark.parametrize(
-    "method, poison", [("is_cancelled", None), ("succeed", None), ("fail", 13)]
+    "method, poison", [("is_cancelled", None), ("send", None), ("finish", None), ("fail", 13)]
 )
 def test_a_reply_that_raises_harms_no_other_request_and_not_the_engine(started, method, poison):
-    bench = Bench(model=FakeModel(poison=poison))
+    bench = Bench(ThreadedExecutor(poison=poison))
     broken = FakeReply(raises=(method,))
     before = bench.submit([1])
     bench.submit([13], reply=broken)
@@ -544,12 +600,12 @@ def test_a_reply_that_raises_harms_no_other_request_and_not_the_engine(started, 
     assert behind.only == [[24]]
     assert len(before.answers) == len(company.answers) == 1
     assert len(broken.answers) <= 1
-    assert bench.engine.is_alive()
+    assert bench.engine.is_alive
     assert bench.admission.depth == (0, 0)
 
 
 def test_a_reply_that_fails_to_say_whether_it_is_cancelled_is_answered(started):
-    bench = Bench()
+    bench = Bench(ThreadedExecutor())
     broken = bench.submit([1], reply=FakeReply(raises=("is_cancelled",)))
     started(bench)
 
@@ -558,7 +614,7 @@ def test_a_reply_that_fails_to_say_whether_it_is_cancelled_is_answered(started):
 
 
 def test_the_thread_survives_a_reply_that_raises_while_the_queue_is_failed(started):
-    bench = Bench(scheduler=failing_scheduler("before"))
+    bench = Bench(ThreadedExecutor(), scheduler=failing_scheduler("before"))
     replies = [bench.submit([1], reply=FakeReply(raises=("fail",))), bench.submit([2])]
     started(bench)
 
@@ -570,18 +626,21 @@ def test_the_thread_survives_a_reply_that_raises_while_the_queue_is_failed(start
 
 ROWS = st.lists(st.lists(st.integers(0, 13), min_size=1, max_size=9), min_size=1, max_size=4)
 POLICIES = st.sampled_from(["none", "fifo", "token_budget", "dp"])
+SLOTS = st.sampled_from([1, 2, 4])
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), ROWS, st.lists(st.booleans(), max_size=3)),
         st.tuples(st.just("step"), st.none(), st.none()),
+        st.tuples(st.just("complete"), st.integers(0, 3), st.none()),
     ),
-    max_size=30,
+    max_size=40,
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=200)
 @given(
     actions=ACTIONS,
+    slots=SLOTS,
     budget=st.integers(9, 20),
     max_requests=st.integers(1, 6),
     max_tokens=st.integers(10, 60),
@@ -590,25 +649,31 @@ ACTIONS = st.lists(
     trigger=st.sampled_from(["hungry", "lazy"]),
 )
 def test_any_order_of_events_answers_each_request_once(
-    actions, budget, max_requests, max_tokens, fits, policy, trigger
+    actions, slots, budget, max_requests, max_tokens, fits, policy, trigger
 ):
+    """Batches complete in any order while requests come, are cancelled, fail and run out of memory."""
     bench = Bench(
+        FakeExecutor(poison=13, fits=fits, slots=slots),
+        budget=budget,
         max_requests=max_requests,
         max_tokens=max_tokens,
-        model=FakeModel(poison=13, fits=fits),
-        scheduler=make_scheduler(budget, policy=policy, trigger=trigger),
+        policy=policy,
+        trigger=trigger,
     )
     accepted, refused = [], []
-    for action, rows, cancelled in actions:
+    for action, given_rows, cancelled in actions:
         if action == "step":
             bench.engine.step()
-            continue
-        reply = FakeReply(cancelled=cancelled)
-        try:
-            bench.submit(*rows, reply=reply)
-            accepted.append((rows, reply))
-        except VarlenError:
-            refused.append(reply)
+        elif action == "complete":
+            if bench.executor.in_flight:
+                bench.executor.complete(given_rows % len(bench.executor.in_flight))
+        else:
+            reply = FakeReply(cancelled=cancelled)
+            try:
+                bench.submit(*given_rows, reply=reply)
+                accepted.append((given_rows, reply))
+            except VarlenError:
+                refused.append(reply)
         requests, tokens = bench.admission.depth
         assert requests <= max_requests
         assert tokens <= max_tokens
@@ -623,7 +688,61 @@ def test_any_order_of_events_answers_each_request_once(
             assert isinstance(answer, (EngineError, RequestCancelled))
     assert all(not reply.answers for reply in refused)
     assert bench.admission.depth == (0, 0)
-    assert all(len(batch) == 1 or sum(map(len, batch)) <= budget for batch in bench.model.batches)
+    assert all(
+        len(batch) == 1 or sum(map(len, batch)) <= budget for batch in bench.executor.batches
+    )
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_every_free_slot_is_filled_and_no_more(slots):
+    bench = Bench(FakeExecutor(slots=slots))
+    replies = [bench.submit([n] * 8) for n in range(6)]
+
+    bench.engine.step()
+    assert len(bench.executor.in_flight) == slots
+
+    bench.executor.complete(slots - 1)
+    bench.engine.step()
+    assert len(bench.executor.batches) == slots + 1
+
+    bench.run_all()
+    assert [reply.only for reply in replies] == [[[8 * n]] for n in range(6)]
+    assert bench.executor.most_in_flight == slots
+
+
+def test_batches_that_complete_in_another_order_are_answered_as_they_come():
+    bench = Bench(FakeExecutor(slots=2))
+    slow, fast = bench.submit([1] * 8), bench.submit([2] * 8)
+    bench.engine.step()
+
+    bench.executor.complete(1)
+    bench.engine.step()
+    assert (slow.answers, fast.only) == ([], [[16]])
+
+    bench.run_all()
+    assert slow.only == [[8]]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_a_fault_of_the_device_fails_all_requests_and_refuses_later_ones(slots):
+    bench = Bench(FakeExecutor(slots=slots, fault=13))
+    good = bench.submit([1] * 8)
+    bench.step()
+    bench.engine.step()
+    replies = [bench.submit([13] * 8), *(bench.submit([n] * 8) for n in range(6))]
+
+    bench.run_all()
+
+    assert good.only == [[8]]
+    message = "the model has stopped after a fault of its device and cannot run requests; reload it"
+    assert all(
+        str(reply.only) == message or reply.only == [[8 * n]] for n, reply in enumerate(replies, -1)
+    )
+    assert str(replies[0].only) == message
+    assert not bench.engine.is_ready
+    with pytest.raises(ModelFaultError, match="cannot run requests; reload it"):
+        bench.submit([1])
+    assert bench.admission.depth == (0, 0)
 
 
 @settings(
@@ -632,25 +751,33 @@ def test_any_order_of_events_answers_each_request_once(
 @given(
     requests=st.lists(
         st.tuples(
-            ROWS, st.lists(st.booleans(), max_size=2), st.sampled_from([None, "is_cancelled"])
+            ROWS,
+            st.lists(st.booleans(), max_size=2),
+            st.sampled_from([None, "is_cancelled", "send", "finish", "fail"]),
         ),
         max_size=25,
     ),
-    budget=st.integers(9, 20),
+    slots=SLOTS,
     policy=POLICIES,
-    fails=st.sampled_from([None, "before", "after"]),
+    fails=st.sampled_from([None, *FAILURES]),
+    fault=st.sampled_from([None, 12]),
 )
 def test_the_thread_answers_each_request_once_whatever_fails(
-    started, requests, budget, policy, fails
+    started, requests, slots, policy, fails, fault
 ):
-    scheduler = failing_scheduler(fails) if fails else make_scheduler(budget, policy=policy)
-    bench = started(Bench(model=FakeModel(poison=13), scheduler=scheduler))
+    executor = ThreadedExecutor(poison=13, slots=slots, fault=fault)
+    scheduler = failing_scheduler(fails, slots=slots, policy=policy)
+    bench = started(Bench(executor, scheduler=scheduler))
     replies = []
     for rows, cancelled, raises in requests:
         reply = FakeReply(cancelled=cancelled, raises=(raises,))
-        replies.append(bench.submit(*rows, reply=reply))
+        try:
+            replies.append(bench.submit(*rows, reply=reply))
+        except ModelFaultError:
+            assert fault
 
     close_in_time(bench.engine)
 
+    # finish() may have raised after it was called; then nothing else is
     assert all(len(reply.answers) == 1 for reply in replies)
     assert bench.admission.depth == (0, 0)
