@@ -197,7 +197,9 @@ class _Flight:
         self.cache._land(self, self.keys[row], output)
 
     def finish(self) -> None:
-        """Do nothing: each output was passed on when it came."""
+        """Fail what is missing; each output was passed on when it came."""
+        if self.waiting:
+            self.fail(EngineError("the answer is not complete; the server's log says why"))
 
     def fail(self, error: Exception) -> None:
         self.cache._failed(self, error)

@@ -50,6 +50,17 @@ def answer(sequence, normalize, run=0):
     return np.array(values, dtype=np.float32)
 
 
+def succeed(reply, rows):
+    """Answer as the engine does, for which a part that cannot be sent is a failure."""
+    try:
+        for row, output in enumerate(rows):
+            reply.send(row, output)
+    except Exception:
+        reply.fail(EngineError("the answer could not be read; the server's log says why"))
+    else:
+        reply.finish()
+
+
 class FakeEngine:
     """Keeps what it is sent until it is told what becomes of it."""
 
@@ -81,7 +92,7 @@ class FakeEngine:
         for sequence in request.prompts:
             self.runs += 1
             rows.append(answer(sequence, request.options.normalize, self.runs))
-        reply.succeed(rows)
+        succeed(reply, rows)
 
     def fail(self, error, index=0):
         _, reply = self.flights.pop(index)
@@ -93,6 +104,7 @@ class FakeReply:
 
     def __init__(self, raises=()):
         self.answers = []
+        self._rows = []
         self.answered = Event()
         self.cancelled = False
         self._raises = raises
@@ -102,8 +114,14 @@ class FakeReply:
             raise OSError("is_cancelled")
         return self.cancelled
 
-    def succeed(self, rows):
-        self._take("succeed", list(rows))
+    def send(self, row, output):
+        assert not self.answers, "a part after the answer"
+        assert row == len(self._rows), "rows in order"
+        self._rows.append(output)
+
+    def finish(self):
+        rows, self._rows = self._rows, []
+        self._take("finish", rows)
 
     def fail(self, error):
         self._take("fail", error)
@@ -284,7 +302,7 @@ def test_what_the_engine_does_to_its_arrays_later_does_not_show(bench):
     _, flight = bench.engine.flights.pop()
     batch = np.ones((8, WIDTH), dtype=np.float32)
 
-    flight.succeed([batch[0]])
+    succeed(flight, [batch[0]])
     batch[:] = 7
 
     assert reply.only[0].tolist() == bench.ask(1).only[0].tolist() == [1] * WIDTH
@@ -295,7 +313,7 @@ def test_answers_of_two_dimensions_keep_their_shape(bench):
     _, flight = bench.engine.flights.pop()
     rows = np.arange(12, dtype=np.float32).reshape(4, 3)
 
-    flight.succeed([rows.T])
+    succeed(flight, [rows.T])
 
     for found in (reply, bench.ask(1)):
         np.testing.assert_array_equal(found.only[0], rows.T)
@@ -336,7 +354,7 @@ def test_an_answer_is_given_until_it_is_too_old():
 def test_the_bytes_that_are_counted_are_enough(count, width):
     class Instant:
         def submit(self, request, reply):
-            reply.succeed([np.zeros(width, dtype=np.float32) for _ in request.prompts])
+            succeed(reply, [np.zeros(width, dtype=np.float32) for _ in request.prompts])
 
     cache = ResponseCache(Instant().submit, ANY, Clock(), max_bytes=2**40)
     reply = FakeReply()
@@ -424,7 +442,7 @@ def test_its_bound_is_never_passed_whatever_the_sizes(answers, max_bytes):
     class Sized:
         def submit(self, request, reply):
             [sequence] = request.prompts
-            reply.succeed([np.zeros(sequence.num_tokens, dtype=np.float32)])
+            succeed(reply, [np.zeros(sequence.num_tokens, dtype=np.float32)])
 
     cache = ResponseCache(Sized().submit, ANY, Clock(), max_bytes=max_bytes)
     for text, width in answers:
@@ -733,7 +751,7 @@ def test_what_an_answered_request_had_sent_is_kept_if_it_runs_all_the_same(bench
     bench.ask(1, 2)
     bench.engine.fail(EngineError("the batch failed"))
     [(_, flight)] = bench.engine.flights
-    flight.succeed([answer(Prompt(np.array([2], dtype=np.int32)), False)])
+    succeed(flight, [answer(Prompt(np.array([2], dtype=np.int32)), False)])
 
     assert bench.ask(2).sums == [2]
 
@@ -743,7 +761,7 @@ def test_an_answer_that_cannot_be_kept_is_an_error_to_all(bench, rows):
     replies = [bench.ask(1, 2), bench.ask(2)]
     _, flight = bench.engine.flights.pop()
 
-    flight.succeed(rows)
+    succeed(flight, rows)
 
     assert all(isinstance(reply.only, EngineError) for reply in replies)
     assert bench.is_empty_handed()
@@ -765,7 +783,7 @@ def test_a_reply_that_raises_harms_no_other(bench, how):
 def test_an_engine_that_answers_at_once_is_no_trouble():
     class Instant:
         def submit(self, request, reply):
-            reply.succeed([answer(s, request.options.normalize) for s in request.prompts])
+            succeed(reply, [answer(s, request.options.normalize) for s in request.prompts])
 
     cache = ResponseCache(Instant().submit, ANY, Clock(), max_bytes=10_000)
     reply = FakeReply()
@@ -888,7 +906,7 @@ class ThreadedEngine:
             else:
                 rows = [answer(s, request.options.normalize) for s in request.prompts]
                 self.runs.update(int(s.token_ids.sum()) for s in request.prompts)
-                reply.succeed(rows)
+                succeed(reply, rows)
 
 
 def in_threads(count, work):

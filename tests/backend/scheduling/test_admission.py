@@ -3,21 +3,18 @@
 import re
 from threading import Thread
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.errors import QueueFullError, RequestError
-from varlen.request import Prompt, Request, RequestOptions
-from varlen.scheduling.admission import Admission, Forecast
+from varlen.scheduling.admission import Admission
+from varlen.sequence import Batch, Forecast
+
+from .waiting import request_of as request
+from .waiting import state_of
 
 NO_TIME = Forecast(0.0, 0.0)
-
-
-def request(*lengths, **settings):
-    rows = tuple(Prompt(np.zeros(length, dtype=np.int32)) for length in lengths)
-    return Request(rows, RequestOptions(**settings))
 
 
 def test_counts_requests_and_their_tokens():
@@ -64,10 +61,10 @@ def test_room_comes_back_when_something_leaves():
     admission = Admission(1, 10)
     admission.enter(request(10), NO_TIME, 0.0)
 
-    admission.leave(requests=0, tokens=4, seconds=0.0)
+    admission.leave(tokens=4, requests=[])
     with pytest.raises(QueueFullError):
         admission.enter(request(1), NO_TIME, 0.0)
-    admission.leave(requests=1, tokens=6, seconds=0.0)
+    admission.leave(tokens=6, requests=[state_of(10)])
 
     admission.enter(request(10), NO_TIME, 0.0)
 
@@ -85,10 +82,10 @@ def test_caps_hold_and_counters_return_to_zero(lengths, max_requests, max_tokens
             with pytest.raises(QueueFullError):
                 admission.enter(request(length), NO_TIME, 0.0)
             first = inside.pop(0)
-            admission.leave(requests=1, tokens=first, seconds=0.0)
+            admission.leave(tokens=first, requests=[state_of(first)])
         assert admission.depth == (len(inside), sum(inside))
     for length in inside:
-        admission.leave(requests=1, tokens=length, seconds=0.0)
+        admission.leave(tokens=length, requests=[state_of(length)])
 
     assert admission.depth == (0, 0)
 
@@ -112,3 +109,20 @@ def test_threads_that_enter_at_once_never_pass_the_cap():
 
     assert admission.depth == (50, 50)
     assert len(refused) == 350
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_work_in_flight_and_in_the_queue_is_shared_by_the_slots(slots):
+    admission = Admission(10, 100, slots=slots)
+    batches = [Batch((), None, 2.0, ""), Batch((), None, 4.0, "")]
+    for batch in batches:
+        admission.start(batch, until=10.0 + batch.seconds)
+    admission.enter(request(5), Forecast(6.0, 6.0), 10.0)
+
+    assert admission.wait_seconds(10.0) == pytest.approx(12.0 / slots)
+    assert admission.wait_seconds(13.0) == pytest.approx(7.0 / slots)
+
+    for batch in batches:
+        admission.end(batch)
+    admission.leave(tokens=5, requests=[state_of(5, seconds=6.0)])
+    assert admission.wait_seconds(10.0) == 0.0

@@ -1,61 +1,175 @@
-"""The queue is always in order of what is due, and counts what it holds."""
+"""The order of the queue: first come, first served for equals, fair by served work for others, deadlines kept."""
+
+import math
+from itertools import count
+from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.scheduling.queue import WaitingQueue
+from varlen.scheduling.queue import RequestQueue
 
-from .waiting import waiting
-
-
-def filled(*dues):
-    queue = WaitingQueue()
-    for number, due in enumerate(dues, start=1):
-        queue.add(waiting(number, due=due, seconds=float(number)))
-    return queue
+from .waiting import state_of
 
 
-def tokens(sequences):
+def lengths(sequences):
     return [each.num_tokens for each in sequences]
 
 
-@given(st.lists(st.integers(0, 5)))
-def test_what_is_due_first_stands_first_and_equals_keep_their_order(dues):
-    expected = [n for _, n in sorted(zip(dues, range(1, len(dues) + 1), strict=True))]
-
-    assert tokens(filled(*dues)) == expected
-
-
-def test_first_looks_and_takes_nothing():
-    queue = filled(3, 1, 2)
-
-    assert tokens(queue.first(2)) == [2, 3]
-    assert tokens(queue.first(9)) == [2, 3, 1]
-    assert len(queue) == 3
+def serve_all(queue, at_once=1):
+    """Run everything, some sequences at a time; return the requests in the order in which they finish."""
+    order = []
+    while queue:
+        order += queue.remove(queue.first(at_once))
+    return order
 
 
-@given(st.lists(st.integers(0, 5), max_size=12), st.data())
-def test_remove_takes_these_and_keeps_the_order_of_all_others(dues, data):
-    queue = filled(*dues)
+@given(st.lists(st.sampled_from([True, False, None]), max_size=60), st.integers(0, 9))
+def test_requests_of_one_row_and_one_priority_are_served_in_order_of_arrival(actions, priority):
+    """Whatever is served or dropped between arrivals."""
+    queue, numbers, served = RequestQueue(), count(1), []
+    for serve in actions:
+        if serve and queue:
+            served += queue.remove(queue.first(2))
+        elif serve is None and queue:
+            queue.discard(queue.first(1)[0].request)
+        queue.add(state_of(next(numbers), priority=priority))
+    served += serve_all(queue)
+
+    assert [request.sequences[0].num_tokens for request in served] == sorted(
+        request.sequences[0].num_tokens for request in served
+    )
+
+
+def test_equal_requests_of_many_rows_are_not_interleaved():
+    queue = RequestQueue()
+    requests = [state_of(*[1] * 64) for _ in range(10)]
+    for request in requests:
+        queue.add(request)
+
+    assert serve_all(queue, at_once=64) == requests
+
+
+def test_one_row_passes_nearly_all_of_a_crowd_of_large_requests():
+    """57,600 rows wait; a single row is served after a few requests of them, not after all."""
+    queue = RequestQueue()
+    for _ in range(900):
+        queue.add(state_of(*[1] * 64))
+    single = state_of(7)
+    queue.add(single)
+
+    served = 0
+    while single.sequences[0] not in (window := queue.first(64)):
+        served += len(queue.remove(window))
+
+    assert served < 20
+
+
+def test_a_large_request_is_not_overtaken_for_ever():
+    """Single rows keep coming as fast as they are served; the large request found 10 others, so 640 may pass it."""
+    queue = RequestQueue()
+    for _ in range(10):
+        queue.add(state_of(1))
+    large = state_of(*[2] * 64)
+    queue.add(large)
+
+    passed = 0
+    while lengths(queue.first(1)) == [1]:
+        queue.remove(queue.first(1))
+        queue.add(state_of(1))
+        passed += 1
+        assert passed <= 11 * 64
+    assert queue.first(1)[0].request is large
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_priority_counts_as_a_shorter_queue(rows):
+    queue = RequestQueue()
+    for _ in range(100):
+        queue.add(state_of(*[1] * rows))
+    urgent = state_of(*[2] * rows, priority=9)
+    queue.add(urgent)
+
+    assert serve_all(queue, at_once=rows).index(urgent) == pytest.approx(10, abs=1)
+
+
+def test_mixed_priorities_of_many_rows():
+    """600 requests of 64 rows, half of them at priority 9: inserting them once took minutes."""
+    queue = RequestQueue()
+    for number in range(600):
+        queue.add(state_of(*[1] * 64, priority=9 * (number % 2)))
+
+    order = serve_all(queue, at_once=64)
+
+    urgent = [place for place, request in enumerate(order) if request.request.options.priority]
+    assert len(order) == 600
+    assert fmean(urgent) < 180
+
+
+def test_what_misses_its_deadline_otherwise_goes_first():
+    queue = RequestQueue()
+    queue.add(state_of(1))
+    queue.add(state_of(2, deadline=5.0), latest_start=4.0)
+    queue.add(state_of(3, deadline=3.0), latest_start=2.0)
+
+    queue.promote(1.0)
+    assert lengths(queue) == [1, 2, 3]
+    assert (queue.next_promotion, queue.is_urgent) == (2.0, False)
+    queue.promote(2.0)
+    assert lengths(queue) == [3, 1, 2]
+    assert queue.is_urgent
+    queue.promote(4.0)
+    assert lengths(queue) == [3, 2, 1]
+    assert queue.next_promotion == math.inf
+
+
+def test_an_earlier_deadline_is_promoted_with_a_later_one_that_has_to_start():
+    """A long request has to start sooner than a short one that is due before it."""
+    queue = RequestQueue()
+    queue.add(state_of(1))
+    queue.add(state_of(500, deadline=6.0), latest_start=1.0)
+    queue.add(state_of(2, deadline=5.0), latest_start=4.9)
+
+    queue.promote(1.0)
+
+    assert lengths(queue) == [2, 500, 1]
+
+
+def test_first_looks_and_removes_nothing():
+    queue = RequestQueue()
+    queue.add(state_of(1, 2))
+    queue.add(state_of(3))
+
+    assert lengths(queue.first(2)) == [1, 2]
+    assert lengths(queue.first(9)) == [1, 2, 3]
+    assert len(queue) == 2
+
+
+@given(st.lists(st.integers(1, 4), max_size=10), st.data())
+def test_remove_takes_these_and_keeps_the_order_of_all_others(rows, data):
+    queue = RequestQueue()
+    for number in rows:
+        queue.add(state_of(*range(1, number + 1)))
     held = list(queue)
     batch = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
 
-    queue.remove(batch)
+    left = queue.remove(batch)
 
     kept = [each for each in held if each not in batch]
     assert list(queue) == kept
-    assert queue.seconds == pytest.approx(sum(each.seconds for each in kept))
-    assert queue.requests == len(kept)
+    assert len(queue) == len({each.request for each in kept})
+    assert set(left) == {each.request for each in held} - {each.request for each in kept}
 
 
-def test_an_empty_queue_holds_no_seconds():
-    queue = WaitingQueue()
-    for _ in range(3):
-        queue.add(waiting(1, seconds=0.1))
-    queue.remove(list(queue))
+def test_a_discarded_request_leaves_with_all_that_waits():
+    queue = RequestQueue()
+    gone, stays = state_of(1, 2, 3), state_of(4)
+    queue.add(gone)
+    queue.add(stays)
+    queue.remove([gone.sequences[0]])
 
-    assert queue.seconds == 0.0
-    queue.add(waiting(1, seconds=0.1))
-    queue.clear()
-    assert (len(queue), queue.seconds) == (0, 0.0)
+    assert queue.discard(gone) == list(gone.sequences[1:])
+    assert queue.discard(gone) == []
+    assert list(queue) == list(stays.sequences)
+    queue.promote(math.inf)

@@ -1,4 +1,4 @@
-"""Sequences that wait, and costs by formula, for tests of the scheduler."""
+"""Requests that wait, and costs by formula, for tests of scheduling."""
 
 import math
 
@@ -6,18 +6,20 @@ import numpy as np
 
 from varlen.config import EngineConfig
 from varlen.costs.table import CostTable
-from varlen.request import Prompt, Request, RequestOptions, Ticket, Waiting
-from varlen.scheduling.scheduler import Scheduler
+from varlen.request import Prompt, Request, RequestOptions
+from varlen.scheduling.admission import Admission
+from varlen.scheduling.one_shot import OneShotScheduler
+from varlen.sequence import BatchResult, Forecast, RequestState
 
 
-def ticket_of(*lengths, arrival=0.0, deadline=math.inf, priority=0):
-    rows = tuple(Prompt(np.zeros(length, dtype=np.int32)) for length in lengths)
-    return Ticket(Request(rows, RequestOptions(priority=priority)), None, arrival, deadline)
+def request_of(*lengths, priority=0, deadline_seconds=None):
+    prompts = tuple(Prompt(np.zeros(length, dtype=np.int32)) for length in lengths)
+    return Request(prompts, RequestOptions(priority=priority, deadline_seconds=deadline_seconds))
 
 
-def waiting(num_tokens, since=0.0, due=None, deadline=math.inf, seconds=0.0):
-    ticket = ticket_of(num_tokens, arrival=since, deadline=deadline)
-    return Waiting(ticket, 0, num_tokens, seconds, since, since if due is None else due)
+def state_of(*lengths, arrival=0.0, deadline=math.inf, priority=0, seconds=0.0):
+    request = request_of(*lengths, priority=priority)
+    return RequestState(request, None, arrival, deadline, Forecast(seconds))
 
 
 def cost_table(seconds=None, execution="packed", max_sequences=64, max_length=512):
@@ -29,7 +31,24 @@ def cost_table(seconds=None, execution="packed", max_sequences=64, max_length=51
 
 def make_scheduler(costs=None, max_batch_tokens=4096, **settings):
     config = EngineConfig(**settings)
-    return Scheduler(config, costs or cost_table(execution=config.execution), max_batch_tokens)
+    admission = Admission(config.max_queued_requests, config.max_queued_tokens)
+    costs = costs or cost_table(execution=config.execution)
+    return OneShotScheduler(config, costs, admission, max_batch_tokens)
+
+
+def add(scheduler, *lengths, now=0.0, deadline=math.inf, priority=0):
+    """Admit and queue a request, as the engine does."""
+    allowed = None if math.isinf(deadline) else deadline - now
+    request = request_of(*lengths, priority=priority, deadline_seconds=allowed)
+    state = RequestState(request, None, now, deadline, scheduler.admit(request, now))
+    scheduler.add(state, now)
+    return state
+
+
+def run(scheduler, batch, seconds=1.0):
+    """Tell the scheduler that a batch has run."""
+    outputs = [np.zeros(1, dtype=np.float32)] * len(batch.sequences)
+    return scheduler.update(batch, BatchResult(outputs, seconds))
 
 
 def lengths_of(batch):

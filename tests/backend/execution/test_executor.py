@@ -1,0 +1,125 @@
+"""Batches run in threads, one per runner, and every one of them completes with a result."""
+
+from queue import SimpleQueue
+from threading import Barrier, Event
+
+import numpy as np
+import pytest
+
+from varlen.costs.batch_shape import BatchShape
+from varlen.errors import ModelFaultError
+from varlen.execution.executor import ThreadExecutor
+from varlen.request import Prompt, Request, RequestOptions
+from varlen.sequence import Batch, RequestState
+
+SECONDS = 10.0
+
+
+class FakeRunner:
+    """Answers each prompt's length; raises what it is told to, and again when it is checked if that lasts."""
+
+    def __init__(self, error=None, lasts=False, missing=0, meet=None):
+        self.error = error
+        self.lasts = lasts
+        self.missing = missing
+        self.meet = meet or (lambda: None)
+        self.seen = []
+
+    def run(self, prompts, options):
+        self.meet()
+        self.seen.append([each.normalize for each in options])
+        if self.error is not None:
+            raise self.error
+        outputs = [np.array([prompt.num_tokens]) for prompt in prompts]
+        return outputs[: len(outputs) - self.missing]
+
+    def padding_tokens(self, shape):
+        return 100 * shape.sequences
+
+    def check(self):
+        if self.lasts:
+            raise self.error
+
+
+def batch_of(*lengths, normalize=False):
+    prompts = tuple(Prompt(np.zeros(length, dtype=np.int32)) for length in lengths)
+    state = RequestState(Request(prompts, RequestOptions(normalize)), None, 0.0)
+    return Batch(state.sequences, BatchShape.of(lengths), 1.0, "")
+
+
+@pytest.fixture
+def run():
+    """Return a function that runs batches and returns their results in the order of completion."""
+    executors = []
+
+    def run(*batches, runners):
+        executor = ThreadExecutor(runners)
+        executors.append(executor)
+        assert executor.slots == len(runners)
+        done = SimpleQueue()
+        for batch in batches:
+            executor.start(batch, lambda *completed: done.put(completed))
+        return [done.get(timeout=SECONDS) for _ in batches]
+
+    yield run
+    for executor in executors:
+        executor.close()
+
+
+def test_outputs_come_in_the_order_of_the_batch(run):
+    batch, runner = batch_of(3, 1, 2, normalize=True), FakeRunner()
+
+    [(completed, result)] = run(batch, runners=[runner])
+
+    assert completed is batch
+    assert [output.tolist() for output in result.outputs] == [[3], [1], [2]]
+    assert (result.error, result.padding_tokens) == (None, 300)
+    assert result.seconds > 0.0
+    assert runner.seen == [[True, True, True]]
+
+
+def test_as_many_batches_run_together_as_there_are_runners(run):
+    barrier = Barrier(3)
+    runners = [FakeRunner(meet=lambda: barrier.wait(SECONDS)) for _ in range(3)]
+
+    results = run(*(batch_of(n) for n in (1, 2, 3)), runners=runners)
+
+    assert sorted(result.outputs[0].tolist() for _, result in results) == [[1], [2], [3]]
+    assert [len(runner.seen) for runner in runners] == [1, 1, 1]
+
+
+def test_memory_that_runs_out_is_a_result(run):
+    [(_, result)] = run(batch_of(1), runners=[FakeRunner(MemoryError("little"))])
+
+    assert isinstance(result.error, MemoryError)
+    assert result.outputs == []
+
+
+def test_an_error_of_one_batch_is_no_fault_of_the_device(run):
+    [(_, result)] = run(batch_of(1), runners=[FakeRunner(ZeroDivisionError("once"))])
+
+    assert isinstance(result.error, ZeroDivisionError)
+
+
+def test_an_error_that_the_smallest_batch_meets_too_lasts(run):
+    [(_, result)] = run(batch_of(1), runners=[FakeRunner(RuntimeError("CUDA"), lasts=True)])
+
+    assert isinstance(result.error, ModelFaultError)
+
+
+def test_too_few_outputs_are_an_error(run):
+    [(_, result)] = run(batch_of(1, 2), runners=[FakeRunner(missing=1)])
+
+    assert isinstance(result.error, RuntimeError)
+    assert result.outputs == []
+
+
+def test_close_waits_for_what_runs():
+    gate, done = Event(), []
+    executor = ThreadExecutor([FakeRunner(meet=lambda: gate.wait(SECONDS))])
+    executor.start(batch_of(1), lambda *completed: done.append(completed))
+    gate.set()
+
+    executor.close()
+
+    assert len(done) == 1
