@@ -14,7 +14,7 @@ Source: Orca (Yu et al. 2022, OSDI), algorithm 1.
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -35,8 +35,8 @@ from varlen.sequence import (
     Event,
     Forecast,
     RequestState,
+    Sequence,
     SequenceOutput,
-    requests_of,
 )
 
 _log = logging.getLogger(__name__)
@@ -229,24 +229,25 @@ class Engine:
             self._stats.count_scheduling(time.perf_counter() - began)
             if batch is None:
                 return None
-            for request in requests_of(batch.sequences):
-                self._fail_if_gone(request, now)
-            batch = self._scheduler.trim(batch, now)
+            gone = [self._fail_if_gone(request, now) for request in _requests(batch.sequences)]
+            if any(gone):
+                batch = self._scheduler.trim(batch, now)
             if batch is not None:
                 return batch
 
-    def _fail_if_gone(self, request: RequestState, now: float) -> None:
-        if request not in self._open:
-            return
+    def _fail_if_gone(self, request: RequestState, now: float) -> bool:
         if _is_cancelled(request):
             self._fail(request, RequestCancelled("cancelled before it ran"))
         elif request.deadline < now:
             self._stats.count_refusal("expired")
             self._fail(request, DeadlineError("the request was still waiting to run"))
+        else:
+            return False
+        return True
 
     def _start(self, batch: Batch) -> None:
         now = self._clock()
-        for request in requests_of(batch.sequences):
+        for request in _requests(batch.sequences):
             if not request.started:
                 request.started = True
                 self._stats.count_wait(now - request.arrival)
@@ -271,7 +272,7 @@ class Engine:
                 self._send(request, event)
             else:
                 self._fail(request, event.error)
-        for request in requests_of(event.sequence for event in events):
+        for request in _requests(event.sequence for event in events):
             if request.is_finished and request in self._open:
                 self._answer(request, request.reply.finish)
 
@@ -325,6 +326,11 @@ class Engine:
     def _fail_all(self, error: EngineError) -> None:
         for request in list(self._open):
             self._fail(request, error)
+
+
+def _requests(sequences: Iterable[Sequence]) -> list[RequestState]:
+    """Return the requests of sequences, each once, in order."""
+    return list(dict.fromkeys(sequence.request for sequence in sequences))
 
 
 def _is_cancelled(request: RequestState) -> bool:

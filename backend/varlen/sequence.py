@@ -6,7 +6,6 @@ The engine's thread owns all of it. An encoder's sequence runs once; a generated
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -55,7 +54,9 @@ class RequestState:
 
     def __post_init__(self) -> None:
         prompts = self.request.prompts
-        self.sequences = tuple(Sequence(self, row, prompt) for row, prompt in enumerate(prompts))
+        self.sequences = tuple(
+            Sequence(self, row, prompt, len(prompt.token_ids)) for row, prompt in enumerate(prompts)
+        )
         self.unfinished = len(self.sequences)
 
     @property
@@ -72,18 +73,15 @@ class Sequence:
         request: the request that it belongs to.
         row: its row in that request.
         prompt: its tokens.
+        num_tokens: length of the prompt.
         status: set by `finish`, and by the scheduler.
     """
 
     request: RequestState
     row: int
     prompt: Prompt
+    num_tokens: int
     status: Status = "waiting"
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of the prompt, in tokens."""
-        return self.prompt.num_tokens
 
     @property
     def options(self) -> RequestOptions:
@@ -149,8 +147,3 @@ class SequenceFailure:
 
 
 Event: TypeAlias = SequenceOutput | SequenceFailure
-
-
-def requests_of(sequences: Iterable[Sequence]) -> list[RequestState]:
-    """Return the requests of sequences, each once, in order."""
-    return list(dict.fromkeys(sequence.request for sequence in sequences))

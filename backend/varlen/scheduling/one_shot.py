@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
 from collections.abc import Sequence as AnySequence
 from dataclasses import replace
 from itertools import compress
@@ -111,7 +110,8 @@ class OneShotScheduler:
         batch = replace(chosen, seconds=self._forecaster.slowdown * chosen.seconds)
         for sequence in batch.sequences:
             sequence.status = "running"
-        self._count_out(batch.sequences, self._queue.remove(batch.sequences))
+        left = self._queue.remove(batch.sequences)
+        self._admission.leave(tokens=batch.shape.tokens, requests=left)
         return self._start(batch, now)
 
     def trim(self, batch: Batch, now: float) -> Batch | None:
@@ -144,7 +144,8 @@ class OneShotScheduler:
         """Drop what waits of a request; the outputs of what runs of it are ignored."""
         waiting = self._queue.discard(request)
         if waiting:
-            self._count_out(waiting, [request])
+            tokens = sum(sequence.num_tokens for sequence in waiting)
+            self._admission.leave(tokens=tokens, requests=[request])
         for sequence in request.sequences:
             sequence.finish()
 
@@ -155,9 +156,6 @@ class OneShotScheduler:
     def _start(self, batch: Batch, now: float) -> Batch:
         self._admission.start(batch, until=now + batch.seconds)
         return batch
-
-    def _count_out(self, sequences: Iterable[Sequence], requests: Iterable[RequestState]) -> None:
-        self._admission.leave(tokens=sum(s.num_tokens for s in sequences), requests=requests)
 
     def _split_in_two(self, batch: Batch) -> None:
         _log.warning("too little memory for a batch of %d sequences", len(batch.sequences))
