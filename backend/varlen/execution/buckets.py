@@ -9,6 +9,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from varlen.memory.usage import Dims
+
 _SMALLEST = 16
 # Sizes from one power of two to the next.
 _STEPS = 8
@@ -23,6 +25,11 @@ class Bucket:
 
     tokens: int
     sequences: int
+
+    @property
+    def dims(self) -> Dims:
+        """The dimensions that its graph runs with."""
+        return {"tokens": self.tokens, "sequences": self.sequences}
 
 
 class Buckets:

@@ -12,14 +12,15 @@ from varlen.errors import ConfigError
 from varlen.execution.cpu import CpuExecutor
 from varlen.execution.cuda import CudaExecutor
 from varlen.execution.device import choose_device, choose_dtype, memory_of
+from varlen.execution.packing import largest_dims
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.encoder import EncoderInputs, encode
-from varlen.models.families import load_encoder
-from varlen.models.heads import apply_head
-from varlen.program.program import Program, Recorder
+from varlen.models.heads import record_head
+from varlen.models.registry import load_encoder
+from varlen.program.program import Program
+from varlen.program.recorder import Recorder
 from varlen.request import DEFAULT_OPTIONS, Float32Array, Prompt, RequestOptions
 from varlen_kernels.dispatch import kernels_for
 
@@ -33,7 +34,7 @@ class Executor(Protocol):
         """Return the answer of each sequence; see `Runner.run`."""
 
     def close(self) -> None:
-        """Let go of threads and device memory."""
+        """Release threads and device memory."""
 
 
 class Runner:
@@ -77,13 +78,13 @@ class Runner:
         self.max_sequence_tokens = sequence_limit(checkpoint, config)
         self.device = choose_device(config.device, gpu)
         self.dtype = choose_dtype(config.dtype, self.device)
-        weights = load_encoder(checkpoint, self.dtype, self.device)
-        self.vocab_size = weights.token_table.shape[0]
-        self.type_vocab_size = weights.type_table.shape[0]
-        recorder, inputs = Recorder(), EncoderInputs()
-        hidden = encode(recorder, weights, inputs)
-        output = apply_head(recorder, self.task, weights, inputs, hidden, checkpoint.pooling)
-        self.program: Program = recorder.finish(output)
+        encoder = load_encoder(checkpoint, self.dtype, self.device)
+        self.vocab_size = encoder.vocab_size
+        self.type_vocab_size = encoder.type_vocab_size
+        ops = Recorder()
+        hidden = encoder.record(ops)
+        output = record_head(ops, self.task, encoder.heads, hidden, checkpoint.pooling)
+        self.program: Program = ops.finish(output)
         self.weight_bytes = _weight_bytes(self.program)
         self.arena = _make_arena(self.program, config, self.device)
         self.max_batch_tokens = self.arena.max_tokens
@@ -121,7 +122,7 @@ class Runner:
             return self.executor.run(prompts, options)[:count]
 
     def close(self) -> None:
-        """Let go of threads and device memory."""
+        """Release threads and device memory."""
         self.executor.close()
 
 
@@ -159,18 +160,19 @@ def _make_arena(program: Program, config: EngineConfig, device: torch.device) ->
     """
     layout = Layout(program.buffers, alignment_of(device))
     allowed = config.arena_limit(memory_of(device))
-    most = layout.max_tokens_that_fit(allowed, config.max_batch_tokens)
+    most = layout.max_tokens_that_fit(allowed, config.max_batch_tokens, largest_dims)
     if not most:
-        needed = layout.plan(1, 1).footprint
+        needed = layout.plan(largest_dims(1)).footprint
         raise ConfigError(
             f"arena_bytes allows {allowed} bytes; this model needs {needed} for one token"
         )
     try:
         with memory_errors():
-            return Arena(layout, most, device, allowed)
+            return Arena(layout, largest_dims(most), device, allowed)
     except MemoryError:
+        footprint = layout.plan(largest_dims(most)).footprint
         raise ConfigError(
-            f"the intermediates of {most} tokens take {layout.plan(most, most).footprint} bytes, and the device "
+            f"the intermediates of {most} tokens take {footprint} bytes, and the device "
             "has not as much to spare: lower max_batch_tokens or arena_bytes"
         ) from None
 
