@@ -1,4 +1,4 @@
-"""Runs batches on a CUDA GPU, by replaying graphs that were captured when the model was loaded.
+"""Runs batches on a CUDA GPU by replaying graphs that were captured when the model was loaded.
 
 A small encoder's ops are shorter on the GPU than the Python that launches them. So nothing is
 launched op by op in service: each batch is one copy of its inputs, one graph, one copy of its answers.
@@ -47,7 +47,7 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs on one stream and in one pool of memory, so at most one may run at a time."""
+    """CUDA graphs on one stream and in one memory pool, so only one may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""A loaded model: sequences in, one fp32 array per sequence out."""
+"""A loaded model: prompts in, one fp32 array per prompt out."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -45,12 +45,12 @@ class Runner:
         device: where it runs.
         dtype: of its weights and activations.
         vocab_size, type_vocab_size: ids below these are valid.
-        max_sequence_tokens: the longest sequence it takes.
-        max_batch_tokens: the most tokens that it runs together.
-        weight_bytes: memory that its weights take.
+        max_sequence_tokens: length of the longest sequence.
+        max_batch_tokens: most tokens of one batch.
+        weight_bytes: memory of its weights.
         program: its forward pass.
-        arena: where intermediates live while it runs.
-        executor: runs it.
+        arena: memory of its intermediates.
+        executor: runs the program.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Runner:
         """Return the answer of each sequence, in the order given.
 
         Args:
-            prompts: checked, at least one, of `max_batch_tokens` together at most, with their padding if they
+            prompts: checked, at least one, together at most `max_batch_tokens` long, padding included if they
                 are padded.
             options: by prompt.
 
@@ -111,7 +111,7 @@ class Runner:
             token_classify `[tokens, labels]`. Views of arrays made for this call.
 
         Raises:
-            MemoryError: there was too little memory for what the batch needs beside the arena.
+            MemoryError: too little memory for what the batch needs beside the arena.
         """
         count = len(prompts)
         if self._is_padded:
@@ -127,7 +127,7 @@ class Runner:
 
 
 def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return what fills sequences up to the longest: of each, a sequence of its own, whose answer nobody reads."""
+    """Return prompts that fill each sequence up to the longest; their answers are dropped."""
     longest = max(prompt.num_tokens for prompt in prompts)
     missing = [longest - prompt.num_tokens for prompt in prompts]
     return [Prompt(np.zeros(count, dtype=np.int32)) for count in missing if count]
@@ -153,10 +153,10 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
 
 
 def _make_arena(program: Program, config: EngineConfig, device: torch.device) -> Arena:
-    """Return the arena, as large as the largest batch needs and at most as large as the configuration allows.
+    """Return the arena: as large as the largest batch needs, within what the configuration allows.
 
     Raises:
-        ConfigError: there is no room for one token, or not as much memory on the device.
+        ConfigError: the arena cannot hold one token, or the device has too little memory.
     """
     layout = Layout(program.buffers, alignment_of(device))
     allowed = config.arena_limit(memory_of(device))
