@@ -4,23 +4,18 @@ Which inputs there are, and their shapes, is what the program declares.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from varlen.memory.usage import Dims
 from varlen.program.program import Value
-from varlen.request import Float32Array, Int32Array, Prompt, RequestOptions
+from varlen.request import Float32Array, Prompt, RequestOptions
 
 # Alignment of each input, in bytes: kernels load 16 bytes at a time.
 _ALIGNMENT = 16
-
-_Array: TypeAlias = npt.NDArray[Any]
 
 
 def dims_of(lengths: Sequence[int]) -> Dims:
@@ -62,12 +57,33 @@ def fill_inputs(
         views: of `input_views` on the CPU, for at least this many tokens and sequences.
         prompts: in the order in which they are packed.
         options: by prompt.
+
+    Raises:
+        ValueError: an input is none that prompts and options decide.
     """
     lengths = [prompt.num_tokens for prompt in prompts]
     bounds = np.cumsum([0, *lengths], dtype=np.int32)
-    packed = _Packed(prompts, options, lengths, bounds)
+    tokens, count = int(bounds[-1]), len(lengths)
     for name, view in views.items():
-        _FILL[name](packed, view.numpy())
+        into = view.numpy()
+        into[:] = 0
+        match name:
+            case "token_ids":
+                np.concatenate([prompt.token_ids for prompt in prompts], out=into[:tokens])
+            case "position_ids":
+                starts = np.repeat(bounds[:-1], lengths)
+                np.subtract(np.arange(tokens, dtype=np.int32), starts, out=into[:tokens])
+            case "type_ids":
+                for begin, prompt in zip(bounds.tolist(), prompts, strict=False):
+                    if prompt.type_ids is not None:
+                        into[begin : begin + prompt.num_tokens] = prompt.type_ids
+            case "cu_seqlens":
+                into[: count + 1] = bounds
+                into[count + 1 :] = tokens
+            case "normalize":
+                into[:count] = [each.normalize for each in options]
+            case _:
+                raise ValueError(f'the program reads an input "{name}", which prompts do not have')
 
 
 def split_answers(
@@ -84,58 +100,6 @@ def split_answers(
         return list(output)
     bounds = np.cumsum([0, *lengths]).tolist()
     return [output[begin:end] for begin, end in pairwise(bounds)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """What inputs are filled from.
-
-    Attributes:
-        prompts, options: in the order of packing.
-        lengths: of the prompts, in tokens.
-        bounds: `[prompts + 1]`, the first token of each, and the number of tokens.
-    """
-
-    prompts: Sequence[Prompt]
-    options: Sequence[RequestOptions]
-    lengths: Sequence[int]
-    bounds: Int32Array
-
-    def token_ids(self, into: _Array) -> None:
-        tokens = self.bounds[-1]
-        np.concatenate([prompt.token_ids for prompt in self.prompts], out=into[:tokens])
-        into[tokens:] = 0
-
-    def position_ids(self, into: _Array) -> None:
-        tokens = self.bounds[-1]
-        starts = np.repeat(self.bounds[:-1], self.lengths)
-        np.subtract(np.arange(tokens, dtype=np.int32), starts, out=into[:tokens])
-        into[tokens:] = 0
-
-    def type_ids(self, into: _Array) -> None:
-        into[:] = 0
-        for begin, prompt in zip(self.bounds.tolist(), self.prompts, strict=False):
-            if prompt.type_ids is not None:
-                into[begin : begin + prompt.num_tokens] = prompt.type_ids
-
-    def cu_seqlens(self, into: _Array) -> None:
-        into[: len(self.bounds)] = self.bounds
-        into[len(self.bounds) :] = self.bounds[-1]
-
-    def normalize(self, into: _Array) -> None:
-        count = len(self.options)
-        into[:count] = [each.normalize for each in self.options]
-        into[count:] = False
-
-
-# What fills each input that a program may declare; see `models.inputs`.
-_FILL = {
-    "token_ids": _Packed.token_ids,
-    "position_ids": _Packed.position_ids,
-    "type_ids": _Packed.type_ids,
-    "cu_seqlens": _Packed.cu_seqlens,
-    "normalize": _Packed.normalize,
-}
 
 
 def _layout(inputs: Sequence[Value], dims: Dims) -> Iterator[tuple[Value, tuple[int, ...], int]]:

@@ -76,6 +76,13 @@ def test_a_batch_carries_only_the_inputs_that_are_declared():
     }
 
 
+def test_refuses_an_input_that_prompts_do_not_have():
+    inputs = inputs_for(2, 1, [Recorder().input("slots", ("tokens",), torch.int32)])
+
+    with pytest.raises(ValueError, match='reads an input "slots", which prompts do not have'):
+        fill_inputs(inputs, [Prompt(ids(7, 8))], [PLAIN])
+
+
 def test_the_dimensions_of_a_batch_are_those_of_its_inputs():
     inputs = inputs_for(**dims_of([3, 1, 2]))
 
