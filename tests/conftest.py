@@ -5,6 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# no test may depend on how fast the machine is
+settings.register_profile("varlen", deadline=None)
+settings.load_profile("varlen")
 
 _KERNEL_TESTS = Path(__file__).parent / "kernels/fused"
 

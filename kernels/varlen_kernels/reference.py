@@ -2,13 +2,13 @@
 
 All tokens of a batch stand in one `[tokens, ...]` tensor, sequence after sequence; `cu_seqlens`
 `[batch + 1]` int32 holds where each one starts. Each op computes in fp32, whatever the dtype of its
-tensors, writes into `out=` when it is given, and returns the tensor it wrote; `out` of the ops
-named in `IN_PLACE` may be their first argument.
+tensors, writes into `out=` when it is given, and returns the tensor it wrote; `IN_PLACE` names the ops
+whose `out` may be one of their arguments.
 
 `masked_softmax`, `pack` and `unpack` serve the padded form that everything here is compared with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -18,8 +18,10 @@ from torch import Tensor
 from varlen_kernels import Activation, Pooling
 from varlen_kernels.beam_reference import beam_step as beam_step  # noqa: PLC0414  # an op too
 
-# Ops whose `out` may be their first argument.
-IN_PLACE = frozenset({"activate", "add_layer_norm", "rms_norm", "masked_softmax", "tanh"})
+# For each result of an op, the position of the argument that may be its `out`.
+IN_PLACE: Mapping[str, tuple[int, ...]] = dict.fromkeys(
+    ("activate", "add_layer_norm", "rms_norm", "masked_softmax", "tanh"), (0,)
+)
 
 # Rows of the blocks in which ops run whose results torch makes anew before they are written into `out`.
 _BLOCK_ROWS = 256
@@ -59,7 +61,9 @@ def embed_layer_norm(
     return out
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor, *, out: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """Return x @ weight + bias, `[tokens, features]`.
 
     Args:
@@ -68,6 +72,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, *, out: Tensor | None = None
             torch's `[features, hidden]` (docs/decisions/0002-weights-in-out.md).
         bias: `[features]`.
     """
+    if bias is None:
+        return torch.mm(x, weight, out=out)
     return torch.addmm(bias, x, weight, out=out)
 
 

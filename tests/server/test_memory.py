@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from varlen.config import EngineConfig
-from varlen.execution.packing import fill_inputs, input_bytes, input_views
+from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen.program.program import Program
@@ -124,14 +124,13 @@ def without_arena(program: Program, rows: list[list[int]]) -> Array:
     """Return the answers by row when every op makes a tensor of its own, in the order of packing that is served."""
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     sequences = [Prompt(np.array(rows[index], dtype=np.int32)) for index in order]
-    tokens = sum(sequence.num_tokens for sequence in sequences)
-    inputs = input_views(
-        torch.empty(input_bytes(tokens, len(rows)), dtype=torch.uint8), tokens, len(rows)
-    )
-    fill_inputs(inputs, sequences, [False] * len(rows))
+    dims = dims_of([sequence.num_tokens for sequence in sequences])
+    buffer = torch.empty(input_bytes(program.inputs, dims), dtype=torch.uint8)
+    inputs = input_views(buffer, program.inputs, dims)
+    fill_inputs(inputs, sequences, [PLAIN] * len(rows))
     bound = dict(inputs)
     for op in program.ops:
         operands = [x if isinstance(x, torch.Tensor) else bound[x.name] for x in op.operands]
-        bound[op.result.name] = getattr(reference, op.kernel)(*operands, **op.attributes)
-    answers: Array = bound[program.output.name].numpy()
+        bound[op.results[0].name] = getattr(reference, op.kernel)(*operands, **op.attributes)
+    answers: Array = bound[program.outputs[0].name].numpy()
     return answers[np.argsort(order)]

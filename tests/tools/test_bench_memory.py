@@ -10,7 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from varlen.memory.arena import MemoryUse
-from varlen.program.program import Batch, Recorder, Value
+from varlen.program.program import PackedBatch
+from varlen.program.recorder import Recorder
 from varlen_tools.bench_kernels.encoder_peers import save_random_checkpoint
 from varlen_tools.bench_kernels.grid import TINY
 from varlen_tools.bench_memory import cases, memory, resident
@@ -140,17 +141,16 @@ def test_without_an_arena_a_value_goes_after_its_last_use():
             alive.add(made)
             return made
 
-    x = Value("x", ("tokens", 4), torch.float32)
-    recorder, value = Recorder(), x
+    recorder, dims = Recorder(), {"tokens": 3, "sequences": 1}
+    value = recorder.input("x", ("tokens", 4), torch.float32)
     for _ in range(6):
         value = recorder.tanh(value)
     program = UnplannedProgram(recorder.finish(value))
-    region = NoArena(3, torch.device("cpu")).carve_whole(3, 1)
+    region = NoArena(dims, torch.device("cpu")).allocate_whole(dims)
 
-    answer = program.run(Batch({"x": torch.ones(3, 4)}, 3, 1), Kernels(), region)
-    placed = program.run(
-        Batch({"x": torch.ones(3, 4)}, 3, 1), Kernels(), region, out=torch.empty(3, 4)
-    )
+    batch = PackedBatch({"x": torch.ones(3, 4)}, dims)
+    (answer,) = program.run(batch, Kernels(), region)
+    (placed,) = program.run(batch, Kernels(), region, out=[torch.empty(3, 4)])
 
     assert max(most_alive[:6]) == 1
     assert torch.equal(answer, placed)

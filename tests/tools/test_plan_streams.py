@@ -5,6 +5,7 @@ import csv
 import pytest
 import torch
 
+from varlen.execution.packing import dims_of, largest_dims
 from varlen.memory import arena
 from varlen.memory.layout import Layout
 from varlen.memory.planner import Rules
@@ -46,13 +47,13 @@ def test_the_committed_table_is_what_comes_out(tmp_path):
 def test_one_chunk_holds_what_the_arena_holds(shape):
     records = next(found for found in all_records() if found.name == shape.name)
     stand_in = OneChunk(arena._WINDOW, records)
-    real = arena.Arena(Layout(weightless.record(shape).buffers, 64), 1000, CPU)
+    real = arena.Arena(Layout(weightless.record(shape).buffers, 64), largest_dims(1000), CPU)
     # long ones are rare at the end, so that memory is given back
     stream = [*paper_records.lengths(150, 500), *paper_records.lengths(150, 60)]
 
     held = []
     for length in stream:
-        real.carve_whole(length, 1)
+        real.allocate_whole(dims_of([length]))
         held.append(real.use().reserved_bytes)
 
     assert held == [stand_in(length).held for length in stream]

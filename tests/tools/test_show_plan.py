@@ -46,9 +46,10 @@ def box(rect):
 def test_a_map_has_every_usage_of_the_program_where_the_plan_puts_it(drawn):
     runner, maps = drawn
     for one, tokens in zip(maps, (25, 32), strict=True):
-        plan = runner.arena.layout.plan(tokens, 2)
+        dims = {"tokens": tokens, "sequences": 2}
+        plan = runner.arena.layout.plan(dims)
         expected = {
-            (usage.name, offset, usage.size.at(tokens, 2), usage.first_op, usage.last_op)
+            (usage.name, offset, usage.size.at(dims), usage.first_op, usage.last_op)
             for buffer, offset in zip(runner.program.buffers, plan.offsets, strict=True)
             for usage in buffer.usages
         }
@@ -60,7 +61,7 @@ def test_a_map_has_every_usage_of_the_program_where_the_plan_puts_it(drawn):
         assert (one.footprint, one.peak_live) == (plan.footprint, plan.peak_live)
         # every result but the last is named once
         written = [name for area in one.areas for name in area.written]
-        assert sorted(written) == sorted(op.result.name for op in runner.program.ops[:-1])
+        assert sorted(written) == sorted(op.results[0].name for op in runner.program.ops[:-1])
 
 
 def test_rectangles_are_as_wide_as_bytes_and_as_tall_as_lifetimes(drawn):

@@ -1,8 +1,9 @@
-"""Records of one request by its length, from the paper or from our own encoders, in the form that planners take."""
+"""Usage records of one request by its length, from the paper or from our own encoders, as planners take them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
+from varlen.execution.packing import dims_of
 from varlen.memory.layout import Layout, ShapePlan
 from varlen.memory.planner import Plan, Rules, plan
 from varlen.memory.usage import Buffer, conflicts
@@ -30,14 +31,14 @@ class Records:
 
     def plan(self, length: int, chunks: Sequence[int], rules: Rules) -> Plan:
         """Return a plan into a list of chunks."""
-        sizes = [buffer.size.at(length, 1) for buffer in self._buffers_of(length)]
+        sizes = [buffer.size.at(dims_of([length])) for buffer in self._buffers_of(length)]
         return plan(sizes, self._conflicts, chunks=chunks, rules=rules)
 
     def in_one_chunk(self, length: int) -> ShapePlan:
         """Return the plan that the arena makes."""
         if length not in self._in_one_chunk:
             layout = Layout(self._buffers_of(length), _ALIGNMENT)
-            self._in_one_chunk[length] = layout.plan(length, 1)
+            self._in_one_chunk[length] = layout.plan(dims_of([length]))
         return self._in_one_chunk[length]
 
 

@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
+from varlen.memory.arena import HighWater
 from varlen.memory.chunk import HostChunk
-from varlen.memory.high_water import HighWater
 from varlen.memory.planner import Order, Rules
 from varlen_tools import paper_records
 from varlen_tools.bench_report import Cell, write_table

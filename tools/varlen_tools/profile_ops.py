@@ -1,7 +1,7 @@
 """Where a forward pass spends its time, op by op: `python -m varlen_tools.profile_ops FOLDER`.
 
 The recorded program is run with kernels that carry a stopwatch, so what is measured is what is
-served. Lanes run side by side, so the seconds of all ops are of all lanes together.
+served. Worker threads run in parallel, so the seconds of an op are summed over all of them.
 """
 
 import random
@@ -29,7 +29,7 @@ class TimedKernels:
 
     def __init__(self, kernels: object) -> None:
         self._kernels = kernels
-        # lanes call side by side
+        # worker threads call at the same time
         self._lock = Lock()
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
@@ -71,7 +71,7 @@ def profile(runner: Runner, timed: TimedKernels, batches: list[list[Prompt]], ro
 
     Args:
         runner: made with the kernels of `timed`.
-        timed: its stopwatches then stand at the measured rounds alone.
+        timed: its stopwatches then hold the measured rounds only.
         batches: what is run.
         rounds: how often.
     """

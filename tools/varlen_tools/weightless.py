@@ -2,10 +2,11 @@
 
 import torch
 
-from varlen.models.encoder import EncoderInputs, encode
-from varlen.models.families import Affine, EncoderWeights, LayerWeights
-from varlen.models.heads import apply_head
-from varlen.program.program import Program, Recorder
+from varlen.models.bert import Bert, BertLayer
+from varlen.models.heads import Heads, record_head
+from varlen.models.layers import Linear, Norm
+from varlen.program.program import Program
+from varlen.program.recorder import Recorder
 from varlen_tools.bench_kernels.grid import EncoderShape
 
 _POSITIONS = 512
@@ -13,29 +14,29 @@ _POSITIONS = 512
 
 def record(shape: EncoderShape, dtype: torch.dtype = torch.float32) -> Program:
     """Return the program that embeds sequences with an encoder of this shape; it can be planned, not run."""
-    ops, inputs, weights = Recorder(), EncoderInputs(), _weights(shape, dtype)
-    hidden = encode(ops, weights, inputs)
-    return ops.finish(apply_head(ops, "embed", weights, inputs, hidden, "mean"))
+    ops, encoder = Recorder(), _bert(shape, dtype)
+    hidden = encoder.record(ops)
+    return ops.finish(record_head(ops, "embed", encoder.heads, hidden, "mean"))
 
 
-def _weights(shape: EncoderShape, dtype: torch.dtype) -> EncoderWeights:
+def _bert(shape: EncoderShape, dtype: torch.dtype) -> Bert:
     def empty(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
 
-    def affine(fan_in: int, fan_out: int) -> Affine:
-        return Affine(empty(fan_in, fan_out), empty(fan_out))
+    def linear(fan_in: int, fan_out: int) -> Linear:
+        return Linear(empty(fan_in, fan_out), empty(fan_out))
 
     hidden, inner = shape.hidden, shape.features
-    norm = Affine(empty(hidden), empty(hidden))
-    layer = LayerWeights(
-        qkv=affine(hidden, 3 * hidden),
-        attention_output=affine(hidden, hidden),
+    norm = Norm(empty(hidden), empty(hidden))
+    layer = BertLayer(
+        qkv=linear(hidden, 3 * hidden),
+        attention_output=linear(hidden, hidden),
         attention_norm=norm,
-        up=affine(hidden, inner),
-        down=affine(inner, hidden),
+        up=linear(hidden, inner),
+        down=linear(inner, hidden),
         output_norm=norm,
     )
-    return EncoderWeights(
+    return Bert(
         token_table=empty(shape.vocabulary, hidden),
         position_table=empty(_POSITIONS, hidden),
         type_table=empty(2, hidden),
@@ -44,6 +45,5 @@ def _weights(shape: EncoderShape, dtype: torch.dtype) -> EncoderWeights:
         num_heads=shape.heads,
         activation="gelu",
         norm_eps=1e-12,
-        pooler=None,
-        classifier=None,
+        heads=Heads(),
     )

@@ -2,31 +2,37 @@
 
 A graph has fixed shapes, so a batch runs in the smallest captured size that holds it: at most an
 eighth more tokens from 128 on, which belong to no sequence and cost only their share of the linear
-layers. The room for sequences comes in three sizes, since the grid of attention grows with it.
+layers. The capacity for sequences comes in three sizes, since the grid of attention grows with it.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from varlen.memory.usage import Dims
+
 _SMALLEST = 16
 # Sizes from one power of two to the next.
 _STEPS = 8
-# A bucket has room for sequences of at least this many tokens on average. The attention kernel chooses its
-# tiles by the same means.
+# Mean tokens per sequence that a bucket has capacity for. The attention kernel chooses its tiles by the same means.
 _MEAN_LENGTHS = (64, 16, 1)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """Room for a batch, in tokens and sequences."""
+    """The tokens and sequences that one graph has capacity for."""
 
     tokens: int
     sequences: int
 
+    @property
+    def dims(self) -> Dims:
+        """The dimensions that its graph runs with."""
+        return {"tokens": self.tokens, "sequences": self.sequences}
+
 
 class Buckets:
-    """All buckets for batches of at most so many tokens."""
+    """All buckets for batches of at most `max_tokens` tokens."""
 
     def __init__(self, max_tokens: int) -> None:
         self._tokens = list(_token_sizes(max_tokens))
@@ -45,8 +51,8 @@ class Buckets:
         """
         if tokens > self._tokens[-1]:
             raise ValueError(f"a batch of {tokens} tokens; allowed: to {self._tokens[-1]}")
-        room = self._tokens[bisect_left(self._tokens, tokens)]
-        return Bucket(room, next(n for n in _sequence_sizes(room) if n >= sequences))
+        size = self._tokens[bisect_left(self._tokens, tokens)]
+        return Bucket(size, next(n for n in _sequence_sizes(size) if n >= sequences))
 
 
 def _token_sizes(most: int) -> Iterator[int]:
@@ -59,5 +65,5 @@ def _token_sizes(most: int) -> Iterator[int]:
 
 
 def _sequence_sizes(tokens: int) -> list[int]:
-    """Return the rooms for sequences, ascending."""
+    """Return the capacities for sequences, ascending."""
     return [max(1, tokens // mean) for mean in _MEAN_LENGTHS]

@@ -1,18 +1,25 @@
-"""Runs batches on a CPU: shared out over lanes of one core each, or by all cores together."""
+"""Runs batches on a CPU: split over worker threads of one core each, or on all cores together."""
 
 import os
 from collections.abc import Callable, Sequence
 
 import torch
 
-from varlen.execution.packing import fill_inputs, input_bytes, input_views, split_answers
-from varlen.execution.split import share_out
-from varlen.execution.workers import Lanes
-from varlen.memory.arena import Arena, Region, Shape
-from varlen.program.program import Batch, Program
+from varlen.execution.packing import (
+    dims_of,
+    fill_inputs,
+    input_bytes,
+    input_views,
+    split_answers,
+)
+from varlen.execution.split import split_batch
+from varlen.execution.workers import WorkerThreads
+from varlen.memory.arena import Arena, Region
+from varlen.memory.usage import Dims
+from varlen.program.program import PackedBatch, Program
 from varlen.request import Float32Array, Prompt, RequestOptions
 
-# oneDNN keeps what it compiled for each shape of GELU, and of bf16 products: 1,024 unless told otherwise, of 32 and
+# oneDNN keeps what it compiled for each shape of GELU, and of bf16 products: 1,024 by default, of 32 and
 # 556 KiB. Shapes hardly repeat where lengths are random, so a few are as good; a core needs five at a time.
 _KEPT_PRIMITIVES_PER_CORE = 16
 _LEAST_KEPT_PRIMITIVES = 64
@@ -30,59 +37,52 @@ class CpuExecutor:
         kept = max(_LEAST_KEPT_PRIMITIVES, _KEPT_PRIMITIVES_PER_CORE * self._cores)
         # read when torch first asks oneDNN for anything
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(kept))
-        self._lanes = Lanes(self._cores if self._cores > 1 else 0)
+        self._workers = WorkerThreads(self._cores if self._cores > 1 else 0)
 
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> list[Float32Array]:
         """Return the answer of each sequence; see `Runner.run`."""
         lengths = [prompt.num_tokens for prompt in prompts]
-        shares, regions = self._share_out(lengths)
+        sub_batches = split_batch(lengths, self._cores, self._hidden_size)
+        regions = self._arena.allocate([_dims(part, lengths) for part in sub_batches])
+        if regions is None:
+            # too little room side by side: all cores run the batch as a whole
+            sub_batches = split_batch(lengths, 1, self._hidden_size)
+            regions = [self._arena.allocate_whole(_dims(sub_batches[0], lengths))]
 
-        def task(share: list[int], region: Region) -> Callable[[], list[Float32Array]]:
-            chosen = [prompts[i] for i in share], [options[i] for i in share]
-            return lambda: self._run_share(*chosen, region)
+        def task(part: list[int], region: Region) -> Callable[[], list[Float32Array]]:
+            chosen = [prompts[i] for i in part], [options[i] for i in part]
+            return lambda: self._run_sub_batch(*chosen, region)
 
-        if len(shares) == 1:
-            answers = [task(shares[0], regions[0])()]
-        else:
-            answers = self._lanes.run(list(map(task, shares, regions)))
-        placed = {
+        tasks = list(map(task, sub_batches, regions))
+        parts = [tasks[0]()] if len(tasks) == 1 else self._workers.run(tasks)
+        answers = {
             index: row
-            for share, rows in zip(shares, answers, strict=True)
-            for index, row in zip(share, rows, strict=True)
+            for part, rows in zip(sub_batches, parts, strict=True)
+            for index, row in zip(part, rows, strict=True)
         }
-        return [placed[index] for index in range(len(prompts))]
+        return [answers[index] for index in range(len(prompts))]
 
     def close(self) -> None:
         """Stop the threads."""
-        self._lanes.close()
-
-    def _share_out(self, lengths: list[int]) -> tuple[list[list[int]], list[Region]]:
-        """Return the sequences of each share, by length, and where it runs."""
-        shares = share_out(lengths, self._cores, self._hidden_size)
-        regions = self._arena.carve([_shape(share, lengths) for share in shares])
-        if regions is None:
-            shares = [list(range(len(lengths)))]
-            regions = [self._arena.carve_whole(*_shape(shares[0], lengths))]
-        # neighbours of one length share an attention call
-        return [sorted(share, key=lengths.__getitem__) for share in shares], regions
+        self._workers.close()
 
     @torch.inference_mode()
-    def _run_share(
+    def _run_sub_batch(
         self,
         prompts: Sequence[Prompt],
         options: Sequence[RequestOptions],
         region: Region,
     ) -> list[Float32Array]:
         lengths = [prompt.num_tokens for prompt in prompts]
-        tokens, count = sum(lengths), len(lengths)
-        buffer = torch.empty(input_bytes(tokens, count), dtype=torch.uint8)
-        inputs = input_views(buffer, tokens, count)
+        declared, dims = self._program.inputs, dims_of(lengths)
+        buffer = torch.empty(input_bytes(declared, dims), dtype=torch.uint8)
+        inputs = input_views(buffer, declared, dims)
         fill_inputs(inputs, prompts, options)
-        output = self._program.run(Batch(inputs, tokens, count), self._kernels, region)
+        (output,) = self._program.run(PackedBatch(inputs, dims), self._kernels, region)
         return split_answers(output.numpy(), lengths, per_token=self._program.is_per_token)
 
 
-def _shape(share: list[int], lengths: list[int]) -> Shape:
-    return sum(lengths[i] for i in share), len(share)
+def _dims(part: list[int], lengths: list[int]) -> Dims:
+    return dims_of([lengths[i] for i in part])

@@ -1,4 +1,4 @@
-"""Runs batches on a CUDA GPU, by replaying graphs that were captured when the model was loaded.
+"""Runs batches on a CUDA GPU by replaying graphs that were captured when the model was loaded.
 
 A small encoder's ops are shorter on the GPU than the Python that launches them. So nothing is
 launched op by op in service: each batch is one copy of its inputs, one graph, one copy of its answers.
@@ -16,14 +16,21 @@ import torch
 from torch import Tensor
 
 from varlen.execution.buckets import Bucket, Buckets
-from varlen.execution.packing import fill_inputs, input_bytes, input_views, split_answers
+from varlen.execution.packing import (
+    dims_of,
+    fill_inputs,
+    input_bytes,
+    input_views,
+    split_answers,
+)
 from varlen.memory.arena import Arena
-from varlen.program.program import Batch, Program
+from varlen.memory.usage import Dims
+from varlen.program.program import PackedBatch, Program
 from varlen.request import Float32Array, Prompt, RequestOptions
 
 _log = logging.getLogger(__name__)
 
-# Times that the log says how far the captures are.
+# Log lines about the progress of the captures.
 _PROGRESS_LINES = 4
 
 Replay = Callable[[], object]
@@ -40,7 +47,7 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs on one stream and in one pool of memory, so at most one may run at a time."""
+    """CUDA graphs on one stream and in one memory pool, so only one may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,8 +83,8 @@ class _Captured:
     """The graph of one bucket, and the memory that it reads and writes.
 
     Attributes:
-        inputs: on the host, by name.
-        input_bytes: how much of the input buffers the graph reads.
+        inputs: the program's inputs on the host, by name.
+        input_bytes: bytes of the input buffers that the graph reads.
         output: on the device.
         replay: runs it.
     """
@@ -94,18 +101,17 @@ class CudaExecutor:
     def __init__(
         self, program: Program, kernels: object, arena: Arena, graphs: Graphs | None = None
     ) -> None:
-        device, max_batch_tokens = arena.device, arena.max_tokens
+        device, largest = arena.device, arena.largest
         self._program = program
         self._kernels = kernels
         self._arena = arena
         self._graphs = graphs or CudaGraphs(device)
-        self._buckets = Buckets(max_batch_tokens)
-        size = input_bytes(max_batch_tokens, max_batch_tokens)
+        self._buckets = Buckets(arena.max_tokens)
+        size = input_bytes(program.inputs, largest)
         pinned = device.type == "cuda"
         self._host_inputs = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         self._device_inputs = torch.zeros(size, dtype=torch.uint8, device=device)
-        widest = program.output.at(max_batch_tokens, max_batch_tokens)
-        self._output = torch.empty(widest, dtype=program.output.dtype, device=device)
+        (self._output,) = program.new_outputs(largest, device)
         self._captured = dict(self._capture_all())
 
     def run(
@@ -122,14 +128,14 @@ class CudaExecutor:
         bucket = self._buckets.smallest(sum(lengths), len(lengths))
         captured = self._captured[bucket]
         # the graph writes there: a plan depends on nothing but the bucket
-        self._arena.carve_whole(bucket.tokens, bucket.sequences)
+        self._arena.allocate_whole(bucket.dims)
         chosen = [prompts[i] for i in order], [options[i] for i in order]
         output = self._replay(captured, *chosen).numpy()
         answers = split_answers(output, lengths, per_token=self._program.is_per_token)
         return [answers[place] for place in np.argsort(order).tolist()]
 
     def close(self) -> None:
-        """Let go of the graphs."""
+        """Release the graphs."""
         self._captured.clear()
 
     @torch.inference_mode()
@@ -138,8 +144,7 @@ class CudaExecutor:
     ) -> Tensor:
         """Return the output of a batch, on the host."""
         fill_inputs(captured.inputs, prompts, options)
-        tokens = sum(prompt.num_tokens for prompt in prompts)
-        rows = self._program.output.at(tokens, len(prompts))[0]
+        rows = self._output_rows(dims_of([prompt.num_tokens for prompt in prompts]))
         size = captured.input_bytes
         with self._graphs.stream():
             self._device_inputs[:size].copy_(self._host_inputs[:size], non_blocking=True)
@@ -157,18 +162,21 @@ class CudaExecutor:
                 _log.info("captured %d of %d graphs in %.1f s", done, len(buckets), seconds)
 
     def _capture(self, bucket: Bucket) -> _Captured:
-        tokens, sequences = bucket.tokens, bucket.sequences
+        declared, dims = self._program.inputs, bucket.dims
         # inputs of zeros are a batch whose tokens belong to no sequence
-        batch = Batch(input_views(self._device_inputs, tokens, sequences), tokens, sequences)
-        output = self._output[: self._program.output.at(tokens, sequences)[0]]
-        region = self._arena.carve_whole(tokens, sequences)
+        batch = PackedBatch(input_views(self._device_inputs, declared, dims), dims)
+        output = self._output[: self._output_rows(dims)]
+        region = self._arena.allocate_whole(dims)
 
         def forward() -> None:
-            self._program.run(batch, self._kernels, region, out=output)
+            self._program.run(batch, self._kernels, region, out=[output])
 
         return _Captured(
-            input_views(self._host_inputs, tokens, sequences),
-            input_bytes(tokens, sequences),
+            input_views(self._host_inputs, declared, dims),
+            input_bytes(declared, dims),
             output,
             self._graphs.capture(forward),
         )
+
+    def _output_rows(self, dims: Dims) -> int:
+        return self._program.outputs[0].at(dims)[0]

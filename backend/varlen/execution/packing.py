@@ -1,33 +1,49 @@
-"""The inputs of a batch: sequences laid one after the other into one buffer, so that one copy moves them all."""
+"""The inputs of a batch: sequences packed one after the other into one buffer, which one copy moves to the device.
 
-from collections.abc import Mapping, Sequence
+Which inputs there are, and their shapes, is what the program declares.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from math import prod
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from varlen.memory.usage import Dims
+from varlen.program.program import Value
 from varlen.request import Float32Array, Prompt, RequestOptions
 
-# Of every input's first byte: kernels load 16 bytes at a time.
+# Alignment of each input, in bytes: kernels load 16 bytes at a time.
 _ALIGNMENT = 16
 
 
-def input_bytes(tokens: int, sequences: int) -> int:
+def dims_of(lengths: Sequence[int]) -> Dims:
+    """Return the dimensions of a batch of sequences of these lengths."""
+    return {"tokens": sum(lengths), "sequences": len(lengths)}
+
+
+def largest_dims(tokens: int) -> Dims:
+    """Return the upper bound of each dimension of a batch of `tokens` tokens: no sequence is empty."""
+    return {"tokens": tokens, "sequences": tokens}
+
+
+def input_bytes(inputs: Sequence[Value], dims: Dims) -> int:
     """Return the size of a buffer that holds the inputs of such a batch."""
-    return sum(_aligned(count * dtype.itemsize) for _, count, dtype in _layout(tokens, sequences))
+    return sum(_aligned(size) for _, _, size in _layout(inputs, dims))
 
 
-def input_views(buffer: Tensor, tokens: int, sequences: int) -> dict[str, Tensor]:
+def input_views(buffer: Tensor, inputs: Sequence[Value], dims: Dims) -> dict[str, Tensor]:
     """Return the inputs of a batch by name, as views of a buffer on any device.
 
     Args:
-        buffer: `[bytes]` uint8, at least `input_bytes(tokens, sequences)` long.
+        buffer: `[bytes]` uint8, at least `input_bytes(inputs, dims)` long.
+        inputs: as the program declares them.
+        dims: of the batch.
     """
     views, begin = {}, 0
-    for name, count, dtype in _layout(tokens, sequences):
-        size = count * dtype.itemsize
-        views[name] = buffer[begin : begin + size].view(dtype)
+    for value, shape, size in _layout(inputs, dims):
+        views[value.name] = buffer[begin : begin + size].view(value.dtype).view(shape)
         begin += _aligned(size)
     return views
 
@@ -35,28 +51,39 @@ def input_views(buffer: Tensor, tokens: int, sequences: int) -> dict[str, Tensor
 def fill_inputs(
     views: Mapping[str, Tensor], prompts: Sequence[Prompt], options: Sequence[RequestOptions]
 ) -> None:
-    """Write a batch into its inputs; room that is left becomes tokens of no sequence, and sequences of no token.
+    """Write a batch into its inputs; unused room becomes tokens of no sequence, and sequences of no token.
 
     Args:
         views: of `input_views` on the CPU, for at least this many tokens and sequences.
         prompts: in the order in which they are packed.
         options: by prompt.
+
+    Raises:
+        ValueError: an input is none that prompts and options decide.
     """
-    arrays = {name: view.numpy() for name, view in views.items()}
     lengths = [prompt.num_tokens for prompt in prompts]
-    tokens, count = sum(lengths), len(lengths)
-    for array in arrays.values():
-        array[:] = 0
-    bounds = arrays["cu_seqlens"]
-    np.cumsum(lengths, out=bounds[1 : count + 1])
-    bounds[count + 1 :] = tokens
-    np.concatenate([prompt.token_ids for prompt in prompts], out=arrays["token_ids"][:tokens])
-    starts = np.repeat(bounds[:count], lengths)
-    np.subtract(np.arange(tokens, dtype=np.int32), starts, out=arrays["position_ids"][:tokens])
-    for begin, prompt in zip(bounds.tolist(), prompts, strict=False):
-        if prompt.type_ids is not None:
-            arrays["type_ids"][begin : begin + prompt.num_tokens] = prompt.type_ids
-    arrays["normalize"][:count] = [each.normalize for each in options]
+    bounds = np.cumsum([0, *lengths], dtype=np.int32)
+    tokens, count = int(bounds[-1]), len(lengths)
+    for name, view in views.items():
+        into = view.numpy()
+        into[:] = 0
+        match name:
+            case "token_ids":
+                np.concatenate([prompt.token_ids for prompt in prompts], out=into[:tokens])
+            case "position_ids":
+                starts = np.repeat(bounds[:-1], lengths)
+                np.subtract(np.arange(tokens, dtype=np.int32), starts, out=into[:tokens])
+            case "type_ids":
+                for begin, prompt in zip(bounds.tolist(), prompts, strict=False):
+                    if prompt.type_ids is not None:
+                        into[begin : begin + prompt.num_tokens] = prompt.type_ids
+            case "cu_seqlens":
+                into[: count + 1] = bounds
+                into[count + 1 :] = tokens
+            case "normalize":
+                into[:count] = [each.normalize for each in options]
+            case _:
+                raise ValueError(f'the program reads an input "{name}", which prompts do not have')
 
 
 def split_answers(
@@ -66,6 +93,8 @@ def split_answers(
 
     Args:
         output: `[tokens, ...]` if `per_token`, else `[sequences, ...]`.
+        lengths: of the sequences, in tokens.
+        per_token: whether each token has an answer of its own.
     """
     if not per_token:
         return list(output)
@@ -73,15 +102,11 @@ def split_answers(
     return [output[begin:end] for begin, end in pairwise(bounds)]
 
 
-def _layout(tokens: int, sequences: int) -> tuple[tuple[str, int, torch.dtype], ...]:
-    """Return (name, elements, dtype) of each input, in their order in the buffer."""
-    return (
-        ("token_ids", tokens, torch.int32),
-        ("position_ids", tokens, torch.int32),
-        ("type_ids", tokens, torch.int32),
-        ("cu_seqlens", sequences + 1, torch.int32),
-        ("normalize", sequences, torch.bool),
-    )
+def _layout(inputs: Sequence[Value], dims: Dims) -> Iterator[tuple[Value, tuple[int, ...], int]]:
+    """Yield each input with its shape and its size in bytes, in their order in the buffer."""
+    for value in inputs:
+        shape = value.at(dims)
+        yield value, shape, prod(shape) * value.dtype.itemsize
 
 
 def _aligned(size: int) -> int:

@@ -1,4 +1,4 @@
-"""A loaded model: sequences in, one fp32 array per sequence out."""
+"""A loaded model: prompts in, one fp32 array per prompt out."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,14 +13,15 @@ from varlen.errors import ConfigError
 from varlen.execution.cpu import CpuExecutor
 from varlen.execution.cuda import CudaExecutor
 from varlen.execution.device import choose_device, choose_dtype, memory_of
+from varlen.execution.packing import largest_dims
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.encoder import EncoderInputs, encode
-from varlen.models.families import load_encoder
-from varlen.models.heads import apply_head
-from varlen.program.program import Program, Recorder
+from varlen.models.heads import record_head
+from varlen.models.registry import load_encoder
+from varlen.program.program import Program
+from varlen.program.recorder import Recorder
 from varlen.request import DEFAULT_OPTIONS, Float32Array, Prompt, RequestOptions
 from varlen_kernels.dispatch import kernels_for
 
@@ -34,7 +35,7 @@ class Executor(Protocol):
         """Return the answer of each sequence; see `Runner.run`."""
 
     def close(self) -> None:
-        """Let go of threads and device memory."""
+        """Release threads and device memory."""
 
 
 class Runner:
@@ -45,13 +46,13 @@ class Runner:
         device: where it runs.
         dtype: of its weights and activations.
         vocab_size, type_vocab_size: ids below these are valid.
-        max_sequence_tokens: the longest sequence it takes.
-        max_batch_tokens: the most tokens that it runs together.
-        weight_bytes: memory that its weights take.
+        max_sequence_tokens: length of the longest sequence.
+        max_batch_tokens: most tokens of one batch.
+        weight_bytes: memory of its weights.
         program: its forward pass.
         is_padded: whether batches are filled up to their longest sequence, as a baseline to compare with.
-        arena: where intermediates live while it runs.
-        executor: runs it.
+        arena: memory of its intermediates.
+        executor: runs the program.
     """
 
     def __init__(
@@ -79,13 +80,13 @@ class Runner:
         self.max_sequence_tokens = sequence_limit(checkpoint, config)
         self.device = choose_device(config.device, gpu)
         self.dtype = choose_dtype(config.dtype, self.device)
-        weights = load_encoder(checkpoint, self.dtype, self.device)
-        self.vocab_size = weights.token_table.shape[0]
-        self.type_vocab_size = weights.type_table.shape[0]
-        recorder, inputs = Recorder(), EncoderInputs()
-        hidden = encode(recorder, weights, inputs)
-        output = apply_head(recorder, self.task, weights, inputs, hidden, checkpoint.pooling)
-        self.program: Program = recorder.finish(output)
+        encoder = load_encoder(checkpoint, self.dtype, self.device)
+        self.vocab_size = encoder.vocab_size
+        self.type_vocab_size = encoder.type_vocab_size
+        ops = Recorder()
+        hidden = encoder.record(ops)
+        output = record_head(ops, self.task, encoder.heads, hidden, checkpoint.pooling)
+        self.program: Program = ops.finish(output)
         self.weight_bytes = _weight_bytes(self.program)
         self.arena = _make_arena(self.program, config, self.device)
         self.max_batch_tokens = self.arena.max_tokens
@@ -103,7 +104,7 @@ class Runner:
         """Return the answer of each sequence, in the order given.
 
         Args:
-            prompts: checked, at least one, of `max_batch_tokens` together at most, with their padding if they
+            prompts: checked, at least one, together at most `max_batch_tokens` long, padding included if they
                 are padded.
             options: by prompt.
 
@@ -112,7 +113,7 @@ class Runner:
             token_classify `[tokens, labels]`. Views of arrays made for this call.
 
         Raises:
-            MemoryError: there was too little memory for what the batch needs beside the arena.
+            MemoryError: too little memory for what the batch needs beside the arena.
         """
         count = len(prompts)
         if self.is_padded:
@@ -131,12 +132,12 @@ class Runner:
         self.run([Prompt(np.zeros(1, dtype=np.int32))], [DEFAULT_OPTIONS])
 
     def close(self) -> None:
-        """Let go of threads and device memory."""
+        """Release threads and device memory."""
         self.executor.close()
 
 
 def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return what fills sequences up to the longest: of each, a sequence of its own, whose answer nobody reads."""
+    """Return prompts that fill each sequence up to the longest; their answers are dropped."""
     longest = max(prompt.num_tokens for prompt in prompts)
     missing = [longest - prompt.num_tokens for prompt in prompts]
     return [Prompt(np.zeros(count, dtype=np.int32)) for count in missing if count]
@@ -162,25 +163,26 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
 
 
 def _make_arena(program: Program, config: EngineConfig, device: torch.device) -> Arena:
-    """Return the arena, as large as the largest batch needs and at most as large as the configuration allows.
+    """Return the arena: as large as the largest batch needs, within what the configuration allows.
 
     Raises:
-        ConfigError: there is no room for one token, or not as much memory on the device.
+        ConfigError: the arena cannot hold one token, or the device has too little memory.
     """
     layout = Layout(program.buffers, alignment_of(device))
     allowed = config.arena_limit(memory_of(device))
-    most = layout.max_tokens_that_fit(allowed, config.max_batch_tokens)
+    most = layout.max_tokens_that_fit(allowed, config.max_batch_tokens, largest_dims)
     if not most:
-        needed = layout.plan(1, 1).footprint
+        needed = layout.plan(largest_dims(1)).footprint
         raise ConfigError(
             f"arena_bytes allows {allowed} bytes; this model needs {needed} for one token"
         )
     try:
         with memory_errors():
-            return Arena(layout, most, device, allowed)
+            return Arena(layout, largest_dims(most), device, allowed)
     except MemoryError:
+        footprint = layout.plan(largest_dims(most)).footprint
         raise ConfigError(
-            f"the intermediates of {most} tokens take {layout.plan(most, most).footprint} bytes, and the device "
+            f"the intermediates of {most} tokens take {footprint} bytes, and the device "
             "has not as much to spare: lower max_batch_tokens or arena_bytes"
         ) from None
 

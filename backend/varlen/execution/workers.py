@@ -1,4 +1,4 @@
-"""Threads of one core each, for batches that are shared out by `shares.py`."""
+"""Worker threads of one core each, for the sub-batches of `split_batch`."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -9,32 +9,33 @@ import torch
 _T = TypeVar("_T")
 
 
-class Lanes:
-    """Runs tasks side by side, each in a thread where torch uses one core."""
+class WorkerThreads:
+    """Runs tasks in parallel, each in a thread where torch uses one core."""
 
     def __init__(self, count: int) -> None:
         cores = torch.get_num_threads()
-        self._lanes = [
-            ThreadPoolExecutor(1, f"varlen-lane-{lane}", _use_one_core) for lane in range(count)
+        self._workers = [
+            ThreadPoolExecutor(1, f"varlen-worker-{number}", _use_one_core)
+            for number in range(count)
         ]
-        # started now; torch takes the last setting as the default of threads to come, so it is put back
+        # started now; torch takes the last setting as the default of later threads, so it is restored
         self.run([_nothing] * count)
         torch.set_num_threads(cores)
 
     def run(self, tasks: Sequence[Callable[[], _T]]) -> list[_T]:
-        """Return the results of at most as many tasks as there are lanes; task i runs in lane i.
+        """Return the results of at most as many tasks as there are workers; task i runs in worker i.
 
         Raises:
-            Exception: the first task's that failed, once none runs any more.
+            Exception: that of the first task that failed, once no task runs any more.
         """
-        running = [lane.submit(task) for lane, task in zip(self._lanes, tasks, strict=False)]
+        running = [worker.submit(task) for worker, task in zip(self._workers, tasks, strict=False)]
         wait(running)
         return [future.result() for future in running]
 
     def close(self) -> None:
         """Stop the threads."""
-        for lane in self._lanes:
-            lane.shutdown()
+        for worker in self._workers:
+            worker.shutdown()
 
 
 def _use_one_core() -> None:

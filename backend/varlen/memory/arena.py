@@ -1,35 +1,31 @@
 """The arena: the memory in which a model's intermediates live, planned for each batch before it runs.
 
-One per engine, on one device. Batches follow one another in it; the shares of one batch, which run
-side by side, lie one behind the other.
+One per engine, on one device. Batches follow one another in it; the sub-batches of one batch, which run at
+the same time, lie side by side.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from varlen.memory.chunk import Chunk, DeviceChunk, HostChunk
-from varlen.memory.high_water import HighWater
 from varlen.memory.layout import Layout, ShapePlan
+from varlen.memory.usage import Dims
 
-# Batches after which memory that none of them needed is given back; docs/decisions/0011-arena.md compares.
+# Batches after which memory that none of them needed is released; docs/decisions/0011-arena.md compares.
 _WINDOW = 64
-# Offsets are multiples of it, in bytes: a cache line; on a GPU, what its allocator gives.
+# Alignment of offsets in bytes: a cache line; on a GPU, that of its allocator.
 _ALIGNMENT = {"cpu": 64, "cuda": 256}
 
-# Shares of a batch each begin at a multiple of the alignment, so together they take a little more than the whole.
-_ROOM_BETWEEN_SHARES = 1 << 16
-
-# (tokens, sequences)
-Shape: TypeAlias = tuple[int, int]
+# Sub-batches each begin at a multiple of the alignment, so together they take a little more than the whole batch.
+_ROOM_BETWEEN_SUB_BATCHES = 1 << 16
 
 
 def alignment_of(device: torch.device) -> int:
-    """Return of what every offset on a device is a multiple, in bytes."""
+    """Return the alignment of offsets on a device, in bytes."""
     return _ALIGNMENT[device.type]
 
 
@@ -39,14 +35,14 @@ class Region:
 
     Attributes:
         memory: `[footprint]` uint8.
-        offsets: of each buffer in it, in bytes.
+        offsets: offset of each buffer in it, in bytes.
     """
 
     memory: Tensor
     offsets: tuple[int, ...]
 
     def view(self, buffer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a buffer's memory, uninitialised. It is valid until a buffer that shares its place is written."""
+        """Return a buffer's memory, uninitialised; valid until a buffer that overlaps it is written."""
         begin = self.offsets[buffer]
         size = prod(shape) * dtype.itemsize
         return self.memory[begin : begin + size].view(dtype).view(shape)
@@ -57,10 +53,10 @@ class MemoryUse:
     """What an arena holds.
 
     Attributes:
-        reserved_bytes: memory that is real now.
-        footprint_bytes: how far the last batch's plans reach.
-        peak_live_bytes: the most bytes that were live at one op of it; no plan can use fewer.
-        chunks: allocations that it is made of.
+        reserved_bytes: memory allocated now.
+        footprint_bytes: footprint of the last batch's plans.
+        peak_live_bytes: most bytes live at one op of that batch; no plan can use fewer.
+        chunks: allocations that the arena is made of.
     """
 
     reserved_bytes: int
@@ -69,37 +65,57 @@ class MemoryUse:
     chunks: int = 1
 
 
+class HighWater:
+    """The largest footprint of each window of batches: memory above it is not needed for now."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._batches = 0
+        self._largest = 0
+
+    def add(self, footprint: int) -> int | None:
+        """Count a batch; at the end of a window return its largest footprint, in bytes."""
+        self._batches += 1
+        self._largest = max(self._largest, footprint)
+        if self._batches % self._window:
+            return None
+        reached, self._largest = self._largest, 0
+        return reached
+
+
 class Arena:
-    """The memory of one engine. Not for two threads at once; the regions that it hands out are.
+    """The memory of one engine. Allocate from one thread at a time; regions may be used by several.
 
     Attributes:
         layout: plans for it.
-        max_tokens: a batch of at most so many always fits.
-        device: where it is.
-        capacity: the most bytes that it ever takes.
+        largest: upper bound of each dimension; a batch within it always fits.
+        max_tokens: that of tokens.
+        device: where the memory is.
+        capacity: most bytes that the arena ever takes.
     """
 
     def __init__(
-        self, layout: Layout, max_tokens: int, device: torch.device, limit: int | None = None
+        self, layout: Layout, largest: Dims, device: torch.device, limit: int | None = None
     ) -> None:
-        """Take room for the largest batch: address space on a CPU, memory on a GPU.
+        """Reserve room for the largest batch: address space on a CPU, memory on a GPU.
 
         Args:
             layout: of the program that runs here.
-            max_tokens: of the largest batch; as a whole it fits into `limit`.
+            largest: dimensions of the largest batch; as a whole it fits into `limit`.
             device: CPU or CUDA.
-            limit: the most bytes to take.
+            limit: most bytes to take.
 
         Raises:
-            MemoryError: there is not as much.
+            MemoryError: the device has too little.
         """
         self.layout = layout
-        self.max_tokens = max_tokens
+        self.largest = largest
+        self.max_tokens = largest["tokens"]
         self.device = device
-        # Nothing is larger in a smaller batch, so these offsets serve each one whose own plan, greedy
-        # as it is, would reach further.
-        self._ceiling = layout.plan(max_tokens, max_tokens)
-        wanted = self._ceiling.footprint + _ROOM_BETWEEN_SHARES
+        # No buffer is larger in a smaller batch, so these offsets serve each batch whose own plan, greedy
+        # as it is, would need more.
+        self._largest_plan = layout.plan(largest)
+        wanted = self._largest_plan.footprint + _ROOM_BETWEEN_SUB_BATCHES
         self.capacity = wanted if limit is None else min(limit, wanted)
         self._chunk: Chunk = (
             DeviceChunk(self.capacity, device)
@@ -111,44 +127,42 @@ class Arena:
 
     @property
     def memory(self) -> Tensor:
-        """All that is real of it, `[reserved_bytes]` uint8."""
+        """Everything that is allocated, `[reserved_bytes]` uint8."""
         return self._chunk.memory[: self._chunk.reserved_bytes]
 
     def use(self) -> MemoryUse:
-        """Return what it holds. From any thread."""
+        """Return what the arena holds. From any thread."""
         footprint, peak = self._last
         return MemoryUse(self._chunk.reserved_bytes, footprint, peak)
 
     def bytes_needed(self, tokens: int) -> int:
-        """Return the bytes that one sequence of so many tokens takes. From any thread."""
-        return self.layout.plan(tokens, 1).footprint
+        """Return the bytes that one sequence of `tokens` tokens takes. From any thread."""
+        alone = {**dict.fromkeys(self.layout.dim_names, 1), "tokens": tokens}
+        return self.layout.plan(alone).footprint
 
-    def carve(self, shapes: Sequence[Shape]) -> list[Region] | None:
-        """Return a region for each share of the next batch; None if they do not fit side by side.
+    def allocate(self, sub_batches: Sequence[Dims]) -> list[Region] | None:
+        """Return a region for each sub-batch of the next batch; None if they do not fit side by side.
 
-        Regions handed out before are void.
-
-        Args:
-            shapes: (tokens, sequences) of each share; together at most `max_tokens`.
+        Regions of earlier batches become invalid.
         """
-        return self._carve([self.layout.plan(*shape) for shape in shapes])
+        return self._allocate([self.layout.plan(dims) for dims in sub_batches])
 
-    def carve_whole(self, tokens: int, sequences: int) -> Region:
+    def allocate_whole(self, dims: Dims) -> Region:
         """Return a region for the next batch, which runs as a whole and always fits.
 
-        Regions handed out before are void. Batches of one shape get the same one.
+        Regions of earlier batches become invalid. Batches of one shape get the same region.
 
         Raises:
-            ValueError: the batch has more than `max_tokens`.
+            ValueError: a dimension is larger than that of the largest batch.
         """
-        if tokens > self.max_tokens:
-            raise ValueError(f"a batch of {tokens} tokens; the arena holds {self.max_tokens}")
-        plan = self.layout.plan(tokens, sequences)
-        regions = self._carve([plan]) or self._carve([self._ceiling])
+        for name, most in self.largest.items():
+            if dims[name] > most:
+                raise ValueError(f"a batch of {dims[name]} {name}; the arena holds {most}")
+        regions = self._allocate([self.layout.plan(dims)]) or self._allocate([self._largest_plan])
         assert regions is not None
         return regions[0]
 
-    def _carve(self, plans: Sequence[ShapePlan]) -> list[Region] | None:
+    def _allocate(self, plans: Sequence[ShapePlan]) -> list[Region] | None:
         footprint = sum(plan.footprint for plan in plans)
         if footprint > self.capacity:
             return None

@@ -1,7 +1,7 @@
-"""A chunk of memory: room of one size, of which only what plans have reached takes real memory.
+"""A chunk of memory: a fixed capacity, of which only what plans have reached is reserved.
 
-On a CPU the room is address space. Pages come as plans first reach them, and can be given back from
-the end without anything moving. On a GPU the room is one allocation, since graphs keep addresses.
+On a CPU the capacity is address space. Pages are allocated when plans first reach them, and are released from
+the end without moving anything. On a GPU the capacity is one allocation, since graphs keep addresses.
 """
 
 import mmap
@@ -11,36 +11,36 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Memory is taken and given back in steps of a huge page.
+# Memory is reserved and released in steps of a huge page.
 _STEP = 2 << 20
 
 
 class Chunk(Protocol):
-    """Room for a batch's intermediates.
+    """Memory for a batch's intermediates.
 
     Attributes:
         memory: `[capacity]` uint8, on its device. Only what is reserved may be touched.
-        reserved_bytes: how much of it is real, from its start.
+        reserved_bytes: how much of it is allocated, from its start.
     """
 
     memory: Tensor
     reserved_bytes: int
 
     def reserve(self, size: int) -> None:
-        """Make the first `size` bytes real, if they are not."""
+        """Allocate the first `size` bytes that are not allocated yet."""
 
     def release(self, size: int) -> None:
-        """Give back what lies behind the first `size` bytes; what was written there is lost."""
+        """Release the memory after the first `size` bytes; its content is lost."""
 
 
 class HostChunk:
     """Address space of the host, in huge pages where the system has them."""
 
     def __init__(self, capacity: int) -> None:
-        """Take address space for `capacity` bytes, at least 1, and no memory yet.
+        """Map address space for `capacity` bytes, at least 1, and allocate no memory yet.
 
         Raises:
-            MemoryError: the system refuses as much.
+            MemoryError: the system has too little address space.
         """
         self._capacity = capacity
         try:
@@ -61,7 +61,7 @@ class HostChunk:
             self.reserved_bytes = wanted
 
     def release(self, size: int) -> None:
-        """Give the pages behind `size` back to the system."""
+        """Return the pages after `size` to the system."""
         kept = self._in_steps(size)
         if kept < self.reserved_bytes:
             self._pages.madvise(mmap.MADV_DONTNEED, kept, self.reserved_bytes - kept)
@@ -72,14 +72,14 @@ class HostChunk:
 
 
 class DeviceChunk:
-    """Memory of a GPU, all of it taken at once."""
+    """Memory of a GPU, allocated at once."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.memory = torch.empty(capacity, dtype=torch.uint8, device=device)
         self.reserved_bytes = capacity
 
     def reserve(self, size: int) -> None:
-        """Do nothing: all of it is real."""
+        """Do nothing: all of it is allocated."""
 
     def release(self, size: int) -> None:
         """Do nothing: graphs hold the addresses."""

@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from varlen.memory.planner import Rules, plan
-from varlen.memory.usage import Buffer, conflicts, live_sizes
+from varlen.memory.usage import Buffer, Dims, conflicts, live_sizes
 
-# Plans that are kept, the least recently used going first. One is a tuple of about ten numbers.
+# Plans that are kept; the least recently used are dropped. A plan is a tuple of about ten numbers.
 _KEPT_PLANS = 4096
-# Of the one chunk that a layout plans into. How much of it there is, is the arena's concern.
+# Size of the one chunk that a layout plans into. The arena decides how much of it there is.
 _UNBOUNDED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class ShapePlan:
-    """Where the buffers of one shape of batch lie.
+    """The places of all buffers for one shape of batch.
 
     Attributes:
-        offsets: of each buffer, in bytes.
-        footprint: bytes from the first buffer's start to the last one's end.
-        peak_live: the most bytes that are live at one op; no plan can use fewer.
+        offsets: offset of each buffer, in bytes.
+        footprint: bytes from the start of the first buffer to the end of the last.
+        peak_live: most bytes live at one op; no plan can use fewer.
     """
 
     offsets: tuple[int, ...]
@@ -30,11 +30,11 @@ class ShapePlan:
 
 
 class Layout:
-    """Plans for one program's batches. A plan depends on its batch's shape alone, never on what ran before.
+    """Plans for one program's batches. A plan depends on its batch's shape alone, never on earlier batches.
 
     Attributes:
         buffers: what is planned.
-        plan: returns the `ShapePlan` for so many tokens and sequences; those used last are kept.
+        dim_names: the dimensions that change a plan.
         plan_seconds: time spent planning since the start.
     """
 
@@ -46,41 +46,50 @@ class Layout:
             alignment: every offset is a multiple of it, in bytes.
         """
         self.buffers = tuple(buffers)
+        self.dim_names = tuple(sorted({name for each in buffers for name, _ in each.size.per}))
         self._conflicts = conflicts([buffer.lifetimes for buffer in buffers])
         self._live = live_sizes([usage for buffer in buffers for usage in buffer.usages])
         self._rules = Rules(alignment=alignment)
         self.plan_seconds = 0.0
-        self.plan: Callable[[int, int], ShapePlan]
-        self._cache = self.plan = lru_cache(_KEPT_PLANS)(self._plan)
+        self._kept_plans = lru_cache(_KEPT_PLANS)(self._plan)
+
+    def plan(self, dims: Dims) -> ShapePlan:
+        """Return the plan for a batch of these dimensions; recent ones are kept."""
+        return self._kept_plans(tuple([dims[name] for name in self.dim_names]))
 
     @property
     def plan_hits(self) -> int:
-        """Plans that were asked for and at hand."""
-        return self._cache.cache_info().hits
+        """Number of plans found among the kept ones."""
+        return self._kept_plans.cache_info().hits
 
     @property
     def plan_misses(self) -> int:
-        """Plans that had to be made."""
-        return self._cache.cache_info().misses
+        """Number of plans made."""
+        return self._kept_plans.cache_info().misses
 
-    def max_tokens_that_fit(self, size: int, most: int) -> int:
-        """Return how many tokens a batch may have, `most` at most, to fit into `size` bytes; 0 if not even one fits.
+    def max_tokens_that_fit(self, size: int, most: int, largest: Callable[[int], Dims]) -> int:
+        """Return the most tokens for which every batch fits into `size` bytes; 0 if one token does not.
 
-        It fits with any number of sequences, since a batch never has more sequences than tokens.
+        Args:
+            size: in bytes.
+            most: upper bound of the answer.
+            largest: returns the upper bound of each dimension of a batch of so many tokens. No size falls
+                when a dimension grows, so the offsets of this largest batch serve every other one.
         """
         fits, too_many = 0, most + 1
         while fits + 1 < too_many:
             middle = (fits + too_many) // 2
-            if self.plan(middle, middle).footprint <= size:
+            if self.plan(largest(middle)).footprint <= size:
                 fits = middle
             else:
                 too_many = middle
         return fits
 
-    def _plan(self, tokens: int, sequences: int) -> ShapePlan:
+    def _plan(self, key: tuple[int, ...]) -> ShapePlan:
         began = time.perf_counter()
-        sizes = [buffer.size.at(tokens, sequences) for buffer in self.buffers]
+        dims = dict(zip(self.dim_names, key, strict=True))
+        sizes = [buffer.size.at(dims) for buffer in self.buffers]
         made = plan(sizes, self._conflicts, chunks=[_UNBOUNDED], rules=self._rules)
-        peak = max((size.at(tokens, sequences) for size in self._live), default=0)
+        peak = max((size.at(dims) for size in self._live), default=0)
         self.plan_seconds += time.perf_counter() - began
         return ShapePlan(tuple(place.offset for place in made.places), made.footprint, peak)

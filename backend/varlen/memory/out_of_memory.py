@@ -1,17 +1,17 @@
-"""Memory that ran out, told apart from every other fault."""
+"""Out of memory, told apart from every other fault."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-# What torch's allocator for the host says, and oneDNN; neither has an exception of its own.
+# Messages of torch's host allocator and of oneDNN; neither has an exception of its own.
 _ON_THE_HOST = ("DefaultCPUAllocator", "could not create a primitive")
 
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raise MemoryError in place of whatever torch raises when it finds no memory, on any device."""
+    """Raise MemoryError instead of what torch raises when memory runs out, on any device."""
     try:
         yield
     except torch.OutOfMemoryError as error:

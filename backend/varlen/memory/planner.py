@@ -1,4 +1,4 @@
-"""The planner: an offset for every buffer, so that buffers that are live together never overlap.
+"""The planner: an offset for every buffer, such that buffers that are live together never overlap.
 
 Greedy by size: the largest buffer first, each into the smallest gap that holds it. Integers only;
 the same sizes and chunks give the same plan, whatever was planned before.
@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-# A chunk that is opened for a buffer is larger by a fifth and has two megabytes at least, as in the paper.
+# A new chunk is a fifth larger than its first buffer, and at least two megabytes, as in the paper.
 _GROWTH_PERCENT = 120
 _LEAST_BYTES = 2 << 20
 _CHUNK_STEP = 32
 
-# In which order the chunks are tried: as they were opened, or by size.
+# Order in which chunks are tried: as they were opened, or by size.
 Order: TypeAlias = Literal["opened", "smallest_first", "largest_first"]
 
 
 class Place(NamedTuple):
-    """Where a buffer begins.
+    """The place of a buffer.
 
     Attributes:
-        chunk: which one.
+        chunk: number of the chunk.
         offset: in bytes from the chunk's start.
     """
 
@@ -34,13 +34,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a planner may choose.
+    """Parameters of a plan.
 
     Attributes:
         alignment: every offset is a multiple of it, in bytes.
-        growth_percent: the size of a new chunk, of the buffer that it is opened for.
-        least_bytes: the size of the smallest new chunk.
-        order: in which chunks are tried.
+        growth_percent: size of a new chunk, relative to the buffer that it is opened for.
+        least_bytes: size of the smallest new chunk.
+        order: order in which chunks are tried.
     """
 
     alignment: int = 1
@@ -54,7 +54,7 @@ class Rules:
         return max(self.least_bytes, grown)
 
     def in_order(self, chunks: Sequence[int]) -> list[int]:
-        """Return the numbers of the chunks of these sizes, in the order in which they are tried."""
+        """Return the chunk numbers in the order in which they are tried, given the sizes of the chunks."""
         numbers = range(len(chunks))
         if self.order == "opened":
             return list(numbers)
@@ -64,12 +64,12 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where every buffer of one batch lies.
+    """The places of all buffers of one batch.
 
     Attributes:
-        places: of each buffer.
-        chunks: sizes in bytes; those handed to the planner come first, then those to open.
-        extents: how far each chunk is used, in bytes.
+        places: place of each buffer.
+        chunks: sizes in bytes; existing chunks first, then new ones.
+        extents: used bytes of each chunk, from its start.
     """
 
     places: tuple[Place, ...]
@@ -92,10 +92,10 @@ def plan(
     """Return a place for each buffer: the best gap of the first chunk that holds it, else the chunk's tail.
 
     Args:
-        sizes: of each buffer, in bytes.
-        conflicts: of each buffer, those that are live when it is, as a mask; see `usage.conflicts`.
-        chunks: sizes of the chunks at hand, in bytes.
-        rules: for offsets, and for chunks that have to be opened.
+        sizes: size of each buffer, in bytes.
+        conflicts: for each buffer, a mask of the buffers that are live when it is; see `usage.conflicts`.
+        chunks: sizes of the existing chunks, in bytes.
+        rules: for offsets and new chunks.
     """
     capacities = list(chunks)
     extents = [0] * len(capacities)
@@ -122,7 +122,7 @@ def plan(
 def _best_offset(
     placed: Sequence[tuple[int, int, int]], conflicts: int, size: int, capacity: int
 ) -> int | None:
-    """Return where a buffer fits best in a chunk, or None."""
+    """Return the offset of the tightest gap in a chunk, or None."""
     end, best, tightest = 0, None, capacity + 1
     for offset, until, other in placed:
         if not conflicts >> other & 1:

@@ -1,29 +1,78 @@
 """Usage records: when each intermediate of a program is live, and how many bytes it takes.
 
-A record is derived from the recorded program, never written by hand. Sizes are symbolic, so that one
-set of records serves batches of every shape.
+Records are derived from the recorded program, never written by hand. Sizes are symbolic, so one set of records
+serves batches of every shape.
 
 Source: the records of TurboTransformers (Fang et al. 2021, arXiv:2010.05680, section 4.2).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import reduce
+from operator import add
+from typing import TypeAlias
 
 # First and last op that touch a tensor, inclusive.
-Lifetime = tuple[int, int]
+Lifetime: TypeAlias = tuple[int, int]
+# Sizes of one batch's dimensions, by name, such as {"tokens": 90, "sequences": 4}.
+Dims: TypeAlias = Mapping[str, int]
 
 
-class Size(NamedTuple):
-    """A number of bytes that grows with the batch."""
+@dataclass(frozen=True, slots=True, init=False)
+class Size:
+    """A number that grows linearly with named dimensions: the elements of an axis, or bytes.
 
-    per_token: int = 0
-    per_sequence: int = 0
-    fixed: int = 0
+    No coefficient is negative, so a smaller batch never needs more.
 
-    def at(self, tokens: int, sequences: int) -> int:
-        """Return the bytes for a batch of so many tokens and sequences."""
-        return self.per_token * tokens + self.per_sequence * sequences + self.fixed
+    Attributes:
+        fixed: the part that no dimension changes.
+        per: (dimension, coefficient), in order of the names; no coefficient is 0.
+    """
+
+    fixed: int
+    per: tuple[tuple[str, int], ...]
+
+    def __init__(self, fixed: int = 0, **per: int) -> None:
+        """Take the coefficient of each dimension by its name: `Size(1, sequences=1)` is sequences + 1.
+
+        Raises:
+            ValueError: a number is negative.
+        """
+        if min((fixed, *per.values())) < 0:
+            raise ValueError(f"a size of {fixed} and {per}; allowed: numbers from 0")
+        object.__setattr__(self, "fixed", fixed)
+        object.__setattr__(self, "per", tuple(sorted((n, k) for n, k in per.items() if k)))
+
+    def at(self, dims: Dims) -> int:
+        """Return the number for a batch of these dimensions."""
+        return self.fixed + sum(factor * dims[name] for name, factor in self.per)
+
+    def __add__(self, other: "Size | int") -> "Size":
+        """Return the sum."""
+        if isinstance(other, int):
+            other = Size(other)
+        mine, theirs = dict(self.per), dict(other.per)
+        names = {*mine, *theirs}
+        per = {name: mine.get(name, 0) + theirs.get(name, 0) for name in names}
+        return Size(self.fixed + other.fixed, **per)
+
+    def __mul__(self, other: "Size | int") -> "Size":
+        """Return the product.
+
+        Raises:
+            ValueError: both factors grow with the batch, so the product is not linear.
+        """
+        if isinstance(other, int):
+            other = Size(other)
+        if self.per and other.per:
+            raise ValueError(f"{self} times {other} is not linear; allowed: one symbolic axis")
+        (growing, factor) = (self, other.fixed) if self.per else (other, self.fixed)
+        return Size(growing.fixed * factor, **{name: k * factor for name, k in growing.per})
+
+    def is_never_below(self, other: "Size") -> bool:
+        """Return whether it is at least `other` for every batch."""
+        mine = dict(self.per)
+        return self.fixed >= other.fixed and all(mine.get(name, 0) >= k for name, k in other.per)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +80,8 @@ class Usage:
     """One stretch of memory that intermediates use: a result, and the results written over it in place.
 
     Attributes:
-        name: of the first of them.
-        first_op, last_op: the op that writes it first, and the last that reads it or writes it; inclusive.
+        name: name of the first of these results.
+        first_op, last_op: the op that writes it first, and the last that reads or writes it; inclusive.
         size: in bytes.
     """
 
@@ -46,7 +95,7 @@ class Usage:
 class Buffer:
     """Usages of one size, never live together, that share one place in every plan.
 
-    The same tensor of each layer becomes one buffer, so that what is planned is one layer.
+    The same tensor of each layer becomes one buffer, so the plan of one layer serves all.
 
     Attributes:
         usages: in order of time.
@@ -58,7 +107,7 @@ class Buffer:
 
     @property
     def lifetimes(self) -> list[Lifetime]:
-        """When it holds something, in order of time."""
+        """Lifetimes of the usages, in order of time."""
         return [(usage.first_op, usage.last_op) for usage in self.usages]
 
 
@@ -82,10 +131,10 @@ def fold(usages: Sequence[Usage]) -> tuple[Buffer, ...]:
 
 
 def conflicts(lifetimes: Sequence[Sequence[Lifetime]]) -> tuple[int, ...]:
-    """Return for each entry the set of those that are live when it is, as a mask: bit i stands for entry i.
+    """Return for each entry a mask of the entries that are live when it is: bit i is entry i.
 
     Args:
-        lifetimes: of each entry, one or many.
+        lifetimes: the lifetimes of each entry.
     """
     masks = [0] * len(lifetimes)
     for i, mine in enumerate(lifetimes):
@@ -97,24 +146,16 @@ def conflicts(lifetimes: Sequence[Sequence[Lifetime]]) -> tuple[int, ...]:
 
 
 def live_sizes(usages: Sequence[Usage]) -> tuple[Size, ...]:
-    """Return what is live together at some op, summed up; without sums that another one is never below.
+    """Return the live bytes at each op; dominated entries dropped.
 
-    The largest of them, for a batch, is the peak of its live bytes: no plan can use fewer.
+    The largest of them, for a batch, is its peak of live bytes: no plan can use fewer.
     """
     sums = {
-        _total(usage.size for usage in usages if usage.first_op <= op <= usage.last_op)
+        reduce(add, (usage.size for usage in usages if usage.first_op <= op <= usage.last_op))
         for op in {started.first_op for started in usages}
     }
     return tuple(
         size
         for size in sums
-        if not any(size != other and _is_never_below(other, size) for other in sums)
+        if not any(size != other and other.is_never_below(size) for other in sums)
     )
-
-
-def _total(sizes: Iterable[Size]) -> Size:
-    return Size(*(sum(terms) for terms in zip(*sizes, strict=True)))
-
-
-def _is_never_below(size: Size, other: Size) -> bool:
-    return all(mine >= theirs for mine, theirs in zip(size, other, strict=True))

@@ -1,24 +1,36 @@
-"""What stands on top of an encoder: records the ops of a task's head."""
+"""The head of each task: the ops on top of an encoder's last hidden state."""
+
+from dataclasses import dataclass
 
 from varlen.config import Task
 from varlen.errors import CheckpointError
-from varlen.models.encoder import EncoderInputs
-from varlen.models.families import EncoderWeights
-from varlen.program.program import Recorder, Value
+from varlen.models import inputs
+from varlen.models.layers import Linear
+from varlen.program.program import Value
+from varlen.program.recorder import Recorder
 from varlen_kernels import Pooling
 
 
-def apply_head(
-    ops: Recorder,
-    task: Task,
-    weights: EncoderWeights,
-    inputs: EncoderInputs,
-    hidden: Value,
-    pooling: Pooling,
-) -> Value:
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The layers that a checkpoint has on top of its encoder.
+
+    Attributes:
+        pooler: the dense layer in front of a sequence classifier.
+        classifier: `[hidden, labels]`.
+    """
+
+    pooler: Linear | None = None
+    classifier: Linear | None = None
+
+
+def record_head(ops: Recorder, task: Task, heads: Heads, hidden: Value, pooling: Pooling) -> Value:
     """Record the head of `task` and return its fp32 output.
 
     Args:
+        ops: has recorded the encoder.
+        task: what the model answers.
+        heads: the layers that the checkpoint has.
         hidden: `[tokens, hidden]`, the encoder's last hidden state.
         pooling: how `embed` makes one vector of a sequence.
 
@@ -32,14 +44,13 @@ def apply_head(
     if task == "hidden":
         return ops.to_fp32(hidden)
     if task == "embed":
-        return ops.pool(hidden, inputs.cu_seqlens, inputs.normalize, mode=pooling)
-    classifier = weights.classifier
-    if classifier is None:
+        return ops.pool(hidden, inputs.cu_seqlens(ops), inputs.normalize(ops), mode=pooling)
+    if heads.classifier is None:
         raise CheckpointError(f'task "{task}" needs a classifier, which the checkpoint lacks')
     if task == "token_classify":
-        return ops.to_fp32(ops.linear(hidden, classifier.weight, classifier.bias))
-    if weights.pooler is None:
+        return ops.to_fp32(heads.classifier.record(ops, hidden))
+    if heads.pooler is None:
         raise CheckpointError(f'task "{task}" needs a pooler, which the checkpoint lacks')
-    first = ops.first_tokens(hidden, inputs.cu_seqlens)
-    pooled = ops.tanh(ops.linear(first, weights.pooler.weight, weights.pooler.bias))
-    return ops.to_fp32(ops.linear(pooled, classifier.weight, classifier.bias))
+    first = ops.first_tokens(hidden, inputs.cu_seqlens(ops))
+    pooled = ops.tanh(heads.pooler.record(ops, first))
+    return ops.to_fp32(heads.classifier.record(ops, pooled))

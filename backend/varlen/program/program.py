@@ -1,27 +1,27 @@
-"""A forward pass as data: recorded once over symbolic shapes, run for any batch.
+"""A forward pass as data: a list of ops over symbolic shapes, which runs for any batch.
 
-A model calls the methods of `Recorder` in straight lines, as it would call torch. Each call appends
-one `Op` and returns a `Value`: a named tensor whose shape says `tokens` or `sequences` where a
-batch decides. The finished `Program` is what lifetimes, memory plans, pictures and execution read;
+A `Recorder` makes it. Lifetimes, memory plans, pictures and execution are all derived from the list of ops;
 no model file knows about any of them.
 """
 
-import math
-from collections.abc import Mapping
-from collections.abc import Sequence as AnySequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from functools import reduce
+from operator import mul
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from varlen.memory.arena import Region
-from varlen.memory.usage import Size, Usage, fold
-from varlen_kernels import Activation, Pooling
-from varlen_kernels.reference import IN_PLACE
+from varlen.memory.usage import Dims, Size, Usage, fold
 
-Dim: TypeAlias = int | Literal["tokens", "sequences"]
+# An axis of fixed length, or one whose length a batch decides.
+Axis: TypeAlias = int | Size
+Shape: TypeAlias = tuple[Axis, ...]
 Attribute: TypeAlias = int | float | str
+
+_NO_STATES: Mapping[str, Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +30,44 @@ class Value:
 
     Attributes:
         name: unique in its program.
-        shape: `tokens` and `sequences` stand for the batch's own.
+        shape: symbolic axes get their length from the batch.
         dtype: of its elements.
     """
 
     name: str
-    shape: tuple[Dim, ...]
+    shape: Shape
     dtype: torch.dtype
 
-    def at(self, tokens: int, sequences: int) -> tuple[int, ...]:
-        """Return the shape for a batch of so many tokens and sequences."""
-        return _at(self.shape, tokens, sequences)
+    @property
+    def nbytes(self) -> Size:
+        """Size in bytes.
+
+        Raises:
+            ValueError: it has more than one symbolic axis.
+        """
+        return reduce(mul, self.shape, Size(self.dtype.itemsize))
+
+    def at(self, dims: Dims) -> tuple[int, ...]:
+        """Return the shape for a batch of these dimensions."""
+        return _at(self.shape, dims)
 
 
-Operand: TypeAlias = Value | Tensor
+@dataclass(frozen=True, slots=True)
+class State:
+    """A tensor that outlives runs, such as a KV cache: outside the arena, written in place by ops.
+
+    Attributes:
+        name: unique in its program.
+        shape, dtype: of the tensor that is bound to it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+# A torch tensor is a weight; None stands for an optional operand that is left out.
+Operand: TypeAlias = Value | State | Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,25 +75,47 @@ class Op:
     """One call of a kernel.
 
     Attributes:
-        kernel: the function's name in the kernel module.
-        operands: its positional arguments; a torch tensor is a weight.
+        kernel: name of the function in the kernel module.
+        operands: its positional arguments.
         attributes: its keyword arguments.
-        result: what it writes.
+        results: what it writes into `out`: one tensor, or a tuple of several; no `out` if there is none.
+        writes: the states among its operands that it changes.
+        in_place: for each result, the position of the operand that it may be written over; may be shorter.
     """
 
     kernel: str
     operands: tuple[Operand, ...]
     attributes: Mapping[str, Attribute]
-    result: Value
+    results: tuple[Value, ...]
+    writes: tuple[State, ...] = ()
+    in_place: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> tuple[Value, ...]:
+        """The values among its operands."""
+        return tuple(operand for operand in self.operands if isinstance(operand, Value))
+
+    def overwritable(self, result: int) -> Value | None:
+        """Return the value that a result may be written over once no later op reads it, if any."""
+        if result >= len(self.in_place):
+            return None
+        operand = self.operands[self.in_place[result]]
+        if not isinstance(operand, Value) or self.reads.count(operand) > 1:
+            return None
+        return operand
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """What one run of a program reads: `tensors` by input name, and its two sizes."""
+class PackedBatch:
+    """What one run of a program reads.
+
+    Attributes:
+        inputs: tensors by the names that the recording gave them.
+        dims: the batch's dimensions.
+    """
 
     inputs: Mapping[str, Tensor]
-    tokens: int
-    sequences: int
+    dims: Dims
 
 
 class Program:
@@ -77,199 +123,140 @@ class Program:
 
     Attributes:
         ops: in the order in which they run.
-        output: what the last of them writes.
-        usages: the memory that intermediates use, in the order of their first op; the output is none of them.
+        inputs: the values that a batch brings, in the order in which they are first read.
+        states: the states that ops read or write, in the order of first use.
+        outputs: the results that a run returns.
+        usages: the memory that intermediates use, in the order of their first op; outputs are not among them.
         usage_of: the usage of each intermediate, by name.
-        buffers: the usages, those that may always share a place together.
+        buffers: the usages, grouped so that each group may always share one place.
     """
 
-    def __init__(self, ops: AnySequence[Op], output: Value) -> None:
+    def __init__(self, ops: Sequence[Op], outputs: Sequence[Value]) -> None:
+        """Derive lifetimes and bindings.
+
+        Args:
+            ops: in the order in which they run.
+            outputs: results of some of them.
+        """
         self.ops = tuple(ops)
-        self.output = output
-        self.usages, self.usage_of = _derive_usages(self.ops, output)
+        self.outputs = tuple(outputs)
+        results = {result for op in self.ops for result in op.results}
+        reads = dict.fromkeys(value for op in self.ops for value in op.reads)
+        self.inputs = tuple(value for value in reads if value not in results)
+        operands = [operand for op in self.ops for operand in op.operands]
+        self.states = tuple(dict.fromkeys(x for x in operands if isinstance(x, State)))
+        self.usages, self.usage_of = _derive_usages(self.ops, self.outputs)
         self.buffers = fold(self.usages)
-        number = {usage: i for i, buffer in enumerate(self.buffers) for usage in buffer.usages}
-        # of each op but the last, the buffer that it writes; many ops write one buffer in one form
-        self._writes = [
-            (number[self.usage_of[op.result.name]], op.result.shape, op.result.dtype)
-            for op in self.ops
-            if op.result is not output
-        ]
+        self._bind()
 
     @property
     def is_per_token(self) -> bool:
-        """Whether it answers each token, and not each sequence."""
-        return self.output.shape[0] == "tokens"
+        """Whether it answers each token, not each sequence."""
+        return self.outputs[0].shape[0] == Size(tokens=1)
 
     def run(
-        self, batch: Batch, kernels: object, region: Region, *, out: Tensor | None = None
-    ) -> Tensor:
-        """Return the output for `batch`: `out`, or a new tensor; no part of the region.
+        self,
+        batch: PackedBatch,
+        kernels: object,
+        region: Region,
+        *,
+        states: Mapping[str, Tensor] = _NO_STATES,
+        out: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs for `batch`: `out`, or new tensors; none is part of the region.
 
         Args:
-            batch: its inputs have the names that the recording gave them, on the region's device.
+            batch: on the region's device.
             kernels: has the functions that the ops name, such as a module.
-            region: laid out for this program and a batch of this shape; overwritten.
-            out: of the output's shape for this batch.
+            region: laid out for this program and a batch of these dimensions; overwritten.
+            states: the tensor of each state, by name; those that ops write are changed.
+            out: tensors of the outputs' shapes for this batch.
         """
-        tokens, sequences = batch.tokens, batch.sequences
-        if out is None:
-            shape = self.output.at(tokens, sequences)
-            out = torch.empty(shape, dtype=self.output.dtype, device=region.memory.device)
-        views = {
-            (buffer, shape, dtype): region.view(buffer, _at(shape, tokens, sequences), dtype)
-            for buffer, shape, dtype in set(self._writes)
+        outputs = tuple(self.new_outputs(batch.dims, region.memory.device)) if out is None else out
+        tensors = [
+            *self._constants,
+            *(batch.inputs[value.name] for value in self.inputs),
+            *(states[state.name] for state in self.states),
+            *(
+                region.view(buffer, _at(shape, batch.dims), dtype)
+                for buffer, shape, dtype in self._views
+            ),
+            *outputs,
+        ]
+        for op, reads, writes in self._calls:
+            operands = [tensors[slot] for slot in reads]
+            kernel = getattr(kernels, op.kernel)
+            if len(writes) == 1:
+                kernel(*operands, **op.attributes, out=tensors[writes[0]])
+            elif writes:
+                kernel(*operands, **op.attributes, out=tuple([tensors[slot] for slot in writes]))
+            else:
+                kernel(*operands, **op.attributes)
+        return tuple(outputs)
+
+    def new_outputs(self, dims: Dims, device: torch.device) -> Iterator[Tensor]:
+        """Yield an uninitialised tensor for each output of a batch of these dimensions."""
+        for value in self.outputs:
+            yield torch.empty(value.at(dims), dtype=value.dtype, device=device)
+
+    def _bind(self) -> None:
+        """Give each tensor of a run a slot: constants, inputs, states, views into the region, outputs."""
+        number = {usage: i for i, buffer in enumerate(self.buffers) for usage in buffer.usages}
+        # many ops write one buffer in one form, and share its view
+        form = {
+            result: (number[self.usage_of[result.name]], result.shape, result.dtype)
+            for op in self.ops
+            for result in op.results
+            if result not in self.outputs
         }
-        written = [*map(views.__getitem__, self._writes), out]
-        bound: dict[str, Tensor] = dict(batch.inputs)
-        for op, into in zip(self.ops, written, strict=True):
-            operands = [x if isinstance(x, Tensor) else bound[x.name] for x in op.operands]
-            bound[op.result.name] = getattr(kernels, op.kernel)(
-                *operands, **op.attributes, out=into
-            )
-        return out
+        self._views = list(dict.fromkeys(form.values()))
+        by_id = {
+            id(operand): operand
+            for op in self.ops
+            for operand in op.operands
+            if operand is None or isinstance(operand, Tensor)
+        }
+        self._constants = list(by_id.values())
+        keys = [*by_id, *self.inputs, *self.states, *self._views, *self.outputs]
+        slots: dict[object, int] = {key: index for index, key in enumerate(keys)}
+        slots |= {value: slots[view] for value, view in form.items()}
+
+        def slot_of(operand: Operand) -> int:
+            return slots[operand if isinstance(operand, Value | State) else id(operand)]
+
+        self._calls = [
+            (op, [slot_of(x) for x in op.operands], [slot_of(x) for x in op.results])
+            for op in self.ops
+        ]
 
 
-class Recorder:
-    """The ops that a model may call. Each appends to the program and returns a symbolic tensor.
-
-    The meaning, shapes and precision of each are those of the function of the same name in `varlen_kernels.reference`.
-    """
-
-    def __init__(self) -> None:
-        self._ops: list[Op] = []
-
-    def finish(self, output: Value) -> Program:
-        """Return the program that computes `output`, the result of its last op."""
-        return Program(tuple(self._ops), output)
-
-    def embed_layer_norm(
-        self,
-        token_ids: Value,
-        position_ids: Value,
-        type_ids: Value,
-        token_table: Tensor,
-        position_table: Tensor,
-        type_table: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        *,
-        eps: float,
-    ) -> Value:
-        operands = (
-            token_ids,
-            position_ids,
-            type_ids,
-            token_table,
-            position_table,
-            type_table,
-            weight,
-            bias,
-        )
-        shape: tuple[Dim, ...] = (*token_ids.shape, token_table.shape[1])
-        return self._add("embed_layer_norm", operands, shape, token_table.dtype, eps=eps)
-
-    def linear(self, x: Value, weight: Tensor, bias: Tensor) -> Value:
-        return self._add("linear", (x, weight, bias), (x.shape[0], weight.shape[1]), x.dtype)
-
-    def activate(self, x: Value, *, kind: Activation) -> Value:
-        return self._add("activate", (x,), x.shape, x.dtype, kind=kind)
-
-    def tanh(self, x: Value) -> Value:
-        return self._add("tanh", (x,), x.shape, x.dtype)
-
-    def add_layer_norm(
-        self, x: Value, residual: Value, weight: Tensor, bias: Tensor, *, eps: float
-    ) -> Value:
-        return self._add("add_layer_norm", (x, residual, weight, bias), x.shape, x.dtype, eps=eps)
-
-    def attention_varlen(
-        self, qkv: Value, cu_seqlens: Value, *, num_heads: int, scale: float
-    ) -> Value:
-        width = qkv.shape[1]
-        assert isinstance(width, int)
-        shape: tuple[Dim, ...] = (qkv.shape[0], width // 3)
-        return self._add(
-            "attention_varlen",
-            (qkv, cu_seqlens),
-            shape,
-            qkv.dtype,
-            num_heads=num_heads,
-            scale=scale,
-        )
-
-    def pool(self, x: Value, cu_seqlens: Value, normalize: Value, *, mode: Pooling) -> Value:
-        operands = (x, cu_seqlens, normalize)
-        return self._add("pool", operands, ("sequences", x.shape[1]), torch.float32, mode=mode)
-
-    def first_tokens(self, x: Value, cu_seqlens: Value) -> Value:
-        return self._add("first_tokens", (x, cu_seqlens), ("sequences", x.shape[1]), x.dtype)
-
-    def to_fp32(self, x: Value) -> Value:
-        return self._add("to_fp32", (x,), x.shape, torch.float32)
-
-    def _add(
-        self,
-        kernel: str,
-        operands: tuple[Operand, ...],
-        shape: tuple[Dim, ...],
-        dtype: torch.dtype,
-        **attributes: Attribute,
-    ) -> Value:
-        result = Value(f"{len(self._ops)}:{kernel}", shape, dtype)
-        self._ops.append(Op(kernel, operands, attributes, result))
-        return result
-
-
-def _at(shape: tuple[Dim, ...], tokens: int, sequences: int) -> tuple[int, ...]:
-    sizes = {"tokens": tokens, "sequences": sequences}
-    return tuple(dim if isinstance(dim, int) else sizes[dim] for dim in shape)
+def _at(shape: Shape, dims: Dims) -> tuple[int, ...]:
+    return tuple([axis if isinstance(axis, int) else axis.at(dims) for axis in shape])
 
 
 def _derive_usages(
-    ops: AnySequence[Op], output: Value
+    ops: Sequence[Op], outputs: Sequence[Value]
 ) -> tuple[tuple[Usage, ...], dict[str, Usage]]:
-    """Return all usages, and the usage of each value that ops write, less the output."""
-    last_read = {
-        operand.name: index
-        for index, op in enumerate(ops)
-        for operand in op.operands
-        if isinstance(operand, Value)
-    }
+    """Return all usages, and the usage of each value that ops write, without the outputs."""
+    last_read = {value.name: index for index, op in enumerate(ops) for value in op.reads}
     usages: list[Usage] = []
     number_of: dict[str, int] = {}
     for index, op in enumerate(ops):
-        name, parent = op.result.name, _overwritable(op)
-        if op.result is output:
-            continue
-        last_op = last_read.get(name, index)
-        if parent in number_of and last_read[parent] == index:
-            number_of[name] = number_of[parent]
-            usages[number_of[name]] = replace(usages[number_of[name]], last_op=last_op)
-        else:
-            number_of[name] = len(usages)
-            usages.append(Usage(name, index, last_op, _size(op.result)))
+        for position, result in enumerate(op.results):
+            if result in outputs:
+                continue
+            last_op = last_read.get(result.name, index)
+            parent = op.overwritable(position)
+            number = number_of.get(parent.name) if parent else None
+            if (
+                parent is not None
+                and number is not None
+                and last_read[parent.name] == index
+                and usages[number].size == result.nbytes
+            ):
+                number_of[result.name] = number
+                usages[number] = replace(usages[number], last_op=last_op)
+            else:
+                number_of[result.name] = len(usages)
+                usages.append(Usage(result.name, index, last_op, result.nbytes))
     return tuple(usages), {name: usages[number] for name, number in number_of.items()}
-
-
-def _size(value: Value) -> Size:
-    rows, *widths = value.shape
-    row = math.prod(width for width in widths if isinstance(width, int)) * value.dtype.itemsize
-    assert all(isinstance(width, int) for width in widths), (
-        "a batch decides the number of rows alone"
-    )
-    if rows == "tokens":
-        return Size(per_token=row)
-    if rows == "sequences":
-        return Size(per_sequence=row)
-    return Size(fixed=rows * row)
-
-
-def _overwritable(op: Op) -> str | None:
-    """Return the name of the value that the op may write its result over, if any."""
-    read = [operand.name for operand in op.operands if isinstance(operand, Value)]
-    first = op.operands[0]
-    overwritable = (
-        op.kernel in IN_PLACE and isinstance(first, Value) and read.count(first.name) == 1
-    )
-    return read[0] if overwritable else None

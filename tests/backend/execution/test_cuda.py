@@ -1,6 +1,6 @@
 """Batches through captured graphs, with a stand-in that repeats the work on the CPU in place of a graph.
 
-What is real here: buckets, the room to spare in inputs, memory that stays where it is, answers by
+What is real here: buckets, unused room in inputs, memory that stays where it is, answers by
 sequence. `tests/kernels/fused/test_encoder.py` runs the same on a GPU.
 """
 
@@ -14,6 +14,7 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.execution.cuda import CudaExecutor
+from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
@@ -68,7 +69,7 @@ def graphs():
 
 
 def make_arena(runner):
-    return Arena(Layout(runner.program.buffers, 256), MAX_TOKENS, CPU)
+    return Arena(Layout(runner.program.buffers, 256), largest_dims(MAX_TOKENS), CPU)
 
 
 @pytest.fixture
@@ -115,21 +116,23 @@ def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, g
 
 
 def test_memory_stays_where_graphs_left_it(executor):
-    arena, shape = executor._arena, (MAX_TOKENS, 40)
-    address, offsets = arena.memory.data_ptr(), arena.carve_whole(*shape).offsets
+    arena, shape = executor._arena, {"tokens": MAX_TOKENS, "sequences": 40}
+    address, offsets = arena.memory.data_ptr(), arena.allocate_whole(shape).offsets
 
     for lengths in ([1], [60, 60, 40], [1] * MAX_TOKENS):
         executor.run(sequences(lengths), [PLAIN] * len(lengths))
 
     assert arena.memory.data_ptr() == address
-    assert arena.carve_whole(*shape).offsets == offsets
+    assert arena.allocate_whole(shape).offsets == offsets
 
 
 def test_what_is_in_use_is_the_footprint_of_the_bucket(executor):
     executor.run(sequences([10, 7]), [NORMALIZED] * 2)
 
     # the smallest bucket of 17 tokens has 32, and room for 2 sequences
-    assert executor._arena.use().footprint_bytes == executor._arena.layout.plan(32, 2).footprint
+    arena = executor._arena
+    expected = arena.layout.plan({"tokens": 32, "sequences": 2}).footprint
+    assert arena.use().footprint_bytes == expected
 
 
 def test_an_answer_does_not_depend_on_the_batch_before(executor):

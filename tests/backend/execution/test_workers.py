@@ -1,40 +1,40 @@
-"""Lanes run side by side on one core each, and leave torch's own setting as it was."""
+"""Worker threads run in parallel on one core each, and leave torch's own setting as it was."""
 
 from threading import Barrier, get_ident
 
 import pytest
 import torch
 
-from varlen.execution.workers import Lanes
+from varlen.execution.workers import WorkerThreads
 
 SECONDS = 10.0
 
 
 @pytest.fixture
-def lanes():
-    made = Lanes(3)
+def workers():
+    made = WorkerThreads(3)
     yield made
     made.close()
 
 
-def test_tasks_run_at_the_same_time_in_threads_of_one_core(lanes):
+def test_tasks_run_at_the_same_time_in_threads_of_one_core(workers):
     meeting = Barrier(3, timeout=SECONDS)
 
     def task():
         meeting.wait()
         return get_ident(), torch.get_num_threads()
 
-    threads, cores = zip(*lanes.run([task] * 3), strict=True)
+    threads, cores = zip(*workers.run([task] * 3), strict=True)
 
     assert len(set(threads)) == 3
     assert set(cores) == {1}
 
 
-def test_results_come_in_the_order_of_the_tasks(lanes):
-    assert lanes.run([lambda: "a", lambda: "b"]) == ["a", "b"]
+def test_results_come_in_the_order_of_the_tasks(workers):
+    assert workers.run([lambda: "a", lambda: "b"]) == ["a", "b"]
 
 
-def test_a_failing_task_is_raised_once_no_other_runs(lanes):
+def test_a_failing_task_is_raised_once_no_other_runs(workers):
     ended = []
 
     def fail():
@@ -45,7 +45,7 @@ def test_a_failing_task_is_raised_once_no_other_runs(lanes):
         ended.append(True)
 
     with pytest.raises(ZeroDivisionError):
-        lanes.run([fail, work, work])
+        workers.run([fail, work, work])
 
     assert len(ended) == 2
 
@@ -53,6 +53,6 @@ def test_a_failing_task_is_raised_once_no_other_runs(lanes):
 def test_the_threads_that_torch_uses_elsewhere_stay_what_they_were():
     before = torch.get_num_threads()
 
-    Lanes(2).close()
+    WorkerThreads(2).close()
 
     assert torch.get_num_threads() == before

@@ -1,4 +1,4 @@
-"""The arena: regions side by side, room that is kept to, and failures that are told apart."""
+"""The arena: regions side by side, the limit, and memory errors told apart from other faults."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.memory.arena import Arena, alignment_of
+from varlen.memory.arena import Arena, HighWater, alignment_of
 from varlen.memory.layout import Layout
 from varlen.memory.out_of_memory import memory_errors
 from varlen.memory.usage import Size, Usage, fold
@@ -15,21 +15,24 @@ from varlen.memory.usage import Size, Usage, fold
 CPU = torch.device("cpu")
 WIDE = 4096
 # a chain of results, each read by the next op
-CHAIN = [
-    Usage(f"v{op}", op, op + 1, Size(per_token=row)) for op, row in enumerate([96, 288, 96, 384])
-]
+CHAIN = [Usage(f"v{op}", op, op + 1, Size(tokens=row)) for op, row in enumerate([96, 288, 96, 384])]
 # three results live at once, which greedy by size lays out worse when sequences are few
 MIXED = [
-    Usage("a", 0, 2, Size(per_token=96)),
-    Usage("b", 1, 3, Size(per_sequence=1000)),
-    Usage("c", 2, 4, Size(per_token=40)),
-    Usage("d", 4, 5, Size(per_sequence=700)),
-    Usage("e", 5, 6, Size(per_token=120)),
+    Usage("a", 0, 2, Size(tokens=96)),
+    Usage("b", 1, 3, Size(sequences=1000)),
+    Usage("c", 2, 4, Size(tokens=40)),
+    Usage("d", 4, 5, Size(sequences=700)),
+    Usage("e", 5, 6, Size(tokens=120)),
 ]
+
+
+def dims(tokens, sequences):
+    return {"tokens": tokens, "sequences": sequences}
 
 
 def make_arena(usages=CHAIN, max_tokens=500, limit=None):
-    return Arena(Layout(fold(usages), alignment_of(CPU)), max_tokens, CPU, limit)
+    largest = dims(max_tokens, max_tokens)
+    return Arena(Layout(fold(usages), alignment_of(CPU)), largest, CPU, limit)
 
 
 def spans(regions):
@@ -40,7 +43,7 @@ def spans(regions):
 def test_regions_of_one_batch_lie_apart_and_inside_the_arena(tokens):
     arena = make_arena()
 
-    regions = arena.carve([(count, 1) for count in tokens])
+    regions = arena.allocate([dims(count, 1) for count in tokens])
 
     begin, end = arena.memory.data_ptr(), arena.memory.data_ptr() + len(arena.memory)
     for (one, size), (other, _) in pairwise(sorted(spans(regions))):
@@ -50,74 +53,85 @@ def test_regions_of_one_batch_lie_apart_and_inside_the_arena(tokens):
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=5))
-def test_a_full_batch_fits_in_shares_too(tokens):
+def test_a_full_batch_fits_in_sub_batches_too(tokens):
     arena = make_arena(max_tokens=sum(tokens))
 
-    assert arena.carve([(count, 1) for count in tokens]) is not None
+    assert arena.allocate([dims(count, 1) for count in tokens]) is not None
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.booleans())
 def test_a_whole_batch_always_fits(most, tokens, exactly):
     tokens = min(tokens, most)
     layout = Layout(fold(MIXED), 64)
-    limit = layout.plan(most, most).footprint if exactly else None
+    limit = layout.plan(dims(most, most)).footprint if exactly else None
     arena = make_arena(MIXED, most, limit)
 
     for sequences in {1, tokens // 2 or 1, tokens}:
-        region = arena.carve_whole(tokens, sequences)
+        region = arena.allocate_whole(dims(tokens, sequences))
         for buffer, offset in zip(layout.buffers, region.offsets, strict=True):
-            assert offset + buffer.size.at(tokens, sequences) <= len(region.memory)
+            assert offset + buffer.size.at(dims(tokens, sequences)) <= len(region.memory)
     assert limit is None or arena.capacity <= limit
 
 
 def test_a_plan_that_reaches_too_far_gives_way_to_the_one_of_the_largest_batch():
     layout = Layout(fold(MIXED), 64)
-    ceiling = layout.plan(300, 300)
-    layout.plan = lambda tokens, sequences: (
-        ceiling if tokens == 300 else type(ceiling)(ceiling.offsets, ceiling.footprint * 2, 1)
+    ceiling = layout.plan(dims(300, 300))
+    layout.plan = lambda batch: (
+        ceiling
+        if batch["tokens"] == 300
+        else type(ceiling)(ceiling.offsets, ceiling.footprint * 2, 1)
     )
-    arena = Arena(layout, 300, CPU, ceiling.footprint)
+    arena = Arena(layout, dims(300, 300), CPU, ceiling.footprint)
 
-    region = arena.carve_whole(10, 2)
+    region = arena.allocate_whole(dims(10, 2))
 
     assert region.offsets == ceiling.offsets
-    assert arena.carve([(10, 2)]) is None
+    assert arena.allocate([dims(10, 2)]) is None
 
 
-def test_shares_that_do_not_fit_side_by_side_get_nothing():
+def test_sub_batches_that_do_not_fit_side_by_side_get_nothing():
     layout = Layout(fold(CHAIN), 64)
-    arena = make_arena(max_tokens=3, limit=layout.plan(3, 3).footprint)
+    arena = make_arena(max_tokens=3, limit=layout.plan(dims(3, 3)).footprint)
 
-    assert arena.carve([(1, 1), (1, 1), (1, 1)]) is None
-    assert arena.carve_whole(3, 3).offsets == layout.plan(3, 3).offsets
+    assert arena.allocate([dims(1, 1)] * 3) is None
+    assert arena.allocate_whole(dims(3, 3)).offsets == layout.plan(dims(3, 3)).offsets
 
 
-def test_more_tokens_than_there_is_room_for_are_refused():
-    with pytest.raises(ValueError, match="a batch of 501 tokens; the arena holds 500"):
-        make_arena().carve_whole(501, 1)
+@pytest.mark.parametrize(
+    "batch, message", [(dims(501, 1), "501 tokens"), (dims(9, 501), "501 sequences")], ids=str
+)
+def test_a_batch_larger_than_the_largest_is_refused(batch, message):
+    with pytest.raises(ValueError, match=f"a batch of {message}; the arena holds 500"):
+        make_arena().allocate_whole(batch)
+
+
+def test_the_bytes_of_one_sequence_are_those_of_its_plan():
+    arena = make_arena(MIXED)
+
+    assert arena.bytes_needed(70) == arena.layout.plan(dims(70, 1)).footprint
 
 
 def test_what_it_holds_is_that_of_the_last_batch():
     arena = make_arena()
     assert arena.use().reserved_bytes == arena.use().footprint_bytes == 0
 
-    arena.carve([(100, 2), (50, 1)])
-    arena.carve_whole(10, 1)
+    arena.allocate([dims(100, 2), dims(50, 1)])
+    arena.allocate_whole(dims(10, 1))
 
-    use, plan = arena.use(), arena.layout.plan(10, 1)
+    use, plan = arena.use(), arena.layout.plan(dims(10, 1))
     assert (use.footprint_bytes, use.peak_live_bytes) == (plan.footprint, plan.peak_live)
     assert use.reserved_bytes == len(arena.memory) >= 150 * 480
 
 
 def test_what_long_batches_took_goes_back_after_many_short_ones():
-    usages = [Usage("x", 0, 1, Size(per_token=WIDE))]
+    usages = [Usage("x", 0, 1, Size(tokens=WIDE))]
     arena = make_arena(usages, max_tokens=10_000)
-    arena.carve_whole(10_000, 1)
+    arena.allocate_whole(dims(10_000, 1))
     largest = arena.use().reserved_bytes
 
     held = []
     for _ in range(256):
-        arena.carve_whole(100, 1)
+        arena.allocate_whole(dims(100, 1))
         held.append(arena.use().reserved_bytes)
 
     assert largest >= 10_000 * WIDE
@@ -127,18 +141,18 @@ def test_what_long_batches_took_goes_back_after_many_short_ones():
 
 def test_batches_of_changing_size_move_nothing_and_take_nothing_new():
     arena = make_arena()
-    arena.carve_whole(500, 500)
+    arena.allocate_whole(dims(500, 500))
     held, address = arena.use().reserved_bytes, arena.memory.data_ptr()
 
     for tokens in [1, 499, 20, 500] * 200:
-        arena.carve_whole(tokens, 1)
+        arena.allocate_whole(dims(tokens, 1))
         assert arena.use().reserved_bytes == held
         assert arena.memory.data_ptr() == address
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_a_view_has_the_shape_and_dtype_asked_for(dtype):
-    view = make_arena().carve_whole(7, 1).view(1, (7, 3), dtype)
+    view = make_arena().allocate_whole(dims(7, 1)).view(1, (7, 3), dtype)
 
     assert (view.shape, view.dtype) == ((7, 3), dtype)
     assert view.is_contiguous()
@@ -148,7 +162,7 @@ def test_a_view_has_the_shape_and_dtype_asked_for(dtype):
 def test_two_arenas_share_nothing():
     one, other = make_arena(), make_arena()
     for arena, value in ((one, 1), (other, 2)):
-        arena.carve_whole(500, 1)
+        arena.allocate_whole(dims(500, 1))
         arena.memory.fill_(value)
 
     assert one.memory.eq(1).all()
@@ -168,3 +182,14 @@ def test_memory_that_ran_out_on_a_gpu_is_a_memory_error():
 def test_another_fault_stays_what_it_is():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), memory_errors():
         torch.zeros(2, 3) @ torch.zeros(2, 3)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 10))
+def test_the_largest_footprint_of_each_window_is_kept(footprints, window):
+    high_water = HighWater(window)
+    for done, footprint in enumerate(footprints, start=1):
+        kept = high_water.add(footprint)
+        if done % window:
+            assert kept is None
+        else:
+            assert kept == max(footprints[done - window : done])

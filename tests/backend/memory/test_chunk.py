@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.memory.chunk import HostChunk
-from varlen.memory.high_water import HighWater
 
 MEGABYTE = 1 << 20
 PAGE = resource.getpagesize()
@@ -77,14 +76,3 @@ def test_memory_begins_at_a_page():
 def test_more_room_than_there_are_addresses_is_a_memory_error():
     with pytest.raises(MemoryError, match="no address space for"):
         HostChunk(1 << 62)
-
-
-@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 10))
-def test_what_a_window_reached_is_kept(footprints, window):
-    high_water = HighWater(window)
-    for done, footprint in enumerate(footprints, start=1):
-        kept = high_water.add(footprint)
-        if done % window:
-            assert kept is None
-        else:
-            assert kept == max(footprints[done - window : done])

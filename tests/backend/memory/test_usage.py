@@ -1,5 +1,6 @@
 """Usage records: folding, conflicts and the bound, each against a count by brute force."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,9 +8,13 @@ from varlen.memory.usage import Size, Usage, conflicts, fold, live_sizes
 
 from .plan_checker import peak_live
 
+DIMS = ["tokens", "sequences", "blocks"]
 SIZES = st.builds(
-    Size, st.sampled_from([0, 64, 192]), st.sampled_from([0, 64]), st.sampled_from([0, 8])
+    lambda fixed, per: Size(fixed, **per),
+    st.sampled_from([0, 8]),
+    st.dictionaries(st.sampled_from(DIMS), st.sampled_from([0, 64, 192])),
 )
+BATCHES = st.fixed_dictionaries({name: st.integers(0, 50) for name in DIMS})
 
 
 @st.composite
@@ -62,12 +67,40 @@ def test_buffers_conflict_exactly_if_some_of_their_usages_are_live_together(reco
             assert bool(masks[i] >> j & 1) == (together and i != j)
 
 
-@given(usages(), st.integers(1, 50), st.integers(1, 50))
-def test_the_bound_is_the_peak_of_live_bytes_for_every_batch(records, tokens, sequences):
-    bound = max((size.at(tokens, sequences) for size in live_sizes(records)), default=0)
+@given(usages(), BATCHES)
+def test_the_bound_is_the_peak_of_live_bytes_for_every_batch(records, dims):
+    bound = max((size.at(dims) for size in live_sizes(records)), default=0)
 
-    assert bound == peak_live(records, [usage.size.at(tokens, sequences) for usage in records])
+    assert bound == peak_live(records, [usage.size.at(dims) for usage in records])
 
 
-def test_a_size_grows_with_tokens_and_sequences():
-    assert Size(per_token=10, per_sequence=3, fixed=7).at(tokens=5, sequences=2) == 63
+def test_a_size_grows_with_every_dimension_it_names():
+    assert Size(7, tokens=10, sequences=3).at({"tokens": 5, "sequences": 2, "blocks": 9}) == 63
+
+
+@given(SIZES, SIZES, BATCHES, st.integers(0, 5))
+def test_sums_and_multiples_of_sizes_have_their_values(one, other, dims, factor):
+    assert (one + other).at(dims) == one.at(dims) + other.at(dims)
+    assert (one + factor).at(dims) == one.at(dims) + factor
+    assert (one * factor).at(dims) == one.at(dims) * factor
+
+
+@given(SIZES, SIZES, st.lists(BATCHES, max_size=5))
+def test_a_size_that_is_never_below_another_is_below_it_for_no_batch(one, other, batches):
+    if one.is_never_below(other):
+        assert all(one.at(dims) >= other.at(dims) for dims in batches)
+
+
+def test_equal_sizes_are_one_whatever_the_order_of_their_names():
+    assert Size(1, a=2, b=3) == Size(1, b=3, a=2, c=0)
+    assert len({Size(1, a=2, b=3), Size(1, b=3, a=2, c=0)}) == 1
+
+
+def test_refuses_a_product_of_two_dimensions():
+    with pytest.raises(ValueError, match="is not linear; allowed: one symbolic axis"):
+        Size(tokens=1) * Size(sequences=1)
+
+
+def test_refuses_a_size_that_shrinks_as_a_batch_grows():
+    with pytest.raises(ValueError, match="allowed: numbers from 0"):
+        Size(tokens=1, sequences=-1)

@@ -16,7 +16,7 @@ from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.families import load_encoder
+from varlen.models.registry import load_encoder
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""The recorded forward pass: its lifetimes, and what running it may and may not touch."""
+"""The recorded forward pass of an encoder: its lifetimes, and what running it may and may not touch."""
 
 import random
 
@@ -7,16 +7,19 @@ import pytest
 import torch
 
 from varlen.config import EngineConfig
-from varlen.execution.packing import fill_inputs, input_bytes, input_views
+from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.memory.usage import Size, Usage
 from varlen.models.checkpoint import Checkpoint
-from varlen.program.program import Batch, Recorder, Value
+from varlen.program.program import PackedBatch
+from varlen.program.recorder import Recorder
 from varlen.request import Prompt, RequestOptions
 from varlen_kernels import reference
 
+# one sequence of three tokens
+THREE = dims_of([3])
 PLAIN = RequestOptions()
 NORMALIZED = RequestOptions(normalize=True)
 
@@ -45,18 +48,17 @@ def run(runner, lengths, seed=0):
 
 
 def make_arena(program, max_tokens=100):
-    return Arena(Layout(program.buffers, 64), max_tokens, torch.device("cpu"))
+    largest = {"tokens": max_tokens, "sequences": max_tokens}
+    return Arena(Layout(program.buffers, 64), largest, torch.device("cpu"))
 
 
 def spans(program):
     """Return (first op, last op) of each value that ops write, found by searching the whole list for each."""
-    names = [op.result.name for op in program.ops]
+    names = [op.results[0].name for op in program.ops]
     found = {}
     for name in names:
         readers = [
-            index
-            for index, op in enumerate(program.ops)
-            if name in [x.name for x in op.operands if isinstance(x, Value)]
+            index for index, op in enumerate(program.ops) if name in [x.name for x in op.reads]
         ]
         found[name] = (names.index(name), max([names.index(name), *readers]))
     return found
@@ -68,8 +70,8 @@ def run_without_arena(program, batch):
     with torch.inference_mode():
         for op in program.ops:
             operands = [x if isinstance(x, torch.Tensor) else bound[x.name] for x in op.operands]
-            bound[op.result.name] = getattr(reference, op.kernel)(*operands, **op.attributes)
-    return bound[program.output.name]
+            bound[op.results[0].name] = getattr(reference, op.kernel)(*operands, **op.attributes)
+    return bound[program.outputs[0].name]
 
 
 class PoisonBetweenOps:
@@ -92,13 +94,11 @@ class PoisonBetweenOps:
                 view
                 for name, view in self._held.items()
                 if any(
-                    isinstance(x, Value) and x.name == name
-                    for later in self._program.ops[self._next :]
-                    for x in later.operands
+                    x.name == name for later in self._program.ops[self._next :] for x in later.reads
                 )
             ]
             self._poison(live)
-            self._held[op.result.name] = out
+            self._held[op.results[0].name] = out
             self._next += 1
             return getattr(reference, kernel)(*operands, out=out, **attributes)
 
@@ -115,10 +115,11 @@ class PoisonBetweenOps:
 
 
 def make_batch(program, lengths, seed=0):
-    buffer = torch.empty(input_bytes(sum(lengths), len(lengths)), dtype=torch.uint8)
-    inputs = input_views(buffer, sum(lengths), len(lengths))
+    dims = dims_of(lengths)
+    buffer = torch.empty(input_bytes(program.inputs, dims), dtype=torch.uint8)
+    inputs = input_views(buffer, program.inputs, dims)
     fill_inputs(inputs, sequences(lengths, seed), [NORMALIZED] * len(lengths))
-    return Batch(inputs, sum(lengths), len(lengths))
+    return PackedBatch(inputs, dims)
 
 
 @torch.inference_mode()
@@ -135,13 +136,13 @@ def test_usages_match_a_search_of_the_op_list(runner):
         parent = getattr(op.operands[0], "name", None)
         if op.kernel in reference.IN_PLACE and parent in expected and expected[parent][1] == index:
             # the parent's bytes live on as the result's
-            in_place[op.result.name] = parent
+            in_place[op.results[0].name] = parent
     for name, parent in reversed(in_place.items()):
         expected[parent] = expected[parent][0], expected[name][1]
     kept = {
         name: span
         for name, span in expected.items()
-        if name not in in_place and name != program.output.name
+        if name not in in_place and name != program.outputs[0].name
     }
 
     assert in_place
@@ -151,12 +152,20 @@ def test_usages_match_a_search_of_the_op_list(runner):
 
 
 def test_usages_have_the_bytes_of_what_ops_write(runner):
-    results = {op.result.name: op.result for op in runner.program.ops}
+    results = {op.results[0].name: op.results[0] for op in runner.program.ops}
     for usage in runner.program.usages:
         value = results[usage.name]
         for tokens, count in [(1, 1), (5, 1), (5, 5), (97, 13)]:
-            size = torch.Size(value.at(tokens, count)).numel() * value.dtype.itemsize
-            assert usage.size.at(tokens, count) == size
+            dims = {"tokens": tokens, "sequences": count}
+            size = torch.Size(value.at(dims)).numel() * value.dtype.itemsize
+            assert usage.size.at(dims) == size
+
+
+def test_a_batch_brings_only_what_the_task_reads(runner):
+    names = ["token_ids", "position_ids", "type_ids", "cu_seqlens"]
+
+    expected = [*names, "normalize"] if runner.task == "embed" else names
+    assert [value.name for value in runner.program.inputs] == expected
 
 
 def test_a_deeper_model_has_no_more_buffers(make_checkpoint):
@@ -172,11 +181,11 @@ def test_a_deeper_model_has_no_more_buffers(make_checkpoint):
 @pytest.mark.parametrize("lengths", [[1], [3, 1, 7, 7, 20], [64] * 5], ids=str)
 def test_poison_wherever_nothing_is_live_changes_no_bit(runner, lengths):
     batch = make_batch(runner.program, lengths)
-    region = runner.arena.carve_whole(batch.tokens, batch.sequences)
+    region = runner.arena.allocate_whole(batch.dims)
     kernels = PoisonBetweenOps(runner.program, region.memory)
 
     with torch.inference_mode():
-        poisoned = runner.program.run(batch, kernels, region)
+        (poisoned,) = runner.program.run(batch, kernels, region)
 
     assert kernels.poisoned_bytes
     assert torch.equal(poisoned, run_without_arena(runner.program, batch))
@@ -187,18 +196,17 @@ def test_answers_are_bit_equal_to_those_without_an_arena(runner):
     for seed in range(200):
         lengths = [numbers.randint(1, 64) for _ in range(numbers.randint(1, 12))]
         batch = make_batch(runner.program, lengths, seed)
-        region = runner.arena.carve_whole(batch.tokens, batch.sequences)
+        region = runner.arena.allocate_whole(batch.dims)
         with torch.inference_mode():
             region.memory.fill_(0xFF)
-            planned = runner.program.run(batch, reference, region)
+            (planned,) = runner.program.run(batch, reference, region)
 
         assert torch.equal(planned, run_without_arena(runner.program, batch))
 
 
-def test_lanes_beside_one_another_write_into_their_own_regions(runner):
+def test_sub_batches_side_by_side_write_into_their_own_regions(runner):
     clean = [answer.copy() for answer in run(runner, [9] * 20)]
-    shapes = [(90, 10), (90, 10)]
-    first, second = runner.arena.carve(shapes)
+    first, second = runner.arena.allocate([dims_of([9] * 10)] * 2)
     batch = make_batch(runner.program, [9] * 10)
     with torch.inference_mode():
         second.memory.fill_(0xAB)
@@ -255,11 +263,11 @@ def test_a_batch_does_not_depend_on_the_ones_before(runner):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_a_batch_whose_shares_do_not_fit_side_by_side_runs_as_a_whole(make_checkpoint):
+def test_a_batch_whose_sub_batches_do_not_fit_side_by_side_runs_as_a_whole(make_checkpoint):
     folder = make_checkpoint()
     roomy = Runner(Checkpoint.open(folder), EngineConfig(dtype="fp32"))
-    # just enough for 64 tokens in one piece: shares begin at multiples of 64 bytes, and need more
-    enough = roomy.arena.layout.plan(64, 64).footprint
+    # just enough for 64 tokens in one piece: sub-batches begin at multiples of 64 bytes, and need more
+    enough = roomy.arena.layout.plan(dims_of([1] * 64)).footprint
     config = EngineConfig(dtype="fp32", max_batch_tokens=64, arena_bytes=enough)
     tight = Runner(Checkpoint.open(folder), config)
 
@@ -282,7 +290,8 @@ def test_normalize_is_chosen_by_sequence(small_bert):
 
 
 def test_a_value_read_by_two_ops_lives_until_the_second():
-    ops, x = Recorder(), Value("x", ("tokens", 4), torch.float32)
+    ops = Recorder()
+    x = ops.input("x", ("tokens", 4), torch.float32)
     weight, bias = torch.randn(4, 4), torch.randn(4)
     first = ops.linear(x, weight, bias)
     second = ops.activate(first, kind="relu")
@@ -290,12 +299,12 @@ def test_a_value_read_by_two_ops_lives_until_the_second():
     program = ops.finish(ops.add_layer_norm(third, first, bias, bias, eps=1e-6))
 
     assert program.usages[:2] == (
-        Usage(first.name, 0, 3, Size(per_token=16)),
+        Usage(first.name, 0, 3, Size(tokens=16)),
         # may not take the memory of the first, which is read again
-        Usage(second.name, 1, 2, Size(per_token=16)),
+        Usage(second.name, 1, 2, Size(tokens=16)),
     )
-    batch = Batch({"x": torch.randn(3, 4)}, tokens=3, sequences=1)
-    output = program.run(batch, reference, make_arena(program).carve_whole(3, 1))
+    batch = PackedBatch({"x": torch.randn(3, 4)}, THREE)
+    (output,) = program.run(batch, reference, make_arena(program).allocate_whole(THREE))
     hidden = batch.inputs["x"] @ weight + bias
     added = hidden.clamp(min=0) @ weight + bias + hidden
     expected = torch.nn.functional.layer_norm(added, (4,), bias, bias, 1e-6)
@@ -303,7 +312,8 @@ def test_a_value_read_by_two_ops_lives_until_the_second():
 
 
 def test_a_value_that_is_read_twice_by_one_op_is_not_written_over():
-    ops, x = Recorder(), Value("x", ("tokens", 4), torch.float32)
+    ops = Recorder()
+    x = ops.input("x", ("tokens", 4), torch.float32)
     weight, bias = torch.randn(4, 4), torch.randn(4)
     first = ops.linear(x, weight, bias)
     second = ops.add_layer_norm(first, first, bias, bias, eps=1e-6)
@@ -313,7 +323,8 @@ def test_a_value_that_is_read_twice_by_one_op_is_not_written_over():
 
 
 def test_a_batch_that_grows_keeps_what_it_holds():
-    ops, x = Recorder(), Value("x", ("tokens", 4), torch.float32)
+    ops = Recorder()
+    x = ops.input("x", ("tokens", 4), torch.float32)
     value = x
     for _ in range(3):
         value = ops.tanh(value)
@@ -321,18 +332,19 @@ def test_a_batch_that_grows_keeps_what_it_holds():
     arena = make_arena(program, 5000)
 
     for tokens in (1, 5000, 3):
-        batch = Batch({"x": torch.randn(tokens, 4)}, tokens=tokens, sequences=1)
-        output = program.run(batch, reference, arena.carve_whole(tokens, 1))
+        batch = PackedBatch({"x": torch.randn(tokens, 4)}, dims_of([tokens]))
+        (output,) = program.run(batch, reference, arena.allocate_whole(batch.dims))
         torch.testing.assert_close(output, batch.inputs["x"].tanh().tanh().tanh())
 
 
 def test_an_op_never_writes_into_an_input():
-    ops, x = Recorder(), Value("x", ("tokens", 4), torch.float32)
+    ops = Recorder()
+    x = ops.input("x", ("tokens", 4), torch.float32)
     program = ops.finish(ops.to_fp32(ops.tanh(x)))
     inputs = torch.randn(3, 4)
     before = inputs.clone()
 
-    batch = Batch({"x": inputs}, tokens=3, sequences=1)
-    program.run(batch, reference, make_arena(program).carve_whole(3, 1))
+    batch = PackedBatch({"x": inputs}, THREE)
+    program.run(batch, reference, make_arena(program).allocate_whole(THREE))
 
     assert torch.equal(inputs, before)

@@ -9,6 +9,7 @@ import transformers
 
 from varlen.config import EngineConfig
 from varlen.execution.cuda import CudaExecutor
+from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
@@ -65,7 +66,7 @@ def fused_executor(load, device):
     if device.type == "cuda":
         return load("cuda").executor
     program = load("cpu").program
-    arena = Arena(Layout(program.buffers, 256), MAX_TOKENS, device)
+    arena = Arena(Layout(program.buffers, 256), largest_dims(MAX_TOKENS), device)
     return CudaExecutor(program, fused, arena, RepeatedWork())
 
 

@@ -23,7 +23,7 @@ from varlen.execution.buckets import Buckets
 from varlen.execution.packing import fill_inputs, input_bytes, input_views
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
-from varlen.program.program import Batch
+from varlen.program.program import PackedBatch
 from varlen.request import Prompt, RequestOptions
 from varlen_tools.bench_kernels.case import Case, Inputs
 from varlen_tools.bench_kernels.encoder_peers import (
@@ -53,20 +53,21 @@ class PackedForward:
         # as served: the longest first
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         bucket = Buckets(max_tokens).smallest(sum(lengths), len(lengths))
-        host = torch.zeros(input_bytes(bucket.tokens, bucket.sequences), dtype=torch.uint8)
-        views = input_views(host, bucket.tokens, bucket.sequences)
-        fill_inputs(views, [sequences[i] for i in order], [NORMALIZED] * len(order))
         self.program = runner.program
-        on_device = input_views(host.to(runner.device), bucket.tokens, bucket.sequences)
-        self._batch = Batch(on_device, bucket.tokens, bucket.sequences)
-        self._region = runner.arena.carve_whole(bucket.tokens, bucket.sequences)
-        shape = self.program.output.at(bucket.tokens, bucket.sequences)
-        self._out = torch.zeros(shape, dtype=self.program.output.dtype, device=runner.device)
+        declared, dims = self.program.inputs, bucket.dims
+        host = torch.zeros(input_bytes(declared, dims), dtype=torch.uint8)
+        views = input_views(host, declared, dims)
+        fill_inputs(views, [sequences[i] for i in order], [NORMALIZED] * len(order))
+        on_device = input_views(host.to(runner.device), declared, dims)
+        self._batch = PackedBatch(on_device, dims)
+        self._region = runner.arena.allocate_whole(dims)
+        self._out = [out.zero_() for out in self.program.new_outputs(dims, runner.device)]
         self._places = torch.tensor(np.argsort(order).tolist(), device=runner.device)
 
     def run(self, kernels: object) -> Tensor:
         """Return the vectors, in the order of packing."""
-        return self.program.run(self._batch, kernels, self._region, out=self._out)
+        (output,) = self.program.run(self._batch, kernels, self._region, out=self._out)
+        return output
 
     def in_order(self, result: object, inputs: Inputs) -> Tensor:  # noqa: ARG002  # a `read`
         """Return the vectors in order of arrival."""

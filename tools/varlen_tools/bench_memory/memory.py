@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from varlen.execution.packing import dims_of
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.program.program import Program
@@ -96,7 +97,7 @@ def measure_memory(system: Loaded, case: Case) -> MemoryFigures:
 def plan_figures(program: Program, device: torch.device, case: Case) -> PlanFigures:
     """Return what the plans of whole requests say; nothing is run."""
     layout = Layout(program.buffers, alignment_of(device))
-    plans = [layout.plan(case.batch * length, case.batch) for length in case.lengths]
+    plans = [layout.plan(dims_of([length] * case.batch)) for length in case.lengths]
     ratios = [plan.footprint / plan.peak_live for plan in plans]
     return PlanFigures(
         ratio=float(np.mean(ratios)),

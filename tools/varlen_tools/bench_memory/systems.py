@@ -15,6 +15,7 @@ from torch import Tensor
 from varlen.config import Device, DType, EngineConfig
 from varlen.execution.cpu import CpuExecutor
 from varlen.execution.cuda import CudaExecutor
+from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Executor, Runner
 from varlen.memory.arena import Arena
 from varlen.models.checkpoint import Checkpoint
@@ -99,7 +100,7 @@ def planned(runner: Runner) -> Loaded:
 
 def unplanned(planned_program: Program, device: torch.device, max_tokens: int) -> Loaded:
     """Return the same program and weights without an arena."""
-    program, arena = UnplannedProgram(planned_program), NoArena(max_tokens, device)
+    program, arena = UnplannedProgram(planned_program), NoArena(largest_dims(max_tokens), device)
     executor: Executor
     if device.type == "cuda":
         executor = CudaExecutor(program, kernels_for(device), arena)
@@ -133,7 +134,7 @@ def _caller(executor: Executor) -> Run:
 
 
 def _in_one_thread(program: Program, arena: Arena, executor: Executor) -> Executor:
-    """Return an executor without lanes: a profiler of torch sees its own thread alone."""
+    """Return an executor without worker threads: a profiler of torch sees only its own thread."""
     if arena.device.type == "cuda":
         return executor
     cores = torch.get_num_threads()
@@ -144,7 +145,7 @@ def _in_one_thread(program: Program, arena: Arena, executor: Executor) -> Execut
 
 
 def _cpu_executor(program: Program, arena: Arena) -> CpuExecutor:
-    width = program.output.shape[1]
+    width = program.outputs[0].shape[1]
     assert isinstance(width, int)
     return CpuExecutor(program, kernels_for(arena.device), arena, width)
 

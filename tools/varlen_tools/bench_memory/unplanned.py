@@ -1,67 +1,73 @@
-"""The same program without its arena: each op makes its own result, as a model written in plain torch does.
+"""The same program without its arena: each op makes its own results, as a model written in plain torch does.
 
-It takes the executors of the engine, so lanes, threads and, on a GPU, graphs are the same.
+It takes the executors of the engine, so threads and, on a GPU, graphs are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from varlen.memory.arena import Arena, Region, Shape
-from varlen.program.program import Batch, Program, Value
+from varlen.memory.arena import Arena, Region
+from varlen.memory.usage import Dims
+from varlen.program.program import PackedBatch, Program
 
 
 class UnplannedProgram(Program):
-    """A program whose values live where torch's allocator puts them, each until its last use."""
+    """A program whose values live where torch's allocator puts them, each until its last use.
+
+    Its ops have one result each, as those of encoders do.
+    """
 
     def __init__(self, program: Program) -> None:
-        super().__init__(program.ops, program.output)
-        last_use = {
-            operand.name: number
-            for number, op in enumerate(self.ops)
-            for operand in op.operands
-            if isinstance(operand, Value)
-        }
+        super().__init__(program.ops, program.outputs)
+        last_use = {value: number for number, op in enumerate(self.ops) for value in op.reads}
         self._unused_after: list[list[str]] = [[] for _ in self.ops]
-        for name, number in last_use.items():
-            self._unused_after[number].append(name)
+        for value, number in last_use.items():
+            if value not in self.outputs:
+                self._unused_after[number].append(value.name)
 
     def run(
         self,
-        batch: Batch,
+        batch: PackedBatch,
         kernels: object,
         region: Region,  # noqa: ARG002  # as a planned program is run
         *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return the output for `batch`: `out`, or a new tensor; the region is left alone."""
-        bound: dict[str, Tensor] = dict(batch.inputs)
+        states: Mapping[str, Tensor] | None = None,
+        out: Sequence[Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs for `batch`: `out`, or new tensors; the region is left alone."""
+        bound: dict[str, Tensor] = {**batch.inputs, **(states or {})}
+        placed = dict(zip(self.outputs, out or (), strict=False))
         for op, unused in zip(self.ops, self._unused_after, strict=True):
-            operands = [x if isinstance(x, Tensor) else bound[x.name] for x in op.operands]
-            into = {"out": out} if op.result is self.output and out is not None else {}
+            operands = [
+                x if x is None or isinstance(x, Tensor) else bound[x.name] for x in op.operands
+            ]
+            (result,) = op.results
+            into = {"out": placed[result]} if result in placed else {}
             made = getattr(kernels, op.kernel)(*operands, **op.attributes, **into)
             del operands
             for name in unused:
                 del bound[name]
-            bound[op.result.name] = made
-        return bound[self.output.name]
+            bound[result.name] = made
+        return tuple(bound[value.name] for value in self.outputs)
 
 
 class NoArena(Arena):
     """An arena without memory, which has room for every batch."""
 
-    def __init__(self, max_tokens: int, device: torch.device) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, largest: Dims, device: torch.device) -> None:
+        self.largest = largest
+        self.max_tokens = largest["tokens"]
         self.device = device
         self._nothing = Region(torch.empty(0, dtype=torch.uint8, device=device), ())
 
-    def carve(self, shapes: Sequence[Shape]) -> list[Region] | None:
-        """Return a region of no bytes for each share."""
-        return [self._nothing] * len(shapes)
+    def allocate(self, sub_batches: Sequence[Dims]) -> list[Region] | None:
+        """Return a region of no bytes for each sub-batch."""
+        return [self._nothing] * len(sub_batches)
 
-    def carve_whole(self, tokens: int, sequences: int) -> Region:  # noqa: ARG002  # an arena's
+    def allocate_whole(self, dims: Dims) -> Region:  # noqa: ARG002  # as of an arena
         """Return a region of no bytes."""
         return self._nothing

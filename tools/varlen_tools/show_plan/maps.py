@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from varlen.execution.packing import dims_of
 from varlen.memory.layout import Layout
 from varlen.memory.planner import Plan, Rules, plan
 from varlen.memory.usage import Usage, conflicts, live_sizes
@@ -64,8 +65,8 @@ def program_map(program: Program, layout: Layout, lengths: Sequence[int]) -> Map
         layout: plans for it.
         lengths: of the batch's sequences, in tokens.
     """
-    tokens, sequences = sum(lengths), len(lengths)
-    made = layout.plan(tokens, sequences)
+    dims = dims_of(lengths)
+    made = layout.plan(dims)
     written: dict[str, list[str]] = {}
     for name, usage in program.usage_of.items():
         written.setdefault(usage.name, []).append(name)
@@ -75,7 +76,7 @@ def program_map(program: Program, layout: Layout, lengths: Sequence[int]) -> Map
             tuple(written[usage.name]),
             0,
             offset,
-            usage.size.at(tokens, sequences),
+            usage.size.at(dims),
             usage.first_op,
             usage.last_op,
         )
@@ -87,7 +88,7 @@ def program_map(program: Program, layout: Layout, lengths: Sequence[int]) -> Map
         areas,
         (made.footprint,),
         (made.footprint,),
-        tuple(op.result.name for op in program.ops),
+        tuple(f"{number}:{op.kernel}" for number, op in enumerate(program.ops)),
         made.peak_live,
     )
 

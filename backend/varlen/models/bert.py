@@ -1,8 +1,7 @@
-"""Checkpoint families: the names and layouts that each gives its tensors, mapped to one form of weights.
+"""BERT: how its checkpoints name their tensors, and its forward pass over packed tokens.
 
-Linear weights become `[in, out]`, contiguous (see `varlen_kernels.reference.linear`); query, key
-and value become one matrix.
-Source of the names: BERT as saved by Hugging Face transformers.
+Source: Devlin et al. 2018, arXiv:1810.04805 (post-norm layers of Vaswani et al. 2017, arXiv:1706.03762);
+tensor names as Hugging Face transformers saves them.
 """
 
 from dataclasses import dataclass
@@ -11,8 +10,13 @@ import torch
 from torch import Tensor
 
 from varlen.errors import CheckpointError
+from varlen.models import inputs
 from varlen.models.checkpoint import Checkpoint, Json, read_int
+from varlen.models.heads import Heads
+from varlen.models.layers import Linear, Norm
 from varlen.models.weights import CheckpointWeights
+from varlen.program.program import Value
+from varlen.program.recorder import Recorder
 from varlen_kernels import Activation
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -24,51 +28,82 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Affine:
-    """A linear layer's `weight` `[in, out]` and `bias` `[out]`, or a norm's, `[hidden]` both."""
+class BertLayer:
+    """One transformer layer; query, key and value are one matrix, side by side."""
 
-    weight: Tensor
-    bias: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One transformer layer."""
-
-    qkv: Affine
-    attention_output: Affine
-    attention_norm: Affine
-    up: Affine
-    down: Affine
-    output_norm: Affine
+    qkv: Linear
+    attention_output: Linear
+    attention_norm: Norm
+    up: Linear
+    down: Linear
+    output_norm: Norm
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderWeights:
-    """An encoder in one dtype, whatever family it came from.
+class Bert:
+    """A BERT encoder in one dtype.
 
     Attributes:
         token_table, position_table, type_table: `[rows, hidden]`.
-        pooler: the dense layer before a classifier, where the checkpoint has one.
-        classifier: the head, where the checkpoint has one.
+        heads: the layers on top of it.
     """
 
     token_table: Tensor
     position_table: Tensor
     type_table: Tensor
-    embedding_norm: Affine
-    layers: tuple[LayerWeights, ...]
+    embedding_norm: Norm
+    layers: tuple[BertLayer, ...]
     num_heads: int
     activation: Activation
     norm_eps: float
-    pooler: Affine | None
-    classifier: Affine | None
+    heads: Heads
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+        return self.token_table.shape[0]
+
+    @property
+    def type_vocab_size(self) -> int:
+        """Token types below this are valid."""
+        return self.type_table.shape[0]
+
+    def record(self, ops: Recorder) -> Value:
+        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
+        x = ops.embed_layer_norm(
+            inputs.token_ids(ops),
+            inputs.position_ids(ops),
+            inputs.type_ids(ops),
+            self.token_table,
+            self.position_table,
+            self.type_table,
+            self.embedding_norm.weight,
+            self.embedding_norm.bias,
+            eps=self.norm_eps,
+        )
+        for layer in self.layers:
+            x = self._record_layer(ops, layer, x)
+        return x
+
+    def _record_layer(self, ops: Recorder, layer: BertLayer, x: Value) -> Value:
+        head_dim = layer.attention_output.weight.shape[0] // self.num_heads
+        context = ops.attention_varlen(
+            layer.qkv.record(ops, x),
+            inputs.cu_seqlens(ops),
+            num_heads=self.num_heads,
+            scale=head_dim**-0.5,
+        )
+        attended = layer.attention_output.record(ops, context)
+        x = self._add_norm(ops, attended, x, layer.attention_norm)
+        inner = ops.activate(layer.up.record(ops, x), kind=self.activation)
+        return self._add_norm(ops, layer.down.record(ops, inner), x, layer.output_norm)
+
+    def _add_norm(self, ops: Recorder, x: Value, residual: Value, norm: Norm) -> Value:
+        return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=self.norm_eps)
 
 
-def load_encoder(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> EncoderWeights:
-    """Return the weights of a BERT checkpoint in `dtype` on `device`.
+def load_bert(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Bert:
+    """Return the BERT of a checkpoint in `dtype` on `device`.
 
     Raises:
         CheckpointError: a tensor is missing or misshapen, or the configuration asks for a variant that is not served.
@@ -77,8 +112,8 @@ def load_encoder(
     _check_variant(config)
     hidden, inner = checkpoint.hidden_size, read_int(config, "intermediate_size")
     with CheckpointWeights(checkpoint.folder) as weights:
-        read = _Bert(weights, hidden, dtype, device)
-        return EncoderWeights(
+        read = _Reader(weights, hidden, dtype, device)
+        return Bert(
             token_table=read.table("word", read_int(config, "vocab_size")),
             position_table=read.table("position", checkpoint.position_limit),
             type_table=read.table("token_type", read_int(config, "type_vocab_size")),
@@ -90,12 +125,11 @@ def load_encoder(
             num_heads=read_int(config, "num_attention_heads"),
             activation=_ACTIVATIONS[config.get("hidden_act", "gelu")],
             norm_eps=float(config.get("layer_norm_eps", 1e-12)),
-            pooler=read.linear(["pooler.dense"], hidden, hidden) if read.has_pooler else None,
-            classifier=read.classifier(checkpoint.num_labels) if checkpoint.num_labels else None,
+            heads=read.heads(checkpoint.num_labels),
         )
 
 
-class _Bert:
+class _Reader:
     """Reads the parts of a BERT by their names in a checkpoint."""
 
     def __init__(
@@ -108,29 +142,22 @@ class _Bert:
         # models with a head keep the encoder under a name of its own
         self._prefix = "bert." if "bert.embeddings.word_embeddings.weight" in weights else ""
 
-    @property
-    def has_pooler(self) -> bool:
-        return f"{self._prefix}pooler.dense.weight" in self._weights
-
     def table(self, name: str, rows: int) -> Tensor:
         name = f"{self._prefix}embeddings.{name}_embeddings.weight"
         return self._copy(name, rows, self._hidden)
 
-    def norm(self, of: str) -> Affine:
+    def norm(self, of: str) -> Norm:
         name = f"{self._prefix}{of}.LayerNorm"
-        return Affine(*(self._copy(f"{name}.{part}", self._hidden) for part in ("weight", "bias")))
+        return Norm(*(self._copy(f"{name}.{part}", self._hidden) for part in ("weight", "bias")))
 
-    def linear(self, names: list[str], fan_in: int, fan_out: int) -> Affine:
+    def linear(self, names: list[str], fan_in: int, fan_out: int) -> Linear:
         """Return linear layers that read one input as one layer, their outputs side by side."""
         return self._join([f"{self._prefix}{name}" for name in names], fan_in, fan_out)
 
-    def classifier(self, num_labels: int) -> Affine:
-        return self._join(["classifier"], self._hidden, num_labels)
-
-    def layer(self, at: str, inner: int) -> LayerWeights:
+    def layer(self, at: str, inner: int) -> BertLayer:
         hidden = self._hidden
         qkv = [f"{at}.attention.self.{part}" for part in ("query", "key", "value")]
-        return LayerWeights(
+        return BertLayer(
             qkv=self.linear(qkv, hidden, hidden),
             attention_output=self.linear([f"{at}.attention.output.dense"], hidden, hidden),
             attention_norm=self.norm(f"{at}.attention.output"),
@@ -139,10 +166,17 @@ class _Bert:
             output_norm=self.norm(f"{at}.output"),
         )
 
-    def _join(self, names: list[str], fan_in: int, fan_out: int) -> Affine:
+    def heads(self, num_labels: int) -> Heads:
+        hidden, has_pooler = self._hidden, f"{self._prefix}pooler.dense.weight" in self._weights
+        return Heads(
+            pooler=self.linear(["pooler.dense"], hidden, hidden) if has_pooler else None,
+            classifier=self._join(["classifier"], hidden, num_labels) if num_labels else None,
+        )
+
+    def _join(self, names: list[str], fan_in: int, fan_out: int) -> Linear:
         matrices = [self._read(f"{name}.weight", fan_out, fan_in).t() for name in names]
         biases = [self._read(f"{name}.bias", fan_out) for name in names]
-        return Affine(torch.cat(matrices, dim=1).contiguous(), torch.cat(biases))
+        return Linear(torch.cat(matrices, dim=1).contiguous(), torch.cat(biases))
 
     def _copy(self, name: str, *shape: int) -> Tensor:
         # a view would keep the whole file mapped, and be read page by page while requests wait

@@ -1,0 +1,32 @@
+"""What a packed batch can bring. A model declares the inputs that it reads; `execution.packing` fills them."""
+
+import torch
+
+from varlen.memory.usage import Size
+from varlen.program.program import Value
+from varlen.program.recorder import Recorder
+
+
+def token_ids(ops: Recorder) -> Value:
+    """Return the token ids of all sequences, one sequence after the other."""
+    return ops.input("token_ids", ("tokens",), torch.int32)
+
+
+def position_ids(ops: Recorder) -> Value:
+    """Return the position of each token in its sequence, from 0."""
+    return ops.input("position_ids", ("tokens",), torch.int32)
+
+
+def type_ids(ops: Recorder) -> Value:
+    """Return the token type of each token."""
+    return ops.input("type_ids", ("tokens",), torch.int32)
+
+
+def cu_seqlens(ops: Recorder) -> Value:
+    """Return the first token of each sequence, and the number of tokens at the end."""
+    return ops.input("cu_seqlens", (Size(1, sequences=1),), torch.int32)
+
+
+def normalize(ops: Recorder) -> Value:
+    """Return which sequences want a vector of length 1."""
+    return ops.input("normalize", ("sequences",), torch.bool)

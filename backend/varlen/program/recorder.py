@@ -1,0 +1,202 @@
+"""The recorder: a model calls its methods in straight lines, as it would call torch, and gets a `Program`.
+
+Each call appends one `Op` and returns a symbolic `Value`. A dimension is any name that batches give a size to:
+tokens, sequences, blocks, logit_rows, ...
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from varlen.memory.usage import Size
+from varlen.program.program import Attribute, Op, Operand, Program, Shape, State, Value
+from varlen_kernels import Activation, Pooling
+from varlen_kernels.reference import IN_PLACE
+
+# Axes as a model writes them: a dimension by its name, `Size(1, sequences=1)`, or a fixed length.
+Axes: TypeAlias = Sequence[int | str | Size]
+
+_NO_ATTRIBUTES: Mapping[str, Attribute] = {}
+_Declared = TypeVar("_Declared", Value, State)
+
+
+class Recorder:
+    """The ops that a model may call. Each appends to the program and returns what the op writes.
+
+    The meaning, shapes and precision of an op are those of the function of the same name in
+    `varlen_kernels.reference`.
+    """
+
+    def __init__(self) -> None:
+        self._ops: list[Op] = []
+        self._declared: dict[str, Value | State] = {}
+
+    def input(self, name: str, shape: Axes, dtype: torch.dtype) -> Value:
+        """Declare a tensor that each batch brings; the same declaration again returns the same value.
+
+        Raises:
+            ValueError: the name was declared as something else.
+        """
+        return self._declare(Value(name, _symbolic(shape), dtype))
+
+    def state(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> State:
+        """Declare a tensor that outlives runs; the same declaration again returns the same state.
+
+        Raises:
+            ValueError: the name was declared as something else.
+        """
+        return self._declare(State(name, shape, dtype))
+
+    def call(
+        self,
+        kernel: str,
+        operands: Sequence[Operand],
+        results: Sequence[tuple[Axes, torch.dtype]],
+        *,
+        writes: Sequence[State] = (),
+        in_place: Sequence[int] | None = None,
+        attributes: Mapping[str, Attribute] = _NO_ATTRIBUTES,
+    ) -> tuple[Value, ...]:
+        """Append one op and return its results.
+
+        Args:
+            kernel: name of the function that it calls.
+            operands: its positional arguments.
+            results: shape and dtype of each.
+            writes: the states among the operands that it changes.
+            in_place: see `Op`; None takes what `varlen_kernels.reference` says of this kernel.
+            attributes: its keyword arguments.
+
+        Raises:
+            ValueError: an operand was not recorded here, or `writes` or `in_place` do not fit the operands.
+        """
+        in_place = IN_PLACE.get(kernel, ()) if in_place is None else tuple(in_place)
+        self._check(kernel, operands, writes, in_place)
+        names = [f"{len(self._ops)}:{kernel}"]
+        if len(results) > 1:
+            names = [f"{names[0]}.{position}" for position in range(len(results))]
+        made = tuple(
+            Value(name, _symbolic(shape), dtype)
+            for name, (shape, dtype) in zip(names, results, strict=False)
+        )
+        self._declared.update((value.name, value) for value in made)
+        self._ops.append(
+            Op(kernel, tuple(operands), attributes, made, tuple(writes), tuple(in_place))
+        )
+        return made
+
+    def finish(self, *outputs: Value) -> Program:
+        """Return the program that computes `outputs`, results of its ops.
+
+        Raises:
+            ValueError: an output is not the result of an op.
+        """
+        results = {result for op in self._ops for result in op.results}
+        for value in outputs:
+            if value not in results:
+                raise ValueError(f'the output "{value.name}" is not the result of an op')
+        return Program(self._ops, outputs)
+
+    def embed_layer_norm(
+        self,
+        token_ids: Value,
+        position_ids: Value,
+        type_ids: Value,
+        token_table: Tensor,
+        position_table: Tensor,
+        type_table: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        eps: float,
+    ) -> Value:
+        operands = (
+            token_ids,
+            position_ids,
+            type_ids,
+            token_table,
+            position_table,
+            type_table,
+            weight,
+            bias,
+        )
+        shape = (*token_ids.shape, token_table.shape[1])
+        return self._call("embed_layer_norm", operands, shape, token_table.dtype, eps=eps)
+
+    def linear(self, x: Value, weight: Tensor, bias: Tensor | None) -> Value:
+        return self._call("linear", (x, weight, bias), (x.shape[0], weight.shape[1]), x.dtype)
+
+    def activate(self, x: Value, *, kind: Activation) -> Value:
+        return self._call("activate", (x,), x.shape, x.dtype, kind=kind)
+
+    def tanh(self, x: Value) -> Value:
+        return self._call("tanh", (x,), x.shape, x.dtype)
+
+    def add_layer_norm(
+        self, x: Value, residual: Value, weight: Tensor, bias: Tensor | None, *, eps: float
+    ) -> Value:
+        operands = (x, residual, weight, bias)
+        return self._call("add_layer_norm", operands, x.shape, x.dtype, eps=eps)
+
+    def attention_varlen(
+        self, qkv: Value, cu_seqlens: Value, *, num_heads: int, scale: float
+    ) -> Value:
+        rows, width = qkv.shape
+        assert isinstance(width, int)
+        return self._call(
+            "attention_varlen",
+            (qkv, cu_seqlens),
+            (rows, width // 3),
+            qkv.dtype,
+            num_heads=num_heads,
+            scale=scale,
+        )
+
+    def pool(self, x: Value, cu_seqlens: Value, normalize: Value | None, *, mode: Pooling) -> Value:
+        operands, shape = (x, cu_seqlens, normalize), ("sequences", x.shape[1])
+        return self._call("pool", operands, shape, torch.float32, mode=mode)
+
+    def first_tokens(self, x: Value, cu_seqlens: Value) -> Value:
+        return self._call("first_tokens", (x, cu_seqlens), ("sequences", x.shape[1]), x.dtype)
+
+    def to_fp32(self, x: Value) -> Value:
+        return self._call("to_fp32", (x,), x.shape, torch.float32)
+
+    def _call(
+        self,
+        kernel: str,
+        operands: Sequence[Operand],
+        shape: Axes,
+        dtype: torch.dtype,
+        **attributes: Attribute,
+    ) -> Value:
+        (result,) = self.call(kernel, operands, [(shape, dtype)], attributes=attributes)
+        return result
+
+    def _declare(self, declared: _Declared) -> _Declared:
+        if self._declared.setdefault(declared.name, declared) != declared:
+            raise ValueError(f'"{declared.name}" is declared twice, with different meanings')
+        return declared
+
+    def _check(
+        self,
+        kernel: str,
+        operands: Sequence[Operand],
+        writes: Sequence[State],
+        in_place: Sequence[int],
+    ) -> None:
+        for operand in operands:
+            if isinstance(operand, Value | State) and self._declared.get(operand.name) != operand:
+                raise ValueError(f'{kernel} reads "{operand.name}", which was not recorded here')
+        states = {operand for operand in operands if isinstance(operand, State)}
+        for state in writes:
+            if state not in states:
+                raise ValueError(f'{kernel} writes "{state.name}", which is not among its operands')
+        if len(set(in_place)) < len(in_place) or not set(in_place) <= set(range(len(operands))):
+            raise ValueError(f"{kernel} has in_place {in_place}; allowed: one operand a result")
+
+
+def _symbolic(shape: Axes) -> Shape:
+    return tuple(Size(**{axis: 1}) if isinstance(axis, str) else axis for axis in shape)

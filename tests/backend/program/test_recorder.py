@@ -1,0 +1,393 @@
+"""Programs of any shape: dimensions of any name, several results an op, and state that outlives runs."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from varlen.memory.arena import Arena
+from varlen.memory.layout import Layout
+from varlen.memory.usage import Size
+from varlen.program.program import PackedBatch, State, Value
+from varlen.program.recorder import Recorder
+from varlen_kernels import reference
+
+from ..memory.plan_checker import overlaps, peak_live
+from . import toy_kernels
+
+CPU = torch.device("cpu")
+INT = torch.int64
+DIMS = ["tokens", "sequences", "blocks"]
+LARGEST = dict.fromkeys(DIMS, 40)
+WIDTH = 3
+
+
+def make_arena(program, largest=None):
+    return Arena(Layout(program.buffers, 64), largest or LARGEST, CPU)
+
+
+def random_inputs(program, dims, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        value.name: torch.randint(0, 1000, value.at(dims), generator=generator)
+        for value in program.inputs
+    }
+
+
+def zero_states(program):
+    return {state.name: torch.zeros(state.shape, dtype=state.dtype) for state in program.states}
+
+
+def run(program, dims, arena, *, seed=0, states=None, kernels=toy_kernels):
+    """Run a batch in an arena that is poisoned first."""
+    region = arena.allocate_whole(dims)
+    region.memory.fill_(0xFF)
+    batch = PackedBatch(random_inputs(program, dims, seed), dims)
+    return program.run(batch, kernels, region, states=states or zero_states(program))
+
+
+def run_without_arena(program, dims, *, seed=0, states=None):
+    """Return the outputs when every op makes results of its own, as plain torch would."""
+    bound = {**random_inputs(program, dims, seed), **(states or zero_states(program))}
+    for op in program.ops:
+        operands = [bound[x.name] if isinstance(x, Value | State) else x for x in op.operands]
+        made = getattr(toy_kernels, op.kernel)(*operands, **op.attributes)
+        made = made if len(op.results) > 1 else (made,)
+        bound.update(zip((value.name for value in op.results), made, strict=False))
+    return tuple(bound[value.name] for value in program.outputs)
+
+
+class PoisonBetweenOps:
+    """The toy kernels; before each op, every byte of the arena that no later op reads is overwritten."""
+
+    def __init__(self, program, memory):
+        self._program = program
+        self._memory = memory
+        self._held = {}
+        self._next = 0
+
+    def __getattr__(self, kernel):
+        def call(*operands, **attributes):
+            op, later = self._program.ops[self._next], self._program.ops[self._next :]
+            needed = {value.name for each in later for value in each.reads}
+            dead = torch.ones(len(self._memory), dtype=torch.bool)
+            for name, view in self._held.items():
+                begin = view.data_ptr() - self._memory.data_ptr()
+                if name in needed and 0 <= begin < len(self._memory):
+                    dead[begin : begin + view.nbytes] = False
+            self._memory[dead] = 0xFF
+            out = attributes.get("out")
+            results = out if isinstance(out, tuple) else (out,)
+            self._held.update(zip((value.name for value in op.results), results, strict=False))
+            self._next += 1
+            return getattr(toy_kernels, kernel)(*operands, **attributes)
+
+        return call
+
+
+@st.composite
+def programs(draw):
+    """Draw a program over three dimensions, with ops of several results, in place, and with state."""
+    ops = Recorder()
+    state = ops.state("state", (WIDTH,), INT)
+    values = [ops.input(name, (name, WIDTH), INT) for name in DIMS]
+    results = []
+    for _ in range(draw(st.integers(1, 12))):
+        x = draw(st.sampled_from(values))
+        alike = [value for value in values if value.shape == x.shape]
+        y, other = draw(st.sampled_from(alike)), draw(st.sampled_from(values))
+        in_place = draw(st.booleans())
+        match draw(st.sampled_from(["affine", "pair", "columns", "spread", "remember", "recall"])):
+            case "affine":
+                by = draw(st.integers(0, 9))
+                made = ops.call(
+                    "affine",
+                    (x,),
+                    [(x.shape, INT)],
+                    in_place=[0] * in_place,
+                    attributes={"by": by},
+                )
+            case "pair":
+                made = ops.call(
+                    "sum_and_difference",
+                    (x, y),
+                    [(x.shape, INT)] * 2,
+                    in_place=[0, 1][: 2 * in_place],
+                )
+            case "columns":
+                made = ops.call(
+                    "add_columns", (x, other), [(x.shape, INT)], in_place=[0] * in_place
+                )
+            case "spread":
+                made = ops.call("spread", (x, other), [(other.shape, INT)] * 2)
+            case "remember":
+                made = ops.call("remember", (state, x), [], writes=[state])
+            case _:
+                made = ops.call("recall", (state, x), [(x.shape, INT)], in_place=[1] * in_place)
+        values.extend(made)
+        results.extend(made)
+    if not results:
+        results.extend(
+            ops.call("affine", (values[0],), [(values[0].shape, INT)], attributes={"by": 1})
+        )
+    outputs = draw(st.lists(st.sampled_from(results), min_size=1, max_size=3, unique=True))
+    return ops.finish(*outputs)
+
+
+BATCHES = st.fixed_dictionaries({name: st.integers(1, 40) for name in DIMS})
+
+
+@given(programs(), BATCHES)
+def test_no_two_live_tensors_of_a_random_program_overlap(program, dims):
+    plan = Layout(program.buffers, 64).plan(dims)
+
+    offset_of = {
+        usage: offset
+        for buffer, offset in zip(program.buffers, plan.offsets, strict=True)
+        for usage in buffer.usages
+    }
+    offsets = [offset_of[usage] for usage in program.usages]
+    sizes = [usage.size.at(dims) for usage in program.usages]
+    assert overlaps(program.usages, offsets, sizes) == []
+    assert plan.footprint >= plan.peak_live == peak_live(program.usages, sizes)
+
+
+@given(programs(), BATCHES)
+def test_a_usage_covers_every_op_that_touches_its_values(program, dims):
+    for index, op in enumerate(program.ops):
+        for value in {*op.results, *op.reads}:
+            if value in program.inputs or value in program.outputs:
+                assert value.name not in program.usage_of
+                continue
+            usage = program.usage_of[value.name]
+            assert usage.first_op <= index <= usage.last_op
+            assert usage.size.at(dims) == torch.Size(value.at(dims)).numel() * 8
+
+
+@given(programs(), BATCHES, st.integers(0, 5))
+def test_a_random_program_gives_the_answers_of_plain_torch(program, dims, seed):
+    planned, plain = zero_states(program), zero_states(program)
+
+    for step in range(2):
+        actual = run(program, dims, make_arena(program), seed=seed + step, states=planned)
+        expected = run_without_arena(program, dims, seed=seed + step, states=plain)
+
+        for mine, theirs in zip(actual, expected, strict=True):
+            assert torch.equal(mine, theirs)
+        for name, state in plain.items():
+            assert torch.equal(planned[name], state)
+
+
+@given(programs(), BATCHES)
+def test_poison_wherever_nothing_is_live_changes_nothing(program, dims):
+    region = make_arena(program).allocate_whole(dims)
+    batch = PackedBatch(random_inputs(program, dims), dims)
+    kernels = PoisonBetweenOps(program, region.memory)
+
+    actual = program.run(batch, kernels, region, states=zero_states(program))
+
+    for mine, theirs in zip(actual, run_without_arena(program, dims), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@given(programs(), BATCHES)
+def test_an_answer_is_not_arena_memory(program, dims):
+    arena = make_arena(program)
+    answers = run(program, dims, arena)
+    kept = [answer.clone() for answer in answers]
+
+    arena.memory.fill_(0xFF)
+
+    for answer, copy in zip(answers, kept, strict=True):
+        assert torch.equal(answer, copy)
+
+
+@settings(max_examples=30)
+@given(programs(), st.lists(BATCHES, min_size=1, max_size=4), BATCHES)
+def test_a_batch_does_not_depend_on_the_ones_before(program, before, dims):
+    arena = make_arena(program)
+    alone = run(program, dims, make_arena(program))
+    for earlier in before:
+        run(program, earlier, arena)
+
+    again = run(program, dims, arena)
+
+    assert arena.layout.plan(dims) == Layout(program.buffers, 64).plan(dims)
+    for mine, theirs in zip(again, alone, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_each_result_of_an_op_has_its_own_lifetime():
+    ops = Recorder()
+    x = ops.input("x", ("tokens", WIDTH), INT)
+    total, difference = ops.call("sum_and_difference", (x, x), [(x.shape, INT)] * 2)
+    (tripled,) = ops.call("affine", (total,), [(x.shape, INT)], attributes={"by": 0})
+    (last,) = ops.call("add_columns", (difference, tripled), [(x.shape, INT)])
+    program = ops.finish(last)
+
+    assert [(usage.first_op, usage.last_op) for usage in program.usages] == [(0, 1), (0, 2), (1, 2)]
+    assert len(program.buffers) == 3
+
+
+def test_two_results_take_the_places_of_the_operands_that_they_may_overwrite():
+    ops = Recorder()
+    x = ops.input("x", ("tokens", WIDTH), INT)
+    residual = x
+    for _ in range(4):
+        (x,) = ops.call("affine", (x,), [(x.shape, INT)], attributes={"by": 1})
+        (residual,) = ops.call("affine", (residual,), [(x.shape, INT)], attributes={"by": 2})
+        x, residual = ops.call(
+            "sum_and_difference", (x, residual), [(x.shape, INT)] * 2, in_place=(0, 1)
+        )
+    (last,) = ops.call("add_columns", (x, residual), [(x.shape, INT)])
+    program = ops.finish(last)
+
+    # x, residual, and the one of them that is being made anew
+    assert len(program.buffers) == 3
+    dims = {"tokens": 5}
+    (answer,) = run(program, dims, make_arena(program, dims))
+    assert torch.equal(answer, run_without_arena(program, dims)[0])
+
+
+def test_an_output_that_a_later_op_reads_is_kept():
+    ops = Recorder()
+    x = ops.input("x", ("tokens", WIDTH), INT)
+    (first,) = ops.call("affine", (x,), [(x.shape, INT)], attributes={"by": 1})
+    (second,) = ops.call("affine", (first,), [(x.shape, INT)], in_place=[0], attributes={"by": 2})
+    program = ops.finish(second, first)
+
+    dims = {"tokens": 4}
+    answers = run(program, dims, make_arena(program, dims))
+
+    assert program.usages == ()
+    for mine, theirs in zip(answers, run_without_arena(program, dims), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_sizes_follow_every_dimension_of_the_batch():
+    ops = Recorder()
+    x = ops.input("x", (Size(1, sequences=2), WIDTH), torch.float32)
+    y = ops.tanh(ops.to_fp32(x))
+    program = ops.finish(ops.to_fp32(y))
+
+    assert program.usages[0].size == Size(12, sequences=24)
+    assert x.at({"sequences": 5}) == (11, WIDTH)
+
+
+def cache_program(capacity):
+    """Return a program that appends tokens to a cache, and reads what was appended before and by now."""
+    ops = Recorder()
+    x = ops.input("x", ("tokens", WIDTH), INT)
+    slots = ops.input("slots", ("tokens",), INT)
+    cache = ops.state("cache", (capacity, WIDTH), INT)
+    for layer in range(2):
+        ops.call("append", (cache, slots, x), [], writes=[cache])
+        (x,) = ops.call("attend", (x, cache, slots), [(x.shape, INT)])
+        cache = ops.state(f"cache {layer}", (capacity, WIDTH), INT)
+    return ops.finish(x)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6))
+def test_running_a_cache_step_by_step_equals_one_big_run(steps):
+    total = sum(steps)
+    program, rows = cache_program(total), torch.arange(total * WIDTH).view(total, WIDTH)
+    arena, slots = make_arena(program, {"tokens": total}), torch.arange(total)
+
+    def answers(bounds):
+        states, parts = zero_states(program), []
+        for begin, end in pairwise(bounds):
+            inputs = {"x": rows[begin:end], "slots": slots[begin:end]}
+            batch = PackedBatch(inputs, {"tokens": end - begin})
+            region = arena.allocate_whole(batch.dims)
+            region.memory.fill_(0xFF)
+            parts.extend(program.run(batch, toy_kernels, region, states=states))
+        return torch.cat(parts), states
+
+    whole, filled = answers([0, total])
+    by_step, grown = answers([sum(steps[:n]) for n in range(len(steps) + 1)])
+
+    assert [state.name for state in program.states] == ["cache", "cache 0"]
+    assert torch.equal(by_step, whole)
+    assert all(torch.equal(grown[name], state) for name, state in filled.items())
+
+
+def test_a_state_is_neither_planned_nor_an_input():
+    program = cache_program(8)
+
+    assert [value.name for value in program.inputs] == ["slots", "x"]
+    assert {usage.name for usage in program.usages} == {"1:attend"}
+
+
+def test_a_layer_without_bias_is_recorded_and_run():
+    ops, weight = Recorder(), torch.randn(4, 5)
+    program = ops.finish(ops.linear(ops.input("x", ("tokens", 4), torch.float32), weight, None))
+    dims = {"tokens": 3}
+    batch = PackedBatch({"x": torch.randn(3, 4)}, dims)
+
+    (answer,) = program.run(batch, reference, make_arena(program, dims).allocate_whole(dims))
+
+    torch.testing.assert_close(answer, batch.inputs["x"] @ weight)
+
+
+def test_an_input_declared_again_is_the_same_one():
+    ops = Recorder()
+
+    assert ops.input("x", ("tokens",), INT) is not None
+    assert ops.input("x", ("tokens",), INT) == ops.input("x", (Size(tokens=1),), INT)
+
+
+def refused(message):
+    return pytest.raises(ValueError, match=message)
+
+
+def test_refuses_a_name_that_is_declared_as_something_else():
+    ops = Recorder()
+    ops.input("x", ("tokens",), INT)
+
+    with refused('"x" is declared twice'):
+        ops.input("x", ("sequences",), INT)
+    with refused('"x" is declared twice'):
+        ops.state("x", (4,), INT)
+
+
+def test_refuses_an_operand_of_another_recorder():
+    x = Recorder().input("x", ("tokens", 4), torch.float32)
+
+    with refused('tanh reads "x", which was not recorded here'):
+        Recorder().tanh(x)
+
+
+def test_refuses_to_write_a_state_that_the_op_does_not_take():
+    ops = Recorder()
+    x, state = ops.input("x", ("tokens", 4), INT), ops.state("cache", (4,), INT)
+
+    with refused('affine writes "cache", which is not among its operands'):
+        ops.call("affine", (x,), [], writes=[state])
+
+
+@pytest.mark.parametrize("in_place", [[0, 0], [2], [-1]], ids=str)
+def test_refuses_results_in_place_of_what_is_no_operand_of_their_own(in_place):
+    ops = Recorder()
+    x = ops.input("x", ("tokens", 4), INT)
+
+    with refused("sum_and_difference has in_place"):
+        ops.call("sum_and_difference", (x, x), [(x.shape, INT)] * 2, in_place=in_place)
+
+
+def test_refuses_an_output_that_no_op_makes():
+    ops = Recorder()
+    x = ops.input("x", ("tokens", 4), INT)
+
+    with refused('the output "x" is not the result of an op'):
+        ops.finish(x)
+
+
+def test_refuses_a_result_with_two_symbolic_axes():
+    ops = Recorder()
+    x = ops.input("x", ("tokens", "sequences"), torch.float32)
+    y = ops.tanh(x)
+
+    with refused("is not linear; allowed: one symbolic axis"):
+        ops.finish(ops.tanh(y))
