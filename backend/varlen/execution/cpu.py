@@ -25,7 +25,7 @@ _KEPT_PRIMITIVES_PER_CORE = 16
 _LEAST_KEPT_PRIMITIVES = 64
 
 
-class CpuExecutor:
+class CpuRunner:
     """Runs a program on the cores that torch may use."""
 
     def __init__(self, program: Program, kernels: object, arena: Arena, hidden_size: int) -> None:

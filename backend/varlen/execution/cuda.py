@@ -95,7 +95,7 @@ class _Captured:
     replay: Replay
 
 
-class CudaExecutor:
+class CudaRunner:
     """Runs a program on the GPU of its arena, for every batch that the arena holds."""
 
     def __init__(

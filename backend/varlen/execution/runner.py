@@ -10,8 +10,8 @@ from torch import Tensor
 from varlen.config import EngineConfig, Task
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
-from varlen.execution.cpu import CpuExecutor
-from varlen.execution.cuda import CudaExecutor
+from varlen.execution.cpu import CpuRunner
+from varlen.execution.cuda import CudaRunner
 from varlen.execution.device import choose_device, choose_dtype, memory_of
 from varlen.execution.packing import largest_dims
 from varlen.memory.arena import Arena, alignment_of
@@ -26,7 +26,7 @@ from varlen.request import DEFAULT_OPTIONS, Float32Array, Prompt, RequestOptions
 from varlen_kernels.dispatch import kernels_for
 
 
-class Executor(Protocol):
+class DeviceRunner(Protocol):
     """Runs a program's batches on one device."""
 
     def run(
@@ -52,7 +52,7 @@ class Runner:
         program: its forward pass.
         is_padded: whether batches are filled up to their longest sequence, as a baseline to compare with.
         arena: memory of its intermediates.
-        executor: runs the program.
+        device_runner: runs the program.
     """
 
     def __init__(
@@ -92,11 +92,13 @@ class Runner:
         self.max_batch_tokens = self.arena.max_tokens
         self.is_padded = config.execution == "padded"
         kernels = kernels or kernels_for(self.device)
-        self.executor: Executor
+        self.device_runner: DeviceRunner
         if self.device.type == "cuda":
-            self.executor = CudaExecutor(self.program, kernels, self.arena)
+            self.device_runner = CudaRunner(self.program, kernels, self.arena)
         else:
-            self.executor = CpuExecutor(self.program, kernels, self.arena, checkpoint.hidden_size)
+            self.device_runner = CpuRunner(
+                self.program, kernels, self.arena, checkpoint.hidden_size
+            )
 
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
@@ -121,7 +123,7 @@ class Runner:
             prompts = [*prompts, *padding]
             options = [*options, *(DEFAULT_OPTIONS for _ in padding)]
         with memory_errors():
-            return self.executor.run(prompts, options)[:count]
+            return self.device_runner.run(prompts, options)[:count]
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the tokens that a batch of this shape is filled up with."""
@@ -133,7 +135,7 @@ class Runner:
 
     def close(self) -> None:
         """Release threads and device memory."""
-        self.executor.close()
+        self.device_runner.close()
 
 
 def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from varlen.config import EngineConfig
-from varlen.execution.cuda import CudaExecutor
+from varlen.execution.cuda import CudaRunner
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
@@ -74,7 +74,7 @@ def make_arena(runner):
 
 @pytest.fixture
 def executor(runner, graphs):
-    return CudaExecutor(runner.program, reference, make_arena(runner), graphs)
+    return CudaRunner(runner.program, reference, make_arena(runner), graphs)
 
 
 def sequences(lengths, seed=0):
@@ -163,7 +163,7 @@ def test_an_answer_is_a_copy(executor):
 
 def test_loading_says_how_far_the_captures_are(runner, caplog):
     with caplog.at_level(logging.INFO, "varlen"):
-        CudaExecutor(runner.program, reference, make_arena(runner), RepeatedWork())
+        CudaRunner(runner.program, reference, make_arena(runner), RepeatedWork())
 
     lines = [record.getMessage() for record in caplog.records]
     assert 2 <= len(lines) <= 5
@@ -188,7 +188,7 @@ def test_close_lets_go_of_the_graphs(runner):
         def capture(self, work):
             return Graph()
 
-    executor = CudaExecutor(runner.program, reference, make_arena(runner), Counted())
+    executor = CudaRunner(runner.program, reference, make_arena(runner), Counted())
     assert Graph.alive
 
     executor.close()

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from varlen.config import EngineConfig
-from varlen.execution.cuda import CudaExecutor
+from varlen.execution.cuda import CudaRunner
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
@@ -64,10 +64,10 @@ def load(request, tmp_path):
 def fused_executor(load, device):
     """Return what runs the model on the fused kernels."""
     if device.type == "cuda":
-        return load("cuda").executor
+        return load("cuda").device_runner
     program = load("cpu").program
     arena = Arena(Layout(program.buffers, 256), largest_dims(MAX_TOKENS), device)
-    return CudaExecutor(program, fused, arena, RepeatedWork())
+    return CudaRunner(program, fused, arena, RepeatedWork())
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 9], [30, 2, 17], [40, 12, 12]], ids=str)

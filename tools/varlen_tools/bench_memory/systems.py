@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from varlen.config import Device, DType, EngineConfig
-from varlen.execution.cpu import CpuExecutor
-from varlen.execution.cuda import CudaExecutor
+from varlen.execution.cpu import CpuRunner
+from varlen.execution.cuda import CudaRunner
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Executor, Runner
 from varlen.memory.arena import Arena
@@ -89,8 +89,8 @@ def load_runner(folder: Path, device: str, max_tokens: int) -> Runner:
 def planned(runner: Runner) -> Loaded:
     """Return our engine as it is served."""
     return Loaded(
-        _caller(runner.executor),
-        _caller(_in_one_thread(runner.program, runner.arena, runner.executor)),
+        _caller(runner.device_runner),
+        _caller(_in_one_thread(runner.program, runner.arena, runner.device_runner)),
         _weights(runner.program),
         runner.device,
         runner.program,
@@ -103,7 +103,7 @@ def unplanned(planned_program: Program, device: torch.device, max_tokens: int) -
     program, arena = UnplannedProgram(planned_program), NoArena(largest_dims(max_tokens), device)
     executor: Executor
     if device.type == "cuda":
-        executor = CudaExecutor(program, kernels_for(device), arena)
+        executor = CudaRunner(program, kernels_for(device), arena)
     else:
         executor = _cpu_executor(program, arena)
     alone = _in_one_thread(program, arena, executor)
@@ -144,10 +144,10 @@ def _in_one_thread(program: Program, arena: Arena, executor: Executor) -> Execut
     return alone
 
 
-def _cpu_executor(program: Program, arena: Arena) -> CpuExecutor:
+def _cpu_executor(program: Program, arena: Arena) -> CpuRunner:
     width = program.outputs[0].shape[1]
     assert isinstance(width, int)
-    return CpuExecutor(program, kernels_for(arena.device), arena, width)
+    return CpuRunner(program, kernels_for(arena.device), arena, width)
 
 
 def _weights(program: Program) -> list[Tensor]:
