@@ -16,7 +16,7 @@ from varlen.config import Device, DType, EngineConfig
 from varlen.execution.cpu import CpuRunner
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.packing import largest_dims
-from varlen.execution.runner import Executor, Runner
+from varlen.execution.runner import DeviceRunner, Runner
 from varlen.memory.arena import Arena
 from varlen.models.checkpoint import Checkpoint
 from varlen.program.program import Program
@@ -101,7 +101,7 @@ def planned(runner: Runner) -> Loaded:
 def unplanned(planned_program: Program, device: torch.device, max_tokens: int) -> Loaded:
     """Return the same program and weights without an arena."""
     program, arena = UnplannedProgram(planned_program), NoArena(largest_dims(max_tokens), device)
-    executor: Executor
+    executor: DeviceRunner
     if device.type == "cuda":
         executor = CudaRunner(program, kernels_for(device), arena)
     else:
@@ -124,7 +124,7 @@ def load_transformers(folder: Path, device: torch.device) -> Loaded:
     return Loaded(run, run, [*model.parameters(), *model.buffers()], device)
 
 
-def _caller(executor: Executor) -> Run:
+def _caller(executor: DeviceRunner) -> Run:
     def run(ids: Ids) -> Vectors:
         return np.stack(
             executor.run([Prompt(row) for row in ids], [RequestOptions(normalize=True)] * len(ids))
@@ -133,7 +133,7 @@ def _caller(executor: Executor) -> Run:
     return run
 
 
-def _in_one_thread(program: Program, arena: Arena, executor: Executor) -> Executor:
+def _in_one_thread(program: Program, arena: Arena, executor: DeviceRunner) -> DeviceRunner:
     """Return an executor without worker threads: a profiler of torch sees only its own thread."""
     if arena.device.type == "cuda":
         return executor
