@@ -68,7 +68,7 @@ class Intake:
             RequestError: a text is empty, too long, or holds a NUL; the message names the row.
         """
         if not texts:
-            raise RequestError("text has no rows; send at least one")
+            raise RequestError("text has no rows; send at least one row")
         for row, text in enumerate(texts):
             if isinstance(text, tuple) and len(text) != 2:
                 raise RequestError(
@@ -105,7 +105,7 @@ class Intake:
             RequestError: a row is empty or too long, or an id is out of range; the message names the row.
         """
         if not len(rows):
-            raise RequestError("input_ids has no rows; send at least one")
+            raise RequestError("input_ids has no rows; send at least one row")
         types = type_rows if type_rows is not None else [None] * len(rows)
         return tuple(self._sequence(row, ids, types[row]) for row, ids in enumerate(rows))
 

@@ -28,8 +28,8 @@ DEFAULT_MAX_ROWS = 64
 
 MAX_PRIORITY = 9
 
-# A shorter `timeout` of the server's protocol is a number of another unit: handing a request over and
-# sending its response take longer.
+# A shorter `timeout` of the server's protocol is a number in another unit: passing the request to this
+# process and its response back takes about half of this.
 _MIN_TIMEOUT_MICROSECONDS = 1000
 
 _PARAMETERS = ("truncate", "normalize", "request_priority", "deadline_ms")

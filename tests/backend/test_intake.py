@@ -91,9 +91,9 @@ def test_refuses_a_pair_with_an_empty_side(intake, pair):
 
 
 def test_refuses_no_rows(intake):
-    with refused("text has no rows; send at least one"):
+    with refused("text has no rows; send at least one row"):
         intake.texts([], truncate=False)
-    with refused("input_ids has no rows; send at least one"):
+    with refused("input_ids has no rows; send at least one row"):
         intake.token_ids([])
 
 

@@ -163,7 +163,7 @@ def test_gauges_show_what_is_read_now(server, exporter):
     assert {name: server[name].value for name in GAUGES} == GAUGES
 
 
-def test_totals_are_carried_over_as_they_grow(server, stats, monkeypatch):
+def test_totals_are_exported_as_they_grow(server, stats, monkeypatch):
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
     snapshot = dict(SNAPSHOT)
     exporter = Exporter(stats, snapshot.copy, server.make_metric, LABELS)

@@ -169,9 +169,9 @@ def test_refuses_texts_of_another_shape(intake, name, shape):
 
 
 def test_refuses_zero_rows(intake):
-    with refused("text has no rows; send at least one"):
+    with refused("text has no rows; send at least one row"):
         read(intake, text=np.empty((0, 1), dtype=object))
-    with refused("input_ids has no rows; send at least one"):
+    with refused("input_ids has no rows; send at least one row"):
         read(intake, input_ids=np.empty((0, 3), dtype=np.int64))
 
 
