@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Literal, TypeAlias, get_args
 
-from varlen.errors import ConfigError
+from varlen.errors import ConfigError, shorten
 
 Task: TypeAlias = Literal["embed", "hidden", "classify", "rerank", "token_classify"]
 DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16"]
@@ -156,7 +156,7 @@ _MAY_BE_NONE = frozenset({"task", "max_sequence_tokens"})
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed and not (value is None and name in _MAY_BE_NONE):
-        raise ConfigError(f'{name} is "{value}"; allowed: {", ".join(allowed)}')
+        raise ConfigError(f'{name} is "{shorten(str(value))}"; allowed: {", ".join(allowed)}')
 
 
 def _check_integer(name: str, value: object, lowest: int) -> None:
@@ -176,7 +176,8 @@ def _check_arena(value: object) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(
-            f"arena_bytes is {value!r}; allowed: whole numbers from 1, and from 1% to 100% of the device's memory"
+            f"arena_bytes is {shorten(repr(value))}; allowed: whole numbers from 1,"
+            " and from 1% to 100% of the device's memory"
         )
 
 
@@ -190,7 +191,7 @@ def _value(key: str, text: str) -> str | int | bool:
 
 def _flag(key: str, text: str) -> bool:
     if text not in ("true", "false"):
-        raise ConfigError(f'{key} is "{text}"; allowed: true, false')
+        raise ConfigError(f'{key} is "{shorten(text)}"; allowed: true, false')
     return text == "true"
 
 
@@ -198,11 +199,11 @@ def _integer(key: str, text: str) -> int:
     # isdecimal accepts the digits of every script, as int() does, and no sign, point or space;
     # 18 digits fit an int64
     if not text.isdecimal() or len(text) > 18:
-        raise ConfigError(f'{key} is "{text}"; allowed: whole numbers from {_LOWEST[key]}')
+        raise ConfigError(f'{key} is "{shorten(text)}"; allowed: whole numbers from {_LOWEST[key]}')
     return int(text)
 
 
 def _unknown_parameter(key: str, known: list[str]) -> str:
     close = get_close_matches(key, known, n=1)
     hint = f' Did you mean "{close[0]}"?' if close else ""
-    return f'unknown parameter "{key}".{hint} Allowed: {", ".join(known)}'
+    return f'unknown parameter "{shorten(key)}".{hint} Allowed: {", ".join(known)}'

@@ -128,8 +128,17 @@ def test_refuses_zero_where_something_must_fit(key):
 
 
 def test_refuses_a_number_too_long_to_read():
-    with refused("max_batch_tokens is"):
+    with refused('... (5000 characters)"; allowed: whole numbers from 1'):
         EngineConfig.from_parameters({"max_batch_tokens": "9" * 5000})
+
+
+@pytest.mark.parametrize("key", ["device", "arena_bytes", "ignore_request_timeout", "k" * 20_000])
+def test_an_error_repeats_no_more_than_a_hundred_characters(key):
+    with refused("characters)") as caught:
+        EngineConfig.from_parameters({key: "v" * 20_000})
+
+    assert "v" * 101 not in str(caught.value)
+    assert "k" * 101 not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", sorted(MAY_BE_ZERO))
