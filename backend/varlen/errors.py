@@ -1,18 +1,28 @@
-"""What can go wrong, by whose fault it is.
+"""The exceptions that varlen raises, by whose fault they are.
 
 VarlenError
 ├── RequestError       the caller's fault: this request cannot be served as it is
-├── QueueFullError     nobody's fault: the same request may pass later
-├── DeadlineError      nobody's fault: the answer would come, or came, too late
-├── RequestCancelled   the caller went away before the request ran
-├── EngineError        ours: running the request failed
+├── QueueFullError     load: the same request may be accepted later
+├── DeadlineError      load: the answer would come, or came, too late
+├── RequestCancelled   the caller cancelled before the request ran
+├── EngineError        our fault: running the request failed
 │   └── ModelFaultError   the device or a worker is lost: no request can run until the model is reloaded
 ├── ConfigError        the operator's fault: a setting is unknown or out of range
 └── CheckpointError    the operator's fault: the checkpoint is incomplete or of a kind we do not serve
 
-Every message is safe to send to a client: it says what came and what is allowed, and names no path.
-`CheckpointError` and `ConfigError` end a load and reach the operator only.
+A message says what came and what is allowed, and is safe to send to a client: it names no path, and
+what it repeats of a request is cut by `shorten`. `CheckpointError` and `ConfigError` reach the operator only.
 """
+
+_MAX_REPEATED = 100
+
+
+def shorten(text: str) -> str:
+    """Return client input as an error repeats it: at most 100 characters, then its length."""
+    # a gRPC status has room for a few kilobytes
+    if len(text) <= _MAX_REPEATED:
+        return text
+    return f"{text[:_MAX_REPEATED]}... ({len(text)} characters)"
 
 
 class VarlenError(Exception):
@@ -24,13 +34,13 @@ class RequestError(VarlenError):
 
 
 class QueueFullError(VarlenError):
-    """A cap on waiting work is reached; the same request may pass later."""
+    """A limit on queued work is reached; the same request may be accepted later."""
 
 
 class DeadlineError(VarlenError):
     """The answer cannot come before the request's deadline, or did not.
 
-    Its message begins so that clients tell it from a full queue, which is worth another try.
+    Clients tell it by the start of its message from a full queue, which is worth a retry.
     """
 
     def __init__(self, message: str) -> None:

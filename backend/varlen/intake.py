@@ -1,6 +1,6 @@
-"""The edge: what a caller sends becomes checked sequences, or an error that says what came and what is allowed.
+"""Checks of texts and token ids: they become prompts, or an error that says what came and what is allowed.
 
-Both ways in, the server's tensors and in-process calls, pass here. Behind it, inputs are trusted.
+Requests of the server and in-process calls both pass here. The layers below trust their inputs.
 """
 
 from collections.abc import Sequence
@@ -17,61 +17,63 @@ from varlen.tokenization import Text, Tokenizer
 IntegerArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
-class Room(Protocol):
-    """The memory in which sequences run.
+class ArenaLimits(Protocol):
+    """The longest sequence that fits the arena.
 
     Attributes:
-        max_tokens: the longest sequence that fits.
-        capacity: in bytes.
+        max_tokens: longest sequence that fits, in tokens.
+        capacity: largest size of the arena, in bytes.
     """
 
     max_tokens: int
     capacity: int
 
     def bytes_needed(self, tokens: int) -> int:
-        """Return the bytes that one sequence of so many tokens takes."""
+        """Return the arena bytes of one sequence of this length."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What one sequence may hold.
+class InputLimits:
+    """Limits of one sequence.
 
     Attributes:
         max_sequence_tokens: longest sequence, in tokens.
         max_text_bytes: longest text, in bytes of UTF-8; of a pair, each text.
         vocab_size, type_vocab_size: token ids and token type ids are below these.
-        room: where sequences have to fit.
+        arena: the memory that one sequence has to fit.
     """
 
     max_sequence_tokens: int
     max_text_bytes: int
     vocab_size: int
     type_vocab_size: int
-    room: Room
+    arena: ArenaLimits
 
 
 class Intake:
-    """Checks what comes for one model and tokenizes it. Safe to use from several threads."""
+    """Checks and tokenizes the inputs of one model. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: InputLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
 
     def texts(self, texts: Sequence[Text], *, truncate: bool) -> tuple[Prompt, ...]:
-        """Return the sequences of texts or pairs of texts.
+        """Return the prompts of texts or pairs of texts.
 
         Args:
             texts: one per row.
-            truncate: cut what is too long instead of refusing it.
+            truncate: cut texts that are too long instead of refusing them.
 
         Raises:
             RequestError: a text is empty, too long, or holds a NUL; the message names the row.
         """
         if not texts:
-            raise RequestError("no text came; send at least one row")
+            raise RequestError("text has no rows; send at least one row")
         for row, text in enumerate(texts):
             if isinstance(text, tuple) and len(text) != 2:
-                raise RequestError(f"row {row}: a tuple of {len(text)} came; a pair has two texts")
+                raise RequestError(
+                    f"row {row}: text is a tuple of {len(text)}; send a pair of two texts"
+                )
             for part in text if isinstance(text, tuple) else (text,):
                 self._check_text(row, part)
         sequences = self._tokenizer.encode(texts, truncate=truncate)
@@ -84,7 +86,7 @@ class Intake:
                 )
             if not sequence.num_tokens:
                 raise RequestError(f"row {row}: text has no tokens; send at least one word")
-            self._check_room(row, sequence.num_tokens)
+            self._check_arena(row, sequence.num_tokens)
             self._check_ids(row, "text", sequence.token_ids, sequence.type_ids)
         return tuple(sequences)
 
@@ -93,7 +95,7 @@ class Intake:
         rows: Sequence[npt.NDArray[np.int64]],
         type_rows: Sequence[npt.NDArray[np.int64]] | None = None,
     ) -> tuple[Prompt, ...]:
-        """Return the sequences of rows of token ids.
+        """Return the prompts of rows of token ids.
 
         Args:
             rows: `[tokens]` each, special tokens included.
@@ -103,7 +105,7 @@ class Intake:
             RequestError: a row is empty or too long, or an id is out of range; the message names the row.
         """
         if not len(rows):
-            raise RequestError("no token ids came; send at least one row")
+            raise RequestError("input_ids has no rows; send at least one row")
         types = type_rows if type_rows is not None else [None] * len(rows)
         return tuple(self._sequence(row, ids, types[row]) for row, ids in enumerate(rows))
 
@@ -119,16 +121,16 @@ class Intake:
             raise RequestError(
                 f"row {row}: input_ids has {len(ids)} tokens; this model takes at most {limits.max_sequence_tokens}"
             )
-        self._check_room(row, len(ids))
+        self._check_arena(row, len(ids))
         self._check_ids(row, "input_ids", ids, types)
         return Prompt(ids.astype(np.int32), None if types is None else types.astype(np.int32))
 
-    def _check_room(self, row: int, tokens: int) -> None:
-        room = self._limits.room
-        if tokens > room.max_tokens:
+    def _check_arena(self, row: int, tokens: int) -> None:
+        arena = self._limits.arena
+        if tokens > arena.max_tokens:
             raise RequestError(
-                f"row {row}: {tokens} tokens need {room.bytes_needed(tokens)} bytes of memory to run; this model has"
-                f" {room.capacity}, which hold {room.max_tokens} tokens (arena_bytes)"
+                f"row {row}: {tokens} tokens need {arena.bytes_needed(tokens)} bytes of memory to run; this model has"
+                f" {arena.capacity}, enough for {arena.max_tokens} tokens (arena_bytes)"
             )
 
     def _check_ids(

@@ -1,8 +1,7 @@
-"""What is counted, and how it reaches the server's /metrics.
+"""Metrics: counters of this process, and their export to the server's /metrics page.
 
-Engine and sender threads add to plain counters. One thread of its own carries them over to the
-server now and then, since each call there is a round trip between processes. Names, units and
-meanings are in `METRICS`.
+Engine and sender threads add to plain counters. An exporter thread copies them to the server twice a
+second, since each call there is a round trip between processes.
 """
 
 import logging
@@ -31,7 +30,7 @@ CounterName: TypeAlias = Literal[
     "varlen_scheduling_seconds_total",
 ]
 Refusal: TypeAlias = Literal["queue_full", "deadline", "expired"]
-# Read from their owners, not counted here.
+# Values that the service reads from its parts, not counted here.
 GaugeName: TypeAlias = Literal[
     "varlen_queued_requests",
     "varlen_queued_tokens",
@@ -53,60 +52,63 @@ TotalName: TypeAlias = Literal[
     "varlen_response_cache_misses_total",
     "varlen_response_cache_evictions_total",
 ]
-Readings: TypeAlias = Mapping["GaugeName | TotalName", float]
+MetricsSnapshot: TypeAlias = Mapping["GaugeName | TotalName", float]
 
 _SECONDS = [0.001 * 2**power for power in range(16)]
 _POWERS_OF_TWO = [float(2**power) for power in range(15)]
 _FLUSH_SECONDS = 0.5
-# Observations kept between drains, of each kind; where nobody drains, in process say, the oldest go.
+# Observations of each histogram between drains. Without an exporter, as in process, the oldest are dropped.
 _MOST_OBSERVATIONS = 1 << 16
 
 _HISTOGRAMS: dict[HistogramName, tuple[str, list[float]]] = {
     "varlen_queue_wait_seconds": ("Seconds from a request's arrival to its first batch", _SECONDS),
-    "varlen_request_latency_seconds": ("Seconds from a request's arrival to its answer", _SECONDS),
-    "varlen_batch_sequences": ("Sequences that ran together", _POWERS_OF_TWO),
-    "varlen_batch_tokens": ("Tokens that ran together, none of them padding", _POWERS_OF_TWO),
-    "varlen_batch_seconds": ("Seconds that batches took", _SECONDS),
-    "varlen_batch_predicted_seconds": ("Seconds that batches were expected to take", _SECONDS),
+    "varlen_request_latency_seconds": (
+        "Seconds from a request's arrival to its response",
+        _SECONDS,
+    ),
+    "varlen_batch_sequences": ("Sequences per batch", _POWERS_OF_TWO),
+    "varlen_batch_tokens": ("Tokens per batch, without padding", _POWERS_OF_TWO),
+    "varlen_batch_seconds": ("Measured seconds per batch", _SECONDS),
+    "varlen_batch_predicted_seconds": ("Predicted seconds per batch", _SECONDS),
 }
 _COUNTERS: dict[CounterName, str] = {
     "varlen_sequences_total": "Sequences that ran",
-    "varlen_tokens_total": "Tokens that ran, none of them padding",
-    "varlen_padding_tokens_total": "Tokens of padding that ran beside them",
-    "varlen_scheduling_seconds_total": "Seconds spent choosing batches",
-    "varlen_split_batches_total": "Batches that ran in halves, since memory had run out",
+    "varlen_tokens_total": "Tokens that ran, without padding",
+    "varlen_padding_tokens_total": "Padding tokens that ran",
+    "varlen_scheduling_seconds_total": "Seconds spent on scheduling",
+    "varlen_split_batches_total": "Batches split after running out of memory",
 }
 _GAUGES: dict[GaugeName, str] = {
-    "varlen_queued_requests": "Requests that wait",
-    "varlen_queued_tokens": "Tokens that wait",
-    "varlen_weight_bytes": "Bytes of the model's weights, which are no part of the arena",
-    "varlen_arena_capacity_bytes": "Most bytes that the arena may take",
-    "varlen_arena_reserved_bytes": "Bytes of memory that the arena holds now",
-    "varlen_arena_chunks": "Allocations that the arena is made of",
-    "varlen_arena_footprint_bytes": "Bytes of the arena that the last batch's plan used",
-    "varlen_arena_peak_live_bytes": "Most bytes live at once in the last batch, which no plan can go below",
-    "varlen_response_cache_bytes": "Bytes of the answers that are kept, keys and bookkeeping included",
-    "varlen_response_cache_entries": "Answers that are kept",
+    "varlen_queued_requests": "Requests in the queue",
+    "varlen_queued_tokens": "Tokens in the queue",
+    "varlen_weight_bytes": "Bytes of the model's weights, outside the arena",
+    "varlen_arena_capacity_bytes": "Largest size of the arena in bytes",
+    "varlen_arena_reserved_bytes": "Bytes that the arena has allocated",
+    "varlen_arena_chunks": "Memory chunks that the arena has allocated",
+    "varlen_arena_footprint_bytes": "Bytes of the arena that the plan of the last batch uses",
+    "varlen_arena_peak_live_bytes": "Peak live bytes of the last batch, a lower bound of any plan",
+    "varlen_response_cache_bytes": "Bytes of the response cache, keys and bookkeeping included",
+    "varlen_response_cache_entries": "Entries in the response cache",
 }
 _TOTALS: dict[TotalName, str] = {
     "varlen_plan_seconds_total": "Seconds spent planning memory",
-    "varlen_plan_cache_hits_total": "Batches whose plan was at hand",
-    "varlen_plan_cache_misses_total": "Batches that had to be planned",
-    "varlen_response_cache_hits_total": "Sequences whose answer was kept",
-    "varlen_response_cache_joined_total": "Sequences that waited for an equal one that ran",
-    "varlen_response_cache_misses_total": "Sequences that had to run",
-    "varlen_response_cache_evictions_total": "Answers dropped for room or for age",
+    "varlen_plan_cache_hits_total": "Batches whose memory plan was cached",
+    "varlen_plan_cache_misses_total": "Batches whose memory plan was computed",
+    "varlen_response_cache_hits_total": "Sequences answered from the response cache",
+    "varlen_response_cache_joined_total": "Sequences that shared the run of an equal sequence in flight",
+    "varlen_response_cache_misses_total": "Sequences that were not in the response cache",
+    "varlen_response_cache_evictions_total": "Entries that the response cache evicted, for size or age",
 }
 _REQUESTS = ("varlen_requests_total", "Requests answered, by outcome")
 _REFUSALS = (
     "varlen_refused_requests_total",
-    "Requests refused: the queue was full, the deadline too soon, or it passed in the queue",
+    "Requests refused, by reason: full queue, deadline too soon, deadline passed in the queue",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What was counted: requests by outcome and by reason of refusal, counters, and observations."""
+    """Counts since the last drain: requests by outcome and refusal, counters, observations."""
 
     outcomes: Mapping[Outcome, int]
     refusals: Mapping[Refusal, int]
@@ -125,28 +127,28 @@ class Stats:
         self._observed: defaultdict[HistogramName, deque[float]] = _observations()
 
     def count_request(self, outcome: Outcome, seconds: float) -> None:
-        """Add one answered request and the time it took."""
+        """Count one answered request and its latency in seconds."""
         with self._lock:
             self._outcomes[outcome] += 1
             self._observed["varlen_request_latency_seconds"].append(seconds)
 
     def count_wait(self, seconds: float) -> None:
-        """Add the time that one request waited for its first batch."""
+        """Record the time of one request in the queue, in seconds."""
         with self._lock:
             self._observed["varlen_queue_wait_seconds"].append(seconds)
 
     def count_refusal(self, reason: Refusal) -> None:
-        """Add one request that will not run."""
+        """Count one request that is refused."""
         with self._lock:
             self._refusals[reason] += 1
 
     def count_scheduling(self, seconds: float) -> None:
-        """Add the time that it took to choose a batch."""
+        """Add the time of one scheduling decision, in seconds."""
         with self._lock:
             self._counts["varlen_scheduling_seconds_total"] += seconds
 
     def count_batch(self, sequences: int, tokens: int, padding: int) -> None:
-        """Add one batch."""
+        """Count one batch and its tokens."""
         with self._lock:
             self._observed["varlen_batch_sequences"].append(sequences)
             self._observed["varlen_batch_tokens"].append(tokens)
@@ -155,7 +157,7 @@ class Stats:
             self._counts["varlen_padding_tokens_total"] += padding
 
     def count_batch_seconds(self, *, predicted: float, actual: float) -> None:
-        """Add what a batch was expected to take, and what it took."""
+        """Record the predicted and the measured time of a batch, in seconds."""
         with self._lock:
             self._observed["varlen_batch_predicted_seconds"].append(predicted)
             self._observed["varlen_batch_seconds"].append(actual)
@@ -166,7 +168,7 @@ class Stats:
             self._counts[name] += 1
 
     def drain(self) -> Drained:
-        """Return what was added since the last drain."""
+        """Return all counts since the last drain."""
         with self._lock:
             drained = Drained(self._outcomes, self._refusals, self._counts, self._observed)
             self._outcomes, self._refusals = Counter(), Counter()
@@ -179,7 +181,7 @@ def _observations() -> defaultdict[HistogramName, deque[float]]:
 
 
 class Metric(Protocol):
-    """One series of the server."""
+    """One metric series of the server."""
 
     def increment(self, value: float) -> None: ...
     def set(self, value: float) -> None: ...
@@ -193,25 +195,25 @@ MetricMaker: TypeAlias = Callable[
 
 
 class Exporter:
-    """Carries `Stats` and readings of queue and memory over to the server's metrics, in a thread of its own."""
+    """A thread that copies `Stats` and snapshots of queue and memory to the server's metrics."""
 
     def __init__(
         self,
         stats: Stats,
-        read: Callable[[], Readings],
+        snapshot: Callable[[], MetricsSnapshot],
         make_metric: MetricMaker,
         labels: dict[str, str],
     ) -> None:
-        """Register every series, so that each shows from the start.
+        """Register every series, so that each is on the page from the start.
 
         Args:
             stats: drained by this object alone.
-            read: returns the value of each gauge, and of each total since the start.
+            snapshot: returns the value of each gauge, and of each total since the start.
             make_metric: registers one series with the server; raises when metrics are off.
             labels: of every series.
         """
         self._stats = stats
-        self._read = read
+        self._snapshot = snapshot
         # kept alive: the families that it holds must outlive their series
         self._make_metric = make_metric
         self._outcomes = {
@@ -237,7 +239,7 @@ class Exporter:
             name: make_metric("COUNTER", name, about, labels, None)
             for name, about in _TOTALS.items()
         }
-        self._carried = dict.fromkeys(_TOTALS, 0.0)
+        self._exported = dict.fromkeys(_TOTALS, 0.0)
         self._stop = Event()
         self._thread = Thread(target=self._loop, name="varlen-metrics", daemon=True)
         self._thread.start()
@@ -248,7 +250,7 @@ class Exporter:
         self._thread.join()
 
     def flush(self) -> None:
-        """Carry over what was counted since the last flush."""
+        """Export everything since the last flush."""
         drained = self._stats.drain()
         for outcome, number in drained.outcomes.items():
             self._outcomes[outcome].increment(number)
@@ -259,16 +261,16 @@ class Exporter:
         for histogram, values in drained.observed.items():
             for value in values:
                 self._histograms[histogram].observe(value)
-        readings = self._read()
+        snapshot = self._snapshot()
         for gauge, metric in self._gauges.items():
-            metric.set(readings[gauge])
+            metric.set(snapshot[gauge])
         for total, metric in self._totals.items():
-            metric.increment(readings[total] - self._carried[total])
-            self._carried[total] = readings[total]
+            metric.increment(snapshot[total] - self._exported[total])
+            self._exported[total] = snapshot[total]
 
     def _loop(self) -> None:
         while not self._stop.wait(_FLUSH_SECONDS):
             try:
                 self.flush()
             except Exception:
-                _log.exception("metrics could not be carried over; the next ones will be tried")
+                _log.exception("metrics could not be exported; the next export is tried")

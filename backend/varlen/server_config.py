@@ -1,11 +1,25 @@
-"""What a config.pbtxt may say: read into settings, and checked against the model it is to serve."""
+"""Settings and checks of a config.pbtxt.
 
+Fields that only tune the server or that no python backend reads (optimization, metric_tags, model_warmup,
+version_policy, ...) pass. Fields that would change answers, or that the operator would rely on in vain,
+are refused.
+"""
+
+from collections import Counter
 from typing import Any
 
 from varlen import wire
 from varlen.config import EngineConfig, Task
-from varlen.errors import ConfigError
+from varlen.errors import ConfigError, shorten
 from varlen.models.checkpoint import Checkpoint
+
+# Sections of config.pbtxt that are refused whenever they are there, with the reason.
+_REFUSED = {
+    "sequence_batching": "its state per client has no meaning here, and requests of several rows would fail",
+    "dynamic_batching": "varlen forms batches itself, from its own queue",
+    "batch_input": "varlen does not read it",
+    "batch_output": "varlen does not write it",
+}
 
 
 def engine_config(model_config: dict[str, Any]) -> EngineConfig:
@@ -21,10 +35,10 @@ def engine_config(model_config: dict[str, Any]) -> EngineConfig:
 
 
 def gpu_of_instance(args: dict[str, str]) -> int:
-    """Return the GPU that the server gave to a model instance; 0 for an instance of kind CPU, which may still use one.
+    """Return the GPU of a model instance; 0 for other kinds, which may still use one.
 
     Args:
-        args: what the server hands to `initialize`.
+        args: the arguments of the server's call of `initialize`.
     """
     return int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else 0
 
@@ -33,7 +47,7 @@ def check_server_settings(model_config: dict[str, Any]) -> None:
     """Refuse settings of config.pbtxt with which the server would give wrong answers, or none.
 
     Raises:
-        ConfigError: one is there; the message says why it cannot be.
+        ConfigError: one is set; the message gives the reason.
     """
     if (model_config.get("response_cache") or {}).get("enable"):
         raise ConfigError(
@@ -41,17 +55,22 @@ def check_server_settings(model_config: dict[str, Any]) -> None:
         )
     if (model_config.get("model_transaction_policy") or {}).get("decoupled"):
         raise ConfigError(
-            "model_transaction_policy is decoupled; this model gives one answer: remove it"
+            "model_transaction_policy is decoupled; this model sends one response per request: remove it"
         )
     if not model_config["max_batch_size"]:
         raise ConfigError("max_batch_size is 0; a row is a sequence, so allow at least 1")
+    for section, reason in _REFUSED.items():
+        # a message without fields is set too: `dynamic_batching { }`; an empty list is not
+        if section in model_config and model_config[section] != []:
+            raise ConfigError(f"{section} is set; {reason}: remove it")
+    _check_instances(model_config.get("instance_group") or [])
 
 
 def check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Task) -> None:
-    """Refuse a complete config.pbtxt whose tensors are not those of the task.
+    """Refuse a config.pbtxt whose tensors are not those of the task.
 
     Raises:
-        ConfigError: a tensor is unknown, or has another type or shape.
+        ConfigError: a tensor is unknown, has another type or shape, or is reshaped by the server.
     """
     for section, specs in (
         ("input", wire.input_specs(task)),
@@ -59,17 +78,38 @@ def check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Ta
     ):
         allowed = {spec.name: tensor_entry(spec) for spec in specs}
         for entry in model_config[section]:
+            name = shorten(entry["name"])
             expected = allowed.get(entry["name"])
             if expected is None:
                 raise ConfigError(
-                    f'{section} "{entry["name"]}" is not one of the task {task}; allowed: {", ".join(allowed)}'
+                    f'{section} "{name}" is not one of the task {task}; allowed: {", ".join(allowed)}'
                 )
             came = {"data_type": entry["data_type"], "dims": [int(dim) for dim in entry["dims"]]}
             wanted = {"data_type": expected["data_type"], "dims": expected["dims"]}
             if came != wanted:
-                raise ConfigError(f'{section} "{entry["name"]}" is {came}; the model has {wanted}')
+                raise ConfigError(f'{section} "{name}" is {came}; the model has {wanted}')
+            if "reshape" in entry:
+                raise ConfigError(
+                    f'{section} "{name}" has a reshape; allowed: none, with dims {wanted["dims"]}'
+                )
 
 
 def tensor_entry(spec: wire.TensorSpec) -> dict[str, Any]:
     """Return a tensor as an entry of config.pbtxt in its JSON form."""
     return {"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims)}
+
+
+def _check_instances(groups: list[dict[str, Any]]) -> None:
+    """Refuse two instances on one device."""
+    instances: Counter[str] = Counter()
+    for group in groups:
+        gpus = group.get("gpus") or []
+        devices = [f"GPU {gpu}" for gpu in gpus] if group.get("kind") == "KIND_GPU" else ["the CPU"]
+        for device in devices or ["each GPU"]:
+            instances[device] += int(group.get("count", 1))
+    for device, count in instances.items():
+        if count > 1:
+            raise ConfigError(
+                f"instance_group has {count} instances on {device}; allowed: 1. Each would load the weights"
+                " again and have a queue of its own, and one instance uses the whole device: set count to 1"
+            )

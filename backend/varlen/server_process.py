@@ -1,4 +1,4 @@
-"""The process that the server gives a model: its log, its metrics, its end, and what it can read."""
+"""The stub process of a model: its log, its metrics, its memory and its end."""
 
 from __future__ import annotations
 
@@ -15,39 +15,46 @@ import triton_python_backend_utils as pb_utils
 
 from varlen.config import LogLevel
 from varlen.errors import ConfigError
-from varlen.metrics import Exporter, Metric, Readings, Stats
+from varlen.metrics import Exporter, Metric, MetricsSnapshot, Stats
 
 _log = logging.getLogger(__name__)
 
-# mallopt's number for the size from which the C library maps memory for one use and gives it back at once.
+# mallopt's parameter: blocks from this size on are mapped, and returned to the system when freed.
 _M_MMAP_THRESHOLD = -3
-# Left alone, it grows to 32 MiB, and what requests of random sizes free stays in the heap of each thread.
+# By default it grows to 32 MiB, and blocks that requests of random sizes free stay in the heap of each thread.
 _MAPPED_BYTES = 1 << 20
-# How often small blocks are looked through, which takes a millisecond or two, and the work that calls for it, in
-# seconds of any core.
+# How often the heap is trimmed, which takes a millisecond or two, and the CPU time since the last trim that calls
+# for another.
 _TRIM_SECONDS = 1.0
 _TRIM_AFTER_SECONDS = 0.05
 
-# Ends process $2 when its parent is no longer $1, and itself when there is no such process.
+# Kills process $2 once its parent is no longer $1. Ends itself once that process is a zombie or gone,
+# or its id belongs to another process: then the start time, field 22 of its stat, differs.
 _WATCHDOG = r"""
-while sleep 1 && [ -d "/proc/$2" ]; do
-  grep -q "^PPid:[[:space:]]*$1\$" "/proc/$2/status" || exec kill -9 "$2"
+parent=$1 pid=$2 started=
+while read -r stat 2>/dev/null <"/proc/$pid/stat"; do
+  # the name in field 2 may hold anything but ends with the last ")"
+  set -- ${stat##*) }
+  case $1 in Z | X) exit ;; esac
+  [ "${started:=${20}}" = "${20}" ] || exit 0
+  [ "$2" = "$parent" ] || exec kill -9 "$pid"
+  sleep 1
 done
 """
 
 
 def check_numpy() -> None:
-    """Refuse a numpy that this server's python backend cannot read arrays with.
+    """Refuse a numpy whose arrays this server's python backend garbles.
 
-    Backends built before numpy 2 hand out arrays of a wrong stride under it: token ids come
-    garbled, and text ends the process.
+    Backends built before numpy 2 give its arrays a wrong stride: token ids are wrong, and text ends
+    the process.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the backend garbles arrays of this numpy.
     """
     import torch
 
-    # an array that the python backend makes itself; numpy's own would come back as it went in
+    # an array that the python backend makes itself: one of numpy's would come back unchanged
     made = pb_utils.Tensor.from_dlpack("numbers", torch.arange(4)).as_numpy()
     if made.tolist() != [0, 1, 2, 3]:
         raise ConfigError(
@@ -56,17 +63,16 @@ def check_numpy() -> None:
 
 
 def return_large_memory() -> None:
-    """Have the C library give large freed blocks back to the system, so that the process stays as small as it is."""
+    """Have the C library return large freed blocks to the system at once."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 class MemoryTrimmer:
-    """Has the C library give small freed blocks back to the system too, as far as whole pages are free.
+    """A thread that returns free pages of the heap to the system once a second while the process works.
 
-    Requests of random sizes leave gaps in the heap of every thread. They are looked through once a second while the
-    process works, by a thread of its own.
+    Requests of random sizes leave gaps in the heap of every thread.
     """
 
     def __init__(self) -> None:
@@ -89,13 +95,13 @@ class MemoryTrimmer:
 
 
 def start_exporter(
-    args: dict[str, str], stats: Stats, read: Callable[[], Readings]
+    args: dict[str, str], stats: Stats, snapshot: Callable[[], MetricsSnapshot]
 ) -> Exporter | None:
     """Return the metrics' exporter, or None when the server runs without metrics.
 
     Args:
         args: as `initialize` gets them.
-        stats, read: see `Exporter`.
+        stats, snapshot: see `Exporter`.
     """
     families: dict[str, pb_utils.MetricFamily] = {}
 
@@ -110,29 +116,40 @@ def start_exporter(
             return families[name].Metric(labels=labels)
         return families[name].Metric(labels=labels, buckets=buckets)
 
-    labels = {"model": args["model_name"], "instance": args["model_instance_name"]}
+    labels = {
+        "model": args["model_name"],
+        "version": args["model_version"],
+        "instance": args["model_instance_name"],
+    }
     try:
-        return Exporter(stats, read, make_metric, labels)
+        return Exporter(stats, snapshot, make_metric, labels)
     except pb_utils.TritonModelException as error:
-        _log.info("the server takes no metrics, so none are kept: %s", error)
+        _log.info("the server runs without metrics: %s", error)
         return None
 
 
 def start_watchdog() -> subprocess.Popen[bytes]:
-    """Return a process that ends this one when the server has died without telling it.
+    """Return a process that kills this one after the server has died.
 
     A process, not a thread: when the server is killed under load, this process's main thread waits
-    for it for ever and holds the GIL, so no Python thread would run again.
+    for it forever and holds the GIL, so no Python thread runs again.
     """
     command = ["/bin/sh", "-c", _WATCHDOG, "varlen-watchdog", str(os.getppid()), str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 
 class _ServerLog(logging.Handler):
-    """Writes our log lines into the server's log. Slow, so only for lifecycle events and faults, unless asked for."""
+    """Writes log records into the server's log.
+
+    Each line is a round trip to the server, so only lifecycle events and faults are logged by default.
+    """
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self._model = model
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = f"varlen: {self.format(record)}"
+        line = f"varlen: {self._model}: {self.format(record)}"
         if record.levelno >= logging.ERROR:
             pb_utils.Logger.log_error(line)
         elif record.levelno >= logging.WARNING:
@@ -141,10 +158,14 @@ class _ServerLog(logging.Handler):
             pb_utils.Logger.log_info(line)
 
 
-def log_to_server(level: LogLevel = "info") -> None:
-    """Send the lines of the logger `varlen` to the server's log, from this level on."""
+def log_to_server(name: str, version: str, level: LogLevel = "info") -> None:
+    """Send records of the logger `varlen`, from this level on, to the server's log.
+
+    Args:
+        name, version: of the model that this process runs; each line begins with them.
+        level: lowest level that is logged.
+    """
     logger = logging.getLogger("varlen")
     logger.setLevel(level.upper())
     logger.propagate = False
-    if not logger.handlers:
-        logger.addHandler(_ServerLog())
+    logger.handlers[:] = [_ServerLog(f"{name} v{version}")]

@@ -17,8 +17,8 @@ from varlen.cost_warmup import costs_for
 from varlen.engine import Engine
 from varlen.execution.executor import ThreadExecutor
 from varlen.execution.runner import Runner
-from varlen.intake import Intake, Limits
-from varlen.metrics import Readings, Stats
+from varlen.intake import InputLimits, Intake
+from varlen.metrics import MetricsSnapshot, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import DEFAULT_OPTIONS, Prompt, Reply, Request
 from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
@@ -79,12 +79,12 @@ class Service:
         checkpoint = Checkpoint.open(folder)
         runner = Runner(checkpoint, config, gpu=gpu)
         _warm_up(runner)
-        limits = Limits(
+        limits = InputLimits(
             max_sequence_tokens=runner.max_sequence_tokens,
             max_text_bytes=config.max_text_bytes,
             vocab_size=runner.vocab_size,
             type_vocab_size=runner.type_vocab_size,
-            room=runner.arena,
+            arena=runner.arena,
         )
         intake = Intake(Tokenizer(checkpoint.folder, runner.max_sequence_tokens), limits)
         executor = ThreadExecutor([runner])
@@ -123,8 +123,8 @@ class Service:
         """
         (self.cache or self.engine).submit(request, reply)
 
-    def readings(self) -> Readings:
-        """Return what the gauges and totals stand at. From any thread."""
+    def snapshot(self) -> MetricsSnapshot:
+        """Return the values of all gauges and totals. From any thread."""
         requests, tokens = self.admission.depth
         arena = self.runner.arena
         layout, use = arena.layout, arena.use()

@@ -1,6 +1,6 @@
-"""The wire: tensor names and shapes, and what of a request they may hold.
+"""The wire format: tensor names and shapes, request parameters, and their conversion to a `Request`.
 
-Names follow exported Hugging Face models, so that existing clients fit. This file knows arrays and
+Names follow exported Hugging Face models, so that existing clients work. This file uses arrays and
 JSON, not the server's classes.
 """
 
@@ -8,23 +8,35 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.config import Task
-from varlen.errors import RequestError
+from varlen.errors import RequestError, shorten
 from varlen.intake import Intake
 from varlen.request import Float32Array, Prompt, Request, RequestOptions
 from varlen.tokenization import Text
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
-# Rows that one request may hold where config.pbtxt does not say.
+# Largest request, in rows, unless config.pbtxt says otherwise.
 DEFAULT_MAX_ROWS = 64
 
 MAX_PRIORITY = 9
+
+# A shorter `timeout` of the server's protocol is a number in another unit: passing the request to this
+# process and its response back takes about half of this.
+_MIN_TIMEOUT_MICROSECONDS = 1000
+
+_PARAMETERS = ("truncate", "normalize", "request_priority", "deadline_ms")
+# Refuses `trunc` and `deadline`, and ignores `priority` (0.67) and `request_id` (0.69).
+_NEAR_MISS = 0.75
+# No name of ours is this long, nor a near miss of one.
+_LONGEST_NEAR_MISS = 32
 
 _PAIR_TASKS = frozenset({"classify", "rerank", "hidden", "token_classify"})
 _OUTPUT_NAMES: dict[Task, str] = {
@@ -38,7 +50,7 @@ _OUTPUT_NAMES: dict[Task, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of config.pbtxt; `dims` leave out the leading rows."""
+    """One tensor of config.pbtxt; `dims` do not include the rows."""
 
     name: str
     data_type: str
@@ -47,7 +59,7 @@ class TensorSpec:
 
 
 def input_specs(task: Task) -> tuple[TensorSpec, ...]:
-    """Return the inputs of a task; a request brings either text or token ids, so each is optional."""
+    """Return the inputs of a task. Each is optional: a request has either text or token ids."""
     texts = ("text", "text_pair") if task in _PAIR_TASKS else ("text",)
     ids = ("input_ids", "attention_mask", "token_type_ids")
     return (
@@ -57,7 +69,7 @@ def input_specs(task: Task) -> tuple[TensorSpec, ...]:
 
 
 def output_specs(task: Task, hidden_size: int, num_labels: int) -> tuple[TensorSpec, ...]:
-    """Return the outputs of a task for a model of these sizes."""
+    """Return the outputs of a task, for a model of these sizes."""
     width = hidden_size if task in ("embed", "hidden") else num_labels
     dims = (-1, width) if task in ("hidden", "token_classify") else (width,)
     return (TensorSpec(_OUTPUT_NAMES[task], "TYPE_FP32", dims),)
@@ -71,19 +83,21 @@ def read_request(
     normalize: bool,
     timeout_microseconds: int = 0,
 ) -> Request:
-    """Return the checked request that these tensors and parameters make up; nothing of the tensors is kept.
+    """Return the checked request of these tensors and parameters. Keeps no reference to a tensor.
 
     Args:
-        tensors: by input name, each with a leading dimension of rows.
-        parameters: of the request, a JSON object. Keys that are not ours are ignored: frontends add their own.
-        intake: of the model.
-        normalize: what holds when the request does not say.
-        timeout_microseconds: the server's own parameter `timeout`, a second deadline; 0 is none. The sooner holds.
+        tensors: by input name; the first dimension is rows.
+        parameters: the request's parameters, a JSON object. Names that are not ours are ignored, as frontends
+            add their own, unless they look like a misspelt name of ours.
+        intake: the checks of this model.
+        normalize: the default of the parameter `normalize`.
+        timeout_microseconds: the field `timeout` of the server's protocol; 0 is none. The earlier of
+            it and `deadline_ms` is the deadline.
 
     Raises:
-        RequestError: it cannot be served; the message says what came and what is allowed.
+        RequestError: the request cannot be served; the message says what came and what is allowed.
     """
-    options = json.loads(parameters) if parameters else {}
+    options = _options(parameters)
     truncate = _flag(options, "truncate", default=False)
     normalize = _flag(options, "normalize", default=normalize)
     priority = _priority(options)
@@ -94,7 +108,7 @@ def read_request(
         prompts = _token_rows(tensors, intake)
     else:
         raise RequestError(
-            f"the request has {', '.join(tensors) or 'no inputs'}; send text, or input_ids"
+            f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send text, or input_ids"
         )
     return Request(prompts, RequestOptions(normalize, priority, deadline))
 
@@ -102,10 +116,10 @@ def read_request(
 def output_array(task: Task, rows: Sequence[Float32Array]) -> Float32Array:
     """Return the output tensor of a request, one row per sequence.
 
-    Rows of different lengths are filled up with zeros to the longest, since a tensor of the server has one shape.
+    Rows of different lengths are padded with zeros to the longest.
 
     Returns:
-        A new array: `[rows, width]`, or `[rows, longest, width]` for tasks that answer every token.
+        A new array: `[rows, width]`, or `[rows, longest, width]` for tasks with an output per token.
     """
     if task not in ("hidden", "token_classify"):
         return np.stack(rows)
@@ -163,7 +177,7 @@ def _token_rows(tensors: Tensors, intake: Intake) -> tuple[Prompt, ...]:
 
 
 def _lengths(mask: npt.NDArray[Any] | None, shape: tuple[int, ...]) -> list[int]:
-    """Return the tokens of each row: all, or as many as its mask begins with ones."""
+    """Return the length of each row in tokens: its width, or the number of leading ones of its mask."""
     if mask is None:
         return [shape[1]] * shape[0]
     mask = _integers("attention_mask", mask)
@@ -194,10 +208,39 @@ def _check_rows(name: str, rows: int, other: str, expected: int) -> None:
         raise RequestError(f"{name} has {rows} rows; {other} has {expected}")
 
 
+def _options(parameters: str) -> Mapping[str, Any]:
+    """Return the request's parameters by name."""
+    try:
+        options = json.loads(parameters) if parameters else {}
+    except (ValueError, RecursionError):
+        raise RequestError(
+            f"the request parameters are {shorten(repr(parameters))}; send a JSON object"
+        ) from None
+    if not isinstance(options, dict):
+        raise RequestError(
+            f"the request parameters are {shorten(repr(options))}; send a JSON object"
+        )
+    for name in options:
+        if len(name) <= _LONGEST_NEAR_MISS and (meant := _misspelt(name)):
+            raise RequestError(
+                f'unknown parameter "{name}". Did you mean "{meant}"? Allowed: {", ".join(_PARAMETERS)}'
+            )
+    return options
+
+
+@lru_cache(maxsize=1024)
+def _misspelt(name: str) -> str | None:
+    """Return the parameter that `name` is a near miss of, or None."""
+    # the server passes on HTTP headers too, of which "X-Deadline-Ms" is not meant for us
+    if name in _PARAMETERS or name.lower().startswith("x-"):
+        return None
+    return next(iter(get_close_matches(name.lower(), _PARAMETERS, n=1, cutoff=_NEAR_MISS)), None)
+
+
 def _flag(options: Mapping[str, Any], name: str, *, default: bool) -> bool:
     value = options.get(name, default)
     if not isinstance(value, bool):
-        raise RequestError(f"the parameter {name} is {value!r}; send true or false")
+        raise RequestError(f"the parameter {name} is {shorten(repr(value))}; send true or false")
     return value
 
 
@@ -206,13 +249,19 @@ def _priority(options: Mapping[str, Any]) -> int:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or not 0 <= value <= MAX_PRIORITY:
         raise RequestError(
-            f"the parameter request_priority is {value!r}; send a whole number from 0 to {MAX_PRIORITY}"
+            f"the parameter request_priority is {shorten(repr(value))};"
+            f" send a whole number from 0 to {MAX_PRIORITY}"
         )
     return cast(int, value)
 
 
 def _deadline_seconds(options: Mapping[str, Any], timeout_microseconds: int) -> float | None:
-    """Return the sooner of the two deadlines that a request may have."""
+    """Return the earlier of the two deadlines that a request may have, in seconds from now."""
+    if 0 < timeout_microseconds < _MIN_TIMEOUT_MICROSECONDS:
+        raise RequestError(
+            f"timeout is {timeout_microseconds} microseconds; send at least {_MIN_TIMEOUT_MICROSECONDS}"
+            " microseconds, or no timeout (the model's setting ignore_request_timeout ignores it)"
+        )
     deadlines = [timeout_microseconds / 1e6] if timeout_microseconds else []
     if "deadline_ms" in options:
         deadlines.append(_positive("deadline_ms", options["deadline_ms"]) / 1e3)
@@ -221,7 +270,9 @@ def _deadline_seconds(options: Mapping[str, Any], timeout_microseconds: int) -> 
 
 def _positive(name: str, value: object) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # not math.isfinite, which cannot take every int
+    # not math.isfinite, which fails on large integers
     if not is_number or not 0 < cast(float, value) <= sys.float_info.max:
-        raise RequestError(f"the parameter {name} is {value!r}; send a positive number")
+        raise RequestError(
+            f"the parameter {name} is {shorten(repr(value))}; send a positive number"
+        )
     return float(cast(float, value))

@@ -19,7 +19,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class MetricsSample:
-    """The counters and gauges of one model, summed over its instances, at one moment."""
+    """The counters and gauges of one model, summed over its versions and instances, at one moment."""
 
     at: float
     """time.monotonic(), seconds."""

@@ -57,6 +57,7 @@ def test_every_setting_can_be_spelt_out():
         "max_queued_tokens": "4",
         "max_text_bytes": "5",
         "response_cache_bytes": "8",
+        "ignore_request_timeout": "true",
         "response_cache_seconds": "9",
         "threads": "6",
         "warmup_seconds": "13",
@@ -67,7 +68,27 @@ def test_every_setting_can_be_spelt_out():
     config = EngineConfig.from_parameters(parameters)
 
     assert set(parameters) == {field.name for field in fields(EngineConfig)}
-    assert {key: str(getattr(config, key)) for key in parameters} == parameters
+    spelt = {key: str(getattr(config, key)) for key in parameters}
+    assert spelt == parameters | {"ignore_request_timeout": "True"}
+
+
+@pytest.mark.parametrize("text, expected", [("true", True), ("false", False)])
+def test_a_flag_is_true_or_false(text, expected):
+    config = EngineConfig.from_parameters({"ignore_request_timeout": text})
+
+    assert config.ignore_request_timeout is expected
+
+
+@pytest.mark.parametrize("text", ["True", "1", "yes", "", " true"])
+def test_refuses_other_words_for_a_flag(text):
+    with refused(f'ignore_request_timeout is "{text}"; allowed: true, false'):
+        EngineConfig.from_parameters({"ignore_request_timeout": text})
+
+
+@pytest.mark.parametrize("value", [1, 0, "true", None])
+def test_checks_a_flag_given_in_python_too(value):
+    with refused(f"ignore_request_timeout is {value!r}; allowed: True, False"):
+        EngineConfig(ignore_request_timeout=value)
 
 
 @pytest.mark.parametrize("key", sorted(SERVER_PARAMETERS))
@@ -107,8 +128,17 @@ def test_refuses_zero_where_something_must_fit(key):
 
 
 def test_refuses_a_number_too_long_to_read():
-    with refused("max_batch_tokens is"):
+    with refused('... (5000 characters)"; allowed: whole numbers from 1'):
         EngineConfig.from_parameters({"max_batch_tokens": "9" * 5000})
+
+
+@pytest.mark.parametrize("key", ["device", "arena_bytes", "ignore_request_timeout", "k" * 20_000])
+def test_an_error_repeats_no_more_than_a_hundred_characters(key):
+    with refused("characters)") as caught:
+        EngineConfig.from_parameters({key: "v" * 20_000})
+
+    assert "v" * 101 not in str(caught.value)
+    assert "k" * 101 not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", sorted(MAY_BE_ZERO))

@@ -118,7 +118,7 @@ def test_a_cache_gives_every_bit_again_and_the_arrays_are_the_caller_s(make_chec
     with Encoder.from_pretrained(folder, **settings) as encoder:
         first = encoder.hidden([*TEXTS, TEXTS[0]])
         second = encoder.hidden(TEXTS[::-1])
-        readings = encoder._service.readings()
+        snapshot = encoder._service.snapshot()
         for array in second:
             array.fill(9.0)
         third = encoder.hidden(TEXTS)
@@ -126,18 +126,18 @@ def test_a_cache_gives_every_bit_again_and_the_arrays_are_the_caller_s(make_chec
     for array, again in zip(first, third, strict=False):
         np.testing.assert_array_equal(array, again)
     np.testing.assert_array_equal(first[-1], first[0])
-    assert readings["varlen_response_cache_misses_total"] == len(TEXTS)
-    assert readings["varlen_response_cache_joined_total"] == 1
-    assert readings["varlen_response_cache_hits_total"] == len(TEXTS)
-    assert 0 < readings["varlen_response_cache_bytes"] <= 10**6
+    assert snapshot["varlen_response_cache_misses_total"] == len(TEXTS)
+    assert snapshot["varlen_response_cache_joined_total"] == 1
+    assert snapshot["varlen_response_cache_hits_total"] == len(TEXTS)
+    assert 0 < snapshot["varlen_response_cache_bytes"] <= 10**6
 
 
 def test_without_a_setting_nothing_is_kept(encoder):
     encoder.embed(TEXTS)
     encoder.embed(TEXTS)
 
-    readings = encoder._service.readings()
-    assert not any(value for name, value in readings.items() if "response_cache" in name)
+    snapshot = encoder._service.snapshot()
+    assert not any(value for name, value in snapshot.items() if "response_cache" in name)
 
 
 def test_many_threads_with_a_cache_get_what_they_asked_for(small_bert, encoder, rng):
@@ -152,14 +152,14 @@ def test_many_threads_with_a_cache_get_what_they_asked_for(small_bert, encoder, 
 
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(work, plans))
-        readings = cached._service.readings()
+        snapshot = cached._service.snapshot()
 
     for plan, answer in zip(plans, answers, strict=True):
         np.testing.assert_allclose(answer, expected[plan], rtol=0, atol=1e-6)
-    assert readings["varlen_response_cache_evictions_total"] > 0
-    assert readings["varlen_response_cache_bytes"] <= 6000
+    assert snapshot["varlen_response_cache_evictions_total"] > 0
+    assert snapshot["varlen_response_cache_bytes"] <= 6000
     came = ("hits", "joined", "misses")
-    assert sum(readings[f"varlen_response_cache_{name}_total"] for name in came) == sum(
+    assert sum(snapshot[f"varlen_response_cache_{name}_total"] for name in came) == sum(
         map(len, plans)
     )
 

@@ -8,12 +8,12 @@ import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from varlen.errors import CheckpointError, RequestError
-from varlen.intake import Intake, Limits
+from varlen.intake import InputLimits, Intake
 from varlen.tokenization import Tokenizer
 
 
-class Room:
-    """Room for sequences of so many tokens, a hundred bytes each."""
+class Arena:
+    """Fits sequences up to a length, a hundred bytes per token."""
 
     def __init__(self, max_tokens):
         self.max_tokens = max_tokens
@@ -23,12 +23,12 @@ class Room:
         return 100 * tokens
 
 
-LIMITS = Limits(
+LIMITS = InputLimits(
     max_sequence_tokens=12,
     max_text_bytes=40,
     vocab_size=60,
     type_vocab_size=2,
-    room=Room(12),
+    arena=Arena(12),
 )
 
 
@@ -91,9 +91,9 @@ def test_refuses_a_pair_with_an_empty_side(intake, pair):
 
 
 def test_refuses_no_rows(intake):
-    with refused("no text came; send at least one row"):
+    with refused("text has no rows; send at least one row"):
         intake.texts([], truncate=False)
-    with refused("no token ids came; send at least one row"):
+    with refused("input_ids has no rows; send at least one row"):
         intake.token_ids([])
 
 
@@ -202,12 +202,12 @@ def test_refuses_a_text_whose_token_the_model_does_not_know(small_bert):
 
 
 def test_refuses_a_sequence_that_finds_no_room_alone(tokenizer):
-    intake = Intake(tokenizer, replace(LIMITS, room=Room(3)))
+    intake = Intake(tokenizer, replace(LIMITS, arena=Arena(3)))
 
     assert intake.token_ids([ids(2, 5, 3)])
     assert intake.texts(["the"], truncate=False)
     with refused(
-        "row 1: 4 tokens need 400 bytes of memory to run; this model has 300, which hold 3 tokens (arena_bytes)"
+        "row 1: 4 tokens need 400 bytes of memory to run; this model has 300, enough for 3 tokens (arena_bytes)"
     ):
         intake.token_ids([ids(2), ids(2, 5, 6, 3)])
     # cutting a text where memory ends would change what it means

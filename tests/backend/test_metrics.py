@@ -8,7 +8,7 @@ import pytest
 from varlen import metrics
 from varlen.metrics import Drained, Exporter, Stats
 
-LABELS = {"model": "m", "instance": "m_0"}
+LABELS = {"model": "m", "version": "1", "instance": "m_0"}
 REQUESTS = "varlen_requests_total"
 REFUSALS = "varlen_refused_requests_total"
 GAUGES = {
@@ -32,7 +32,7 @@ TOTALS = {
     "varlen_response_cache_misses_total": 13,
     "varlen_response_cache_evictions_total": 14,
 }
-READINGS = {**GAUGES, **TOTALS}
+SNAPSHOT = {**GAUGES, **TOTALS}
 
 
 class FakeMetric:
@@ -88,7 +88,7 @@ def stats():
 def exporter(server, stats, monkeypatch):
     # a flush happens when a test asks for it
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
-    exporter = Exporter(stats, READINGS.copy, server.make_metric, LABELS)
+    exporter = Exporter(stats, SNAPSHOT.copy, server.make_metric, LABELS)
     yield exporter
     exporter.close()
 
@@ -163,14 +163,14 @@ def test_gauges_show_what_is_read_now(server, exporter):
     assert {name: server[name].value for name in GAUGES} == GAUGES
 
 
-def test_totals_are_carried_over_as_they_grow(server, stats, monkeypatch):
+def test_totals_are_exported_as_they_grow(server, stats, monkeypatch):
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
-    readings = dict(READINGS)
-    exporter = Exporter(stats, readings.copy, server.make_metric, LABELS)
+    snapshot = dict(SNAPSHOT)
+    exporter = Exporter(stats, snapshot.copy, server.make_metric, LABELS)
 
     exporter.flush()
     exporter.flush()
-    readings["varlen_plan_cache_hits_total"] += 5
+    snapshot["varlen_plan_cache_hits_total"] += 5
     exporter.flush()
     exporter.close()
 
@@ -181,7 +181,7 @@ def test_totals_are_carried_over_as_they_grow(server, stats, monkeypatch):
 
 def test_the_thread_flushes_and_outlives_a_failure(server, stats, monkeypatch):
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 0.005)
-    exporter = Exporter(stats, READINGS.copy, server.make_metric, LABELS)
+    exporter = Exporter(stats, SNAPSHOT.copy, server.make_metric, LABELS)
     server[REQUESTS, "failed"].broken = True
     stats.count_request("failed", 0.5)
     sleep(0.05)
@@ -226,7 +226,7 @@ def test_a_server_without_metrics_stops_the_exporter_at_once(stats):
         raise RuntimeError("metrics not supported")
 
     with pytest.raises(RuntimeError, match="not supported"):
-        Exporter(stats, READINGS.copy, refuse, LABELS)
+        Exporter(stats, SNAPSHOT.copy, refuse, LABELS)
 
 
 def test_where_nobody_drains_the_oldest_observations_go(monkeypatch):

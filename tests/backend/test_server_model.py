@@ -23,6 +23,7 @@ from varlen.errors import DeadlineError
 
 FAKES = Path(__file__).parent / "fakes"
 UTILS = "triton_python_backend_utils"
+SERVER_MODULES = ("varlen.server_model", "varlen.server_process", "varlen.server_replies")
 SECONDS = 20.0
 OUR_THREADS = ("varlen-engine", "varlen-sender", "varlen-metrics")
 
@@ -43,7 +44,7 @@ def server_model(pb_utils, monkeypatch):
     """Return a fresh import of the entry, whose watchdog ends at once."""
     logger = logging.getLogger("varlen")
     kept = logger.level, logger.propagate, list(logger.handlers)
-    for name in ("varlen.server_model", "varlen.server_process"):
+    for name in SERVER_MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module("varlen.server_model")
     monkeypatch.setattr(sys.modules["varlen.server_process"], "_WATCHDOG", "exit 0")
@@ -51,8 +52,8 @@ def server_model(pb_utils, monkeypatch):
     logger.setLevel(kept[0])
     logger.propagate = kept[1]
     logger.handlers[:] = kept[2]
-    sys.modules.pop("varlen.server_model", None)
-    sys.modules.pop("varlen.server_process", None)
+    for name in SERVER_MODULES:
+        sys.modules.pop(name, None)
 
 
 def config(task="embed", hidden=24, labels=0, **changes):
@@ -78,6 +79,7 @@ def args(model_config):
     return {
         "model_config": json.dumps(model_config),
         "model_name": "m",
+        "model_version": "3",
         "model_instance_name": "m_0",
         "model_instance_kind": "CPU",
         "model_instance_device_id": "0",
@@ -157,17 +159,28 @@ def failure(request):
 
 def block(model):
     """Make the model wait in its first batch; return (it has begun, let it go on)."""
-    engine = model._service.engine
-    begun, go_on, run = Event(), Event(), engine._model.run
+    runner = model._service.runner
+    begun, go_on, run = Event(), Event(), runner.run
 
-    class Gate:
-        def run(self, prompts, options):
-            begun.set()
-            assert go_on.wait(SECONDS)
-            return run(prompts, options)
+    def wait_and_run(prompts, options):
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return run(prompts, options)
 
-    engine._model = Gate()
+    runner.run = wait_and_run
     return begun, go_on
+
+
+def fail_once(model):
+    """Make the model fail in its next batch."""
+    runner = model._service.runner
+    run = runner.run
+
+    def fail(prompts, options):
+        runner.run = run
+        raise ZeroDivisionError("poison")
+
+    runner.run = fail
 
 
 def test_execute_answers_later_and_returns_none(load, ask):
@@ -322,7 +335,7 @@ def test_a_cache_answers_again_without_the_model(load, ask):
     first = ask(text=text("the cat", "a river"))
     model.execute([first])
     expected = result(first).as_numpy()
-    model._service.engine._model = None
+    fail_once(model)
     again = [ask(text=text("a river")), ask({"normalize": True}, text=text("a river"))]
 
     model.execute(again)
@@ -359,8 +372,7 @@ def test_a_cancel_check_that_fails_does_not_lose_the_request(load, ask):
 
 def test_a_model_that_fails_says_so_without_details(load, ask, pb_utils):
     model = load()
-    engine = model._service.engine
-    runner, engine._model = engine._model, None  # 'NoneType' has no attribute 'run'
+    fail_once(model)
     broken = ask(text=text("a"))
 
     model.execute([broken])
@@ -370,11 +382,30 @@ def test_a_model_that_fails_says_so_without_details(load, ask, pb_utils):
     assert (
         message == "the model failed on the batch that held this request; the server's log says why"
     )
-    assert any(level == "error" and "NoneType" in line for level, line in pb_utils.logged)
-    engine._model = runner
+    assert any(level == "error" and "ZeroDivisionError" in line for level, line in pb_utils.logged)
     after = ask(text=text("a"))
     model.execute([after])
     result(after)
+    assert model.is_ready()
+
+
+def test_a_model_whose_device_is_lost_is_not_ready_and_refuses_at_once(load, ask, pb_utils):
+    model = load()
+
+    def lost(prompts, options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    model._service.runner.run = lost
+    first, later = ask(text=text("a")), ask(text=text("b"))
+    model.execute([first])
+    wait_for(first)
+    assert not model.is_ready()
+
+    model.execute([later])
+
+    message = "the model has stopped after a fault of its device and cannot run requests; reload it"
+    for request in (first, later):
+        assert failure(request) == (pb_utils.TritonError.INTERNAL, message)
 
 
 def test_a_request_that_cannot_be_read_is_answered(load, ask, pb_utils):
@@ -390,14 +421,49 @@ def test_a_request_that_cannot_be_read_is_answered(load, ask, pb_utils):
 
 
 @pytest.mark.parametrize("parameters", ["[]", "{", "3"])
-def test_parameters_that_are_no_object_are_answered(load, ask, parameters):
+def test_parameters_that_are_no_object_are_the_caller_s_fault(load, ask, pb_utils, parameters):
     model = load()
     request = ask(text=text("a"))
     request._parameters = parameters
 
     model.execute([request])
 
-    failure(request)
+    message = f"the request parameters are {parameters!r}; send a JSON object"
+    if parameters != "{":
+        message = message.replace("'", "")
+    assert failure(request) == (pb_utils.TritonError.INVALID_ARG, message)
+    assert not errors(pb_utils)
+
+
+def test_parameters_that_are_not_utf_8_are_the_caller_s_fault(load, ask, pb_utils):
+    model = load()
+    broken, good = ask(text=text("a")), ask(text=text("b"))
+    broken._parameters = b'{"trunc\xff": true}'
+
+    model.execute([broken, good])
+
+    message = "the name or value of a request parameter is not UTF-8; send UTF-8"
+    assert failure(broken) == (pb_utils.TritonError.INVALID_ARG, message)
+    assert not errors(pb_utils), "a caller's fault fills the server's log"
+    result(good)
+
+
+def test_a_timeout_of_other_units_is_refused_unless_the_model_ignores_timeouts(load, ask, pb_utils):
+    thirty = ask(timeout=30, text=text("a"))
+    load().execute([thirty])
+
+    code, message = failure(thirty)
+
+    assert code == pb_utils.TritonError.INVALID_ARG
+    assert message.startswith("timeout is 30 microseconds; send at least 1000 microseconds")
+    pb_utils.MetricFamily.made.clear()
+    ignored = ask(timeout=30, text=text("a"))
+    load(ignore_request_timeout="true").execute([ignored])
+    result(ignored)
+
+
+def errors(pb_utils):
+    return [line for level, line in pb_utils.logged if level == "error"]
 
 
 def test_a_request_without_a_sender_does_not_stop_the_others(load, ask):
@@ -443,10 +509,8 @@ class Stat:
 
 def test_a_large_answer_waits_for_no_shared_memory(load, ask, pb_utils, monkeypatch):
     model = load()
-    monkeypatch.setattr(
-        model._outbox.__class__.__init__.__globals__["os"], "statvfs", lambda path: Stat(100)
-    )
-    monkeypatch.setitem(model.execute.__func__.__globals__, "_LARGE_BYTES", 200)
+    monkeypatch.setattr(os, "statvfs", lambda path: Stat(100))
+    monkeypatch.setattr(sys.modules["varlen.server_replies"], "_LARGE_BYTES", 200)
     large, small = ask(text=text("a", "b", "c")), ask(text=text("a"))
 
     model.execute([large, small])
@@ -458,19 +522,20 @@ def test_a_large_answer_waits_for_no_shared_memory(load, ask, pb_utils, monkeypa
 
 
 def test_a_large_answer_is_sent_where_memory_holds_it_twice(server_model, monkeypatch):
+    check = sys.modules["varlen.server_replies"].check_shared_memory
     for free, fits in [(2 << 21, True), ((2 << 21) - 4096, False)]:
         monkeypatch.setattr(os, "statvfs", lambda path, free=free: Stat(free))
         if fits:
-            server_model._check_shared_memory(1 << 21)
+            check(1 << 21)
         else:
             with pytest.raises(Exception, match="too little shared memory"):
-                server_model._check_shared_memory(1 << 21)
+                check(1 << 21)
 
 
 def test_a_small_answer_asks_nothing_of_the_file_system(server_model, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: pytest.fail("asked"))
 
-    server_model._check_shared_memory((1 << 20) - 1)
+    sys.modules["varlen.server_replies"].check_shared_memory((1 << 20) - 1)
 
 
 @pytest.mark.parametrize("cache_bytes", ["0", "6000"])
@@ -567,7 +632,8 @@ def test_requests_are_counted_by_outcome(load, ask, pb_utils):
         "cancelled": 1,
         "failed": 0,
     }
-    assert all((m.labels["model"], m.labels["instance"]) == ("m", "m_0") for m in totals)
+    labels = {"model": "m", "version": "3", "instance": "m_0"}
+    assert all(metric.labels.items() >= labels.items() for metric in totals)
     assert family(pb_utils, "varlen_sequences_total")[0].value == 2
     assert family(pb_utils, "varlen_tokens_total")[0].value == 6
     assert len(family(pb_utils, "varlen_request_latency_seconds")[0].observed) == 3
@@ -588,7 +654,9 @@ def test_lifecycle_lines_reach_the_server_s_log(load, pb_utils):
     load()
 
     lines = [line for level, line in pb_utils.logged if level == "info"]
-    assert any(re.match(r"varlen: serving embed in float32 on \d+ threads", line) for line in lines)
+    line = r"varlen: m v3: serving embed in float32 on \d+ threads"
+    assert any(re.match(line, entry) for entry in lines)
+    assert all(entry.startswith("varlen: m v3: ") for entry in lines)
 
 
 def refused(pb_utils, message):
@@ -605,6 +673,34 @@ def refused(pb_utils, message):
         (
             {"model_transaction_policy": {"decoupled": True}},
             "model_transaction_policy is decoupled",
+        ),
+        (
+            {"sequence_batching": {}},
+            "sequence_batching is set; its state per client has no meaning here",
+        ),
+        (
+            {"dynamic_batching": {"preferred_batch_size": [64]}},
+            "dynamic_batching is set; varlen forms batches itself, from its own queue: remove it",
+        ),
+        (
+            {"batch_input": [{"kind": "BATCH_ELEMENT_COUNT"}]},
+            "batch_input is set; varlen does not read it: remove it",
+        ),
+        (
+            {"batch_output": [{"target_name": ["sentence_embedding"]}]},
+            "batch_output is set; varlen does not write it: remove it",
+        ),
+        (
+            {"instance_group": [{"kind": "KIND_CPU", "count": 2, "gpus": []}]},
+            "instance_group has 2 instances on the CPU; allowed: 1. Each would load the weights",
+        ),
+        (
+            {"instance_group": [{"kind": "KIND_MODEL", "count": 1}, {"kind": "KIND_CPU"}]},
+            "instance_group has 2 instances on the CPU; allowed: 1",
+        ),
+        (
+            {"instance_group": [{"kind": "KIND_GPU", "count": 3, "gpus": [0, 1]}]},
+            "instance_group has 3 instances on GPU 0; allowed: 1",
         ),
         ({"max_batch_size": 0}, "max_batch_size is 0; a row is a sequence, so allow at least 1"),
         ({"parameters": {"batch_tokens": "3"}}, 'unknown parameter "batch_tokens". Did you mean'),
@@ -626,6 +722,19 @@ def refused(pb_utils, message):
             "input \"input_ids\" is {'data_type': 'TYPE_INT32', 'dims': [-1]}; the model has",
         ),
         (
+            {
+                "input": [
+                    {
+                        "name": "text",
+                        "data_type": "TYPE_STRING",
+                        "dims": [1],
+                        "reshape": {"shape": []},
+                    }
+                ]
+            },
+            'input "text" has a reshape; allowed: none, with dims [1]',
+        ),
+        (
             {"output": [{"name": "sentence_embedding", "data_type": "TYPE_FP32", "dims": [384]}]},
             "output \"sentence_embedding\" is {'data_type': 'TYPE_FP32', 'dims': [384]}; the model has",
         ),
@@ -641,6 +750,85 @@ def test_refuses_to_load_what_it_could_not_serve(load, pb_utils, changes, messag
 def test_refuses_to_load_a_folder_that_is_no_checkpoint(load, pb_utils, tmp_path):
     with refused(pb_utils, "has no config.json"):
         load(tmp_path)
+
+
+def test_a_load_error_names_no_path(load, pb_utils, tmp_path):
+    linked = tmp_path / "linked"
+    (tmp_path / "elsewhere").mkdir()
+    linked.symlink_to(tmp_path / "elsewhere")
+
+    for folder in (tmp_path / "elsewhere", linked, tmp_path / "missing"):
+        with pytest.raises(pb_utils.TritonModelException) as caught:
+            load(folder)
+
+        assert "the checkpoint folder" in str(caught.value)
+        assert "/" not in str(caught.value)
+
+
+def test_an_unexpected_load_error_goes_to_the_log_alone(
+    load, server_model, pb_utils, small_bert, monkeypatch
+):
+    def fail(folder):
+        raise OSError(5, "Input/output error", str(folder))
+
+    monkeypatch.setattr(server_model.Checkpoint, "open", fail)
+    message = "the model could not be loaded; the server's log says why"
+
+    with refused(pb_utils, message):
+        load()
+    assert any(str(small_bert) in line and "Traceback" in line for line in errors(pb_utils))
+    pb_utils.logged.clear()
+    with refused(pb_utils, message):
+        complete(server_model, pb_utils, small_bert, EMPTY)
+    assert any(str(small_bert) in line and "Traceback" in line for line in errors(pb_utils))
+
+
+def test_no_frame_of_a_load_error_names_a_path(load, server_model, pb_utils, tmp_path):
+    # the server adds the frames, with their files, to the message
+    pb_utils.model_dir = str(tmp_path)
+    made = pb_utils.ModelConfig(json.dumps(EMPTY))
+    model = server_model.TritonPythonModel()
+
+    for call in (
+        lambda: model.auto_complete_config(made),
+        lambda: model.initialize(args(config())),
+    ):
+        with pytest.raises(pb_utils.TritonModelException) as caught:
+            call()
+
+        files = [str(entry.path) for entry in caught.traceback][2:]
+        assert len(files) == 1
+        assert not files[0].endswith(".py")
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [],
+        [{"kind": "KIND_CPU", "count": 1, "gpus": []}],
+        [{"kind": "KIND_MODEL", "count": 1}],
+        [{"kind": "KIND_GPU", "count": 1, "gpus": [0, 1]}],
+        [{"kind": "KIND_GPU", "count": 1, "gpus": [0]}, {"kind": "KIND_GPU", "gpus": [1]}],
+    ],
+    ids=str,
+)
+def test_one_instance_per_device_loads(load, groups):
+    model_config = config(parameters={"dtype": "fp32"}, instance_group=groups)
+
+    assert load(model_config=model_config).is_ready()
+
+
+def test_what_the_server_fills_in_loads(load):
+    filled = {
+        "batch_input": [],
+        "batch_output": [],
+        "optimization": {"priority": "PRIORITY_DEFAULT", "eager_batching": False},
+        "metric_tags": {},
+        "model_warmup": [],
+        "version_policy": {"latest": {"num_versions": 1}},
+    }
+
+    assert load(model_config=config(parameters={"dtype": "fp32"}, **filled)).is_ready()
 
 
 def test_refuses_a_numpy_that_the_server_garbles(load, pb_utils):
@@ -734,12 +922,11 @@ def parent_and_child():
         os.kill(child, signal.SIGKILL)
 
 
-def watch(parent, child):
+def watch(parent, child, proc="/proc"):
     server_process = importlib.import_module("varlen.server_process")
+    script = server_process._WATCHDOG.replace("/proc", str(proc))
 
-    return subprocess.Popen(
-        ["/bin/sh", "-c", server_process._WATCHDOG, "varlen-watchdog", str(parent), str(child)]
-    )
+    return subprocess.Popen(["/bin/sh", "-c", script, "varlen-watchdog", str(parent), str(child)])
 
 
 def runs(pid):
@@ -759,6 +946,43 @@ def test_the_watchdog_ends_a_process_whose_parent_was_killed(pb_utils, parent_an
 
     watchdog.wait(timeout=30)
     assert not runs(child)
+
+
+@pytest.fixture
+def zombie():
+    """Return a process that was killed and that its parent, this one, has not waited for."""
+    process = subprocess.Popen(["/bin/sh", "-c", "sleep 300"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_the_watchdog_ends_beside_a_zombie(pb_utils, zombie):
+    watchdog = watch(os.getpid(), zombie.pid)
+    with pytest.raises(subprocess.TimeoutExpired):
+        watchdog.wait(timeout=2)
+
+    zombie.kill()
+
+    assert watchdog.wait(timeout=30) == 0
+    assert Path(f"/proc/{zombie.pid}").exists()
+
+
+def test_the_watchdog_spares_another_process_of_the_same_id(pb_utils, tmp_path):
+    # a /proc of our own: nothing can make the system give an id out again
+    process = tmp_path / "77"
+    process.mkdir()
+    stat = "77 (a name (1) of it) S {parent} " + "0 " * 17 + "{started} 0 0\n"
+    (process / "stat").write_text(stat.format(parent=5, started=1000))
+    watchdog = watch(5, 77, proc=tmp_path)
+    with pytest.raises(subprocess.TimeoutExpired):
+        watchdog.wait(timeout=2)
+
+    # its parent is another one too, for which the first process would be killed
+    (process / "next").write_text(stat.format(parent=6, started=2000))
+    (process / "next").rename(process / "stat")
+
+    assert watchdog.wait(timeout=30) == 0
 
 
 def test_the_watchdog_ends_with_the_process_it_watches(pb_utils, parent_and_child):

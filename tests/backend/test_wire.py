@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen import wire
-from varlen.errors import RequestError
-from varlen.intake import Intake, Limits
+from varlen.errors import RequestError, shorten
+from varlen.intake import InputLimits, Intake
 from varlen.tokenization import Tokenizer
 
 TASKS = ["embed", "hidden", "classify", "rerank", "token_classify"]
@@ -20,9 +20,9 @@ IDS = [[2, 5, 3], [2, 6, 3]]
 
 @pytest.fixture(scope="module")
 def intake(small_bert):
-    # no more room than the longest sequence needs
-    room = SimpleNamespace(max_tokens=12, capacity=1200)
-    return Intake(Tokenizer(small_bert, 12), Limits(12, 4000, 60, 2, room))
+    # exactly as large as the longest sequence needs
+    arena = SimpleNamespace(max_tokens=12, capacity=1200)
+    return Intake(Tokenizer(small_bert, 12), InputLimits(12, 4000, 60, 2, arena))
 
 
 def text(*rows):
@@ -169,9 +169,9 @@ def test_refuses_texts_of_another_shape(intake, name, shape):
 
 
 def test_refuses_zero_rows(intake):
-    with refused("no text came; send at least one row"):
+    with refused("text has no rows; send at least one row"):
         read(intake, text=np.empty((0, 1), dtype=object))
-    with refused("no token ids came; send at least one row"):
+    with refused("input_ids has no rows; send at least one row"):
         read(intake, input_ids=np.empty((0, 3), dtype=np.int64))
 
 
@@ -272,7 +272,7 @@ def test_the_sooner_deadline_holds(intake, deadline_ms, timeout, expected):
     ids=lambda value: repr(value)[:9],
 )
 def test_refuses_a_deadline_that_is_no_positive_number(intake, value):
-    with refused(f"the parameter deadline_ms is {value!r}; send a positive number"):
+    with refused(f"the parameter deadline_ms is {shorten(repr(value))}; send a positive number"):
         read(intake, json.dumps({"deadline_ms": value}), input_ids=ids(IDS))
 
 
@@ -289,8 +289,88 @@ def test_a_request_that_says_nothing_has_the_lowest_priority(intake):
 
 @pytest.mark.parametrize("value", [-1, 10, 1.0, 0.5, True, None, "3", [3], 10**400], ids=repr)
 def test_refuses_a_priority_that_is_no_whole_number_to_9(intake, value):
-    with refused(f"the parameter request_priority is {value!r}; send a whole number from 0 to 9"):
+    shown = shorten(repr(value))
+    with refused(f"the parameter request_priority is {shown}; send a whole number from 0 to 9"):
         read(intake, json.dumps({"request_priority": value}), input_ids=ids(IDS))
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("trunc", "truncate"),
+        ("Truncate", "truncate"),
+        ("truncation", "truncate"),
+        ("normalise", "normalize"),
+        ("normalized", "normalize"),
+        ("deadline", "deadline_ms"),
+        ("deadlineMs", "deadline_ms"),
+        ("deadline-ms", "deadline_ms"),
+        ("request_prio", "request_priority"),
+        ("RequestPriority", "request_priority"),
+    ],
+)
+def test_refuses_a_near_miss_of_a_parameter_by_name(intake, name, meant):
+    allowed = "Allowed: truncate, normalize, request_priority, deadline_ms"
+    with refused(f'unknown parameter "{name}". Did you mean "{meant}"? {allowed}'):
+        read(intake, json.dumps({name: True}), input_ids=ids(IDS))
+
+
+@pytest.mark.parametrize(
+    "name",
+    """
+    priority timeout id request_id correlation_id sequence_id sequence_start sequence_end headers
+    binary_data binary_data_output binary_data_size classification shared_memory_region
+    shared_memory_offset shared_memory_byte_size triton_enable_empty_final_response traceparent
+    tracestate X-Request-ID X-Request-Priority X-Deadline-Ms x-tenant Authorization Content-Type
+    User-Agent model model_name stream max_tokens temperature user encoding_format dimensions
+    parameters inputs outputs lora_id cache_salt truncate_prompt_tokens normalize_embeddings
+    """.split(),
+)
+def test_ignores_each_name_that_frontends_use(intake, name):
+    assert rows_of(read(intake, json.dumps({name: 1}), input_ids=ids(IDS))) == IDS
+
+
+def test_ignores_a_parameter_with_a_name_of_any_length(intake):
+    assert rows_of(read(intake, json.dumps({"truncate" * 10_000: 1}), input_ids=ids(IDS))) == IDS
+
+
+@pytest.mark.parametrize(
+    "parameters", ["[]", "3", "null", '"truncate"', "{", "{'a': 1}", "[" * 9999]
+)
+def test_refuses_parameters_that_are_no_json_object(intake, parameters):
+    with refused("send a JSON object") as caught:
+        read(intake, parameters, input_ids=ids(IDS))
+
+    assert str(caught.value).startswith("the request parameters are ")
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["truncate", "normalize", "request_priority", "deadline_ms"])
+@pytest.mark.parametrize("value", ["x" * 20_000, ["y"] * 5000], ids=["string", "list"])
+def test_an_error_repeats_no_more_than_a_hundred_characters(intake, name, value):
+    with refused(f"... ({len(repr(value))} characters); send ") as caught:
+        read(intake, json.dumps({name: value}), input_ids=ids(IDS))
+
+    assert f"the parameter {name} is {repr(value)[:100]}..." in str(caught.value)
+
+
+def test_an_error_does_not_list_thousands_of_inputs(intake):
+    with refused("... (5888 characters); send text, or input_ids"):
+        read(intake, **{f"x{number}": ids(IDS) for number in range(1000)})
+
+
+@pytest.mark.parametrize("timeout", [1, 30, 999])
+def test_refuses_a_timeout_in_another_unit_than_microseconds(intake, timeout):
+    message = (
+        f"timeout is {timeout} microseconds; send at least 1000 microseconds, or no timeout"
+        " (the model's setting ignore_request_timeout ignores it)"
+    )
+    with refused(message):
+        read(intake, timeout=timeout, input_ids=ids(IDS))
+
+
+def test_a_millisecond_is_a_timeout(intake):
+    assert read(intake, timeout=1000, input_ids=ids(IDS)).options.deadline_seconds == 0.001
 
 
 def test_ignores_what_frontends_add(intake):

@@ -8,7 +8,7 @@ PAGE = """\
 # HELP varlen_queued_requests Requests that wait
 # TYPE varlen_queued_requests gauge
 varlen_queued_requests{model="minilm",instance="minilm_0_0"} 2
-varlen_queued_requests{model="minilm",instance="minilm_0_1"} 3
+varlen_queued_requests{model="minilm",version="2",instance="minilm_0_1"} 3
 varlen_queued_requests{model="other",instance="other_0_0"} 100
 varlen_queued_tokens{instance="minilm_0_0",model="minilm"} 5e+02
 varlen_requests_total{model="minilm",instance="minilm_0_0",outcome="ok"} 10

@@ -94,8 +94,7 @@ def metrics(server: LocalServer, model: str) -> dict[str, float]:
         if match and labels.pop("model", None) == model:
             if match[1].startswith("varlen_"):
                 assert labels.pop("instance") == f"{model}_0"
-            else:
-                labels.pop("version")
+            assert labels.pop("version") == "1"
             found[" ".join([match[1], *labels.values()])] = float(match[3])
     return found
 
@@ -149,6 +148,19 @@ def stub_of(server: LocalServer, model: str) -> int:
     return pid
 
 
+def watchdogs(stub_pid: int) -> list[int]:
+    """Return the process ids of the watchdogs of a stub, also when the stub is dead."""
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and _is_watchdog(_command_line(int(entry.name)), stub_pid)
+    ]
+
+
+def _is_watchdog(arguments: list[str], stub_pid: int) -> bool:
+    return "varlen-watchdog" in arguments and str(stub_pid) in arguments
+
+
 def shared_memory(server_pid: int) -> list[Path]:
     """Return the regions that a server shares with its Python processes; who kills either leaves them behind."""
     arguments = [argument for pid in stubs(server_pid) for argument in _stub_arguments(pid)]
@@ -169,8 +181,12 @@ def resident_bytes(pid: int) -> int:
 
 def _stub_arguments(pid: int) -> list[str]:
     """Return the command line of a stub, empty for any other process. A zombie has none either."""
-    try:
-        arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return []
+    arguments = _command_line(pid)
     return arguments if arguments[0].endswith("triton_python_backend_stub") else []
+
+
+def _command_line(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return [""]

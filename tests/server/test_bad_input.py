@@ -1,5 +1,7 @@
 """Streams of bad input: each one is refused in words that help, and no good request beside it is harmed."""
 
+import http.client
+import json
 import random
 import struct
 from collections.abc import Mapping
@@ -11,10 +13,10 @@ import numpy as np
 import pytest
 
 from varlen import Encoder
-from varlen_tools.local_server import LocalServer
+from varlen_tools.local_server import LOOPBACK, LocalServer
 
 from .clients import AnswerError, Array, Client, GrpcClient, Tensor, integers, strings, texts
-from .serving import outcomes, stub_of
+from .serving import PATIENCE_SECONDS, outcomes, stub_of
 
 # Nothing of the server's inside belongs into a message for its clients.
 LEAKS = ("/", "Traceback", ".py", "shm", "numpy", "0x")
@@ -149,6 +151,24 @@ CASES = (
         ("normalize is 'false'", "true or false"),
         {"normalize": "false"},
     ),
+    Case(
+        "a parameter larger than an error may be",
+        {"text": HELLO},
+        ("truncate is 'xxx", "x... (20002 characters); send true or false"),
+        {"truncate": "x" * 20_000},
+    ),
+    Case(
+        "a misspelt parameter",
+        {"text": HELLO},
+        ('unknown parameter "normalise"', 'Did you mean "normalize"?', "Allowed: truncate,"),
+        {"normalise": True},
+    ),
+    Case(
+        "a timeout in seconds",
+        {"text": HELLO},
+        ("timeout is 30 microseconds", "at least 1000", "ignore_request_timeout"),
+        {"timeout": 30},
+    ),
     Case("no inputs", {}, ("request has 0 inputs",), ours=False),
     Case(
         "wrong tensor name",
@@ -274,6 +294,25 @@ def test_a_parameter_that_is_not_a_number_harms_nobody(grpc_client: GrpcClient) 
         np.testing.assert_array_equal(answer, grpc_client.infer("minilm", texts("hello")))
     with pytest.raises(AnswerError, match="truncate is .*; send true or false"):
         grpc_client.infer("minilm", texts("hello"), {"truncate": 0.5})
+
+
+@pytest.mark.parametrize("member", [b'"trunc\xff": true', b'"note": "\xff"'], ids=["name", "value"])
+def test_bytes_that_are_not_utf_8_in_a_parameter_are_refused_without_a_traceback(
+    server: LocalServer, member: bytes
+) -> None:
+    tracebacks = server.log().count("Traceback")
+    text = b'{"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": ["hello"]}'
+    body = b'{"inputs": [' + text + b'], "parameters": {' + member + b"}}"
+    connection = http.client.HTTPConnection(LOOPBACK, server.http_port, timeout=PATIENCE_SECONDS)
+
+    connection.request("POST", "/v2/models/minilm/infer", body)
+    response = connection.getresponse()
+    message = json.loads(response.read())["error"]
+    connection.close()
+
+    assert response.status == 400
+    assert message == "the name or value of a request parameter is not UTF-8; send UTF-8"
+    assert server.log().count("Traceback") == tracebacks
 
 
 def test_good_requests_between_bad_ones_are_right_and_none_is_lost(

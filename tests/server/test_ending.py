@@ -25,6 +25,7 @@ from .serving import (
     stubs,
     unload,
     wait_until,
+    watchdogs,
 )
 
 # 32,000 tokens: a second or so of work.
@@ -98,7 +99,9 @@ def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(
     # this server never answers what a killed process held, so the clients' own deadlines end it
     held = [client.start("slow", BULK, timeout=3) for client in clients for _ in range(2)]
 
-    os.kill(stub_of(server, "slow"), signal.SIGKILL)
+    stub = stub_of(server, "slow")
+    assert len(watchdogs(stub)) == 1
+    os.kill(stub, signal.SIGKILL)
 
     for client in clients:
         with pytest.raises(AnswerError, match="Stub process 'slow_0' is not healthy"):
@@ -113,6 +116,8 @@ def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(
     assert load(server, "slow") is None
     for client in clients:
         np.testing.assert_allclose(client.infer("slow", SMALL), expected, rtol=0, atol=1e-6)
+    wait_until(lambda: not watchdogs(stub), "the watchdog of the killed process has ended")
+    assert len(watchdogs(stub_of(server, "slow"))) == 1
 
 
 def test_model_processes_end_themselves_when_the_server_is_killed(

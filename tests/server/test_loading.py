@@ -77,8 +77,50 @@ def test_a_config_of_one_line_is_completed(server: LocalServer, grpc_client: Grp
             {**ONE_LINE, "name": "spare", "model_transaction_policy": {"decoupled": True}},
             ("model_transaction_policy is decoupled", "remove it"),
         ),
+        (
+            {**ONE_LINE, "name": "spare", "sequence_batching": {}},
+            ("sequence_batching is set", "remove it"),
+        ),
+        (
+            {**ONE_LINE, "name": "spare", "dynamic_batching": {}},
+            ("dynamic_batching is set; varlen forms batches itself", "remove it"),
+        ),
+        (
+            {
+                **ONE_LINE,
+                "name": "spare",
+                "instance_group": [{"count": 2, "kind": "KIND_CPU"}],
+            },
+            ("instance_group has 2 instances on the CPU; allowed: 1", "set count to 1"),
+        ),
+        (
+            {
+                **ONE_LINE,
+                "name": "spare",
+                "input": [
+                    {
+                        "name": "text",
+                        "data_type": "TYPE_STRING",
+                        "dims": [1],
+                        "reshape": {"shape": []},
+                    }
+                ],
+            },
+            ('input "text" has a reshape; allowed: none',),
+        ),
     ],
-    ids=["unknown key", "unknown word", "negative", "task", "response cache", "decoupled"],
+    ids=[
+        "unknown key",
+        "unknown word",
+        "negative",
+        "task",
+        "response cache",
+        "decoupled",
+        "sequence batching",
+        "dynamic batching",
+        "instances",
+        "reshape",
+    ],
 )
 def test_a_config_that_cannot_be_served_is_refused_with_the_reason(
     server: LocalServer, config: dict[str, Any], says: tuple[str, ...]
@@ -88,7 +130,49 @@ def test_a_config_that_cannot_be_served_is_refused_with_the_reason(
     assert reason is not None
     for part in says:
         assert part in reason
+    _check_no_path(reason)
     assert model_state(server, "spare") == "UNAVAILABLE"
+
+
+def _check_no_path(reason: str) -> None:
+    """Fail if a load error names a file of the server's machine."""
+    assert "/" not in reason, reason
+    assert ".py" not in reason, reason
+
+
+@pytest.mark.parametrize("complete", [False, True], ids=["completed by us", "complete"])
+def test_a_load_error_names_no_path(
+    server: LocalServer,
+    bare_server: LocalServer,
+    tmp_path: Path,
+    complete: bool,
+) -> None:
+    loading = bare_server if complete else server
+    config = COMPLETE | {"name": "broken"} if complete else None
+    add_model(loading.model_repository, "broken", tmp_path)
+
+    # an empty folder, then a file that cannot be read at all
+    reason = load(loading, "broken", config)
+    assert reason is not None
+    assert "the checkpoint folder has no config.json" in reason
+    _check_no_path(reason)
+
+    (tmp_path / "config.json").mkdir()
+    reason = load(loading, "broken", config)
+    assert reason is not None
+    _check_no_path(reason)
+    assert "varlen: broken v1: " in loading.log()
+
+
+def test_a_model_may_ignore_the_timeout_of_requests(
+    server: LocalServer, grpc_client: GrpcClient
+) -> None:
+    try:
+        assert load(server, "spare", _with_parameters(ignore_request_timeout="true")) is None
+
+        assert grpc_client.infer("spare", texts("word1"), {"timeout": 30}).shape == (1, 32)
+    finally:
+        unload(server, "spare")
 
 
 def test_requests_during_unload_and_reload_are_answered_or_told_so(

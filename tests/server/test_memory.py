@@ -50,7 +50,7 @@ def test_a_sequence_without_room_is_refused_and_says_what_it_needs(
 
     assert caught.value.code == "INVALID_ARGUMENT"
     said = re.search(
-        r"row 0: 151 tokens need (\d+) bytes of memory to run; this model has (\d+), which hold 150 tokens",
+        r"row 0: 151 tokens need (\d+) bytes of memory to run; this model has (\d+), enough for 150 tokens",
         caught.value.message,
     )
     assert said

@@ -2,6 +2,7 @@
 
 import re
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from varlen_tools.local_server import LocalServer
 
 from .clients import AnswerError, GrpcClient, integers, texts
-from .serving import metrics, outcomes, wait_until_idle
+from .serving import add_model, load, metrics, outcomes, unload, wait_until_idle
 
 GAUGES = (
     "varlen_queued_requests",
@@ -62,6 +63,26 @@ def test_every_series_shows_from_the_start_with_type_and_help(server: LocalServe
         for name in {name.split()[0] for name in names}:
             assert f"# TYPE {name} {kind}\n" in page
             assert re.search(rf"# HELP {name} \w", page)
+
+
+def test_versions_of_one_model_have_series_of_their_own(
+    server: LocalServer, checkpoints: dict[str, Path]
+) -> None:
+    folder = server.model_repository
+    add_model(folder, "versions", checkpoints["encoder"], text="version_policy { all { } }")
+    (folder / "versions" / "2").symlink_to(checkpoints["encoder"], target_is_directory=True)
+    assert load(server, "versions") is None
+
+    try:
+        with urllib.request.urlopen(server.metrics_url) as response:
+            page = response.read().decode()
+        labels = re.findall(r'varlen_weight_bytes\{(.*model="versions".*)\}', page)
+        found = sorted(re.findall(r'version="(\d+)"', " ".join(labels)))
+        assert found == ["1", "2"]
+        for version in found:
+            assert f"varlen: versions v{version}: serving embed" in server.log()
+    finally:
+        unload(server, "versions")
 
 
 def test_what_is_counted_is_what_was_sent(server: LocalServer, grpc_client: GrpcClient) -> None:

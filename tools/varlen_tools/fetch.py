@@ -43,13 +43,14 @@ PARAMETER_NOTES = {
     "trigger": "hungry: a batch starts as soon as the model is free; lazy: when it is full, or max_delay_ms are over.",
     "max_delay_ms": "Longest that lazy waits for a full batch, in milliseconds.",
     "max_wait_ms": "Longest that dp passes a sequence over, in milliseconds.",
-    "max_batch_sequences": "Most sequences that run together; token_budget takes no notice.",
+    "max_batch_sequences": "Most sequences that run together; ignored when policy is token_budget.",
     "max_batch_tokens": "Most tokens that run together, padding included.",
     "arena_bytes": "Most memory for intermediates, in bytes or a share of the device's; less means smaller batches.",
     "max_sequence_tokens": "Longest sequence accepted, in tokens.",
     "max_queued_requests": "Most requests that wait; past it callers get UNAVAILABLE.",
     "max_queued_tokens": "Most tokens that wait; past it callers get UNAVAILABLE.",
     "max_text_bytes": "Longest text accepted, in bytes of UTF-8.",
+    "ignore_request_timeout": "true ignores the timeout field of requests; false: it is a deadline, in microseconds.",
     "response_cache_bytes": "Most memory for answers that are kept and given again; 0 keeps none.",
     "response_cache_seconds": "How long an answer is kept at most; 0 is as long as there is room.",
     "threads": "Cores that one batch uses; 0 is all that the server may use.",
@@ -350,10 +351,11 @@ def _tensors(kind: str, specs: Sequence[TensorSpec]) -> list[str]:
 
 
 def _parameter(key: str, value: object) -> list[str]:
+    text = str(value).lower() if isinstance(value, bool) else value
     return [
         "",
         f"# {PARAMETER_NOTES[key]}",
-        f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}',
+        f'parameters {{ key: "{key}" value: {{ string_value: "{text}" }} }}',
     ]
 
 

@@ -133,6 +133,9 @@ class InferenceRequest:
         return self._inputs
 
     def parameters(self):
+        if isinstance(self._parameters, bytes):
+            # the real one decodes what the client sent
+            return self._parameters.decode()
         return self._parameters
 
     def timeout(self):
