@@ -83,7 +83,9 @@ class Service:
             type_vocab_size=runner.type_vocab_size,
             room=runner.arena,
         )
-        intake = Intake(Tokenizer(checkpoint.folder, runner.max_sequence_tokens), limits)
+        prompt = checkpoint.default_prompt if runner.task == "embed" else ""
+        tokenizer = Tokenizer(checkpoint.folder, runner.max_sequence_tokens, prompt=prompt)
+        intake = Intake(tokenizer, limits)
         admission = Admission(config.max_queued_requests, config.max_queued_tokens)
         costs = costs_for(runner, checkpoint, config)
         scheduler = Scheduler(config, costs, runner.max_batch_tokens)
