@@ -5,12 +5,12 @@ docs/decisions/0014-config-fields.md.
 Source of the names: BERT as saved by Hugging Face transformers.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 from varlen.config import Task
 from varlen.errors import CheckpointError
 from varlen.models.config_file import Json, check_fields, read_int
-from varlen.models.weights import TensorHeader, check_tensor
+from varlen.models.weights import CheckpointWeights, TensorHeader, check_tensor
 from varlen_kernels import Activation
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -131,9 +131,9 @@ def check_tensors(
         )
 
 
-def prefix_of(names: Container[str]) -> str:
+def prefix_of(tensors: Mapping[str, TensorHeader] | CheckpointWeights) -> str:
     """Return what stands before the encoder's tensor names: models with a head keep it under a name of its own."""
-    return "bert." if "bert.embeddings.word_embeddings.weight" in names else ""
+    return "bert." if "bert.embeddings.word_embeddings.weight" in tensors else ""
 
 
 def tensor_shapes(
