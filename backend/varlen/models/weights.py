@@ -45,10 +45,10 @@ class TensorHeader:
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Return the headers of all tensors of a checkpoint folder, by today's names.
+    """Return the headers of all tensors of a checkpoint folder, by transformers' names.
 
     Raises:
-        CheckpointError: there is no safetensors file, or one is damaged or missing, or a name comes twice.
+        CheckpointError: there is no safetensors file, or one is damaged or missing, or a name occurs twice.
     """
     headers: dict[str, TensorHeader] = {}
     for path in shards(folder):
@@ -59,7 +59,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
                     header = TensorHeader(
                         path.name, stored_name, view.get_dtype(), tuple(view.get_shape())
                     )
-                    name = _todays_name(stored_name)
+                    name = _canonical_name(stored_name)
                     if name in headers:
                         raise CheckpointError(f'the checkpoint has two tensors "{name}"')
                     headers[name] = header
@@ -156,7 +156,7 @@ def shards(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _todays_name(name: str) -> str:
+def _canonical_name(name: str) -> str:
     for old, new in _OLD_NAMES.items():
         if name.endswith(old):
             return name.removesuffix(old) + new
