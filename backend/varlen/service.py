@@ -86,7 +86,9 @@ class Service:
             type_vocab_size=runner.type_vocab_size,
             arena=runner.arena,
         )
-        intake = Intake(Tokenizer(checkpoint.folder, runner.max_sequence_tokens), limits)
+        prompt = checkpoint.default_prompt if runner.task == "embed" else ""
+        tokenizer = Tokenizer(checkpoint.folder, runner.max_sequence_tokens, prompt=prompt)
+        intake = Intake(tokenizer, limits)
         executor = ThreadExecutor([runner])
         admission = Admission(
             config.max_queued_requests, config.max_queued_tokens, slots=executor.slots

@@ -20,12 +20,13 @@ Text: TypeAlias = str | tuple[str, str]
 class Tokenizer:
     """Tokenizes texts and pairs of texts, with special tokens, whole or cut to a length."""
 
-    def __init__(self, folder: Path, max_sequence_tokens: int) -> None:
+    def __init__(self, folder: Path, max_sequence_tokens: int, *, prompt: str = "") -> None:
         """Load `tokenizer.json`; the padding and truncation it may ask for are dropped.
 
         Args:
             folder: of the checkpoint.
             max_sequence_tokens: what a cut text keeps at most, special tokens included.
+            prompt: put before every text that is no pair.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -34,6 +35,7 @@ class Tokenizer:
         self._whole = _load(folder)
         self._cut = _load(folder)
         self._cut.enable_truncation(max_sequence_tokens)
+        self._prompt = prompt
 
     def encode(self, texts: Sequence[Text], *, truncate: bool) -> list[Prompt]:
         """Return one sequence per text or pair of texts; type ids only for pairs.
@@ -43,6 +45,8 @@ class Tokenizer:
             truncate: cut what is longer than max_sequence_tokens, the longer text of a pair first.
         """
         tokenizer = self._cut if truncate else self._whole
+        if self._prompt:
+            texts = [self._prompt + text if isinstance(text, str) else text for text in texts]
         return [
             Prompt(
                 np.array(encoding.ids, dtype=np.int32),

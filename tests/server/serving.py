@@ -93,7 +93,8 @@ def metrics(server: LocalServer, model: str) -> dict[str, float]:
         labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2])) if match else {}
         if match and labels.pop("model", None) == model:
             if match[1].startswith("varlen_"):
-                assert labels.pop("instance") == f"{model}_0"
+                # with the group's number where config.pbtxt names an instance group
+                assert labels.pop("instance") in (f"{model}_0", f"{model}_0_0")
             assert labels.pop("version") == "1"
             found[" ".join([match[1], *labels.values()])] = float(match[3])
     return found

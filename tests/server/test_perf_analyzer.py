@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from varlen_tools.fetch import fetch
 from varlen_tools.local_server import LOOPBACK, LocalServer, find_command
 
 from .serving import PATIENCE_SECONDS, outcomes
 
 REQUESTS = 60
+# Random integers are no token ids, so it sends zeros, in rows of one length.
+IDS_OPTIONS = ["--shape", "input_ids:16", "--input-data", "zero"]
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
@@ -30,19 +33,7 @@ def test_perf_analyzer_gets_an_answer_to_every_request(
         *("--request-count", str(REQUESTS), "-s", "999"),
         *("--profile-export-file", "profile.json"),
     ]
-    try:
-        run = subprocess.run(
-            command,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        # whose fault: this fails with other words if a request that reached the model was not answered
-        answered = outcomes(server, "minilm")
-        pytest.fail(f"perf_analyzer does not end; the model has answered all it got: {answered}")
+    run = run_perf_analyzer(command, tmp_path, server, "minilm")
 
     assert run.returncode == 0, run.stdout + run.stderr
     (experiment,) = json.loads((tmp_path / "profile.json").read_text())["experiments"]
@@ -51,3 +42,45 @@ def test_perf_analyzer_gets_an_answer_to_every_request(
     after = outcomes(server, "minilm")
     assert after["ok"] - before["ok"] >= REQUESTS
     assert after | {"ok": 0} == before | {"ok": 0}
+
+
+@pytest.mark.parametrize("inputs, options", [("text", []), ("ids", IDS_OPTIONS)])
+def test_a_model_with_inputs_of_one_kind_needs_no_input_data(
+    minilm_folder: Path, tmp_path: Path, inputs: str, options: list[str]
+) -> None:
+    """With all inputs optional, perf_analyzer asks for input data before it sends anything."""
+    repository = tmp_path / "models"
+    settings = {"device": "cpu", "warmup_seconds": "0"}
+    fetch(
+        str(minilm_folder), repository=repository, name="minilm", inputs=inputs, settings=settings
+    )
+    with LocalServer(repository) as server:
+        server.wait_ready()
+        command = [find_command("perf_analyzer"), "-m", "minilm", "-i", "grpc"]
+        command += ["-u", f"{LOOPBACK}:{server.grpc_port}", *options]
+        command += ["--request-count", str(REQUESTS), "-s", "999"]
+
+        run = run_perf_analyzer(command, tmp_path, server, "minilm")
+
+        assert run.returncode == 0, run.stdout + run.stderr
+        after = outcomes(server, "minilm")
+        assert after["ok"] >= REQUESTS
+        assert after == dict.fromkeys(after, 0) | {"ok": after["ok"]}
+
+
+def run_perf_analyzer(
+    command: list[str], folder: Path, server: LocalServer, model: str
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        # whose fault: this fails with other words if a request that reached the model was not answered
+        answered = outcomes(server, model)
+        pytest.fail(f"perf_analyzer does not end; the model has answered all it got: {answered}")

@@ -7,9 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from varlen import Encoder
 from varlen.config import EngineConfig
+from varlen.errors import CheckpointError
 from varlen.models.checkpoint import Checkpoint
 from varlen_tools import fetch as fetch_module
 from varlen_tools.fetch import PARAMETER_NOTES, FetchError, default_name, fetch, render_config
@@ -67,6 +71,38 @@ def test_the_config_is_complete(encoder: Path, repository: Path) -> None:
     assert parameters.keys() == {field.name for field in fields(EngineConfig)}
     assert parameters["task"] == "embed"
     assert parameters["max_sequence_tokens"] == "40"
+
+
+def test_the_instance_kind_is_one_that_every_client_knows(encoder: Path, repository: Path) -> None:
+    """Found in review: PyTriton's client knows AUTO, CPU and GPU, and fails at a model of KIND_MODEL."""
+    target = fetch(str(encoder), repository=repository)
+
+    for file in (target / "config.pbtxt", MINILM / "config.pbtxt"):
+        assert parse_config(file)["instanceGroup"] == [{"count": 1, "kind": "KIND_CPU"}]
+        assert "KIND_MODEL" not in file.read_text()
+
+
+@pytest.mark.parametrize(
+    "task, inputs, names",
+    [
+        ("embed", "text", ["text"]),
+        ("embed", "ids", ["input_ids"]),
+        ("hidden", "text", ["text"]),
+        ("classify", "text", ["text"]),
+        ("rerank", "text", ["text", "text_pair"]),
+        ("rerank", "ids", ["input_ids"]),
+    ],
+)
+def test_inputs_of_one_kind_are_required(
+    encoder: Path, classifier: Path, repository: Path, task: str, inputs: str, names: list[str]
+) -> None:
+    source = encoder if task in ("embed", "hidden") else classifier
+
+    target = fetch(str(source), repository=repository, name="m", task=task, inputs=inputs)
+
+    written = parse_config(target / "config.pbtxt")["input"]
+    assert [each["name"] for each in written] == names
+    assert not any(each.get("optional") for each in written)
 
 
 def test_every_parameter_has_its_comment() -> None:
@@ -168,19 +204,115 @@ def change_the_family(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
 
 
+def edit_config(folder: Path, **fields: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def ask_for_relative_positions(folder: Path) -> None:
+    edit_config(folder, position_embedding_type="relative_key")
+
+
+def ask_for_code(folder: Path) -> None:
+    edit_config(folder, auto_map={"AutoModel": "modeling_alibi.AlibiModel"})
+
+
+def change_the_activation(folder: Path) -> None:
+    edit_config(folder, hidden_act="silu")
+
+
+def quantize(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["pooler.dense.weight"] = tensors["pooler.dense.weight"].to(torch.int8)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def add_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "adapter.weight": torch.ones(2)}, folder / "model.safetensors")
+
+
+def remove_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["encoder.layer.1.output.dense.bias"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def cut_the_weights(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-100])
+
+
+# Checkpoints that the backend refuses, and why.
+REFUSED = [
+    (remove_tokenizer, "has no tokenizer.json"),
+    (change_the_family, 'model_type "t5"'),
+    (ask_for_relative_positions, 'has position_embedding_type "relative_key"; allowed: "absolute"'),
+    (ask_for_code, 'has the field "auto_map"'),
+    (change_the_activation, 'has hidden_act "silu"; allowed: gelu'),
+    (quantize, 'the tensor "pooler.dense.weight" has dtype I8; allowed: F64, F32, F16, BF16'),
+    (add_a_tensor, 'the checkpoint has the tensor "adapter.weight", for which'),
+    (remove_a_tensor, 'has no tensor "encoder.layer.1.output.dense.bias"'),
+    (cut_the_weights, "model.safetensors cannot be read"),
+]
+
+
+@pytest.mark.parametrize(
+    "spoil, message", REFUSED, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_fetch_refuses_what_a_load_refuses_in_the_same_words(
+    spoil: object, message: str, encoder: Path, repository: Path
+) -> None:
+    spoil(encoder)
+    with pytest.raises(CheckpointError) as refusal:
+        Encoder.from_pretrained(encoder)
+
+    result = run_command(str(encoder), "--repository", str(repository))
+
+    assert message in str(refusal.value)
+    assert result.exit_code == 2
+    assert f"fetch: {refusal.value}" in " ".join(result.stderr.split())
+    assert "is ready" not in result.stderr
+    nothing_is_left_over(repository)
+    assert not list(repository.iterdir())
+
+
+def test_refuses_a_classifier_without_its_pooler(classifier: Path, repository: Path) -> None:
+    """Found in review: fetch called it ready, and the server refused it."""
+    tensors = load_file(classifier / "model.safetensors")
+    for part in ("weight", "bias"):
+        del tensors[f"bert.pooler.dense.{part}"]
+    save_file(tensors, classifier / "model.safetensors")
+
+    with pytest.raises(
+        FetchError, match='task "classify" needs a pooler, which the checkpoint lacks'
+    ):
+        fetch(str(classifier), repository=repository)
+    assert not list(repository.iterdir())
+
+
+def test_takes_the_old_names_of_a_layer_norm(encoder: Path, repository: Path) -> None:
+    tensors = load_file(encoder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("LayerNorm.weight")]:
+        tensors[name.replace(".weight", ".gamma")] = tensors.pop(name)
+    save_file(tensors, encoder / "model.safetensors")
+
+    target = fetch(str(encoder), repository=repository)
+
+    Encoder.from_pretrained(target / "1").close()
+
+
 @pytest.mark.parametrize(
     "spoil, message",
     [
         (shutil.rmtree, "there is no folder"),
         (remove_config, "has no config.json"),
-        (remove_tokenizer, "has no tokenizer.json"),
         (remove_weights, "has no model.safetensors"),
         (leave_only_a_pickle, "has only a pickle pytorch_model.bin"),
         (lose_a_shard, "lacks parts of its weights: model-00002-of-00002.safetensors"),
         (name_a_shard_elsewhere, "lists parts that are not file names"),
         (link_out_of_the_folder, "model.safetensors is a link that leads out"),
         (name_a_module_elsewhere, "modules.json names the folder '../other'"),
-        (change_the_family, 'model_type "t5"'),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -204,6 +336,8 @@ def test_a_wrong_checkpoint_leaves_no_trace(
         (["--task", "sing"], "unknown task 'sing'; allowed: embed, hidden, classify"),
         (["--task", "classify"], "needs a BertForSequenceClassification checkpoint"),
         (["--set", "max_bach_tokens=9"], 'Did you mean "max_batch_tokens"?'),
+        (["--inputs", "audio"], "unknown inputs 'audio'; allowed: all, text, ids"),
+        (["--set", "max_sequence_tokens=41"], "this checkpoint has position embeddings for 40"),
         (["--set", "dtype=fp8"], 'dtype is "fp8"; allowed: auto, fp32, fp16, bf16'),
         (["--set", "max_batch_size=0"], 'max_batch_size is "0"'),
         (["--set", "dtype"], "--set 'dtype' is not key=value"),

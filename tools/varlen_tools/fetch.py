@@ -12,9 +12,9 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath
-from typing import Annotated, TypeAlias, cast, get_args
+from typing import Annotated, Literal, TypeAlias, cast, get_args
 
 import typer
 from rich.console import Console
@@ -60,6 +60,8 @@ PARAMETER_NOTES = {
 }
 
 Settings: TypeAlias = Mapping[str, str]
+# Which inputs config.pbtxt names: all of them, or only what one kind of request needs.
+Inputs: TypeAlias = Literal["all", "text", "ids"]
 
 
 class FetchError(Exception):
@@ -73,6 +75,7 @@ def fetch(
     name: str | None = None,
     task: str | None = None,
     settings: Settings | None = None,
+    inputs: str = "all",
     force: bool = False,
 ) -> Path:
     """Put the checkpoint `source` into `repository` and return the model's folder.
@@ -82,6 +85,7 @@ def fetch(
         name: of the model; by default made from the source.
         task: what the model answers; by default what the checkpoint was trained for.
         settings: engine parameters, and `max_batch_size`, that differ from their defaults.
+        inputs: all, each optional; or only text, or only token ids, which a request then needs.
         force: replace a model of that name.
 
     Raises:
@@ -89,8 +93,9 @@ def fetch(
     """
     name = check_name(name or default_name(source))
     target = repository / name
-    _check_target(target, force=force, has_settings=bool(task or settings))
-    _check_task_name(task)
+    _check_target(target, force=force, has_settings=bool(task or settings or inputs != "all"))
+    _check_choice("task", task, get_args(Task))
+    _check_choice("inputs", inputs, get_args(Inputs))
     repository.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=_staging_parent(repository)) as scratch:
         staged = Path(scratch, name)
@@ -98,8 +103,14 @@ def fetch(
         version.mkdir(parents=True)
         _bring(source, version, Path(scratch))
         try:
-            checkpoint = _check(version, task)
-            config = render_config(name, checkpoint, task=task, settings=settings or {})
+            checkpoint = Checkpoint.open(version)
+            config = render_config(
+                name,
+                checkpoint,
+                task=cast(Task | None, task),
+                settings=settings or {},
+                inputs=cast(Inputs, inputs),
+            )
         except (CheckpointError, ConfigError) as error:
             raise FetchError(str(error).replace(str(version), source)) from None
         (staged / "config.pbtxt").write_text(config)
@@ -137,9 +148,9 @@ def _check_target(target: Path, *, force: bool, has_settings: bool) -> None:
         raise FetchError(f"{target} has a config.pbtxt already; --force replaces it")
 
 
-def _check_task_name(task: str | None) -> None:
-    if task is not None and task not in get_args(Task):
-        raise FetchError(f"unknown task {task!r}; allowed: {', '.join(get_args(Task))}")
+def _check_choice(name: str, value: str | None, allowed: Sequence[str]) -> None:
+    if value is not None and value not in allowed:
+        raise FetchError(f"unknown {name} {value!r}; allowed: {', '.join(allowed)}")
 
 
 def _staging_parent(repository: Path) -> Path:
@@ -287,21 +298,22 @@ def _resolve_inside(source: Path, file: PurePosixPath) -> Path:
     return real
 
 
-def _check(version: Path, task: str | None) -> Checkpoint:
-    checkpoint = Checkpoint.open(version)
-    if task is not None:
-        checkpoint.check_task(cast(Task, task))
-    return checkpoint
-
-
 def render_config(
-    name: str, checkpoint: Checkpoint, *, task: str | None, settings: Settings
+    name: str,
+    checkpoint: Checkpoint,
+    *,
+    task: Task | None,
+    settings: Settings,
+    inputs: Inputs = "all",
 ) -> str:
-    """Return a complete config.pbtxt: it also loads with --disable-auto-complete-config.
+    """Return a complete config.pbtxt, which also loads with --disable-auto-complete-config.
 
     Raises:
-        ConfigError: a setting is unknown or not allowed.
+        CheckpointError: the server would refuse the checkpoint for this task.
+        ConfigError: a setting is unknown, not allowed, or does not fit the checkpoint.
     """
+    from varlen.execution.runner import sequence_limit  # imports torch
+
     engine = dict(settings)
     max_batch_size = _max_batch_size(engine.pop("max_batch_size", str(DEFAULT_MAX_ROWS)))
     if task is not None:
@@ -311,7 +323,7 @@ def render_config(
     served: Task = config.task or checkpoint.task
     checkpoint.check_task(served)
     values["task"] = served
-    values["max_sequence_tokens"] = config.max_sequence_tokens or checkpoint.max_sequence_tokens
+    values["max_sequence_tokens"] = sequence_limit(checkpoint, config)
     outputs = output_specs(served, checkpoint.hidden_size, checkpoint.num_labels)
     return "\n".join(
         [
@@ -321,16 +333,26 @@ def render_config(
             "# Most rows in one request.",
             f"max_batch_size: {max_batch_size}",
             "",
-            *_tensors("input", input_specs(served)),
+            *_tensors("input", _input_specs(served, inputs)),
             "",
             *_tensors("output", outputs),
             "",
-            "# One engine. The device is a parameter, so the server does not choose one.",
-            "instance_group [ { count: 1 kind: KIND_MODEL } ]",
+            "# One engine. Where it runs is the parameter `device`; KIND_GPU with gpus: [ 1 ] gives it the second GPU.",
+            "instance_group [ { count: 1 kind: KIND_CPU } ]",
             *(line for key, value in values.items() for line in _parameter(key, value)),
             "",
         ]
     )
+
+
+def _input_specs(task: Task, inputs: Inputs) -> Sequence[TensorSpec]:
+    """Return the inputs that config.pbtxt names; of one kind alone, those that a request needs."""
+    specs = input_specs(task)
+    if inputs == "all":
+        return specs
+    texts = ("text", "text_pair") if task == "rerank" else ("text",)
+    needed = texts if inputs == "text" else ("input_ids",)
+    return [replace(spec, optional=False) for spec in specs if spec.name in needed]
 
 
 def _max_batch_size(text: str) -> int:
@@ -397,6 +419,12 @@ def main(
         list[str] | None,
         typer.Option("--set", help="Engine parameter, key=value; may be repeated."),
     ] = None,
+    inputs: Annotated[
+        str,
+        typer.Option(
+            help="Inputs that config.pbtxt names: all, text or ids. With one kind, perf_analyzer needs no input data."
+        ),
+    ] = "all",
     force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
 ) -> None:
     """Put a checkpoint into a model repository and write its config.pbtxt."""
@@ -409,6 +437,7 @@ def main(
             name=name,
             task=task,
             settings=_parse_settings(settings or []),
+            inputs=inputs,
             force=force,
         )
     except FetchError as error:

@@ -9,22 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from varlen.errors import CheckpointError
 from varlen.models import inputs
-from varlen.models.checkpoint import Checkpoint, Json, read_int
+from varlen.models.bert_checkpoint import activation_of, norm_eps_of, prefix_of
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.config_file import read_int
 from varlen.models.heads import Heads
 from varlen.models.layers import Linear, Norm
 from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
 from varlen.program.recorder import Recorder
 from varlen_kernels import Activation
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +100,9 @@ def load_bert(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) 
     """Return the BERT of a checkpoint in `dtype` on `device`.
 
     Raises:
-        CheckpointError: a tensor is missing or misshapen, or the configuration asks for a variant that is not served.
+        CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
     """
     config = checkpoint.config
-    _check_variant(config)
     hidden, inner = checkpoint.hidden_size, read_int(config, "intermediate_size")
     with CheckpointWeights(checkpoint.folder) as weights:
         read = _Reader(weights, hidden, dtype, device)
@@ -123,8 +116,8 @@ def load_bert(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) 
                 for index in range(read_int(config, "num_hidden_layers", lowest=0))
             ),
             num_heads=read_int(config, "num_attention_heads"),
-            activation=_ACTIVATIONS[config.get("hidden_act", "gelu")],
-            norm_eps=float(config.get("layer_norm_eps", 1e-12)),
+            activation=activation_of(config),
+            norm_eps=norm_eps_of(config),
             heads=read.heads(checkpoint.num_labels),
         )
 
@@ -140,7 +133,7 @@ class _Reader:
         self._dtype = dtype
         self._device = device
         # models with a head keep the encoder under a name of its own
-        self._prefix = "bert." if "bert.embeddings.word_embeddings.weight" in weights else ""
+        self._prefix = prefix_of(weights)
 
     def table(self, name: str, rows: int) -> Tensor:
         name = f"{self._prefix}embeddings.{name}_embeddings.weight"
@@ -184,17 +177,3 @@ class _Reader:
 
     def _read(self, name: str, *shape: int) -> Tensor:
         return self._weights.read(name, *shape).to(device=self._device, dtype=self._dtype)
-
-
-def _check_variant(config: Json) -> None:
-    position = config.get("position_embedding_type", "absolute")
-    if position != "absolute":
-        raise CheckpointError(f'position_embedding_type is "{position}"; allowed: absolute')
-    if config.get("is_decoder"):
-        raise CheckpointError("is_decoder is true; this version serves encoders")
-    activation = config.get("hidden_act", "gelu")
-    if activation not in _ACTIVATIONS:
-        raise CheckpointError(f'hidden_act is "{activation}"; allowed: {", ".join(_ACTIVATIONS)}')
-    heads, hidden = read_int(config, "num_attention_heads"), int(config["hidden_size"])
-    if hidden % heads:
-        raise CheckpointError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")

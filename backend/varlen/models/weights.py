@@ -1,21 +1,94 @@
 """Tensors of a checkpoint by name, from one safetensors file or from shards.
 
-safetensors is a header and raw bytes: nothing in it is executed. Files are memory-mapped, so a tensor
-is read when it is asked for.
+safetensors is a header and raw bytes: nothing in it is executed. Headers are read without the
+tensors and without torch. Files are memory-mapped, so a tensor is read when it is asked for.
 """
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from varlen.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# Integers and 8-bit floats are quantized: they mean nothing without their scales.
+_DTYPES = ("F64", "F32", "F16", "BF16")
+# What TensorFlow calls the two tensors of a layer norm; transformers renames them in the same way.
+_OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a safetensors header says about a tensor.
+
+    Attributes:
+        file: name of the file that holds it.
+        stored_name: its name there.
+        dtype: in safetensors' words, such as F32.
+        shape: its dimensions.
+    """
+
+    file: str
+    stored_name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Return the headers of all tensors of a checkpoint folder, by transformers' names.
+
+    Raises:
+        CheckpointError: there is no safetensors file, or one is damaged or missing, or a name occurs twice.
+    """
+    headers: dict[str, TensorHeader] = {}
+    for path in shards(folder):
+        try:
+            with safe_open(path, framework="np") as file:
+                for stored_name in file.keys():  # noqa: SIM118  # not a mapping
+                    view = file.get_slice(stored_name)
+                    header = TensorHeader(
+                        path.name, stored_name, view.get_dtype(), tuple(view.get_shape())
+                    )
+                    name = _canonical_name(stored_name)
+                    if name in headers:
+                        raise CheckpointError(f'the checkpoint has two tensors "{name}"')
+                    headers[name] = header
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+    return headers
+
+
+def check_tensor(
+    headers: Mapping[str, TensorHeader], name: str, shape: tuple[int, ...]
+) -> TensorHeader:
+    """Return the header of a tensor.
+
+    Raises:
+        CheckpointError: the tensor is missing, has another shape than `shape`, or its values are no plain floats.
+    """
+    header = headers.get(name)
+    if header is None:
+        raise CheckpointError(f'the checkpoint has no tensor "{name}"')
+    if header.dtype not in _DTYPES:
+        raise CheckpointError(
+            f'the tensor "{header.stored_name}" has dtype {header.dtype}; allowed: {", ".join(_DTYPES)}'
+            " (quantized weights are not served)"
+        )
+    if header.shape != shape:
+        raise CheckpointError(
+            f'the tensor "{header.stored_name}" has shape {list(header.shape)}; config.json implies {list(shape)}'
+        )
+    return header
 
 
 class CheckpointWeights:
@@ -25,16 +98,14 @@ class CheckpointWeights:
         """Map the files.
 
         Raises:
-            CheckpointError: there is no safetensors file, or one is damaged or missing.
+            CheckpointError: see `read_headers`.
         """
-        self._files = ExitStack()
-        self._holder = {}
-        for path in shards(folder):
-            try:
-                file = self._files.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path.name} cannot be read: {error}") from None
-            self._holder.update(dict.fromkeys(file.keys(), file))
+        self._headers = read_headers(folder)
+        self._stack = ExitStack()
+        self._files = {
+            path.name: self._stack.enter_context(safe_open(path, framework="pt"))
+            for path in shards(folder)
+        }
 
     def __enter__(self) -> "CheckpointWeights":
         return self
@@ -45,24 +116,19 @@ class CheckpointWeights:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._files.close()
+        self._stack.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._holder
+        return name in self._headers
 
-    def read(self, name: str, *shape: int) -> Tensor:
+    def read(self, name: str, *shape: int) -> "Tensor":
         """Return the tensor called `name`: a view of its file, which stays mapped as long as the view is kept.
 
         Raises:
-            CheckpointError: it is missing or has another shape than config.json implies.
+            CheckpointError: see `check_tensor`.
         """
-        if name not in self._holder:
-            raise CheckpointError(f'the checkpoint has no tensor "{name}"')
-        tensor: Tensor = self._holder[name].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f'the tensor "{name}" has shape {list(tensor.shape)}; config.json implies {list(shape)}'
-            )
+        header = check_tensor(self._headers, name, shape)
+        tensor: Tensor = self._files[header.file].get_tensor(header.stored_name)
         return tensor
 
 
@@ -88,3 +154,10 @@ def shards(folder: Path) -> list[Path]:
     if outside:
         raise CheckpointError(f"{_INDEX} names a file outside the checkpoint folder")
     return [folder / name for name in sorted(names)]
+
+
+def _canonical_name(name: str) -> str:
+    for old, new in _OLD_NAMES.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name

@@ -399,10 +399,10 @@ def test_refuses_a_shard_that_is_missing(make_checkpoint):
     [
         (
             {"position_embedding_type": "relative_key"},
-            'position_embedding_type is "relative_key"; allowed: absolute',
+            'config.json has position_embedding_type "relative_key"; allowed: "absolute"',
         ),
-        ({"is_decoder": True}, "is_decoder is true; this version serves encoders"),
-        ({"hidden_act": "silu"}, 'hidden_act is "silu"; allowed: gelu, gelu_new'),
+        ({"is_decoder": True}, "config.json has is_decoder true; allowed: false"),
+        ({"hidden_act": "silu"}, 'config.json has hidden_act "silu"; allowed: gelu, gelu_new'),
         ({"num_attention_heads": 5}, "hidden_size 24 is no multiple of num_attention_heads 5"),
     ],
     ids=["position", "decoder", "activation", "heads"],
@@ -411,7 +411,7 @@ def test_refuses_variants_that_are_not_served(folder, changes, message):
     edit(folder / "config.json", **changes)
 
     with refused(message):
-        load(folder)
+        Checkpoint.open(folder)
 
 
 def test_linear_weights_are_laid_out_input_by_output(folder):

@@ -1,0 +1,290 @@
+"""Every field and tensor of a BERT checkpoint is served right or refused by name, before a weight is loaded."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from varlen.models.families import load_encoder
+
+from varlen import Encoder
+from varlen.errors import CheckpointError
+from varlen.models import bert_checkpoint
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.weights import CheckpointWeights
+
+WEIGHTS = "model.safetensors"
+ROWS = [[5, 6, 7], [1], list(range(5, 45))]
+
+
+@pytest.fixture
+def folder(small_bert, tmp_path):
+    """Return a copy of a plain checkpoint, for a test to change."""
+    return shutil.copytree(small_bert, tmp_path / "copy")
+
+
+def set_field(folder, **fields):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def check(folder, task="embed"):
+    Checkpoint.open(folder).check_task(task)
+
+
+def refused(message):
+    return pytest.raises(CheckpointError, match=re.escape(message))
+
+
+def test_knows_every_field_of_transformers_configuration():
+    known = (
+        bert_checkpoint.READ_FIELDS
+        | bert_checkpoint.HARMLESS_FIELDS
+        | bert_checkpoint.FIXED_FIELDS.keys()
+    )
+
+    fields = {field.name for field in dataclasses.fields(transformers.BertConfig)}
+
+    assert fields <= known
+
+
+def test_a_field_is_in_one_list_only():
+    lists = (
+        bert_checkpoint.READ_FIELDS,
+        bert_checkpoint.HARMLESS_FIELDS,
+        bert_checkpoint.FIXED_FIELDS.keys(),
+    )
+
+    assert sum(map(len, lists)) == len(frozenset().union(*lists))
+
+
+def test_a_fixed_field_has_the_default_of_transformers():
+    default = transformers.BertConfig()
+
+    for name, value in bert_checkpoint.FIXED_FIELDS.items():
+        assert getattr(default, name, value) == value
+    assert bert_checkpoint.activation_of({}) == default.hidden_act
+    assert bert_checkpoint.norm_eps_of({}) == default.layer_norm_eps
+    assert bert_checkpoint.num_labels_of({}) == default.num_labels
+
+
+@pytest.mark.parametrize("name", sorted(bert_checkpoint.HARMLESS_FIELDS))
+def test_takes_a_field_that_changes_nothing(folder, name):
+    set_field(folder, **{name: "anything"})
+
+    check(folder)
+
+
+@pytest.mark.parametrize("value", [None, False, {}, []], ids=repr)
+def test_takes_an_unknown_feature_that_is_off(folder, value):
+    set_field(folder, rope_scaling=value)
+
+    check(folder)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        (
+            "rope_scaling",
+            {"factor": 2.0},
+            'has the field "rope_scaling" ({"factor": 2.0}), which this version does not know',
+        ),
+        ("auto_map", {"AutoModel": "m.M"}, 'has the field "auto_map"'),
+        ("embedding_factor", 0, 'has the field "embedding_factor" (0)'),
+        ("long", "x" * 300, 'has the field "long" ("' + "x" * 79 + "...)"),
+        ("quantization_config", {"bits": 8}, "quantized weights are not served"),
+        ("is_decoder", True, "has is_decoder true; allowed: false"),
+        ("is_encoder_decoder", True, "has is_encoder_decoder true; allowed: false"),
+        ("add_cross_attention", True, "has add_cross_attention true; allowed: false"),
+        ("pruned_heads", {"0": [1]}, 'has pruned_heads {"0": [1]}; allowed: {}'),
+        (
+            "position_embedding_type",
+            "alibi",
+            'has position_embedding_type "alibi"; allowed: "absolute"',
+        ),
+        ("hidden_act", ["gelu"], "allowed: gelu, gelu_new"),
+        ("layer_norm_eps", "small", "has layer_norm_eps 'small'; allowed: numbers from 0"),
+        ("layer_norm_eps", True, "has layer_norm_eps True; allowed: numbers from 0"),
+        (
+            "architectures",
+            "BertForQuestionAnswering",
+            'the architecture "BertForQuestionAnswering"',
+        ),
+    ],
+)
+def test_refuses_a_field_that_would_change_results(folder, name, value, message):
+    set_field(folder, **{name: value})
+
+    with refused(message):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("count", [0, "3", 1.5])
+def test_refuses_a_number_of_labels_that_is_none(make_checkpoint, tmp_path, count):
+    folder = shutil.copytree(make_checkpoint("BertForSequenceClassification"), tmp_path / "copy")
+    set_field(folder, num_labels=count, id2label=None)
+
+    with refused(f"has num_labels {count!r}; allowed: whole numbers from 1"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64])
+def test_refuses_weights_that_are_quantized(folder, dtype):
+    """Found in review: integers with their scales beside them were loaded as if they were the weights."""
+    name = "encoder.layer.1.output.dense.weight"
+
+    def quantize(tensors):
+        scale = tensors[name].abs().max() / 127
+        tensors[name] = (tensors[name] / scale).to(dtype)
+
+    change_tensors(folder, quantize)
+
+    with refused(f'the tensor "{name}" has dtype '):
+        check(folder)
+    with refused("allowed: F64, F32, F16, BF16 (quantized weights are not served)"):
+        load_encoder(Checkpoint.open(folder), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "encoder.layer.0.output.dense.weight_scale",
+        "encoder.layer.0.output.dense.SCB",
+        "classifier.weight_scale",
+        "encoder.layer.0.attention.self.query.lora_A.weight",
+        "encoder.layer.0.attention.self.distance_embedding.weight",
+        "encoder.layer.2.output.dense.weight",
+        "bert.pooler.dense.weight",
+        "linear.weight",
+    ],
+)
+def test_refuses_a_tensor_that_the_model_does_not_use(folder, name):
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(3)}))
+
+    with refused(f'the checkpoint has the tensor "{name}", for which the model in config.json has'):
+        check(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "embeddings.position_ids",
+        "embeddings.token_type_ids",
+        "cls.predictions.bias",
+        "cls.seq_relationship.weight",
+        "classifier.weight",
+        "qa_outputs.bias",
+    ],
+)
+def test_takes_a_tensor_that_is_known_to_be_unused(folder, name):
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(3, dtype=torch.int64)}))
+
+    check(folder)
+
+
+def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch):
+    folder = make_checkpoint("BertForSequenceClassification", num_labels=3)
+    read = {}
+
+    def record(weights, name, *shape):
+        read[name] = shape
+        return original(weights, name, *shape)
+
+    original = CheckpointWeights.read
+    monkeypatch.setattr(CheckpointWeights, "read", record)
+    checkpoint = Checkpoint.open(folder)
+
+    load_encoder(checkpoint, torch.float32, torch.device("cpu"))
+
+    assert read == bert_checkpoint.tensor_shapes(
+        checkpoint.config, "bert.", has_pooler=True, num_labels=3
+    )
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("encoder.layer.1.intermediate.dense.bias", 'has no tensor "encoder.layer.1.intermediate'),
+        ("pooler.dense.bias", 'has no tensor "pooler.dense.bias"'),
+    ],
+)
+def test_finds_a_missing_tensor_without_loading(folder, name, message):
+    change_tensors(folder, lambda tensors: tensors.pop(name))
+
+    with refused(message):
+        check(folder)
+
+
+def test_finds_a_tensor_of_another_shape_without_loading(folder):
+    set_field(folder, vocab_size=93)
+
+    with refused('embeddings.word_embeddings.weight" has shape [92, 24]; config.json implies [93'):
+        check(folder)
+
+
+def test_a_task_with_a_pooler_needs_it(make_checkpoint, tmp_path):
+    folder = shutil.copytree(make_checkpoint("BertForSequenceClassification"), tmp_path / "copy")
+    change_tensors(folder, lambda tensors: tensors.pop("bert.pooler.dense.weight"))
+    change_tensors(folder, lambda tensors: tensors.pop("bert.pooler.dense.bias"))
+
+    check(folder, "hidden")
+    for task in ("classify", "rerank"):
+        with refused(f'task "{task}" needs a pooler, which the checkpoint lacks'):
+            check(folder, task)
+
+
+def test_old_names_of_a_layer_norm_match_transformers(folder):
+    """Checkpoints converted from TensorFlow call the weight of a layer norm gamma and its bias beta."""
+
+    def rename(tensors):
+        for name in [name for name in tensors if "LayerNorm" in name]:
+            old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+            tensors[old.replace("LayerNorm.bias", "LayerNorm.beta")] = tensors.pop(name)
+
+    change_tensors(folder, rename)
+    assert any(name.endswith("gamma") for name in load_file(folder / WEIGHTS))
+    model = transformers.BertModel.from_pretrained(folder).eval()
+
+    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
+        actual = encoder.hidden(ROWS)
+
+    for row, mine in zip(ROWS, actual, strict=True):
+        with torch.inference_mode():
+            theirs = model(torch.tensor([row])).last_hidden_state[0].numpy()
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_refuses_a_tensor_under_its_old_and_its_new_name(folder):
+    name = "embeddings.LayerNorm"
+    change_tensors(
+        folder, lambda tensors: tensors.update({f"{name}.gamma": tensors[f"{name}.weight"].clone()})
+    )
+
+    with refused(f'the checkpoint has two tensors "{name}.weight"'):
+        check(folder)
+
+
+def test_weights_in_double_precision_match_transformers(folder):
+    change_tensors(
+        folder, lambda tensors: tensors.update({k: v.double() for k, v in tensors.items()})
+    )
+    model = transformers.BertModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
+        (actual,) = encoder.hidden(ROWS[:1])
+
+    with torch.inference_mode():
+        expected = model(torch.tensor(ROWS[:1])).last_hidden_state[0].numpy()
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)

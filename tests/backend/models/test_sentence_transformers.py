@@ -1,0 +1,281 @@
+"""What sentence-transformers' files ask for is done, with its vectors as the oracle, or refused by name."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from sentence_transformers import CrossEncoder, SentenceTransformer
+
+from varlen import Encoder
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint import Checkpoint
+
+TEXTS = ["the cat", "a", "river, the river! is it 42?"]
+PROMPT = "the cat is: "
+
+
+@pytest.fixture
+def saved(small_bert, tmp_path):
+    """Return a checkpoint as today's sentence-transformers saves it, for a test to change."""
+    folder = tmp_path / "saved"
+    SentenceTransformer(str(small_bert), device="cpu").save_pretrained(str(folder))
+    return folder
+
+
+def write(folder, name, content):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(content))
+
+
+def set_field(folder, file, **fields):
+    path = folder / file
+    write(folder, file, (json.loads(path.read_text()) if path.exists() else {}) | fields)
+
+
+def refused(message):
+    return pytest.raises(CheckpointError, match=re.escape(message))
+
+
+def test_serves_what_sentence_transformers_saves(saved):
+    Checkpoint.open(saved).check_task("embed")
+
+
+def test_serves_the_logits_of_a_cross_encoder(make_checkpoint, tmp_path):
+    folder = tmp_path / "saved"
+    made = make_checkpoint("BertForSequenceClassification", num_labels=1)
+    CrossEncoder(str(made), device="cpu").save_pretrained(str(folder))
+    assert (folder / "modules.json").exists()
+
+    Checkpoint.open(folder).check_task("rerank")
+
+
+@pytest.mark.parametrize("truncate", [False, True])
+def test_a_default_prompt_gives_the_vectors_of_sentence_transformers(saved, truncate):
+    """Found in review: the prompt was ignored, and vectors differed by 0.48."""
+    set_field(
+        saved,
+        "config_sentence_transformers.json",
+        prompts={"query": PROMPT, "document": "a river "},
+        default_prompt_name="query",
+    )
+    texts = [*TEXTS, "x" * 80] if truncate else TEXTS
+    expected = SentenceTransformer(str(saved), device="cpu").encode(texts)
+
+    with Encoder.from_pretrained(saved, dtype="fp32") as encoder:
+        actual = encoder.embed(texts, truncate=truncate)
+
+    assert Checkpoint.open(saved).default_prompt == PROMPT
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_prompt_that_is_not_the_default_changes_nothing(saved):
+    set_field(saved, "config_sentence_transformers.json", prompts={"query": PROMPT})
+    expected = SentenceTransformer(str(saved), device="cpu").encode(TEXTS)
+
+    with Encoder.from_pretrained(saved, dtype="fp32") as encoder:
+        actual = encoder.embed(TEXTS)
+
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_default_prompt_is_for_texts_and_for_embed_alone(saved, small_bert):
+    set_field(
+        saved,
+        "config_sentence_transformers.json",
+        prompts={"query": PROMPT},
+        default_prompt_name="query",
+    )
+    ids = [[2, 5, 6, 3]]
+    with Encoder.from_pretrained(small_bert, dtype="fp32") as plain:
+        expected = plain.embed(ids)
+    with Encoder.from_pretrained(small_bert, dtype="fp32", task="hidden") as plain:
+        (expected_hidden,) = plain.hidden(TEXTS[:1])
+
+    with Encoder.from_pretrained(saved, dtype="fp32") as encoder:
+        np.testing.assert_array_equal(encoder.embed(ids), expected)
+    with Encoder.from_pretrained(saved, dtype="fp32", task="hidden") as encoder:
+        np.testing.assert_array_equal(encoder.hidden(TEXTS[:1])[0], expected_hidden)
+
+
+def test_refuses_a_prompt_that_pooling_leaves_out(saved):
+    set_field(saved, "1_Pooling/config.json", include_prompt=False)
+    assert Checkpoint.open(saved).default_prompt == ""
+    set_field(
+        saved,
+        "config_sentence_transformers.json",
+        prompts={"query": PROMPT},
+        default_prompt_name="query",
+    )
+
+    with refused(
+        'include_prompt false and config_sentence_transformers.json a default prompt "the'
+    ):
+        Checkpoint.open(saved)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"default_prompt_name": "passage", "prompts": {"query": "q: "}},
+            'has default_prompt_name "passage"; allowed: null, or one of its prompts: query',
+        ),
+        ({"default_prompt_name": "query", "prompts": None}, "one of its prompts: it has none"),
+        ({"default_prompt_name": "query", "prompts": {"query": 7}}, "has the prompt 7; allowed"),
+        ({"truncate_dim": 8}, "has truncate_dim 8; allowed: null"),
+        ({"model_type": "SparseEncoder"}, 'has model_type "SparseEncoder"; allowed: Sentence'),
+        ({"max_active_dims": 3}, 'has the field "max_active_dims" (3)'),
+    ],
+)
+def test_refuses_a_model_field_that_would_change_vectors(saved, fields, message):
+    set_field(saved, "config_sentence_transformers.json", **fields)
+
+    with refused(
+        f"config_sentence_transformers.json {message}" if message.startswith("has") else message
+    ):
+        Checkpoint.open(saved)
+
+
+def test_refuses_a_default_prompt_of_a_cross_encoder(saved):
+    set_field(
+        saved,
+        "config_sentence_transformers.json",
+        model_type="CrossEncoder",
+        prompts={"query": PROMPT},
+        default_prompt_name="query",
+    )
+
+    with refused("prompts of a CrossEncoder are not served"):
+        Checkpoint.open(saved)
+
+
+@pytest.mark.parametrize("similarity", ["dot", "euclidean"])
+def test_the_similarity_function_changes_no_vector(saved, similarity):
+    set_field(saved, "config_sentence_transformers.json", similarity_fn_name=similarity)
+
+    Checkpoint.open(saved)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"transformer_task": "fill-mask"}, 'has transformer_task "fill-mask"; allowed: feature'),
+        (
+            {
+                "modality_config": {
+                    "text": {"method": "forward", "method_output_name": "pooler_output"}
+                }
+            },
+            "has modality_config {",
+        ),
+        (
+            {"module_output_name": "sentence_embedding"},
+            'has module_output_name "sentence_embedding"',
+        ),
+        ({"model_args": {"x": 1}}, 'has the field "model_args" ({"x": 1})'),
+        ({"processing_kwargs": {"text": {"max_length": 3}}}, 'has the field "processing_kwargs"'),
+        ({"query_length": 32}, 'has the field "query_length" (32)'),
+    ],
+)
+def test_refuses_a_transformer_field_that_would_change_vectors(saved, fields, message):
+    set_field(saved, "sentence_bert_config.json", **fields)
+
+    with refused(f"sentence_bert_config.json {message}"):
+        Checkpoint.open(saved)
+
+
+def test_refuses_to_lowercase_what_the_tokenizer_does_not(saved):
+    set_field(saved, "sentence_bert_config.json", do_lower_case=True)
+    Checkpoint.open(saved)
+    tokenizer = json.loads((saved / "tokenizer.json").read_text())
+    write(saved, "tokenizer.json", tokenizer | {"normalizer": None})
+
+    with refused("sentence_bert_config.json has do_lower_case true, and tokenizer.json does not"):
+        Checkpoint.open(saved)
+
+
+@pytest.mark.parametrize(
+    "kinds, message",
+    [
+        (
+            ["Pooling", "Transformer"],
+            "has the modules Pooling, Transformer; allowed: Transformer, Po",
+        ),
+        (["Transformer", "Normalize"], "has the modules Transformer, Normalize; allowed"),
+        (["Transformer", "Pooling", "Pooling"], "has the modules Transformer, Pooling, Pooling"),
+        (["Transformer", "LayerNorm"], 'has a module "LayerNorm"; allowed: Transformer, Pooling'),
+    ],
+)
+def test_refuses_modules_in_another_order(saved, kinds, message):
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": ""} for kind in kinds]
+    write(saved, "modules.json", modules)
+
+    with refused(f"modules.json {message}"):
+        Checkpoint.open(saved)
+
+
+def test_refuses_a_module_with_code_of_its_own(saved):
+    write(saved, "modules.json", [{"type": "custom_st.Transformer", "path": ""}])
+
+    with refused('modules.json has a module "custom_st.Transformer"; allowed: modules of sentence'):
+        Checkpoint.open(saved)
+
+
+def test_refuses_a_transformer_in_a_folder_of_its_own(saved):
+    transformer = {"type": "sentence_transformers.models.Transformer", "path": "0_BERT"}
+    write(saved, "modules.json", [transformer])
+
+    with refused(
+        'has the transformer in the folder "0_BERT"; allowed: the checkpoint folder itself'
+    ):
+        Checkpoint.open(saved)
+
+
+@pytest.mark.parametrize(
+    "name, fields, message",
+    [
+        ("1_Pooling", {"weights": [1, 2]}, '1_Pooling/config.json has the field "weights"'),
+        (
+            "2_Normalize",
+            {"module_input_name": "token_embeddings"},
+            '2_Normalize/config.json has module_input_name "token_embeddings"; allowed: "sentence',
+        ),
+    ],
+)
+def test_refuses_a_module_field_that_would_change_vectors(saved, name, fields, message):
+    modules = json.loads((saved / "modules.json").read_text())
+    normalize = {"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"}
+    write(saved, "modules.json", [*modules, normalize])
+    Checkpoint.open(saved)
+    set_field(saved, f"{name}/config.json", **fields)
+
+    with refused(message):
+        Checkpoint.open(saved)
+
+
+@pytest.mark.parametrize("limits", [{"max_seq_length": 20}, {}], ids=["own", "tokenizer"])
+def test_a_cut_text_is_cut_as_sentence_transformers_cuts_it(saved, limits):
+    set_field(saved, "sentence_bert_config.json", **limits)
+    set_field(saved, "tokenizer_config.json", model_max_length=30)
+    oracle = SentenceTransformer(str(saved), device="cpu")
+    expected = oracle.encode(["x" * 60])
+
+    with Encoder.from_pretrained(saved, dtype="fp32") as encoder:
+        actual = encoder.embed(["x" * 60], truncate=True)
+
+    assert Checkpoint.open(saved).max_sequence_tokens == oracle.max_seq_length
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_folder_without_these_files_embeds_by_the_mean(small_bert, tmp_path):
+    folder = shutil.copytree(small_bert, tmp_path / "copy")
+
+    checkpoint = Checkpoint.open(folder)
+
+    assert (checkpoint.pooling, checkpoint.normalize, checkpoint.default_prompt) == (
+        "mean",
+        False,
+        "",
+    )
