@@ -73,7 +73,7 @@ def model(tmp_path, encoder):
     lines = [
         "# a comment",
         'backend: "varlen"',
-        "instance_group [ { count: 1 kind: KIND_MODEL } ]",
+        "instance_group [ { count: 1 kind: KIND_CPU } ]",
         *(
             f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
             for key, value in settings.items()

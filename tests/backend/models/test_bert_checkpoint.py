@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from varlen.models.families import load_encoder
+from varlen.models.registry import load_encoder
 
 from varlen import Encoder
 from varlen.errors import CheckpointError

@@ -71,7 +71,7 @@ def _varlen_config(system: System, checkpoint: Checkpoint) -> str:
         "warmup_seconds": str(checkpoint.warmup_seconds),
         **system.parameters,
     }
-    return _config("varlen", 64, checkpoint.hidden, parameters, kind="KIND_MODEL")
+    return _config("varlen", 64, checkpoint.hidden, parameters, kind="KIND_CPU")
 
 
 def _peer_config(system: System, checkpoint: Checkpoint) -> str:
