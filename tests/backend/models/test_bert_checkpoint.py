@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from varlen.models.registry import load_encoder
 
 from varlen import Encoder
 from varlen.errors import CheckpointError
 from varlen.models import bert_checkpoint
 from varlen.models.checkpoint import Checkpoint
+from varlen.models.registry import load_encoder
 from varlen.models.weights import CheckpointWeights
 
 WEIGHTS = "model.safetensors"
