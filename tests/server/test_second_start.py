@@ -59,7 +59,7 @@ def test_the_first_start_measures_and_the_second_one_reads(repository: Path, cac
 
     measured = re.search(MEASURED, first)
     assert measured, first
-    assert int(measured[2]) == kept.measurement.batches
+    assert int(measured[2]) == len(kept.measurement.batches)
     assert re.search(r"measured \d+ of \d+ batches, \d+\.\d s of at most 60", first)
     assert "costs read" not in first
     assert re.search(READ, second), second
@@ -103,7 +103,7 @@ def test_models_that_load_at_once_share_one_cache(
 ) -> None:
     settings = {"warmup_seconds": "60", "cache_folder": str(cache), "max_batch_tokens": "512"}
     add_model(repository, "tagger", checkpoints["tagger"], **settings)
-    # the same circumstances as the encoder's: one of them measures for both
+    # the same key as the encoder's: one of them measures for both
     same = repository / "again"
     same.mkdir()
     (same / "1").symlink_to(checkpoints["encoder"].resolve(), target_is_directory=True)

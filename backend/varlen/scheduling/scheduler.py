@@ -15,7 +15,7 @@ import numpy as np
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.table import CostTable
+from varlen.costs.model import CostModel
 from varlen.request import Ticket, Waiting
 from varlen.scheduling.admission import Forecast
 from varlen.scheduling.load import LoadMeter
@@ -36,7 +36,7 @@ _BATCHES_PER_FORECAST = 64
 class Scheduler:
     """Queues sequences and cuts them into batches."""
 
-    def __init__(self, config: EngineConfig, costs: CostTable, max_batch_tokens: int) -> None:
+    def __init__(self, config: EngineConfig, costs: CostModel, max_batch_tokens: int) -> None:
         """Make a scheduler with nothing in it.
 
         Args:
@@ -56,8 +56,6 @@ class Scheduler:
         else:
             self._policy = InOrder(self._limits, costs)
         self._ran = 0
-        # when the batch that was taken last is expected to end
-        self._busy_until = -math.inf
         # what batches take now of what the table says: other work on the machine slows all of them down at once
         # it moves forecasts and the load, but no cost that plans compare
         self._recent = deque([1.0] * _AS_EXPECTED, maxlen=_RECENT)
@@ -76,12 +74,12 @@ class Scheduler:
         request = ticket.request
         since = ticket.arrival - request.options.priority * _WAITED_PER_PRIORITY * self._max_wait
         due = min(since + self._max_wait, ticket.deadline)
-        backlog, total = max(0.0, self._busy_until - now) + self._queue.seconds, 0.0
+        total = 0.0
         for row, sequence in enumerate(request.prompts):
             seconds = self._slowness * self._full_batches[sequence.num_tokens][0]
             total += seconds
             self._queue.add(Waiting(ticket, row, sequence.num_tokens, seconds, since, due))
-        self._load.arrived(now, seconds=total, backlog_seconds=backlog)
+        self._load.arrived(now, seconds=total)
 
     def start_at(self, now: float) -> float | None:
         """Return when the next batch is to start; None while nothing waits."""
@@ -99,7 +97,6 @@ class Scheduler:
         """Return the next batch, which waits no longer; something must wait."""
         batch = self._policy.choose(self._queue, now)
         self._queue.remove(batch.sequences)
-        self._busy_until = now + self._slowness * batch.seconds
         return replace(batch, seconds=self._slowness * batch.seconds)
 
     def without_closed(self, batch: Batch) -> Batch | None:
@@ -148,7 +145,7 @@ def _limits(config: EngineConfig, max_tokens: int) -> BatchLimits:
     return BatchLimits(min(sequences, max_tokens), max_tokens, config.execution)
 
 
-def _full_batches(costs: CostTable, limits: BatchLimits) -> list[tuple[float, float]]:
+def _full_batches(costs: CostModel, limits: BatchLimits) -> list[tuple[float, float]]:
     """Return, by length in tokens, a sequence's share of a batch full of its like, and the batch's seconds."""
     lengths = np.arange(1, limits.max_tokens + 1, dtype=float)
     counts = np.minimum(limits.max_tokens // lengths, limits.max_sequences)

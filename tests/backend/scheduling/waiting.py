@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from varlen.config import EngineConfig
-from varlen.costs.table import CostTable
+from varlen.costs.model import CostModel
 from varlen.request import Prompt, Request, RequestOptions, Ticket, Waiting
 from varlen.scheduling.scheduler import Scheduler
 
@@ -22,7 +22,7 @@ def waiting(num_tokens, since=0.0, due=None, deadline=math.inf, seconds=0.0):
 
 def cost_table(seconds=None, execution="packed", max_sequences=64, max_length=512):
     seconds = seconds or (lambda n, length: 1.5e-3 + 30e-6 * n * length + 20e-9 * n * length**2)
-    return CostTable.of_function(
+    return CostModel.of_function(
         seconds, execution, max_sequences=max_sequences, max_length=max_length
     )
 

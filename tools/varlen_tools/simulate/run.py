@@ -15,7 +15,7 @@ import numpy as np
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.costs.table import CostTable
+from varlen.costs.model import CostModel
 from varlen.engine import Engine
 from varlen.errors import VarlenError
 from varlen.metrics import Stats
@@ -99,9 +99,9 @@ class Run:
 def simulate(
     arrivals: Sequence[Arrival],
     config: EngineConfig,
-    costs: CostTable,
+    costs: CostModel,
     *,
-    actual: CostTable | None = None,
+    actual: CostModel | None = None,
 ) -> Run:
     """Return what becomes of arrivals, in order of time, on an engine of this configuration.
 
@@ -148,8 +148,8 @@ class _Simulation:
         self,
         arrivals: Sequence[Arrival],
         config: EngineConfig,
-        costs: CostTable,
-        actual: CostTable,
+        costs: CostModel,
+        actual: CostModel,
     ) -> None:
         self._arrivals = arrivals
         self._actual = actual
