@@ -69,7 +69,7 @@ def test_the_first_start_measures_and_the_second_one_reads(repository: Path, cac
 
 
 @pytest.mark.parametrize("content", [b"nothing like a database" * 100, b"SQLite format 3\0" * 50])
-def test_a_corrupt_cache_is_set_aside_and_measured_anew(
+def test_a_corrupt_cache_is_renamed_and_costs_are_measured_again(
     repository: Path, cache: Path, content: bytes
 ) -> None:
     with started(repository):
@@ -81,7 +81,7 @@ def test_a_corrupt_cache_is_set_aside_and_measured_anew(
         log = server.log()
 
     assert re.search(MEASURED, log), log
-    assert "the cache of costs is damaged" in log
+    assert "the cost cache is damaged" in log
     aside = file.with_name(f"{file.name}.corrupt-1")
     assert aside.read_bytes() == content
     assert len(CostStore(cache).entries()) == 1

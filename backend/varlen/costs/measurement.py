@@ -23,6 +23,8 @@ _MOST_REPEATS = 9
 # The longest sequence of a batch, as shares of the longest allowed: attention is a large, a small and no part of the
 # cost.
 _LONGEST = (1, 1 / 8, 1 / 64)
+# The reference is one sequence of this share of the longest: long enough to time well, short enough to run often.
+_REFERENCE_LENGTH = 0.25
 # Share of the time that the reference takes. It runs every 0.3 s if it takes 30 ms, and speeds a second apart hardly
 # resemble each other.
 _REFERENCE_SHARE = 0.1
@@ -102,7 +104,7 @@ def measure(
         MemoryError: there is too little memory for the shortest or the longest sequence.
     """
     planned = plan_batches(limits, max_length)
-    stopwatch = _Stopwatch(run, clock, seconds, [max(1, max_length // 4)])
+    stopwatch = _Stopwatch(run, clock, seconds, [max(1, int(_REFERENCE_LENGTH * max_length))])
     times: dict[tuple[int, ...], float] = {}
     quarters = iter((1, 2, 3))
     quarter = next(quarters)
