@@ -1,6 +1,6 @@
-"""The costs that a model's batches are planned by: read from the cache, or measured now, or assumed.
+"""The cost model of a loaded model: read from the cache, or measured now, or assumed.
 
-They are measured when a model is first loaded under its circumstances, for at most `warmup_seconds`.
+Costs are measured when a model is first loaded on a device with its settings, for at most `warmup_seconds`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchLimits
 from varlen.costs.measurement import Measurement, measure
-from varlen.costs.store import About, CostStore, StoredCosts
-from varlen.costs.table import CostTable
+from varlen.costs.model import CostModel
+from varlen.costs.store import CostKey, CostStore, StoredCosts
 from varlen.execution.fingerprint import checkpoint_hash, device_name, library_versions
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
@@ -27,36 +27,36 @@ from varlen.request import DEFAULT_OPTIONS, Prompt
 _log = logging.getLogger(__name__)
 
 # Changes when other batches are measured, or in another way.
-_GRID_VERSION = "3"
-# How long models that load together wait for each other's measuring, in times of their own.
-_PATIENCE = 3
-# Repeats of one batch that are more unlike than this tell of other work on the machine.
-_BUSY = 1.5
+_PLAN_VERSION = "4"
+# Models that load together measure one after another; one waits at most this many times its own `warmup_seconds`.
+_LONGEST_WAIT = 3
+# A spread beyond this tells of other work on the machine; an idle machine has 1.1.
+_BUSY_SPREAD = 1.5
 _SYSTEM_CACHE = Path("/var/cache")
 
 
-def costs_for(runner: Runner, checkpoint: Checkpoint, config: EngineConfig) -> CostTable:
-    """Return what a model's batches cost: as it was measured earlier, else as measured now.
+def costs_for(runner: Runner, checkpoint: Checkpoint, config: EngineConfig) -> CostModel:
+    """Return the cost model of a model: stored, or measured now, or assumed.
 
-    Where `warmup_seconds` is 0 costs are assumed, and nothing is read or written.
+    If `warmup_seconds` is 0, costs are assumed, and nothing is read or written.
 
     Args:
-        runner: the model, which nothing else uses meanwhile.
-        checkpoint: what it was loaded from.
-        config: how it is run.
+        runner: runs the model; nothing else may use it meanwhile.
+        checkpoint: the checkpoint of the model.
+        config: its settings.
     """
     if not config.warmup_seconds:
-        _log.info("costs assumed, as warmup_seconds is 0; batches that run correct them")
+        _log.info("costs are assumed, as warmup_seconds is 0; batches that run correct them")
         return assumed_costs(runner, config)
     try:
-        return measured_costs(runner, checkpoint, config).measurement.table(config.execution)
+        return measured_costs(runner, checkpoint, config).measurement.model(config.execution)
     except MemoryError:
         _log.warning("too little memory to measure costs: they are assumed")
         return assumed_costs(runner, config)
 
 
-def assumed_costs(runner: Runner, config: EngineConfig) -> CostTable:
-    """Return costs of a small encoder on two cores or a GPU, made up of tokens and squared lengths."""
+def assumed_costs(runner: Runner, config: EngineConfig) -> CostModel:
+    """Return typical costs of a small encoder on two cores or on a GPU."""
     on_gpu = runner.device.type == "cuda"
 
     def seconds(count: int, length: int) -> float:
@@ -65,10 +65,10 @@ def assumed_costs(runner: Runner, config: EngineConfig) -> CostTable:
             return 2e-3 + 4e-6 * max(tokens, 256) + 2e-9 * squares
         return 1.5e-3 + 30e-6 * tokens + 20e-9 * squares
 
-    return CostTable.of_function(
+    return CostModel.of_function(
         seconds,
         config.execution,
-        max_sequences=max(2, config.max_batch_sequences),
+        max_sequences=config.max_batch_sequences,
         max_length=runner.max_sequence_tokens,
     )
 
@@ -76,35 +76,34 @@ def assumed_costs(runner: Runner, config: EngineConfig) -> CostTable:
 def measured_costs(
     runner: Runner, checkpoint: Checkpoint, config: EngineConfig, *, again: bool = False
 ) -> StoredCosts:
-    """Return what was measured of a model under these circumstances, or is now and kept.
+    """Return the stored costs of a model, or measure and store them.
 
     Args:
         runner, checkpoint, config: as for `costs_for`.
-        again: measure what was measured already.
+        again: measure even if there are stored costs.
 
     Raises:
-        MemoryError: there was too little for the smallest batches.
+        MemoryError: there is too little memory for one sequence.
     """
-    about = circumstances(runner, checkpoint, config)
+    key = cache_key_fields(runner, checkpoint, config)
     store = CostStore(cache_folder(config.cache_folder))
-    kept = None if again else _load(store, about, config)
-    if kept is None:
-        with store.measuring(timeout=_PATIENCE * config.warmup_seconds):
-            # another server may just have measured the same
-            kept = None if again else _load(store, about, config)
-            if kept is None:
-                measurement = _measure(runner, config)
-                kept = StoredCosts.now(about, config.warmup_seconds, measurement)
-                store.save(kept)
-                return kept
+    stored = None if again else _load(store, key, config)
+    if stored is None:
+        with store.measuring(timeout=_LONGEST_WAIT * config.warmup_seconds):
+            # another server may have measured the same meanwhile
+            stored = None if again else _load(store, key, config)
+            if stored is None:
+                stored = StoredCosts.now(key, config.warmup_seconds, _measure(runner, config))
+                store.save(stored)
+                return stored
     _log.info(
-        "costs read from the cache, measured %s", kept.measured_at.strftime("%Y-%m-%d %H:%M %Z")
+        "costs read from the cache, measured %s", stored.measured_at.strftime("%Y-%m-%d %H:%M %Z")
     )
-    return kept
+    return stored
 
 
-def circumstances(runner: Runner, checkpoint: Checkpoint, config: EngineConfig) -> About:
-    """Return all that decides what a batch costs, and which batches are measured, in words."""
+def cache_key_fields(runner: Runner, checkpoint: Checkpoint, config: EngineConfig) -> CostKey:
+    """Return everything that decides costs, and which batches are measured."""
     device = {"device": device_name(runner.device)}
     if runner.device.type == "cpu":
         device["threads"] = str(torch.get_num_threads())
@@ -120,17 +119,17 @@ def circumstances(runner: Runner, checkpoint: Checkpoint, config: EngineConfig) 
         "max_sequence_tokens": str(runner.max_sequence_tokens),
         "arena_bytes": str(runner.arena.capacity),
         **library_versions(runner.device),
-        "grid": _GRID_VERSION,
+        "plan": _PLAN_VERSION,
     }
 
 
 def cache_folder(setting: str) -> Path:
-    """Return the folder that `cache_folder` names; `auto` is `varlen` in the user's cache folder."""
+    """Return the folder of a `cache_folder` setting; `auto` is `varlen` in the user's cache folder."""
     try:
         if setting != "auto":
             return Path(setting).expanduser()
         configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        # the specification has relative ones ignored
+        # the XDG specification says to ignore relative paths
         base = configured if configured.is_absolute() else Path.home() / ".cache"
     except RuntimeError:
         # a user without a home
@@ -138,23 +137,21 @@ def cache_folder(setting: str) -> Path:
     return base / "varlen"
 
 
-def _load(store: CostStore, about: About, config: EngineConfig) -> StoredCosts | None:
-    """Return what is kept, unless it was cut short by less time than there is now."""
-    kept = store.load(about)
-    if kept is None:
+def _load(store: CostStore, key: CostKey, config: EngineConfig) -> StoredCosts | None:
+    """Return the stored costs, unless they were cut short by a smaller bound than today's."""
+    stored = store.load(key)
+    if stored is None:
         return None
-    if not kept.measurement.is_complete and kept.allowed_seconds < config.warmup_seconds:
+    if not stored.measurement.is_complete and stored.allowed_seconds < config.warmup_seconds:
         return None
-    try:
-        kept.measurement.grid_table(config.execution)
-    except ValueError as error:
-        _log.warning("the costs in the cache are of no use, and measured anew: %s", error)
+    if not stored.measurement.batches:
+        _log.warning("the costs in the cache have no batches, and are measured again")
         return None
-    return kept
+    return stored
 
 
 def _measure(runner: Runner, config: EngineConfig) -> Measurement:
-    # any ids do: what a token is makes no difference to what it costs
+    # a token's id does not change its cost
     numbers = np.random.default_rng(0)
     ids = numbers.integers(0, runner.vocab_size, runner.max_batch_tokens, dtype=np.int32)
 
@@ -170,31 +167,22 @@ def _measure(runner: Runner, config: EngineConfig) -> Measurement:
         clock=time.perf_counter,
         say=_log.info,
     )
+    errors = measurement.errors(measurement.model(config.execution))
     _log.info(
-        "costs measured in %.1f s (%d batches%s); batches of mixed lengths %s",
+        "costs measured in %.1f s (%d batches%s); the fit is off by %.1f%% in the median, %.1f%% at most",
         measurement.seconds,
-        measurement.batches,
+        len(measurement.batches),
         "" if measurement.is_complete else ", cut short",
-        _how_far_off(measurement, config),
+        100 * statistics.median(map(abs, errors)),
+        100 * max(map(abs, errors)),
     )
-    if measurement.spread > _BUSY:
+    if measurement.spread > _BUSY_SPREAD:
         _log.warning(
-            "one batch took %.1f times as long as the same batch at another time, in the median: the machine was busy,"
-            " and costs may be too high; `python -m varlen_tools.profile_costs --again` measures anew",
+            "the reference batch took %.1f times as long in slow moments as in fast ones: the machine was busy,"
+            " and costs may be too high; `python -m varlen_tools.profile_costs --again` measures again",
             measurement.spread,
         )
     return measurement
-
-
-def _how_far_off(measurement: Measurement, config: EngineConfig) -> str:
-    errors = measurement.errors(measurement.grid_table(config.execution))
-    if not errors:
-        return "were not measured"
-    corrected = measurement.errors(measurement.table(config.execution))
-    return (
-        f"are {statistics.median(map(abs, errors)):.1%} off in the median,"
-        f" {statistics.median(map(abs, corrected)):.1%} once they correct it"
-    )
 
 
 def _name(checkpoint: Checkpoint) -> str:

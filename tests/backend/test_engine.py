@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from varlen.config import EngineConfig
-from varlen.costs.table import CostTable
+from varlen.costs.model import CostModel
 from varlen.engine import Engine
 from varlen.errors import (
     EngineError,
@@ -156,7 +156,7 @@ def make_scheduler(
     budget=8, kind=OneShotScheduler, max_requests=1000, max_tokens=10_000, slots=1, **settings
 ):
     """Return a scheduler of batches to `budget` tokens; in order of arrival unless the settings name a policy."""
-    costs = CostTable.of_function(
+    costs = CostModel.of_function(
         lambda n, length: 1.0 + n * length, "packed", max_sequences=8, max_length=16
     )
     admission = Admission(max_requests, max_tokens, slots=slots)

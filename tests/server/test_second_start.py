@@ -59,7 +59,7 @@ def test_the_first_start_measures_and_the_second_one_reads(repository: Path, cac
 
     measured = re.search(MEASURED, first)
     assert measured, first
-    assert int(measured[2]) == kept.measurement.batches
+    assert int(measured[2]) == len(kept.measurement.batches)
     assert re.search(r"measured \d+ of \d+ batches, \d+\.\d s of at most 60", first)
     assert "costs read" not in first
     assert re.search(READ, second), second
@@ -69,7 +69,7 @@ def test_the_first_start_measures_and_the_second_one_reads(repository: Path, cac
 
 
 @pytest.mark.parametrize("content", [b"nothing like a database" * 100, b"SQLite format 3\0" * 50])
-def test_a_corrupt_cache_is_set_aside_and_measured_anew(
+def test_a_corrupt_cache_is_renamed_and_costs_are_measured_again(
     repository: Path, cache: Path, content: bytes
 ) -> None:
     with started(repository):
@@ -81,7 +81,7 @@ def test_a_corrupt_cache_is_set_aside_and_measured_anew(
         log = server.log()
 
     assert re.search(MEASURED, log), log
-    assert "the cache of costs is damaged" in log
+    assert "the cost cache is damaged" in log
     aside = file.with_name(f"{file.name}.corrupt-1")
     assert aside.read_bytes() == content
     assert len(CostStore(cache).entries()) == 1
@@ -103,7 +103,7 @@ def test_models_that_load_at_once_share_one_cache(
 ) -> None:
     settings = {"warmup_seconds": "60", "cache_folder": str(cache), "max_batch_tokens": "512"}
     add_model(repository, "tagger", checkpoints["tagger"], **settings)
-    # the same circumstances as the encoder's: one of them measures for both
+    # the same key as the encoder's: one of them measures for both
     same = repository / "again"
     same.mkdir()
     (same / "1").symlink_to(checkpoints["encoder"].resolve(), target_is_directory=True)

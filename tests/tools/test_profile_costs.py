@@ -10,7 +10,9 @@ import typer
 from typer.testing import CliRunner
 
 from varlen.config import EngineConfig
-from varlen.costs.measurement import Measurement, MixedBatch
+from varlen.costs.batch_shape import BatchShape
+from varlen.costs.measurement import Measurement
+from varlen.costs.model import MeasuredBatch
 from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import ConfigError
 from varlen_tools.profile_costs.__main__ import main
@@ -21,7 +23,7 @@ from varlen_tools.profile_costs.printed import three_digits
 from varlen_tools.profile_costs.source import SourceError, find_source
 
 SVG = "{http://www.w3.org/2000/svg}"
-ABOUT = {
+KEY = {
     "checkpoint": "0123456789abcdef",
     "model": "bert, 2 layers of 16",
     "task": "embed",
@@ -31,12 +33,18 @@ ABOUT = {
     "execution": "packed",
     "max_batch_sequences": "4",
     "max_batch_tokens": "64",
+    "max_sequence_tokens": "32",
     "torch": "2.9",
     "varlen": "abc",
 }
 MEASUREMENT = Measurement(
-    {(1, 8): 1e-3, (2, 8): 1.5e-3, (4, 8): 2.5e-3, (1, 32): 3e-3, (2, 32): 5e-3},
-    (MixedBatch((8, 20, 30), 4e-3), MixedBatch((5, 9), 2e-3)),
+    (
+        MeasuredBatch((8,), 1e-3),
+        MeasuredBatch((8, 8), 1.5e-3),
+        MeasuredBatch((5, 9), 2e-3),
+        MeasuredBatch((8, 20, 30), 4e-3),
+        MeasuredBatch((32,), 3e-3),
+    ),
     True,
     0.25,
 )
@@ -46,7 +54,7 @@ app.command()(main)
 
 @pytest.fixture
 def costs():
-    return StoredCosts.now(ABOUT, 20.0, MEASUREMENT)
+    return StoredCosts.now(KEY, 20.0, MEASUREMENT)
 
 
 @pytest.fixture
@@ -102,76 +110,60 @@ def cells(svg):
             ]
 
 
-def test_a_profile_has_every_point_and_says_where_it_is_from(profile):
+def test_a_profile_has_the_predicted_cost_of_every_batch_of_one_length(profile):
     assert profile.counts == (1, 2, 4)
-    assert profile.lengths == (8, 32)
-    kinds = {place: point.kind for place, point in profile.points.items()}
-    assert kinds == {
-        **dict.fromkeys(MEASUREMENT.samples, "measured"),
-        # 128 tokens, of 64 that may run together
-        (4, 32): "past",
-    }
-    assert profile.points[2, 8].measured == 1.5e-3
-    assert profile.points[4, 32].measured is None
-    assert profile.points[2, 8].per_token == pytest.approx(profile.points[2, 8].seconds / 16)
+    assert profile.lengths == (1, 2, 4, 8, 16, 32)
+    model = MEASUREMENT.model("packed")
+    for (count, length), cell in profile.cells.items():
+        assert cell.seconds == model.seconds(BatchShape.of([length] * count))
+        assert cell.per_token == pytest.approx(cell.seconds / (count * length))
+        assert cell.is_allowed == (count * length <= 64)
 
 
-def test_a_point_within_the_budget_that_was_not_measured_is_filled(costs):
-    samples = {place: s for place, s in MEASUREMENT.samples.items() if place != (2, 8)}
-    profile = Profile.of("x", replace(costs, measurement=replace(MEASUREMENT, samples=samples)))
+def test_measured_batches_are_shown_beside_their_prediction(profile):
+    model = MEASUREMENT.model("packed")
 
-    assert profile.points[2, 8].kind == "filled"
-    assert 1e-3 < profile.points[2, 8].seconds < 2.5e-3
-
-
-def test_mixed_batches_are_told_as_the_grid_and_as_the_table_have_them(profile):
-    small, large = profile.mixed
-
-    assert [small.shape.tokens, large.shape.tokens] == [14, 58]
-    assert large.by_grid == pytest.approx(MEASUREMENT.grid_table("packed").seconds(large.shape))
-    assert abs(large.by_table - large.actual) < abs(large.by_grid - large.actual)
-    by_grid, by_table = profile.median_errors()
-    assert by_table < by_grid
+    assert [batch.shape.tokens for batch in profile.checked] == [8, 14, 16, 32, 58]
+    for batch in profile.checked:
+        assert batch.predicted == model.seconds(batch.shape)
+        assert batch.error == pytest.approx(batch.predicted / batch.actual - 1)
+    assert 0 < profile.median_error() < 0.5
 
 
-def test_heat_maps_show_every_point_once_with_its_figure(profile):
-    per_batch, per_token, mixed = cells(draw(profile))
+def test_heat_maps_show_every_batch_once_with_its_figure(profile):
+    per_batch, per_token, measured = cells(draw(profile))
 
-    points = [profile.points[n, length] for length in (8, 32) for n in (1, 2, 4)]
-    assert [kind for kind, _, _ in per_batch] == [point.kind for point in points]
-    assert [text for _, text, _ in per_batch] == [three_digits(1e3 * p.seconds) for p in points]
-    assert [text for _, text, _ in per_token] == [three_digits(1e6 * p.per_token) for p in points]
-    assert mixed == []
+    shown = [profile.cells[n, length] for length in profile.lengths for n in (1, 2, 4)]
+    assert [kind for kind, _, _ in per_batch] == [
+        "allowed" if cell.is_allowed else "past" for cell in shown
+    ]
+    assert [text for _, text, _ in per_batch] == [three_digits(1e3 * c.seconds) for c in shown]
+    assert [text for _, text, _ in per_token] == [three_digits(1e6 * c.per_token) for c in shown]
+    assert measured == []
     told = {text.splitlines()[0]: text for _, _, text in per_batch}
-    assert "measured: 1.50 ms" in told["2 x 8 tokens"]
-    assert "past the budget" in told["4 x 32 tokens"]
+    assert "past the limits" in told["4 x 32 tokens"]
 
 
-def test_mixed_batches_lie_on_the_line_where_they_are_predicted_right(costs):
-    samples = {(n, length): 1e-3 * n * length for n in (1, 4) for length in (8, 32)}
-    right = Measurement(samples, (MixedBatch((8, 20), 28e-3), MixedBatch((30, 8), 38e-3)), True, 1)
+def test_measured_batches_lie_on_the_line_where_they_are_predicted_right(costs):
+    right = Measurement(
+        tuple(MeasuredBatch(lengths, 1e-3 * sum(lengths)) for lengths in [(8, 20), (30,), (4,)]),
+        True,
+        1,
+    )
     svg = ElementTree.fromstring(draw(Profile.of("x", replace(costs, measurement=right))))
 
-    circles = [c for c in svg.iter(f"{SVG}circle") if c.get("class") == "by-grid"]
-    sums = [float(c.get("cx")) + float(c.get("cy")) for c in circles]
-    assert len(circles) == 2
-    assert sums[0] == pytest.approx(sums[1], abs=0.3)
+    sums = [float(c.get("cx")) + float(c.get("cy")) for c in svg.iter(f"{SVG}circle")]
+    assert len(sums) == 3
+    assert sums == pytest.approx([sums[0]] * 3, abs=0.3)
 
 
-def test_a_profile_without_mixed_batches_is_drawn_without_them(costs):
-    profile = Profile.of("x", replace(costs, measurement=replace(MEASUREMENT, mixed=())))
+def test_costs_that_are_all_equal_are_drawn(costs):
+    flat = Measurement((MeasuredBatch((8,), 1e-3), MeasuredBatch((8, 8), 1e-3)), True, 1)
+    key = {**KEY, "max_sequence_tokens": "1", "max_batch_sequences": "1"}
 
-    assert len(list(cells(draw(profile)))) == 2
-    assert profile.median_errors() is None
-    assert "No batches of mixed lengths" in render(profile)
+    (per_batch, _, _) = cells(draw(Profile.of("x", replace(costs, key=key, measurement=flat))))
 
-
-def test_a_grid_of_equal_costs_is_drawn(costs):
-    flat = Measurement({(1, 8): 1e-3, (2, 8): 1e-3}, (), True, 1)
-
-    (per_batch, _) = cells(draw(Profile.of("x", replace(costs, measurement=flat))))
-
-    assert [text for _, text, _ in per_batch] == ["1.00", "1.00"]
+    assert [text for _, text, _ in per_batch] == ["1.00"]
 
 
 def test_the_page_says_under_what_it_was_measured_and_shows_names_as_text(costs):
@@ -240,11 +232,11 @@ def test_the_command_measures_once_prints_and_draws(model, tmp_path):
     first = invoke(model, *outputs)
 
     assert first.exit_code == 0, first.output
-    for text in ("milliseconds a batch", "microseconds a token", "batches of mixed lengths"):
+    for text in ("milliseconds per batch", "microseconds per token", "measured batches"):
         assert text in first.output
     (kept,) = CostStore(tmp_path / "cache").entries()
     assert kept.allowed_seconds == 30
-    assert kept.about["threads"] == "1"
+    assert kept.key["threads"] == "1"
     ElementTree.fromstring(files[0].read_text())
     assert files[1].read_text().startswith("<!doctype html>")
 
@@ -260,7 +252,7 @@ def test_the_command_lists_what_is_kept(model, tmp_path, costs):
     store = CostStore(tmp_path / "cache")
     store.save(costs)
     cut_short = replace(MEASUREMENT, is_complete=False)
-    store.save(replace(costs, about={**ABOUT, "dtype": "bfloat16"}, measurement=cut_short))
+    store.save(replace(costs, key={**KEY, "dtype": "bfloat16"}, measurement=cut_short))
 
     for arguments in (["--list", "--cache", tmp_path / "cache"], ["--list", model]):
         listed = invoke(*arguments)

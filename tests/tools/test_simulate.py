@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.costs.table import CostTable
+from varlen.costs.model import CostModel
 from varlen.errors import DeadlineError, QueueFullError
 from varlen_tools.simulate.__main__ import app, cpu_seconds, gpu_seconds
 from varlen_tools.simulate.arrivals import (
@@ -35,7 +35,7 @@ NO_CAP = 10**9
 
 
 def table(seconds=cpu_seconds, execution="packed"):
-    return CostTable.of_function(seconds, execution, max_sequences=SEQUENCES, max_length=500)
+    return CostModel.of_function(seconds, execution, max_sequences=SEQUENCES, max_length=500)
 
 
 def config(policy, execution="packed", **settings):

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from varlen.config import Execution
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+_Number = TypeVar("_Number", int, FloatArray)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """What of a batch decides its cost.
+    """Numbers that decide the cost of a batch.
 
     Attributes:
-        sequences: how many.
-        tokens: of all sequences, without padding.
+        sequences: number of sequences.
+        tokens: tokens of all sequences, without padding.
         squares: sum of the squared lengths, in tokens squared.
-        longest: in tokens.
+        longest: length of the longest sequence, in tokens.
     """
 
     sequences: int
@@ -32,12 +39,12 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What one batch may hold; one sequence alone always may.
+    """Limits of one batch. A batch of one sequence is always allowed.
 
     Attributes:
-        max_sequences: in it.
-        max_tokens: in it; where batches are padded, padding counts.
-        execution: whether they are.
+        max_sequences: most sequences.
+        max_tokens: most tokens, padding included.
+        execution: `padded` batches are filled up to their longest sequence.
     """
 
     max_sequences: int
@@ -45,6 +52,12 @@ class BatchLimits:
     execution: Execution = "packed"
 
     def allow(self, sequences: int, tokens: int, longest: int) -> bool:
-        """Return whether a batch is within them."""
-        held = sequences * longest if self.execution == "padded" else tokens
-        return sequences <= self.max_sequences and held <= self.max_tokens
+        """Return whether a batch is within the limits."""
+        return (
+            sequences <= self.max_sequences
+            and self.computed_tokens(sequences, tokens, longest) <= self.max_tokens
+        )
+
+    def computed_tokens(self, sequences: _Number, tokens: _Number, longest: _Number) -> _Number:
+        """Return the tokens that batches compute, padding included; of one batch, or of arrays."""
+        return sequences * longest if self.execution == "padded" else tokens

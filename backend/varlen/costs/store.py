@@ -1,8 +1,8 @@
 """Measured costs on disk, so that a second start measures nothing: one SQLite file in a cache folder.
 
-Costs are found again by what decides them, such as checkpoint, device and libraries, which is kept with them in words.
-Several servers may use one file. Nothing that is wrong with it is worth a failure: a file that is damaged is set
-aside and a new one begun; one that cannot be opened, read or written is done without. Each gives a warning.
+Costs are found by what decides them, such as model, device and libraries. Several servers may share one file. No
+problem with the file is an error: a damaged file is renamed and a new one begun, and a file that cannot be opened,
+read or written is not used. Each problem is logged as a warning.
 """
 
 from __future__ import annotations
@@ -22,67 +22,65 @@ from itertools import count
 from pathlib import Path
 from typing import IO, TypeAlias, TypeVar
 
-from varlen.costs.measurement import Measurement, MixedBatch
+from varlen.costs.measurement import Measurement
+from varlen.costs.model import MeasuredBatch
 
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-# What decides costs: names and values, in words.
-About: TypeAlias = Mapping[str, str]
+# Names and values of everything that decides costs, readable by people.
+CostKey: TypeAlias = Mapping[str, str]
 
-# A file of another layout has another name.
-_FILE = "batch_costs.sqlite"
+# A file with another schema has another name.
+_FILE = "batch_costs_2.sqlite"
 _LOCK = "measuring.lock"
-# How long another process may keep the file to itself, in seconds; what it does there takes milliseconds.
+# Seconds to wait for another process that writes, which takes it milliseconds.
 _BUSY_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 _SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS costs (key TEXT PRIMARY KEY, about TEXT NOT NULL, measured_at TEXT NOT NULL,"
-    " allowed_seconds REAL NOT NULL, seconds REAL NOT NULL, is_complete INTEGER NOT NULL,"
-    " spread REAL NOT NULL)",
-    "CREATE TABLE IF NOT EXISTS samples (key TEXT NOT NULL, sequences INTEGER NOT NULL, length INTEGER NOT NULL,"
-    " seconds REAL NOT NULL, PRIMARY KEY (key, sequences, length))",
-    "CREATE TABLE IF NOT EXISTS mixed (key TEXT NOT NULL, place INTEGER NOT NULL, lengths TEXT NOT NULL,"
-    " seconds REAL NOT NULL, PRIMARY KEY (key, place))",
+    "CREATE TABLE IF NOT EXISTS costs (digest TEXT PRIMARY KEY, key TEXT NOT NULL, measured_at TEXT NOT NULL,"
+    " allowed_seconds REAL NOT NULL, seconds REAL NOT NULL, is_complete INTEGER NOT NULL, spread REAL NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS batches (digest TEXT NOT NULL, position INTEGER NOT NULL, lengths TEXT NOT NULL,"
+    " seconds REAL NOT NULL, PRIMARY KEY (digest, position))",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class StoredCosts:
-    """What was measured, of what, and when.
+    """A measurement, and what it was measured for.
 
     Attributes:
-        about: what decides these costs.
+        key: what decides these costs.
         measured_at: when, with its time zone.
-        allowed_seconds: how long it might have taken.
-        measurement: itself.
+        allowed_seconds: the bound of the measurement.
+        measurement: the measured batches.
     """
 
-    about: About
+    key: CostKey
     measured_at: datetime
     allowed_seconds: float
     measurement: Measurement
 
     @classmethod
-    def now(cls, about: About, allowed_seconds: float, measurement: Measurement) -> StoredCosts:
-        """Return what has just been measured."""
-        return cls(about, datetime.now(timezone.utc), allowed_seconds, measurement)
+    def now(cls, key: CostKey, allowed_seconds: float, measurement: Measurement) -> StoredCosts:
+        """Return costs that have just been measured."""
+        return cls(key, datetime.now(timezone.utc), allowed_seconds, measurement)
 
 
 class CostStore:
-    """The costs that are kept in one folder. Nothing here raises for the state of the folder or the file."""
+    """The stored costs of one folder. Nothing here raises for the state of the folder or the file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / _FILE
         self._warned: set[str] = set()
 
-    def load(self, about: About) -> StoredCosts | None:
-        """Return the costs that were measured under just these circumstances, or None."""
-        return self._try(lambda database: _read(database, key_of(about)), None)
+    def load(self, key: CostKey) -> StoredCosts | None:
+        """Return the costs with this key, or None."""
+        return self._try(lambda database: _read(database, digest_of(key)), None)
 
     def save(self, costs: StoredCosts) -> bool:
-        """Keep costs in place of older ones, and return whether that was possible."""
+        """Store costs in place of older ones, and return whether that was possible."""
 
         def write(database: sqlite3.Connection) -> bool:
             _write(database, costs)
@@ -91,21 +89,21 @@ class CostStore:
         return self._try(write, False)
 
     def entries(self) -> list[StoredCosts]:
-        """Return all that is kept, the newest first."""
+        """Return all stored costs, the newest first."""
 
         def read(database: sqlite3.Connection) -> list[StoredCosts]:
-            keys = database.execute("SELECT key FROM costs ORDER BY measured_at DESC").fetchall()
-            found = (_read(database, key) for (key,) in keys)
+            rows = database.execute("SELECT digest FROM costs ORDER BY measured_at DESC").fetchall()
+            found = (_read(database, digest) for (digest,) in rows)
             return [costs for costs in found if costs is not None]
 
         return self._try(read, [])
 
     @contextmanager
     def measuring(self, timeout: float) -> Iterator[None]:
-        """Keep other processes that use this folder from measuring meanwhile: they would slow each other down.
+        """Lock the folder against other processes that measure, which would slow each other down.
 
         Args:
-            timeout: how long to wait for them, in seconds. After that it goes on beside them.
+            timeout: seconds to wait for the lock; after that it continues without it.
         """
         with ExitStack() as stack:
             try:
@@ -126,13 +124,13 @@ class CostStore:
             self._folder.mkdir(parents=True, exist_ok=True)
             return self._work(work)
         except (sqlite3.Error, OSError) as error:
-            self._warn(f"the cache of costs {self._path} is not used: {error}")
+            self._warn(f"the cost cache {self._path} is not used: {error}")
         except (ValueError, TypeError) as error:
-            self._warn(f"the cache of costs {self._path} holds a damaged entry: {error}")
+            self._warn(f"the cost cache {self._path} has a damaged entry: {error}")
         return otherwise
 
     def _warn(self, line: str) -> None:
-        """Say what is wrong, once."""
+        """Log a warning once."""
         if line not in self._warned:
             _log.warning("%s", line)
             self._warned.add(line)
@@ -142,16 +140,16 @@ class CostStore:
         try:
             return self._work_once(work)
         except sqlite3.OperationalError:
-            # locked, read-only, full: the file itself is as it should be
+            # locked, read-only, full: the file itself is not damaged
             raise
         except sqlite3.DatabaseError as error:
-            # not if another process has just done so
+            # not if another process has just replaced the file
             if before is not None and before == self._identity():
-                self._set_aside(error)
+                self._rename_damaged(error)
             return self._work_once(work)
 
     def _work_once(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        # autocommit: each piece of work opens its own transaction, if it needs one
+        # autocommit: each piece of work opens its own transaction if it needs one
         connection = sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None)
         with closing(connection) as database:
             for statement in _SCHEMA:
@@ -159,74 +157,70 @@ class CostStore:
             return work(database)
 
     def _identity(self) -> tuple[int, int] | None:
-        """Return what tells the file from another of its name; None if there is none."""
+        """Return the device and inode of the file, or None if there is no file."""
         try:
             status = self._path.stat()
         except FileNotFoundError:
             return None
         return status.st_dev, status.st_ino
 
-    def _set_aside(self, error: Exception) -> None:
+    def _rename_damaged(self, error: Exception) -> None:
         names = (self._path.with_name(f"{_FILE}.corrupt-{number}") for number in count(1))
-        aside = next(name for name in names if not name.exists())
-        self._path.rename(aside)
-        # what SQLite would otherwise undo in the new file
+        renamed = next(name for name in names if not name.exists())
+        self._path.rename(renamed)
+        # SQLite would apply the journal to the new file
         self._path.with_name(f"{_FILE}-journal").unlink(missing_ok=True)
-        _log.warning("the cache of costs is damaged (%s): set aside as %s", error, aside)
+        _log.warning("the cost cache is damaged (%s) and was renamed to %s", error, renamed)
 
 
-def key_of(about: About) -> str:
-    """Return the key of circumstances: equal for equal ones."""
-    return hashlib.sha256(json.dumps(dict(about), sort_keys=True).encode()).hexdigest()
+def digest_of(key: CostKey) -> str:
+    """Return a hash of a key: equal for equal keys."""
+    return hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
 
 
-def _read(database: sqlite3.Connection, key: str) -> StoredCosts | None:
-    """Return an entry.
+def _read(database: sqlite3.Connection, digest: str) -> StoredCosts | None:
+    """Return an entry, or None.
 
     Raises:
-        ValueError, TypeError: it holds what was never measured.
+        ValueError, TypeError: it has values that cannot have been measured.
     """
     # one transaction, or another process may replace the entry between two statements
     database.execute("BEGIN")
     row = database.execute(
-        "SELECT about, measured_at, allowed_seconds, seconds, is_complete, spread FROM costs WHERE key = ?",
-        (key,),
+        "SELECT key, measured_at, allowed_seconds, seconds, is_complete, spread FROM costs WHERE digest = ?",
+        (digest,),
     ).fetchone()
-    samples = database.execute(
-        "SELECT sequences, length, seconds FROM samples WHERE key = ?", (key,)
-    ).fetchall()
-    mixed = database.execute(
-        "SELECT lengths, seconds FROM mixed WHERE key = ? ORDER BY place", (key,)
+    batches = database.execute(
+        "SELECT lengths, seconds FROM batches WHERE digest = ? ORDER BY position", (digest,)
     ).fetchall()
     database.execute("COMMIT")
     if row is None:
         return None
-    about, measured_at, allowed, seconds, is_complete, spread = row
+    key, measured_at, allowed, seconds, is_complete, spread = row
     measurement = Measurement(
-        {(_whole(n), _whole(length)): _positive(spent) for n, length, spent in samples},
         tuple(
-            MixedBatch(tuple(_whole(length) for length in json.loads(lengths)), _positive(spent))
-            for lengths, spent in mixed
+            MeasuredBatch(tuple(map(_checked_length, json.loads(lengths))), _checked_float(spent))
+            for lengths, spent in batches
         ),
         bool(is_complete),
         float(seconds),
-        _positive(spread),
+        _checked_float(spread),
     )
     return StoredCosts(
-        json.loads(about), datetime.fromisoformat(measured_at), float(allowed), measurement
+        json.loads(key), datetime.fromisoformat(measured_at), float(allowed), measurement
     )
 
 
 def _write(database: sqlite3.Connection, costs: StoredCosts) -> None:
-    key, measurement = key_of(costs.about), costs.measurement
+    digest, measurement = digest_of(costs.key), costs.measurement
     database.execute("BEGIN IMMEDIATE")
-    for table in ("costs", "samples", "mixed"):
-        database.execute(f"DELETE FROM {table} WHERE key = ?", (key,))  # noqa: S608  # our names
+    database.execute("DELETE FROM costs WHERE digest = ?", (digest,))
+    database.execute("DELETE FROM batches WHERE digest = ?", (digest,))
     database.execute(
         "INSERT INTO costs VALUES (?, ?, ?, ?, ?, ?, ?)",
         (
-            key,
-            json.dumps(dict(costs.about)),
+            digest,
+            json.dumps(dict(costs.key)),
             costs.measured_at.isoformat(),
             costs.allowed_seconds,
             measurement.seconds,
@@ -235,33 +229,29 @@ def _write(database: sqlite3.Connection, costs: StoredCosts) -> None:
         ),
     )
     database.executemany(
-        "INSERT INTO samples VALUES (?, ?, ?, ?)",
-        [(key, n, length, seconds) for (n, length), seconds in measurement.samples.items()],
-    )
-    database.executemany(
-        "INSERT INTO mixed VALUES (?, ?, ?, ?)",
+        "INSERT INTO batches VALUES (?, ?, ?, ?)",
         [
-            (key, place, json.dumps(batch.lengths), batch.seconds)
-            for place, batch in enumerate(measurement.mixed)
+            (digest, position, json.dumps(batch.lengths), batch.seconds)
+            for position, batch in enumerate(measurement.batches)
         ],
     )
     database.execute("COMMIT")
 
 
-def _whole(value: object) -> int:
+def _checked_length(value: object) -> int:
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} is no number of sequences or tokens")
+        raise ValueError(f"{value!r} is not a length in tokens")
     return value
 
 
-def _positive(value: object) -> float:
+def _checked_float(value: object) -> float:
     if not isinstance(value, float) or not 0.0 < value < math.inf:
-        raise ValueError(f"{value!r} is no time and no factor")
+        raise ValueError(f"{value!r} is not a positive number")
     return value
 
 
 def _lock(file: IO[str], timeout: float) -> bool:
-    """Return whether a file could be locked within so many seconds. Closing it lets go of it."""
+    """Return whether a file could be locked within so many seconds. Closing the file unlocks it."""
     deadline = time.monotonic() + timeout
     while True:
         try:

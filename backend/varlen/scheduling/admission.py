@@ -45,11 +45,6 @@ class Admission:
         with self._lock:
             return self._seconds
 
-    def wait_seconds(self, now: float) -> float:
-        """Return how long a request that comes now would wait if all earlier work ran first."""
-        with self._lock:
-            return self._wait_seconds(now)
-
     def enter(self, request: Request, forecast: Forecast, now: float) -> None:
         """Count a request that begins to wait.
 

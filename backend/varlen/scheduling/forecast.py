@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.table import CostTable
+from varlen.costs.model import CostModel
 from varlen.sequence import Forecast
 
 # Recent batches whose median tells the machine's speed. Half of them begin as expected, so that a first slow batch,
@@ -27,7 +27,7 @@ _BATCHES_PER_REFRESH = 64
 class Forecaster:
     """Predicts requests, from any thread, and learns from batches, in one."""
 
-    def __init__(self, costs: CostTable, limits: BatchLimits) -> None:
+    def __init__(self, costs: CostModel, limits: BatchLimits) -> None:
         self._costs = costs
         self._limits = limits
         self._ratios = deque([1.0] * (_RECENT // 2), maxlen=_RECENT)

@@ -13,7 +13,7 @@ from itertools import compress
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.table import CostTable
+from varlen.costs.model import CostModel
 from varlen.errors import EngineError
 from varlen.request import Request
 from varlen.scheduling.admission import Admission
@@ -43,7 +43,7 @@ class OneShotScheduler:
     """Queues requests and cuts their sequences into batches; a sequence is finished once it has run."""
 
     def __init__(
-        self, config: EngineConfig, costs: CostTable, admission: Admission, max_batch_tokens: int
+        self, config: EngineConfig, costs: CostModel, admission: Admission, max_batch_tokens: int
     ) -> None:
         """Start with an empty queue.
 
@@ -82,8 +82,7 @@ class OneShotScheduler:
         forecast = request.forecast
         # when its time comes, a batch may just have started, and its own runs after that
         self._queue.add(request, request.deadline - forecast.seconds - 2 * forecast.batch_seconds)
-        backlog = self._admission.wait_seconds(now) - forecast.seconds
-        self._load.arrived(now, seconds=forecast.seconds, backlog_seconds=max(0.0, backlog))
+        self._load.arrived(now, seconds=forecast.seconds)
 
     def wake_at(self, now: float) -> float | None:
         """Return when `schedule` will have a batch if nothing else happens; None if nothing waits."""

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from varlen.costs.batch_shape import BatchLimits
-from varlen.costs.table import CostTable, FloatArray
+from varlen.costs.batch_shape import BatchLimits, FloatArray
+from varlen.costs.model import CostModel
 
 
 def partition(
     lengths: Sequence[int],
-    costs: CostTable,
+    costs: CostModel,
     limits: BatchLimits,
     *,
     pressure: float,
@@ -76,7 +76,7 @@ def cut_in_order(lengths: Sequence[int], limits: BatchLimits) -> list[int]:
     return sizes
 
 
-def seconds_of_batches(batches: Sequence[Sequence[int]], costs: CostTable) -> list[float]:
+def seconds_of_batches(batches: Sequence[Sequence[int]], costs: CostModel) -> list[float]:
     """Return the seconds of batches of sequences of these lengths."""
     counts = np.array([float(len(batch)) for batch in batches])
     tokens = np.array([float(sum(batch)) for batch in batches])
@@ -85,21 +85,18 @@ def seconds_of_batches(batches: Sequence[Sequence[int]], costs: CostTable) -> li
     return [float(value) for value in costs.seconds_of(counts, tokens, squares, longest)]
 
 
-def _seconds(lengths: FloatArray, costs: CostTable, limits: BatchLimits) -> FloatArray:
-    """Return `[count, most]`: the cost of the batch of j + 1 sequences from i on, infinite where it may not be."""
+def _seconds(lengths: FloatArray, costs: CostModel, limits: BatchLimits) -> FloatArray:
+    """Return `[count, most]`: the seconds of the batch of j + 1 sequences from i on, infinite where not allowed."""
     count = len(lengths)
     most = min(count, limits.max_sequences)
-    tokens_before = np.concatenate([[0.0], np.cumsum(lengths)])
-    squares_before = np.concatenate([[0.0], np.cumsum(lengths * lengths)])
     first = np.arange(count)[:, None]
     sizes = np.arange(1, most + 1)[None, :]
-    end = np.minimum(first + sizes, count)
-    tokens = tokens_before[end] - tokens_before[:-1, None]
-    squares = squares_before[end] - squares_before[:-1, None]
-    longest = lengths[end - 1]
-    held = sizes * longest if limits.execution == "padded" else tokens
-    allowed = (first + sizes <= count) & (held <= limits.max_tokens)
-    seconds = np.full((count, most), np.inf)
-    many = np.broadcast_to(sizes.astype(float), (count, most))[allowed]
-    seconds[allowed] = costs.seconds_of(many, tokens[allowed], squares[allowed], longest[allowed])
-    return seconds
+    # past the end are sequences of no tokens; batches with them are not allowed
+    padded = np.concatenate([lengths, np.zeros(most)])[first + sizes - 1]
+    tokens = np.cumsum(padded, axis=1)
+    longest = np.maximum.accumulate(padded, axis=1)
+    sequences = np.broadcast_to(sizes.astype(float), tokens.shape)
+    allowed = limits.computed_tokens(sequences, tokens, longest) <= limits.max_tokens
+    allowed &= first + sizes <= count
+    seconds = costs.seconds_of(sequences, tokens, np.cumsum(padded * padded, axis=1), longest)
+    return np.where(allowed, seconds, np.inf)

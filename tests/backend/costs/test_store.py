@@ -16,17 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.costs import store as cost_store
-from varlen.costs.measurement import Measurement, MixedBatch
-from varlen.costs.store import CostStore, StoredCosts, key_of
+from varlen.costs.measurement import Measurement
+from varlen.costs.model import MeasuredBatch
+from varlen.costs.store import CostStore, StoredCosts, digest_of
 
-ABOUT = {"checkpoint": "a1b2", "device": "A CPU, 2 cores", "dtype": "float32", "threads": "2"}
+KEY = {"checkpoint": "a1b2", "device": "A CPU, 2 cores", "dtype": "float32", "threads": "2"}
 SECONDS = st.floats(1e-7, 1e3)
 MEASUREMENTS = st.builds(
     Measurement,
-    samples=st.dictionaries(st.tuples(st.integers(1, 999), st.integers(1, 9999)), SECONDS),
-    mixed=st.lists(
+    batches=st.lists(
         st.builds(
-            MixedBatch, st.lists(st.integers(1, 512), min_size=1, max_size=9).map(tuple), SECONDS
+            MeasuredBatch,
+            st.lists(st.integers(1, 512), min_size=1, max_size=9).map(tuple),
+            SECONDS,
         ),
         max_size=5,
     ).map(tuple),
@@ -34,11 +36,11 @@ MEASUREMENTS = st.builds(
     seconds=st.floats(0.0, 100.0),
     spread=st.floats(1.0, 50.0),
 )
-SMALL = Measurement({(1, 4): 1e-3, (2, 4): 2e-3}, (MixedBatch((4, 7), 3e-3),), True, 0.5)
+SMALL = Measurement((MeasuredBatch((4,), 1e-3), MeasuredBatch((4, 7), 3e-3)), True, 0.5)
 
 
-def costs(about=ABOUT, measurement=SMALL):
-    return StoredCosts.now(about, 20.0, measurement)
+def costs(key=KEY, measurement=SMALL):
+    return StoredCosts.now(key, 20.0, measurement)
 
 
 def file_of(folder):
@@ -63,48 +65,48 @@ def folder(tmp_path, store):
 
 
 def test_nothing_is_known_of_a_new_folder(store, caplog):
-    assert store.load(ABOUT) is None
+    assert store.load(KEY) is None
     assert store.entries() == []
     assert warnings(caplog) == []
 
 
 @given(measurement=MEASUREMENTS)
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 def test_what_was_measured_comes_back_as_it_was(tmp_path_factory, measurement):
     folder = tmp_path_factory.mktemp("cache")
     saved = costs(measurement=measurement)
 
     assert CostStore(folder).save(saved)
 
-    assert CostStore(folder).load(ABOUT) == saved
+    assert CostStore(folder).load(KEY) == saved
 
 
-@pytest.mark.parametrize("name", ABOUT)
-def test_costs_of_other_circumstances_are_other_costs(store, name):
+@pytest.mark.parametrize("name", KEY)
+def test_costs_of_another_key_are_other_costs(store, name):
     store.save(costs())
 
-    assert store.load(ABOUT | {name: "another"}) is None
-    assert store.load({key: value for key, value in ABOUT.items() if key != name}) is None
+    assert store.load(KEY | {name: "another"}) is None
+    assert store.load({key: value for key, value in KEY.items() if key != name}) is None
 
 
-def test_the_order_of_circumstances_is_no_difference():
-    assert key_of(ABOUT) == key_of(dict(reversed(ABOUT.items())))
+def test_the_order_of_a_key_makes_no_difference():
+    assert digest_of(KEY) == digest_of(dict(reversed(KEY.items())))
 
 
 def test_costs_that_are_measured_again_replace_the_old_ones(store):
     store.save(costs())
-    new = costs(measurement=Measurement({(1, 8): 4e-3}, (), False, 9.0))
+    new = costs(measurement=Measurement((MeasuredBatch((8,), 4e-3),), False, 9.0))
 
     store.save(new)
 
-    assert store.load(ABOUT) == new
+    assert store.load(KEY) == new
     assert store.entries() == [new]
 
 
 def test_entries_are_listed_newest_first(store):
     old = costs()
     old = replace(old, measured_at=old.measured_at - timedelta(days=1))
-    new = costs(ABOUT | {"dtype": "bfloat16"})
+    new = costs(KEY | {"dtype": "bfloat16"})
     for entry in (old, new):
         store.save(entry)
 
@@ -121,13 +123,13 @@ def test_entries_are_listed_newest_first(store):
     ],
     ids=["text", "pages overwritten", "cut off", "noise behind the header"],
 )
-def test_a_corrupt_file_is_set_aside_with_a_warning_and_a_new_one_begun(folder, damage, caplog):
+def test_a_corrupt_file_is_renamed_with_a_warning_and_a_new_one_begun(folder, damage, caplog):
     path = file_of(folder)
     damage(path)
     content = path.read_bytes()
     store = CostStore(folder)
 
-    assert store.load(ABOUT) is None
+    assert store.load(KEY) is None
 
     (said,) = warnings(caplog)
     assert "damaged" in said
@@ -135,14 +137,14 @@ def test_a_corrupt_file_is_set_aside_with_a_warning_and_a_new_one_begun(folder, 
     assert str(aside) in said
     assert aside.read_bytes() == content
     assert store.save(costs())
-    assert CostStore(folder).load(ABOUT) is not None
+    assert CostStore(folder).load(KEY) is not None
 
 
 def test_corrupt_files_are_numbered(folder):
     for number in (1, 2, 3):
         path = file_of(folder)
         path.write_bytes(b"nonsense %d" % number * 100)
-        assert CostStore(folder).load(ABOUT) is None
+        assert CostStore(folder).load(KEY) is None
         assert path.with_name(f"{path.name}.corrupt-{number}").is_file()
 
 
@@ -155,13 +157,13 @@ def test_the_journal_of_a_corrupt_file_does_not_outlive_it(folder):
     assert CostStore(folder).save(costs())
 
     assert not journal.exists()
-    assert CostStore(folder).load(ABOUT) is not None
+    assert CostStore(folder).load(KEY) is not None
 
 
 def test_an_empty_file_is_a_new_one(folder, caplog):
     file_of(folder).write_bytes(b"")
 
-    assert CostStore(folder).load(ABOUT) is None
+    assert CostStore(folder).load(KEY) is None
     assert CostStore(folder).save(costs())
 
     assert warnings(caplog) == []
@@ -170,20 +172,19 @@ def test_an_empty_file_is_a_new_one(folder, caplog):
 @pytest.mark.parametrize(
     "statement",
     [
-        "UPDATE samples SET seconds = -1.0",
-        "UPDATE samples SET seconds = 'soon'",
-        "UPDATE samples SET seconds = 9e999",
-        "UPDATE samples SET length = 0 WHERE sequences = 1",
-        "UPDATE samples SET sequences = 'many' WHERE sequences = 1",
-        "UPDATE mixed SET lengths = '{'",
-        "UPDATE mixed SET lengths = '7'",
-        "UPDATE mixed SET lengths = '[0]'",
+        "UPDATE batches SET seconds = -1.0",
+        "UPDATE batches SET seconds = 'soon'",
+        "UPDATE batches SET seconds = 9e999",
+        "UPDATE batches SET lengths = '{'",
+        "UPDATE batches SET lengths = '7'",
+        "UPDATE batches SET lengths = '[0]'",
+        "UPDATE batches SET lengths = '[\"many\"]'",
         "UPDATE costs SET measured_at = 'yesterday'",
-        "UPDATE costs SET about = 'a checkpoint'",
-        "UPDATE costs SET about = CAST(x'ff' AS TEXT)",
+        "UPDATE costs SET key = 'a checkpoint'",
+        "UPDATE costs SET key = CAST(x'ff' AS TEXT)",
         "UPDATE costs SET allowed_seconds = 'long'",
         "UPDATE costs SET spread = 0",
-        "ALTER TABLE samples RENAME COLUMN seconds TO minutes",
+        "ALTER TABLE batches RENAME COLUMN seconds TO minutes",
     ],
 )
 def test_an_entry_that_was_tampered_with_counts_as_none_and_can_be_replaced(
@@ -193,12 +194,12 @@ def test_an_entry_that_was_tampered_with_counts_as_none_and_can_be_replaced(
         database.execute(statement)
     database.close()
 
-    assert CostStore(folder).load(ABOUT) is None
+    assert CostStore(folder).load(KEY) is None
 
     assert len(warnings(caplog)) == 1
     if "ALTER" not in statement:
         assert CostStore(folder).save(costs())
-        assert CostStore(folder).load(ABOUT) is not None
+        assert CostStore(folder).load(KEY) is not None
 
 
 def test_a_locked_file_costs_a_warning(folder, monkeypatch, caplog):
@@ -207,15 +208,15 @@ def test_a_locked_file_costs_a_warning(folder, monkeypatch, caplog):
     other.execute("BEGIN EXCLUSIVE")
     store = CostStore(folder)
 
-    assert store.load(ABOUT) is None
-    assert store.load(ABOUT) is None
+    assert store.load(KEY) is None
+    assert store.load(KEY) is None
     assert not store.save(costs())
 
     # of the same trouble once
     assert len(warnings(caplog)) == 1
     assert "locked" in warnings(caplog)[0]
     other.close()
-    assert store.load(ABOUT) is not None
+    assert store.load(KEY) is not None
 
 
 def test_a_file_that_is_soon_unlocked_is_waited_for(folder, caplog):
@@ -224,7 +225,7 @@ def test_a_file_that_is_soon_unlocked_is_waited_for(folder, caplog):
     timer = threading.Timer(0.2, other.close)
     timer.start()
 
-    assert CostStore(folder).load(ABOUT) is not None
+    assert CostStore(folder).load(KEY) is not None
 
     timer.join()
     assert warnings(caplog) == []
@@ -237,7 +238,7 @@ def test_a_folder_that_may_not_be_written_costs_a_warning(folder, caplog):
     folder.chmod(0o500)
     store = CostStore(folder)
 
-    assert store.load(ABOUT) is not None
+    assert store.load(KEY) is not None
     assert not store.save(costs())
     with store.measuring(timeout=1):
         pass
@@ -256,7 +257,7 @@ def test_a_read_only_database_can_be_read(folder, monkeypatch, caplog):
     monkeypatch.setattr(sqlite3, "connect", read_only)
     store = CostStore(folder)
 
-    assert store.load(ABOUT) is not None
+    assert store.load(KEY) is not None
     assert not store.save(costs())
 
     (said,) = warnings(caplog)
@@ -267,7 +268,7 @@ def test_a_read_only_database_can_be_read(folder, monkeypatch, caplog):
 def test_a_folder_that_cannot_be_made_costs_a_warning(place, caplog):
     store = CostStore(Path(place))
 
-    assert store.load(ABOUT) is None
+    assert store.load(KEY) is None
     assert not store.save(costs())
     with store.measuring(timeout=1):
         pass
@@ -281,7 +282,7 @@ def test_a_folder_where_the_file_should_be_costs_a_warning(folder, caplog):
     path.unlink()
     path.mkdir()
 
-    assert CostStore(folder).load(ABOUT) is None
+    assert CostStore(folder).load(KEY) is None
 
     assert len(warnings(caplog)) == 1
 
@@ -290,8 +291,8 @@ def save_some(arguments):
     """Save entries from a process of its own, and return whether each was saved and found."""
     folder, process = arguments
     store = CostStore(folder)
-    abouts = [ABOUT | {"process": str(process), "entry": str(entry)} for entry in range(5)]
-    return all(store.save(costs(about)) and store.load(about) for about in abouts)
+    keys = [KEY | {"process": str(process), "entry": str(entry)} for entry in range(5)]
+    return all(store.save(costs(key)) and store.load(key) for key in keys)
 
 
 def test_several_processes_may_begin_and_use_one_file_at_once(tmp_path):
@@ -323,7 +324,7 @@ def test_who_finds_a_corrupt_file_replaced_by_another_process_leaves_the_new_one
 
     monkeypatch.setattr(store, "_work_once", work_once)
 
-    assert store.load(ABOUT) is not None
+    assert store.load(KEY) is not None
     assert len(calls) == 2
     assert warnings(caplog) == []
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.errors import QueueFullError, RequestError
+from varlen.errors import DeadlineError, QueueFullError, RequestError
 from varlen.scheduling.admission import Admission
 from varlen.sequence import Batch, Forecast
 
@@ -119,10 +119,16 @@ def test_work_in_flight_and_in_the_queue_is_shared_by_the_slots(slots):
         admission.start(batch, until=10.0 + batch.seconds)
     admission.enter(request(5), Forecast(6.0, 6.0), 10.0)
 
-    assert admission.wait_seconds(10.0) == pytest.approx(12.0 / slots)
-    assert admission.wait_seconds(13.0) == pytest.approx(7.0 / slots)
+    def expected_milliseconds(now):
+        """Return when the answer to a request that takes no time would come."""
+        with pytest.raises(DeadlineError) as refused:
+            admission.enter(request(1, deadline_seconds=1e-9), NO_TIME, now)
+        return int(re.search(r"in about (\d+) ms", str(refused.value))[1])
+
+    assert expected_milliseconds(10.0) == 12_000 // slots
+    assert expected_milliseconds(13.0) == 7_000 // slots
 
     for batch in batches:
         admission.end(batch)
     admission.leave(tokens=5, requests=[state_of(5, seconds=6.0)])
-    assert admission.wait_seconds(10.0) == 0.0
+    admission.enter(request(1, deadline_seconds=1e-9), NO_TIME, 10.0)

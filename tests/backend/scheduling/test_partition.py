@@ -4,12 +4,12 @@ import math
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise, permutations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.table import CostTable
 from varlen.scheduling.partition import cut_in_order, partition, seconds_of_batches
 
 from .waiting import cost_table
@@ -49,15 +49,34 @@ def set_partitions(items):
             yield from ([[first, *mates], *others] for others in set_partitions(left))
 
 
+class Table:
+    """Any costs that grow with the number of sequences and their length, also those that no model fits."""
+
+    def __init__(self, seconds, execution):
+        self._seconds = seconds
+        self.execution = execution
+
+    def seconds(self, shape):
+        columns = (shape.sequences, shape.tokens, shape.squares, shape.longest)
+        return float(self.seconds_of(*(np.array([float(value)]) for value in columns))[0])
+
+    def seconds_of(self, sequences, tokens, squares, longest):
+        if self.execution == "packed":
+            sequences, longest = tokens**2 / np.maximum(squares, 1), squares / np.maximum(tokens, 1)
+        last = self._seconds.shape[0] - 1
+        n = np.clip(np.rint(sequences), 0, last).astype(int)
+        return self._seconds[n, np.clip(np.rint(longest), 0, last).astype(int)]
+
+
 @st.composite
-def tables(draw, execution, max_sequences=8, max_length=8):
-    """A table that grows with sequences and length, on every point of the grid."""
-    samples = {}
-    for n in range(1, max_sequences + 1):
-        for length in range(1, max_length + 1):
-            below = max(samples.get((n - 1, length), 0), samples.get((n, length - 1), 0))
-            samples[n, length] = below + draw(st.integers(0, 6)) + (below == 0)
-    return CostTable(samples, execution)
+def tables(draw, execution, most=8):
+    """A table of random steps, for every number of sequences and length."""
+    seconds = np.zeros((most + 1, most + 1))
+    for n in range(1, most + 1):
+        for length in range(1, most + 1):
+            below = max(seconds[n - 1, length], seconds[n, length - 1])
+            seconds[n, length] = below + draw(st.integers(0, 6)) + (below == 0)
+    return Table(seconds, execution)
 
 
 @settings(max_examples=40, deadline=None)
@@ -105,7 +124,6 @@ def objective(lengths, sizes, costs, pressure):
     pressure=st.floats(0, 50),
 )
 def test_no_other_cuts_have_a_lower_objective(lengths, costs, max_sequences, max_tokens, pressure):
-    lengths.sort()
     limits = BatchLimits(max_sequences, max_tokens, costs.execution)
 
     sizes, seconds = partition(lengths, costs, limits, pressure=pressure)

@@ -1,6 +1,4 @@
-"""What policies choose: limits kept, nothing lost, order where it is promised, and nobody passed over for too long."""
-
-import math
+"""What policies choose: within the limits, nothing lost, and no sequence passed over for too long."""
 
 import pytest
 from hypothesis import given, settings
@@ -9,18 +7,18 @@ from hypothesis import strategies as st
 from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.scheduling.load import LoadMeter
 from varlen.scheduling.policy import InOrder, LeastCost
-from varlen.scheduling.queue import WaitingQueue
+from varlen.scheduling.queue import RequestQueue
 
-from .waiting import cost_table, lengths_of, waiting
+from .waiting import cost_table, lengths_of, state_of
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 EXECUTIONS = st.sampled_from(["packed", "padded"])
 
 
-def queue_of(lengths, **settings):
-    queue = WaitingQueue()
+def queue_of(lengths):
+    queue = RequestQueue()
     for number, length in enumerate(lengths):
-        queue.add(waiting(length, since=number * 1e-3, **settings))
+        queue.add(state_of(length, arrival=number * 1e-3))
     return queue
 
 
@@ -29,28 +27,22 @@ def in_order(max_sequences, max_tokens, execution="packed"):
     return InOrder(limits, cost_table(execution=execution))
 
 
-def least_cost(costs=None, load=None, max_sequences=64, max_tokens=4096, max_wait=1.0):
+def least_cost(costs=None, max_sequences=64, max_tokens=4096, max_wait=1.0):
     costs = costs or cost_table()
     limits = BatchLimits(max_sequences, max_tokens, costs.execution)
-    return LeastCost(limits, costs, load or LoadMeter(), max_wait)
-
-
-def patient(seconds):
-    """Return a meter of a server where a wait of so many seconds is usual."""
-    load = LoadMeter()
-    load.arrived(0.0, seconds=seconds, backlog_seconds=0.0)
-    return load
+    return LeastCost(limits, costs, LoadMeter(), max_wait)
 
 
 def drain(policy, queue, now=0.0):
     batches = []
     while len(queue):
-        batch = policy.choose(queue, now)
+        batch = policy.choose(queue, 0.0, now)
         queue.remove(batch.sequences)
         batches.append(batch)
     return batches
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8), st.integers(60, 200), EXECUTIONS)
 def test_in_order_fills_batches_one_after_the_other(lengths, max_sequences, max_tokens, execution):
     policy = in_order(max_sequences, max_tokens, execution)
@@ -72,7 +64,7 @@ def test_least_cost_keeps_the_limits_and_loses_nothing(
     lengths, max_sequences, max_tokens, execution, now
 ):
     costs = cost_table(execution=execution)
-    policy = least_cost(costs, patient(0.5), max_sequences, max_tokens)
+    policy = least_cost(costs, max_sequences, max_tokens)
     queue = queue_of(lengths)
     held = list(queue)
 
@@ -90,40 +82,38 @@ def test_least_cost_keeps_the_limits_and_loses_nothing(
 def test_choosing_takes_nothing_out_of_the_queue():
     queue = queue_of([3, 400, 5])
 
-    least_cost().choose(queue, 0.0)
+    least_cost().choose(queue, 0.0, 0.0)
 
     assert [each.num_tokens for each in queue] == [3, 400, 5]
 
 
-def test_short_ones_go_first_while_the_long_one_is_young():
-    # nothing comes, so only those that wait count, and a wait of a second is usual
-    policy = least_cost(load=patient(1.0))
-
-    batch = policy.choose(queue_of([512, 4, 4, 4]), 0.0)
+def test_short_sequences_go_first_while_the_long_one_is_young():
+    batch = least_cost().choose(queue_of([512, 4, 4, 4]), 0.0, 0.0)
 
     assert lengths_of(batch) == [4, 4, 4]
-    assert batch.why.startswith("cheapest by length, 4 waiting")
+    assert batch.reason.startswith("by length, 4 requests waiting")
 
 
-def test_who_has_waited_longer_than_is_usual_is_not_passed_over():
-    policy = least_cost(load=patient(0.05))
+def test_a_sequence_that_has_waited_as_long_as_serving_all_in_order_takes_is_not_passed_over():
+    costs = cost_table()
+    backlog = costs.seconds(BatchShape.of([512, 4, 4, 4]))
 
-    batch = policy.choose(queue_of([512, 4, 4, 4]), 0.06)
+    batch = least_cost(costs).choose(queue_of([512, 4, 4, 4]), 0.0, backlog)
 
     assert 512 in lengths_of(batch)
 
 
-def test_who_has_waited_longer_than_is_allowed_is_not_passed_over():
-    policy = least_cost(load=patient(10.0), max_wait=0.05)
+def test_a_sequence_that_has_waited_longer_than_max_wait_is_not_passed_over():
+    policy = least_cost(max_wait=0.05)
 
-    batch = policy.choose(queue_of([512, 4, 4, 4]), 0.06)
+    batch = policy.choose(queue_of([512, 4, 4, 4]), 0.0, 0.06)
 
     assert 512 in lengths_of(batch)
 
 
 def test_padded_batches_hold_sequences_of_like_length():
     costs = cost_table(lambda n, length: 2.0 + 1e-3 * n * length, "padded")
-    policy = least_cost(costs, patient(10.0))
+    policy = least_cost(costs, max_wait=100.0)
 
     batches = drain(policy, queue_of([500, 5, 495, 6, 490, 7]))
 
@@ -132,31 +122,30 @@ def test_padded_batches_hold_sequences_of_like_length():
 
 def test_packed_batches_in_order_where_nothing_is_gained_by_another():
     # a batch costs nearly the same whatever it holds
-    policy = least_cost(cost_table(lambda n, length: 1.0 + 1e-6 * n * length), patient(10.0))
+    policy = least_cost(cost_table(lambda n, length: 1.0 + 1e-6 * n * length))
 
-    batch = policy.choose(queue_of([500, 5, 490, 6]), 0.0)
+    batch = policy.choose(queue_of([500, 5, 490, 6]), 0.0, 0.0)
 
     assert lengths_of(batch) == [500, 5, 490, 6]
-    assert batch.why.startswith("in order")
+    assert batch.reason.startswith("in order")
 
 
 def test_a_deadline_that_could_be_kept_is_kept():
     # by length, the long one would run last and end after its deadline
-    policy = least_cost(load=patient(10.0))
+    policy = least_cost()
     alone = cost_table().seconds(BatchShape.of([512]))
-    queue = WaitingQueue()
-    for _ in range(30):
-        queue.add(waiting(100, due=10.0))
-    queue.add(waiting(512, due=alone + 0.001, deadline=alone + 0.001))
+    queue = queue_of([100] * 30)
+    queue.add(state_of(512, deadline=alone + 0.001), latest_start=0.0)
+    queue.promote(0.0)
 
-    assert lengths_of(policy.choose(queue, 0.0)) == [512]
+    assert lengths_of(policy.choose(queue, 0.0, 0.0)) == [512]
 
 
 def test_only_the_first_of_a_long_queue_are_planned():
     policy = least_cost(max_sequences=4)
     queue = queue_of([60] * 300 + [1] * 300)
 
-    assert set(lengths_of(policy.choose(queue, 0.0))) == {60}
+    assert set(lengths_of(policy.choose(queue, 0.0, 0.0))) == {60}
 
 
 @settings(deadline=None, max_examples=30)
@@ -164,24 +153,24 @@ def test_only_the_first_of_a_long_queue_are_planned():
     st.lists(st.tuples(st.integers(1, 512), st.floats(0, 0.2)), min_size=1, max_size=40),
     st.floats(0.01, 0.3),
 )
-def test_nobody_is_passed_over_for_longer_than_allowed(arrivals, max_wait):
-    """Whoever has waited for `max_wait` and is due first runs in the next batch."""
-    policy = least_cost(load=patient(math.inf), max_wait=max_wait)
-    queue, now = WaitingQueue(), 0.0
+def test_no_sequence_is_passed_over_for_longer_than_allowed(arrivals, max_wait):
+    """The first of the queue runs in the next batch once it has waited for `max_wait`."""
+    policy = least_cost(max_wait=max_wait)
+    queue, now = RequestQueue(), 0.0
     coming = []
     at = 0.0
     for length, gap in arrivals:
         at += gap
-        coming.append(waiting(length, since=at, due=at + max_wait))
+        coming.append(state_of(length, arrival=at))
     while coming or len(queue):
-        while coming and coming[0].since <= now:
+        while coming and coming[0].arrival <= now:
             queue.add(coming.pop(0))
         if not len(queue):
-            now = coming[0].since
+            now = coming[0].arrival
             continue
         (first,) = queue.first(1)
-        batch = policy.choose(queue, now)
-        if now - first.since >= max_wait:
+        batch = policy.choose(queue, 0.0, now)
+        if now - first.request.arrival >= max_wait:
             assert first in batch.sequences
         queue.remove(batch.sequences)
         now += batch.seconds

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from varlen.config import EngineConfig
-from varlen.costs.table import CostTable
+from varlen.costs.model import CostModel
 from varlen.request import Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
@@ -24,7 +24,7 @@ def state_of(*lengths, arrival=0.0, deadline=math.inf, priority=0, seconds=0.0):
 
 def cost_table(seconds=None, execution="packed", max_sequences=64, max_length=512):
     seconds = seconds or (lambda n, length: 1.5e-3 + 30e-6 * n * length + 20e-9 * n * length**2)
-    return CostTable.of_function(
+    return CostModel.of_function(
         seconds, execution, max_sequences=max_sequences, max_length=max_length
     )
 

@@ -1,4 +1,4 @@
-"""A page around the picture: under which circumstances it was measured, and how to read it."""
+"""An HTML page around the picture: what was measured, on what, and how to read it."""
 
 from html import escape
 
@@ -20,7 +20,7 @@ def render(profile: Profile) -> str:
     measurement = costs.measurement
     rows = "\n".join(
         f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>"
-        for name, value in costs.about.items()
+        for name, value in costs.key.items()
     )
     heading = f"What a batch of {profile.name} costs"
     return f"""<!doctype html>
@@ -33,14 +33,14 @@ def render(profile: Profile) -> str:
 </head>
 <body>
 <h1>{escape(heading)}</h1>
-<p>{measurement.batches} batches measured in {measurement.seconds:.1f} s
+<p>{len(measurement.batches)} batches measured in {measurement.seconds:.1f} s
 on {costs.measured_at:%Y-%m-%d at %H:%M} {costs.measured_at:%Z}{_completeness(profile)};
-the slowest repeat of a batch took {measurement.spread:.2f} times as long as the fastest, in the median.
+the reference batch took {measurement.spread:.2f} times as long in slow moments as in fast ones.
 Point at a cell or a dot to read more.</p>
 <figure>
 {draw(profile)}
 </figure>
-<p>{escape(_mixed(profile))}</p>
+<p>The fitted costs are off by {profile.median_error():.1%} in the median of the measured batches.</p>
 <h2>Measured under</h2>
 <table>
 {rows}
@@ -54,15 +54,3 @@ def _completeness(profile: Profile) -> str:
     if profile.costs.measurement.is_complete:
         return ""
     return f", cut short after {profile.costs.allowed_seconds:g} s"
-
-
-def _mixed(profile: Profile) -> str:
-    errors = profile.median_errors()
-    if errors is None:
-        return "No batches of mixed lengths were measured."
-    by_grid, by_table = errors
-    return (
-        f"Batches of mixed lengths are off by {by_grid:.1%} in the median where only batches of one length are known,"
-        f" and by {by_table:.1%} once these batches have corrected the table. The second figure flatters: it is of the"
-        " batches that the table learned from."
-    )

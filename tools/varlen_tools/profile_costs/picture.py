@@ -1,4 +1,4 @@
-"""A table of costs as SVG: two heat maps, sequences across and length down, and mixed batches, predicted by actual."""
+"""Costs of batches as SVG: two heat maps, sequences across and length down, and predicted by measured seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
-from varlen_tools.profile_costs.points import Mixed, Point, Profile
+from varlen_tools.profile_costs.points import Cell, Checked, Profile
 from varlen_tools.profile_costs.printed import in_milliseconds, three_digits
 
 # Light to dark in equal steps of lightness, from the map "viridis" of matplotlib; read the same in grey.
@@ -18,14 +18,15 @@ _GAP = 16
 _BETWEEN = 40
 _FOOT = 64
 _SIDE = 300
+# Of batches past the limits.
+_PAST = "#f6f6f6"
 # Colours darker than this share of white take white text.
 _DARK = 0.45
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#1a1a1a}.value{font-variant-numeric:tabular-nums}"
     ".value,.axis{text-anchor:middle}.row{text-anchor:end}.title{font:600 15px system-ui,sans-serif}"
     ".heading{font:600 17px system-ui,sans-serif}.note,.axis,.row{fill:#444}.on-dark{fill:#fff}"
-    ".filled .value{font-style:italic}.cell:hover rect{stroke:#d00;stroke-width:2.5}"
-    ".measured rect{stroke:#111;stroke-width:1.6}.filled rect{stroke:none}"
+    ".cell:hover rect{stroke:#d00;stroke-width:2.5}"
     ".past rect{stroke:#bbb;stroke-dasharray:2 3}.past text{fill:#999;font-style:italic}"
     ".batch:hover circle{stroke:#d00;stroke-width:2.5}"
 )
@@ -34,14 +35,12 @@ _STYLE = (
 def draw(profile: Profile) -> str:
     """Return the SVG of a profile."""
     wide = _LEFT + _CELL[0] * len(profile.counts)
-    tall = _TOP + _CELL[1] * len(profile.lengths)
+    tall = max(_TOP + _CELL[1] * len(profile.lengths), _TOP + _SIDE)
     panels: list[tuple[float, Iterator[str]]] = [
-        (wide, _heat_map(profile, "milliseconds a batch", lambda p: 1e3 * p.seconds)),
-        (wide, _heat_map(profile, "microseconds a token", lambda p: 1e6 * p.per_token)),
+        (wide, _heat_map(profile, "milliseconds per batch", lambda cell: 1e3 * cell.seconds)),
+        (wide, _heat_map(profile, "microseconds per token", lambda cell: 1e6 * cell.per_token)),
+        (_LEFT + _SIDE, _scatter(profile.checked)),
     ]
-    if profile.mixed:
-        panels.append((_LEFT + _SIDE, _scatter(profile.mixed)))
-        tall = max(tall, _TOP + _SIDE)
     width = sum(size for size, _ in panels) + _BETWEEN * (len(panels) - 1) + 2 * _GAP
     height = tall + _FOOT + 2 * _GAP + 24
     heading = f"What a batch of {profile.name} costs"
@@ -59,12 +58,12 @@ def draw(profile: Profile) -> str:
         parts.extend(panel)
         parts.append("</g>")
         left += size + _BETWEEN
-    parts.extend(_legend(height - _FOOT + 14, has_mixed=bool(profile.mixed)))
+    parts.extend(_legend(height - _FOOT + 14))
     return "\n".join([*parts, "</svg>"])
 
 
-def _heat_map(profile: Profile, title: str, value: Callable[[Point], float]) -> Iterator[str]:
-    shown = [value(point) for point in profile.points.values() if point.kind != "past"]
+def _heat_map(profile: Profile, title: str, value: Callable[[Cell], float]) -> Iterator[str]:
+    shown = [value(cell) for cell in profile.cells.values() if cell.is_allowed]
     low, high = math.log(min(shown)), math.log(max(shown))
     wide, tall = _CELL
     yield _text(0, 22, title, "title")
@@ -77,43 +76,36 @@ def _heat_map(profile: Profile, title: str, value: Callable[[Point], float]) -> 
         top = _TOP + tall * row
         yield _text(_LEFT - 8, top + tall / 2 + 4, str(length), "row")
         for column, count in enumerate(profile.counts):
-            point = profile.points[count, length]
-            share = (math.log(value(point)) - low) / (high - low or 1.0)
-            colour = "#f6f6f6" if point.kind == "past" else _colour(share)
-            yield from _cell(_LEFT + wide * column, top, colour, three_digits(value(point)), point)
+            cell = profile.cells[count, length]
+            share = (math.log(value(cell)) - low) / (high - low or 1.0)
+            colour = _colour(share) if cell.is_allowed else _PAST
+            yield from _cell(_LEFT + wide * column, top, colour, three_digits(value(cell)), cell)
 
 
-def _cell(left: float, top: float, colour: str, label: str, point: Point) -> Iterator[str]:
+def _cell(left: float, top: float, colour: str, label: str, cell: Cell) -> Iterator[str]:
     wide, tall = _CELL
     kind = "value on-dark" if _lightness(colour) < _DARK else "value"
     yield (
-        f'<g class="cell {point.kind}"><title>{escape(_about(point))}</title>'
+        f'<g class="cell {"allowed" if cell.is_allowed else "past"}"><title>{escape(_about(cell))}</title>'
         f'<rect x="{left + 1.5:.1f}" y="{top + 1.5:.1f}" width="{wide - 3}" height="{tall - 3}" fill="{colour}"/>'
     )
     yield _text(left + wide / 2, top + tall / 2 + 4, label, kind)
     yield "</g>"
 
 
-def _about(point: Point) -> str:
-    tokens = point.sequences * point.length
+def _about(cell: Cell) -> str:
     lines = [
-        f"{point.sequences} x {point.length} tokens",
-        f"{in_milliseconds(point.seconds)} ms, {three_digits(1e6 * point.per_token)} µs a token",
+        f"{cell.sequences} x {cell.length} tokens",
+        f"{in_milliseconds(cell.seconds)} ms, {three_digits(1e6 * cell.per_token)} µs per token",
     ]
-    if point.measured is not None:
-        lines.append(f"measured: {in_milliseconds(point.measured)} ms")
-    elif point.kind == "past":
-        lines.append(
-            f"{tokens} tokens are past the budget: no batch, only a help to fill in others"
-        )
-    else:
-        lines.append("not measured: filled in from those around it")
+    if not cell.is_allowed:
+        lines.append(f"{cell.sequences * cell.length} tokens are past the limits of a batch")
     return "\n".join(lines)
 
 
-def _scatter(mixed: Sequence[Mixed]) -> Iterator[str]:
-    """Yield predicted by actual, on equal logarithmic axes."""
-    values = [value for batch in mixed for value in (batch.actual, batch.by_grid, batch.by_table)]
+def _scatter(batches: Sequence[Checked]) -> Iterator[str]:
+    """Yield predicted by measured seconds, on equal logarithmic axes."""
+    values = [value for batch in batches for value in (batch.actual, batch.predicted)]
     low, high = math.log(min(values) / 1.25), math.log(max(values) * 1.25)
 
     def across(seconds: float) -> float:
@@ -122,7 +114,7 @@ def _scatter(mixed: Sequence[Mixed]) -> Iterator[str]:
     def down(seconds: float) -> float:
         return _TOP + _SIDE * (high - math.log(seconds)) / (high - low)
 
-    yield _text(0, 22, "batches of mixed lengths, in milliseconds", "title")
+    yield _text(0, 22, "measured batches, in milliseconds", "title")
     yield _text(_LEFT - 8, _TOP - 10, "predicted ↑", "row")
     yield (
         f'<rect x="{_LEFT}" y="{_TOP}" width="{_SIDE}" height="{_SIDE}" fill="#fafafa" stroke="#999"/>'
@@ -133,60 +125,34 @@ def _scatter(mixed: Sequence[Mixed]) -> Iterator[str]:
     for tick in _ticks(math.exp(low), math.exp(high)):
         yield _text(across(tick), _TOP + _SIDE + 16, f"{1e3 * tick:g}", "axis")
         yield _text(_LEFT - 8, down(tick) + 4, f"{1e3 * tick:g}", "row")
-    yield _text(_LEFT + _SIDE / 2, _TOP + _SIDE + 32, "actual →", "axis")
-    for batch in mixed:
-        x = across(batch.actual)
-        yield f'<g class="batch"><title>{escape(_about_mixed(batch))}</title>'
+    yield _text(_LEFT + _SIDE / 2, _TOP + _SIDE + 32, "measured →", "axis")
+    for batch in batches:
+        yield f'<g class="batch"><title>{escape(_about_batch(batch))}</title>'
         yield (
-            f'<line x1="{x:.1f}" y1="{down(batch.by_grid):.1f}" x2="{x:.1f}" y2="{down(batch.by_table):.1f}"'
-            ' stroke="#365c8d"/>'
-        )
-        yield (
-            f'<circle class="by-grid" cx="{x:.1f}" cy="{down(batch.by_grid):.1f}" r="4.5" fill="#fff"'
-            ' stroke="#365c8d" stroke-width="1.5"/>'
-        )
-        yield (
-            f'<circle class="by-table" cx="{x:.1f}" cy="{down(batch.by_table):.1f}" r="4.5" fill="#365c8d"/>'
+            f'<circle cx="{across(batch.actual):.1f}" cy="{down(batch.predicted):.1f}" r="4.5" fill="#365c8d"/>'
         )
         yield "</g>"
 
 
-def _about_mixed(batch: Mixed) -> str:
+def _about_batch(batch: Checked) -> str:
     return "\n".join(
         [
-            f"{batch.shape.sequences} sequences, {batch.shape.tokens} tokens, to {batch.shape.longest}",
-            f"took {in_milliseconds(batch.actual)} ms",
-            f"by the grid {in_milliseconds(batch.by_grid)} ms, {batch.by_grid / batch.actual - 1:+.1%}",
-            f"by the table {in_milliseconds(batch.by_table)} ms, {batch.by_table / batch.actual - 1:+.1%}",
+            f"{batch.shape.sequences} sequences, {batch.shape.tokens} tokens, the longest {batch.shape.longest}",
+            f"measured {in_milliseconds(batch.actual)} ms",
+            f"predicted {in_milliseconds(batch.predicted)} ms, {batch.error:+.1%}",
         ]
     )
 
 
-def _legend(top: float, *, has_mixed: bool) -> Iterator[str]:
-    texts = [
-        ("measured", "measured"),
-        ("filled", "filled in from those around it"),
-        ("past", "past the token budget"),
-    ]
-    left = float(_GAP)
-    for kind, text in texts:
-        colour = "#f6f6f6" if kind == "past" else _COLOURS[2]
-        yield (
-            f'<g class="cell {kind}"><rect x="{left}" y="{top}" width="24" height="16" fill="{colour}"/></g>'
-        )
-        yield _text(left + 32, top + 12, text, "note")
-        left += 60 + 6.4 * len(text)
-    if has_mixed:
-        yield (
-            f'<circle cx="{left + 8}" cy="{top + 8}" r="4.5" fill="#fff" stroke="#365c8d" stroke-width="1.5"/>'
-        )
-        yield _text(left + 20, top + 12, "by the grid", "note")
-        yield f'<circle cx="{left + 108}" cy="{top + 8}" r="4.5" fill="#365c8d"/>'
-        yield _text(left + 120, top + 12, "by the table, which these batches corrected", "note")
+def _legend(top: float) -> Iterator[str]:
+    yield (
+        f'<g class="cell past"><rect x="{_GAP}" y="{top}" width="24" height="16" fill="{_PAST}"/></g>'
+    )
+    yield _text(_GAP + 32, top + 12, "past the limits of a batch", "note")
     yield _text(
         _GAP,
         top + 36,
-        "Colours are logarithmic, from the cheapest to the dearest; numbers are what batches are planned by.",
+        "Colours are logarithmic, from the cheapest to the most expensive; all numbers are predicted.",
         "note",
     )
 

@@ -1,120 +1,108 @@
-"""What is shown of a table of costs: each point of its grid, and how well mixed batches were predicted."""
+"""A measured cost model, ready to be shown: its cost on a grid, and every measured batch beside its prediction."""
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from varlen.config import Execution
-from varlen.costs.batch_shape import BatchShape
+from varlen.costs.batch_shape import BatchLimits, BatchShape
+from varlen.costs.model import powers_of_two
 from varlen.costs.store import StoredCosts
-
-# `filled`: read off its neighbours. `past`: more tokens than a batch may hold; it only helps to fill.
-Kind: TypeAlias = Literal["measured", "filled", "past"]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A batch of one length.
+class Cell:
+    """The predicted cost of a batch of one length.
 
     Attributes:
-        sequences, length: how many, of how many tokens.
-        seconds: what it costs, as batches are planned by it.
-        measured: the median of what it took; None if it was not measured.
-        kind: where its cost is from.
+        sequences, length: number of sequences, and tokens of each.
+        seconds: of the batch, predicted.
+        is_allowed: whether the batch is within the limits.
     """
 
     sequences: int
     length: int
     seconds: float
-    measured: float | None
-    kind: Kind
+    is_allowed: bool
 
     @property
     def per_token(self) -> float:
-        """Seconds a token."""
+        """Seconds per token."""
         return self.seconds / (self.sequences * self.length)
 
 
 @dataclass(frozen=True, slots=True)
-class Mixed:
-    """A batch of mixed lengths.
+class Checked:
+    """A measured batch and its prediction.
 
     Attributes:
-        shape: of it.
-        actual: the median of what it took, in seconds.
-        by_grid: what the batches of one length say that it takes.
-        by_table: what the table says, which mixed batches have corrected.
+        shape: of the batch.
+        actual, predicted: seconds.
     """
 
     shape: BatchShape
     actual: float
-    by_grid: float
-    by_table: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted / self.actual - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A table of costs, ready to be shown.
+    """A measured cost model, ready to be shown.
 
     Attributes:
         name: of the model.
-        costs: what was measured, and under which circumstances.
+        costs: the measurement and what it was measured for.
         counts, lengths: the sides of the grid, ascending.
-        points: by (sequences, length).
-        mixed: the fewest tokens first.
+        cells: by (sequences, length).
+        checked: measured batches, the fewest tokens first.
     """
 
     name: str
     costs: StoredCosts
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
-    points: dict[tuple[int, int], Point]
-    mixed: tuple[Mixed, ...]
+    cells: dict[tuple[int, int], Cell]
+    checked: tuple[Checked, ...]
 
     @classmethod
     def of(cls, name: str, costs: StoredCosts) -> Profile:
-        """Return what there is to show of measured costs."""
-        execution: Execution = "padded" if costs.about["execution"] == "padded" else "packed"
-        most = int(costs.about["max_batch_tokens"])
-        measurement = costs.measurement
-        by_grid, table = measurement.grid_table(execution), measurement.table(execution)
-        points = {
-            (count, length): Point(
+        """Return the profile of measured costs."""
+        execution: Execution = "padded" if costs.key["execution"] == "padded" else "packed"
+        model = costs.measurement.model(execution)
+        limits = BatchLimits(
+            int(costs.key["max_batch_sequences"]), int(costs.key["max_batch_tokens"]), execution
+        )
+        counts = powers_of_two(limits.max_sequences)
+        lengths = powers_of_two(int(costs.key["max_sequence_tokens"]))
+        cells = {
+            (count, length): Cell(
                 count,
                 length,
-                seconds,
-                measurement.samples.get((count, length)),
-                _kind(count * length > most, (count, length) in measurement.samples),
+                model.seconds(BatchShape.of([length] * count)),
+                limits.allow(count, count * length, length),
             )
-            for (count, length), seconds in table.grid.items()
+            for length in lengths
+            for count in counts
         }
-        shapes = [(BatchShape.of(batch.lengths), batch.seconds) for batch in measurement.mixed]
-        mixed = [
-            Mixed(shape, actual, by_grid.seconds(shape), table.seconds(shape))
-            for shape, actual in shapes
+        checked = [
+            Checked(batch.shape, batch.seconds, model.seconds(batch.shape))
+            for batch in costs.measurement.batches
         ]
         return cls(
             name,
             costs,
-            tuple(sorted({count for count, _ in points})),
-            tuple(sorted({length for _, length in points})),
-            points,
-            tuple(sorted(mixed, key=lambda batch: batch.shape.tokens)),
+            tuple(counts),
+            tuple(lengths),
+            cells,
+            tuple(sorted(checked, key=lambda batch: batch.shape.tokens)),
         )
 
-    def median_errors(self) -> tuple[float, float] | None:
-        """Return by what share mixed batches are off in the median: by the grid, and by the table; None without any."""
-        if not self.mixed:
-            return None
-        return (
-            statistics.median(abs(batch.by_grid / batch.actual - 1) for batch in self.mixed),
-            statistics.median(abs(batch.by_table / batch.actual - 1) for batch in self.mixed),
-        )
-
-
-def _kind(is_past: bool, is_measured: bool) -> Kind:
-    if is_past:
-        return "past"
-    return "measured" if is_measured else "filled"
+    def median_error(self) -> float:
+        """Return the median relative error of the measured batches."""
+        return statistics.median(abs(batch.error) for batch in self.checked)

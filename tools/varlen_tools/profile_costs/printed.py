@@ -1,4 +1,4 @@
-"""A table of costs, and what a cache holds, in the terminal."""
+"""Costs of batches, and the entries of a cache, printed in the terminal."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.table import Table
 
 from varlen.costs.store import StoredCosts
-from varlen_tools.profile_costs.points import Point, Profile
+from varlen_tools.profile_costs.points import Cell, Profile
 
-_STYLES = {"measured": "bold", "filled": "dim", "past": "dim strike"}
-_CAPTION = "bold: measured; dim: filled in; struck out: past the token budget"
+_CAPTION = "struck out: past the limits of a batch"
 _TIME = "%Y-%m-%d %H:%M %Z"
 
 
 def tables(profile: Profile) -> Iterator[Table]:
-    """Yield milliseconds a batch, microseconds a token, and mixed batches."""
-    yield _grid(profile, "milliseconds a batch", lambda point: in_milliseconds(point.seconds))
-    yield _grid(profile, "microseconds a token", lambda point: three_digits(1e6 * point.per_token))
-    if profile.mixed:
-        yield _mixed(profile)
+    """Yield milliseconds per batch, microseconds per token, and the measured batches."""
+    yield _grid(profile, "milliseconds per batch", lambda cell: in_milliseconds(cell.seconds))
+    yield _grid(profile, "microseconds per token", lambda cell: three_digits(1e6 * cell.per_token))
+    yield _measured(profile)
 
 
-def entries(kept: Sequence[StoredCosts]) -> Table:
-    """Return what a cache holds, one line for each table."""
+def entries(stored: Sequence[StoredCosts]) -> Table:
+    """Return the entries of a cache, one line each."""
     table = Table(
         "measured",
         "model",
@@ -35,20 +33,18 @@ def entries(kept: Sequence[StoredCosts]) -> Table:
         "seconds",
         "spread",
     )
-    for costs in kept:
-        about, measurement = costs.about, costs.measurement
-        threads = f", {about['threads']} threads" if "threads" in about else ""
+    for costs in stored:
+        key, measurement = costs.key, costs.measurement
+        threads = f", {key['threads']} threads" if "threads" in key else ""
         table.add_row(
             costs.measured_at.strftime(_TIME),
-            f"{about.get('model', '?')} ({about.get('checkpoint', '?')[:8]})",
-            about.get("task", "?"),
-            f"{about.get('device', '?')}{threads}, {about.get('dtype', '?')};"
-            f" torch {about.get('torch', '?')}, varlen {about.get('varlen', '?')}",
-            about.get("execution", "?"),
-            f"{about.get('max_batch_sequences', '?')} sequences, {about.get('max_batch_tokens', '?')} tokens",
-            f"{measurement.batches}"
-            if measurement.is_complete
-            else f"{measurement.batches}, cut short",
+            f"{key.get('model', '?')} ({key.get('checkpoint', '?')[:8]})",
+            key.get("task", "?"),
+            f"{key.get('device', '?')}{threads}, {key.get('dtype', '?')};"
+            f" torch {key.get('torch', '?')}, varlen {key.get('varlen', '?')}",
+            key.get("execution", "?"),
+            f"{key.get('max_batch_sequences', '?')} sequences, {key.get('max_batch_tokens', '?')} tokens",
+            f"{len(measurement.batches)}{'' if measurement.is_complete else ', cut short'}",
             f"{measurement.seconds:.1f}",
             f"{measurement.spread:.2f}",
         )
@@ -61,36 +57,35 @@ def in_milliseconds(seconds: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Return a number with three digits that count, or all before the point."""
+    """Return a number with three significant digits, or all digits before the point."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _grid(profile: Profile, title: str, say: Callable[[Point], str]) -> Table:
+def _grid(profile: Profile, title: str, say: Callable[[Cell], str]) -> Table:
     table = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
     table.add_column("tokens each", justify="right")
     for count in profile.counts:
         table.add_column(f"{count} x", justify="right")
     for length in profile.lengths:
-        row = [profile.points[count, length] for count in profile.counts]
-        cells = [f"[{_STYLES[point.kind]}]{say(point)}[/]" for point in row]
-        table.add_row(str(length), *cells)
+        row = [profile.cells[count, length] for count in profile.counts]
+        texts = [say(cell) if cell.is_allowed else f"[dim strike]{say(cell)}[/]" for cell in row]
+        table.add_row(str(length), *texts)
     return table
 
 
-def _mixed(profile: Profile) -> Table:
-    table = Table(title="batches of mixed lengths, in milliseconds", title_justify="left")
-    for heading in ("sequences", "tokens", "took", "by the grid", "off", "by the table", "off"):
+def _measured(profile: Profile) -> Table:
+    table = Table(title="measured batches, in milliseconds", title_justify="left")
+    for heading in ("sequences", "tokens", "longest", "measured", "predicted", "error"):
         table.add_column(heading, justify="right")
-    for batch in profile.mixed:
+    for batch in profile.checked:
         table.add_row(
             str(batch.shape.sequences),
             str(batch.shape.tokens),
+            str(batch.shape.longest),
             in_milliseconds(batch.actual),
-            in_milliseconds(batch.by_grid),
-            f"{batch.by_grid / batch.actual - 1:+.1%}",
-            in_milliseconds(batch.by_table),
-            f"{batch.by_table / batch.actual - 1:+.1%}",
+            in_milliseconds(batch.predicted),
+            f"{batch.error:+.1%}",
         )
     return table

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from varlen.config import EngineConfig, Execution
+from varlen.costs.model import CostModel
 from varlen.costs.store import CostStore, StoredCosts
-from varlen.costs.table import CostTable
 from varlen.errors import ConfigError
 from varlen_tools.bench_report import write_table
 from varlen_tools.simulate import arrivals as streams
@@ -110,7 +110,7 @@ def main(
         )
     make_table = _tables(costs, cache, max_batch_sequences, max(drawn))
 
-    def make_costs(config: EngineConfig) -> Callable[[], CostTable]:
+    def make_costs(config: EngineConfig) -> Callable[[], CostModel]:
         return lambda: make_table(config.execution)
 
     def make_arrivals(rate: float) -> list[Arrival]:
@@ -153,22 +153,22 @@ def _lengths(text: str, trace: Path | None, column: str) -> streams.Lengths:
 
 def _tables(
     costs: Costs, cache: str, max_sequences: int, longest: int
-) -> Callable[[Execution], CostTable]:
+) -> Callable[[Execution], CostModel]:
     """Return a function that makes a new table of costs for an execution."""
     if costs is Costs.measured:
         # imports torch, which nothing else here needs
         from varlen.cost_warmup import cache_folder
 
         found = CostStore(cache_folder(cache)).entries()
-        return lambda execution: _newest(found, execution).measurement.table(execution)
+        return lambda execution: _newest(found, execution).measurement.model(execution)
     formula = cpu_seconds if costs is Costs.cpu else gpu_seconds
-    return lambda execution: CostTable.of_function(
+    return lambda execution: CostModel.of_function(
         formula, execution, max_sequences=max_sequences, max_length=longest
     )
 
 
 def _newest(found: Sequence[StoredCosts], execution: Execution) -> StoredCosts:
-    of_execution = [costs for costs in found if costs.about["execution"] == execution]
+    of_execution = [costs for costs in found if costs.key["execution"] == execution]
     if not of_execution:
         raise typer.BadParameter(
             f"no costs of {execution} batches are in the cache: python -m varlen_tools.profile_costs measures them"

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from varlen.costs.batch_shape import BatchLimits
-from varlen.costs.table import CostTable
+from varlen.costs.model import CostModel
 from varlen.scheduling.partition import partition
 from varlen_tools.simulate.__main__ import cpu_seconds
 
@@ -50,7 +50,7 @@ def main(
 
 
 def _draw(axes: Any, pressure: float) -> None:
-    costs = CostTable.of_function(
+    costs = CostModel.of_function(
         lambda n, length: 4e-3 + cpu_seconds(n, length), "packed", max_sequences=16, max_length=512
     )
     sizes, seconds = partition(_LENGTHS, costs, BatchLimits(16, 8192), pressure=pressure)

@@ -16,7 +16,7 @@ import numpy as np
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.costs.table import CostTable
+from varlen.costs.model import CostModel
 from varlen.engine import Engine
 from varlen.errors import VarlenError
 from varlen.metrics import Stats
@@ -103,9 +103,9 @@ class Run:
 def simulate(
     arrivals: AnySequence[Arrival],
     config: EngineConfig,
-    costs: CostTable,
+    costs: CostModel,
     *,
-    actual: CostTable | None = None,
+    actual: CostModel | None = None,
     slots: int = 1,
 ) -> Run:
     """Return what becomes of arrivals, in order of time, on an engine of this configuration.
@@ -153,7 +153,7 @@ class _Reply:
 class _Executor:
     """Ends each batch after its cost, on the virtual clock."""
 
-    def __init__(self, clock: _Clock, costs: CostTable, slots: int) -> None:
+    def __init__(self, clock: _Clock, costs: CostModel, slots: int) -> None:
         self.slots = slots
         self.batches: list[BatchShape] = []
         self._clock = clock
@@ -185,8 +185,8 @@ class _Simulation:
         self,
         arrivals: AnySequence[Arrival],
         config: EngineConfig,
-        costs: CostTable,
-        actual: CostTable,
+        costs: CostModel,
+        actual: CostModel,
         slots: int,
     ) -> None:
         self._arrivals = arrivals

@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.costs.table import CostTable
+from varlen.costs.model import CostModel
 from varlen.errors import DeadlineError, QueueFullError
 from varlen_tools.simulate.run import Arrival, Run, simulate
 
 # A new table for every run, since a run refines it.
-MakeCosts: TypeAlias = Callable[[], CostTable]
+MakeCosts: TypeAlias = Callable[[], CostModel]
 # Arrivals at so many requests a second.
 MakeArrivals: TypeAlias = Callable[[float], Sequence[Arrival]]
 
@@ -122,7 +122,7 @@ def most_within(
     return low
 
 
-def full_load(costs: CostTable, lengths: Sequence[int], max_sequences: int) -> float:
+def full_load(costs: CostModel, lengths: Sequence[int], max_sequences: int) -> float:
     """Return the requests a second that full batches of sequences of the mean length would serve: a load of 1."""
     mean = round(statistics.fmean(lengths))
     shape = BatchShape.of([mean] * max_sequences)

@@ -1,0 +1,180 @@
+"""Seconds of any batch, predicted by five numbers that are fitted to measured batches.
+
+    seconds = max(floor, fixed + s * sequences + t * tokens + q * sum of squared lengths)
+
+Weights are read once a batch, linear layers cost by tokens, and attention by squared lengths. The floor is the cost
+of a batch that is too small to fill a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from varlen.config import Execution
+from varlen.costs.batch_shape import BatchShape, FloatArray
+
+# One batch moves its prediction by this share of the difference, and a difference beyond the largest counts as the
+# largest: other work on the machine makes single batches many times slower.
+_LEARNING_RATE = 0.1
+_LARGEST_DIFFERENCE = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredBatch:
+    """A batch that ran.
+
+    Attributes:
+        lengths: of its sequences, in tokens.
+        seconds: measured duration.
+    """
+
+    lengths: tuple[int, ...]
+    seconds: float
+
+    @property
+    def shape(self) -> BatchShape:
+        """The shape of the batch."""
+        return BatchShape.of(self.lengths)
+
+
+class CostModel:
+    """Predicts the seconds of batches. Not thread-safe.
+
+    A batch never costs less for more or for longer sequences, since no number is negative.
+    """
+
+    def __init__(self, batches: Iterable[MeasuredBatch], execution: Execution) -> None:
+        """Fit the model by least squares of the relative error.
+
+        Args:
+            batches: measured batches, at least one.
+            execution: whether batches pay for padding.
+
+        Raises:
+            ValueError: there are no batches, or one took no positive time.
+        """
+        self.execution = execution
+        measured = list(batches)
+        if not measured:
+            raise ValueError("at least one batch has to be measured")
+        for batch in measured:
+            if not 0.0 < batch.seconds < math.inf:
+                raise ValueError(f"a batch took {batch.seconds} s; all take more than 0")
+        shapes = [batch.shape for batch in measured]
+        columns = [
+            np.array([float(getattr(shape, name)) for shape in shapes])
+            for name in ("sequences", "tokens", "squares", "longest")
+        ]
+        seconds = np.array([batch.seconds for batch in measured])
+        self._floor, self._coefficients = _fit(np.stack(self._terms(*columns), axis=1), seconds)
+
+    @classmethod
+    def of_function(
+        cls,
+        seconds: Callable[[int, int], float],
+        execution: Execution,
+        *,
+        max_sequences: int,
+        max_length: int,
+    ) -> CostModel:
+        """Return the model fitted to a function of (sequences, length), at powers of two."""
+        return cls(
+            (
+                MeasuredBatch((length,) * count, seconds(count, length))
+                for count in powers_of_two(max_sequences)
+                for length in powers_of_two(max_length)
+            ),
+            execution,
+        )
+
+    def seconds(self, shape: BatchShape) -> float:
+        """Return the predicted seconds of one batch."""
+        terms = self._terms(*_arrays(shape))
+        return max(self._floor, float(self._coefficients @ np.array(terms)[:, 0]))
+
+    def seconds_of(
+        self, sequences: FloatArray, tokens: FloatArray, squares: FloatArray, longest: FloatArray
+    ) -> FloatArray:
+        """Return the predicted seconds of batches; arguments are arrays of one shape, as in `BatchShape`."""
+        _, sequences, tokens, squares = self._terms(sequences, tokens, squares, longest)
+        fixed, per_sequence, per_token, per_square = self._coefficients
+        linear = fixed + per_sequence * sequences + per_token * tokens + per_square * squares
+        return np.asarray(np.maximum(linear, self._floor))
+
+    def refine(self, shape: BatchShape, seconds: float) -> None:
+        """Move the prediction for a batch that ran a little towards what it took."""
+        parts = self._coefficients * np.array(self._terms(*_arrays(shape)))[:, 0]
+        linear = float(parts.sum())
+        predicted = max(self._floor, linear)
+        difference = math.log(
+            min(max(seconds / predicted, 1 / _LARGEST_DIFFERENCE), _LARGEST_DIFFERENCE)
+        )
+        step = _LEARNING_RATE * difference
+        if self._floor > linear:
+            self._floor *= math.exp(step)
+        else:
+            # each number moves by its share in the cost; the steps add up to `step`
+            shares = parts / linear
+            self._coefficients = self._coefficients * np.exp(step * shares / (shares @ shares))
+
+    def _terms(
+        self, sequences: FloatArray, tokens: FloatArray, squares: FloatArray, longest: FloatArray
+    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        if self.execution == "padded":
+            tokens = sequences * longest
+            squares = tokens * longest
+        return np.ones_like(sequences), sequences, tokens, squares
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4 and so on up to `most`, which is always the last."""
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
+
+
+def _arrays(shape: BatchShape) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    values = (shape.sequences, shape.tokens, shape.squares, shape.longest)
+    sequences, tokens, squares, longest = (np.array([float(value)]) for value in values)
+    return sequences, tokens, squares, longest
+
+
+def _fit(terms: FloatArray, seconds: FloatArray) -> tuple[float, FloatArray]:
+    """Return the floor and the coefficients of least squared relative error.
+
+    Every measured time but the smallest is tried as the floor, and the coefficients are fitted to the batches above
+    it. A floor at the smallest time would explain one batch only.
+    """
+    least, best = math.inf, (0.0, np.zeros(terms.shape[1]))
+    relative = terms / seconds[:, None]
+    for floor in (0.0, *np.sort(seconds)[1:]):
+        above = seconds > floor
+        if floor and above.sum() <= terms.shape[1]:
+            break
+        coefficients = _non_negative_least_squares(relative[above])
+        error = float(np.square(np.maximum(floor / seconds, relative @ coefficients) - 1).sum())
+        if error < least:
+            least, best = error, (float(floor), coefficients)
+    return best
+
+
+def _non_negative_least_squares(terms: FloatArray) -> FloatArray:
+    """Return the coefficients, none negative, whose weighted sum of terms is closest to 1.
+
+    With four terms, every subset is tried as those that are not zero.
+    """
+    scale = terms.max(axis=0)
+    scaled = terms / scale
+    count = terms.shape[1]
+    least, best = math.inf, np.zeros(count)
+    for size in range(1, count + 1):
+        for subset in map(list, combinations(range(count), size)):
+            solution, *_ = np.linalg.lstsq(scaled[:, subset], np.ones(len(terms)), rcond=None)
+            error = float(np.square(scaled[:, subset] @ solution - 1).sum())
+            if (solution >= 0).all() and error < least:
+                least, best = error, np.zeros(count)
+                best[subset] = solution
+    return np.asarray(best / scale)
