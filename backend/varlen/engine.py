@@ -116,6 +116,8 @@ class Engine:
         # admitted and not answered, in order of arrival
         self._open: dict[RequestState, None] = {}
         self._in_flight = 0
+        # time spent scheduling since the last batch started
+        self._scheduling_seconds = 0.0
         self._inbox_closed = False
         self._submitting = Lock()
         # why no request is accepted any more; None while requests are
@@ -226,7 +228,7 @@ class Engine:
         while True:
             began, now = time.perf_counter(), self._clock()
             batch = self._scheduler.schedule(now)
-            self._stats.count_scheduling(time.perf_counter() - began)
+            self._scheduling_seconds += time.perf_counter() - began
             if batch is None:
                 return None
             gone = [self._fail_if_gone(request, now) for request in _requests(batch.sequences)]
@@ -247,10 +249,12 @@ class Engine:
 
     def _start(self, batch: Batch) -> None:
         now = self._clock()
-        for request in _requests(batch.sequences):
-            if not request.started:
-                request.started = True
-                self._stats.count_wait(now - request.arrival)
+        starting = [request for request in _requests(batch.sequences) if not request.started]
+        for request in starting:
+            request.started = True
+        waits = [now - request.arrival for request in starting]
+        self._stats.count_start(self._scheduling_seconds, waits)
+        self._scheduling_seconds = 0.0
         self._executor.start(batch, self._completed)
         self._in_flight += 1
 

@@ -6,7 +6,7 @@ second, since each call there is a round trip between processes.
 
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from typing import Literal, Protocol, TypeAlias, get_args
@@ -132,20 +132,21 @@ class Stats:
             self._outcomes[outcome] += 1
             self._observed["varlen_request_latency_seconds"].append(seconds)
 
-    def count_wait(self, seconds: float) -> None:
-        """Record the time of one request in the queue, in seconds."""
+    def count_start(self, scheduling_seconds: float, waits: Iterable[float]) -> None:
+        """Record the start of a batch.
+
+        Args:
+            scheduling_seconds: time spent choosing it.
+            waits: time in the queue of each request that starts with it, in seconds.
+        """
         with self._lock:
-            self._observed["varlen_queue_wait_seconds"].append(seconds)
+            self._counts["varlen_scheduling_seconds_total"] += scheduling_seconds
+            self._observed["varlen_queue_wait_seconds"].extend(waits)
 
     def count_refusal(self, reason: Refusal) -> None:
         """Count one request that is refused."""
         with self._lock:
             self._refusals[reason] += 1
-
-    def count_scheduling(self, seconds: float) -> None:
-        """Add the time of one scheduling decision, in seconds."""
-        with self._lock:
-            self._counts["varlen_scheduling_seconds_total"] += seconds
 
     def count_batch(self, sequences: int, tokens: int, padding: int) -> None:
         """Count one batch and its tokens."""

@@ -128,12 +128,11 @@ def test_a_flush_carries_everything_over_once(server, stats, exporter):
     stats.count_request("ok", 0.5)
     stats.count_request("ok", 0.25)
     stats.count_request("invalid", 0.125)
-    stats.count_wait(0.0625)
     stats.count_batch(3, 40, 5)
     stats.count_batch(1, 2, 0)
     stats.count_batch_seconds(predicted=0.5, actual=0.25)
     stats.count_refusal("deadline")
-    stats.count_scheduling(0.125)
+    stats.count_start(0.125, [0.0625])
     stats.count("varlen_split_batches_total")
 
     exporter.flush()
@@ -215,7 +214,7 @@ def test_counts_from_many_threads_are_all_kept(stats):
 
 
 def test_a_drain_empties(stats):
-    stats.count_wait(1.0)
+    stats.count_start(0.0, [1.0])
     stats.drain()
 
     assert stats.drain() == Drained({}, {}, {}, {})
@@ -234,6 +233,6 @@ def test_where_nobody_drains_the_oldest_observations_go(monkeypatch):
     stats = Stats()
 
     for seconds in range(5):
-        stats.count_wait(float(seconds))
+        stats.count_start(0.0, [float(seconds)])
 
     assert list(stats.drain().observed["varlen_queue_wait_seconds"]) == [2.0, 3.0, 4.0]

@@ -124,7 +124,7 @@ def test_normalize_false_leaves_vectors_as_long_as_they_are(
 
 
 def test_parameters_that_are_not_ours_change_nothing(client: Client) -> None:
-    parameters = {"truncated": "perhaps", "trace": 7, 'a "quoted"\\ name': True}
+    parameters = {"tenant": "perhaps", "trace": 7, 'a "quoted"\\ name': True}
 
     answer = client.infer("minilm", texts("hello"), parameters)
 

@@ -39,7 +39,6 @@ class Admission:
         with self._lock:
             return self._requests, self._tokens
 
-    @property
     def waiting_seconds(self) -> float:
         """Expected run time of all that waits."""
         with self._lock:

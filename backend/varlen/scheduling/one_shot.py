@@ -63,7 +63,9 @@ class OneShotScheduler:
         self._policy: Policy = InOrder(self._limits, costs)
         if config.policy == "dp":
             max_wait = config.max_wait_ms * _MILLISECOND
-            self._policy = LeastCost(self._limits, costs, self._load, max_wait)
+            self._policy = LeastCost(
+                self._limits, costs, self._load, admission.waiting_seconds, max_wait
+            )
         # parts of batches that ran out of memory; they run first
         self._split: deque[Batch] = deque()
 
@@ -101,11 +103,11 @@ class OneShotScheduler:
             part = self.trim(self._split.popleft(), now)
             if part is not None:
                 return self._start(part, now)
-        self._queue.promote(now)
-        start = self.wake_at(now)
-        if start is None or start > now:
+        if not self._queue.promote(now):
             return None
-        chosen = self._policy.choose(self._queue, self._admission.waiting_seconds, now)
+        if self._max_delay and (self.wake_at(now) or 0.0) > now:
+            return None
+        chosen = self._policy.choose(self._queue, now)
         batch = replace(chosen, seconds=self._forecaster.slowdown * chosen.seconds)
         for sequence in batch.sequences:
             sequence.status = "running"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Protocol, TypeVar
@@ -29,12 +30,11 @@ _PATIENCE = 1.7
 class Policy(Protocol):
     """Chooses the next batch."""
 
-    def choose(self, queue: RequestQueue, backlog_seconds: float, now: float) -> Batch:
+    def choose(self, queue: RequestQueue, now: float) -> Batch:
         """Return the next batch of a queue that is not empty; the queue stays as it is.
 
         Args:
             queue: in the order of service.
-            backlog_seconds: expected run time of all that waits.
             now: in seconds of the engine's clock.
         """
 
@@ -46,7 +46,7 @@ class InOrder:
         self._limits = limits
         self._costs = costs
 
-    def choose(self, queue: RequestQueue, backlog_seconds: float, now: float) -> Batch:  # noqa: ARG002  # as others do
+    def choose(self, queue: RequestQueue, now: float) -> Batch:  # noqa: ARG002  # as others do
         """Return the longest prefix of the queue that is within the limits; at least one sequence."""
         lengths: list[int] = []
         longest = tokens = 0
@@ -70,7 +70,12 @@ class LeastCost:
     """
 
     def __init__(
-        self, limits: BatchLimits, costs: CostModel, load: LoadMeter, max_wait: float
+        self,
+        limits: BatchLimits,
+        costs: CostModel,
+        load: LoadMeter,
+        backlog: Callable[[], float],
+        max_wait: float,
     ) -> None:
         """Make a policy.
 
@@ -78,20 +83,22 @@ class LeastCost:
             limits: of a batch.
             costs: predict the seconds of any batch.
             load: knows the arrival rate.
+            backlog: returns the expected seconds of all that waits.
             max_wait: most seconds for which a request may be passed over.
         """
         self._limits = limits
         self._costs = costs
         self._load = load
+        self._backlog = backlog
         self._max_wait = max_wait
 
-    def choose(self, queue: RequestQueue, backlog_seconds: float, now: float) -> Batch:
+    def choose(self, queue: RequestQueue, now: float) -> Batch:
         """Return the first batch of the best plan."""
         window = queue.first(_WINDOW)
         if len(window) == 1:
             shape = BatchShape.of([window[0].num_tokens])
             return Batch(tuple(window), shape, self._costs.seconds(shape), "alone")
-        pressure = self._load.pressure(now, backlog_seconds)
+        pressure = self._load.pressure(now, self._backlog())
         # requests that wait behind the window count as pressure there
         beyond = pressure + len(queue) - len({sequence.request for sequence in window})
         in_order = self._full_in_order(window)

@@ -87,8 +87,11 @@ class RequestQueue:
             heappush(self._latest_starts, (latest_start, request.deadline))
             heappush(self._deadlines, (request.deadline, entry.order[2], entry))
 
-    def promote(self, now: float) -> None:
-        """Move requests whose latest start has come to the front, and those with earlier deadlines before them."""
+    def promote(self, now: float) -> bool:
+        """Move requests whose latest start has come to the front; return whether any request waits.
+
+        Requests with earlier deadlines go before them.
+        """
         while self._latest_starts and self._latest_starts[0][0] <= now:
             _, deadline = heappop(self._latest_starts)
             self._urgent_until = max(self._urgent_until, deadline)
@@ -98,6 +101,7 @@ class RequestQueue:
                 self._entries.remove(entry)
                 entry.order = (False, deadline, number)
                 self._entries.add(entry)
+        return bool(self._entry_of)
 
     @property
     def next_promotion(self) -> float:

@@ -30,13 +30,13 @@ def in_order(max_sequences, max_tokens, execution="packed"):
 def least_cost(costs=None, max_sequences=64, max_tokens=4096, max_wait=1.0):
     costs = costs or cost_table()
     limits = BatchLimits(max_sequences, max_tokens, costs.execution)
-    return LeastCost(limits, costs, LoadMeter(), max_wait)
+    return LeastCost(limits, costs, LoadMeter(), lambda: 0.0, max_wait)
 
 
 def drain(policy, queue, now=0.0):
     batches = []
     while len(queue):
-        batch = policy.choose(queue, 0.0, now)
+        batch = policy.choose(queue, now)
         queue.remove(batch.sequences)
         batches.append(batch)
     return batches
@@ -82,13 +82,13 @@ def test_least_cost_keeps_the_limits_and_loses_nothing(
 def test_choosing_takes_nothing_out_of_the_queue():
     queue = queue_of([3, 400, 5])
 
-    least_cost().choose(queue, 0.0, 0.0)
+    least_cost().choose(queue, 0.0)
 
     assert [each.num_tokens for each in queue] == [3, 400, 5]
 
 
 def test_short_sequences_go_first_while_the_long_one_is_young():
-    batch = least_cost().choose(queue_of([512, 4, 4, 4]), 0.0, 0.0)
+    batch = least_cost().choose(queue_of([512, 4, 4, 4]), 0.0)
 
     assert lengths_of(batch) == [4, 4, 4]
     assert batch.reason.startswith("by length, 4 requests waiting")
@@ -98,7 +98,7 @@ def test_a_sequence_that_has_waited_as_long_as_serving_all_in_order_takes_is_not
     costs = cost_table()
     backlog = costs.seconds(BatchShape.of([512, 4, 4, 4]))
 
-    batch = least_cost(costs).choose(queue_of([512, 4, 4, 4]), 0.0, backlog)
+    batch = least_cost(costs).choose(queue_of([512, 4, 4, 4]), backlog)
 
     assert 512 in lengths_of(batch)
 
@@ -106,7 +106,7 @@ def test_a_sequence_that_has_waited_as_long_as_serving_all_in_order_takes_is_not
 def test_a_sequence_that_has_waited_longer_than_max_wait_is_not_passed_over():
     policy = least_cost(max_wait=0.05)
 
-    batch = policy.choose(queue_of([512, 4, 4, 4]), 0.0, 0.06)
+    batch = policy.choose(queue_of([512, 4, 4, 4]), 0.06)
 
     assert 512 in lengths_of(batch)
 
@@ -124,7 +124,7 @@ def test_packed_batches_in_order_where_nothing_is_gained_by_another():
     # a batch costs nearly the same whatever it holds
     policy = least_cost(cost_table(lambda n, length: 1.0 + 1e-6 * n * length))
 
-    batch = policy.choose(queue_of([500, 5, 490, 6]), 0.0, 0.0)
+    batch = policy.choose(queue_of([500, 5, 490, 6]), 0.0)
 
     assert lengths_of(batch) == [500, 5, 490, 6]
     assert batch.reason.startswith("in order")
@@ -138,14 +138,14 @@ def test_a_deadline_that_could_be_kept_is_kept():
     queue.add(state_of(512, deadline=alone + 0.001), latest_start=0.0)
     queue.promote(0.0)
 
-    assert lengths_of(policy.choose(queue, 0.0, 0.0)) == [512]
+    assert lengths_of(policy.choose(queue, 0.0)) == [512]
 
 
 def test_only_the_first_of_a_long_queue_are_planned():
     policy = least_cost(max_sequences=4)
     queue = queue_of([60] * 300 + [1] * 300)
 
-    assert set(lengths_of(policy.choose(queue, 0.0, 0.0))) == {60}
+    assert set(lengths_of(policy.choose(queue, 0.0))) == {60}
 
 
 @settings(deadline=None, max_examples=30)
@@ -169,7 +169,7 @@ def test_no_sequence_is_passed_over_for_longer_than_allowed(arrivals, max_wait):
             now = coming[0].arrival
             continue
         (first,) = queue.first(1)
-        batch = policy.choose(queue, 0.0, now)
+        batch = policy.choose(queue, now)
         if now - first.request.arrival >= max_wait:
             assert first in batch.sequences
         queue.remove(batch.sequences)
