@@ -94,7 +94,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(repository: Path, cache:
         log = server.log()
 
     assert re.search(MEASURED, log), log
-    assert log.count("the cache of costs") == 1
+    assert log.count("the cost cache") == 1
     assert cache.read_text() == "a file where a folder should be"
 
 
@@ -123,7 +123,7 @@ def test_what_profile_costs_measured_is_what_the_first_start_reads(
     command = [sys.executable, "-m", "varlen_tools.profile_costs", str(repository / "encoder")]
     profiled = subprocess.run(command, capture_output=True, text=True, check=False)
     assert profiled.returncode == 0, profiled.stdout + profiled.stderr
-    assert "milliseconds a batch" in profiled.stdout
+    assert "milliseconds per batch" in profiled.stdout
 
     with started(repository) as server:
         log = server.log()
