@@ -11,6 +11,7 @@ from transformers import (
     BertModel,
 )
 
+from tests.closeness import encoder_roundings
 from varlen import Encoder
 from varlen_tools.local_server import LocalServer
 
@@ -49,6 +50,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         # A request of many long rows keeps it busy while a test does something else.
         "slow": save_checkpoint(folder / "slow", BertModel, hidden_size=128, num_layers=2),
     }
+
+
+@pytest.fixture(scope="session")
+def roundings(minilm_folder: Path, checkpoints: dict[str, Path]) -> dict[str, int]:
+    """Number of roundings in a forward pass, by model name: what `assert_close` takes."""
+    folders = {"minilm": minilm_folder, **checkpoints}
+    return {name: encoder_roundings(folder) for name, folder in folders.items()}
 
 
 @pytest.fixture(scope="session")

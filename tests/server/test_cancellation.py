@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
+from tests.closeness import assert_close
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
 from .clients import Array, GrpcClient, HttpClient, http_request, integers
@@ -42,7 +43,10 @@ def _let_deadlines_pass(client: GrpcClient) -> None:
 
 @pytest.mark.parametrize("leave", [_cancel, _let_deadlines_pass], ids=["cancel", "deadline"])
 def test_requests_of_grpc_clients_that_left_do_not_run(
-    server: LocalServer, grpc_client: GrpcClient, leave: Callable[[GrpcClient], None]
+    server: LocalServer,
+    grpc_client: GrpcClient,
+    roundings: dict[str, int],
+    leave: Callable[[GrpcClient], None],
 ) -> None:
     expected = grpc_client.infer("slow", SMALL)
     stub = stub_of(server, "slow")
@@ -53,7 +57,7 @@ def test_requests_of_grpc_clients_that_left_do_not_run(
         leave(grpc_client)
         stayer = grpc_client.start("slow", SMALL)
         _assert_answered(busy)
-        np.testing.assert_allclose(stayer.result(), expected, rtol=0, atol=1e-6)
+        assert_close(stayer.result(), expected, roundings=roundings["slow"])
         after = outcomes(server, "slow")
         grown = {name: after[name] - before[name] for name in after}
         # on a very busy machine a leaver may be gone before it reaches the queue
@@ -69,7 +73,7 @@ def test_requests_of_grpc_clients_that_left_do_not_run(
 
 
 def test_http_clients_that_hang_up_harm_nobody(
-    server: LocalServer, http_client: HttpClient
+    server: LocalServer, http_client: HttpClient, roundings: dict[str, int]
 ) -> None:
     expected = http_client.infer("slow", SMALL)
     before = outcomes(server, "slow")
@@ -84,7 +88,7 @@ def test_http_clients_that_hang_up_harm_nobody(
     stayer = http_client.start("slow", SMALL)
 
     _assert_answered(busy)
-    np.testing.assert_allclose(stayer.result(), expected, rtol=0, atol=1e-6)
+    assert_close(stayer.result(), expected, roundings=roundings["slow"])
     wait_until_idle(server, "slow")
     # This server does not tell its backends that an HTTP client has left. A request that it had not
     # read to the end never reached us.
