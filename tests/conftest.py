@@ -1,4 +1,4 @@
-"""Tests that need a CUDA GPU are skipped where there is none, and none reads or writes the user's cache."""
+"""What all tests share: skips without a GPU, a cache of their own, and one core for each worker of pytest-xdist."""
 
 import os
 from collections.abc import Iterator
@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 _KERNEL_TESTS = Path(__file__).parent / "kernels/fused"
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # torch reads it when it is imported; the processes that tests start inherit it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(tryfirst=True)
