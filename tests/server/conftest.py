@@ -28,6 +28,8 @@ LOADED = ("minilm", "classifier", "tagger", "encoder", "slow", "capped")
 SHARED = {"server", "client", "grpc_client", "http_client"}
 
 
+# pytest-xdist reads the groups in the same hook
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in this folder, and group those that share the server, so that it starts once.
 

@@ -133,7 +133,7 @@ def without_arena(program: Program, rows: list[list[int]]) -> Array:
     inputs = input_views(
         torch.empty(input_bytes(tokens, len(rows)), dtype=torch.uint8), tokens, len(rows)
     )
-    fill_inputs(inputs, sequences, [False] * len(rows))
+    fill_inputs(inputs, sequences, [PLAIN] * len(rows))
     bound = dict(inputs)
     for op in program.ops:
         operands = [x if isinstance(x, torch.Tensor) else bound[x.name] for x in op.operands]
