@@ -5,12 +5,35 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 _KERNEL_TESTS = Path(__file__).parent / "kernels/fused"
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # torch reads it when it is imported; the processes that tests start inherit it
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_SERVER_TESTS = "tests/server/"
+# They start servers of their own; the other files there share one.
+_OWN_SERVERS = ("test_ending.py", "test_gpu.py", "test_second_start.py")
+
+
+class _OneWorkerForTheServer(LoadScopeScheduling):
+    """Sends tests to the next free worker one by one, those that share a server all to the same.
+
+    This is what `--dist loadgroup` is for, but version 3.8 finds no groups under pytest 9.2.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        shares = nodeid.startswith(_SERVER_TESTS) and not nodeid.partition("::")[0].endswith(
+            _OWN_SERVERS
+        )
+        return _SERVER_TESTS if shares else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    return _OneWorkerForTheServer(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,29 +19,15 @@ from .checkpoints import save_checkpoint
 from .clients import Client, GrpcClient, HttpClient
 from .serving import add_model
 
-HERE = Path(__file__).parent
-MINILM = HERE.parents[1] / "model_repository/minilm/1"
+MINILM = Path(__file__).parents[2] / "model_repository/minilm/1"
 # Loaded at start; the others wait for a test to load them.
 LOADED = ("minilm", "classifier", "tagger", "encoder", "slow", "capped")
 
-# Fixtures of the server that most tests share.
-SHARED = {"server", "client", "grpc_client", "http_client"}
 
-
-# pytest-xdist reads the groups in the same hook
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests in this folder, and group those that share the server, so that it starts once.
-
-    The first test of a group waits for a server and its oracles.
-    """
-    here = [item for item in items if HERE in item.path.parents]
-    sharing = {item.path for item in here if SHARED & set(getattr(item, "fixturenames", ()))}
-    for item in here:
-        item.add_marker(pytest.mark.server)
-        item.add_marker(pytest.mark.timeout(300))
-        if item.path in sharing:
-            item.add_marker(pytest.mark.xdist_group("shared-server"))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests in this folder; a first test may wait for a server and its oracles."""
+    item.add_marker(pytest.mark.server)
+    item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,8 @@ from .serving import outcomes, stub_of, wait_until_idle
 # One keeps the model `slow` busy for a while: 32,000 tokens, to be run in eight batches.
 BULK = {"input_ids": integers(np.ones((64, 500)))}
 SMALL = {"input_ids": integers([[2, 3]])}
+# As long as the rows of BULK, so that it runs after those in front; shorter ones may overtake them.
+LONG = {"input_ids": integers(np.ones((1, 500)))}
 LEAVERS = 5
 # Number of bulky requests queued in front of the leavers, and seconds until the leavers go. The first pair is enough
 # unless the machine is very fast, or so busy that the leavers do not reach the queue. The queue has room for four.
@@ -28,7 +30,7 @@ ATTEMPTS = ((2, 0.2), (3, 0.4), (4, 0.8), (4, 1.6), (4, 3.2))
 
 
 def _cancel(client: GrpcClient, seconds: float) -> None:
-    calls = [client.call("slow", SMALL) for _ in range(LEAVERS)]
+    calls = [client.call("slow", LONG) for _ in range(LEAVERS)]
     with contextlib.suppress(grpc.FutureTimeoutError):
         calls[0].result(timeout=seconds)
     for call in calls:
@@ -36,7 +38,7 @@ def _cancel(client: GrpcClient, seconds: float) -> None:
 
 
 def _let_deadlines_pass(client: GrpcClient, seconds: float) -> None:
-    for answer in [client.start("slow", SMALL, timeout=seconds) for _ in range(LEAVERS)]:
+    for answer in [client.start("slow", LONG, timeout=seconds) for _ in range(LEAVERS)]:
         error = answer.exception()
         assert error is None or "DEADLINE_EXCEEDED" in str(error)
 

@@ -10,9 +10,6 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import RequestError
 
-# one worker of pytest-xdist loads the models
-pytestmark = pytest.mark.xdist_group("minilm")
-
 TEXTS = [
     "A cat sits on the mat.",
     "a",
