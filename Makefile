@@ -19,7 +19,8 @@ OLDEST_TRITON := 3.6.0
 OLDEST_TRITON_FOLDER := $(VENV)/triton-3.6
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ON_OLDEST_TRITON := PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON_FOLDER)
-PARALLEL := --numprocesses $$(nproc) --maxprocesses 8
+# A worker process for each core; tests that share a server go to one worker, all others wherever one is free.
+PARALLEL := --numprocesses $$(nproc) --maxprocesses 8 --dist loadgroup
 ON_GPU := PYTHONPATH=$(CURDIR)/kernels:$(CURDIR)/backend:$(CURDIR)/client:$(CURDIR)/tools:$$PYTHONPATH $(GPU_PYTHON)
 GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
@@ -58,7 +59,7 @@ serve: setup ## Serve model_repository on 127.0.0.1:8000 (HTTP), 8001 (gRPC), 80
 	$(BIN)/tritonserver --model-repository model_repository
 
 test: setup ## Run all tests, those with a real server too (TESTS= narrows them down)
-	$(BIN)/python -m pytest $(or $(TESTS),--ignore tests/kernels/fused --ignore tests/kernels/compiled)
+	$(BIN)/python -m pytest $(PARALLEL) $(or $(TESTS),--ignore tests/kernels/fused --ignore tests/kernels/compiled)
 	@$(if $(TESTS),,$(MAKE) --no-print-directory test-kernels)
 
 # The interpreter replaces Triton's functions as they are imported: a process of its own.

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA GPU are skipped where there is none, and none reads or writes the user's cache."""
+"""What all tests share: skips without a GPU, a cache of their own, and one core for each worker of pytest-xdist."""
 
 import os
 from collections.abc import Iterator
@@ -12,6 +12,33 @@ settings.register_profile("varlen", deadline=None)
 settings.load_profile("varlen")
 
 _KERNEL_TESTS = Path(__file__).parent / "kernels/fused"
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # torch reads it when it is imported; the processes that tests start inherit it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_SERVER_TESTS = "tests/server/"
+# They start servers of their own; the other files there share one.
+_OWN_SERVERS = ("test_ending.py", "test_gpu.py", "test_second_start.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Send tests to the next free worker one by one, those that share a server all to the same.
+
+    This is what `--dist loadgroup` is for, but pytest-xdist 3.8 finds no groups under pytest 9.2. A machine with a
+    GPU may run its tests without pytest-xdist.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneWorkerForTheServer(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shares = nodeid.startswith(_SERVER_TESTS) and not nodeid.partition("::")[0].endswith(
+                _OWN_SERVERS
+            )
+            return _SERVER_TESTS if shares else nodeid
+
+    return OneWorkerForTheServer(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(tryfirst=True)

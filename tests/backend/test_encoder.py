@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import CheckpointError, ConfigError, EngineError, RequestError
 
@@ -21,6 +22,11 @@ def encoder(small_bert):
         yield encoder
 
 
+@pytest.fixture(scope="module")
+def roundings(small_bert):
+    return encoder_roundings(small_bert)
+
+
 def refused(message, error=RequestError):
     return pytest.raises(error, match=re.escape(message))
 
@@ -29,13 +35,13 @@ def random_rows(rng, count):
     return [rng.integers(0, 60, rng.integers(1, 60)).tolist() for _ in range(count)]
 
 
-def test_embeds_texts_in_order(encoder):
+def test_embeds_texts_in_order(encoder, roundings):
     vectors = encoder.embed(TEXTS)
 
     assert vectors.shape == (5, 24)
     assert vectors.dtype == np.float32
     for text, vector in zip(TEXTS, vectors, strict=True):
-        np.testing.assert_allclose(encoder.embed([text])[0], vector, rtol=0, atol=1e-6)
+        assert_close(encoder.embed([text])[0], vector, roundings=roundings)
 
 
 def test_ids_give_what_their_text_gives(encoder):
@@ -53,32 +59,32 @@ def test_a_row_of_ids_may_be_a_tuple(encoder):
     np.testing.assert_array_equal(encoder.embed([(2, 5, 6, 3)]), encoder.embed([[2, 5, 6, 3]]))
 
 
-def test_normalize_divides_by_the_length(encoder):
+def test_normalize_divides_by_the_length(encoder, roundings):
     plain, normalized = encoder.embed(TEXTS), encoder.embed(TEXTS, normalize=True)
 
     expected = plain / np.linalg.norm(plain, axis=1, keepdims=True)
-    np.testing.assert_allclose(normalized, expected, rtol=0, atol=1e-6)
+    assert_close(normalized, expected, roundings=roundings)
 
 
-def test_any_batch_budget_gives_the_same(small_bert, encoder, rng):
+def test_any_batch_budget_gives_the_same(small_bert, encoder, rng, roundings):
     rows = random_rows(rng, 40)
     expected = encoder.embed(rows)
 
     for budget in (64, 100, 1000):
         with Encoder.from_pretrained(small_bert, dtype="fp32", max_batch_tokens=budget) as other:
-            np.testing.assert_allclose(other.embed(rows), expected, rtol=0, atol=1e-6)
+            assert_close(other.embed(rows), expected, roundings=roundings)
 
 
-def test_any_order_gives_the_same(encoder, rng):
+def test_any_order_gives_the_same(encoder, rng, roundings):
     rows = random_rows(rng, 40)
     order = rng.permutation(40)
 
     shuffled = encoder.embed([rows[i] for i in order])
 
-    np.testing.assert_allclose(shuffled, encoder.embed(rows)[order], rtol=0, atol=1e-6)
+    assert_close(shuffled, encoder.embed(rows)[order], roundings=roundings)
 
 
-def test_many_threads_share_one_encoder(encoder, rng):
+def test_many_threads_share_one_encoder(encoder, rng, roundings):
     asked = [random_rows(rng, int(count)) for count in rng.integers(1, 12, 60)]
     expected = [encoder.embed(rows) for rows in asked]
     bad = [[[5], [99]], [[]], [[5] * 65]]
@@ -93,10 +99,10 @@ def test_many_threads_share_one_encoder(encoder, rng):
         answers = list(pool.map(ask, range(len(asked))))
 
     for actual, wanted in zip(answers, expected, strict=True):
-        np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-6)
+        assert_close(actual, wanted, roundings=roundings)
 
 
-def test_threads_may_cut_and_refuse_at_once(encoder):
+def test_threads_may_cut_and_refuse_at_once(encoder, roundings):
     long = "a " * 100
 
     def ask(index):
@@ -109,7 +115,7 @@ def test_threads_may_cut_and_refuse_at_once(encoder):
     with ThreadPoolExecutor(8) as pool:
         answers = [answer for answer in pool.map(ask, range(60)) if answer is not None]
 
-    assert all(np.allclose(answer, answers[0], rtol=0, atol=1e-6) for answer in answers)
+    assert_close(answers, [answers[0]] * len(answers), roundings=roundings)
 
 
 def test_a_cache_gives_every_bit_again_and_the_arrays_are_the_caller_s(make_checkpoint):
@@ -140,7 +146,7 @@ def test_without_a_setting_nothing_is_kept(encoder):
     assert not any(value for name, value in snapshot.items() if "response_cache" in name)
 
 
-def test_many_threads_with_a_cache_get_what_they_asked_for(small_bert, encoder, rng):
+def test_many_threads_with_a_cache_get_what_they_asked_for(small_bert, encoder, rng, roundings):
     rows = random_rows(rng, 30)
     expected = encoder.embed(rows)
     plans = [rng.integers(0, len(rows), rng.integers(1, 9)) for _ in range(200)]
@@ -155,7 +161,7 @@ def test_many_threads_with_a_cache_get_what_they_asked_for(small_bert, encoder, 
         snapshot = cached._service.snapshot()
 
     for plan, answer in zip(plans, answers, strict=True):
-        np.testing.assert_allclose(answer, expected[plan], rtol=0, atol=1e-6)
+        assert_close(answer, expected[plan], roundings=roundings)
     assert snapshot["varlen_response_cache_evictions_total"] > 0
     assert snapshot["varlen_response_cache_bytes"] <= 6000
     came = ("hits", "joined", "misses")
@@ -225,7 +231,7 @@ def test_closing_stops_the_engine_s_thread(small_bert):
         encoder.embed(TEXTS)
 
 
-def test_closing_waits_for_what_runs(small_bert, rng):
+def test_closing_waits_for_what_runs(small_bert, rng, roundings):
     rows = random_rows(rng, 400)
     encoder = Encoder.from_pretrained(small_bert, dtype="fp32", max_batch_tokens=64)
     expected = encoder.embed(rows)
@@ -252,7 +258,7 @@ def test_closing_waits_for_what_runs(small_bert, rng):
     assert len(answers) == 4
     for answer in answers:
         if answer is not None:
-            np.testing.assert_allclose(answer, expected, rtol=0, atol=1e-6)
+            assert_close(answer, expected, roundings=roundings)
 
 
 @pytest.mark.parametrize(

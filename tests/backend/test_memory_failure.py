@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import varlen_kernels.reference
+from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import EngineError
 
@@ -44,10 +45,14 @@ def hungry(monkeypatch):
 
 
 @pytest.fixture
-def encoder(make_checkpoint):
-    folder = make_checkpoint(num_hidden_layers=2)
+def roundings(small_bert):
+    return encoder_roundings(small_bert)
+
+
+@pytest.fixture
+def encoder(small_bert):
     # one core: a lane's share of a batch is the whole of it
-    with Encoder.from_pretrained(folder, device="cpu", dtype="fp32", threads=1) as encoder:
+    with Encoder.from_pretrained(small_bert, device="cpu", dtype="fp32", threads=1) as encoder:
         yield encoder
 
 
@@ -57,7 +62,9 @@ def random_rows(count):
 
 
 @pytest.mark.parametrize("refuse", [torch_refuses, numpy_refuses, onednn_refuses])
-def test_a_batch_that_finds_no_memory_is_answered_in_parts(encoder, hungry, caplog, refuse):
+def test_a_batch_that_finds_no_memory_is_answered_in_parts(
+    encoder, roundings, hungry, caplog, refuse
+):
     rows = random_rows(100)
     expected = encoder.embed(rows)
     hungry(refuse, 500)
@@ -66,10 +73,10 @@ def test_a_batch_that_finds_no_memory_is_answered_in_parts(encoder, hungry, capl
         answers = encoder.embed(rows)
 
     assert "too little memory for a batch of 100 sequences" in caplog.text
-    np.testing.assert_allclose(answers, expected, rtol=0, atol=1e-6)
+    assert_close(answers, expected, roundings=roundings)
 
 
-def test_a_sequence_that_finds_no_memory_alone_fails_and_no_other_does(encoder, hungry):
+def test_a_sequence_that_finds_no_memory_alone_fails_and_no_other_does(encoder, roundings, hungry):
     rows = random_rows(50)
     expected = encoder.embed(rows)
     hungry(torch_refuses, 60)
@@ -77,4 +84,4 @@ def test_a_sequence_that_finds_no_memory_alone_fails_and_no_other_does(encoder, 
     with pytest.raises(EngineError, match="too little memory to run this request"):
         encoder.embed([[5] * 61])
 
-    np.testing.assert_allclose(encoder.embed(rows), expected, rtol=0, atol=1e-6)
+    assert_close(encoder.embed(rows), expected, roundings=roundings)

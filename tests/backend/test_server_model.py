@@ -18,6 +18,7 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 
+from tests.closeness import assert_close, encoder_roundings
 from varlen import wire
 from varlen.errors import DeadlineError
 
@@ -217,7 +218,7 @@ def test_answers_are_those_of_the_encoder(load, ask, small_bert):
         plain = encoder.embed(["the cat", "a river"])
         normalized = encoder.embed(["the cat", "a river"], normalize=True)
     for request, expected in zip(requests, [plain, plain, normalized], strict=True):
-        np.testing.assert_allclose(result(request).as_numpy(), expected, rtol=0, atol=1e-6)
+        assert_close(result(request).as_numpy(), expected, roundings=encoder_roundings(small_bert))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.closeness import assert_close
 from varlen_kernels.beam_reference import NO_PARENT, NO_TOKEN, BeamCandidates, beam_step
 
 LARGEST = torch.finfo(torch.float32).max
@@ -100,7 +101,7 @@ def test_scores_are_log_probabilities():
 
     log_probs = logits.double().log_softmax(1).unflatten(0, (2, 4)) + scores[:, :, None]
     expected = log_probs.flatten(1).topk(8).values
-    torch.testing.assert_close(actual, expected.float(), rtol=1e-6, atol=1e-6)
+    assert_close(actual, expected, roundings=1000)
 
 
 def test_of_logits_that_give_one_score_the_higher_comes_first():

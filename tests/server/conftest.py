@@ -11,6 +11,7 @@ from transformers import (
     BertModel,
 )
 
+from tests.closeness import encoder_roundings
 from varlen import Encoder
 from varlen_tools.local_server import LocalServer
 
@@ -18,18 +19,15 @@ from .checkpoints import save_checkpoint
 from .clients import Client, GrpcClient, HttpClient
 from .serving import add_model
 
-HERE = Path(__file__).parent
-MINILM = HERE.parents[1] / "model_repository/minilm/1"
+MINILM = Path(__file__).parents[2] / "model_repository/minilm/1"
 # Loaded at start; the others wait for a test to load them.
 LOADED = ("minilm", "classifier", "tagger", "encoder", "slow", "capped")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is in this folder; a first test may wait for a server and its oracles."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.server)
-            item.add_marker(pytest.mark.timeout(300))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests in this folder; a first test may wait for a server and its oracles."""
+    item.add_marker(pytest.mark.server)
+    item.add_marker(pytest.mark.timeout(300))
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +47,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         # A request of many long rows keeps it busy while a test does something else.
         "slow": save_checkpoint(folder / "slow", BertModel, hidden_size=128, num_layers=2),
     }
+
+
+@pytest.fixture(scope="session")
+def roundings(minilm_folder: Path, checkpoints: dict[str, Path]) -> dict[str, int]:
+    """Number of roundings in a forward pass, by model name: what `assert_close` takes."""
+    folders = {"minilm": minilm_folder, **checkpoints}
+    return {name: encoder_roundings(folder) for name, folder in folders.items()}
 
 
 @pytest.fixture(scope="session")

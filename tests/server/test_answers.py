@@ -3,7 +3,6 @@
 import random
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from transformers import (
     BertModel,
 )
 
+from tests.closeness import assert_close
 from varlen import Encoder
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
@@ -34,54 +34,61 @@ SENTENCES = (
 )
 
 
-def close(tolerance: float) -> dict[str, Any]:
-    return {"rtol": 0, "atol": tolerance}
-
-
 def words(count: int, seed: int) -> str:
     """Return a text of that many of the made-up words."""
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
 def test_text_embeds_as_sentence_transformers_and_the_encoder_in_process_do(
-    client: Client, in_process: Encoder, sentence_transformer: SentenceTransformer
+    client: Client,
+    in_process: Encoder,
+    sentence_transformer: SentenceTransformer,
+    roundings: dict[str, int],
 ) -> None:
     answer = client.infer("minilm", texts(*SENTENCES))
 
-    np.testing.assert_allclose(answer, sentence_transformer.encode(list(SENTENCES)), **close(1e-5))
-    np.testing.assert_allclose(answer, in_process.embed(SENTENCES), **close(1e-5))
+    assert_close(
+        answer, sentence_transformer.encode(list(SENTENCES)), roundings=roundings["minilm"]
+    )
+    assert_close(answer, in_process.embed(SENTENCES), roundings=roundings["minilm"])
 
 
-def test_a_text_has_the_same_vector_alone_and_in_any_batch(client: Client) -> None:
+def test_a_text_has_the_same_vector_alone_and_in_any_batch(
+    client: Client, roundings: dict[str, int]
+) -> None:
     alone = [client.infer("minilm", texts(sentence))[0] for sentence in SENTENCES]
     backwards = client.infer("minilm", texts(*SENTENCES[::-1]))[::-1]
     crowded = client.infer("minilm", texts(*SENTENCES, *SENTENCES, *["filler"] * 50))
 
-    np.testing.assert_allclose(backwards, alone, **close(1e-6))
-    np.testing.assert_allclose(crowded[: len(alone)], alone, **close(1e-6))
-    np.testing.assert_allclose(crowded[len(alone) : 2 * len(alone)], alone, **close(1e-6))
+    assert_close(backwards, alone, roundings=roundings["minilm"])
+    assert_close(crowded[: len(alone)], alone, roundings=roundings["minilm"])
+    assert_close(crowded[len(alone) : 2 * len(alone)], alone, roundings=roundings["minilm"])
 
 
 def test_a_request_holds_as_many_rows_as_max_batch_size(
-    client: Client, in_process: Encoder
+    client: Client, in_process: Encoder, roundings: dict[str, int]
 ) -> None:
     rows = [" ".join(["row"] * (1 + number % 9)) + f" {number}" for number in range(64)]
 
     answer = client.infer("minilm", texts(*rows))
 
-    np.testing.assert_allclose(answer, in_process.embed(rows), **close(1e-5))
+    assert_close(answer, in_process.embed(rows), roundings=roundings["minilm"])
 
 
-def test_token_ids_embed_as_the_text_they_stand_for(client: Client, minilm_folder: Path) -> None:
+def test_token_ids_embed_as_the_text_they_stand_for(
+    client: Client, minilm_folder: Path, roundings: dict[str, int]
+) -> None:
     ids = _ids(minilm_folder, SENTENCES[0])
 
     from_ids = client.infer("minilm", {"input_ids": integers([ids])})
 
-    np.testing.assert_allclose(from_ids, client.infer("minilm", texts(SENTENCES[0])), **close(1e-6))
+    assert_close(
+        from_ids, client.infer("minilm", texts(SENTENCES[0])), roundings=roundings["minilm"]
+    )
 
 
 def test_a_padded_batch_with_a_mask_embeds_as_its_texts(
-    client: Client, minilm_folder: Path
+    client: Client, minilm_folder: Path, roundings: dict[str, int]
 ) -> None:
     rows = [_ids(minilm_folder, sentence) for sentence in SENTENCES]
     longest = max(map(len, rows))
@@ -96,30 +103,32 @@ def test_a_padded_batch_with_a_mask_embeds_as_its_texts(
     plain = client.infer("minilm", inputs)
     typed = client.infer("minilm", inputs | {"token_type_ids": integers(np.zeros_like(ids))})
 
-    np.testing.assert_allclose(plain, client.infer("minilm", texts(*SENTENCES)), **close(1e-6))
-    np.testing.assert_allclose(typed, plain, **close(1e-6))
+    assert_close(plain, client.infer("minilm", texts(*SENTENCES)), roundings=roundings["minilm"])
+    assert_close(typed, plain, roundings=roundings["minilm"])
 
 
 def test_truncate_cuts_a_long_text_as_sentence_transformers_does(
-    client: Client, sentence_transformer: SentenceTransformer
+    client: Client, sentence_transformer: SentenceTransformer, roundings: dict[str, int]
 ) -> None:
     long = " ".join(f"number {number}" for number in range(300))
 
     answer = client.infer("minilm", texts(long), {"truncate": True})
 
-    np.testing.assert_allclose(answer, sentence_transformer.encode([long]), **close(1e-5))
+    assert_close(answer, sentence_transformer.encode([long]), roundings=roundings["minilm"])
 
 
 def test_normalize_false_leaves_vectors_as_long_as_they_are(
-    client: Client, in_process: Encoder
+    client: Client, in_process: Encoder, roundings: dict[str, int]
 ) -> None:
     raw = client.infer("minilm", texts(*SENTENCES), {"normalize": False})
     lengths = np.linalg.norm(raw, axis=1, keepdims=True)
 
     assert np.all(abs(lengths - 1) > 0.1)
-    np.testing.assert_allclose(raw, in_process.embed(SENTENCES, normalize=False), **close(1e-5))
-    np.testing.assert_allclose(
-        raw / lengths, client.infer("minilm", texts(*SENTENCES), {"normalize": True}), **close(1e-6)
+    assert_close(raw, in_process.embed(SENTENCES, normalize=False), roundings=roundings["minilm"])
+    assert_close(
+        raw / lengths,
+        client.infer("minilm", texts(*SENTENCES), {"normalize": True}),
+        roundings=roundings["minilm"],
     )
 
 
@@ -133,7 +142,7 @@ def test_parameters_that_are_not_ours_change_nothing(client: Client) -> None:
 
 @pytest.mark.parametrize("pair", [False, True], ids=["texts", "pairs"])
 def test_classify_gives_the_logits_of_transformers(
-    client: Client, checkpoints: dict[str, Path], pair: bool
+    client: Client, checkpoints: dict[str, Path], pair: bool, roundings: dict[str, int]
 ) -> None:
     firsts = [words(count, seed=count) for count in (1, 30, 7)]
     seconds = [words(count, seed=count) for count in (12, 3, 200)] if pair else None
@@ -144,29 +153,33 @@ def test_classify_gives_the_logits_of_transformers(
     model = BertForSequenceClassification.from_pretrained(checkpoints["classifier"]).eval()
     expected = [row.numpy() for row in _run(model, checkpoints["classifier"], firsts, seconds)]
     assert answer.shape == (3, 3)
-    np.testing.assert_allclose(answer, np.concatenate(expected), **close(1e-5))
+    assert_close(answer, np.concatenate(expected), roundings=roundings["classifier"])
 
 
 def test_token_classify_gives_every_token_its_logits(
-    client: Client, checkpoints: dict[str, Path]
+    client: Client, checkpoints: dict[str, Path], roundings: dict[str, int]
 ) -> None:
     rows = [words(count, seed=count) for count in (40, 1, 9)]
 
     answer = client.infer("tagger", texts(*rows))
 
     model = BertForTokenClassification.from_pretrained(checkpoints["tagger"]).eval()
-    _assert_rows_then_zeros(answer, _run(model, checkpoints["tagger"], rows), width=5)
+    _assert_rows_then_zeros(
+        answer, _run(model, checkpoints["tagger"], rows), width=5, roundings=roundings["tagger"]
+    )
 
 
 def test_hidden_gives_the_last_hidden_state_of_transformers(
-    client: Client, checkpoints: dict[str, Path]
+    client: Client, checkpoints: dict[str, Path], roundings: dict[str, int]
 ) -> None:
     rows = [words(count, seed=count) for count in (3, 150, 20)]
 
     answer = client.infer("encoder", texts(*rows))
 
     model = BertModel.from_pretrained(checkpoints["encoder"]).eval()
-    _assert_rows_then_zeros(answer, _run(model, checkpoints["encoder"], rows), width=32)
+    _assert_rows_then_zeros(
+        answer, _run(model, checkpoints["encoder"], rows), width=32, roundings=roundings["encoder"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,7 +188,11 @@ def test_hidden_gives_the_last_hidden_state_of_transformers(
     ids=["grpc", "http"],
 )
 def test_the_clients_that_ship_with_the_server_get_the_same_answer(
-    server: LocalServer, in_process: Encoder, library: ModuleType, endpoint: str
+    server: LocalServer,
+    in_process: Encoder,
+    library: ModuleType,
+    endpoint: str,
+    roundings: dict[str, int],
 ) -> None:
     tensor = library.InferInput("text", [len(SENTENCES), 1], "BYTES")
     tensor.set_data_from_numpy(np.array([[text.encode()] for text in SENTENCES], dtype=object))
@@ -185,10 +202,10 @@ def test_the_clients_that_ship_with_the_server_get_the_same_answer(
     finally:
         client.close()
 
-    np.testing.assert_allclose(
+    assert_close(
         answer.as_numpy("sentence_embedding"),
         in_process.embed(SENTENCES, normalize=False),
-        **close(1e-5),
+        roundings=roundings["minilm"],
     )
 
 
@@ -216,10 +233,12 @@ def _run(
     return answers
 
 
-def _assert_rows_then_zeros(answer: Array, expected: list[torch.Tensor], width: int) -> None:
+def _assert_rows_then_zeros(
+    answer: Array, expected: list[torch.Tensor], *, width: int, roundings: int
+) -> None:
     """Check rows of different lengths, filled up with zeros to the longest."""
     assert answer.shape == (len(expected), max(row.shape[1] for row in expected), width)
     for row, wanted in zip(answer, expected, strict=True):
         tokens = wanted.shape[1]
-        np.testing.assert_allclose(row[:tokens], wanted[0].numpy(), **close(1e-5))
+        assert_close(row[:tokens], wanted[0], roundings=roundings)
         assert not row[tokens:].any()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.closeness import assert_close
 from varlen_tools.local_server import LocalServer
 
 from .clients import AnswerError, Array, Client, GrpcClient, HttpClient, integers
@@ -55,7 +56,9 @@ def start_server(tmp_path: Path, checkpoints: dict[str, Path]) -> Iterator[Start
         yield start
 
 
-def test_sigterm_with_a_full_queue_answers_all_that_it_holds(start_server: StartServer) -> None:
+def test_sigterm_with_a_full_queue_answers_all_that_it_holds(
+    start_server: StartServer, roundings: dict[str, int]
+) -> None:
     server, clients = start_server("--exit-timeout-secs=60")
     expected = clients[0].infer("slow", BULK)
     sent = _fill_the_queue(server, clients)
@@ -63,13 +66,15 @@ def test_sigterm_with_a_full_queue_answers_all_that_it_holds(start_server: Start
     os.kill(server.pid, signal.SIGTERM)
 
     wait_until(lambda: not server.is_running, "the server has ended")
-    assert _answered(sent, expected), "a server with time enough answers what it holds"
+    assert _answered(sent, expected, roundings["slow"]), (
+        "a server with time enough answers what it holds"
+    )
     wait_until(lambda: not stubs(server.pid), "no process of the server is left")
     assert server.stop() == 0
 
 
 def test_sigterm_with_too_little_time_leaves_no_client_waiting_and_no_process(
-    start_server: StartServer,
+    start_server: StartServer, roundings: dict[str, int]
 ) -> None:
     server, clients = start_server("--exit-timeout-secs=2")
     expected = clients[0].infer("slow", BULK)
@@ -85,12 +90,12 @@ def test_sigterm_with_too_little_time_leaves_no_client_waiting_and_no_process(
     if server.is_running:
         os.kill(server.pid, signal.SIGKILL)
     wait_until(lambda: not server.is_running, "the server has ended")
-    _answered(sent, expected)
+    _answered(sent, expected, roundings["slow"])
     wait_until(lambda: not stubs(server.pid), "no process of the server is left")
 
 
 def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(
-    start_server: StartServer,
+    start_server: StartServer, roundings: dict[str, int]
 ) -> None:
     server, clients = start_server(
         "--model-control-mode=explicit", "--load-model=slow", "--exit-timeout-secs=2"
@@ -115,7 +120,7 @@ def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(
     unload(server, "slow")
     assert load(server, "slow") is None
     for client in clients:
-        np.testing.assert_allclose(client.infer("slow", SMALL), expected, rtol=0, atol=1e-6)
+        assert_close(client.infer("slow", SMALL), expected, roundings=roundings["slow"])
     wait_until(lambda: not watchdogs(stub), "the watchdog of the killed process has ended")
     assert len(watchdogs(stub_of(server, "slow"))) == 1
 
@@ -142,13 +147,13 @@ def _fill_the_queue(server: LocalServer, clients: list[Client]) -> list[Future[A
     return sent
 
 
-def _answered(sent: list[Future[Array]], expected: Array) -> int:
+def _answered(sent: list[Future[Array]], expected: Array, roundings: int) -> int:
     """Return how many got their answer, which must be right; the others must have got an error."""
     answered = 0
     for answer in sent:
         error = answer.exception()
         if error is None:
-            np.testing.assert_allclose(answer.result(), expected, rtol=0, atol=1e-5)
+            assert_close(answer.result(), expected, roundings=roundings)
             answered += 1
         else:
             assert isinstance(error, AnswerError)

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen_tools.local_server import LocalServer
 
 from .checkpoints import WORDS
-from .clients import Array, Client, GrpcClient, HttpClient, texts
+from .clients import Client, GrpcClient, HttpClient, texts
 from .serving import add_model
 
 pytestmark = pytest.mark.gpu
 
-# Largest distance between components of unit vectors.
-TOLERANCES = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 3e-2}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def gpu_server(
     tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
 ) -> Iterator[LocalServer]:
     repository = tmp_path_factory.mktemp("gpu")
-    for dtype in TOLERANCES:
+    for dtype in DTYPES:
         add_model(repository, dtype, minilm_folder, device="cuda", dtype=dtype)
     with LocalServer(repository) as running:
         running.wait_ready()
@@ -38,9 +39,9 @@ def gpu_client(request: pytest.FixtureRequest, gpu_server: LocalServer) -> Itera
         yield client
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_text_gets_the_vector_of_the_cpu(
-    gpu_client: Client, in_process: Encoder, dtype: str
+    gpu_client: Client, in_process: Encoder, minilm_folder: Path, dtype: str
 ) -> None:
     chance = random.Random(0)
     rows = [" ".join(chance.choices(WORDS, k=chance.randint(1, 40))) for _ in range(50)]
@@ -49,9 +50,7 @@ def test_every_text_gets_the_vector_of_the_cpu(
     crowd = gpu_client.infer(dtype, texts(*rows))
     alone = np.concatenate([gpu_client.infer(dtype, texts(row)) for row in rows[:10]])
 
-    _assert_close(crowd, expected, dtype)
-    _assert_close(alone, expected[:10], dtype)
-
-
-def _assert_close(actual: Array, expected: Array, dtype: str) -> None:
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCES[dtype])
+    precision = DTYPES[dtype]
+    roundings = encoder_roundings(minilm_folder, precision)
+    assert_close(crowd, expected, roundings=roundings, dtype=precision)
+    assert_close(alone, expected[:10], roundings=roundings, dtype=precision)

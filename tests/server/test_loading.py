@@ -7,9 +7,9 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.closeness import assert_close
 from varlen_tools.local_server import LocalServer
 
 from .clients import AnswerError, Client, GrpcClient, HttpClient, texts
@@ -176,7 +176,10 @@ def test_a_model_may_ignore_the_timeout_of_requests(
 
 
 def test_requests_during_unload_and_reload_are_answered_or_told_so(
-    server: LocalServer, grpc_client: GrpcClient, http_client: HttpClient
+    server: LocalServer,
+    grpc_client: GrpcClient,
+    http_client: HttpClient,
+    roundings: dict[str, int],
 ) -> None:
     assert load(server, "spare") is None
     inputs = texts("word1 word2 word3")
@@ -191,7 +194,7 @@ def test_requests_during_unload_and_reload_are_answered_or_told_so(
             answer = client.start("spare", inputs)
             error = answer.exception()
             if error is None:
-                np.testing.assert_allclose(answer.result(), expected, rtol=0, atol=1e-6)
+                assert_close(answer.result(), expected, roundings=roundings["encoder"])
                 seen["answered"] += 1
                 continue
             assert isinstance(error, AnswerError)
@@ -246,17 +249,16 @@ def bare_server(
 
 
 def test_a_complete_config_serves_without_auto_completion_and_without_metrics(
-    bare_server: LocalServer, server: LocalServer
+    bare_server: LocalServer, server: LocalServer, roundings: dict[str, int]
 ) -> None:
     assert load(bare_server, "spare", COMPLETE) is None
 
     assert load(server, "spare") is None
     with GrpcClient(bare_server) as bare, GrpcClient(server) as usual:
-        np.testing.assert_allclose(
+        assert_close(
             bare.infer("spare", texts("word7", "word8 word9")),
             usual.infer("spare", texts("word7", "word8 word9")),
-            rtol=0,
-            atol=1e-6,
+            roundings=roundings["encoder"],
         )
         with pytest.raises(AnswerError, match="row 0: text is empty"):
             bare.infer("spare", texts(""))

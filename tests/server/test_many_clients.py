@@ -3,8 +3,7 @@
 import random
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
+from tests.closeness import assert_close
 from varlen import Encoder
 
 from .clients import Client, GrpcClient, HttpClient, texts
@@ -14,7 +13,7 @@ REQUESTS_EACH = 12
 
 
 def test_every_client_among_many_gets_its_own_answer(
-    grpc_client: GrpcClient, http_client: HttpClient, in_process: Encoder
+    grpc_client: GrpcClient, http_client: HttpClient, in_process: Encoder, roundings: dict[str, int]
 ) -> None:
     pool = [_text(seed) for seed in range(60)]
     expected = in_process.embed(pool)
@@ -26,7 +25,7 @@ def test_every_client_among_many_gets_its_own_answer(
         for _ in range(REQUESTS_EACH):
             chosen = chance.sample(range(len(pool)), k=chance.choice((1, 1, 1, 2, 5)))
             answer = client.infer("minilm", texts(*(pool[index] for index in chosen)))
-            np.testing.assert_allclose(answer, expected[chosen], rtol=0, atol=1e-5)
+            assert_close(answer, expected[chosen], roundings=roundings["minilm"])
         return REQUESTS_EACH
 
     with ThreadPoolExecutor(CLIENTS) as threads:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.closeness import assert_close, encoder_roundings
 from varlen.memory.arena import MemoryUse
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
@@ -127,7 +128,7 @@ def test_all_systems_give_the_same_vectors(folder):
     )
 
     assert np.array_equal(ours, without)
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert_close(ours, theirs, roundings=encoder_roundings(folder))
 
 
 def test_without_an_arena_a_value_goes_after_its_last_use():

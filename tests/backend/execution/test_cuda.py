@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.closeness import assert_rows_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.packing import largest_dims
@@ -57,10 +58,19 @@ class RepeatedWork:
 
 
 @pytest.fixture(params=TASK_KINDS)
-def runner(request, make_checkpoint):
-    """Return a runner on the CPU, whose program and answers the executor is held against."""
-    folder = make_checkpoint(TASK_KINDS[request.param])
-    return Runner(Checkpoint.open(folder), EngineConfig(task=request.param, dtype="fp32"))
+def task(request):
+    return request.param
+
+
+@pytest.fixture
+def folder(task, make_checkpoint):
+    return make_checkpoint(TASK_KINDS[task])
+
+
+@pytest.fixture
+def runner(task, folder):
+    """Return a runner on the CPU, whose program and answers the executor is compared with."""
+    return Runner(Checkpoint.open(folder), EngineConfig(task=task, dtype="fp32"))
 
 
 @pytest.fixture
@@ -93,15 +103,14 @@ BATCHES = pytest.mark.parametrize(
 
 
 @BATCHES
-def test_a_batch_gets_the_answers_of_the_cpu_in_the_order_given(runner, executor, lengths):
+def test_a_batch_gets_the_answers_of_the_cpu_in_the_order_given(folder, runner, executor, lengths):
     batch = sequences(lengths)
     options = [RequestOptions(normalize=index % 2 == 0) for index in range(len(batch))]
 
     answers = executor.run(batch, options)
 
-    for mine, theirs in zip(answers, runner.run(batch, options), strict=True):
-        assert mine.dtype == np.float32
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
+    assert all(answer.dtype == np.float32 for answer in answers)
+    assert_rows_close(answers, runner.run(batch, options), roundings=encoder_roundings(folder))
 
 
 def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, graphs):

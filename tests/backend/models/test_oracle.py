@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 
+from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
@@ -13,7 +14,6 @@ from varlen.request import Prompt, RequestOptions
 
 PLAIN = RequestOptions()
 
-TOLERANCE = 1e-5
 TEXTS = ["the cat", "a", "river, the river! is it 42?", "don't", "x" * 40, "The CAT's river..."]
 PAIRS = [("the cat", "a river"), ("a", "b"), ("is it?", "the cat is in the river, 7 times")]
 
@@ -54,11 +54,9 @@ def one_by_one(model, rows, types=None):
     ]
 
 
-def check(actual, expected):
-    assert len(actual) == len(expected)
-    for mine, theirs in zip(actual, expected, strict=True):
-        assert mine.dtype == np.float32
-        np.testing.assert_allclose(mine, theirs.numpy(), rtol=0, atol=TOLERANCE)
+def check(folder, actual, expected):
+    assert all(row.dtype == np.float32 for row in actual)
+    assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
 
 
 def run_with_types(folder, rows, types, **config):
@@ -79,7 +77,7 @@ def test_hidden_states_match_transformers(make_checkpoint, rng, shape):
     with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
         actual = encoder.hidden(rows)
 
-    check(actual, [out.last_hidden_state[0] for out in one_by_one(model, rows)])
+    check(folder, actual, [out.last_hidden_state[0] for out in one_by_one(model, rows)])
 
 
 @pytest.mark.parametrize("shape", ["small", "five-heads-of-7", "five-token-types"])
@@ -91,7 +89,7 @@ def test_token_types_match_transformers(make_checkpoint, rng, shape):
 
     actual = run_with_types(folder, rows, types, task="hidden")
 
-    check(actual, [out.last_hidden_state[0] for out in one_by_one(model, rows, types)])
+    check(folder, actual, [out.last_hidden_state[0] for out in one_by_one(model, rows, types)])
 
 
 def test_rows_with_and_without_token_types_share_a_batch(small_bert, rng):
@@ -104,7 +102,7 @@ def test_rows_with_and_without_token_types_share_a_batch(small_bert, rng):
 
     actual = runner.run(sequences, [PLAIN] * 3)
 
-    check(actual, [out.last_hidden_state[0] for out in one_by_one(model, rows, types)])
+    check(small_bert, actual, [out.last_hidden_state[0] for out in one_by_one(model, rows, types)])
 
 
 POOLINGS = {
@@ -142,8 +140,8 @@ def test_every_pooling_matches_transformers(make_checkpoint, rng, pooling, style
 
     outputs = one_by_one(model, rows)
     expected = [POOLINGS[pooling](out.last_hidden_state[0]) for out in outputs]
-    check(plain, expected)
-    check(normalized, [vector / vector.norm() for vector in expected])
+    check(folder, plain, expected)
+    check(folder, normalized, [vector / vector.norm() for vector in expected])
 
 
 @pytest.mark.parametrize("num_labels", [1, 2, 3, 7])
@@ -157,7 +155,7 @@ def test_sequence_classification_matches_transformers(make_checkpoint, rng, num_
         actual = encoder.classify(rows)
 
     assert actual.shape == (5, num_labels)
-    check(actual, [out.logits[0] for out in one_by_one(model, rows)])
+    check(folder, actual, [out.logits[0] for out in one_by_one(model, rows)])
 
 
 @pytest.mark.parametrize("task", ["classify", "rerank"])
@@ -172,7 +170,7 @@ def test_pairs_of_texts_match_transformers(make_checkpoint, task):
         actual = encoder.classify(PAIRS)
 
     outputs = one_by_one(model, encoded["input_ids"], encoded["token_type_ids"])
-    check(actual, [out.logits[0] for out in outputs])
+    check(folder, actual, [out.logits[0] for out in outputs])
 
 
 @pytest.mark.parametrize("num_labels", [2, 5])
@@ -185,7 +183,7 @@ def test_token_classification_matches_transformers(make_checkpoint, rng, num_lab
         assert encoder.task == "token_classify"
         actual = encoder.token_classify(rows)
 
-    check(actual, [out.logits[0] for out in one_by_one(model, rows)])
+    check(folder, actual, [out.logits[0] for out in one_by_one(model, rows)])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +197,7 @@ def test_the_encoder_under_a_head_serves_hidden_states(make_checkpoint, rng, kin
     with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
         actual = encoder.hidden(rows)
 
-    check(actual, [out.last_hidden_state[0] for out in one_by_one(model, rows)])
+    check(folder, actual, [out.last_hidden_state[0] for out in one_by_one(model, rows)])
 
 
 @pytest.mark.parametrize("kind", ["BertModel", "BertForSequenceClassification"])
@@ -213,7 +211,7 @@ def test_shards_match_transformers(make_checkpoint, rng, kind):
         actual = encoder.hidden(rows)
 
     outputs = one_by_one(getattr(model, "bert", model), rows)
-    check(actual, [out.last_hidden_state[0] for out in outputs])
+    check(folder, actual, [out.last_hidden_state[0] for out in outputs])
 
 
 def test_a_checkpoint_without_pooler_embeds(make_checkpoint, rng):
@@ -224,7 +222,7 @@ def test_a_checkpoint_without_pooler_embeds(make_checkpoint, rng):
     with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
         actual = encoder.embed(rows)
 
-    check(actual, [out.last_hidden_state[0].mean(dim=0) for out in one_by_one(model, rows)])
+    check(folder, actual, [out.last_hidden_state[0].mean(dim=0) for out in one_by_one(model, rows)])
 
 
 @pytest.mark.parametrize("saved", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -237,7 +235,7 @@ def test_weights_saved_in_half_precision_run_in_fp32(make_checkpoint, rng, saved
     with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
         actual = encoder.hidden(rows)
 
-    check(actual, [out.last_hidden_state[0] for out in one_by_one(model, rows)])
+    check(folder, actual, [out.last_hidden_state[0] for out in one_by_one(model, rows)])
 
 
 def test_texts_match_transformers(small_bert):
@@ -250,7 +248,7 @@ def test_texts_match_transformers(small_bert):
         actual = encoder.hidden(TEXTS)
 
     outputs = one_by_one(model, tokenizer(TEXTS)["input_ids"])
-    check(actual, [out.last_hidden_state[0] for out in outputs])
+    check(small_bert, actual, [out.last_hidden_state[0] for out in outputs])
 
 
 @pytest.mark.parametrize("kind", ["BertForSequenceClassification", "BertForTokenClassification"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.closeness import assert_close, assert_rows_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views
 from varlen.execution.runner import Runner
@@ -248,8 +249,7 @@ def test_the_number_of_cores_changes_no_answer(small_bert, cores):
     finally:
         torch.set_num_threads(kept)
 
-    for mine, theirs in zip(*answers, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+    assert_rows_close(*answers, roundings=encoder_roundings(small_bert))
 
 
 def test_a_batch_does_not_depend_on_the_ones_before(runner):
@@ -272,8 +272,9 @@ def test_a_batch_whose_sub_batches_do_not_fit_side_by_side_runs_as_a_whole(make_
     tight = Runner(Checkpoint.open(folder), config)
 
     for lengths in ([31, 33], [15, 17, 32], [1] * 63, [64]):
-        for mine, theirs in zip(run(tight, lengths), run(roomy, lengths), strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
+        assert_rows_close(
+            run(tight, lengths), run(roomy, lengths), roundings=encoder_roundings(folder)
+        )
     assert tight.arena.use().reserved_bytes <= enough
 
 
@@ -286,7 +287,7 @@ def test_normalize_is_chosen_by_sequence(small_bert):
     plain = runner.run(rows, [PLAIN] * 4)
     for index, normalized in enumerate([True, False, False, True]):
         expected = plain[index] / np.linalg.norm(plain[index]) if normalized else plain[index]
-        np.testing.assert_allclose(mixed[index], expected, rtol=0, atol=1e-6)
+        assert_close(mixed[index], expected, roundings=encoder_roundings(small_bert))
 
 
 def test_a_value_read_by_two_ops_lives_until_the_second():

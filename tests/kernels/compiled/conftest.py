@@ -1,15 +1,11 @@
 """Kernels compiled for GPUs that are not here; where kernels are interpreted there is nothing to compile."""
 
 import pytest
-import torch
 from triton import knobs
 
 from varlen_kernels import tuning
 
 collect_ignore_glob = ["test_*.py"] if knobs.runtime.interpret else []
-
-# each worker of pytest-xdist has a core to itself
-torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

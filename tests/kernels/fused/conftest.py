@@ -13,8 +13,6 @@ if INTERPRETED:
     install()
     # a GPU overflows, and makes NaN, in silence
     np.seterr(all="ignore")
-    # each worker of pytest-xdist has a core to itself
-    torch.set_num_threads(1)
 
 
 @pytest.fixture

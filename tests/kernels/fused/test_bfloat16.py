@@ -5,6 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.closeness import assert_close
+
 N = 4096
 
 
@@ -181,7 +183,7 @@ def test_a_dot_product_multiplies_values(device):
 
     _dot_kernel[(1,)](a, b, out, SIZE=32)
 
-    torch.testing.assert_close(out, (a.double() @ b.double()).float(), rtol=1e-5, atol=1e-5)
+    assert_close(out, a.double() @ b.double(), roundings=32)
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -1,0 +1,86 @@
+"""How far two computations of one result may differ, from its dtype and its number of roundings."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def assert_close(
+    actual: npt.ArrayLike | torch.Tensor,
+    expected: npt.ArrayLike | torch.Tensor,
+    *,
+    roundings: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Fail unless all elements differ by less than rounding explains.
+
+    A machine chooses the order of the additions in a sum: by the width of its vector registers, its number of
+    threads, and the shape of the batch. So two correct results differ in their last bits. The bound follows from
+    two facts:
+
+    * Each rounding has a relative error of at most eps / 2, half a unit in the last place. Errors of n roundings
+      partly cancel, like the steps of a random walk: together they stay near sqrt(n) * eps / 2 (Higham and Mary
+      2019, "A new approach to probabilistic rounding error analysis"). Two results that err on their own differ by
+      at most twice that: sqrt(n) * eps.
+    * The error of a sum is relative to its addends, not to the sum, which may be almost zero. So all elements are
+      judged by the largest magnitude in `expected`. NaN and infinities must be equal.
+
+    Args:
+        actual, expected: of one shape. `expected` may have a higher precision than `dtype`.
+        roundings: how many follow each other between the inputs and one element of the result, where a
+            sum of n products counts as n; see `encoder_roundings`.
+        dtype: of the computation, or of the less precise one of two.
+    """
+    actual, expected = _float64(actual), _float64(expected)
+    assert actual.shape == expected.shape
+    magnitude = np.abs(expected[np.isfinite(expected)]).max(initial=0)
+    np.testing.assert_allclose(
+        actual, expected, rtol=0, atol=relative_error(roundings, dtype) * magnitude
+    )
+
+
+def assert_rows_close(
+    actual: Sequence[npt.ArrayLike | torch.Tensor],
+    expected: Sequence[npt.ArrayLike | torch.Tensor],
+    *,
+    roundings: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Compare rows of different shapes as `assert_close` does, by the largest magnitude in all of them."""
+    assert [np.shape(row) for row in actual] == [np.shape(row) for row in expected]
+    flat = [np.concatenate([_float64(row).ravel() for row in rows]) for rows in (actual, expected)]
+    assert_close(*flat, roundings=roundings, dtype=dtype)
+
+
+def relative_error(roundings: int, dtype: torch.dtype = torch.float32) -> float:
+    """Return the bound of `assert_close`, relative to the largest magnitude."""
+    return math.sqrt(roundings) * torch.finfo(dtype).eps
+
+
+def encoder_roundings(checkpoint: Path, dtype: torch.dtype = torch.float32) -> int:
+    """Return the number of roundings on the longest path through a BERT encoder.
+
+    In fp32 the sums of each layer count: seven over `hidden_size` (queries, scores, the product after attention,
+    the first one of the feed-forward part, a mean and a variance twice, which is one more), one over
+    `intermediate_size`, and two over the tokens of a sequence (the softmax and the mix of values). The embeddings,
+    the pooling and the head are at most one layer more. In a half precision sums are still in fp32. What
+    counts there are the results of ops, rounded to `dtype`: ten a layer, each from operands rounded as often.
+    """
+    config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    layers = config["num_hidden_layers"] + 1
+    if dtype != torch.float32:
+        return 2 * 10 * layers
+    tokens = config["max_position_embeddings"]
+    return layers * (8 * config["hidden_size"] + config["intermediate_size"] + 2 * tokens)
+
+
+def _float64(values: npt.ArrayLike | torch.Tensor) -> npt.NDArray[np.float64]:
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu().double().numpy()
+    return np.asarray(values, dtype=np.float64)
