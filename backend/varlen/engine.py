@@ -16,9 +16,12 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Protocol, TypeAlias
+
+from sortedcontainers import SortedKeyList
 
 from varlen.errors import (
     DeadlineError,
@@ -115,6 +118,8 @@ class Engine:
         self._inbox: _Inbox = SimpleQueue()
         # admitted and not answered, in order of arrival
         self._open: dict[RequestState, None] = {}
+        # those of them with a deadline
+        self._by_deadline = SortedKeyList(key=lambda request: request.deadline)
         self._in_flight = 0
         # time spent scheduling since the last batch started
         self._scheduling_seconds = 0.0
@@ -138,7 +143,8 @@ class Engine:
         # the lock orders this put before close()'s None, so that no request is left behind
         with self._submitting:
             if self._refusal is not None:
-                raise self._refusal
+                # a new exception each time: its traceback keeps this request alive
+                raise type(self._refusal)(str(self._refusal))
             now = self._clock()
             try:
                 forecast = self._scheduler.admit(request, now)
@@ -177,6 +183,7 @@ class Engine:
             When to call it again if nothing arrives before; None if it need not be called then.
         """
         self._drain_inbox()
+        self._fail_expired()
         while self._in_flight < self._executor.slots:
             batch = self._next_batch()
             if batch is None:
@@ -221,6 +228,8 @@ class Engine:
             self._update(arrived.batch, arrived.result)
         else:
             self._open[arrived] = None
+            if math.isfinite(arrived.deadline):
+                self._by_deadline.add(arrived)
             self._scheduler.add(arrived, arrived.arrival)
 
     def _next_batch(self) -> Batch | None:
@@ -231,21 +240,22 @@ class Engine:
             self._scheduling_seconds += time.perf_counter() - began
             if batch is None:
                 return None
-            gone = [self._fail_if_gone(request, now) for request in _requests(batch.sequences)]
-            if any(gone):
+            cancelled = [each for each in _requests(batch.sequences) if _is_cancelled(each)]
+            for request in cancelled:
+                self._fail(request, RequestCancelled("cancelled before it ran"))
+            if cancelled:
                 batch = self._scheduler.trim(batch, now)
             if batch is not None:
                 return batch
 
-    def _fail_if_gone(self, request: RequestState, now: float) -> bool:
-        if _is_cancelled(request):
-            self._fail(request, RequestCancelled("cancelled before it ran"))
-        elif request.deadline < now:
-            self._stats.count_refusal("expired")
-            self._fail(request, DeadlineError("the request was still waiting to run"))
-        else:
-            return False
-        return True
+    def _fail_expired(self) -> None:
+        """Fail requests that still wait although their deadline has passed; those that run get their answer."""
+        now = self._clock()
+        expired = list(takewhile(lambda request: request.deadline < now, self._by_deadline))
+        for request in expired:
+            if any(sequence.status == "waiting" for sequence in request.sequences):
+                self._stats.count_refusal("expired")
+                self._fail(request, DeadlineError("the request was still waiting to run"))
 
     def _start(self, batch: Batch) -> None:
         now = self._clock()
@@ -263,10 +273,10 @@ class Engine:
         self._inbox.put(_Completion(batch, result))
 
     def _update(self, batch: Batch, result: BatchResult) -> None:
-        events = self._scheduler.update(batch, result)
-        if isinstance(result.error, ModelFaultError):
+        if result.failure == "model":
             self._stop(ModelFaultError(_FAULT))
             return
+        events = self._scheduler.update(batch, result)
         self._count(batch, result)
         for event in events:
             request = event.sequence.request
@@ -278,14 +288,14 @@ class Engine:
                 self._fail(request, event.error)
         for request in _requests(event.sequence for event in events):
             if request.is_finished and request in self._open:
-                self._answer(request, request.reply.finish)
+                self._finish(request)
 
     def _count(self, batch: Batch, result: BatchResult) -> None:
         shape = batch.shape
-        if result.error is None:
+        if result.failure is None:
             self._stats.count_batch(shape.sequences, shape.tokens, result.padding_tokens)
             self._stats.count_batch_seconds(predicted=batch.seconds, actual=result.seconds)
-        elif isinstance(result.error, MemoryError) and shape.sequences > 1:
+        elif result.failure == "memory" and shape.sequences > 1:
             self._stats.count("varlen_split_batches_total")
         _log.debug(
             "ran %d sequences, %d tokens, the longest %d: %s; %.1f ms predicted, %.1f ms taken",
@@ -304,19 +314,32 @@ class Engine:
             _log.exception("a reply failed to take a part of its answer")
             self._fail(request, EngineError(_UNREADABLE))
 
+    def _finish(self, request: RequestState) -> None:
+        try:
+            request.reply.finish()
+        except Exception:
+            _log.exception("a reply failed to take the end of its answer")
+            self._fail(request, EngineError(_UNREADABLE))
+        else:
+            self._forget(request)
+
     def _fail(self, request: RequestState, error: Exception) -> None:
         try:
             self._scheduler.remove(request)
         except Exception:
             _log.exception("the scheduler failed to remove a request")
-        self._answer(request, lambda: request.reply.fail(error))
-
-    def _answer(self, request: RequestState, answer: Callable[[], None]) -> None:
-        del self._open[request]
         try:
-            answer()
+            request.reply.fail(error)
         except Exception:
-            _log.exception("a reply failed to take its answer")
+            _log.exception("a reply failed to take its error")
+        self._forget(request)
+
+    def _forget(self, request: RequestState) -> None:
+        """Drop an answered request."""
+        del self._open[request]
+        self._by_deadline.discard(request)
+        # breaks a reference cycle: outputs, and replies, are freed without waiting for a garbage collection
+        request.sequences = ()
 
     def _stop(self, error: EngineError) -> None:
         """Fail every open request, and refuse those that come."""

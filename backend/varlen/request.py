@@ -60,7 +60,10 @@ class Request:
 
 
 class Reply(Protocol):
-    """Where the answer of a request goes: parts, then exactly one `finish` or `fail`."""
+    """Where the answer of a request goes: parts, then exactly one `finish` or `fail`.
+
+    If `send` or `finish` raises, `fail` is called.
+    """
 
     def is_cancelled(self) -> bool:
         """Return whether the client has gone away. Not called after `finish` or `fail`."""

@@ -118,6 +118,7 @@ class _Caller:
         rows: the answer so far.
         missing: rows that are not there yet.
         closed: whether it has its answer; nothing more is given to it.
+        joined: flights of others that it waits for, with the key.
         follows: whether it has joined another's flight.
         gone: whether its client has been seen to be gone.
     """
@@ -130,6 +131,7 @@ class _Caller:
     rows: list[Float32Array | None] = field(init=False)
     missing: int = field(init=False)
     closed: bool = False
+    joined: list[tuple["_Flight", bytes]] = field(default_factory=list)
     follows: bool = False
     gone: bool = False
 
@@ -316,6 +318,8 @@ class ResponseCache:
             flight = own if key in own.waiting else self._flights.get(key)
             if flight is not None and (flight is own or self._may_join(caller, flight)):
                 flight.waiting[key].append((caller, row))
+                if flight is not own:
+                    caller.joined.append((flight, key))
                 joined += 1
                 continue
             own.add(key, row)
@@ -413,8 +417,13 @@ class ResponseCache:
         return flight.callers()
 
     def _close(self, caller: _Caller) -> None:
-        """Take note that a request has its answer."""
+        """Take note that a request has its answer, and remove it from the flights that it waits for."""
         caller.closed = True
+        for flight, key in caller.joined:
+            # a key that has landed is there no more
+            waiters = flight.waiting.get(key, [])
+            waiters[:] = [waiter for waiter in waiters if waiter[0] is not caller]
+        caller.joined.clear()
         if caller.follows:
             caller.follows = False
             self._followers -= 1
@@ -480,6 +489,7 @@ def _succeed(caller: _Caller) -> None:
         caller.reply.finish()
     except Exception:
         _log.exception("a reply failed to take its answer")
+        _fail(caller, EngineError("the answer could not be read; the server's log says why"))
 
 
 def _fail(caller: _Caller, error: Exception) -> None:

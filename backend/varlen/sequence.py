@@ -14,6 +14,7 @@ from varlen.errors import VarlenError
 from varlen.request import Float32Array, Prompt, Reply, Request, RequestOptions
 
 Status: TypeAlias = Literal["waiting", "running", "finished"]
+Failure: TypeAlias = Literal["memory", "batch", "model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class RequestState:
         arrival: time of admission, in seconds of the engine's clock, as are all times here.
         deadline: time after which the answer is useless; infinity if there is none.
         forecast: expected run time, when it was admitted.
-        sequences: one per prompt, in order.
+        sequences: one per prompt, in order; empty once it is answered.
+        seconds_per_token: expected run time of its sequences, by token.
         unfinished: number of sequences that are not finished.
         started: whether any sequence has run or runs.
     """
@@ -49,6 +51,7 @@ class RequestState:
     deadline: float = math.inf
     forecast: Forecast = Forecast()
     sequences: tuple[Sequence, ...] = field(init=False)
+    seconds_per_token: float = field(init=False)
     unfinished: int = field(init=False)
     started: bool = False
 
@@ -57,6 +60,7 @@ class RequestState:
         self.sequences = tuple(
             Sequence(self, row, prompt, len(prompt.token_ids)) for row, prompt in enumerate(prompts)
         )
+        self.seconds_per_token = self.forecast.seconds / self.request.num_tokens
         self.unfinished = len(self.sequences)
 
     @property
@@ -120,14 +124,13 @@ class BatchResult:
         outputs: one per sequence of the batch, in its order; empty after an error.
         seconds: run time.
         padding_tokens: computed and thrown away.
-        error: None, or why there are no outputs: MemoryError if memory ran out, `ModelFaultError` if
-            no later batch can run either, anything else if this batch failed.
+        failure: why there are no outputs: memory ran out, this batch failed, or the model cannot run any more.
     """
 
     outputs: list[Float32Array]
     seconds: float
     padding_tokens: int = 0
-    error: Exception | None = None
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,13 +149,17 @@ class _ServerLog(logging.Handler):
         self._model = model
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = f"varlen: {self._model}: {self.format(record)}"
-        if record.levelno >= logging.ERROR:
-            pb_utils.Logger.log_error(line)
-        elif record.levelno >= logging.WARNING:
-            pb_utils.Logger.log_warn(line)
-        else:
-            pb_utils.Logger.log_info(line)
+        try:
+            line = f"varlen: {self._model}: {self.format(record)}"
+            if record.levelno >= logging.ERROR:
+                pb_utils.Logger.log_error(line)
+            elif record.levelno >= logging.WARNING:
+                pb_utils.Logger.log_warn(line)
+            else:
+                pb_utils.Logger.log_info(line)
+        except Exception:
+            # a line that cannot be logged must not end the thread that logs it
+            self.handleError(record)
 
 
 def log_to_server(name: str, version: str, level: LogLevel = "info") -> None:

@@ -67,7 +67,8 @@ class ServerReply:
         self._outputs[row] = output
 
     def finish(self) -> None:
-        self._outbox.put(self, [self._outputs[row] for row in range(len(self._outputs))])
+        outputs, self._outputs = self._outputs, {}
+        self._outbox.put(self, [outputs[row] for row in range(len(outputs))])
 
     def fail(self, error: Exception) -> None:
         self._outbox.put(self, error)

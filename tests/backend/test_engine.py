@@ -3,7 +3,10 @@
 By hand (`step`) on a virtual clock where order matters, with the engine's own thread where closing does.
 """
 
+import contextlib
+import gc
 import time
+import weakref
 from collections import deque
 from threading import Event, Lock, Thread
 
@@ -16,6 +19,7 @@ from varlen.config import EngineConfig
 from varlen.costs.model import CostModel
 from varlen.engine import Engine
 from varlen.errors import (
+    DeadlineError,
     EngineError,
     ModelFaultError,
     QueueFullError,
@@ -32,10 +36,10 @@ from varlen.sequence import BatchResult
 SECONDS = 10.0
 
 
-def request(*rows, normalize=False):
+def request(*rows, normalize=False, deadline_seconds=None):
     """Return a request whose rows hold these token ids."""
     sequences = tuple(Prompt(np.array(row, dtype=np.int32)) for row in rows)
-    return Request(sequences, RequestOptions(normalize=normalize))
+    return Request(sequences, RequestOptions(normalize, deadline_seconds=deadline_seconds))
 
 
 class FakeExecutor:
@@ -65,11 +69,11 @@ class FakeExecutor:
 
     def result(self, rows):
         if sum(map(len, rows)) > self.fits:
-            return BatchResult([], 1.0, error=MemoryError("too little memory on the host"))
+            return BatchResult([], 1.0, failure="memory")
         if any(self.fault in row for row in rows):
-            return BatchResult([], 1.0, error=ModelFaultError("the device is lost"))
+            return BatchResult([], 1.0, failure="model")
         if any(self.poison in row for row in rows):
-            return BatchResult([], 1.0, error=ZeroDivisionError("poison"))
+            return BatchResult([], 1.0, failure="batch")
         return BatchResult([np.array([sum(row)], dtype=np.float32) for row in rows], 1.0)
 
     def complete(self, index=0):
@@ -133,6 +137,8 @@ class FakeReply:
         self._take("fail", error)
 
     def _take(self, how, answer):
+        if how == "finish" in self._raises:
+            raise OSError(how)
         self.answers.append(answer)
         self.answered.set()
         if how in self._raises:
@@ -781,3 +787,61 @@ def test_the_thread_answers_each_request_once_whatever_fails(
     # finish() may have raised after it was called; then nothing else is
     assert all(len(reply.answers) == 1 for reply in replies)
     assert bench.admission.depth == (0, 0)
+
+
+def test_an_expired_request_is_answered_as_soon_as_something_happens():
+    """Not when its turn comes: while all slots are busy its place in the queue is needed by others."""
+    bench = Bench(FakeExecutor())
+    bench.submit([1] * 8)
+    bench.engine.step()
+    late = [FakeReply() for _ in range(500)]
+    for reply in late:
+        bench.engine.submit(request([2] * 8, deadline_seconds=1e6), reply)
+    bench.engine.step()
+    bench.clock.now += 2e6
+    waits = bench.submit([3])
+
+    bench.engine.step()
+
+    assert all(isinstance(reply.only, DeadlineError) for reply in late)
+    assert bench.admission.depth == (1, 1)
+    bench.run_all()
+    assert waits.only == [[3]]
+    assert bench.executor.batches == [[[1] * 8], [[3]]]
+
+
+def test_a_request_that_runs_when_its_deadline_passes_gets_its_answer():
+    bench = Bench()
+    reply = FakeReply()
+    bench.engine.submit(request([1] * 8, deadline_seconds=1e6), reply)
+    bench.engine.step()
+    bench.clock.now += 2e6
+    bench.engine.step()
+
+    bench.run_all()
+
+    assert reply.only == [[8]]
+
+
+def test_answered_and_refused_requests_are_not_kept_alive():
+    """Their replies hold outputs, of which each may be a view of a whole batch."""
+    bench = Bench(FakeExecutor(fault=13))
+    replies = []
+    gc.disable()
+    try:
+        for number in range(10):
+            reply = FakeReply()
+            replies.append(weakref.ref(reply))
+            bench.engine.submit(request([number], deadline_seconds=1e6), reply)
+        bench.run_all()
+        bench.submit([13])
+        bench.run_all()
+        for _ in range(10):
+            reply = FakeReply()
+            replies.append(weakref.ref(reply))
+            with contextlib.suppress(ModelFaultError):
+                bench.submit([1], reply=reply)
+        del reply
+        assert [each() for each in replies] == [None] * 20
+    finally:
+        gc.enable()

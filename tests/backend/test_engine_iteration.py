@@ -58,7 +58,7 @@ class StepScheduler:
 
     def update(self, batch, result):
         running = [s for s in batch.sequences if s.status == "running"]
-        if result.error is not None:
+        if result.failure is not None:
             return [SequenceFailure(s, EngineError("the step failed")) for s in running]
         events = []
         for sequence, output in zip(batch.sequences, result.outputs, strict=True):
@@ -107,10 +107,10 @@ class StepExecutor:
         running = [each for other, *_ in self.in_flight for each in other.sequences]
         assert not set(running) & set(batch.sequences), "a sequence in two batches at once"
         outputs = [np.array([self.scheduler.steps.get(s, 0) + 1]) for s in batch.sequences]
-        error = None
+        failure = None
         if any(s.prompt.token_ids[0] == POISON for s in batch.sequences):
-            outputs, error = [], ZeroDivisionError("poison")
-        self.in_flight.append((batch, completed, BatchResult(outputs, 1.0, error=error)))
+            outputs, failure = [], "batch"
+        self.in_flight.append((batch, completed, BatchResult(outputs, 1.0, failure=failure)))
 
     def complete(self, index=0):
         batch, completed, result = self.in_flight.pop(index % len(self.in_flight))

@@ -2,16 +2,14 @@
 
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as AnySequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from threading import Thread
 from typing import Protocol
 
 from varlen.costs.batch_shape import BatchShape
-from varlen.errors import ModelFaultError
 from varlen.request import Float32Array, Prompt, RequestOptions
-from varlen.sequence import Batch, BatchResult
+from varlen.sequence import Batch, BatchResult, Failure
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +20,7 @@ class BatchRunner(Protocol):
     """Runs one batch at a time."""
 
     def run(
-        self, prompts: AnySequence[Prompt], options: AnySequence[RequestOptions]
+        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> list[Float32Array]:
         """Return the output of each prompt; see `Runner.run`."""
 
@@ -37,54 +35,68 @@ class ThreadExecutor:
     """Runs batches in threads of its own.
 
     Attributes:
-        slots: batches that may be in flight, one per runner.
+        slots: batches that may be in flight: one thread and one runner each.
     """
 
-    def __init__(self, runners: AnySequence[BatchRunner]) -> None:
+    def __init__(self, runners: Sequence[BatchRunner]) -> None:
         self.slots = len(runners)
-        self._free: SimpleQueue[BatchRunner] = SimpleQueue()
-        for runner in runners:
-            self._free.put(runner)
-        self._threads = ThreadPoolExecutor(self.slots, "varlen-executor")
+        self._queue: SimpleQueue[tuple[Batch, Completed] | None] = SimpleQueue()
+        self._threads = [
+            Thread(target=self._loop, args=(runner,), name=f"varlen-executor-{slot}", daemon=True)
+            for slot, runner in enumerate(runners)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def start(self, batch: Batch, completed: Completed) -> None:
         """Begin to run a batch; `completed` is called once with its result, from a thread of this executor."""
-        self._threads.submit(self._run, batch, completed)
+        self._queue.put((batch, completed))
 
     def close(self) -> None:
-        """Wait for batches in flight and stop the threads."""
-        self._threads.shutdown()
+        """Run what was started and stop the threads."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
 
-    def _run(self, batch: Batch, completed: Completed) -> None:
-        runner = self._free.get()
-        began = time.perf_counter()
-        outputs: list[Float32Array] = []
-        error: Exception | None = None
-        try:
-            outputs = runner.run(
-                [sequence.prompt for sequence in batch.sequences],
-                [sequence.options for sequence in batch.sequences],
-            )
-            if len(outputs) != len(batch.sequences):
-                raise RuntimeError(f"{len(outputs)} outputs of {len(batch.sequences)} sequences")
-        except MemoryError as raised:
-            error = raised
-        except Exception as raised:
-            _log.exception("a batch of %d sequences failed", len(batch.sequences))
-            error = _diagnose(runner, raised)
-        seconds = time.perf_counter() - began
-        self._free.put(runner)
+    def _loop(self, runner: BatchRunner) -> None:
+        while (work := self._queue.get()) is not None:
+            batch, completed = work
+            completed(batch, _run(runner, batch))
+            # this frame must not keep a batch alive until the next one comes
+            del work, batch, completed
+
+
+def _run(runner: BatchRunner, batch: Batch) -> BatchResult:
+    """Return the result of a batch. Exceptions end here: their tracebacks would keep the batch's memory."""
+    began = time.perf_counter()
+    outputs: list[Float32Array] = []
+    failure: Failure | None = None
+    padding = 0
+    try:
+        outputs = runner.run(
+            [sequence.prompt for sequence in batch.sequences],
+            [sequence.options for sequence in batch.sequences],
+        )
+        if len(outputs) != len(batch.sequences):
+            raise RuntimeError(f"{len(outputs)} outputs of {len(batch.sequences)} sequences")
         padding = runner.padding_tokens(batch.shape)
-        completed(batch, BatchResult(outputs if error is None else [], seconds, padding, error))
+    except MemoryError:
+        failure = "memory"
+    except BaseException:
+        _log.exception("a batch of %d sequences failed", len(batch.sequences))
+        failure = "batch" if _still_runs(runner) else "model"
+    seconds = time.perf_counter() - began
+    return BatchResult([] if failure else outputs, seconds, padding, failure)
 
 
-def _diagnose(runner: BatchRunner, error: Exception) -> Exception:
-    """Return what a batch failed of: a fault that lasts if the smallest batch fails too."""
+def _still_runs(runner: BatchRunner) -> bool:
+    """Return whether the smallest batch runs after another one has failed."""
     try:
         runner.check()
     except MemoryError:
-        return error
-    except Exception:
+        return True
+    except BaseException:
         _log.exception("the smallest batch failed too; the model stops")
-        return ModelFaultError("the smallest batch failed too")
-    return error
+        return False
+    return True

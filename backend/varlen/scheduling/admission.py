@@ -5,12 +5,11 @@ Threads that submit requests and the engine's thread share these counters; a loc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from threading import Lock
 
 from varlen.errors import DeadlineError, QueueFullError, RequestError
 from varlen.request import Request
-from varlen.sequence import Batch, Forecast, RequestState
+from varlen.sequence import Batch, Forecast
 
 
 class Admission:
@@ -74,18 +73,17 @@ class Admission:
             self._tokens += tokens
             self._seconds += forecast.seconds
 
-    def leave(self, *, tokens: int, requests: Iterable[RequestState]) -> None:
-        """Count out sequences that run or are dropped.
+    def leave(self, *, requests: int, tokens: int, seconds: float) -> None:
+        """Count out work that runs or is dropped.
 
         Args:
-            tokens: of these sequences.
-            requests: those of which no sequence waits any more.
+            requests: those that have no waiting sequence left.
+            tokens, seconds: of the sequences that leave.
         """
         with self._lock:
+            self._requests -= requests
             self._tokens -= tokens
-            for request in requests:
-                self._requests -= 1
-                self._seconds -= request.forecast.seconds
+            self._seconds -= seconds
             # sums of floats do not return to zero by themselves
             self._seconds = max(0.0, self._seconds) if self._requests else 0.0
 

@@ -90,12 +90,7 @@ class OneShotScheduler:
         """Return when `schedule` will have a batch if nothing else happens; None if nothing waits."""
         if self._split:
             return now
-        if not self._queue:
-            return None
-        if not self._max_delay or self._queue.is_urgent or self._is_full():
-            return now
-        oldest = min(request.arrival for request in self._queue.requests)
-        return max(now, min(oldest + self._max_delay, self._queue.next_promotion))
+        return self._starts_at(now) if self._queue else None
 
     def schedule(self, now: float) -> Batch | None:
         """Return the next batch, whose sequences are running from now on; None if it is not time for one."""
@@ -105,14 +100,13 @@ class OneShotScheduler:
                 return self._start(part, now)
         if not self._queue.promote(now):
             return None
-        if self._max_delay and (self.wake_at(now) or 0.0) > now:
+        if self._starts_at(now) > now:
             return None
         chosen = self._policy.choose(self._queue, now)
         batch = replace(chosen, seconds=self._forecaster.slowdown * chosen.seconds)
         for sequence in batch.sequences:
             sequence.status = "running"
-        left = self._queue.remove(batch.sequences)
-        self._admission.leave(tokens=batch.shape.tokens, requests=left)
+        self._count_out(batch.sequences, requests=self._queue.remove(batch.sequences))
         return self._start(batch, now)
 
     def trim(self, batch: Batch, now: float) -> Batch | None:
@@ -126,13 +120,12 @@ class OneShotScheduler:
     def update(self, batch: Batch, result: BatchResult) -> list[Event]:
         """Return what became of the sequences of a batch that has run, or failed to."""
         self._admission.end(batch)
-        if isinstance(result.error, MemoryError) and len(batch.sequences) > 1:
+        if result.failure == "memory" and len(batch.sequences) > 1:
             self._split_in_two(batch)
             return []
         running = [sequence.status == "running" for sequence in batch.sequences]
-        if result.error is not None:
-            is_memory = isinstance(result.error, MemoryError)
-            error = EngineError(_OUT_OF_MEMORY if is_memory else _BATCH_FAILED)
+        if result.failure is not None:
+            error = EngineError(_OUT_OF_MEMORY if result.failure == "memory" else _BATCH_FAILED)
             return [SequenceFailure(s, error) for s in compress(batch.sequences, running)]
         self._forecaster.learn(batch.shape, predicted=batch.seconds, actual=result.seconds)
         outputs = zip(batch.sequences, result.outputs, strict=True)
@@ -143,10 +136,10 @@ class OneShotScheduler:
 
     def remove(self, request: RequestState) -> None:
         """Drop what waits of a request; the outputs of what runs of it are ignored."""
-        waiting = self._queue.discard(request)
+        self._queue.discard(request)
+        waiting = [sequence for sequence in request.sequences if sequence.status == "waiting"]
         if waiting:
-            tokens = sum(sequence.num_tokens for sequence in waiting)
-            self._admission.leave(tokens=tokens, requests=[request])
+            self._count_out(waiting, requests=1)
         for sequence in request.sequences:
             sequence.finish()
 
@@ -168,6 +161,19 @@ class OneShotScheduler:
         shape = BatchShape.of([sequence.num_tokens for sequence in sequences])
         seconds = self._forecaster.slowdown * self._costs.seconds(shape)
         return Batch(tuple(sequences), shape, seconds, reason)
+
+    def _count_out(self, sequences: AnySequence[Sequence], *, requests: int) -> None:
+        """Count sequences out of what waits, and the requests of which nothing waits any more."""
+        tokens = sum(sequence.num_tokens for sequence in sequences)
+        seconds = sum(s.num_tokens * s.request.seconds_per_token for s in sequences)
+        self._admission.leave(requests=requests, tokens=tokens, seconds=seconds)
+
+    def _starts_at(self, now: float) -> float:
+        """Return when the next batch of a queue that is not empty starts."""
+        if not self._max_delay or self._queue.is_urgent or self._is_full():
+            return now
+        oldest = min(request.arrival for request in self._queue.requests)
+        return max(now, min(oldest + self._max_delay, self._queue.next_promotion))
 
     def _is_full(self) -> bool:
         waiting = self._queue.first(self._limits.max_sequences + 1)

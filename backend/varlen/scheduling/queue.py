@@ -1,13 +1,14 @@
 """Requests that wait, in the order in which they are served.
 
-The order is fair by served work. A request that finds `waiting` requests in the queue would be finished by a server
-that shares its time equally among them after about `waiting * rows` more sequences, and that is its rank:
+The order is fair by served work. A server that shares its time equally among requests would finish a request of
+`rows` rows, which finds `waiting` others in the queue, after about `waiting * rows` more sequences. First come, first
+served would take the sequences that wait. The rank is the former, at most twice the latter:
 
-    rank = sequences served so far + waiting requests * rows / (1 + priority)
+    rank = served sequences + min(waiting * rows / (1 + priority), 2 * waiting sequences)
 
 Requests of one row and one priority are therefore served first come, first served. A large request lets smaller
-ones pass, until as many sequences have been served as it would have waited for under equal sharing: nothing starves.
-A request whose deadline would be missed otherwise goes first.
+ones pass, and waits at most about twice as long as in order of arrival. A request whose deadline would be missed
+otherwise goes first.
 
 Source: the order in which processor sharing would finish (Friedman and Henderson 2003, "Fairness and efficiency in
 web server protocols"), with the number of competitors taken at arrival.
@@ -16,14 +17,17 @@ web server protocols"), with the number of competitors taken at arrival.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
 from itertools import chain, count, islice
 
 from sortedcontainers import SortedKeyList
 
 from varlen.sequence import RequestState, Sequence
+
+# How much longer than in order of arrival a large request may wait.
+_LONGEST_WAIT = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -32,16 +36,28 @@ class _Entry:
 
     Attributes:
         request: itself.
-        order: sort key: urgent ones by deadline, then the others by rank; the number breaks ties.
+        number: in order of arrival.
+        rank: place in the order of fair service.
+        latest_start: time from which it goes first.
+        is_urgent: whether that time has come.
         waiting: its sequences that wait, in order.
     """
 
     request: RequestState
-    order: tuple[bool, float, int]
-    waiting: dict[Sequence, None] = field(init=False)
+    number: int
+    rank: float
+    latest_start: float
+    is_urgent: bool = False
+    waiting: OrderedDict[Sequence, None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.waiting = dict.fromkeys(self.request.sequences)
+        self.waiting = OrderedDict.fromkeys(self.request.sequences)
+
+    @property
+    def order(self) -> tuple[bool, float, int]:
+        """Sort key: urgent requests by deadline, then the others by rank."""
+        key = self.request.deadline if self.is_urgent else self.rank
+        return not self.is_urgent, key, self.number
 
 
 class RequestQueue:
@@ -50,13 +66,12 @@ class RequestQueue:
     def __init__(self) -> None:
         self._entries = SortedKeyList(key=lambda entry: entry.order)
         self._entry_of: dict[RequestState, _Entry] = {}
-        # heaps of the requests with a deadline: (latest start, deadline), and (deadline, number, entry)
-        self._latest_starts: list[tuple[float, float]] = []
-        self._deadlines: list[tuple[float, int, _Entry]] = []
-        # requests due until then go first
-        self._urgent_until = -math.inf
+        # requests with a deadline that are not urgent
+        self._by_latest_start = SortedKeyList(key=lambda entry: (entry.latest_start, entry.number))
         self._numbers = count()
+        # sequences that have left the queue, and those in it
         self._served = 0
+        self._sequences = 0
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -79,34 +94,34 @@ class RequestQueue:
             latest_start: time from which it goes first, so that it keeps its deadline.
         """
         rows, weight = len(request.sequences), 1 + request.request.options.priority
-        rank = self._served + len(self) * rows / weight
-        entry = _Entry(request, (True, rank, next(self._numbers)))
+        lead = min(len(self) * rows / weight, _LONGEST_WAIT * self._sequences)
+        entry = _Entry(request, next(self._numbers), self._served + lead, latest_start)
         self._entry_of[request] = entry
         self._entries.add(entry)
-        if math.isfinite(request.deadline):
-            heappush(self._latest_starts, (latest_start, request.deadline))
-            heappush(self._deadlines, (request.deadline, entry.order[2], entry))
+        self._sequences += rows
+        if math.isfinite(latest_start):
+            self._by_latest_start.add(entry)
 
     def promote(self, now: float) -> bool:
         """Move requests whose latest start has come to the front; return whether any request waits.
 
         Requests with earlier deadlines go before them.
         """
-        while self._latest_starts and self._latest_starts[0][0] <= now:
-            _, deadline = heappop(self._latest_starts)
-            self._urgent_until = max(self._urgent_until, deadline)
-        while self._deadlines and self._deadlines[0][0] <= self._urgent_until:
-            deadline, number, entry = heappop(self._deadlines)
-            if self._entry_of.get(entry.request) is entry:
+        if self._by_latest_start and self.next_promotion <= now:
+            due = self._by_latest_start.irange_key(max_key=(now, math.inf))
+            last_deadline = max(entry.request.deadline for entry in due)
+            urgent = [e for e in self._by_latest_start if e.request.deadline <= last_deadline]
+            for entry in urgent:
                 self._entries.remove(entry)
-                entry.order = (False, deadline, number)
+                self._by_latest_start.remove(entry)
+                entry.is_urgent = True
                 self._entries.add(entry)
         return bool(self._entry_of)
 
     @property
     def next_promotion(self) -> float:
         """Earliest latest start of all requests; infinity if none has a deadline."""
-        return self._latest_starts[0][0] if self._latest_starts else math.inf
+        return self._by_latest_start[0].latest_start if self._by_latest_start else math.inf
 
     def first(self, count: int) -> list[Sequence]:
         """Return up to `count` sequences from the front."""
@@ -115,29 +130,34 @@ class RequestQueue:
     @property
     def is_urgent(self) -> bool:
         """Whether the first request misses its deadline unless it runs now."""
-        return bool(self._entries) and not self._entries[0].order[0]
+        return bool(self._entries) and self._entries[0].is_urgent
 
-    def remove(self, sequences: Iterable[Sequence]) -> list[RequestState]:
-        """Remove sequences, since they run now; return the requests that have left the queue."""
-        left = []
+    def remove(self, sequences: Iterable[Sequence]) -> int:
+        """Remove sequences, since they run now; return how many requests have left the queue."""
+        left = 0
         for sequence in sequences:
             entry = self._entry_of[sequence.request]
             del entry.waiting[sequence]
-            self._served += 1
+            self._count_out(1)
             if not entry.waiting:
                 self._discard(entry)
-                left.append(entry.request)
+                left += 1
         return left
 
-    def discard(self, request: RequestState) -> list[Sequence]:
-        """Remove a request; return its sequences that waited."""
+    def discard(self, request: RequestState) -> None:
+        """Remove a request, if it is there."""
         entry = self._entry_of.get(request)
         if entry is None:
-            return []
-        self._served += len(entry.waiting)
+            return
+        # as if served, so that no newcomer gets a lower rank than requests that came before it
+        self._count_out(len(entry.waiting))
         self._discard(entry)
-        return list(entry.waiting)
 
     def _discard(self, entry: _Entry) -> None:
         del self._entry_of[entry.request]
         self._entries.remove(entry)
+        self._by_latest_start.discard(entry)
+
+    def _count_out(self, sequences: int) -> None:
+        self._served += sequences
+        self._sequences -= sequences

@@ -1,5 +1,7 @@
 """Batches run in threads, one per runner, and every one of them completes with a result."""
 
+import gc
+import weakref
 from queue import SimpleQueue
 from threading import Barrier, Event
 
@@ -7,7 +9,6 @@ import numpy as np
 import pytest
 
 from varlen.costs.batch_shape import BatchShape
-from varlen.errors import ModelFaultError
 from varlen.execution.executor import ThreadExecutor
 from varlen.request import Prompt, Request, RequestOptions
 from varlen.sequence import Batch, RequestState
@@ -73,7 +74,7 @@ def test_outputs_come_in_the_order_of_the_batch(run):
 
     assert completed is batch
     assert [output.tolist() for output in result.outputs] == [[3], [1], [2]]
-    assert (result.error, result.padding_tokens) == (None, 300)
+    assert (result.failure, result.padding_tokens) == (None, 300)
     assert result.seconds > 0.0
     assert runner.seen == [[True, True, True]]
 
@@ -91,26 +92,26 @@ def test_as_many_batches_run_together_as_there_are_runners(run):
 def test_memory_that_runs_out_is_a_result(run):
     [(_, result)] = run(batch_of(1), runners=[FakeRunner(MemoryError("little"))])
 
-    assert isinstance(result.error, MemoryError)
+    assert result.failure == "memory"
     assert result.outputs == []
 
 
 def test_an_error_of_one_batch_is_no_fault_of_the_device(run):
     [(_, result)] = run(batch_of(1), runners=[FakeRunner(ZeroDivisionError("once"))])
 
-    assert isinstance(result.error, ZeroDivisionError)
+    assert result.failure == "batch"
 
 
 def test_an_error_that_the_smallest_batch_meets_too_lasts(run):
     [(_, result)] = run(batch_of(1), runners=[FakeRunner(RuntimeError("CUDA"), lasts=True)])
 
-    assert isinstance(result.error, ModelFaultError)
+    assert result.failure == "model"
 
 
 def test_too_few_outputs_are_an_error(run):
     [(_, result)] = run(batch_of(1, 2), runners=[FakeRunner(missing=1)])
 
-    assert isinstance(result.error, RuntimeError)
+    assert result.failure == "batch"
     assert result.outputs == []
 
 
@@ -123,3 +124,33 @@ def test_close_waits_for_what_runs():
     executor.close()
 
     assert len(done) == 1
+
+
+def test_even_a_batch_that_cannot_be_counted_completes(run):
+    runner = FakeRunner()
+    runner.padding_tokens = lambda shape: 1 // 0
+
+    [(_, result)] = run(batch_of(1), runners=[runner])
+
+    assert (result.failure, result.outputs) == ("batch", [])
+
+
+def test_a_result_keeps_nothing_of_a_batch_that_ran_out_of_memory(run):
+    """What the batch had allocated is free before its halves run."""
+
+    class Temporary:
+        pass
+
+    kept = []
+
+    def allocate():
+        temporary = Temporary()
+        kept.append(weakref.ref(temporary))
+        raise MemoryError("little")
+
+    gc.disable()
+    try:
+        run(batch_of(1), runners=[FakeRunner(meet=allocate)])
+        assert kept[0]() is None
+    finally:
+        gc.enable()

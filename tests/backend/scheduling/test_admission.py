@@ -12,7 +12,6 @@ from varlen.scheduling.admission import Admission
 from varlen.sequence import Batch, Forecast
 
 from .waiting import request_of as request
-from .waiting import state_of
 
 NO_TIME = Forecast(0.0, 0.0)
 
@@ -61,10 +60,10 @@ def test_room_comes_back_when_something_leaves():
     admission = Admission(1, 10)
     admission.enter(request(10), NO_TIME, 0.0)
 
-    admission.leave(tokens=4, requests=[])
+    admission.leave(requests=0, tokens=4, seconds=0.0)
     with pytest.raises(QueueFullError):
         admission.enter(request(1), NO_TIME, 0.0)
-    admission.leave(tokens=6, requests=[state_of(10)])
+    admission.leave(requests=1, tokens=6, seconds=0.0)
 
     admission.enter(request(10), NO_TIME, 0.0)
 
@@ -82,10 +81,10 @@ def test_caps_hold_and_counters_return_to_zero(lengths, max_requests, max_tokens
             with pytest.raises(QueueFullError):
                 admission.enter(request(length), NO_TIME, 0.0)
             first = inside.pop(0)
-            admission.leave(tokens=first, requests=[state_of(first)])
+            admission.leave(requests=1, tokens=first, seconds=0.0)
         assert admission.depth == (len(inside), sum(inside))
     for length in inside:
-        admission.leave(tokens=length, requests=[state_of(length)])
+        admission.leave(requests=1, tokens=length, seconds=0.0)
 
     assert admission.depth == (0, 0)
 
@@ -130,5 +129,5 @@ def test_work_in_flight_and_in_the_queue_is_shared_by_the_slots(slots):
 
     for batch in batches:
         admission.end(batch)
-    admission.leave(tokens=5, requests=[state_of(5, seconds=6.0)])
+    admission.leave(requests=1, tokens=5, seconds=6.0)
     admission.enter(request(1, deadline_seconds=1e-9), NO_TIME, 10.0)

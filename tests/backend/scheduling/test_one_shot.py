@@ -174,7 +174,8 @@ def test_one_slow_batch_moves_the_forecast_by_little():
 
     run(scheduler, scheduler.schedule(0.0), 100.0)
 
-    assert forecast(scheduler, 128) == pytest.approx(before)
+    # a batch that took thousands of times as long moves it by less than a tenth
+    assert before <= forecast(scheduler, 128) <= 1.1 * before
 
 
 def test_a_batch_is_cut_down_to_sequences_that_are_not_finished():
@@ -221,7 +222,7 @@ def test_parts_of_a_batch_that_ran_out_of_memory_run_before_anything_else():
     batch = scheduler.schedule(0.0)
     add(scheduler, 4)
 
-    assert scheduler.update(batch, BatchResult([], 1.0, error=MemoryError())) == []
+    assert scheduler.update(batch, BatchResult([], 1.0, failure="memory")) == []
 
     assert scheduler.wake_at(5.0) == 5.0
     assert [lengths_of(scheduler.schedule(5.0)) for _ in range(3)] == [[1], [2, 3], [4]]
@@ -240,3 +241,29 @@ def test_drain_ends_the_wait_for_fuller_batches():
 def forecast(scheduler, length):
     """Return what a request would be expected to take, without queueing it."""
     return scheduler._forecaster.forecast([length]).seconds
+
+
+def test_what_waits_is_counted_out_row_by_row():
+    """A large request that has nearly run does not count as waiting as a whole."""
+    scheduler = make_scheduler(policy="token_budget", max_batch_tokens=10)
+    request = add(scheduler, *[5] * 100)
+    admission = scheduler._admission
+    whole = admission.waiting_seconds()
+
+    for _ in range(49):
+        run(scheduler, scheduler.schedule(0.0))
+    assert admission.waiting_seconds() == pytest.approx(whole / 50)
+    assert admission.depth == (1, 10)
+
+    scheduler.remove(request)
+    assert (admission.waiting_seconds(), admission.depth) == (0.0, (0, 0))
+
+
+def test_a_request_that_never_reached_the_queue_is_counted_out():
+    scheduler = make_scheduler()
+    request = add(scheduler, 5, 6)
+    scheduler._queue.discard(request)
+
+    scheduler.remove(request)
+
+    assert scheduler._admission.depth == (0, 0)
