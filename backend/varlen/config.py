@@ -41,7 +41,7 @@ class EngineConfig:
             comparison.
         trigger: `hungry` starts a batch as soon as the model is free; `lazy` waits for a full batch.
         max_delay_ms: longest wait of `lazy` for a full batch, in milliseconds.
-        max_wait_ms: longest time that `dp` may delay a sequence in favor of others, in milliseconds.
+        max_wait_ms: longest time that `dp` delays the first of the queue in favor of faster batches, in milliseconds.
         max_batch_sequences: largest batch, in sequences; ignored when policy is `token_budget`.
         max_batch_tokens: largest batch, in tokens, padding included.
         arena_bytes: largest memory of intermediates, in bytes or as a percentage of the device's ("25%").
