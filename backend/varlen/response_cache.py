@@ -1,19 +1,19 @@
-"""Answers that are kept and given again: in front of the engine, which does not know of it.
+"""Response cache: outputs that are kept and reused, in front of the engine, which does not know of it.
 
-The unit is one sequence, so a request of many rows may find some of them here and run the rest. The key is a digest
-of all that tells the answers of one engine apart: token ids, type ids and `normalize`. Task, output, model and
-version are the same for all that one engine answers, and each engine has a cache of its own.
+The unit is one prompt, so a request of many rows may find some of them here and run the rest. The key is a digest
+of everything that tells the outputs of one engine apart: token ids, type ids and `normalize`. Task, model and
+version are the same for all outputs of an engine, and each engine has its own cache.
 
-Equal sequences on their way at one time run once: the request that came first leads, later ones join its flight.
-Nobody is worse off for it:
+Equal prompts that are in flight at one time run once: the first request leads the flight, later ones join it.
+Joining never makes a request wait longer or fail for another one's reasons:
 
-* A request joins only a flight that is as urgent as itself or more, in priority and in deadline, and that fits one
-  batch. Otherwise it runs by itself, and later ones join it. So deadlines are never handed on, in no direction.
-* Nobody waits for who came later, so that who has to start anew is not put off again and again.
-* A flight is cancelled once nobody waits for any part of it, whoever leads it.
-* Where the engine refuses or drops a flight for what its leader is (too large, too late, cancelled, one too many),
-  only the leader hears of it; the others start anew with what is left of their time.
-* Where running it fails, all who wait for it hear of that, as all in a failed batch do. Errors are never kept.
+* A request joins only a flight that is at least as urgent as itself, in priority and in deadline, and that fits one
+  batch. Otherwise it runs by itself, and later ones join it. So deadlines are never inherited.
+* A request waits only for requests that came before it, so one that has to restart is not delayed again and again.
+* A flight is cancelled once all requests that wait for it are cancelled, whichever leads it.
+* If the engine refuses or drops a flight because of its leader (too large, too late, cancelled, queue full), only
+  the leader fails; the others restart with the time that is left to them.
+* If running it fails, all requests that wait for it fail, as in any failed batch. Errors are never kept.
 """
 
 import logging
@@ -43,12 +43,13 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class JoinLimits:
-    """What may wait for the answer of another request's sequence.
+    """Limits of requests that wait for the output of another request's prompt.
 
     Attributes:
-        max_flight_tokens: a request that has more than one sequence to run, and more tokens, is joined by nobody: it
-            is answered with its last batch, and who needs one row of it should not have to wait for all.
-        max_requests, max_tokens: of all that wait so, which no queue counts; past them a request runs by itself.
+        max_flight_tokens: a request that has more than one sequence to run, and more tokens, cannot be joined:
+            it takes several batches, and a request that needs one row of it should not wait for all.
+        max_requests, max_tokens: of all requests that wait like this, which no queue counts; past them a request
+            runs by itself.
     """
 
     max_flight_tokens: int
@@ -79,7 +80,7 @@ class CacheUse:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The answer of one sequence, in bytes that nobody can change."""
+    """The output of one prompt, as immutable bytes."""
 
     values: bytes
     shape: tuple[int, ...]
@@ -108,19 +109,19 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class _Caller:
-    """A request that came, on its way to its answer. Changed under the cache's lock only.
+    """A request and the part of its answer that is there. Changed under the cache's lock only.
 
     Attributes:
         request, reply: what came, and where the answer goes.
         keys: of its sequences.
         deadline: on the cache's clock; infinity if there is none.
-        number: in order of coming, from when it first looks for answers.
+        number: in order of arrival.
         rows: the answer so far.
         missing: rows that are not there yet.
-        closed: whether it has its answer; nothing more is given to it.
+        closed: whether it is answered.
         joined: flights of others that it waits for, with the key.
-        follows: whether it has joined another's flight.
-        gone: whether its client has been seen to be gone.
+        is_counted: whether it counts as a request that waits for others.
+        is_cancelled: whether its client has cancelled; once it has, it stays so.
     """
 
     request: Request
@@ -132,8 +133,8 @@ class _Caller:
     missing: int = field(init=False)
     closed: bool = False
     joined: list[tuple["_Flight", bytes]] = field(default_factory=list)
-    follows: bool = False
-    gone: bool = False
+    is_counted: bool = False
+    is_cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.missing = len(self.keys)
@@ -141,7 +142,7 @@ class _Caller:
 
     @property
     def urgency(self) -> tuple[int, float, int]:
-        """Sorts who is more urgent before who is less."""
+        """Sort key: the most urgent first."""
         return -self.request.options.priority, self.deadline, self.number
 
     def put(self, row: int, answer: _Answer) -> None:
@@ -208,7 +209,7 @@ class _Flight:
 
 
 class ResponseCache:
-    """Takes requests as the engine does, and sends it what has to run. Any thread may call it."""
+    """Takes requests as the engine does, and submits what has to run. Any thread may call it."""
 
     def __init__(
         self,
@@ -246,7 +247,7 @@ class ResponseCache:
         self._hits = self._misses = self._joined = self._evictions = 0
 
     def submit(self, request: Request, reply: Reply) -> None:
-        """Answer a request: now if all of it is kept, else when what is missing has run.
+        """Answer a request: now if all of it is kept, else when the rest has run.
 
         Raises:
             VarlenError: the engine's, if it did not admit what is missing; the reply is left to the caller.
@@ -257,12 +258,12 @@ class ResponseCache:
         keys = [_key(prompt, request.options.normalize) for prompt in request.prompts]
         caller = _Caller(request, reply, keys, deadline)
         error, others = self._start(caller, range(len(keys)), is_new=True)
-        self._start_anew(others)
+        self._restart(others)
         if error is not None:
             raise error
 
     def use(self) -> CacheUse:
-        """Return what it holds, and what it has done so far."""
+        """Return its contents and counts."""
         with self._lock:
             return CacheUse(
                 self._bytes,
@@ -276,11 +277,10 @@ class ResponseCache:
     def _start(
         self, caller: _Caller, rows: Iterable[int], *, is_new: bool = False
     ) -> tuple[Exception | None, Rows]:
-        """Find answers for these rows of a request, or flights that bring them; the rest takes off.
+        """Find outputs for these rows of a request, or flights that bring them, and submit the rest.
 
         Returns:
-            Why the request is refused, if it is and has not been answered otherwise; and who must start anew
-            because they had joined it meanwhile.
+            Why the request is refused, or None; and the requests that had joined it meanwhile, which must restart.
         """
         with self._lock:
             if caller.closed:
@@ -298,14 +298,14 @@ class ResponseCache:
             self._submit(self._request_of(flight), flight)
         except Exception as error:
             with self._lock:
-                others = self._take_down(flight)
+                others = self._close_flight(flight)
                 is_open = others.pop(caller, None) is not None
                 self._close(caller)
             return (error if is_open else None), others
         return None, {}
 
     def _seek(self, caller: _Caller, rows: Iterable[int], *, is_new: bool) -> _Flight | None:
-        """Fill in what is kept, join what flies, and return the flight of the rest, if there is a rest."""
+        """Fill in what is kept, join flights, and return a new flight for the rest, if there is any."""
         own = _Flight(self, caller)
         hits = joined = 0
         for row in rows:
@@ -340,11 +340,11 @@ class ResponseCache:
             or leader.number > caller.number
         ):
             return False
-        if not caller.follows:
+        if not caller.is_counted:
             tokens = self._follower_tokens + caller.request.num_tokens
             if self._followers >= self._joins.max_requests or tokens > self._joins.max_tokens:
                 return False
-            caller.follows = True
+            caller.is_counted = True
             self._followers += 1
             self._follower_tokens = tokens
         return True
@@ -358,8 +358,8 @@ class ResponseCache:
         options = replace(leader.request.options, deadline_seconds=seconds)
         return Request(flight.prompts(), options)
 
-    def _start_anew(self, waiting: Rows) -> None:
-        """Let each of these requests find another way to its rows, or tell it that there is none."""
+    def _restart(self, waiting: Rows) -> None:
+        """Restart each of these requests, or fail it if it is refused."""
         # the most urgent first, so that others may join it
         queue = deque(sorted(waiting.items(), key=lambda item: item[0].urgency))
         while queue:
@@ -372,7 +372,7 @@ class ResponseCache:
     def _is_cancelled(self, flight: _Flight) -> bool:
         with self._lock:
             callers = list(flight.callers())
-        return all(_is_gone(caller) for caller in callers)
+        return all(_has_cancelled(caller) for caller in callers)
 
     def _land(self, flight: _Flight, key: bytes, output: Float32Array) -> None:
         """Keep an output, and pass it to the requests that wait for it."""
@@ -393,24 +393,24 @@ class ResponseCache:
             _succeed(caller)
 
     def _failed(self, flight: _Flight, error: Exception) -> None:
-        """Tell of a failure whom it is about; the others start anew."""
+        """Fail the requests that a failure is about; the others restart."""
         is_about_all = isinstance(error, EngineError) or not isinstance(error, VarlenError)
         with self._lock:
-            waiting = self._take_down(flight)
+            waiting = self._close_flight(flight)
             failed = [
                 caller
                 for caller in waiting
-                if is_about_all or caller is flight.leader or caller.gone
+                if is_about_all or caller is flight.leader or caller.is_cancelled
             ]
             for caller in failed:
                 self._close(caller)
                 del waiting[caller]
         for caller in failed:
             _fail(caller, error)
-        self._start_anew(waiting)
+        self._restart(waiting)
 
-    def _take_down(self, flight: _Flight) -> Rows:
-        """Let nobody join a flight any more, and return who waits for it."""
+    def _close_flight(self, flight: _Flight) -> Rows:
+        """Close a flight to new requests; return those that wait for it."""
         for key in flight.waiting:
             if self._flights.get(key) is flight:
                 del self._flights[key]
@@ -424,13 +424,13 @@ class ResponseCache:
             waiters = flight.waiting.get(key, [])
             waiters[:] = [waiter for waiter in waiters if waiter[0] is not caller]
         caller.joined.clear()
-        if caller.follows:
-            caller.follows = False
+        if caller.is_counted:
+            caller.is_counted = False
             self._followers -= 1
             self._follower_tokens -= caller.request.num_tokens
 
     def _find(self, key: bytes) -> _Answer | None:
-        """Return what is kept for a key, unless it is too old."""
+        """Return the answer for a key, unless it is too old."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -442,7 +442,7 @@ class ResponseCache:
         return entry.answer
 
     def _keep(self, key: bytes, answer: _Answer) -> None:
-        """Keep an answer, at the cost of those that were not used for longest."""
+        """Keep an answer; evict the least recently used ones."""
         if answer.size > self._max_bytes:
             return
         if key in self._entries:
@@ -473,13 +473,13 @@ def _key(prompt: Prompt, normalize: bool) -> bytes:
     return digest.digest()
 
 
-def _is_gone(caller: _Caller) -> bool:
-    """Return whether nobody waits for a request's answer any more; once gone, always gone."""
+def _has_cancelled(caller: _Caller) -> bool:
+    """Return whether the client has cancelled."""
     try:
-        caller.gone = caller.gone or caller.reply.is_cancelled()
+        caller.is_cancelled = caller.is_cancelled or caller.reply.is_cancelled()
     except Exception:
         _log.exception("a reply failed to say whether it is cancelled; its request goes on")
-    return caller.gone
+    return caller.is_cancelled
 
 
 def _succeed(caller: _Caller) -> None:

@@ -11,7 +11,7 @@ _HIGHEST_LOAD = 0.99
 
 
 class LoadMeter:
-    """Measures arrivals. `now` never goes back."""
+    """Measures arrivals."""
 
     def __init__(self) -> None:
         self._began: float | None = None
