@@ -251,6 +251,16 @@ def test_two_results_take_the_places_of_the_operands_that_they_may_overwrite():
     assert torch.equal(answer, run_without_arena(program, dims)[0])
 
 
+def test_a_result_of_another_size_is_not_written_over_its_operand():
+    ops = Recorder()
+    x = ops.input("x", ("tokens", WIDTH), INT)
+    (y,) = ops.call("affine", (x,), [(x.shape, INT)], attributes={"by": 1})
+    (wide,) = ops.call("widen", (y,), [(("tokens", 2 * WIDTH), INT)], in_place=[0])
+    program = ops.finish(*ops.call("affine", (wide,), [(wide.shape, INT)], attributes={"by": 1}))
+
+    assert [usage.name for usage in program.usages] == [y.name, wide.name]
+
+
 def test_an_output_that_a_later_op_reads_is_kept():
     ops = Recorder()
     x = ops.input("x", ("tokens", WIDTH), INT)
