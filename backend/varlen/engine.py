@@ -163,11 +163,6 @@ class Engine:
         """Whether the engine's thread runs and requests are accepted."""
         return self._thread.is_alive() and self._refusal is None
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine's thread runs."""
-        return self._thread.is_alive()
-
     def close(self) -> None:
         """Refuse new requests, run what is queued, and stop the thread."""
         with self._submitting:

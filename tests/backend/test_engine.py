@@ -220,7 +220,7 @@ def started():
     yield start
     for bench in benches:
         bench.executor.gate.set()
-        if bench.engine.is_alive:
+        if bench.engine._thread.is_alive():
             close_in_time(bench.engine)
 
 
@@ -229,7 +229,7 @@ def close_in_time(engine):
     closer.start()
     closer.join(SECONDS)
     assert not closer.is_alive(), "close() hangs"
-    assert not engine.is_alive
+    assert not engine._thread.is_alive()
 
 
 def wait_for(replies):
@@ -479,7 +479,7 @@ def test_closing_twice_is_harmless(started):
 def test_closing_an_engine_that_never_started_returns(bench):
     bench.engine.close()
 
-    assert not bench.engine.is_alive
+    assert not bench.engine._thread.is_alive()
 
 
 def test_close_runs_what_is_queued(started):
@@ -606,7 +606,7 @@ def test_a_reply_that_raises_harms_no_other_request_and_not_the_engine(started, 
     assert behind.only == [[24]]
     assert len(before.answers) == len(company.answers) == 1
     assert len(broken.answers) <= 1
-    assert bench.engine.is_alive
+    assert bench.engine._thread.is_alive()
     assert bench.admission.depth == (0, 0)
 
 
@@ -824,7 +824,7 @@ def test_a_request_that_runs_when_its_deadline_passes_gets_its_answer():
 
 
 def test_answered_and_refused_requests_are_not_kept_alive():
-    """Their replies hold outputs, of which each may be a view of a whole batch."""
+    """Their replies hold outputs, and each output may be a view of a whole batch."""
     bench = Bench(FakeExecutor(fault=13))
     replies = []
     gc.disable()

@@ -215,6 +215,29 @@ def test_the_long_do_not_starve_among_the_short(seed):
     assert max(long) <= 0.2 + 3 * batch
 
 
+@pytest.mark.parametrize("policy", ["token_budget", "dp"])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_large_request_waits_at_most_about_twice_as_long_as_single_rows_at_overload(policy, rows):
+    """The queue lets single rows pass a large request, but not for ever."""
+    single = [Arrival(each.at, 64) for each in poisson(9000, 900.0, uniform(64, 64), seed=0)]
+    large = [Arrival(at, 64, rows=rows) for at in (2.0, 4.0, 6.0)]
+    arrivals = sorted([*single, *large], key=lambda arrival: arrival.at)
+
+    run = simulate(arrivals, config(policy, max_queued_requests=1000), table())
+
+    seconds = {
+        is_large: [
+            outcome.seconds
+            for outcome in run.outcomes
+            if outcome.error is None and (outcome.arrival.rows > 1) == is_large
+        ]
+        for is_large in (True, False)
+    }
+    assert run.refused(QueueFullError) > 100
+    assert len(seconds[True]) >= 1
+    assert max(seconds[True]) <= 2.5 * max(seconds[False])
+
+
 def test_requests_with_a_deadline_keep_it_or_are_refused_at_once():
     rate = 2.0 * full_load(table(), [252, 253], SEQUENCES)
     arrivals = with_deadline(poisson(3000, rate, MIX, seed=7), 0.5)

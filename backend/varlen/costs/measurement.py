@@ -15,7 +15,7 @@ from varlen.config import Execution
 from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.costs.model import CostModel, MeasuredBatch, powers_of_two
 
-# A batch is repeated until it has run for so many seconds, so that interruptions of a few milliseconds do not count,
+# A batch is repeated until it has run for this many seconds, so that interruptions of a few milliseconds do not count,
 # and at least three times: the median then ignores a first run that allocates memory or compiles kernels.
 _REPEATED_SECONDS = 0.2
 _FEWEST_REPEATS = 3
@@ -177,7 +177,7 @@ class _Stopwatch:
         return deciles[-1] / deciles[0]
 
     def has_time_for(self, seconds: float) -> bool:
-        """Return whether so many seconds are left."""
+        """Return whether `seconds` are left."""
         return self.elapsed + seconds <= self._allowed
 
     def time(self, lengths: tuple[int, ...]) -> float:

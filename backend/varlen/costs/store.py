@@ -251,7 +251,7 @@ def _checked_float(value: object) -> float:
 
 
 def _lock(file: IO[str], timeout: float) -> bool:
-    """Return whether a file could be locked within so many seconds. Closing the file unlocks it."""
+    """Return whether a file could be locked within `timeout` seconds. Closing the file unlocks it."""
     deadline = time.monotonic() + timeout
     while True:
         try:

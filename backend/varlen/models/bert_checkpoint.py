@@ -132,7 +132,7 @@ def check_tensors(
 
 
 def prefix_of(tensors: Mapping[str, TensorHeader] | CheckpointWeights) -> str:
-    """Return what stands before the encoder's tensor names: models with a head keep it under a name of its own."""
+    """Return the prefix of the encoder's tensor names; models with a head have one."""
     return "bert." if "bert.embeddings.word_embeddings.weight" in tensors else ""
 
 

@@ -163,7 +163,7 @@ class OneShotScheduler:
         return Batch(tuple(sequences), shape, seconds, reason)
 
     def _count_out(self, sequences: AnySequence[Sequence], *, requests: int) -> None:
-        """Count sequences out of what waits, and the requests of which nothing waits any more."""
+        """Count out sequences that no longer wait, and requests that have no waiting sequence left."""
         tokens = sum(sequence.num_tokens for sequence in sequences)
         seconds = sum(s.num_tokens * s.request.seconds_per_token for s in sequences)
         self._admission.leave(requests=requests, tokens=tokens, seconds=seconds)
