@@ -83,21 +83,21 @@ check: $(VENV)/setup.stamp ## Check style, types, the direction of imports, and 
 bench-encoder: setup ## Compare the encoder with its peers on this machine; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
-	$(BIN)/python -m varlen_tools.bench_encoder $(BENCH)
+	$(BIN)/python -m varlen_bench.encoder $(BENCH)
 
 bench-memory: setup ## Measure memory and its price beside PyTorch's on this machine; appends to docs/benchmarks
-	$(BIN)/python -m varlen_tools.bench_memory $(BENCH)
+	$(BIN)/python -m varlen_bench.memory $(BENCH)
 
 bench-serving: setup ## Load real servers, ours and plain ones, until they cannot keep up; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
-	$(BIN)/python -m varlen_tools.bench_serving $(BENCH)
+	$(BIN)/python -m varlen_bench.serving $(BENCH)
 
 bench-kernels: $(GPU_SETUP) ## Compare every kernel with its peers on this GPU; appends to docs/benchmarks
-	$(ON_GPU) -m varlen_tools.bench_kernels $(BENCH)
+	$(ON_GPU) -m varlen_bench.kernels $(BENCH)
 
 tune-kernels: $(GPU_SETUP) ## Measure every launch on this GPU; writes the fastest to tuning.json
-	$(ON_GPU) -m varlen_tools.tune_kernels $(TUNE)
+	$(ON_GPU) -m varlen_bench.tune_kernels $(TUNE)
 
 install-backend: ## Put the backend into another server: BACKENDS=/opt/tritonserver/backends
 	@PYTHONPATH=tools $(PYTHON) -m varlen_tools.install_backend $(BACKENDS)

@@ -12,20 +12,20 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tests.closeness import assert_close
-from varlen_tools import bench_report
-from varlen_tools.bench_encoder import report
-from varlen_tools.bench_encoder.engines import pad
-from varlen_tools.bench_encoder.process import WorkerError, WorkerProcess
-from varlen_tools.bench_encoder.report import Result
-from varlen_tools.bench_encoder.run import chosen_systems
-from varlen_tools.bench_encoder.systems import BASELINE, SYSTEMS, Batching, split, system
-from varlen_tools.bench_encoder.worker import Worker
-from varlen_tools.bench_encoder.workload import (
+from varlen_bench.encoder import report
+from varlen_bench.encoder.process import WorkerError, WorkerProcess
+from varlen_bench.encoder.report import Result
+from varlen_bench.encoder.run import chosen_systems
+from varlen_bench.encoder.systems import BASELINE, SYSTEMS, Batching, split, system
+from varlen_bench.encoder.worker import Worker
+from varlen_bench.encoder.workload import (
     Workload,
     every_kth_by_length,
     short_workload,
     uniform_workload,
 )
+from varlen_bench.harness import rows as bench_report
+from varlen_bench.peers.engines import pad
 
 POSITIONS = 64
 
@@ -280,7 +280,7 @@ def test_a_small_run_measures_appends_and_ends_with_the_bench_line(checkpoint, t
     arguments += ["--systems", "varlen-fp32,transformers-fp32-fifo", "--output", str(output)]
 
     done = subprocess.run(
-        [sys.executable, "-m", "varlen_tools.bench_encoder", *arguments, "--threads", "1"],
+        [sys.executable, "-m", "varlen_bench.encoder", *arguments, "--threads", "1"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         cwd=Path(__file__).parent,
         capture_output=True,

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from varlen_tools.bench_kernels import peers, report, rows
-from varlen_tools.bench_kernels.case import Peer, Unavailable, relative_error
-from varlen_tools.bench_kernels.encoder import OneOp
-from varlen_tools.bench_kernels.grid import FULL, TINY, packed_lengths
-from varlen_tools.bench_kernels.groups import GROUPS, chosen_groups, served_attention
-from varlen_tools.bench_kernels.machine import Budget, DeviceLostError, stand_in_machine
-from varlen_tools.bench_kernels.measure import COPY, OURS, measure
+from varlen_bench.kernels import peers, report, rows
+from varlen_bench.kernels.case import Peer, Unavailable, relative_error
+from varlen_bench.kernels.encoder import OneOp
+from varlen_bench.kernels.grid import FULL, TINY, packed_lengths
+from varlen_bench.kernels.groups import GROUPS, chosen_groups, served_attention
+from varlen_bench.kernels.machine import Budget, DeviceLostError, stand_in_machine
+from varlen_bench.kernels.measure import COPY, OURS, measure
 
 CPU = torch.device("cpu")
 LONG = Budget(1e6)
@@ -232,7 +232,7 @@ def test_one_op_runs_and_the_others_leave_their_results_alone():
 
 def run_command(*arguments, cwd):
     return subprocess.run(
-        [sys.executable, "-m", "varlen_tools.bench_kernels", *arguments],
+        [sys.executable, "-m", "varlen_bench.kernels", *arguments],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from varlen_tools import bench_report
-from varlen_tools.bench_kernels import report
-from varlen_tools.bench_kernels.measure import COPY, OURS, Result
-from varlen_tools.bench_kernels.timing import WARM, GpuTimer, Timing, copy_rate, poison
+from varlen_bench.harness import rows as bench_report
+from varlen_bench.kernels import report
+from varlen_bench.kernels.measure import COPY, OURS, Result
+from varlen_bench.kernels.timing import WARM, GpuTimer, Timing, copy_rate, poison
 
 CPU = torch.device("cpu")
 

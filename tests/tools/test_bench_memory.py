@@ -13,20 +13,21 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen.memory.arena import MemoryUse
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
-from varlen_tools.bench_kernels.encoder_peers import save_random_checkpoint
-from varlen_tools.bench_kernels.grid import TINY
-from varlen_tools.bench_memory import cases, memory, resident
-from varlen_tools.bench_memory.__main__ import app
-from varlen_tools.bench_memory.cases import NO_ARENA, OURS, PEER, Case
-from varlen_tools.bench_memory.process import WorkerError, ask
-from varlen_tools.bench_memory.resident import ResidentPeak
-from varlen_tools.bench_memory.rows import EXACT
-from varlen_tools.bench_memory.run import measure_server
-from varlen_tools.bench_memory.soak import Soak, soak
-from varlen_tools.bench_memory.speed import compare
-from varlen_tools.bench_memory.systems import load
-from varlen_tools.bench_memory.unplanned import NoArena, UnplannedProgram
-from varlen_tools.bench_memory.worker import Order
+from varlen_bench.harness import resident
+from varlen_bench.harness.resident import ResidentPeak
+from varlen_bench.kernels.encoder_peers import save_random_checkpoint
+from varlen_bench.kernels.grid import TINY
+from varlen_bench.memory import cases, memory
+from varlen_bench.memory.__main__ import app
+from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Case
+from varlen_bench.memory.process import WorkerError, ask
+from varlen_bench.memory.rows import EXACT
+from varlen_bench.memory.run import measure_server
+from varlen_bench.memory.soak import Soak, soak
+from varlen_bench.memory.speed import compare
+from varlen_bench.memory.systems import load
+from varlen_bench.memory.unplanned import NoArena, UnplannedProgram
+from varlen_bench.memory.worker import Order
 
 MIB = 1 << 20
 ENCODER = TINY.encoders[0]
@@ -101,7 +102,7 @@ def test_an_unknown_encoder_is_refused():
 @pytest.mark.parametrize("kernel_counts", [True, False])
 def test_a_peak_is_seen_though_its_memory_is_given_back(monkeypatch, kernel_counts):
     if not kernel_counts:
-        monkeypatch.setattr(resident, "_forget_peak", lambda: False)
+        monkeypatch.setattr(resident, "reset_peak", lambda: False)
 
     with ResidentPeak() as taking:
         taken = torch.ones(64 * MIB, dtype=torch.uint8)

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from varlen_tools.bench_kernels.grid import TINY
-from varlen_tools.bench_memory import run
-from varlen_tools.bench_memory.cases import NO_ARENA, OURS, PEER, Case
-from varlen_tools.bench_memory.process import WorkerError
-from varlen_tools.bench_memory.report import bench_figures, notes, soak_lines, tables
-from varlen_tools.bench_memory.rows import EXACT, Row, case_rows, failed_soak, soak_rows
-from varlen_tools.bench_memory.run import Settings, measure_cases
-from varlen_tools.bench_memory.soak import Flatness, Soak
+from varlen_bench.kernels.grid import TINY
+from varlen_bench.memory import run
+from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Case
+from varlen_bench.memory.process import WorkerError
+from varlen_bench.memory.report import bench_figures, notes, soak_lines, tables
+from varlen_bench.memory.rows import EXACT, Row, case_rows, failed_soak, soak_rows
+from varlen_bench.memory.run import Settings, measure_cases
+from varlen_bench.memory.soak import Flatness, Soak
 
 MIB = 1 << 20
 CASE = Case(TINY.encoders[0], 2, (1, 2, 3, 4))

@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
-from varlen_tools.bench_encoder import engines
-from varlen_tools.bench_serving import arrivals, run, served
-from varlen_tools.bench_serving.__main__ import app
-from varlen_tools.bench_serving.arrivals import Mix, model_limits, poisson, trace_mix, uniform_mix
-from varlen_tools.bench_serving.client import outcome_of
-from varlen_tools.bench_serving.generator import Bounds, Offering, Sent, offer, saturate
-from varlen_tools.bench_serving.repository import Checkpoint, write_model
-from varlen_tools.bench_serving.systems import SYSTEMS, chosen_systems, system
+from varlen_bench.peers import engines
+from varlen_bench.serving import arrivals, run, served
+from varlen_bench.serving.__main__ import app
+from varlen_bench.serving.arrivals import Mix, model_limits, poisson, trace_mix, uniform_mix
+from varlen_bench.serving.client import outcome_of
+from varlen_bench.serving.generator import Bounds, Offering, Sent, offer, saturate
+from varlen_bench.serving.repository import Checkpoint, write_model
+from varlen_bench.serving.systems import SYSTEMS, chosen_systems, system
 from varlen_tools.local_server import ServerError
 
 from .conftest import save_encoder

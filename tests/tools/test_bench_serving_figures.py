@@ -12,20 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from varlen_tools import bench_report
-from varlen_tools.bench_report import Provenance
-from varlen_tools.bench_serving import draw, overload, page, perf, report, scrape
-from varlen_tools.bench_serving.arrivals import uniform_mix
-from varlen_tools.bench_serving.figures import GOAL, Point, percentile, point_of
-from varlen_tools.bench_serving.generator import Bounds, Offering, Sent, offer
-from varlen_tools.bench_serving.plan import most_outstanding, plan
-from varlen_tools.bench_serving.rows import Row, point_row
-from varlen_tools.bench_serving.run import Known, _is_hopeless
-from varlen_tools.bench_serving.scrape import Counted
-from varlen_tools.bench_serving.search import Search
-from varlen_tools.bench_serving.served import Load
-from varlen_tools.bench_serving.speed import gflops
-from varlen_tools.bench_serving.systems import DYNAMIC_BATCHER, OURS, SYSTEMS, TOKEN_BUDGET, system
+from varlen_bench.harness import rows as bench_report
+from varlen_bench.harness.rows import Provenance
+from varlen_bench.serving import draw, overload, page, perf, report, scrape
+from varlen_bench.serving.arrivals import uniform_mix
+from varlen_bench.serving.figures import GOAL, Point, percentile, point_of
+from varlen_bench.serving.generator import Bounds, Offering, Sent, offer
+from varlen_bench.serving.plan import most_outstanding, plan
+from varlen_bench.serving.rows import Row, point_row
+from varlen_bench.serving.run import Known, _is_hopeless
+from varlen_bench.serving.scrape import Counted
+from varlen_bench.serving.search import Search
+from varlen_bench.serving.served import Load
+from varlen_bench.serving.speed import gflops
+from varlen_bench.serving.systems import DYNAMIC_BATCHER, OURS, SYSTEMS, TOKEN_BUDGET, system
 
 from .virtual_clock import on_virtual_clock
 

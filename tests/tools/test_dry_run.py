@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from varlen_tools.dry_run import SHARED_MEMORY_LIMITS, Compilation, dry_run
-from varlen_tools.machine_code import disassemble, read_machine_code
+from varlen_bench.dry_run import SHARED_MEMORY_LIMITS, Compilation, dry_run
+from varlen_bench.machine_code import disassemble, read_machine_code
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -100,7 +100,7 @@ def test_a_gpu_that_is_not_known_is_refused() -> None:
 
 
 def test_an_interpreted_process_is_refused() -> None:
-    program = "from varlen_tools.dry_run import dry_run\nwith dry_run(90): pass"
+    program = "from varlen_bench.dry_run import dry_run\nwith dry_run(90): pass"
 
     run = subprocess.run(
         [sys.executable, "-c", program],

@@ -9,10 +9,8 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from varlen_kernels.layer_norm import add_layer_norm
-from varlen_tools import inspect_kernels
-from varlen_tools.kernel_calls.call import Call
-from varlen_tools.kernel_limits import (
+from varlen_bench import inspect_kernels
+from varlen_bench.kernel_limits import (
     Place,
     ceilings_of,
     compile_call,
@@ -21,7 +19,9 @@ from varlen_tools.kernel_limits import (
     read_ceilings,
     write_ceilings,
 )
-from varlen_tools.machine_code import MachineCode
+from varlen_bench.machine_code import MachineCode
+from varlen_bench.ops.call import Call
+from varlen_kernels.layer_norm import add_layer_norm
 
 CALL = Call("norm-768", run=lambda dtype: dtype, narrow_loads=2)
 DTYPE = torch.bfloat16
@@ -80,7 +80,7 @@ def test_a_missing_ceiling_says_how_to_write_one() -> None:
     found = problems(CALL, torch.float32, [GOOD], CEILINGS)
 
     assert len(found) == 1
-    assert "python -m varlen_tools.inspect_kernels --write" in found[0]
+    assert "python -m varlen_bench.inspect_kernels --write" in found[0]
 
 
 def test_a_call_that_compiles_nothing_is_a_problem() -> None:

@@ -11,14 +11,14 @@ pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 import typer
 
+from varlen_bench import tune_kernels
+from varlen_bench.kernels import rows
+from varlen_bench.kernels.grid import FULL
+from varlen_bench.kernels.groups import GROUPS
+from varlen_bench.kernels.machine import Budget
+from varlen_bench.kernels.timing import Timing
+from varlen_bench.tune_kernels import Bench, choices_of, tune, tune_all, updated_tables
 from varlen_kernels import tuning
-from varlen_tools import tune_kernels
-from varlen_tools.bench_kernels import rows
-from varlen_tools.bench_kernels.grid import FULL
-from varlen_tools.bench_kernels.groups import GROUPS
-from varlen_tools.bench_kernels.machine import Budget
-from varlen_tools.bench_kernels.timing import Timing
-from varlen_tools.tune_kernels import Bench, choices_of, tune, tune_all, updated_tables
 
 CPU = torch.device("cpu")
 LAUNCHES = [{"ROWS": 4, "num_warps": 4}, {"ROWS": 1, "num_warps": 2}, {"ROWS": 8, "num_warps": 8}]

@@ -2,13 +2,10 @@
 
 import pytest
 
-from varlen.memory.planner import Rules, plan
+from varlen.memory.planner import plan
 from varlen.memory.usage import conflicts, live_sizes
-from varlen_tools import paper_records
-from varlen_tools.plan_records import paper
-from varlen_tools.plan_streams import ChunkList, OneChunk, measure
+from varlen_tools.show_plan import paper_records
 
-MEGABYTE = 1 << 20
 ONE_CHUNK = [1 << 62]
 
 
@@ -53,45 +50,6 @@ def test_bounds_and_footprints_of_bert_base(batch, length, total, peak_live, one
     assert max(size.at({}) for size in live_sizes(usages)) == peak_live
     assert plan(sizes, masks, chunks=ONE_CHUNK).footprint == one_chunk
     assert sum(make_plan(batch, length).chunks) == chunks
-
-
-@pytest.mark.parametrize(
-    "order, count, longest, taken, allocations, peak, mean",
-    [
-        ("opened", 50, 250, 35.11, 17, 7.11, 4.23),
-        ("largest_first", 50, 250, 35.11, 17, 7.11, 4.23),
-        ("opened", 150, 500, 275.7, 99, 24.2, 12.7),
-        ("largest_first", 150, 500, 118.2, 49, 24.2, 14.3),
-        # published as one chunk of 2 MiB more, 60.71 in 25 and 508.1 in 96: that code opens one before any request
-        ("smallest_first", 50, 250, 58.71, 24, 8.60, 4.43),
-        ("smallest_first", 150, 500, 506.1, 95, 32.7, 11.9),
-    ],
-)
-def test_traffic_of_the_published_streams(order, count, longest, taken, allocations, peak, mean):
-    stream = paper_records.lengths(count, longest)
-
-    row = measure(ChunkList(Rules(order=order), 0, paper()), paper(), stream)
-
-    assert row["allocations"] == allocations
-    assert row["taken_bytes"] / MEGABYTE == pytest.approx(taken, rel=3e-3)
-    assert row["peak_bytes"] / MEGABYTE == pytest.approx(peak, rel=3e-3)
-    assert row["mean_bytes"] / MEGABYTE == pytest.approx(mean, rel=5e-3)
-
-
-@pytest.mark.parametrize("count, longest", [(50, 250), (150, 500)])
-@pytest.mark.parametrize("order", ["opened", "smallest_first", "largest_first"])
-def test_the_arena_takes_less_and_peaks_no_higher_than_the_paper_s_rules_but_holds_more_on_average(
-    count, longest, order
-):
-    stream = paper_records.lengths(count, longest)
-
-    ours = measure(OneChunk(64, paper()), paper(), stream)
-    theirs = measure(ChunkList(Rules(order=order), 0, paper()), paper(), stream)
-
-    assert ours["taken_bytes"] < theirs["taken_bytes"] / 5
-    assert ours["peak_bytes"] <= theirs["peak_bytes"]
-    assert ours["allocations"] < theirs["allocations"]
-    assert ours["mean_bytes"] > theirs["mean_bytes"]
 
 
 def test_the_streams_are_the_published_ones():

@@ -6,12 +6,12 @@ from itertools import zip_longest
 
 import pytest
 
+from varlen_bench.dry_run import dry_run
+from varlen_bench.kernel_limits import ARCHES, CEILINGS, compile_call, problems, read_ceilings
+from varlen_bench.machine_code import read_machine_code
+from varlen_bench.ops import all_calls
+from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_kernels import fused, reference, tuning
-from varlen_tools.dry_run import dry_run
-from varlen_tools.kernel_calls import all_calls
-from varlen_tools.kernel_calls.any_batch import ANY_BATCH
-from varlen_tools.kernel_limits import ARCHES, CEILINGS, compile_call, problems, read_ceilings
-from varlen_tools.machine_code import read_machine_code
 from varlen_tools.setup_server import PROJECT
 
 CALLS = all_calls()

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from varlen_tools.dry_run import dry_run
-from varlen_tools.kernel_calls.any_batch import ANY_BATCH
+from varlen_bench.dry_run import dry_run
+from varlen_bench.ops.any_batch import ANY_BATCH
 
 # Of the sequences of a batch. Attention has a launch for batches whose sequences are long on average.
 LONGEST = {op: 300 if op == "attention_varlen" else 64 for op in ANY_BATCH}

@@ -10,12 +10,12 @@ import torch
 pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 from tests.closeness import relative_error
+from varlen_bench.kernels.case import as_tensor
+from varlen_bench.kernels.grid import FULL
+from varlen_bench.kernels.groups import GROUPS, served_attention
+from varlen_bench.kernels.timing import WARM, GpuTimer, poison
+from varlen_bench.tune_kernels import Bench, choices_of
 from varlen_kernels import tuning
-from varlen_tools.bench_kernels.case import as_tensor
-from varlen_tools.bench_kernels.grid import FULL
-from varlen_tools.bench_kernels.groups import GROUPS, served_attention
-from varlen_tools.bench_kernels.timing import WARM, GpuTimer, poison
-from varlen_tools.tune_kernels import Bench, choices_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ from varlen.memory.layout import Layout
 from varlen.memory.planner import Plan, Rules, plan
 from varlen.memory.usage import Usage, conflicts, live_sizes
 from varlen.program.program import Program
-from varlen_tools import paper_records
+from varlen_tools.show_plan import paper_records
 
 
 @dataclass(frozen=True, slots=True)

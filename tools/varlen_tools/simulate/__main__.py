@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +19,6 @@ from varlen.config import EngineConfig, Execution
 from varlen.costs.model import CostModel
 from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import ConfigError
-from varlen_tools.bench_report import write_table
 from varlen_tools.simulate import arrivals as streams
 from varlen_tools.simulate.draw import draw
 from varlen_tools.simulate.run import Arrival
@@ -124,7 +124,7 @@ def main(
     console.print(f"load 1 is {one:.1f} requests a second; {count:,} requests a run")
     console.print(_table(points))
     if table is not None:
-        write_table(table, [asdict(point) for point in points])
+        _write(table, points)
     if goal_ms:
         for config in configs:
             most = most_within(
@@ -140,6 +140,16 @@ def main(
     if output is not None:
         draw(points, output, f"{stream.value} arrivals, costs: {costs.value}")
         console.print(str(output))
+
+
+def _write(path: Path, points: Sequence[Point]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Point)], lineterminator="\n")
+        writer.writeheader()
+        for point in points:
+            row = asdict(point)
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
 def _lengths(text: str, trace: Path | None, column: str) -> streams.Lengths:

@@ -1,0 +1,1 @@
+"""Benchmarks, the kernel tuner and the checks of compiled kernels; for development, not in the wheel."""

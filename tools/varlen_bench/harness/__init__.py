@@ -1,0 +1,1 @@
+"""What every benchmark shares: provenance, CSV rows, worker processes, accuracy, memory and machine speed."""

@@ -1,0 +1,72 @@
+"""The machine that a benchmark runs on: its CPU, its speed at this moment, its GPU driver."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+
+# Instruction sets that decide the speed of bf16 and int8.
+_INSTRUCTION_SETS = ("avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+_SPEED_SECONDS = 0.2
+# A product of matrices with this side takes milliseconds: long enough to notice other work on a core.
+_SIDE = 512
+
+
+def cpu_count() -> int:
+    """Return the number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """Return the name of the CPU and its instruction sets for bf16 and int8."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = {key.strip(): value.strip() for key, _, value in (li.partition(":") for li in lines)}
+    flags = set(fields.get("flags", "").split())
+    present = [name for name in _INSTRUCTION_SETS if name in flags]
+    return " ".join([fields.get("model name", platform.machine()), *present])
+
+
+def has_native_bf16() -> bool:
+    """Return whether this CPU multiplies bf16 in hardware."""
+    import torch
+
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+
+
+def gflops() -> float:
+    """Return the present speed of fp32 matrix products on all cores, in GFLOP/s.
+
+    A shared machine changes its speed; rows that carry this figure can be compared.
+    """
+    matrix = np.full((_SIDE, _SIDE), 0.5, dtype=np.float32)
+    product = np.empty_like(matrix)
+    np.matmul(matrix, matrix, out=product)
+    began = time.perf_counter()
+    count = 0
+    while (passed := time.perf_counter() - began) < _SPEED_SECONDS:
+        np.matmul(matrix, matrix, out=product)
+        count += 1
+    return count * 2 * _SIDE**3 / passed / 1e9
+
+
+def gpu_driver() -> str:
+    """Return the version of the NVIDIA driver, or "unknown"."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "unknown"
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    lines = done.stdout.split()
+    return lines[0] if done.returncode == 0 and lines else "unknown"

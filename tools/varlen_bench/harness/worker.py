@@ -1,0 +1,138 @@
+"""Worker processes: one measured system each, so that memory, threads and allocators do not mix.
+
+The parent starts a module with a JSON argument. The worker answers once when it is ready, and then each order, a JSON
+line on its stdin, with a JSON line. What libraries print goes to the worker's log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+Message: TypeAlias = dict[str, Any]
+_CLOSE_SECONDS = 5.0
+
+
+class WorkerError(Exception):
+    """A worker ended, failed or took too long; the message is the last line of its log."""
+
+
+class WorkerProcess:
+    """A worker process, used inside `with`.
+
+    Args:
+        module: module that calls `run_worker`.
+        argument: the worker's argument.
+        log: file for what the worker prints.
+        threads: threads of its math libraries.
+        timeout_seconds: longest time of one answer.
+    """
+
+    def __init__(
+        self, module: str, argument: Message, log: Path, *, threads: int, timeout_seconds: float
+    ) -> None:
+        self._timeout = timeout_seconds
+        self._log = log
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        with log.open("w", encoding="utf-8") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(argument)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                text=True,
+            )
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def ask(self, **order: object) -> Message:
+        """Send an order and return its answer.
+
+        Raises:
+            WorkerError: the process ended, or gave no answer in time and was killed.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # answer() reports why it ended
+        return self.answer()
+
+    def answer(self) -> Message:
+        """Return the next answer; the first one says that the worker is ready.
+
+        Raises:
+            WorkerError: see `ask`.
+        """
+        assert self._process.stdout is not None
+        timer = threading.Timer(self._timeout, self._process.kill)
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            expired = not timer.is_alive()
+            timer.cancel()
+        if line:
+            answer: Message = json.loads(line)
+            return answer
+        if expired:
+            raise WorkerError(f"no answer within {self._timeout:g} s")
+        raise WorkerError(last_line(self._log.read_text(encoding="utf-8", errors="replace")))
+
+    def close(self) -> None:
+        """End the process and wait for it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def run_worker(start: Callable[[Message], Callable[[Message], Message]]) -> None:
+    """Answer orders until stdin ends; the main function of a worker module.
+
+    Args:
+        start: prepares the system from the worker's argument and returns the function that answers an order.
+    """
+    # libraries print to stdout: keep the pipe for answers and send the rest to stderr
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        handle = start(json.loads(sys.argv[1]))
+        print(json.dumps({"ready": True}), file=answers, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(handle(json.loads(line))), file=answers, flush=True)
+
+
+def last_line(text: str) -> str:
+    """Return the last line of `text` that is not empty."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"

@@ -1,0 +1,1 @@
+"""Other engines on the same checkpoint: transformers, onnxruntime and CTranslate2."""

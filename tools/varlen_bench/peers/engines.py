@@ -1,0 +1,122 @@
+"""Four engines behind one function: a batch of token ids in, normalised vectors out.
+
+Each engine imports its own libraries, so that a process holds no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen_bench.harness.accuracy import Vectors
+from varlen_bench.peers.checkpoints import max_positions
+
+EngineName = Literal["varlen", "transformers", "onnxruntime", "ctranslate2"]
+Precision = Literal["fp32", "bf16", "int8"]
+# Embeds one batch: token ids in, [sequences, hidden] out.
+Embed: TypeAlias = Callable[[list[list[int]]], Vectors]
+
+
+def load(
+    engine: EngineName, model: Path, checkpoint: Path, precision: Precision, *, threads: int
+) -> Embed:
+    """Return a function that embeds one batch.
+
+    Args:
+        model: the Hugging Face folder. checkpoint: the same in the engine's own format.
+    """
+    if engine == "varlen":
+        return _varlen(model, precision, threads)
+    if engine == "transformers":
+        return _transformers(model, precision, threads)
+    if engine == "onnxruntime":
+        return _onnxruntime(checkpoint, threads)
+    return _ctranslate2(checkpoint, precision, threads)
+
+
+def pad(batch: list[list[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return ids padded with 0 and the mask of real tokens, each [sequences, longest]."""
+    ids = np.zeros((len(batch), max(map(len, batch))), dtype=np.int64)
+    mask = np.zeros_like(ids)
+    for row, sequence in enumerate(batch):
+        ids[row, : len(sequence)] = sequence
+        mask[row, : len(sequence)] = 1
+    return ids, mask
+
+
+def _varlen(model: Path, precision: Precision, threads: int) -> Embed:
+    from varlen import Encoder
+
+    encoder = Encoder.from_pretrained(
+        str(model),
+        task="embed",
+        device="cpu",
+        dtype="bf16" if precision == "bf16" else "fp32",
+        threads=threads,
+        max_sequence_tokens=max_positions(model),
+    )
+    return lambda batch: encoder.embed(batch, normalize=True)
+
+
+def _transformers(model: Path, precision: Precision, threads: int) -> Embed:
+    import torch
+    from transformers import AutoModel
+
+    torch.set_num_threads(threads)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    encoder = AutoModel.from_pretrained(model, dtype=dtype, attn_implementation="sdpa").eval()
+
+    @torch.inference_mode()
+    def embed(batch: list[list[int]]) -> Vectors:
+        ids, mask = (torch.from_numpy(array) for array in pad(batch))
+        hidden = encoder(input_ids=ids, attention_mask=mask).last_hidden_state.float()
+        kept = mask.unsqueeze(-1).float()
+        pooled = (hidden * kept).sum(1) / kept.sum(1)
+        vectors: Vectors = torch.nn.functional.normalize(pooled, dim=-1).numpy()
+        return vectors
+
+    return embed
+
+
+def _onnxruntime(checkpoint: Path, threads: int) -> Embed:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+    session = onnxruntime.InferenceSession(
+        str(checkpoint / "model.onnx"), options, providers=["CPUExecutionProvider"]
+    )
+
+    def embed(batch: list[list[int]]) -> Vectors:
+        ids, mask = pad(batch)
+        vectors: Vectors = session.run(None, {"input_ids": ids, "attention_mask": mask})[0]
+        return vectors
+
+    return embed
+
+
+def _ctranslate2(checkpoint: Path, precision: Precision, threads: int) -> Embed:
+    import ctranslate2
+
+    encoder: Any = ctranslate2.Encoder(
+        str(checkpoint),
+        device="cpu",
+        compute_type="int8" if precision == "int8" else "float32",
+        inter_threads=1,
+        intra_threads=threads,
+    )
+
+    def embed(batch: list[list[int]]) -> Vectors:
+        # [sequences, longest, hidden]; CTranslate2 pads the list by itself
+        hidden = np.array(encoder.forward_batch(batch).last_hidden_state)
+        lengths = [len(sequence) for sequence in batch]
+        pooled = np.stack([rows[:n].mean(axis=0) for rows, n in zip(hidden, lengths, strict=True)])
+        vectors: Vectors = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+        return vectors
+
+    return embed

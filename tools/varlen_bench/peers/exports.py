@@ -1,0 +1,159 @@
+"""Checkpoints in the peers' own formats, made once and kept in a cache folder.
+
+The ONNX graph is exported at opset 23, where attention is one operator: onnxruntime runs it a
+quarter faster than the graph of single matrix products. Run as a program, so that the memory an
+export takes is not counted to the system that uses it:
+`python -m varlen_bench.peers.exports MODEL TARGET ENGINE PRECISION`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from varlen_bench.harness.worker import last_line
+from varlen_bench.peers.checkpoints import max_positions
+from varlen_bench.peers.engines import EngineName, Precision
+
+_OPSET = 23
+_TOOLS = {
+    "onnxruntime": ("torch", "transformers", "onnx", "onnxruntime"),
+    "ctranslate2": ("transformers", "ctranslate2"),
+}
+
+
+def cache_folder() -> Path:
+    """Return the folder in which exports are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "varlen" / "bench_encoder"
+
+
+def exported(model: Path, engine: EngineName, precision: Precision, cache: Path) -> Path:
+    """Return the checkpoint in `engine`'s format: `model` itself, or a cached export of it.
+
+    Raises:
+        RuntimeError: the export failed; the message ends with what it printed last.
+    """
+    if engine not in _TOOLS:
+        return model
+    target = cache / f"{_key(model, engine)}-{engine}-{precision}"
+    if target.exists():
+        return target
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        made = Path(folder) / "export"
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "varlen_bench.peers.exports",
+                str(model),
+                str(made),
+                engine,
+                precision,
+            ],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"export for {engine} failed: {last_line(done.stdout)}")
+        shutil.move(made, target)
+    return target
+
+
+def export_onnx(model: Path, folder: Path, precision: Precision) -> None:
+    """Write model.onnx: token ids and mask in, mean-pooled normalised vectors out.
+
+    int8 is onnxruntime's dynamic quantisation of the linear layers: weights per output channel,
+    activations per tensor.
+    """
+    import torch
+    from transformers import AutoModel
+
+    class Embedder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = AutoModel.from_pretrained(model, attn_implementation="sdpa")
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask)[0]
+            kept = attention_mask.unsqueeze(-1).to(hidden.dtype)
+            pooled = (hidden * kept).sum(1) / kept.sum(1)
+            return torch.nn.functional.normalize(pooled, dim=-1)
+
+    input_ids = torch.arange(14).reshape(2, 7)
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[1, 5:] = 0
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    length = torch.export.Dim("length", min=1, max=max_positions(model))
+    folder.mkdir()
+    plain = folder / "plain.onnx"
+    torch.onnx.export(
+        Embedder().eval(),
+        (input_ids, attention_mask),
+        str(plain),
+        input_names=["input_ids", "attention_mask"],
+        output_names=["sentence_embedding"],
+        dynamo=True,
+        opset_version=_OPSET,
+        dynamic_shapes={
+            "input_ids": {0: batch, 1: length},
+            "attention_mask": {0: batch, 1: length},
+        },
+        external_data=False,
+        verbose=False,
+    )
+    if precision == "int8":
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        quantize_dynamic(
+            plain,
+            folder / "model.onnx",
+            # The standard's attention operator would be taken for onnxruntime's own of that name.
+            op_types_to_quantize=["MatMul"],
+            weight_type=QuantType.QInt8,
+            per_channel=True,
+        )
+        plain.unlink()
+    else:
+        plain.rename(folder / "model.onnx")
+
+
+def export_ctranslate2(model: Path, folder: Path, precision: Precision) -> None:
+    """Write the CTranslate2 folder of the encoder; int8 stores its weights as int8."""
+    from ctranslate2.converters import TransformersConverter
+
+    quantization = "int8" if precision == "int8" else None
+    TransformersConverter(str(model)).convert(str(folder), quantization=quantization)
+
+
+def _key(model: Path, engine: EngineName) -> str:
+    weights = [*sorted(model.glob("*.safetensors")), model / "config.json"]
+    stamps = [
+        f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in weights
+    ]
+    tools = [f"{tool} {_version(tool)}" for tool in _TOOLS[engine]]
+    source = Path(__file__).read_text(encoding="utf-8")
+    return hashlib.sha256("\n".join([*stamps, *tools, source]).encode()).hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise RuntimeError(f"{package} is not installed; pip install 'varlen[bench]'") from error
+
+
+if __name__ == "__main__":
+    _model, _folder, _engine, _precision = sys.argv[1:]
+    _export = export_onnx if _engine == "onnxruntime" else export_ctranslate2
+    _export(Path(_model), Path(_folder), "int8" if _precision == "int8" else "fp32")
