@@ -1,7 +1,7 @@
 """How a batch is split over cores: whole sequences to each, so that cores need not wait for one another.
 
 Several cores inside one matrix product meet at the end of every op; several cores with a sub-batch
-each meet once. docs/decisions/0006-lanes.md has what that is worth.
+each meet once. docs/decisions/0006-sub-batches.md has what that is worth.
 """
 
 from collections.abc import Sequence
