@@ -1,4 +1,4 @@
-"""The server's /metrics page: the series of one model, and the rates between two samples of them.
+"""The server's /metrics page: the series of one model, and rates between two samples.
 
 The page is Prometheus text. It holds the series of this backend (`varlen_*`) and the server's own (`nv_*`); both have
 the label `model`.
@@ -19,10 +19,10 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True, slots=True)
 class MetricsSample:
-    """The counters and gauges of one model, summed over its versions and instances, at one moment."""
+    """Counters and gauges of one model, summed over its versions and instances."""
 
-    at: float
-    """time.monotonic(), seconds."""
+    seconds: float
+    """When the page was read, by time.monotonic()."""
     queued_requests: float
     queued_tokens: float
     requests: Mapping[str, float]
@@ -33,7 +33,7 @@ class MetricsSample:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What happened per second between two samples."""
+    """Requests, sequences and tokens per second between two samples."""
 
     requests: float
     sequences: float
@@ -41,11 +41,11 @@ class Rates:
 
 
 def fetch_metrics(url: str, *, timeout: float) -> str | None:
-    """Return the metrics page; None when nothing answers there, as with metrics off."""
+    """Return the metrics page; None without a response, as when metrics are off."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=timeout) as answer:
-            page: bytes = answer.read()
+        with opener.open(url, timeout=timeout) as response:
+            page: bytes = response.read()
     except (OSError, ValueError):
         return None
     return page.decode(errors="replace")
@@ -65,7 +65,7 @@ def model_series(page: str, model: str) -> dict[str, float]:
 
 
 def read_metrics(page: str, model: str) -> MetricsSample | None:
-    """Return the sample of `model`, None when the page has no varlen series of it."""
+    """Return the sample of `model`; None when the page has no `varlen_*` series of it."""
     totals = model_series(page, model)
     if not any(name.startswith("varlen_") for name in totals):
         return None
@@ -75,7 +75,7 @@ def read_metrics(page: str, model: str) -> MetricsSample | None:
             outcome = labels.get("outcome", "unknown")
             outcomes[outcome] = outcomes.get(outcome, 0.0) + value
     return MetricsSample(
-        at=time.monotonic(),
+        seconds=time.monotonic(),
         queued_requests=totals.get("varlen_queued_requests", 0.0),
         queued_tokens=totals.get("varlen_queued_tokens", 0.0),
         requests=outcomes,
@@ -85,8 +85,8 @@ def read_metrics(page: str, model: str) -> MetricsSample | None:
 
 
 def rates(before: MetricsSample, after: MetricsSample) -> Rates:
-    """Return the rates between two samples; a counter that went back counts from zero."""
-    seconds = max(after.at - before.at, 1e-9)
+    """Return the rates between two samples; a counter that decreased was reset to 0."""
+    seconds = max(after.seconds - before.seconds, 1e-9)
 
     def per_second(old: float, new: float) -> float:
         return (new - old if new >= old else new) / seconds

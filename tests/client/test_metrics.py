@@ -59,16 +59,16 @@ def test_a_page_without_the_model_is_no_sample():
     assert read_metrics(PAGE, "nope") is None
 
 
-def test_rates_are_per_second_and_survive_a_reload():
+def test_rates_are_per_second_also_after_a_counter_reset():
     before = MetricsSample(10.0, 0, 0, {"ok": 10}, 100, 1000)
     after = MetricsSample(12.0, 0, 0, {"ok": 14, "refused": 2}, 110, 60)
 
     rate = rates(before, after)
 
     assert (rate.requests, rate.sequences) == pytest.approx((3, 5))
-    assert rate.tokens == pytest.approx(30)  # the counter began anew
+    assert rate.tokens == pytest.approx(30)  # the counter was reset
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/metrics", "nonsense"])
-def test_no_answer_means_no_metrics(url):
+def test_no_response_is_no_metrics_page(url):
     assert fetch_metrics(url, timeout=1.0) is None
