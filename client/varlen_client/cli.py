@@ -139,9 +139,8 @@ def embed(
         )
     elif as_json:
         for text, vector in zip(rows, vectors, strict=True):
-            values = [
-                float(f"{value:.9g}") for value in vector
-            ]  # nine digits are enough to restore fp32
+            # nine digits restore the exact fp32 value
+            values = [float(f"{value:.9g}") for value in vector]
             typer.echo(json.dumps({"text": text, "embedding": values}, ensure_ascii=False))
     else:
         for text, vector in zip(rows, vectors, strict=True):
@@ -296,7 +295,7 @@ def _check_output(output: Path, *, force: bool) -> None:
 
 
 def _write_npy(output: Path, vectors: Floats, *, force: bool) -> None:
-    """Write the vectors to a temporary file and rename it, so no reader sees a partial file."""
+    """Write the vectors to a temporary file, then rename it: no reader sees a part."""
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         with part.open("xb") as stream:

@@ -30,7 +30,7 @@ class RetryPolicy:
     max_delay: float = 2.0
 
     def delay(self, retry: int) -> float:
-        """Return the delay before retry 0, 1, …: exponential, capped, reduced by up to half at random."""
+        """Return the delay before retry 0, 1, …: doubled, capped, minus up to half."""
         longest = min(self.first_delay * 2.0**retry, self.max_delay)
         return longest * random.uniform(0.5, 1.0)
 

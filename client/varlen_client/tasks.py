@@ -1,6 +1,6 @@
-"""Waiting for asyncio tasks: for one with a timeout, and for several until the first error.
+"""Waits for asyncio tasks: with a timeout, or until the first error.
 
-No task is left running: what is not finished is cancelled, and its end awaited.
+No task is left running: unfinished tasks are cancelled and awaited.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The wire format: input rows as tensors, and the parts of a model's config that the client reads.
+"""The wire format: input rows as tensors, and what the client reads of a config.
 
 One row is one sequence. Texts are sent as `text` BYTES [rows, 1]; pairs add `text_pair`. Token ids are
 sent as `input_ids` INT64 [rows, longest] with an `attention_mask`. The server drops this padding, so

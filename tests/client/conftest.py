@@ -1,4 +1,4 @@
-"""A small KServe v2 server for the client's tests: gRPC and HTTP, on loopback, in this process.
+"""A small in-process KServe v2 server for the client's tests, with gRPC and HTTP.
 
 A `FakeModel` computes every output from the input alone, so tests can check order and batching. It can inject faults,
 delays and closed connections, and it records the requests that it receives.

@@ -211,7 +211,7 @@ def test_status_shows_queue_rates_and_outcomes(varlen, metrics_page, monkeypatch
 
 @pytest.fixture
 def metrics_page():
-    """URL of a metrics page on which the `ok` requests grow by 10 with each read."""
+    """URL of a metrics page whose `ok` requests grow by 10 with each read."""
     ok = iter(range(10, 1000, 10))
 
     class Page(BaseHTTPRequestHandler):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from varlen_kernels import attention_varlen as module
 from varlen_kernels import reference
-from varlen_kernels.attention_varlen import attention_varlen, candidates, mean_length
+from varlen_kernels.attention_varlen import attention_varlen, candidates, mean_length_bucket
 from varlen_kernels.tuning import forced
 
 from .compare import DTYPES, assert_close, rand, spread
@@ -96,7 +96,7 @@ def test_every_candidate_launch_is_right(causal, biased, mean, device):
     launches = candidates(*key, mean)
     # in the interpreter a launch takes a second
     for launch in launches if device.type == "cuda" else launches[:1]:
-        with forced("attention_varlen", (*key, mean_length(len(qkv), 2)), launch):
+        with forced("attention_varlen", (*key, mean_length_bucket(len(qkv), 2)), launch):
             actual = attention_varlen(qkv, starts(lengths, device), **settings)
         assert_close(actual, expected, torch.float16)
 
@@ -106,7 +106,7 @@ def test_keys_in_many_blocks(device):
 
 
 def test_many_short_sequences_pass_the_first_look_for_a_sequence(device, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", 4)
+    monkeypatch.setattr(module, "_BLOCK_BATCH", 4)
 
     check_against_reference([1, 2, 0, 1, 3, 1, 0, 0, 0, 17, 1], 16, torch.float32, device)
 
@@ -286,7 +286,7 @@ def test_every_query_is_in_one_tile(lengths, BLOCK_M, extra):
     ],
 )
 def test_the_mean_length_is_known_by_its_bucket(tokens, batch, mean):
-    assert mean_length(tokens, batch) == mean
+    assert mean_length_bucket(tokens, batch) == mean
 
 
 @pytest.mark.parametrize(

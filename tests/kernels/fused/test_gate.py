@@ -53,7 +53,7 @@ def test_no_tokens(device):
 
 
 def test_rejects_an_odd_width(device):
-    with pytest.raises(ValueError, match="x has 7 features; a gate and its up are an even number"):
+    with pytest.raises(ValueError, match="x has 7 features; it must be an even number"):
         silu_gate(torch.zeros(2, 7, device=device))
 
 
