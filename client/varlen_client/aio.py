@@ -71,7 +71,7 @@ class AsyncClient:
         url: `grpc://host:port`, `http://host:port`, or `grpcs://` and `https://` with TLS.
         model: the model's name; by default the only ready model of the server.
         rows_per_request: by default 32, or the model's max_batch_size if that is less.
-        concurrency: most requests of one call in flight.
+        concurrency: maximum requests of one call in flight.
         retry: see retry.py.
         ca_file: certificates to trust with TLS, instead of the default ones.
 
@@ -341,7 +341,7 @@ class AsyncClient:
             raise _with_rows(error, request.rows, len(call.rows)) from error
 
     async def _model_info(self) -> ModelInfo:
-        """Return what the client needs of the model's config, read once."""
+        """Return the model's info, read from the server at the first call."""
         if self._info is None:
             self._info = await self._with_metadata_timeout(self._read_model_info())
         return self._info

@@ -102,7 +102,7 @@ def embed(
         int | None, typer.Option(min=1, help="Default: 32, or the model's limit if that is less.")
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, help="Most requests in flight.")
+        int, typer.Option(min=1, help="Maximum requests in flight.")
     ] = DEFAULT_CONCURRENCY,
     url: Url = DEFAULT_URL,
     model: Model = None,

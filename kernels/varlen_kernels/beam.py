@@ -32,7 +32,7 @@ _ROW_BUCKETS = (32, 128, 512)
 # With this number of warps a large GPU is bound by memory, not by the latency of a warp's rounds.
 _ENOUGH_WARPS = 2048
 _MIN_CHUNK = 1024
-# Most entries per beam in the second kernel, where one warp reads all entries of a beam in each round.
+# Maximum entries per beam in the second kernel, where one warp reads all entries of a beam in each round.
 _MAX_FOUND = 512
 # Elements that a thread loads at once.
 _THREAD_VALUES = 32
@@ -56,7 +56,7 @@ def _search_chunk_kernel(
     GROUPS: tl.constexpr,  # a multiple of the threads, so that each thread has whole groups
     VECTOR: tl.constexpr,  # adjacent elements of one load
 ):
-    """Find the BEST logits of one chunk of one row, and the chunk's sum of exponentials."""
+    """Find the BEST logits of one chunk of a row, and its sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)  # int64: rows * VOCABULARY may pass 2**31
     chunk = tl.program_id(1)
     if HAS_FINISHED:  # noqa: SIM102  # decided by the compiler

@@ -143,6 +143,6 @@ def row_strides(**tensors: Tensor) -> tuple[int, ...]:
         except RuntimeError:
             raise ValueError(
                 f"{name} is {list(tensor.shape)} with strides {tensor.stride()};"
-                " its rows must be evenly spaced"
+                " its rows must lie one stride apart"
             ) from None
     return tuple(strides)

@@ -24,9 +24,9 @@ from varlen_kernels.tuning import Launch, pick
 _WARP_THREADS = 32
 _LOAD_BYTES = 16
 _MAX_WARPS = 16
-# Most features per program without a norm.
+# Maximum features per program without a norm.
 _MAX_BLOCK = 256
-# Most elements per thread; more would spill.
+# Maximum elements per thread; more would spill.
 _MAX_THREAD_VALUES = 32
 
 
@@ -149,7 +149,7 @@ def candidates(hidden: int, dtype: torch.dtype, mode: Pooling, normalized: bool)
         warps = min(max(block // warp_load, 1), _MAX_WARPS)
         return [{"ROWS": 1, "BLOCK": block, "num_warps": warps}]
     launches: list[Launch] = []
-    # (warps, loads in flight per thread): many, because one program reads a long sequence alone
+    # (warps, loads in flight per thread): many, because one program reads a whole sequence
     for warps, loads in ((8, 4), (16, 4), (4, 4), (8, 2), (16, 2)):
         rows = max(1, warps * loads * warp_load // block)
         launch = {"ROWS": rows, "BLOCK": block, "num_warps": warps}
