@@ -1,7 +1,7 @@
-"""The command `varlen`: embed texts, compare them, and look at a running server.
+"""The command `varlen`: embed texts, compare them, and show the status of a server.
 
-Results go to stdout; progress, notes and errors go to stderr.
-Exit codes: 0 done, 1 the server or the request failed, 2 wrong use.
+Results go to stdout; progress, messages and errors go to stderr.
+Exit codes: 0 success, 1 the server or the request failed, 2 wrong arguments or input file.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ Model = Annotated[
     str | None,
     typer.Option(envvar="VARLEN_MODEL", help="Default: the only ready model of the server."),
 ]
-Truncate = Annotated[bool, typer.Option("--truncate", help="Cut texts that are too long.")]
+Truncate = Annotated[bool, typer.Option("--truncate", help="Truncate texts that are too long.")]
 DeadlineMs = Annotated[
     float | None,
     typer.Option(
-        min=0.001, help="Milliseconds within which the server answers each request or refuses it."
+        min=0.001, help="Milliseconds for each request; the server refuses those it cannot meet."
     ),
 ]
 Priority = Annotated[int | None, typer.Option(min=0, max=9, help="Larger runs sooner; default: 0.")]
@@ -90,19 +90,19 @@ def embed(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output file.")] = False,
     skip_empty: Annotated[
-        bool, typer.Option("--skip-empty", help="Leave out empty lines instead of refusing them.")
+        bool, typer.Option("--skip-empty", help="Skip empty lines; by default they are an error.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per text, all values.")
+        bool, typer.Option("--json", help="Print one JSON object per text, with all values.")
     ] = False,
     normalize: Annotated[
-        bool | None, typer.Option(help="Scale vectors to length 1; default: as the model does.")
+        bool | None, typer.Option(help="Scale vectors to length 1; default: the model decides.")
     ] = None,
     rows_per_request: Annotated[
-        int | None, typer.Option(min=1, help="Default: 32, or the model's limit if less.")
+        int | None, typer.Option(min=1, help="Default: 32, or the model's limit if that is less.")
     ] = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, help="Requests in flight.")
+        int, typer.Option(min=1, help="Maximum requests in flight.")
     ] = DEFAULT_CONCURRENCY,
     url: Url = DEFAULT_URL,
     model: Model = None,
@@ -111,13 +111,13 @@ def embed(
     priority: Priority = None,
     timeout: Timeout = None,
 ) -> None:
-    """Embed texts, or the lines of a file, and print or store the vectors."""
+    """Embed texts, or the lines of a file, and print or write the vectors."""
     rows = _texts_or_lines(texts or [], file, skip_empty=skip_empty)
     if output is not None:
         _check_output(output, force=force)
     start = time.monotonic()
     with (
-        _readable_errors(),
+        _exit_on_error(),
         Client(url, model, rows_per_request=rows_per_request, concurrency=concurrency) as client,
         _progress(len(rows), shown=file is not None) as on_progress,
     ):
@@ -133,22 +133,23 @@ def embed(
     seconds = time.monotonic() - start
     if output is not None:
         _write_npy(output, vectors, force=force)
-        _note(
+        _print_message(
             f"wrote {vectors.shape[0]} vectors of {vectors.shape[1]} values to {output} "
             f"in {seconds:.1f} s ({len(rows) / seconds:.0f} texts/s)"
         )
     elif as_json:
         for text, vector in zip(rows, vectors, strict=True):
-            values = [float(f"{value:.9g}") for value in vector]  # nine digits give fp32 back
+            # nine digits restore the exact fp32 value
+            values = [float(f"{value:.9g}") for value in vector]
             typer.echo(json.dumps({"text": text, "embedding": values}, ensure_ascii=False))
     else:
         for text, vector in zip(rows, vectors, strict=True):
-            typer.echo(f"{_short(text)}  {_head(vector)}")
+            typer.echo(f"{_shorten(text)}  {_format_vector(vector)}")
 
 
 @app.command()
 def similarity(
-    texts: Annotated[list[str], typer.Argument(help="Two texts or more.")],
+    texts: Annotated[list[str], typer.Argument(help="At least two texts.")],
     *,
     url: Url = DEFAULT_URL,
     model: Model = None,
@@ -157,10 +158,10 @@ def similarity(
     priority: Priority = None,
     timeout: Timeout = None,
 ) -> None:
-    """Print the cosine similarity of every two texts."""
+    """Print the cosine similarity of each pair of texts."""
     if len(texts) == 1:
-        _wrong_use("similarity needs at least two texts")
-    with _readable_errors(), Client(url, model) as client:
+        _usage_error("similarity needs at least two texts")
+    with _exit_on_error(), Client(url, model) as client:
         vectors = client.embed(
             texts,
             truncate=truncate or None,
@@ -175,11 +176,11 @@ def similarity(
     table = Table(title="cosine similarity", title_justify="left")
     table.add_column("", justify="right")
     table.add_column("text", overflow="fold")
-    for at in range(len(texts)):
-        table.add_column(str(at + 1), justify="right", no_wrap=True)
-    for at, text in enumerate(texts):
-        cells = [f"{cosine:.3f}" for cosine in cosines[at]]
-        table.add_row(str(at + 1), escape(_short(text)), *cells)
+    for number in range(1, len(texts) + 1):
+        table.add_column(str(number), justify="right", no_wrap=True)
+    for number, (text, row) in enumerate(zip(texts, cosines, strict=True), start=1):
+        cells = [f"{cosine:.3f}" for cosine in row]
+        table.add_row(str(number), escape(_shorten(text)), *cells)
     Console().print(table)
 
 
@@ -192,41 +193,43 @@ def status(
     url: Url = DEFAULT_URL,
     model: Model = None,
 ) -> None:
-    """Show whether the server and the model are ready, the queue, and the rates of the last second.
+    """Print whether server and model are ready, the queue, and current rates.
 
     The exit code is 1 when the server or the model is not ready.
     """
-    with _readable_errors(), Client(url, model) as client:
-        found = client.status()
+    with _exit_on_error(), Client(url, model) as client:
+        server_status = client.status()
         metrics_url = metrics_url or Endpoint.parse(url).default_metrics_url
 
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in [
-        *_server_lines(url, found),
-        *(_traffic_lines(metrics_url, found.model) if found.model else []),
+        *_server_lines(url, server_status),
+        *(_traffic_lines(metrics_url, server_status.model) if server_status.model else []),
     ]:
         table.add_row(name, escape(value))
     Console().print(table)
-    if not (found.server_ready and found.model_ready):
+    if not (server_status.server_ready and server_status.model_ready):
         raise typer.Exit(1)
 
 
-def _server_lines(url: str, found: Status) -> Iterator[tuple[str, str]]:
-    state = "ready" if found.server_ready else "NOT READY"
-    yield "server", f"{state}: {found.server.name} {found.server.version} at {url}"
-    if found.model is None:
+def _server_lines(url: str, status: Status) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of each line about the server and its models."""
+    state = "ready" if status.server_ready else "NOT READY"
+    yield "server", f"{state}: {status.server.name} {status.server.version} at {url}"
+    if status.model is None:
         yield "model", "NOT READY: the server has no ready model"
     else:
-        yield "model", f"{'ready' if found.model_ready else 'NOT READY'}: {found.model}"
-    others = [f"{model.name} ({model.state or 'not loaded'})" for model in found.models]
-    if len(others) > 1 or not found.model_ready:
+        yield "model", f"{'ready' if status.model_ready else 'NOT READY'}: {status.model}"
+    others = [f"{model.name} ({model.state or 'not loaded'})" for model in status.models]
+    if len(others) > 1 or not status.model_ready:
         yield "models", ", ".join(others) or "none"
 
 
 def _traffic_lines(metrics_url: str, model: str) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) of each line about the queue and the requests of `model`."""
     samples: list[MetricsSample] = []
-    for wait in (0.0, SAMPLE_SECONDS):
-        time.sleep(wait)
+    for delay in (0.0, SAMPLE_SECONDS):
+        time.sleep(delay)
         page = fetch_metrics(metrics_url, timeout=METRICS_TIMEOUT_SECONDS)
         if page is None:
             yield "metrics", f"off, or not at {metrics_url} (see --metrics-url)"
@@ -244,10 +247,8 @@ def _traffic_lines(metrics_url: str, model: str) -> Iterator[tuple[str, str]]:
     yield "queue", f"{now.queued_requests:.0f} requests, {now.queued_tokens:.0f} tokens"
     yield (
         "rates",
-        (
-            f"{rate.requests:.1f} requests/s, {rate.sequences:.1f} sequences/s, "
-            f"{rate.tokens:.0f} tokens/s"
-        ),
+        f"{rate.requests:.1f} requests/s, {rate.sequences:.1f} sequences/s, "
+        f"{rate.tokens:.0f} tokens/s",
     )
     yield "requests", outcomes or "none so far"
 
@@ -257,14 +258,15 @@ def _ok_first(outcome: tuple[str, float]) -> tuple[bool, str]:
 
 
 def _texts_or_lines(texts: Sequence[str], file: Path | None, *, skip_empty: bool) -> list[str]:
+    """Return the texts of the command line, or the lines of `file`."""
     if bool(texts) == (file is not None):
-        _wrong_use("give either texts or --file")
+        _usage_error("give either texts or --file")
     if file is None:
         return list(texts)
     try:
         content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
-        _wrong_use(f"cannot read {file}: {error.strerror}")
+        _usage_error(f"cannot read {file}: {error.strerror}")
     lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -273,27 +275,27 @@ def _texts_or_lines(texts: Sequence[str], file: Path | None, *, skip_empty: bool
         try:
             text = line.removesuffix(b"\r").decode()
         except UnicodeDecodeError:
-            _wrong_use(f"{file}, line {number}: not valid UTF-8")
+            _usage_error(f"{file}, line {number}: not valid UTF-8")
         if text.strip():
             rows.append(text)
         elif not skip_empty:
-            _wrong_use(f"{file}, line {number}: empty (leave empty lines out with --skip-empty)")
+            _usage_error(f"{file}, line {number}: empty (skip empty lines with --skip-empty)")
     if not rows:
-        _wrong_use(f"{file} has no text")
+        _usage_error(f"{file} has no text")
     return rows
 
 
 def _check_output(output: Path, *, force: bool) -> None:
     if not output.parent.is_dir():
-        _wrong_use(f"{output.parent} is no folder")
+        _usage_error(f"{output.parent} is not a folder")
     if output.is_dir():
-        _wrong_use(f"{output} is a folder")
+        _usage_error(f"{output} is a folder")
     if output.exists() and not force:
-        _wrong_use(f"{output} exists (overwrite it with --force)")
+        _usage_error(f"{output} exists (overwrite it with --force)")
 
 
 def _write_npy(output: Path, vectors: Floats, *, force: bool) -> None:
-    """Write beside the output first and rename, so that no reader ever sees half a file."""
+    """Write the vectors to a temporary file, then rename it: no reader sees a part."""
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         with part.open("xb") as stream:
@@ -301,17 +303,17 @@ def _write_npy(output: Path, vectors: Floats, *, force: bool) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         if not force and output.exists():
-            _failed(f"{output} appeared while embedding; nothing was written")
+            _fail(f"{output} appeared while embedding; nothing was written")
         part.replace(output)
     except OSError as error:
-        _failed(f"cannot write {output}: {error.strerror}")
+        _fail(f"cannot write {output}: {error.strerror}")
     finally:
         part.unlink(missing_ok=True)
 
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr, where that is a terminal."""
+    """Show a progress bar if stderr is a terminal; yield its update function."""
     console = Console(stderr=True)
     columns = (
         TextColumn("embedding"),
@@ -329,35 +331,37 @@ def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
 
 
 @contextmanager
-def _readable_errors() -> Iterator[None]:
+def _exit_on_error() -> Iterator[None]:
+    """Turn the client's errors into a message and an exit code."""
     try:
         yield
     except InvalidUrl as error:
-        _wrong_use(str(error))
+        _usage_error(str(error))
     except VarlenClientError as error:
-        _failed(str(error))
+        _fail(str(error))
 
 
-def _failed(message: str) -> NoReturn:
-    _note(f"error: {message}")
+def _fail(message: str) -> NoReturn:
+    _print_message(f"error: {message}")
     raise typer.Exit(1)
 
 
-def _wrong_use(message: str) -> NoReturn:
-    _note(f"error: {message}")
+def _usage_error(message: str) -> NoReturn:
+    _print_message(f"error: {message}")
     raise typer.Exit(2)
 
 
-def _note(message: str) -> None:
+def _print_message(message: str) -> None:
+    """Print one line to stderr."""
     typer.echo(" ".join(message.split()), err=True)
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
-def _head(vector: Floats) -> str:
+def _format_vector(vector: Floats) -> str:
     values = ", ".join(f"{value:.4f}" for value in vector[:SHOWN_VALUES])
     more = ", …" if len(vector) > SHOWN_VALUES else ""
     return f"{len(vector)} dims  [{values}{more}]"

@@ -1,4 +1,4 @@
-"""The server's address: which protocol, which host, with or without TLS."""
+"""The server's address: protocol, host, port and TLS."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Endpoint:
 
     @classmethod
     def parse(cls, url: str) -> Endpoint:
-        """Return the address that `url` names; a missing port is the protocol's default.
+        """Return the address in `url`; a missing port is the protocol's default.
 
         Raises:
             InvalidUrl: the scheme is not grpc, grpcs, http or https; the host is missing; the port
-                is no port.
+                is invalid; or the URL has other parts.
         """
         parts = urlsplit(url)
         if parts.scheme not in _SCHEMES or "://" not in url:
@@ -60,10 +60,10 @@ class Endpoint:
 
     @property
     def target(self) -> str:
-        """host:port with the path, without a scheme: what tritonclient takes."""
+        """host:port and the path, in the form that tritonclient expects."""
         return f"{self.host}:{self.port}{self.path}"
 
     @property
     def default_metrics_url(self) -> str:
-        """Where a server with default ports publishes its metrics."""
+        """URL of the metrics page of a server with default ports."""
         return f"http://{self.host}:{METRICS_PORT}/metrics"

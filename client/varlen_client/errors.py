@@ -1,19 +1,19 @@
 """Every error that this client raises, in one tree.
 
     VarlenClientError
-    ├── InvalidUrl          the server's address cannot be read (also a ValueError)
+    ├── InvalidUrl          the URL is not a valid server address (also a ValueError)
     ├── InvalidRequest      the caller's fault: the input or a parameter was refused
     ├── ModelNotFound       the server has no such model, or several and none was chosen
-    ├── ServerUnavailable   queue full, model not ready, no connection; was retried before
+    ├── ServerUnavailable   queue full, model not ready or no connection, after the last retry
     ├── DeadlineMissed      the server cannot answer within the caller's `deadline_ms`; never retried
     ├── RequestTimeout      the caller's `timeout` passed; never retried
     ├── RequestCancelled    the server dropped the request before it ran
-    └── ServerError         the server failed, or its answer is not what the wire allows
+    └── ServerError         the server failed, or its response breaks the protocol
 
-Cancelling a call from asyncio raises `asyncio.CancelledError`, as everywhere.
+Cancelling a call from asyncio raises `asyncio.CancelledError`.
 """
 
-# The names say what happened; the root of the tree carries the suffix.
+# Each name states what happened, so only the root ends in "Error".
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from __future__ import annotations
 class VarlenClientError(Exception):
     """Root of the tree.
 
-    `rows` are the rows of the caller's input that it is about; None when it is about none.
+    Attributes:
+        rows: the rows of the caller's input that failed; None when the error concerns no rows.
     """
 
     def __init__(self, message: str, *, rows: range | None = None) -> None:
@@ -30,7 +31,7 @@ class VarlenClientError(Exception):
 
 
 class InvalidUrl(VarlenClientError, ValueError):
-    """The server's address cannot be read."""
+    """The URL is not a valid server address."""
 
 
 class InvalidRequest(VarlenClientError):
@@ -42,15 +43,15 @@ class ModelNotFound(VarlenClientError):
 
 
 class ServerUnavailable(VarlenClientError):
-    """The server cannot take the request now; another try may succeed."""
+    """The server cannot accept the request now; a retry may succeed."""
 
 
 class DeadlineMissed(VarlenClientError):
-    """The server cannot answer within `deadline_ms`, or could not; it says so as soon as it knows."""
+    """The server cannot answer within `deadline_ms`, or did not."""
 
 
 class RequestTimeout(VarlenClientError):
-    """The time that the caller allowed has passed; the server may still be working."""
+    """The caller's `timeout` passed; the server may still run the request."""
 
 
 class RequestCancelled(VarlenClientError):
@@ -58,4 +59,4 @@ class RequestCancelled(VarlenClientError):
 
 
 class ServerError(VarlenClientError):
-    """The server failed, or its answer is not what the wire allows."""
+    """The server failed, or its response breaks the protocol."""

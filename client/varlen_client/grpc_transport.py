@@ -21,14 +21,14 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
-from varlen_client.transport import ServerIdentity, refined, server_message
+from varlen_client.transport import ServerIdentity, refine_error, server_message
 from varlen_client.wire import InferRequest, ModelState
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
     ("grpc.max_receive_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
-    # By default a channel that was refused waits 1 s to 120 s and fails every call meanwhile: our
-    # retries would only see that wait. Short waits leave the back-off to retry.py.
+    # After a refused connection a channel fails every call for 1 s to 120 s by default, so retries
+    # would fail without a connection attempt. With short waits, retry.py decides the back-off.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -44,7 +44,7 @@ _ERRORS: dict[str, type[VarlenClientError]] = {
 
 
 class GrpcTransport:
-    """Calls over one HTTP/2 channel. Cancelling a task cancels its call at the server."""
+    """Transport over one HTTP/2 channel; cancelling a task cancels its request at the server."""
 
     def __init__(self, endpoint: Endpoint, ca_file: Path | None) -> None:
         self._target = endpoint.target
@@ -75,15 +75,16 @@ class GrpcTransport:
 
     async def model_config(self, model: str) -> Mapping[str, object]:
         with self._errors():
-            answer = await self._client.get_model_config(model, as_json=True)
-        config: Mapping[str, object] = answer["config"]
+            response = await self._client.get_model_config(model, as_json=True)
+        config: Mapping[str, object] = response["config"]
         return config
 
     async def infer(self, model: str, request: InferRequest) -> npt.NDArray[np.generic] | None:
         inputs = []
         for tensor in request.tensors:
-            slot = triton_grpc.InferInput(tensor.name, list(tensor.array.shape), tensor.datatype)
-            inputs.append(slot.set_data_from_numpy(tensor.array))
+            shape = list(tensor.array.shape)
+            infer_input = triton_grpc.InferInput(tensor.name, shape, tensor.datatype)
+            inputs.append(infer_input.set_data_from_numpy(tensor.array))
         with self._errors():
             result = await self._client.infer(
                 model,
@@ -103,11 +104,11 @@ class GrpcTransport:
             yield
         except InferenceServerException as error:
             message = server_message(error.message(), error.status())
-            kind = refined(_ERRORS.get(error.status() or "", ServerError), message)
-            if kind is ServerUnavailable and _is_about_the_connection(message):
+            error_type = refine_error(_ERRORS.get(error.status() or "", ServerError), message)
+            if error_type is ServerUnavailable and _is_connection_failure(message):
                 message = f"no connection to grpc server {self._target}: {message}"
-            raise kind(message) from None
+            raise error_type(message) from None
 
 
-def _is_about_the_connection(message: str) -> bool:
+def _is_connection_failure(message: str) -> bool:
     return message.startswith(("failed to connect", "Socket closed", "recvmsg", "Stream removed"))

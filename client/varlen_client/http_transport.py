@@ -23,7 +23,7 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
-from varlen_client.transport import ServerIdentity, refined, server_message
+from varlen_client.transport import ServerIdentity, refine_error, server_message
 from varlen_client.wire import InferRequest, ModelState
 
 _ERRORS: dict[str, type[VarlenClientError]] = {
@@ -39,18 +39,17 @@ _ERRORS: dict[str, type[VarlenClientError]] = {
 
 
 class HttpTransport:
-    """Calls over a pool of kept-alive connections. Cancelling a task closes its connection.
+    """Transport over a pool of kept-alive connections; cancelling a task closes its connection.
 
-    The server does not notice a closed HTTP connection: a cancelled request still runs there. Over
-    gRPC it is dropped.
+    The server does not notice that the connection is closed, so it still runs the request. Over gRPC
+    it drops the request.
     """
 
     def __init__(self, endpoint: Endpoint, ca_file: Path | None) -> None:
         self._target = endpoint.target
         self._client = triton_http.InferenceServerClient(
             endpoint.target,
-            # None: the library's own limit would cut a long request after 60 s; the caller's
-            #     timeout rules instead.
+            # By default tritonclient ends a request after 60 s. Only the caller's timeout applies.
             conn_timeout=None,
             ssl=endpoint.tls,
             ssl_context=ssl.create_default_context(cafile=ca_file) if endpoint.tls else None,
@@ -86,8 +85,9 @@ class HttpTransport:
     async def infer(self, model: str, request: InferRequest) -> npt.NDArray[np.generic] | None:
         inputs = []
         for tensor in request.tensors:
-            slot = triton_http.InferInput(tensor.name, list(tensor.array.shape), tensor.datatype)
-            inputs.append(slot.set_data_from_numpy(tensor.array, binary_data=True))
+            shape = list(tensor.array.shape)
+            infer_input = triton_http.InferInput(tensor.name, shape, tensor.datatype)
+            inputs.append(infer_input.set_data_from_numpy(tensor.array, binary_data=True))
         with self._errors():
             result = await self._client.infer(
                 model,
@@ -107,7 +107,7 @@ class HttpTransport:
             yield
         except InferenceServerException as error:
             message = server_message(error.message(), error.status())
-            raise _kind(error.status() or "", message)(message) from None
+            raise _error_type(error.status() or "", message)(message) from None
         except aiohttp.ClientSSLError as error:
             raise ServerError(f"TLS with http server {self._target} failed: {error}") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
@@ -116,14 +116,14 @@ class HttpTransport:
                 f"no connection to http server {self._target}: {reason}"
             ) from error
         except (aiohttp.ClientError, ValueError, LookupError, TypeError, AttributeError) as error:
-            # Anything else is an answer that tritonclient could not read.
+            # tritonclient failed to parse the response.
             raise ServerError(
-                f"http server {self._target} gave an unexpected answer: {error!r}"
+                f"http server {self._target} sent an unexpected response: {error!r}"
             ) from error
 
 
-def _kind(status: str, message: str) -> type[VarlenClientError]:
-    # Some versions of the server answer 400 for a model that they do not have.
+def _error_type(status: str, message: str) -> type[VarlenClientError]:
+    # Some versions of the server report an unknown model with status 400.
     if status == "400" and message.startswith("Request for unknown model"):
         return ModelNotFound
-    return refined(_ERRORS.get(status, ServerError), message)
+    return refine_error(_ERRORS.get(status, ServerError), message)

@@ -1,10 +1,11 @@
-"""When a request is sent again, and how long the client waits before.
+"""Retries: which failures are retried, and the delay before each retry.
 
-Inference changes nothing at the server, so a request may be sent twice. Two cases are worth it: the
-server said UNAVAILABLE (queue full, model not ready), or there is no connection (refused, or lost
-before the answer). After a timeout nothing is retried: the first request may still be running, and
-a second one would double the load of a slow server. Nor is a deadline that the server will miss: it
-refuses those that it has no time for, and to ask again takes from the time of the others.
+Inference changes no state of the server, so a request may be sent twice. Two failures are retried: the
+server reports UNAVAILABLE (queue full, model not ready), or there is no connection (refused, or lost
+before the response).
+
+Two are not. After a timeout the first request may still be running, and a second one would double the
+load of a slow server. A request that missed its deadline has no time left for another attempt.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often to send again, with exponential back-off. Delays in seconds."""
+    """Number of retries, and the delays between them, in seconds."""
 
     max_retries: int = 5
     first_delay: float = 0.1
     max_delay: float = 2.0
 
     def delay(self, retry: int) -> float:
-        """Return the wait before retry 0, 1, …: doubled, capped, then cut by up to half."""
+        """Return the delay before retry 0, 1, …: doubled, capped, minus up to half."""
         longest = min(self.first_delay * 2.0**retry, self.max_delay)
         return longest * random.uniform(0.5, 1.0)
 
@@ -37,13 +38,13 @@ class RetryPolicy:
 async def with_retries(
     send: Callable[[], Awaitable[_T]], policy: RetryPolicy, *, deadline: float | None
 ) -> _T:
-    """Return what `send` returns, sending again while the server is unavailable.
+    """Return the result of `send`, retried while the server is unavailable.
 
     Args:
-        deadline: on the clock of the event loop; a wait that would pass it is not begun.
+        deadline: on the event loop's clock; a retry that would start after it is not made.
 
     Raises:
-        ServerUnavailable: the last one, after the last try.
+        ServerUnavailable: that of the last attempt.
     """
     clock = asyncio.get_running_loop().time
     start, retry = clock(), 0

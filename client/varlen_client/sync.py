@@ -1,7 +1,7 @@
-"""The sync client: the asyncio client, run on an event loop in a thread of its own.
+"""The sync client: the asyncio client on an event loop in a background thread.
 
-All clients of a process share that loop. gRPC's asyncio support serves one loop per process well
-and several badly, and a call from many threads needs no lock: each is a task of the loop.
+All clients of a process share this loop, because gRPC's asyncio support works well with only one loop
+per process. Calls from many threads need no lock: each call is a task of the loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class _LoopThread:
-    """One event loop in a daemon thread, begun at the first use."""
+    """An event loop in a daemon thread, started at the first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class _LoopThread:
         self._thread: threading.Thread | None = None
 
     def run(self, coroutine: Coroutine[object, object, _T]) -> _T:
-        """Run a coroutine on the loop and wait for it; Ctrl-C here cancels it there."""
+        """Return the result of a coroutine run on the loop; Ctrl-C cancels the coroutine."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
         try:
             return future.result()
@@ -39,8 +39,8 @@ class _LoopThread:
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            # After a fork the thread is gone and the loop with it: the child begins its own. (Over
-            # HTTP, that is: gRPC itself does not work on both sides of a fork.)
+            # A forked child has no loop thread, so it starts a new one. This helps HTTP only: gRPC
+            # does not support use on both sides of a fork.
             if self._loop is None or self._thread is None or not self._thread.is_alive():
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
@@ -54,7 +54,7 @@ _loop = _LoopThread()
 
 
 class Client:
-    """Embeds, classifies and ranks texts at a server; safe to use from many threads.
+    """Sync client of one server and one model; safe to use from many threads.
 
     Use it as a context manager, or call `close`. Arguments, results and errors are those of
     `AsyncClient`.
@@ -189,11 +189,11 @@ class Client:
         )
 
     def ready(self) -> bool:
-        """Return whether the server and the model take requests. See `AsyncClient.ready`."""
+        """Return whether the server and the model are ready. See `AsyncClient.ready`."""
         return _loop.run(self._client.ready())
 
     def status(self) -> Status:
-        """Return what the server says about itself and its models. See `AsyncClient.status`."""
+        """Return the state of the server and its models. See `AsyncClient.status`."""
         return _loop.run(self._client.status())
 
     def models(self) -> list[ModelState]:
@@ -201,7 +201,7 @@ class Client:
         return _loop.run(self._client.models())
 
     def close(self) -> None:
-        """Close the connections. Calls still running fail."""
+        """Close the connections; calls in progress fail."""
         _loop.run(self._client.close())
 
     def __enter__(self) -> Client:

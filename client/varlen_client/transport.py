@@ -1,7 +1,7 @@
-"""What the client asks of a protocol; gRPC and HTTP answer, on tritonclient's asyncio clients.
+"""The interface of the gRPC and HTTP transports, which are based on tritonclient's asyncio clients.
 
-A transport sends one thing once: no retries and no time limits here. It raises only errors of our
-own tree, and it stops the call on the wire when its task is cancelled.
+A transport sends each request once: retries and timeouts are above it. It raises only the errors of
+errors.py. Cancelling its task cancels the request in flight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from varlen_client.wire import InferRequest, ModelState
 
 @dataclass(frozen=True, slots=True)
 class ServerIdentity:
-    """What the server says it is."""
+    """Name and version of the server, as it reports them."""
 
     name: str
     version: str
@@ -30,11 +30,11 @@ class Transport(Protocol):
     """One connection (or pool of connections) to one server, owned by one event loop."""
 
     async def server_ready(self) -> bool:
-        """Return whether the server takes requests."""
+        """Return whether the server is ready for requests."""
         ...
 
     async def model_ready(self, model: str) -> bool:
-        """Return whether the model takes requests."""
+        """Return whether the model is ready for requests."""
         ...
 
     async def server_identity(self) -> ServerIdentity:
@@ -42,7 +42,7 @@ class Transport(Protocol):
         ...
 
     async def models(self) -> list[ModelState]:
-        """Return the server's repository index."""
+        """Return the state of each model in the server's repository index."""
         ...
 
     async def model_config(self, model: str) -> Mapping[str, object]:
@@ -50,7 +50,7 @@ class Transport(Protocol):
         ...
 
     async def infer(self, model: str, request: InferRequest) -> npt.NDArray[np.generic] | None:
-        """Return the requested output, None when the answer does not hold it."""
+        """Return the requested output; None when the response lacks it."""
         ...
 
     async def close(self) -> None:
@@ -59,17 +59,17 @@ class Transport(Protocol):
 
 
 def server_message(message: str | None, status: str | None) -> str:
-    """Return what the server said, without the tag that it puts before its own refusals."""
+    """Return the server's error message without its request id."""
     if not message:
         return f"the server failed without a message ({status})"
     return re.sub(r"^\[request id: [^\]]*\] ", "", message)
 
 
-def refined(kind: type[VarlenClientError], message: str) -> type[VarlenClientError]:
-    """Return the kind of an error, a missed deadline told apart from other reasons to be unavailable.
+def refine_error(error_type: type[VarlenClientError], message: str) -> type[VarlenClientError]:
+    """Return DeadlineMissed for the message of a missed deadline, else `error_type`.
 
-    For both the server has one code; the message says which.
+    The server reports a missed deadline and a full queue with the same status.
     """
-    if kind is ServerUnavailable and message.startswith("deadline missed: "):
+    if error_type is ServerUnavailable and message.startswith("deadline missed: "):
         return DeadlineMissed
-    return kind
+    return error_type

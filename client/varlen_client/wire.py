@@ -1,8 +1,8 @@
-"""The wire as the client sees it: rows to tensors, and what a model's config says about them.
+"""The wire format: input rows as tensors, and what the client reads of a config.
 
-One row is one sequence. Texts go as `text` BYTES [rows, 1]; pairs add `text_pair`. Token ids go as
-`input_ids` INT64 [rows, longest] with an `attention_mask`; the server drops the padding on entry,
-so rows of any lengths may share a request.
+One row is one sequence. Texts are sent as `text` BYTES [rows, 1]; pairs add `text_pair`. Token ids are
+sent as `input_ids` INT64 [rows, longest] with an `attention_mask`. The server drops this padding, so
+rows of different lengths may share a request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Ids: TypeAlias = npt.NDArray[np.int64]  # [tokens]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One input tensor with its name on the wire. BYTES are an object array of bytes."""
+    """One input tensor and its name; BYTES is an object array of bytes."""
 
     name: str
     datatype: Literal["BYTES", "INT64"]
@@ -38,27 +38,27 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """One request: the tensors of some rows, the output wanted, and the request parameters."""
+    """One request: input tensors, the name of the requested output, and parameters."""
 
     rows: range
     tensors: tuple[Tensor, ...]
     output: str
     parameters: Parameters
 
-    def after(self, seconds: float) -> InferRequest:
-        """Return the request as it is sent so long after its first try: with what is left of its deadline."""
-        given = self.parameters.get("deadline_ms")
-        gone = int(seconds * 1e3)
-        if given is None or not gone:
+    def with_remaining_deadline(self, elapsed_seconds: float) -> InferRequest:
+        """Return the request with `deadline_ms` reduced by the time since its first attempt."""
+        deadline_ms = self.parameters.get("deadline_ms")
+        elapsed_ms = int(elapsed_seconds * 1e3)
+        if deadline_ms is None or not elapsed_ms:
             return self
-        # the server refuses a deadline of nothing, so the last try has a little
-        left = max(given - gone, min(given, 1))
-        return replace(self, parameters={**self.parameters, "deadline_ms": left})
+        # The server refuses a deadline of 0, so the last attempt gets 1 ms at least.
+        remaining = max(deadline_ms - elapsed_ms, min(deadline_ms, 1))
+        return replace(self, parameters={**self.parameters, "deadline_ms": remaining})
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The caller's input after checking: either all texts (single or pairs) or all token ids."""
+    """The caller's checked input: either texts (single or pairs) or token ids."""
 
     texts: tuple[_Text, ...] = ()
     ids: tuple[_Ids, ...] = ()
@@ -68,7 +68,7 @@ class Rows:
 
     def split(self, size: int) -> list[range]:
         """Return consecutive ranges of at most `size` rows that cover all rows."""
-        return [range(at, min(at + size, len(self))) for at in range(0, len(self), size)]
+        return [range(i, min(i + size, len(self))) for i in range(0, len(self), size)]
 
     def tensors(self, rows: range) -> tuple[Tensor, ...]:
         """Return the input tensors of these rows."""
@@ -79,7 +79,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the client needs of a model's config."""
+    """The parts of a model's config that the client needs."""
 
     name: str
     max_batch_size: int
@@ -87,10 +87,10 @@ class ModelInfo:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> ModelInfo:
-        """Read the JSON form of a config; over gRPC its integers may be strings.
+        """Return the info in a config's JSON form; over gRPC its integers may be strings.
 
         Raises:
-            ServerError: the config has not the fields of a model config.
+            ServerError: a field is missing or has another type.
         """
         try:
             outputs = config["output"]
@@ -104,10 +104,10 @@ class ModelInfo:
             raise ServerError(f"the model's config cannot be read: {error!r}") from error
 
     def width(self, method: str, output: str, *, rank: int) -> int:
-        """Return the last dimension of `output`, or say that this model does not serve `method`.
+        """Return the last dimension of `output`, which `method` needs.
 
         Raises:
-            InvalidRequest: the model has no output of that name and rank, or takes no batches.
+            InvalidRequest: the model has no output of that name and rank, or no batch dimension.
         """
         if self.max_batch_size < 1:
             raise InvalidRequest(
@@ -125,7 +125,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """One line of the server's repository index: a model version and its state, such as READY."""
+    """Name, version and state (such as READY) of a model in the server's repository index."""
 
     name: str
     version: str
@@ -133,15 +133,15 @@ class ModelState:
 
     @property
     def ready(self) -> bool:
-        """Whether this version takes requests."""
+        """Whether this version is ready for requests."""
         return self.state == "READY"
 
 
 def only_ready_model(models: Sequence[ModelState]) -> str | None:
-    """Return the name of the only ready model, None when none is ready.
+    """Return the name of the only ready model; None when none is ready.
 
     Raises:
-        ModelNotFound: several are ready, so the caller must choose.
+        ModelNotFound: several models are ready, so the caller must choose one.
     """
     names = sorted({model.name for model in models if model.ready})
     if len(names) > 1:
@@ -152,51 +152,49 @@ def only_ready_model(models: Sequence[ModelState]) -> str | None:
 
 
 def read_inputs(inputs: Inputs) -> Rows:
-    """Check texts or token ids.
+    """Return the checked rows of texts or token ids.
 
     Raises:
-        InvalidRequest: a single string, a row that is neither text nor a list of integers, or both
-            kinds mixed.
+        InvalidRequest: a single string, a row that is neither text nor a list of integers, or a mix
+            of both.
     """
-    _refuse_one_string(inputs)
+    _check_not_a_string(inputs)
     if len(inputs) and isinstance(inputs[0], str):
-        return Rows(texts=tuple((_text(row, at),) for at, row in enumerate(inputs)))
-    return Rows(ids=tuple(_ids(row, at) for at, row in enumerate(inputs)))
+        return Rows(texts=tuple((_text(row, index),) for index, row in enumerate(inputs)))
+    return Rows(ids=tuple(_ids(row, index) for index, row in enumerate(inputs)))
 
 
 def read_inputs_or_pairs(inputs: Inputs | Pairs) -> Rows:
-    """Check texts, token ids or pairs of texts.
+    """Return the checked rows of texts, token ids or pairs of texts.
 
     Raises:
-        InvalidRequest: as `read_inputs`; or some rows are pairs and some are not.
+        InvalidRequest: as `read_inputs`; or only some rows are pairs.
     """
-    _refuse_one_string(inputs)
+    _check_not_a_string(inputs)
     if not any(_is_pair(row) for row in inputs):
         return read_inputs(inputs)  # type: ignore[arg-type]  # no row is a pair
-    for at, row in enumerate(inputs):
+    for index, row in enumerate(inputs):
         if not _is_pair(row):
-            raise InvalidRequest(f"row {at} is no pair of texts; other rows are")
+            raise _invalid_row(index, "is not a pair of texts; other rows are")
     return Rows(
-        texts=tuple((_text(row[0], at), _text(row[1], at)) for at, row in enumerate(inputs))
+        texts=tuple(
+            (_text(row[0], index), _text(row[1], index)) for index, row in enumerate(inputs)
+        )
     )
 
 
 def read_query_and_documents(query: str, documents: Sequence[str]) -> Rows:
-    """Check a query and its documents; each document is one row, paired with the query."""
-    _refuse_one_string(documents)
+    """Return one row per document, each a pair of the query and the document."""
+    _check_not_a_string(documents)
     return read_inputs_or_pairs([(query, document) for document in documents])
 
 
-def requests(
-    rows: Rows,
-    ranges: Sequence[range],
-    output: str,
-    parameters: Mapping[str, bool | float | None],
+def infer_requests(
+    rows: Rows, ranges: Sequence[range], output: str, parameters: Parameters
 ) -> Iterator[InferRequest]:
-    """Yield one request per range; tensors are built only when a request is about to be sent."""
-    given = {name: value for name, value in parameters.items() if value is not None}
-    for some in ranges:
-        yield InferRequest(some, rows.tensors(some), output, given)
+    """Yield one request per range; its tensors are built only then, to save memory."""
+    for rows_of_request in ranges:
+        yield InferRequest(rows_of_request, rows.tensors(rows_of_request), output, parameters)
 
 
 def _text_tensors(texts: Sequence[_Text]) -> Iterator[Tensor]:
@@ -216,7 +214,7 @@ def _id_tensors(ids: Sequence[_Ids]) -> Iterator[Tensor]:
         yield Tensor("attention_mask", "INT64", mask)
 
 
-def _refuse_one_string(inputs: object) -> None:
+def _check_not_a_string(inputs: object) -> None:
     if isinstance(inputs, (str, bytes)):
         raise InvalidRequest("got one string; pass a list of strings")
 
@@ -228,26 +226,26 @@ def _is_pair(row: object) -> bool:
     ]
 
 
-def _text(row: object, at: int) -> bytes:
+def _text(row: object, index: int) -> bytes:
     if not isinstance(row, str):
-        raise InvalidRequest(f"row {at} is {type(row).__name__}; expected text", rows=_one(at))
+        raise _invalid_row(index, f"is {type(row).__name__}; expected text")
     try:
         return row.encode()
     except UnicodeEncodeError:
-        raise InvalidRequest(f"row {at}: text is not valid Unicode", rows=_one(at)) from None
+        raise _invalid_row(index, "is not valid Unicode") from None
 
 
-def _ids(row: object, at: int) -> _Ids:
+def _ids(row: object, index: int) -> _Ids:
     if isinstance(row, str):
-        raise InvalidRequest(f"row {at} is text; the rows before are token ids", rows=_one(at))
+        raise _invalid_row(index, "is text; the rows before are token ids")
     try:
         ids = np.asarray(row)
     except ValueError:
         ids = np.empty((0, 0))
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise InvalidRequest(f"row {at} is neither text nor a list of token ids", rows=_one(at))
+        raise _invalid_row(index, "is neither text nor a list of token ids")
     return ids.astype(np.int64, copy=False)
 
 
-def _one(at: int) -> range:
-    return range(at, at + 1)
+def _invalid_row(index: int, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"row {index} {problem}", rows=range(index, index + 1))

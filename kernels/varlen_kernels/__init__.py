@@ -1,12 +1,12 @@
-"""Packed (padding-free) ops for transformers of every input length.
+"""Ops for transformers on packed (padding-free) input.
 
-`reference` is the specification of every op and the path that runs on a CPU. The words below are
-here so that naming them does not import torch.
+`reference` is the specification of every op and runs on CPUs; `fused` runs on CUDA GPUs. The types below
+are here because importing this module does not import torch.
 """
 
 from typing import Literal, TypeAlias
 
-# How one vector is made of a sequence's tokens.
+# How the tokens of a sequence are reduced to one vector.
 Pooling: TypeAlias = Literal["cls", "mean", "max", "last"]
-# gelu is the exact (erf) form.
+# gelu is the exact (erf) form, gelu_tanh its tanh approximation.
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu"]

@@ -1,6 +1,6 @@
-"""Bias and activation in one pass over the result of a linear layer: exact GELU, its tanh form, ReLU.
+"""Bias and activation in one pass: exact GELU, its tanh form, or ReLU.
 
-One program owns ROWS tokens by BLOCK features; the bias of those features is loaded once for all its tokens.
+One program owns ROWS tokens by BLOCK features, and loads the bias of these features once.
 Source: Hendrycks, Gimpel 2016, arXiv:1606.08415.
 """
 
@@ -18,8 +18,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 # gelu_tanh(x) is x / (1 + 2 ** (x * (_TANH_1 + _TANH_3 * x * x)))
 _TANH_1 = tl.constexpr(-2 * 0.7978845608028654 * 1.4426950408889634)
 _TANH_3 = tl.constexpr(-2 * 0.7978845608028654 * 1.4426950408889634 * 0.044715)
-# log2(erfc(a / sqrt(2))) as a polynomial in a, from a ** 1 on: least largest error over [0, 8], weighted by
-# what an error there does to GELU.
+# Coefficients of a ** 1, a ** 2, ... in a polynomial for log2(erfc(a / sqrt(2))): the minimax fit over [0, 8],
+# weighted by the effect of an error on GELU.
 _LOG2_ERFC = tl.constexpr(
     (
         -1.1511071920394897,
@@ -34,29 +34,28 @@ _LOG2_ERFC = tl.constexpr(
     )
 )
 _DEGREE = tl.constexpr(9)
-_ERFC_TO = tl.constexpr(8.0)
+_MAX_ERFC_INPUT = tl.constexpr(8.0)
 
 
 @triton.jit
 def sigmoid(x):
-    """Return 1 / (1 + exp(-x)), in base 2: the exponential that a GPU has."""
+    """Return 1 / (1 + exp(-x)), by exp2, which is a GPU instruction."""
     return 1.0 / (1.0 + tl.exp2(x * -_LOG2_E))
 
 
 @triton.jit
 def _gelu(x):
-    """Return 0.5 x erfc(-x / sqrt(2)), as max(x, 0) - 0.5 a erfc(a / sqrt(2)) with a = |x|.
+    """Return exact GELU: max(x, 0) - 0.5 a erfc(a / sqrt(2)) with a = |x|.
 
-    The library's erf takes twice the instructions, more than the bytes of a 16-bit tensor leave time for. One
-    exponential of a polynomial has half its error, and where x is far below 0 nothing cancels.
+    The library's erf takes twice the instructions, which would make 16-bit tensors compute-bound. The exponential of a
+    polynomial has half its error, and nothing cancels for x far below 0.
     """
-    a = tl.minimum(tl.abs(x), _ERFC_TO)
+    a = tl.minimum(tl.abs(x), _MAX_ERFC_INPUT)
     power = a * _LOG2_ERFC[_DEGREE - 1]
     for i in tl.static_range(2, _DEGREE + 1):
         power = a * (power + _LOG2_ERFC[_DEGREE - i])
-    # a NaN is to stay one
-    above = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return above - 0.5 * a * tl.exp2(power)
+    positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    return positive - 0.5 * a * tl.exp2(power)
 
 
 @triton.jit
@@ -83,7 +82,7 @@ def _activate_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Activate one of the tiles that ROWS tokens are cut into."""
+    """Activate one tile of ROWS tokens by BLOCK features."""
     TILES: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     # int64: tokens * FEATURES may pass 2**31
     token = (tl.program_id(0) // TILES).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -99,7 +98,7 @@ def _activate_kernel(
 def activate(
     x: Tensor, bias: Tensor | None = None, *, kind: Activation, out: Tensor | None = None
 ) -> Tensor:
-    """Return the activation of every element of x + bias, as `reference.activate` does.
+    """Return the activation of x + bias, see `reference.activate`.
 
     Raises:
         ValueError: shapes or dtypes disagree, or rows are not contiguous.
@@ -128,5 +127,5 @@ def activate(
 
 
 def candidates(features: int, dtype: torch.dtype) -> list[Launch]:
-    """Return launches for rows of this width, the first for a GPU on which none was measured."""
+    """Return the candidate launches for rows of this width; the first is the default."""
     return tile_launches(features, vector_width(dtype, features))

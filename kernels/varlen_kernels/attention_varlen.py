@@ -1,12 +1,12 @@
-"""Attention over packed tokens: each query reads the keys of its own sequence, and nothing is padded.
+"""Attention over packed tokens: each query reads the keys of its own sequence, without padding.
 
-One program owns BLOCK_M queries of one sequence and one head. It reads the keys in blocks and keeps a running maximum
-and sum of each query's weights, so no score leaves its registers.
+One program owns one tile: BLOCK_M queries of one sequence and one head. It reads the keys in blocks and keeps a running
+maximum and a running sum of each query's weights, so scores stay in registers.
 Source: Dao 2023, arXiv:2307.08691; Milakov, Gimelshein 2018, arXiv:1805.02867.
 
-Which sequence a program works on it finds by itself: sequence i owns the tiles of queries from
-cu_seqlens[i] // BLOCK_M + i on. Those are enough for its length, with at most one to spare, and how many there are in a
-batch follows from its shapes alone: the host need not know a length, and one CUDA graph fits every batch of a shape.
+A program finds its sequence itself: the tiles of sequence i start at cu_seqlens[i] // BLOCK_M + i. Each sequence has
+enough tiles for its length, and at most one more. So the number of tiles follows from the shapes of the batch: the host
+needs no sequence length, and one CUDA graph serves every batch of the same shapes.
 """
 
 import math
@@ -23,19 +23,19 @@ MAX_HEAD_DIM = 256
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
-# Sequences that a program looks at in one go to find its own.
-_CHUNK = 256
-# The mean length of a batch counts as the last of these that it reaches.
+# Sequences that a program reads at once to find its own.
+_BLOCK_BATCH = 256
+# Lower bounds of the buckets of mean sequence lengths.
 _MEAN_LENGTHS = (256, 64, 16, 1)
-# Most queries of a tile, by mean length: longer tiles read keys less often, and leave more places empty.
-_MOST_QUERIES = {256: 128, 64: 64, 16: 32, 1: 16}
-_MOST_CANDIDATES = 4
-# A thread has no more.
-_MOST_REGISTERS = 255
+# Largest BLOCK_M, by mean length: larger tiles read the keys fewer times, but leave more rows empty.
+_MAX_BLOCK_M = {256: 128, 64: 64, 16: 32, 1: 16}
+_MAX_CANDIDATES = 4
+# Hardware limit per thread.
+_MAX_REGISTERS = 255
 
-# (BLOCK_M, BLOCK_N, num_warps, num_stages) by BLOCK_D, bytes of an element and whether there is a bias, those
-# with few queries first. None needs more registers than there are, on sm_80 and sm_90. The tiles of fp32 are small: a
-# product is three on tensor cores, of operands twice the size. So are those with a bias, which is one load a score.
+# (BLOCK_M, BLOCK_N, num_warps, num_stages), by (BLOCK_D, bytes per element, has a bias), in ascending order of BLOCK_M.
+# All fit the registers of sm_80 and sm_90. fp32 needs small tiles: its operands have twice the size, and each product
+# takes three on tensor cores. A bias needs small tiles because it is one load per score.
 _TILES: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {
     (64, 2, False): [
         (16, 32, 2, 3),
@@ -73,19 +73,19 @@ def find_tile(
     batch,
     tile,
     BLOCK_M: tl.constexpr,
-    CHUNK: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
 ):
-    """Return the first token and the length of the sequence that owns a tile, and the tile's first query in it.
+    """Return a tile's sequence (its first token and length) and the tile's first query.
 
-    The owner is the last sequence to start at or before the tile. All that is looked for grows from sequence to
-    sequence, so a maximum finds it, where a binary search would wait for one load after the other.
+    The tile belongs to the last sequence whose first tile is not after it. First tiles, starts and ends all ascend from
+    sequence to sequence, so three maxima find them. A binary search would need dependent loads.
     """
-    first_tiles = tl.zeros([CHUNK], tl.int32)
-    begins = tl.zeros([CHUNK], tl.int32)
-    ends = tl.zeros([CHUNK], tl.int32)
-    # sequence i starts no earlier than tile i
-    for chunk in range(0, tl.minimum(batch, tile + 1), CHUNK):
-        sequence = chunk + tl.arange(0, CHUNK)
+    first_tiles = tl.zeros([BLOCK_BATCH], tl.int32)
+    begins = tl.zeros([BLOCK_BATCH], tl.int32)
+    ends = tl.zeros([BLOCK_BATCH], tl.int32)
+    # the first tile of sequence i is tile i or a later one
+    for first in range(0, tl.minimum(batch, tile + 1), BLOCK_BATCH):
+        sequence = first + tl.arange(0, BLOCK_BATCH)
         begin = tl.load(cu_seqlens_ptr + sequence, mask=sequence < batch, other=0)
         end = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch, other=0)
         first_tile = begin // BLOCK_M + sequence
@@ -100,33 +100,33 @@ def find_tile(
 @triton.jit
 def load_tile(
     tile_ptr,  # [ROWS, HEAD_DIM]
-    rows,
+    num_rows,
     STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return [ROWS, BLOCK_D]: 0 past HEAD_DIM and, if MASKED, from row `rows` on."""
+    """Return [ROWS, BLOCK_D]: 0 past HEAD_DIM and, if MASKED, from row `num_rows` on."""
     row = tl.arange(0, ROWS)[:, None]
-    lane = tl.arange(0, BLOCK_D)[None, :]
-    at = row * STRIDE + lane
+    col = tl.arange(0, BLOCK_D)[None, :]
+    at = row * STRIDE + col
     if MASKED:
-        return tl.load(tile_ptr + at, mask=(row < rows) & (lane < HEAD_DIM), other=0.0)
+        return tl.load(tile_ptr + at, mask=(row < num_rows) & (col < HEAD_DIM), other=0.0)
     if HEAD_DIM < BLOCK_D:
-        return tl.load(tile_ptr + at, mask=lane < HEAD_DIM, other=0.0)
+        return tl.load(tile_ptr + at, mask=col < HEAD_DIM, other=0.0)
     return tl.load(tile_ptr + at)
 
 
 @triton.jit
-def read_keys(
-    context,  # [BLOCK_M, BLOCK_D], weighted sum of the values read before
-    total,  # [BLOCK_M], sum of their weights
-    top,  # [BLOCK_M], the largest score among them, which has weight 1
+def attend_to_keys(
+    context,  # [BLOCK_M, BLOCK_D], weighted sum of the values read so far
+    weight_sum,  # [BLOCK_M]
+    max_score,  # [BLOCK_M]
     q,  # [BLOCK_M, BLOCK_D]
     keys_ptr,  # [length, HEAD_DIM], of the sequence
     values_ptr,  # [length, HEAD_DIM]
-    bias_ptr,  # entry of distance 0, read if HAS_BIAS
+    bias_ptr,  # bias of distance 0, read if HAS_BIAS
     first_query,
     first_key,
     length,
@@ -140,45 +140,46 @@ def read_keys(
     HAS_BIAS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return context, total and top with BLOCK_N more keys read; if MASKED, only those that are there and may be read.
+    """Return context, weight_sum and max_score after BLOCK_N more keys.
 
-    Scores are in units of log 2, since exp2 is what the hardware has.
+    Without MASKED, every query may read all of these keys. A score of max_score has weight 1. Scores are in base 2,
+    because exp2 is a GPU instruction.
     """
-    rows = length - first_key
+    num_keys = length - first_key
     at = tl.cast(first_key, tl.int64) * STRIDE
-    # a block past the end is 0, not what stands there: a weight of 0 times NaN is NaN
-    k = load_tile(keys_ptr + at, rows, STRIDE, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED)
-    v = load_tile(values_ptr + at, rows, STRIDE, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED)
+    # keys past the end are loaded as 0: memory there may hold NaN, and a weight of 0 times NaN is NaN
+    k = load_tile(keys_ptr + at, num_keys, STRIDE, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED)
+    v = load_tile(values_ptr + at, num_keys, STRIDE, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED)
     row = tl.arange(0, BLOCK_M)[:, None]
     col = tl.arange(0, BLOCK_N)[None, :]
 
     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
     if HAS_BIAS:
-        # queries past the end have no distance in the table
-        known = (row < length - first_query) & (col < rows)
-        bias = tl.load(bias_ptr + (first_key - first_query) + (col - row), mask=known, other=0.0)
+        # rows past the last query have no entry in the bias
+        inside = (row < length - first_query) & (col < num_keys)
+        bias = tl.load(bias_ptr + (first_key - first_query) + (col - row), mask=inside, other=0.0)
         bias = bias.to(tl.float32)
         scores = scores * scale + bias * LOG2_E
     if MASKED:
-        readable = col < rows
+        readable = col < num_keys
         if CAUSAL:
             readable = readable & (first_key + col <= first_query + row)
         scores = tl.where(readable, scores, float("-inf"))
 
     if HAS_BIAS:
-        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1))
         # a bias of -inf may hide all keys so far
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - shift[:, None])
     else:
-        # scaled after the maximum: one fused multiply-add a score
-        new_top = tl.maximum(top, tl.max(scores, axis=1) * scale)
-        shift = new_top
+        # scaled after the maximum: one fused multiply-add per score
+        new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale)
+        shift = new_max
         weights = tl.exp2(scores * scale - shift[:, None])
-    fade = tl.exp2(top - shift)
-    total = total * fade + tl.sum(weights, axis=1)
-    context = tl.dot(weights.to(v.dtype), v, context * fade[:, None], input_precision="tf32x3")
-    return context, total, new_top
+    rescale = tl.exp2(max_score - shift)
+    weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
+    context = tl.dot(weights.to(v.dtype), v, context * rescale[:, None], input_precision="tf32x3")
+    return context, weight_sum, new_max
 
 
 @triton.jit(do_not_specialize=["batch", "bias_width"])
@@ -196,16 +197,16 @@ def _attention_varlen_kernel(
     HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
 ):
-    """Attend from the queries of tile `program_id(0) // NUM_HEADS` in head `program_id(0) % NUM_HEADS`."""
-    # heads side by side: in a batch sorted by length, the programs that end last are short ones
+    """Compute the attention of one tile of queries in one head."""
+    # heads vary fastest: in a batch sorted by descending length, the last programs are short
     head = tl.program_id(0) % NUM_HEADS
     tile = tl.program_id(0) // NUM_HEADS
-    begin, length, first_query = find_tile(cu_seqlens_ptr, batch, tile, BLOCK_M, CHUNK)
+    begin, length, first_query = find_tile(cu_seqlens_ptr, batch, tile, BLOCK_M, BLOCK_BATCH)
     if first_query >= length:
         return
 
@@ -215,28 +216,28 @@ def _attention_varlen_kernel(
     values_ptr = keys_ptr + NUM_HEADS * HEAD_DIM
     bias_ptr = distance_bias_ptr + head.to(tl.int64) * bias_width + bias_width // 2
     query = first_query + tl.arange(0, BLOCK_M)
-    rows = length - first_query
+    num_queries = length - first_query
     q_ptr = sequence_ptr + first_query.to(tl.int64) * QKV_STRIDE
-    q = load_tile(q_ptr, rows, QKV_STRIDE, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    q = load_tile(q_ptr, num_queries, QKV_STRIDE, HEAD_DIM, BLOCK_M, BLOCK_D, True)
 
     context = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    # keys before `whole` stand in blocks that every query may read from end to end: most need no mask
+    weight_sum = tl.zeros([BLOCK_M], tl.float32)
+    max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # most blocks need no mask: every query may read all keys before `first_masked`
     end = length
-    whole = length // BLOCK_N * BLOCK_N
+    first_masked = length // BLOCK_N * BLOCK_N
     if CAUSAL:
         end = tl.minimum(length, first_query + BLOCK_M)
-        whole = first_query // BLOCK_N * BLOCK_N
+        first_masked = first_query // BLOCK_N * BLOCK_N
     for MASKED in tl.static_range(2):
-        first = whole if MASKED else 0
-        last = end if MASKED else whole
-        # the masked blocks are too few to load one while another is computed
-        for first_key in tl.range(first, last, BLOCK_N, num_stages=1 if MASKED else None):
-            context, total, top = read_keys(
+        loop_begin = first_masked if MASKED else 0
+        loop_end = end if MASKED else first_masked
+        # too few blocks are masked for a pipeline of loads
+        for first_key in tl.range(loop_begin, loop_end, BLOCK_N, num_stages=1 if MASKED else None):
+            context, weight_sum, max_score = attend_to_keys(
                 context,
-                total,
-                top,
+                weight_sum,
+                max_score,
                 q,
                 keys_ptr,
                 values_ptr,
@@ -257,11 +258,11 @@ def _attention_varlen_kernel(
 
     if HAS_BIAS:
         # a query that may read no key gets zeros
-        total = tl.where(total == 0.0, 1.0, total)
+        weight_sum = tl.where(weight_sum == 0.0, 1.0, weight_sum)
     out_row = (begin.to(tl.int64) + query)[:, None] * OUT_STRIDE + head * HEAD_DIM
-    lane = tl.arange(0, BLOCK_D)[None, :]
-    inside = (query < length)[:, None] & (lane < HEAD_DIM)
-    tl.store(out_ptr + out_row + lane, context / total[:, None], mask=inside)
+    col = tl.arange(0, BLOCK_D)[None, :]
+    inside = (query < length)[:, None] & (col < HEAD_DIM)
+    tl.store(out_ptr + out_row + col, context / weight_sum[:, None], mask=inside)
 
 
 def attention_varlen(
@@ -274,13 +275,13 @@ def attention_varlen(
     distance_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax(q kᵀ · scale + bias) v inside each sequence, as `reference.attention_varlen` does.
+    """Return softmax(q kᵀ · scale + bias) v in each sequence, see `reference.attention_varlen`.
 
-    Rows of tokens past the last sequence are left as they are.
+    Rows of `out` past the last sequence are not written.
 
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, head_dim is over
-            MAX_HEAD_DIM, or `scale` is not above 0.
+            MAX_HEAD_DIM (over 128 for fp32 with a bias), or `scale` is not above 0.
     """
     tokens, width = qkv.shape
     head_dim = width // (3 * num_heads)
@@ -290,7 +291,13 @@ def attention_varlen(
     batch = len(cu_seqlens) - 1
     if tokens == 0 or batch == 0:
         return out
-    key = (head_dim, qkv.dtype, causal, distance_bias is not None, mean_length(tokens, batch))
+    key = (
+        head_dim,
+        qkv.dtype,
+        causal,
+        distance_bias is not None,
+        mean_length_bucket(tokens, batch),
+    )
     launch = pick("attention_varlen", key, candidates)
     tiles = tokens // launch["BLOCK_M"] + batch
     _attention_varlen_kernel[(tiles * num_heads,)](
@@ -307,45 +314,45 @@ def attention_varlen(
         HEAD_DIM=head_dim,
         CAUSAL=causal,
         HAS_BIAS=distance_bias is not None,
-        CHUNK=_CHUNK,
+        BLOCK_BATCH=_BLOCK_BATCH,
         BLOCK_D=block_d(head_dim),
         **launch,
     )
     return out
 
 
-def mean_length(tokens: int, batch: int) -> int:
-    """Return the mean length of the sequences as launches know it."""
+def mean_length_bucket(tokens: int, batch: int) -> int:
+    """Return the bucket of the mean sequence length, which launches depend on."""
     return next(length for length in _MEAN_LENGTHS if tokens >= length * batch or length == 1)
 
 
 def block_d(head_dim: int) -> int:
-    """Return how wide the tiles of a head are; tensor cores take 16 features or a larger power of two."""
+    """Return the power of two >= head_dim, at least 16 for tensor cores."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def candidates(
     head_dim: int,
     dtype: torch.dtype,
-    causal: bool,  # noqa: ARG001  # of the key: hiding later tokens may change what is fastest
-    biased: bool,
-    mean: int,
+    causal: bool,  # noqa: ARG001  # part of the key, because it may change which launch is fastest
+    has_bias: bool,
+    mean_length: int,
 ) -> list[Launch]:
-    """Return launches for heads of this size, the first for a GPU on which none was measured.
+    """Return the candidate launches for heads of this size; the first is the default.
 
     Args:
-        mean: as `mean_length` has it.
+        mean_length: a bucket, see `mean_length_bucket`.
     """
-    tiles = _TILES[max(64, block_d(head_dim)), dtype.itemsize, biased]
-    # of the most queries that sequences of the mean length fill, then its neighbours
-    fitting = [tile for tile in tiles if tile[0] <= _MOST_QUERIES[mean]]
+    tiles = _TILES[max(64, block_d(head_dim)), dtype.itemsize, has_bias]
+    # the largest BLOCK_M that sequences of the mean length fill, then its neighbours
+    fitting = [tile for tile in tiles if tile[0] <= _MAX_BLOCK_M[mean_length]]
     best = len(fitting) - 1
-    near = sorted(range(len(tiles)), key=lambda i: (abs(i - best), i > best))[:_MOST_CANDIDATES]
+    near = sorted(range(len(tiles)), key=lambda i: (abs(i - best), i > best))[:_MAX_CANDIDATES]
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     launches: list[Launch] = [dict(zip(names, tiles[i], strict=True)) for i in near]
-    if biased or dtype.itemsize == 4:
-        # else the assembler spills a few registers, to fit one more program on a multiprocessor
-        return [{**launch, "maxnreg": _MOST_REGISTERS} for launch in launches]
+    if has_bias or dtype.itemsize == 4:
+        # without this limit, ptxas spills a few registers to fit one more program on a multiprocessor
+        return [{**launch, "maxnreg": _MAX_REGISTERS} for launch in launches]
     return launches
 
 

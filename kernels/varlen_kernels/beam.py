@@ -1,11 +1,12 @@
-"""One step of beam search in two launches: the best 2K continuations of a sequence with K beams, without a sort.
+"""One step of beam search in two kernels: the best 2K continuations of K beams.
 
-Both launches play the same game. Of each group only the best member is known; the best of those is the best of all, and
-then its group alone is looked into again, for the member that comes next. 2K such rounds give the exact best 2K in
-order. First the groups are slices of a chunk of the vocabulary, in a single pass that also sums exp; then they are the
-beams of a sequence, whose members are what the first launch found. The order is total, so every run agrees.
+Both kernels work alike, without a sort. Entries are in groups, and only the best entry of each group is known.
+In each of 2K rounds the best of these is the best of all. It is selected, and its group is searched for the next entry.
+This gives the exact best 2K in order. The order is total, so every run gives the same result. In the first kernel the
+groups are parts of a chunk of the vocabulary; the pass that finds the best entry of each group also sums exp. In the
+second kernel the groups are the beams of a sequence, and the entries are the results of the first kernel.
 Source: the hierarchical search of Wang et al. 2021 (LightSeq), arXiv:2010.13887, section 3.2, which instead sorts all
-that reach the least of the groups' maxima.
+entries that reach the lowest of the groups' maxima.
 """
 
 import math
@@ -26,23 +27,23 @@ _NO_TOKEN = tl.constexpr(beam_reference.NO_TOKEN)
 _NO_PARENT = tl.constexpr(beam_reference.NO_PARENT)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 
-# Launches are chosen by the bucket that the rows of logits fall into; more rows than the last are as many.
+# Upper bounds of the buckets of logits rows; more rows than the last bound are in the last bucket.
 _ROW_BUCKETS = (32, 128, 512)
-# With so many warps at work a large GPU waits for memory and not for a warp's rounds.
-_WARPS = 2048
-_SMALLEST_CHUNK = 1024
-# A warp looks into all that was found for a beam in each round of the second launch.
-_MOST_FOUND = 512
-# What a lane loads at once, and most members of a group that stand in one lane each.
-_VALUES = 32
-_LANES = 32
+# With this number of warps a large GPU is bound by memory, not by the latency of a warp's rounds.
+_ENOUGH_WARPS = 2048
+_MIN_CHUNK = 1024
+# Maximum entries per beam in the second kernel, where one warp reads all entries of a beam in each round.
+_MAX_FOUND = 512
+# Elements that a thread loads at once.
+_THREAD_VALUES = 32
+_WARP_THREADS = 32
 
 
 @triton.jit
 def _search_chunk_kernel(
     logits_ptr,  # [sequences * BEAMS, VOCABULARY]
     finished_ptr,  # [sequences] uint8, read if HAS_FINISHED
-    found_ptr,  # [sequences * BEAMS, 2, CHUNKS, BEST] int32: keys of logits, and their tokens
+    found_ptr,  # [sequences * BEAMS, 2, CHUNKS, BEST] int32: sort keys of logits, and their tokens
     sums_ptr,  # [sequences * BEAMS, 2, CHUNKS]: maximum, and sum of exp(logit - maximum)
     STRIDE: tl.constexpr,
     VOCABULARY: tl.constexpr,
@@ -52,10 +53,10 @@ def _search_chunk_kernel(
     HAS_FINISHED: tl.constexpr,
     CHUNK: tl.constexpr,  # a multiple of TILE
     TILE: tl.constexpr,  # loaded at once; a multiple of GROUPS * VECTOR
-    GROUPS: tl.constexpr,  # every lane has whole groups, if a multiple of the lanes
-    VECTOR: tl.constexpr,  # neighbours that one load can take
+    GROUPS: tl.constexpr,  # a multiple of the threads, so that each thread has whole groups
+    VECTOR: tl.constexpr,  # adjacent elements of one load
 ):
-    """Find the BEST logits of one chunk of one row, in order, and the sum of its exponentials."""
+    """Find the BEST logits of one chunk of a row, and its sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)  # int64: rows * VOCABULARY may pass 2**31
     chunk = tl.program_id(1)
     if HAS_FINISHED:  # noqa: SIM102  # decided by the compiler
@@ -64,9 +65,11 @@ def _search_chunk_kernel(
     logits_ptr += row * STRIDE
     start = chunk * CHUNK
 
-    heads, tokens, sums = _read_chunk(logits_ptr, start, VOCABULARY, CHUNK, TILE, GROUPS, VECTOR)
-    peaks = value_of(heads)
-    peak = value_of(tl.max(heads, axis=0))
+    next_keys, next_tokens, sums = _read_chunk(
+        logits_ptr, start, VOCABULARY, CHUNK, TILE, GROUPS, VECTOR
+    )
+    peaks = value_of(next_keys)
+    peak = value_of(tl.max(next_keys, axis=0))
     total = tl.sum(sums * tl.exp(peaks - tl.where(peak > float("-inf"), peak, 0.0)), axis=0)
     sums_ptr += row * 2 * CHUNKS + chunk
     tl.store(sums_ptr, peak)
@@ -74,25 +77,25 @@ def _search_chunk_kernel(
 
     found_ptr += (row * 2 * CHUNKS + chunk) * BEST
     group = tl.arange(0, GROUPS)
-    # [CHUNK / GROUPS] where a group's members are, after the first
-    member = tl.arange(0, CHUNK // GROUPS)
-    member = member // VECTOR * (GROUPS * VECTOR) + member % VECTOR
+    # [CHUNK / GROUPS] offsets of a group's entries from its first one
+    entry = tl.arange(0, CHUNK // GROUPS)
+    entry = entry // VECTOR * (GROUPS * VECTOR) + entry % VECTOR
     rounds = tl.minimum(BEST, VOCABULARY - start)
     for rank in range(rounds, BEST):
         tl.store(found_ptr + rank, NO_KEY)
     for rank in range(rounds):
-        best = tl.max(heads, axis=0)
-        token = tl.min(tl.where(heads == best, tokens, NO_INDEX), axis=0)
+        best = tl.max(next_keys, axis=0)
+        token = tl.min(tl.where(next_keys == best, next_tokens, NO_INDEX), axis=0)
         tl.store(found_ptr + rank, best)
         tl.store(found_ptr + CHUNKS * BEST + rank, token)
 
-        winner = (token - start) // VECTOR % GROUPS
-        at = start + winner * VECTOR + member
+        best_group = (token - start) // VECTOR % GROUPS
+        at = start + best_group * VECTOR + entry
         inside = at < VOCABULARY
         key = key_of(without_nan(tl.load(logits_ptr + at, mask=inside, other=0.0).to(tl.float32)))
-        key, place = first_after(best, token, tl.where(inside, key, NO_KEY), at)
-        heads = tl.where(group == winner, key, heads)
-        tokens = tl.where(group == winner, place, tokens)
+        key, token = first_after(best, token, tl.where(inside, key, NO_KEY), at)
+        next_keys = tl.where(group == best_group, key, next_keys)
+        next_tokens = tl.where(group == best_group, token, next_tokens)
 
 
 @triton.jit
@@ -105,70 +108,70 @@ def _read_chunk(
     GROUPS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Return of each group its largest key, the first token that has it, and the sum of exp(logit - largest)."""
+    """Return each group's largest key, its first token, and the sum of exp(logit - largest)."""
     DEPTH: tl.constexpr = TILE // (GROUPS * VECTOR)
-    # [GROUPS, VECTOR] where the first neighbours of each group are; DEPTH such lots make a tile
-    member = tl.arange(0, GROUPS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    heads = tl.full([GROUPS], NO_KEY, tl.int32)
-    tokens = tl.full([GROUPS], NO_INDEX, tl.int32)
+    # [GROUPS, VECTOR] offsets of the first VECTOR entries of each group: one of the DEPTH slices of a tile
+    entry = tl.arange(0, GROUPS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    next_keys = tl.full([GROUPS], NO_KEY, tl.int32)
+    next_tokens = tl.full([GROUPS], NO_INDEX, tl.int32)
     sums = tl.zeros([GROUPS], tl.float32)
     tiles = 1
     if CHUNK > TILE:
         tiles = tl.cdiv(tl.minimum(CHUNK, VOCABULARY - start), TILE)
     for tile in range(tiles):
-        token = start + tile * TILE + member
+        token = start + tile * TILE + entry
         x = _load_tile(logits_ptr, token, VOCABULARY, DEPTH, GROUPS * VECTOR, VECTOR)
-        top = x[0]
+        largest = x[0]
         for i in tl.static_range(1, DEPTH):
-            top = tl.maximum(top, x[i])
-        top = tl.max(top, axis=1)
+            largest = tl.maximum(largest, x[i])
+        largest = tl.max(largest, axis=1)
         first = tl.full([GROUPS, VECTOR], NO_INDEX, tl.int32)
         for i in tl.static_range(DEPTH):
             at = token + i * (GROUPS * VECTOR)
-            first = tl.minimum(first, tl.where(x[i] == top[:, None], at, NO_INDEX))
+            first = tl.minimum(first, tl.where(x[i] == largest[:, None], at, NO_INDEX))
         first = tl.min(first, axis=1)
-        key = tl.where(first < VOCABULARY, key_of(top), NO_KEY)
-        # of equal logits the one of an earlier tile stays
-        tokens = tl.where(key > heads, first, tokens)
-        key = tl.maximum(key, heads)
+        key = tl.where(first < VOCABULARY, key_of(largest), NO_KEY)
+        # among equal logits, that of the earlier tile
+        next_tokens = tl.where(key > next_keys, first, next_tokens)
+        key = tl.maximum(key, next_keys)
 
         peak = value_of(key)
         peak = tl.where(peak > float("-inf"), peak, 0.0)
-        here = tl.zeros([GROUPS, VECTOR], tl.float32)
+        tile_sums = tl.zeros([GROUPS, VECTOR], tl.float32)
         for i in tl.static_range(DEPTH):
-            here += tl.exp2((x[i] - peak[:, None]) * _LOG2_E)
-        sums = sums * tl.exp2((value_of(heads) - peak) * _LOG2_E) + tl.sum(here, axis=1)
-        heads = key
-    return heads, tokens, sums
+            tile_sums += tl.exp2((x[i] - peak[:, None]) * _LOG2_E)
+        sums = sums * tl.exp2((value_of(next_keys) - peak) * _LOG2_E) + tl.sum(tile_sums, axis=1)
+        next_keys = key
+    return next_keys, next_tokens, sums
 
 
 @triton.jit
 def _load_tile(
     logits_ptr,  # [VOCABULARY]
-    token,  # [GROUPS, VECTOR] of the first lot
+    token,  # [GROUPS, VECTOR], of the first slice
     VOCABULARY: tl.constexpr,
     DEPTH: tl.constexpr,
-    STEP: tl.constexpr,  # from lot to lot
+    STEP: tl.constexpr,  # from slice to slice
     VECTOR: tl.constexpr,
 ):
-    """Return DEPTH lots of logits in fp32, -inf past the vocabulary."""
+    """Return a tile as DEPTH slices of [GROUPS, VECTOR] fp32, -inf past the vocabulary."""
     READABLE: tl.constexpr = (VOCABULARY + VECTOR - 1) // VECTOR * VECTOR
-    lots = ()
+    slices = ()
     for i in tl.static_range(DEPTH):
         at = token + i * STEP
-        # whole vectors, which are aligned and so never leave what was allocated
+        # whole aligned vectors, which cannot cross the end of the allocation
         x = tl.load(logits_ptr + at, mask=at < READABLE, other=float("-inf")).to(tl.float32)
         if VOCABULARY % VECTOR != 0:
             x = tl.where(at < VOCABULARY, x, float("-inf"))
-        lots += (without_nan(x),)  # type: ignore[assignment]  # a longer tuple
-    return lots
+        slices += (without_nan(x),)  # type: ignore[assignment]  # a longer tuple
+    return slices
 
 
 @triton.jit
 def _search_beams_kernel(
-    found_ptr,  # [sequences * BEAMS, 2, CHUNKS, BEST] int32: keys of logits, and their tokens
+    found_ptr,  # [sequences * BEAMS, 2, CHUNKS, BEST] int32: sort keys of logits, and their tokens
     sums_ptr,  # [sequences * BEAMS, 2, CHUNKS]: maximum, and sum of exp(logit - maximum)
-    running_ptr,  # [sequences, BEAMS]
+    beam_scores_ptr,  # [sequences, BEAMS], scores so far
     finished_ptr,  # [sequences] uint8, read if HAS_FINISHED
     tokens_ptr,  # [sequences, BEST] int32
     parents_ptr,  # [sequences, BEST] int32
@@ -181,7 +184,7 @@ def _search_beams_kernel(
     BLOCK_CHUNKS: tl.constexpr,  # power of two >= CHUNKS
     BLOCK_FOUND: tl.constexpr,  # power of two >= CHUNKS * BEST
 ):
-    """Find the BEST candidates of one sequence among the BEST of each chunk of each beam."""
+    """Find the BEST continuations of one sequence among the results of `_search_chunk_kernel`."""
     FOUND: tl.constexpr = CHUNKS * BEST
     sequence = tl.program_id(0).to(tl.int64)
     tokens_ptr += sequence * BEST
@@ -201,42 +204,45 @@ def _search_beams_kernel(
     found_ptr += sequence * BEAMS * 2 * FOUND
     sums_ptr += sequence * BEAMS * 2 * CHUNKS
     peak, log_total = _log_of_sum(sums_ptr + beam[:, None] * 2 * CHUNKS + chunk, inside, CHUNKS)
-    running = tl.load(running_ptr + sequence * BEAMS + beam, mask=beam < BEAMS, other=0.0)
-    running = without_nan(running)
+    beam_score = tl.load(beam_scores_ptr + sequence * BEAMS + beam, mask=beam < BEAMS, other=0.0)
+    beam_score = without_nan(beam_score)
 
-    # the first of what each chunk found; of equal ones, that of the first chunk has the lowest token
+    # the best entry of each chunk; among equal keys, the first chunk has the lowest token
     first = beam[:, None] * 2 * FOUND + chunk * BEST
     first = tl.load(found_ptr + first, mask=inside, other=NO_KEY)
-    heads = tl.max(first, axis=1)
-    places = tl.min(tl.where(first == heads[:, None], chunk * BEST, NO_INDEX), axis=1)
-    member = tl.arange(0, BLOCK_FOUND)
+    next_keys = tl.max(first, axis=1)
+    next_indices = tl.min(tl.where(first == next_keys[:, None], chunk * BEST, NO_INDEX), axis=1)
+    entry = tl.arange(0, BLOCK_FOUND)
     for rank in range(BEST):
-        score = ((value_of(heads) - peak) - log_total) + running
-        key = tl.where(heads == NO_KEY, NO_KEY, key_of(score))
+        score = ((value_of(next_keys) - peak) - log_total) + beam_score
+        key = tl.where(next_keys == NO_KEY, NO_KEY, key_of(score))
         best = tl.max(key, axis=0)
-        # beam and place in one number, which is lower for the lower beam
-        winner = tl.min(tl.where(key == best, beam * FOUND + places, NO_INDEX), axis=0)
+        # beam and index in one number, which is lower for the lower beam
+        winner = tl.min(tl.where(key == best, beam * FOUND + next_indices, NO_INDEX), axis=0)
         parent = winner // FOUND
-        place = winner % FOUND
+        index = winner % FOUND
         list_ptr = found_ptr + parent * 2 * FOUND
-        there = best != NO_KEY
-        tl.store(tokens_ptr + rank, tl.where(there, tl.load(list_ptr + FOUND + place), _NO_TOKEN))
-        tl.store(parents_ptr + rank, tl.where(there, parent, _NO_PARENT))
+        exists = best != NO_KEY
+        tl.store(tokens_ptr + rank, tl.where(exists, tl.load(list_ptr + FOUND + index), _NO_TOKEN))
+        tl.store(parents_ptr + rank, tl.where(exists, parent, _NO_PARENT))
         tl.store(scores_ptr + rank, value_of(best))
 
-        key = tl.load(list_ptr + member, mask=member < FOUND, other=NO_KEY)
-        key, place = first_after(tl.load(list_ptr + place), place, key, member)
-        heads = tl.where(beam == parent, key, heads)
-        places = tl.where(beam == parent, place, places)
+        key = tl.load(list_ptr + entry, mask=entry < FOUND, other=NO_KEY)
+        key, index = first_after(tl.load(list_ptr + index), index, key, entry)
+        next_keys = tl.where(beam == parent, key, next_keys)
+        next_indices = tl.where(beam == parent, index, next_indices)
 
 
 @triton.jit
 def _log_of_sum(
-    sums_ptr,  # [BLOCK_BEAMS, BLOCK_CHUNKS]: maxima; the sums are CHUNKS further on
+    sums_ptr,  # [BLOCK_BEAMS, BLOCK_CHUNKS]: maxima, with the sums CHUNKS elements after them
     inside,
     CHUNKS: tl.constexpr,
 ):
-    """Return the maximum of each beam's logits and log Σ exp(logit - maximum), 0 and 0 for -inf alone."""
+    """Return the maximum of each beam's logits and log Σ exp(logit - maximum).
+
+    Both are 0 for a beam whose logits are all -inf.
+    """
     peaks = tl.load(sums_ptr, mask=inside, other=float("-inf"))
     sums = tl.load(sums_ptr + CHUNKS, mask=inside, other=0.0)
     peak = tl.max(peaks, axis=1)
@@ -252,10 +258,10 @@ def beam_step(
     *,
     out: BeamCandidates | None = None,
 ) -> BeamCandidates:
-    """Return the best 2 · beams candidates of each sequence, as `reference.beam_step` does.
+    """Return the best 2 · beams candidates of each sequence, see `reference.beam_step`.
 
     Raises:
-        ValueError: as of `reference.beam_step`; or rows of logits, or another tensor, are not contiguous.
+        ValueError: as `reference.beam_step`; or rows of logits, or another tensor, are not contiguous.
     """
     check_beams(logits, scores, finished, out)
     sequences, beams = scores.shape
@@ -308,7 +314,7 @@ def beam_step(
 
 
 def launch_key(logits: Tensor, beams: int) -> tuple[int, int, int, int, torch.dtype]:
-    """Return what the launch depends on, as `candidates` takes it."""
+    """Return the launch key, whose entries are the arguments of `candidates`."""
     rows, vocabulary = logits.shape
     bucket = next((bound for bound in _ROW_BUCKETS if rows <= bound), _ROW_BUCKETS[-1])
     vector = vector_width(logits.dtype, logits.stride(0))
@@ -318,38 +324,41 @@ def launch_key(logits: Tensor, beams: int) -> tuple[int, int, int, int, torch.dt
 def candidates(
     beams: int, vocabulary: int, rows: int, vector: int, dtype: torch.dtype
 ) -> list[Launch]:
-    """Return launches of the first kernel, the first for a GPU on which none was measured.
+    """Return the candidate launches of the first kernel; the first is the default.
 
     Args:
-        beams: of a sequence.
-        vocabulary: of a row.
+        beams: beams per sequence.
+        vocabulary: logits per row.
         rows: the bucket of sequences · beams.
         vector: elements of one load.
-        dtype: of the logits.
+        dtype: that of the logits; part of the key only.
     """
     del dtype
-    most = max(1, min(_MOST_FOUND // (2 * beams), _WARPS // rows))
-    chunk = _SMALLEST_CHUNK
-    while triton.cdiv(vocabulary, chunk) > most:
+    max_chunks = max(1, min(_MAX_FOUND // (2 * beams), _ENOUGH_WARPS // rows))
+    chunk = _MIN_CHUNK
+    while triton.cdiv(vocabulary, chunk) > max_chunks:
         chunk *= 2
     warps = min(max(chunk // 4096, 1), 4)
     shapes = [(chunk, warps), (chunk, 2 * warps), (2 * chunk, warps), (2 * chunk, 2 * warps)]
     shapes += [(chunk, 4 * warps), (4 * chunk, 2 * warps), (4 * chunk, 4 * warps)]
-    if chunk > _SMALLEST_CHUNK:
+    if chunk > _MIN_CHUNK:
         shapes.append((chunk // 2, warps))
     return [_launch(chunk, warps, vector) for chunk, warps in shapes]
 
 
 def _launch(chunk: int, warps: int, vector: int) -> Launch:
-    """Return a launch in which a round takes about as long to find the best group as to look into it."""
-    groups = min(chunk // _LANES, 2 << (math.isqrt(chunk).bit_length() - 1))
-    groups = max(groups, _LANES * warps)
-    tile = min(chunk, max(_VALUES * _LANES * warps, groups * vector))
+    """Return a launch whose rounds take equal time for both steps.
+
+    The steps are to find the best group, and to search that group again.
+    """
+    groups = min(chunk // _WARP_THREADS, 2 << (math.isqrt(chunk).bit_length() - 1))
+    groups = max(groups, _WARP_THREADS * warps)
+    tile = min(chunk, max(_THREAD_VALUES * _WARP_THREADS * warps, groups * vector))
     return {"CHUNK": chunk, "TILE": tile, "GROUPS": groups, "num_warps": warps}
 
 
 def _check_contiguous(**tensors: Tensor | None) -> None:
-    """Check that each is contiguous.
+    """Check that each tensor is contiguous.
 
     Raises:
         ValueError: one is not; the message names it.

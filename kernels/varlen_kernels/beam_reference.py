@@ -1,8 +1,8 @@
-"""One step of beam search in plain torch: the best continuations of all beams of a sequence.
+"""One step of beam search in plain torch: the best 2K continuations of K beams.
 
-A sequence with K beams keeps its best 2K continuations: K of them may end it, and K must still be there to go on.
-As in the kernel, groups come first: the 2K-th best of the maxima of groups is at most the 2K-th best of all, so only
-what reaches it is sorted.
+A step on K beams returns the best 2K continuations: up to K of them may end the sequence, and K others continue it.
+Only part of the logits is sorted: the 2K-th largest maximum of groups of logits is a lower bound for the 2K-th largest
+logit, so logits below it are dropped.
 Source: the hierarchical search of Wang et al. 2021 (LightSeq), arXiv:2010.13887, section 3.2, made exact.
 """
 
@@ -14,22 +14,22 @@ from torch import Tensor
 MAX_BEAMS = 64
 MAX_VOCABULARY = 300_000
 
-# What stands where there is no candidate; its score is -inf.
+# Token and parent where there is no candidate; the score is -inf.
 NO_TOKEN = -1
 NO_PARENT = -1
 
 _LARGEST = torch.finfo(torch.float32).max
-# Neighbours in the vocabulary that give one maximum.
-_GROUP = 32
+# Adjacent logits per group.
+_GROUP_SIZE = 32
 
 
 class BeamCandidates(NamedTuple):
     """The best 2 · beams continuations of each sequence, best first.
 
     Attributes:
-        tokens: `[sequences, 2 · beams]` int32, NO_TOKEN where there is no candidate.
-        parents: `[sequences, 2 · beams]` int32, the beam each continues, NO_PARENT where there is no candidate.
-        scores: `[sequences, 2 · beams]` fp32, summed log-probabilities; -inf where there is no candidate.
+        tokens: `[sequences, 2 · beams]` int32; NO_TOKEN where there is no candidate.
+        parents: `[sequences, 2 · beams]` int32, the beam that is continued; NO_PARENT where there is no candidate.
+        scores: `[sequences, 2 · beams]` fp32, sums of log-probabilities; -inf where there is no candidate.
     """
 
     tokens: Tensor
@@ -38,7 +38,7 @@ class BeamCandidates(NamedTuple):
 
     @classmethod
     def empty(cls, sequences: int, beams: int, device: torch.device) -> "BeamCandidates":
-        """Return room for the candidates of `sequences`, not yet filled in."""
+        """Return uninitialised tensors for the candidates of `sequences`."""
         shape = (sequences, 2 * beams)
         return cls(
             tokens=torch.empty(shape, dtype=torch.int32, device=device),
@@ -54,17 +54,16 @@ def beam_step(
     *,
     out: BeamCandidates | None = None,
 ) -> BeamCandidates:
-    """Return the best 2 · beams of all (beam, token) of each sequence, by scores + log_softmax(logits) in fp32.
+    """Return the best 2 · beams (beam, token) pairs of each sequence by score.
 
-    The order is total, so the answer is the same on every run: the higher score; of equal scores the lower
-    beam; in one beam the higher logit, which rounding may have made one score; of equal logits the lower token.
-    NaN counts as -inf and +inf as the largest finite number, in logits and in scores. A candidate of score -inf
-    is still a candidate.
+    The score is scores + log_softmax(logits), in fp32. The order is total, so the result is the same on every run: by
+    higher score, then lower beam, then higher logit (rounding may give two logits one score), then lower token. In
+    logits and scores, NaN counts as -inf and +inf as the largest finite number. A candidate may have score -inf.
 
     Args:
-        logits: `[sequences · beams, vocabulary]`; rows may lie further apart than the vocabulary.
-        scores: `[sequences, beams]` fp32, the summed log-probability of each beam so far.
-        finished: `[sequences]` bool; these have no candidates, and their logits are not read. None means no one.
+        logits: `[sequences · beams, vocabulary]`; the row stride may exceed the vocabulary.
+        scores: `[sequences, beams]` fp32, the sum of log-probabilities of each beam so far.
+        finished: `[sequences]` bool: sequences that get no candidates and whose logits are not read. None: no sequence.
 
     Raises:
         ValueError: a shape or dtype is not as above, there are more than MAX_BEAMS beams, or the vocabulary is
@@ -78,12 +77,12 @@ def beam_step(
     out.parents.fill_(NO_PARENT)
     out.scores.fill_(-torch.inf)
     if finished is None:
-        going = torch.arange(sequences, device=logits.device)
+        active = torch.arange(sequences, device=logits.device)
     else:
-        going = finished.logical_not().nonzero().squeeze(1)
-        # a copy of what is read
-        logits = logits.reshape(sequences, beams, logits.shape[1])[going].flatten(0, 1)
-    if len(going) == 0:
+        active = finished.logical_not().nonzero().squeeze(1)
+        # a copy of the rows of active sequences
+        logits = logits.reshape(sequences, beams, logits.shape[1])[active].flatten(0, 1)
+    if len(active) == 0:
         return out
 
     width = 2 * beams
@@ -91,14 +90,14 @@ def beam_step(
     row, token, logit = _best_of_each_row(logits, width)
     peak = _peak(logits)
     log_prob = (logit - peak[row]) - _log_of_sum(logits, peak)[row]
-    score = _without_nan(scores[going].float()).flatten()[row] + log_prob
+    score = _without_nan(scores[active].float()).flatten()[row] + log_prob
 
-    # rows stand in order, so a stable sort leaves equal scores to the lower beam
+    # rows ascend, so a stable sort puts the lower beam first among equal scores
     order = score.sort(descending=True, stable=True).indices
     order = order[(row[order] // beams).sort(stable=True).indices]
-    place = _places(row[order] // beams, len(going))
-    order, place = order[place < width], place[place < width]
-    at = going[row[order] // beams], place
+    rank = _rank_in_group(row[order] // beams, len(active))
+    order, rank = order[rank < width], rank[rank < width]
+    at = active[row[order] // beams], rank
     out.tokens[at] = token[order].int()
     out.parents[at] = (row[order] % beams).int()
     out.scores[at] = score[order]
@@ -108,10 +107,10 @@ def beam_step(
 def check_beams(
     logits: Tensor, scores: Tensor, finished: Tensor | None, out: BeamCandidates | None
 ) -> None:
-    """Check what a caller passed to `beam_step`, in either form.
+    """Check the arguments of `beam_step`, fused or reference.
 
     Raises:
-        ValueError: something is not as `beam_step` says; the message names it.
+        ValueError: an argument has a wrong shape or dtype; the message names it.
     """
     if scores.ndim != 2 or scores.dtype != torch.float32:
         raise ValueError(
@@ -153,62 +152,68 @@ def _check_out(out: BeamCandidates, shape: tuple[int, int]) -> None:
 
 
 def _without_nan(x: Tensor) -> Tensor:
-    """Return x in which NaN is -inf and +inf the largest finite number."""
-    # adding up is a fast way to find out that there is nothing to do
+    """Return x with NaN replaced by -inf, and +inf by the largest finite number."""
+    # a finite sum shows fast that x has neither
     if x.sum().isfinite():
         return x
     return x.nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
 
 
 def _peak(logits: Tensor) -> Tensor:
-    """Return the maximum of each row, 0 for one of -inf alone."""
+    """Return the maximum of each row; 0 for a row of only -inf."""
     peak = logits.amax(1)
     return peak.masked_fill_(peak == -torch.inf, 0.0)
 
 
 def _log_of_sum(logits: Tensor, peak: Tensor) -> Tensor:
-    """Return log Σ exp(logit - peak) of each row, 0 for one of -inf alone."""
+    """Return log Σ exp(logit - peak) of each row, 0 for only -inf."""
     total = (logits - peak[:, None]).exp_().sum(1)
     return total.masked_fill_(total == 0, 1.0).log_()
 
 
 def _best_of_each_row(logits: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return row, token and logit of the best `width` of each row, or of all there are: row by row, best first."""
-    row, token, logit = _reaching(logits, width)
-    # tokens stand in order, so stable sorts leave equal logits to the lower one
+    """Return row, token and logit of the best `width` logits of each row.
+
+    They are sorted by row, then best first. A row with fewer logits has all of them.
+    """
+    row, token, logit = _above_floor(logits, width)
+    # tokens ascend, so stable sorts put the lower token first among equal logits
     order = logit.sort(descending=True, stable=True).indices
     order = order[row[order].sort(stable=True).indices]
-    order = order[_places(row[order], len(logits)) < width]
+    order = order[_rank_in_group(row[order], len(logits)) < width]
     return row[order], token[order], logit[order]
 
 
-def _reaching(logits: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return row, token and logit, in order, of few logits with the best `width` of each row among them."""
+def _above_floor(logits: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return row, token and logit of the logits that may be a row's best `width`.
+
+    They are sorted by row, then token.
+    """
     maxima = _group_maxima(logits)
     if maxima.shape[1] > width:
-        # as many logits as that reach this floor
+        # at least `width` logits of the row reach this floor
         floor = maxima.topk(width, dim=1).values[:, -1]
     else:
         floor = maxima.new_full((len(maxima),), -torch.inf)
     row, group = (maxima >= floor[:, None]).nonzero(as_tuple=True)
-    token = group[:, None] * _GROUP + torch.arange(_GROUP, device=logits.device)
+    token = group[:, None] * _GROUP_SIZE + torch.arange(_GROUP_SIZE, device=logits.device)
     inside = token < logits.shape[1]
     logit = logits[row[:, None], token.where(inside, 0)]
-    reaches = inside & (logit >= floor[row, None])
-    return row[:, None].expand_as(token)[reaches], token[reaches], logit[reaches]
+    above_floor = inside & (logit >= floor[row, None])
+    return row[:, None].expand_as(token)[above_floor], token[above_floor], logit[above_floor]
 
 
 def _group_maxima(logits: Tensor) -> Tensor:
-    """Return the maximum of each group of neighbours, `[rows, groups]`; the last group may be short."""
-    groups, rest = divmod(logits.shape[1], _GROUP)
-    maxima = logits[:, : groups * _GROUP].view(len(logits), groups, _GROUP).amax(2)
+    """Return the maximum of each group of adjacent logits, `[rows, groups]`."""
+    groups, rest = divmod(logits.shape[1], _GROUP_SIZE)
+    maxima = logits[:, : groups * _GROUP_SIZE].view(len(logits), groups, _GROUP_SIZE).amax(2)
     if rest == 0:
         return maxima
     return torch.cat([maxima, logits[:, -rest:].amax(1, keepdim=True)], dim=1)
 
 
-def _places(group: Tensor, count: int) -> Tensor:
-    """Return the place of each entry inside its group, given the ascending groups of all."""
+def _rank_in_group(group: Tensor, count: int) -> Tensor:
+    """Return the index of each entry in its group, for ascending group numbers."""
     sizes = torch.bincount(group, minlength=count)
     starts = sizes.cumsum(0) - sizes
     return torch.arange(len(group), device=group.device) - starts[group]

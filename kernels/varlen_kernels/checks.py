@@ -1,4 +1,4 @@
-"""What launchers check before a kernel reads memory: shapes, dtypes and layout, in the caller's words."""
+"""Checks of shapes, dtypes and layout, made by launchers before a kernel reads memory."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ ID_DTYPES = (torch.int32, torch.int64)
 
 
 def check_rows(x: Tensor, **others: Tensor | None) -> None:
-    """Check that `x` and the others have one shape and dtype, and rows that are contiguous inside.
+    """Check that all tensors have the shape and dtype of `x`, and contiguous rows.
 
     Raises:
-        ValueError: one is not so; the message names it.
+        ValueError: one differs; the message names it.
     """
     check_dtype(x=x)
     for name, tensor in {"x": x, **others}.items():
@@ -27,10 +27,10 @@ def check_rows(x: Tensor, **others: Tensor | None) -> None:
 
 
 def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Check that `out` can take a result whose shape is not that of an input.
+    """Check the shape, dtype and layout of `out`.
 
     Raises:
-        ValueError: it has another shape or dtype, or rows that are not contiguous inside.
+        ValueError: it has another shape or dtype, or its rows are not contiguous.
     """
     if out.shape != shape or out.dtype != dtype:
         raise ValueError(f"out is {list(out.shape)} {out.dtype}; it must be {list(shape)} {dtype}")
@@ -38,10 +38,10 @@ def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def check_row_layout(**tensors: Tensor) -> None:
-    """Check that the rows of each are contiguous inside, if they lie apart in two dimensions or more.
+    """Check that each tensor has contiguous rows; the stride between rows is free.
 
     Raises:
-        ValueError: one is not so; the message names it.
+        ValueError: one has fewer than two dimensions or a last stride other than 1.
     """
     for name, tensor in tensors.items():
         if tensor.ndim < 2:
@@ -51,7 +51,7 @@ def check_row_layout(**tensors: Tensor) -> None:
 
 
 def check_dtype(**tensors: Tensor) -> None:
-    """Check that kernels have a form for each tensor's dtype.
+    """Check that kernels support the dtype of each tensor.
 
     Raises:
         ValueError: one is not in DTYPES; the message names it.
@@ -62,20 +62,20 @@ def check_dtype(**tensors: Tensor) -> None:
 
 
 def check_width(width: int) -> None:
-    """Check that one program can hold a row.
+    """Check that one program can hold a row of this width.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the width is over MAX_ROW, or 0.
     """
     if not 0 < width <= MAX_ROW:
         raise ValueError(f"x has rows of {width}; allowed: 1 to {MAX_ROW}")
 
 
 def check_vector(width: int, **vectors: Tensor | None) -> None:
-    """Check that each is a contiguous vector of `width` elements.
+    """Check that each tensor is a contiguous vector of `width` elements.
 
     Raises:
-        ValueError: one is not so; the message names it.
+        ValueError: one is not; the message names it.
     """
     for name, vector in vectors.items():
         if vector is not None and (vector.shape != (width,) or not vector.is_contiguous()):
@@ -85,10 +85,10 @@ def check_vector(width: int, **vectors: Tensor | None) -> None:
 
 
 def check_ids(count: int, **vectors: Tensor) -> None:
-    """Check that each is a contiguous vector of `count` int32 or int64.
+    """Check that each tensor is a contiguous vector of `count` int32 or int64.
 
     Raises:
-        ValueError: one is not so; the message names it.
+        ValueError: one is not; the message names it.
     """
     check_vector(count, **vectors)
     for name, vector in vectors.items():
@@ -98,10 +98,10 @@ def check_ids(count: int, **vectors: Tensor) -> None:
 
 
 def check_seqlens(batch: int, seqlens: Tensor) -> None:
-    """Check that there is one int32 for each sequence.
+    """Check that `seqlens` is `[batch]` int32, contiguous.
 
     Raises:
-        ValueError: it is not so.
+        ValueError: it is not.
     """
     if seqlens.shape != (batch,) or seqlens.dtype != torch.int32 or not seqlens.is_contiguous():
         raise ValueError(
@@ -111,12 +111,12 @@ def check_seqlens(batch: int, seqlens: Tensor) -> None:
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, batch: int | None = None) -> None:
-    """Check that there is one int32 for each sequence's start, and one for the end of the last.
+    """Check that `cu_seqlens` is `[batch + 1]` int32, contiguous.
 
     Raises:
-        ValueError: it is not so, or there are not `batch` sequences where that is given.
+        ValueError: it is not, or `batch` is given and differs.
     """
-    wanted = "batch + 1" if batch is None else str(batch + 1)
+    expected = "batch + 1" if batch is None else str(batch + 1)
     fits = len(cu_seqlens) > 0 if batch is None else len(cu_seqlens) == batch + 1
     if (
         cu_seqlens.ndim != 1
@@ -126,15 +126,15 @@ def check_cu_seqlens(cu_seqlens: Tensor, batch: int | None = None) -> None:
     ):
         raise ValueError(
             f"cu_seqlens is {list(cu_seqlens.shape)} {cu_seqlens.dtype}, strides {cu_seqlens.stride()};"
-            f" it must be [{wanted}] torch.int32, contiguous"
+            f" it must be [{expected}] torch.int32, contiguous"
         )
 
 
 def row_strides(**tensors: Tensor) -> tuple[int, ...]:
-    """Return how far apart the rows of each lie, which must be the same from each row to the next.
+    """Return the stride between the rows of each tensor, in elements.
 
     Raises:
-        ValueError: it is not; the message names the tensor.
+        ValueError: a tensor's rows are not evenly spaced; the message names it.
     """
     strides = []
     for name, tensor in tensors.items():

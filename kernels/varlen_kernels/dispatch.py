@@ -1,4 +1,4 @@
-"""The one place that chooses between the two forms of every op, by device."""
+"""Choice between the fused and the reference ops, by device."""
 
 from types import ModuleType
 
@@ -6,12 +6,12 @@ import torch
 
 
 def kernels_for(device: torch.device) -> ModuleType:
-    """Return the module whose functions run the ops on `device`: `fused` on CUDA, else `reference`.
+    """Return the module of ops for `device`: `fused` on CUDA, else `reference`.
 
     Raises:
         ImportError: the device is CUDA and the triton package is not installed.
     """
-    # imported here, since a machine without a GPU need not have Triton
+    # imported here: the Triton package may be missing on a machine without a GPU
     if device.type == "cuda":
         from varlen_kernels import fused
 

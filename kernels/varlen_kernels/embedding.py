@@ -1,7 +1,7 @@
-"""Three embeddings, their sum and its layer norm in one pass: the head of an encoder.
+"""Sum of three embeddings and its layer norm in one pass, as in BERT.
 
-One program owns ROWS tokens: it reads their ids, gathers one row of each table into registers and normalises there.
-Nothing but the result is written. Ids are checked where requests come in; the kernel trusts them.
+One program owns ROWS tokens. It reads their ids, loads one row of each table into registers, sums and normalises them,
+and writes only the result. The kernel does not check ids: they are checked when a request arrives.
 Source: Devlin et al. 2019, arXiv:1810.04805, section 3.
 """
 
@@ -17,7 +17,7 @@ from varlen_kernels.tuning import Launch, pick
 
 
 @triton.jit
-def _gather(
+def _load_embedding(
     ids_ptr,  # [tokens]
     table_ptr,  # [rows, HIDDEN]
     token,  # [ROWS]
@@ -28,7 +28,7 @@ def _gather(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Return the row of each token's id."""
+    """Return the table row of each token's id, as tiles."""
     # int64: a table may have more than 2**31 elements
     row = tl.load(ids_ptr + token, mask=token < tokens, other=0).to(tl.int64)[:, None]
     return load_row(table_ptr + row * STRIDE, (token < tokens)[:, None], HIDDEN, ROWS, BLOCK, TILES)
@@ -56,14 +56,14 @@ def _embed_layer_norm_kernel(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
 ):
-    """Embed tokens `program_id(0) * ROWS` and the ROWS - 1 after it."""
+    """Embed ROWS tokens, from token `program_id(0) * ROWS` on."""
     # int64: tokens * HIDDEN may pass 2**31
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
 
-    x = _gather(
+    x = _load_embedding(
         token_ids_ptr, token_table_ptr, token, tokens, TOKEN_STRIDE, HIDDEN, ROWS, BLOCK, TILES
     )
-    position = _gather(
+    position = _load_embedding(
         position_ids_ptr,
         position_table_ptr,
         token,
@@ -74,10 +74,10 @@ def _embed_layer_norm_kernel(
         BLOCK,
         TILES,
     )
-    kind = _gather(
+    token_type = _load_embedding(
         type_ids_ptr, type_table_ptr, token, tokens, TYPE_STRIDE, HIDDEN, ROWS, BLOCK, TILES
     )
-    x = add_rows(add_rows(x, position), kind)
+    x = add_rows(add_rows(x, position), token_type)
     normed = normalize_row(x, weight_ptr, bias_ptr, eps, HIDDEN, ROWS, BLOCK)
     token = token[:, None]
     store_row(out_ptr + token * OUT_STRIDE, normed, token < tokens, HIDDEN, BLOCK)
@@ -96,9 +96,9 @@ def embed_layer_norm(
     eps: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return layer_norm(token + position + type embedding), as `reference.embed_layer_norm` does.
+    """Return layer_norm(token + position + type embedding), see `reference.embed_layer_norm`.
 
-    Every id must be inside its table: one that is not reads memory that is not the table's.
+    Every id must be inside its table: the kernel would read memory past the table for any other id.
 
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
@@ -112,7 +112,7 @@ def embed_layer_norm(
     out = token_table.new_empty(tokens, hidden) if out is None else out
     check_ids(tokens, token_ids=token_ids, position_ids=position_ids, type_ids=type_ids)
     for name, table in tables.items():
-        # of its first rows alone, since tables have different numbers of them
+        # only the first rows, because tables differ in their number of rows
         check_rows(token_table[:1], **{name: table[:1]})
     check_out(out, (tokens, hidden), token_table.dtype)
     check_width(hidden)
@@ -144,5 +144,5 @@ def embed_layer_norm(
 
 
 def candidates(hidden: int, dtype: torch.dtype) -> list[Launch]:
-    """Return launches for rows of this width, the first for a GPU on which none was measured."""
+    """Return the candidate launches for rows of this width; the first is the default."""
     return row_launches(hidden, vector_width(dtype, hidden))

@@ -1,6 +1,7 @@
-"""Every op of `reference` as a CUDA GPU runs it: Triton kernels, and torch where that is one good launch already.
+"""Every op of `reference` for CUDA GPUs.
 
-The names and signatures are those of `reference`, which says what each op means.
+An op is a Triton kernel, or plain torch where torch runs it in one fast kernel. Names and signatures are
+those of `reference`, which specifies each op.
 """
 
 from varlen_kernels.activation import activate

@@ -1,6 +1,6 @@
-"""The gate of a gated feed-forward layer: silu(gate) * up, from the one product that made both.
+"""The gate of a gated feed-forward layer: silu(gate) * up.
 
-One program owns ROWS tokens by BLOCK features of the result.
+One tensor holds gate and up. One program owns ROWS tokens by BLOCK features of the output.
 Source: Shazeer 2020, arXiv:2002.05202.
 """
 
@@ -26,7 +26,7 @@ def _silu_gate_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gate one of the tiles that ROWS tokens are cut into."""
+    """Gate one tile of ROWS tokens by BLOCK features."""
     TILES: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     # int64: tokens * FEATURES may pass 2**31
     token = (tl.program_id(0) // TILES).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -40,16 +40,16 @@ def _silu_gate_kernel(
 
 
 def silu_gate(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return silu(gate) * up, as `reference.silu_gate` does.
+    """Return silu(gate) * up, see `reference.silu_gate`.
 
     Raises:
-        ValueError: `x` has an odd number of features, or shapes, dtypes or layout are not as they must be.
+        ValueError: `x` has an odd number of features, or a shape, dtype or layout is not supported.
     """
     check_dtype(x=x)
     check_row_layout(x=x)
     tokens, width = x.shape
     if width % 2:
-        raise ValueError(f"x has {width} features; a gate and its up are an even number")
+        raise ValueError(f"x has {width} features; it must be an even number")
     features = width // 2
     out = x.new_empty(tokens, features) if out is None else out
     check_out(out, (tokens, features), x.dtype)
@@ -70,5 +70,5 @@ def silu_gate(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def candidates(features: int, dtype: torch.dtype) -> list[Launch]:
-    """Return launches for rows of this width, the first for a GPU on which none was measured."""
+    """Return the candidate launches for rows of this width; the first is the default."""
     return tile_launches(features, vector_width(dtype, features))

@@ -1,7 +1,7 @@
 """Bias, residual and layer norm in one pass: the tail of every post-norm sublayer.
 
-One program owns ROWS tokens, each of them in the registers of one warp if it is short enough. Mean and variance
-are two sums over registers, so nothing is read twice and nothing cancels.
+One program owns ROWS tokens. Each token is in the registers of one warp if it is short enough, see rows.py. Mean and
+variance are two sums over registers, so no element is read twice and nothing cancels in the variance.
 Source: Ba, Kiros, Hinton 2016, arXiv:1607.06450.
 """
 
@@ -25,7 +25,7 @@ from varlen_kernels.tuning import Launch, pick
 
 @triton.jit
 def normalize_row(
-    x,
+    x,  # TILES of [ROWS, BLOCK], from `load_row`
     weight_ptr,  # [HIDDEN]
     bias_ptr,  # [HIDDEN]
     eps,
@@ -33,11 +33,11 @@ def normalize_row(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the layer norm of rows that stand in registers, as `load_row` returns them."""
+    """Return the layer norm of rows in registers, as tiles."""
     mean = sum_row(x) / HIDDEN
     centered = tl.tuple(())
     for i in tl.static_range(len(x)):
-        # lanes past the end of a row hold 0, and must again for the variance
+        # columns past HIDDEN hold -mean after centering, and must be 0 for the variance
         inside = i * BLOCK + tl.arange(0, BLOCK)[None, :] < HIDDEN
         centered += (tl.where(inside, x[i] - mean, 0.0),)
     scale = tl.rsqrt(sum_of_squares(centered) / HIDDEN + eps)
@@ -69,18 +69,20 @@ def _add_layer_norm_kernel(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
 ):
-    """Normalise tokens `program_id(0) * ROWS` and the ROWS - 1 after it."""
+    """Normalise ROWS tokens, from token `program_id(0) * ROWS` on."""
     # int64: tokens * HIDDEN may pass 2**31
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    here = token < tokens
+    row_mask = token < tokens
 
-    x = load_row(x_ptr + token * X_STRIDE, here, HIDDEN, ROWS, BLOCK, TILES)
-    residual = load_row(residual_ptr + token * RESIDUAL_STRIDE, here, HIDDEN, ROWS, BLOCK, TILES)
+    x = load_row(x_ptr + token * X_STRIDE, row_mask, HIDDEN, ROWS, BLOCK, TILES)
+    residual = load_row(
+        residual_ptr + token * RESIDUAL_STRIDE, row_mask, HIDDEN, ROWS, BLOCK, TILES
+    )
     x = add_rows(x, residual)
     if HAS_X_BIAS:
         x = add_rows(x, load_row(x_bias_ptr, True, HIDDEN, ROWS, BLOCK, TILES))
     normed = normalize_row(x, weight_ptr, bias_ptr, eps, HIDDEN, ROWS, BLOCK)
-    store_row(out_ptr + token * OUT_STRIDE, normed, here, HIDDEN, BLOCK)
+    store_row(out_ptr + token * OUT_STRIDE, normed, row_mask, HIDDEN, BLOCK)
 
 
 def add_layer_norm(
@@ -93,7 +95,7 @@ def add_layer_norm(
     x_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return layer_norm(x + x_bias + residual) * weight + bias, as `reference.add_layer_norm` does.
+    """Return layer_norm(x + x_bias + residual) * weight + bias, see `reference.add_layer_norm`.
 
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
@@ -127,5 +129,5 @@ def add_layer_norm(
 
 
 def candidates(hidden: int, dtype: torch.dtype) -> list[Launch]:
-    """Return launches for rows of this width, the first for a GPU on which none was measured."""
+    """Return the candidate launches for rows of this width; the first is the default."""
     return row_launches(hidden, vector_width(dtype, hidden))

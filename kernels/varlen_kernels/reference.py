@@ -1,8 +1,8 @@
-"""Every op in plain torch: the specification that kernels are tested against, and the CPU path.
+"""Every op in plain torch: the specification of the kernels, and the CPU path.
 
-All tokens of a batch stand in one `[tokens, ...]` tensor, sequence after sequence; `cu_seqlens`
-`[batch + 1]` int32 holds where each one starts. Each op computes in fp32, whatever the dtype of its
-tensors, writes into `out=` when it is given, and returns the tensor it wrote; `IN_PLACE` names the ops
+All tokens of a batch are in one `[tokens, ...]` tensor, sequence after sequence; `cu_seqlens`
+`[batch + 1]` int32 holds the start of each sequence and the end of the last. Each op computes in fp32 for
+every dtype, writes into `out=` if it is given, and returns the tensor it wrote. `IN_PLACE` lists the ops
 whose `out` may be one of their arguments.
 
 `masked_softmax`, `pack` and `unpack` serve the padded form that everything here is compared with.
@@ -12,21 +12,21 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F  # noqa: N812  # as everyone writes it
+import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
 
 from varlen_kernels import Activation, Pooling
 from varlen_kernels.beam_reference import beam_step as beam_step  # noqa: PLC0414  # an op too
 
-# For each result of an op, the position of the argument that may be its `out`.
+# For each output of an op, the position of the argument that may be its `out`.
 IN_PLACE: Mapping[str, tuple[int, ...]] = dict.fromkeys(
     ("activate", "add_layer_norm", "rms_norm", "masked_softmax", "tanh"), (0,)
 )
 
-# Rows of the blocks in which ops run whose results torch makes anew before they are written into `out`.
-_BLOCK_ROWS = 256
+# Rows per step of ops for which torch allocates a temporary result before it is copied into `out`.
+_ROWS_PER_STEP = 256
 
-# Shortest divisor that torch.nn.functional.normalize accepts, and so sentence-transformers.
+# Smallest divisor of torch.nn.functional.normalize, which sentence-transformers uses.
 NORM_FLOOR = 1e-12
 
 
@@ -43,7 +43,7 @@ def embed_layer_norm(
     eps: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return layer_norm(token + position + type embedding), `[tokens, hidden]` in the dtype of the tables.
+    """Return layer_norm(token + position + type embedding), `[tokens, hidden]` in the tables' dtype.
 
     Args:
         token_ids, position_ids, type_ids: `[tokens]` int32 or int64, each inside its table.
@@ -53,7 +53,7 @@ def embed_layer_norm(
     """
     if out is None:
         out = token_table.new_empty(len(token_ids), token_table.shape[1])
-    for rows in _blocks(len(token_ids)):
+    for rows in _row_slices(len(token_ids)):
         summed = F.embedding(token_ids[rows], token_table)
         summed += F.embedding(position_ids[rows], position_table)
         summed += F.embedding(type_ids[rows], type_table)
@@ -68,8 +68,8 @@ def linear(
 
     Args:
         x: `[tokens, hidden]`.
-        weight: `[hidden, features]`, contiguous: on few tokens a CPU multiplies this form faster than
-            torch's `[features, hidden]` (docs/decisions/0002-weights-in-out.md).
+        weight: `[hidden, features]`, contiguous. For few tokens, CPUs multiply by this layout faster than
+            by torch's `[features, hidden]` (docs/decisions/0002-weights-in-out.md).
         bias: `[features]`.
     """
     if bias is None:
@@ -80,7 +80,7 @@ def linear(
 def activate(
     x: Tensor, bias: Tensor | None = None, *, kind: Activation, out: Tensor | None = None
 ) -> Tensor:
-    """Return the activation of every element of x + bias: exact (erf) GELU, its tanh form, or ReLU.
+    """Return the activation of x + bias: exact (erf) GELU, its tanh form, or ReLU.
 
     Args:
         x: `[tokens, features]`.
@@ -100,7 +100,7 @@ def silu_gate(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return silu(gate) * up, `[tokens, features]`.
 
     Args:
-        x: `[tokens, 2 · features]`: all of a token's gate, then all of its up.
+        x: `[tokens, 2 · features]`: the gate of each token, then its up.
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """
@@ -109,7 +109,7 @@ def silu_gate(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def tanh(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return tanh of every element."""
+    """Return tanh of each element."""
     return torch.tanh(x, out=out)
 
 
@@ -129,11 +129,11 @@ def add_layer_norm(
         x, residual: `[tokens, hidden]`, one dtype.
         weight, bias: `[hidden]`.
         eps: added to the variance.
-        x_bias: `[hidden]`, the bias of the linear layer that made `x`, if that did not add it.
+        x_bias: `[hidden]`, the bias of the linear layer that computed `x`, if it is not added yet.
     """
     if out is None:
         out = torch.empty_like(x)
-    for rows in _blocks(len(x)):
+    for rows in _row_slices(len(x)):
         total = torch.add(x[rows], residual[rows], out=out[rows])
         if x_bias is not None:
             total += x_bias
@@ -156,7 +156,7 @@ def rms_norm(
         x, residual: `[tokens, hidden]`, one dtype.
         weight: `[hidden]`.
         eps: added to the mean square.
-        sum_out: receives x + residual, which the next sublayer adds to; may be `residual`.
+        sum_out: receives x + residual, the residual of the next sublayer; may be `residual`.
 
     Source: Zhang, Sennrich 2019, arXiv:1910.07467.
     """
@@ -208,16 +208,16 @@ def attention_varlen(
 ) -> Tensor:
     """Return softmax(q kᵀ · scale + bias) v inside each sequence, `[tokens, num_heads · head_dim]`.
 
-    Neighbours of one length share calls, so a batch sorted by length takes few.
+    Adjacent sequences of equal length share one call of torch, so a batch sorted by length needs few calls.
 
     Args:
-        qkv: `[tokens, 3 · num_heads · head_dim]`: all queries of a token, then its keys, then its values.
+        qkv: `[tokens, 3 · num_heads · head_dim]`: the queries of each token, then its keys, then its values.
         cu_seqlens: `[batch + 1]` int32, ascending from 0 to tokens.
         scale: multiplies the scores, usually head_dim ** -0.5.
-        causal: a token reads itself and those before it alone.
+        causal: a token reads only itself and earlier tokens.
         distance_bias: `[num_heads, 2 · span - 1]`, added to the scaled scores: entry span - 1 + d for a key
-            that stands d tokens after its query. `span` is at least the longest sequence. Expresses
-            the relative positions of T5 and ALiBi.
+            d tokens after its query. `span` is at least the longest sequence. This covers the relative
+            positions of T5 and ALiBi.
     """
     tokens, width = qkv.shape
     head_dim = width // (3 * num_heads)
@@ -246,12 +246,14 @@ def pool(
     mode: Pooling,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return one fp32 vector per sequence, `[batch, hidden]`: its first or last token, or the mean or maximum of all.
+    """Return one fp32 vector per sequence, `[batch, hidden]`.
+
+    By `mode`, it is the first or last token, or the mean or maximum of all tokens. It is 0 for an empty sequence.
 
     Args:
         x: `[tokens, hidden]`.
-        cu_seqlens: `[batch + 1]` int32. The vector of a sequence without tokens is of zeros.
-        normalize: `[batch]` bool, whose vectors are divided by their Euclidean norm; None means no one's.
+        cu_seqlens: `[batch + 1]` int32.
+        normalize: `[batch]` bool: vectors to divide by their Euclidean norm. None: no vector.
     """
     if mode in {"cls", "last"}:
         pooled = _tokens_or_zeros(x, cu_seqlens, of=mode).float()
@@ -267,7 +269,7 @@ def pool(
 
 
 def first_tokens(x: Tensor, cu_seqlens: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return the first token of each sequence, `[batch, hidden]` in the dtype of `x`; zeros if it has none."""
+    """Return the first token of each sequence, `[batch, hidden]`; 0 for an empty one."""
     return _write(_tokens_or_zeros(x, cu_seqlens, of="cls"), out)
 
 
@@ -304,22 +306,25 @@ def pack(x: Tensor, cu_seqlens: Tensor, *, tokens: int, out: Tensor | None = Non
     return out.copy_(x[_inside(cu_seqlens, x.shape[1])])
 
 
-def _blocks(rows: int) -> Iterator[slice]:
-    """Yield the rows in blocks: what an op cannot write into `out` at once is as large as a block, not as a batch."""
-    for begin in range(0, rows, _BLOCK_ROWS):
-        yield slice(begin, min(begin + _BLOCK_ROWS, rows))
+def _row_slices(rows: int) -> Iterator[slice]:
+    """Yield consecutive slices of the rows, so that temporary results stay small."""
+    for begin in range(0, rows, _ROWS_PER_STEP):
+        yield slice(begin, min(begin + _ROWS_PER_STEP, rows))
 
 
 def _calls_of_equal_length(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (first token, sequences, length) of neighbours of one length, at most a block of tokens or one sequence."""
+    """Yield (first token, sequences, length) of each call: parts of the runs of equal length.
+
+    A call has at most _ROWS_PER_STEP tokens, or one sequence.
+    """
     for start, count, length in _runs_of_equal_length(cu_seqlens):
-        most = max(1, _BLOCK_ROWS // length)
-        for done in range(0, count, most):
-            yield start + done * length, min(most, count - done), length
+        step = max(1, _ROWS_PER_STEP // length)
+        for done in range(0, count, step):
+            yield start + done * length, min(step, count - done), length
 
 
 def _runs_of_equal_length(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (first token, sequences, length) for each run of neighbours of one length, skipping empty sequences."""
+    """Yield (first token, sequences, length) of adjacent sequences of equal length, skipping empty ones."""
     bounds = cu_seqlens.tolist()
     start, count, length = 0, 0, 0
     for begin, end in pairwise(bounds):
@@ -333,13 +338,13 @@ def _runs_of_equal_length(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _tokens_or_zeros(x: Tensor, cu_seqlens: Tensor, of: Pooling) -> Tensor:
-    """Return the first ("cls") or last token of each sequence, zeros where it has none."""
+    """Return the first ("cls") or last token of each sequence; 0 for an empty one."""
     if len(x) == 0:
         return x.new_zeros(len(cu_seqlens) - 1, x.shape[1])
     starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    # where a sequence has no token, any stands in for it
-    picked = (starts if of == "cls" else ends - 1).clamp(0, len(x) - 1)
-    return x.index_select(0, picked).masked_fill_((starts == ends)[:, None], 0.0)
+    # the index of an empty sequence is clamped to any token, which is then masked
+    index = (starts if of == "cls" else ends - 1).clamp(0, len(x) - 1)
+    return x.index_select(0, index).masked_fill_((starts == ends)[:, None], 0.0)
 
 
 def _inside(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -348,9 +353,9 @@ def _inside(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
 
 
 def _bias_by_distance(distance_bias: Tensor, length: int) -> Tensor:
-    """Return the bias of each pair of tokens, `[num_heads, length, length]`: queries down, keys across."""
-    place = torch.arange(length, device=distance_bias.device)
-    distance = place[None, :] - place[:, None]
+    """Return the bias of each query and key, `[num_heads, length, length]`."""
+    position = torch.arange(length, device=distance_bias.device)
+    distance = position[None, :] - position[:, None]
     return distance_bias[:, distance + distance_bias.shape[1] // 2].float()
 
 

@@ -1,6 +1,7 @@
-"""Residual add and RMS norm in one pass, with the sum for the next sublayer if it wants it.
+"""Residual add and RMS norm in one pass.
 
-One program owns ROWS tokens, each of them in the registers of one warp if it is short enough.
+The sum can be stored for the next sublayer. One program owns ROWS tokens. Each token is in the registers of one warp if
+it is short enough, see rows.py.
 Source: Zhang, Sennrich 2019, arXiv:1910.07467.
 """
 
@@ -41,24 +42,24 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
 ):
-    """Normalise tokens `program_id(0) * ROWS` and the ROWS - 1 after it."""
+    """Normalise ROWS tokens, from token `program_id(0) * ROWS` on."""
     # int64: tokens * HIDDEN may pass 2**31
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    here = token < tokens
+    row_mask = token < tokens
 
-    x = load_row(x_ptr + token * X_STRIDE, here, HIDDEN, ROWS, BLOCK, TILES)
+    x = load_row(x_ptr + token * X_STRIDE, row_mask, HIDDEN, ROWS, BLOCK, TILES)
     if HAS_RESIDUAL:
-        from_ptr = residual_ptr + token * RESIDUAL_STRIDE
-        x = add_rows(x, load_row(from_ptr, here, HIDDEN, ROWS, BLOCK, TILES))
+        row_ptr = residual_ptr + token * RESIDUAL_STRIDE
+        x = add_rows(x, load_row(row_ptr, row_mask, HIDDEN, ROWS, BLOCK, TILES))
     if HAS_SUM:
-        store_row(sum_ptr + token * SUM_STRIDE, x, here, HIDDEN, BLOCK)
+        store_row(sum_ptr + token * SUM_STRIDE, x, row_mask, HIDDEN, BLOCK)
     scale = tl.rsqrt(sum_of_squares(x) / HIDDEN + eps)
 
     weight = load_row(weight_ptr, True, HIDDEN, ROWS, BLOCK, TILES)
     normed = tl.tuple(())
     for i in tl.static_range(TILES):
         normed += (x[i] * scale * weight[i],)
-    store_row(out_ptr + token * OUT_STRIDE, normed, here, HIDDEN, BLOCK)
+    store_row(out_ptr + token * OUT_STRIDE, normed, row_mask, HIDDEN, BLOCK)
 
 
 def rms_norm(
@@ -70,7 +71,7 @@ def rms_norm(
     sum_out: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the RMS norm of x + residual, times weight, as `reference.rms_norm` does.
+    """Return the RMS norm of x + residual, times weight, see `reference.rms_norm`.
 
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
@@ -105,5 +106,5 @@ def rms_norm(
 
 
 def candidates(hidden: int, dtype: torch.dtype) -> list[Launch]:
-    """Return launches for rows of this width, the first for a GPU on which none was measured."""
+    """Return the candidate launches for rows of this width; the first is the default."""
     return row_launches(hidden, vector_width(dtype, hidden))

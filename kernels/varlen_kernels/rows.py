@@ -1,9 +1,9 @@
-"""Rows held in registers: what the row-wise kernels share.
+"""Rows held in registers: helpers and launches that the row-wise kernels share.
 
-Triton's tensors have powers of two as sizes, so a row is held as a tuple of tiles: 768 features are three
-tiles of 256, without the quarter of idle lanes that one tensor of 1,024 would have. A tile is as wide as the
-lanes of one warp reach with loads of 128 bits, so a row of up to 1,024 elements stays inside a warp: its sum is
-a few shuffles, without shared memory or a barrier, and the sums of several rows run side by side.
+Triton tensors have power-of-two sizes, so a row is a tuple of tiles: 768 features are three tiles of 256, while one
+tensor would need 1,024 elements and leave a quarter unused. A tile is as wide as one warp loads with 128 bits per
+thread, so a row of up to 1,024 elements stays inside one warp. Its sum then takes a few shuffles, without shared memory
+or a barrier, and the sums of several rows run in parallel.
 Source: the batch reduction of Fang et al. 2021, arXiv:2010.05680, section 4.1.2.
 """
 
@@ -15,34 +15,34 @@ import triton.language as tl
 
 from varlen_kernels.tuning import Launch
 
-# Wider rows would not stay in the registers of one program.
+# Widest row that the registers of one program hold.
 MAX_ROW = 16_384
 
-_LANES = 32
+_WARP_THREADS = 32
 _LOAD_BYTES = 16
 _MAX_WARPS = 16
-# Held by a lane, of one row: more of them spill beside weights; fewer leave less to load at once.
-_MOST_VALUES = 32
-_MOST_TILES = 16
-# A lane with fewer of its own works on several rows.
-_FEWEST_VALUES = 16
+# Elements of one row per thread: more would spill beside the weights, fewer would keep fewer loads in flight.
+_MAX_THREAD_VALUES = 32
+_MAX_TILES = 16
+# A thread with fewer elements of one row works on several rows.
+_MIN_THREAD_VALUES = 16
 
 
 @triton.jit
 def load_row(
     row_ptr,  # [ROWS, 1], or one row for all
-    here,  # [ROWS, 1], which rows there are; or True
+    row_mask,  # [ROWS, 1], or True
     width,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Return a row as TILES of [ROWS, BLOCK] fp32, 0 from `width` on and where a row is not here."""
+    """Return ROWS rows as TILES of [ROWS, BLOCK] fp32, 0 where masked."""
     tiles = tl.tuple(())
     for i in tl.static_range(TILES):
-        # of all ROWS even if they are one: each warp then loads what it needs, in the layout it needs
+        # broadcast even one shared row to ROWS, so that each warp loads it in the layout it computes in
         col = tl.broadcast_to(i * BLOCK + tl.arange(0, BLOCK)[None, :], (ROWS, BLOCK))
-        tile = tl.load(row_ptr + col, mask=here & (col < width), other=0.0)
+        tile = tl.load(row_ptr + col, mask=row_mask & (col < width), other=0.0)
         tiles += (tile.to(tl.float32),)
     return tiles
 
@@ -51,19 +51,19 @@ def load_row(
 def store_row(
     row_ptr,  # [ROWS, 1]
     tiles,
-    here,  # [ROWS, 1]
+    row_mask,  # [ROWS, 1]
     width,
     BLOCK: tl.constexpr,
 ):
-    """Write the first `width` elements of the rows that are here."""
+    """Write the first `width` elements of the rows in `row_mask`."""
     for i in tl.static_range(len(tiles)):
         col = i * BLOCK + tl.arange(0, BLOCK)[None, :]
-        tl.store(row_ptr + col, tiles[i], mask=here & (col < width))
+        tl.store(row_ptr + col, tiles[i], mask=row_mask & (col < width))
 
 
 @triton.jit
 def add_rows(a, b):
-    """Return a + b."""
+    """Return the sum of two tuples of tiles, element by element."""
     total = tl.tuple(())
     for i in tl.static_range(len(a)):
         total += (a[i] + b[i],)
@@ -91,19 +91,19 @@ def sum_of_squares(tiles):
 @triton.jit
 def max_row(tiles):
     """Return the maximum of each row, [ROWS, 1]."""
-    top = tiles[0]
+    peak = tiles[0]
     for i in tl.static_range(1, len(tiles)):
-        top = tl.maximum(top, tiles[i])
-    return tl.max(top, axis=1, keep_dims=True)
+        peak = tl.maximum(peak, tiles[i])
+    return tl.max(peak, axis=1, keep_dims=True)
 
 
 def vector_width(dtype: torch.dtype, *sizes: int) -> int:
-    """Return how many elements one load may take where every row starts at a multiple of all `sizes`."""
+    """Return the elements of one load, for rows that start at multiples of all `sizes`."""
     return math.gcd(_LOAD_BYTES // dtype.itemsize, *sizes)
 
 
 def fit_block(width: int, widest: int) -> int:
-    """Return the tile for rows of `width`: `widest`, halved for as long as that frees a quarter of the lanes."""
+    """Return the tile width: `widest`, halved while that saves a quarter of the padded width."""
     block = widest
     while 4 * _padded(width, block // 2) <= 3 * _padded(width, block):
         block //= 2
@@ -111,28 +111,30 @@ def fit_block(width: int, widest: int) -> int:
 
 
 def row_launches(width: int, vector: int) -> list[Launch]:
-    """Return launches for kernels that hold whole rows, the first for a GPU on which none was measured.
+    """Return the candidate launches of kernels that hold whole rows; the first is the default.
 
     Args:
-        width: of a row, at most MAX_ROW.
-        vector: elements of one load, as `vector_width` says.
+        width: elements of a row, at most MAX_ROW.
+        vector: elements of one load, see `vector_width`.
     """
-    warps_a_row = 1
-    while width > warps_a_row * _LANES * min(_MOST_VALUES, _MOST_TILES * vector):
-        if warps_a_row == _MAX_WARPS:
+    warps_per_row = 1
+    while width > warps_per_row * _WARP_THREADS * min(_MAX_THREAD_VALUES, _MAX_TILES * vector):
+        if warps_per_row == _MAX_WARPS:
             break
-        warps_a_row *= 2
-    block = fit_block(width, warps_a_row * _LANES * vector)
+        warps_per_row *= 2
+    block = fit_block(width, warps_per_row * _WARP_THREADS * vector)
     values = triton.cdiv(width, block) * vector
-    deep = triton.next_power_of_2(triton.cdiv(_FEWEST_VALUES, values))
+    min_rows = triton.next_power_of_2(triton.cdiv(_MIN_THREAD_VALUES, values))
 
     launches: list[Launch] = []
-    # rows a lane takes part in, warps: four rows a program are small enough to balance the last wave
-    for depth, warps in ((deep, 4), (deep, 2), (deep, 1), (deep, 8), (2 * deep, 4), (2 * deep, 1)):
-        num_warps = max(warps, warps_a_row)
-        if depth * values > 2 * _MOST_VALUES or (depth > deep and num_warps == _MAX_WARPS):
+    # the default's programs are small enough to balance the last wave
+    for factor, warps in ((1, 4), (1, 2), (1, 1), (1, 8), (2, 4), (2, 1)):
+        rows_per_thread = factor * min_rows
+        num_warps = max(warps, warps_per_row)
+        spills = rows_per_thread * values > 2 * _MAX_THREAD_VALUES
+        if spills or (factor > 1 and num_warps == _MAX_WARPS):
             continue
-        rows = depth * num_warps * _LANES * vector // block
+        rows = rows_per_thread * num_warps * _WARP_THREADS * vector // block
         launch = {"ROWS": rows, "BLOCK": block, "num_warps": num_warps}
         if launch not in launches:
             launches.append(launch)
@@ -140,22 +142,22 @@ def row_launches(width: int, vector: int) -> list[Launch]:
 
 
 def tile_launches(width: int, vector: int) -> list[Launch]:
-    """Return launches for kernels that cut rows into tiles of [ROWS, BLOCK] and sum nothing over a row.
+    """Return the candidate launches of element-wise kernels; the first is the default.
 
     Args:
-        width: of a row.
-        vector: elements of one load, as `vector_width` says.
+        width: elements of a row.
+        vector: elements of one load, see `vector_width`.
     """
     launches: list[Launch] = []
-    # vectors of a lane, warps
-    for vectors, warps in ((2, 4), (4, 4), (1, 4), (2, 8), (4, 2)):
-        in_one_go = warps * _LANES * vector
-        block = fit_block(width, in_one_go)
-        rows = vectors * in_one_go // block
+    # (loads per thread, warps)
+    for loads, warps in ((2, 4), (4, 4), (1, 4), (2, 8), (4, 2)):
+        loaded_at_once = warps * _WARP_THREADS * vector
+        block = fit_block(width, loaded_at_once)
+        rows = loads * loaded_at_once // block
         launches.append({"ROWS": rows, "BLOCK": block, "num_warps": warps})
     return launches
 
 
 def _padded(width: int, block: int) -> int:
-    """Return the lanes that a row takes."""
+    """Return `width` rounded up to whole tiles."""
     return triton.cdiv(width, block) * block if block else width

@@ -1,9 +1,9 @@
-"""How a kernel is launched: tile sizes, warps and stages, from a table measured on this GPU or by rule.
+"""Launch parameters of kernels: tile sizes, warps and stages, tuned for this GPU.
 
-Each op lists its candidate launches for a key (its widths and dtype, never a size that varies from batch to batch),
-the first being what is right without a measurement. `tuning.json` holds what `make tune-kernels` found fastest,
-by GPU and by version of Triton, since a launch that is best under one compiler may spill under the next.
-Nothing is tuned in a running server.
+Each op lists its candidate launches for a key; the first is the default. A key holds widths and the dtype, never a
+size that varies from batch to batch. `tuning.json` holds the fastest launches that `make tune-kernels` measured, by GPU
+and by Triton version, because the fastest launch under one compiler may spill registers under the next.
+A running server tunes nothing.
 """
 
 import json
@@ -16,30 +16,30 @@ from typing import TypeAlias
 import torch
 import triton
 
-# Tile sizes by their names in the kernel, and num_warps, num_stages.
+# Tile sizes by parameter name of the kernel, and compiler options such as num_warps and num_stages.
 Launch: TypeAlias = Mapping[str, int]
 Key: TypeAlias = tuple[int | str | bool | torch.dtype, ...]
 Candidates: TypeAlias = Callable[..., Sequence[Launch]]
-# The launches of one GPU under one version of Triton, by op and by key as `spell` has it.
+# Tuned launches of one GPU under one Triton version, by op and by key in the form of `spell`.
 Table: TypeAlias = Mapping[str, Mapping[str, Launch]]
 
-# One compiled form for all versions: 3.10 changes the default.
+# Set explicitly, since Triton 3.10 changes the default.
 _COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
 _chosen: dict[tuple[str, Key], Launch] = {}
-# Who wants to know what is asked for.
+# One list per active `watch`; `pick` appends its arguments to each.
 _watchers: list[list[tuple[str, Key, Candidates]]] = []
 
 
 def pick(op: str, key: Key, candidates: Candidates) -> Launch:
-    """Return the launch for (op, key): the tuned one, or else the first of `candidates(*key)`.
+    """Return the launch for (op, key): the tuned one, else the default.
 
-    A tuned launch that is no candidate any more was measured on an older kernel, and is passed over.
+    A tuned launch that is no longer a candidate was measured on an older kernel, so it is ignored.
 
     Args:
         op: the launcher's name.
-        key: what the launch may depend on.
-        candidates: launches that are correct for the key, the first the one to use unmeasured.
+        key: the values that the launch may depend on.
+        candidates: returns the launches that are correct for the key; the first is the default.
     """
     for watcher in _watchers:
         watcher.append((op, key, candidates))
@@ -56,7 +56,7 @@ def pick(op: str, key: Key, candidates: Candidates) -> Launch:
 
 @contextmanager
 def forced(op: str, key: Key, launch: Launch) -> Iterator[None]:
-    """Make `pick` return this launch for (op, key), for as long as the context lasts."""
+    """Make `pick` return this launch for (op, key) inside the context."""
     before = _chosen.get((op, key))
     _chosen[op, key] = {**launch, **_COMPILER_OPTIONS}
     try:
@@ -69,35 +69,35 @@ def forced(op: str, key: Key, launch: Launch) -> Iterator[None]:
 
 @contextmanager
 def watch() -> Iterator[list[tuple[str, Key, Candidates]]]:
-    """Collect what `pick` is asked for inside the context, as (op, key, candidates)."""
-    asked: list[tuple[str, Key, Candidates]] = []
-    _watchers.append(asked)
+    """Yield a list of the calls of `pick` inside the context, as (op, key, candidates)."""
+    calls: list[tuple[str, Key, Candidates]] = []
+    _watchers.append(calls)
     try:
-        yield asked
+        yield calls
     finally:
-        # by identity: another watcher may have collected the same
-        _watchers[:] = [watcher for watcher in _watchers if watcher is not asked]
+        # by identity: the lists of two watchers may be equal
+        _watchers[:] = [watcher for watcher in _watchers if watcher is not calls]
 
 
 def forget() -> None:
-    """Forget what was chosen, so that the table is read again."""
+    """Clear the cached launches and the cached table."""
     _chosen.clear()
     _table.cache_clear()
 
 
 def spell(key: Key) -> str:
-    """Return a key as the table spells it, such as "768/bfloat16"."""
+    """Return a key in the form of `tuning.json`, such as "768/bfloat16"."""
     return "/".join(str(part).removeprefix("torch.") for part in key)
 
 
 def minor_version() -> str:
-    """Return the version of Triton as the table spells it, such as "3.6"."""
+    """Return the Triton version in the form of `tuning.json`, such as "3.6"."""
     return ".".join(triton.__version__.split(".")[:2])
 
 
 @cache
 def _table() -> Table:
-    """Return the tuned launches of this machine's GPU and version of Triton; none without a GPU."""
+    """Return the tuned launches for this machine's GPU and Triton version."""
     if not torch.cuda.is_available():
         return {}
     return parse_tables(_text()).get(torch.cuda.get_device_name(), {}).get(minor_version(), {})
@@ -108,17 +108,17 @@ def _text() -> str:
 
 
 def parse_tables(text: str) -> dict[str, dict[str, Table]]:
-    """Return the tables of `tuning.json`, by GPU name and by version of Triton.
+    """Return the tables of `tuning.json`, by GPU name and by Triton version.
 
     Raises:
         ValueError: the text is not JSON, or a launch is not a mapping of names to integers; the
-            message says where.
+            message names the entry.
     """
     tables: dict[str, dict[str, Table]] = json.loads(text)
-    for gpu, of_gpu in _entries("tuning.json", tables):
-        for version, of_version in _entries(gpu, of_gpu):
-            for op, of_op in _entries(version, of_version):
-                for key, launch in _entries(op, of_op):
+    for gpu, versions in _entries("tuning.json", tables):
+        for version, ops in _entries(gpu, versions):
+            for op, launches in _entries(version, ops):
+                for key, launch in _entries(op, launches):
                     for name, value in _entries(key, launch):
                         if type(value) is not int:
                             raise ValueError(
@@ -127,8 +127,8 @@ def parse_tables(text: str) -> dict[str, dict[str, Table]]:
     return tables
 
 
-def _entries(name: str, found: object) -> Iterator[tuple[str, object]]:
-    """Yield the entries of what must be a JSON object; `name` is what it stands under."""
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} is {found!r} in tuning.json; allowed: an object")  # noqa: TRY004  # of the file
-    yield from found.items()
+def _entries(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the entries of `value`, which must be a JSON object; `name` is its key."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r} in tuning.json; allowed: an object")  # noqa: TRY004  # in a file
+    yield from value.items()

@@ -1,7 +1,7 @@
-"""A small KServe v2 server for the client's tests: gRPC and HTTP, on loopback, in this process.
+"""A small in-process KServe v2 server for the client's tests, with gRPC and HTTP.
 
-One `FakeModel` decides every answer, from the input alone, so that order and batching can be checked. It can be told to
-fail, to wait and to hang up, and it records what it was sent.
+A `FakeModel` computes every output from the input alone, so tests can check order and batching. It can inject faults,
+delays and closed connections, and it records the requests that it receives.
 """
 
 from __future__ import annotations
@@ -44,15 +44,17 @@ STATUS = {
 }
 
 
-class Fault(Exception):  # noqa: N818 - a thing to inject
+class Fault(Exception):  # noqa: N818 - injected, not a failure of the test
+    """A failure that the fake server injects: a key of STATUS and a message."""
+
     def __init__(self, kind: str, message: str = "injected") -> None:
         super().__init__(message)
         self.kind = kind
 
 
 @dataclass
-class Seen:
-    """One request as it arrived."""
+class ReceivedRequest:
+    """One request, as the server received it."""
 
     tensors: dict[str, np.ndarray]
     parameters: dict[str, Any]
@@ -74,13 +76,13 @@ class FakeModel:
     server_ready: bool = True
     models: list[tuple[str, str]] = field(default_factory=lambda: [("fake", "READY")])
     faults: list[Fault] = field(default_factory=list)
-    """Used up one per request, before anything else."""
-    refuse: Callable[[Seen], Fault | None] = lambda seen: None
-    delay: Callable[[Seen], float] = lambda seen: 0.0
+    """Each request consumes one, before `refuse` is called."""
+    refuse: Callable[[ReceivedRequest], Fault | None] = lambda received: None
+    delay: Callable[[ReceivedRequest], float] = lambda received: 0.0
     output_dtype: type = np.float32
-    requests: list[Seen] = field(default_factory=list)
+    requests: list[ReceivedRequest] = field(default_factory=list)
     in_flight: int = 0
-    most_in_flight: int = 0
+    max_in_flight: int = 0
     stopped: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -96,46 +98,46 @@ class FakeModel:
         if name not in [model for model, _ in self.models]:
             raise Fault("not_found", f"Request for unknown model: '{name}' is not found")
 
-    def infer(self, name: str, seen: Seen) -> tuple[str, np.ndarray]:
+    def infer(self, name: str, received: ReceivedRequest) -> tuple[str, np.ndarray]:
         self.check_name(name)
         with self.lock:
-            self.requests.append(seen)
+            self.requests.append(received)
             self.in_flight += 1
-            self.most_in_flight = max(self.most_in_flight, self.in_flight)
-            fault = self.faults.pop(0) if self.faults else self.refuse(seen)
+            self.max_in_flight = max(self.max_in_flight, self.in_flight)
+            fault = self.faults.pop(0) if self.faults else self.refuse(received)
         try:
-            self.stopped.wait(self.delay(seen))
+            self.stopped.wait(self.delay(received))
             if fault is not None:
                 raise fault
-            return OUTPUTS[self.task][0], self.output(seen).astype(self.output_dtype)
+            return OUTPUTS[self.task][0], self.output(received).astype(self.output_dtype)
         finally:
             with self.lock:
                 self.in_flight -= 1
 
-    def output(self, seen: Seen) -> np.ndarray:
-        if "input_ids" in seen.tensors:
-            ids = seen.tensors["input_ids"]
-            mask = seen.tensors.get("attention_mask", np.ones_like(ids))
+    def output(self, received: ReceivedRequest) -> np.ndarray:
+        if "input_ids" in received.tensors:
+            ids = received.tensors["input_ids"]
+            mask = received.tensors.get("attention_mask", np.ones_like(ids))
             return np.stack(
                 [vector_of_ids(row[keep == 1]) for row, keep in zip(ids, mask, strict=True)]
             )
-        pairs = [text.decode() for text in seen.tensors.get("text_pair", np.array([])).ravel()]
+        pairs = [text.decode() for text in received.tensors.get("text_pair", np.array([])).ravel()]
         if self.task == "classify":
             return np.array(
                 [
                     [len(text), len(pair)]
-                    for text, pair in zip(seen.texts, pairs or [""] * 999, strict=False)
+                    for text, pair in zip(received.texts, pairs or [""] * 999, strict=False)
                 ]
             )
         if self.task == "rerank":
             return np.array(
-                [[len(q) * 100 + len(d)] for q, d in zip(seen.texts, pairs, strict=True)]
+                [[len(q) * 100 + len(d)] for q, d in zip(received.texts, pairs, strict=True)]
             )
         if self.task in ("token_classify", "hidden"):
-            assert seen.num_rows == 1, "rows of different lengths would be padded"
-            words = seen.texts[0].split()
+            assert received.num_rows == 1, "rows of different lengths would be padded"
+            words = received.texts[0].split()
             return np.array([[vector_of_text(word)[: OUTPUTS[self.task][1][1]] for word in words]])
-        return np.stack([vector_of_text(text) for text in seen.texts])
+        return np.stack([vector_of_text(text) for text in received.texts])
 
 
 def vector_of_text(text: str) -> np.ndarray:
@@ -168,21 +170,21 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         return service_pb2.ServerMetadataResponse(name="fake", version="0.1")
 
     def RepositoryIndex(self, request, context):  # noqa: N802
-        answer = service_pb2.RepositoryIndexResponse()
+        response = service_pb2.RepositoryIndexResponse()
         for name, state in self.model.models:
-            answer.models.add(name=name, version="1", state=state)
-        return answer
+            response.models.add(name=name, version="1", state=state)
+        return response
 
     def ModelConfig(self, request, context):  # noqa: N802
         with grpc_faults(context):
             self.model.check_name(request.name)
         config = self.model.config()
-        answer = service_pb2.ModelConfigResponse()
-        answer.config.name = config["name"]
-        answer.config.max_batch_size = config["max_batch_size"]
+        response = service_pb2.ModelConfigResponse()
+        response.config.name = config["name"]
+        response.config.max_batch_size = config["max_batch_size"]
         for output in config["output"]:
-            answer.config.output.add(name=output["name"], dims=output["dims"])
-        return answer
+            response.config.output.add(name=output["name"], dims=output["dims"])
+        return response
 
     def ModelInfer(self, request, context):  # noqa: N802
         tensors = {
@@ -194,12 +196,12 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
             for name, value in request.parameters.items()
         }
         with grpc_faults(context):
-            name, array = self.model.infer(request.model_name, Seen(tensors, parameters))
-        answer = service_pb2.ModelInferResponse(model_name=request.model_name)
+            name, array = self.model.infer(request.model_name, ReceivedRequest(tensors, parameters))
+        response = service_pb2.ModelInferResponse(model_name=request.model_name)
         datatype = {"f4": "FP32", "f8": "FP64"}[array.dtype.str[1:]]
-        answer.outputs.add(name=name, datatype=datatype, shape=array.shape)
-        answer.raw_output_contents.append(array.tobytes())
-        return answer
+        response.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        response.raw_output_contents.append(array.tobytes())
+        return response
 
 
 class grpc_faults:  # noqa: N801 - used as a function
@@ -248,10 +250,10 @@ def http_app(model: FakeModel) -> web.Application:
             raw = body[at : at + size]
             tensors[tensor["name"]] = tensor_from_bytes(tensor["datatype"], tensor["shape"], raw)
             at += size
-        seen = Seen(tensors, header.get("parameters", {}))
+        received = ReceivedRequest(tensors, header.get("parameters", {}))
         try:
             name, array = await asyncio.get_running_loop().run_in_executor(
-                pool, model.infer, request.match_info["name"], seen
+                pool, model.infer, request.match_info["name"], received
             )
         except Fault as fault:
             return http_fault(request, fault)
@@ -262,9 +264,9 @@ def http_app(model: FakeModel) -> web.Application:
             "shape": array.shape,
             "parameters": {"binary_data_size": len(raw)},
         }
-        answer = json.dumps({"model_name": model.name, "outputs": [output]}).encode()
+        response = json.dumps({"model_name": model.name, "outputs": [output]}).encode()
         return web.Response(
-            body=answer + raw, headers={"Inference-Header-Content-Length": str(len(answer))}
+            body=response + raw, headers={"Inference-Header-Content-Length": str(len(response))}
         )
 
     pool = ThreadPoolExecutor(32)
@@ -332,19 +334,19 @@ def serve_http(model: FakeModel) -> Iterator[FakeServer]:
 
 @pytest.fixture(params=["grpc", "http"])
 def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
-    """A fake server of each protocol; set what it does on `server.model`."""
+    """A fake server of each protocol; its behaviour is set on `server.model`."""
     yield from (serve_grpc if request.param == "grpc" else serve_http)(FakeModel())
 
 
 @pytest.fixture(params=["grpc", "http"])
-def url_of_nobody(request: pytest.FixtureRequest) -> str:
-    """An address where nothing listens."""
+def unused_url(request: pytest.FixtureRequest) -> str:
+    """URL of a port on which no server listens."""
     return f"{request.param}://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(params=["grpc", "http"])
-def hanging_up(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[int]]]:
-    """An address that takes every connection, reads a little and hangs up; with a list of the connections."""
+def server_that_hangs_up(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[int]]]:
+    """URL of a server that accepts and closes every connection, and the list of connections."""
     listener = socket.create_server(("127.0.0.1", 0))
     connections: list[int] = []
 
@@ -368,19 +370,19 @@ def hanging_up(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[int]]
 
 @pytest.fixture
 def fast_retries() -> RetryPolicy:
-    """Three retries, some milliseconds apart."""
+    """A policy of three retries, milliseconds apart."""
     return FAST_RETRIES
 
 
 @pytest.fixture
 def fault() -> type[Fault]:
-    """What a fake model fails with, made of a kind and a message."""
+    """The type of the failures that a fake model injects."""
     return Fault
 
 
 @pytest.fixture
 def vectors_of() -> Callable[[list[Any]], np.ndarray]:
-    """What the fake model answers to texts or token ids, one row after the other."""
+    """Return a function that computes the fake model's output for texts or token ids."""
 
     def expected(rows: list[Any]) -> np.ndarray:
         return np.stack(

@@ -8,20 +8,20 @@ import pytest
 from varlen_client import AsyncClient
 
 
-def test_calls_run_side_by_side(server, vectors_of):
+def test_calls_run_concurrently(server, vectors_of):
     async def embed_all():
         async with AsyncClient(server.url) as client:
             return await asyncio.gather(*(client.embed([f"text {n}"]) for n in range(20)))
 
-    server.model.delay = lambda seen: 0.05
+    server.model.delay = lambda received: 0.05
     results = asyncio.run(embed_all())
 
     expected = vectors_of([f"text {n}" for n in range(20)])
     np.testing.assert_array_equal(np.concatenate(results), expected)
-    assert server.model.most_in_flight > 4
+    assert server.model.max_in_flight > 4
 
 
-def test_a_cancelled_call_raises_cancelled_error_and_sends_no_more(server, vectors_of):
+def test_a_cancelled_call_raises_cancelled_error_and_sends_no_further_request(server, vectors_of):
     async def cancel_one():
         async with AsyncClient(server.url, rows_per_request=1, concurrency=2) as client:
             task = asyncio.create_task(client.embed(["a", "b", "c", "d"]))
@@ -30,11 +30,11 @@ def test_a_cancelled_call_raises_cancelled_error_and_sends_no_more(server, vecto
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            server.model.delay = lambda seen: 0.0
+            server.model.delay = lambda received: 0.0
             return await client.embed(["e"])
 
-    server.model.delay = lambda seen: 30.0
+    server.model.delay = lambda received: 30.0
     vectors = asyncio.run(cancel_one())
 
     np.testing.assert_array_equal(vectors, vectors_of(["e"]))
-    assert [seen.texts for seen in server.model.requests[2:]] == [["e"]]
+    assert [received.texts for received in server.model.requests[2:]] == [["e"]]

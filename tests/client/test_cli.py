@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, and how it fails."""
+"""The command line: its output, its files and its errors."""
 
 import json
 import threading
@@ -13,7 +13,7 @@ from varlen_client import cli
 
 @pytest.fixture
 def varlen(server, monkeypatch):
-    """Run the command against the fake server; returns typer's result."""
+    """Return a function that runs the command against the fake server."""
     monkeypatch.setenv("VARLEN_URL", server.url)
     monkeypatch.delenv("VARLEN_MODEL", raising=False)
     monkeypatch.setenv("COLUMNS", "200")
@@ -27,8 +27,8 @@ def run(*arguments):
 
 
 @pytest.fixture
-def lines(tmp_path):
-    """Write a file of lines; returns its path."""
+def write_lines(tmp_path):
+    """Return a function that writes a file and returns its path."""
 
     def write(content):
         path = tmp_path / "lines.txt"
@@ -47,7 +47,7 @@ def test_embed_prints_one_line_per_text(varlen):
     assert second.startswith("second  3 dims  [")
 
 
-def test_embed_as_json_gives_back_every_value(varlen, vectors_of):
+def test_embed_as_json_prints_every_value(varlen, vectors_of):
     result = varlen("embed", "--json", "näïve", "b")
 
     objects = [json.loads(line) for line in result.stdout.splitlines()]
@@ -57,19 +57,19 @@ def test_embed_as_json_gives_back_every_value(varlen, vectors_of):
 
 
 @pytest.mark.parametrize("command", ["embed", "similarity"])
-def test_passes_a_deadline_and_a_priority_on(varlen, server, command):
+def test_sends_the_deadline_and_the_priority(varlen, server, command):
     varlen(command, "a", "b", "--deadline-ms", "60000", "--priority", "4")
 
-    (seen,) = server.model.requests
-    assert seen.parameters["deadline_ms"] == 60_000
-    assert seen.parameters["request_priority"] == 4
+    (received,) = server.model.requests
+    assert received.parameters["deadline_ms"] == 60_000
+    assert received.parameters["request_priority"] == 4
 
 
-def test_embeds_a_file_in_order(varlen, lines, tmp_path, vectors_of):
+def test_embeds_a_file_in_order(varlen, write_lines, tmp_path, vectors_of):
     texts = [f"line {n}" for n in range(100)]
     output = tmp_path / "vectors.npy"
 
-    result = varlen("embed", "--file", lines("\r\n".join(texts) + "\n"), "--output", output)
+    result = varlen("embed", "--file", write_lines("\r\n".join(texts) + "\n"), "--output", output)
 
     assert result.exit_code == 0
     assert "wrote 100 vectors of 3 values" in result.stderr
@@ -77,10 +77,10 @@ def test_embeds_a_file_in_order(varlen, lines, tmp_path, vectors_of):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lines.txt", "vectors.npy"]
 
 
-def test_does_not_overwrite_without_force(varlen, server, lines, tmp_path):
+def test_does_not_overwrite_without_force(varlen, server, write_lines, tmp_path):
     output = tmp_path / "vectors.npy"
     output.write_bytes(b"precious")
-    arguments = ("embed", "--file", lines("a\n"), "--output", output)
+    arguments = ("embed", "--file", write_lines("a\n"), "--output", output)
 
     result = varlen(*arguments)
     assert result.exit_code == 2
@@ -92,12 +92,14 @@ def test_does_not_overwrite_without_force(varlen, server, lines, tmp_path):
     assert np.load(output).shape == (1, 3)
 
 
-def test_a_failure_leaves_no_output(varlen, server, lines, tmp_path, fault):
-    server.model.refuse = lambda seen: fault("invalid", "row 0: bad") if "c" in seen.texts else None
+def test_a_failure_leaves_no_output(varlen, server, write_lines, tmp_path, fault):
+    server.model.refuse = lambda received: (
+        fault("invalid", "row 0: bad") if "c" in received.texts else None
+    )
     output = tmp_path / "vectors.npy"
 
     result = varlen(
-        "embed", "--file", lines("a\nb\nc\n"), "--output", output, "--rows-per-request", 1
+        "embed", "--file", write_lines("a\nb\nc\n"), "--output", output, "--rows-per-request", 1
     )
 
     assert result.exit_code == 1
@@ -114,16 +116,16 @@ def test_a_failure_leaves_no_output(varlen, server, lines, tmp_path, fault):
         ("", "has no text"),
     ],
 )
-def test_names_the_line_that_cannot_be_embedded(varlen, server, lines, content, message):
-    result = varlen("embed", "--file", lines(content))
+def test_an_invalid_line_is_reported_by_number(varlen, server, write_lines, content, message):
+    result = varlen("embed", "--file", write_lines(content))
 
     assert result.exit_code == 2
     assert message in result.stderr
     assert server.model.requests == []
 
 
-def test_skips_empty_lines_when_told(varlen, lines):
-    result = varlen("embed", "--json", "--skip-empty", "--file", lines("a\n\nb\n"))
+def test_skips_empty_lines_with_the_option(varlen, write_lines):
+    result = varlen("embed", "--json", "--skip-empty", "--file", write_lines("a\n\nb\n"))
 
     assert [json.loads(line)["text"] for line in result.stdout.splitlines()] == ["a", "b"]
 
@@ -134,13 +136,13 @@ def test_skips_empty_lines_when_told(varlen, lines):
         (["embed"], "either texts or --file"),
         (["embed", "a", "--file", "b"], "either texts or --file"),
         (["embed", "--file", "/nonexistent"], "cannot read /nonexistent"),
-        (["embed", "a", "--output", "/nonexistent/v.npy"], "/nonexistent is no folder"),
+        (["embed", "a", "--output", "/nonexistent/v.npy"], "/nonexistent is not a folder"),
         (["embed", "a", "--url", "localhost:8001"], "must start with grpc://"),
         (["similarity", "a"], "at least two texts"),
         (["embed", "a", "--nope"], "No such option"),
     ],
 )
-def test_wrong_use_exits_with_2_and_says_why(varlen, arguments, message):
+def test_wrong_arguments_exit_with_2_and_a_reason(varlen, arguments, message):
     result = varlen(*arguments)
 
     assert result.exit_code == 2
@@ -148,8 +150,8 @@ def test_wrong_use_exits_with_2_and_says_why(varlen, arguments, message):
     assert "Traceback" not in result.output
 
 
-def test_a_server_that_is_not_there_is_one_line_and_exit_1(url_of_nobody):
-    result = run("status", "--url", url_of_nobody)
+def test_no_connection_is_a_one_line_error_with_exit_code_1(unused_url):
+    result = run("status", "--url", unused_url)
 
     assert result.exit_code == 1
     assert result.stderr.startswith("error: no connection to")
@@ -178,7 +180,7 @@ def test_similarity_prints_a_table_of_cosines(varlen, vectors_of):
     assert "[red]third" in result.stdout
 
 
-def test_status_without_metrics_says_so(varlen):
+def test_status_reports_missing_metrics(varlen):
     result = varlen("status", "--metrics-url", "http://127.0.0.1:9/metrics")
 
     assert result.exit_code == 0
@@ -209,7 +211,7 @@ def test_status_shows_queue_rates_and_outcomes(varlen, metrics_page, monkeypatch
 
 @pytest.fixture
 def metrics_page():
-    """A metrics page whose counter of good requests grows by 10 with each look."""
+    """URL of a metrics page whose `ok` requests grow by 10 with each read."""
     ok = iter(range(10, 1000, 10))
 
     class Page(BaseHTTPRequestHandler):

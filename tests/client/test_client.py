@@ -1,4 +1,4 @@
-"""The sync client against a fake server: what it sends, in which order it answers, and how it fails."""
+"""The sync client against a fake server: requests, order of the results, retries and errors."""
 
 import threading
 import time
@@ -28,8 +28,8 @@ def client(server, fast_retries):
 
 
 def test_embeds_texts_in_order_over_many_requests(client, server, vectors_of):
-    # the first request is the slowest, so answers come back out of order
-    server.model.delay = lambda seen: 0.1 if seen.texts[0] == TEXTS[0] else 0.0
+    # the first request is the slowest, so responses arrive out of order
+    server.model.delay = lambda received: 0.1 if received.texts[0] == TEXTS[0] else 0.0
 
     vectors = client.embed(TEXTS)
 
@@ -38,12 +38,14 @@ def test_embeds_texts_in_order_over_many_requests(client, server, vectors_of):
 
 
 @pytest.mark.parametrize(("max_batch_size", "rows"), [(8, 8), (100, 32)])
-def test_sends_as_many_rows_as_the_model_takes_but_at_most_32(client, server, max_batch_size, rows):
+def test_sends_at_most_max_batch_size_and_at_most_32_rows_per_request(
+    client, server, max_batch_size, rows
+):
     server.model.max_batch_size = max_batch_size
 
     client.embed(TEXTS)
 
-    sizes = [seen.num_rows for seen in server.model.requests]
+    sizes = [received.num_rows for received in server.model.requests]
     assert max(sizes) == rows
     assert sum(sizes) == len(TEXTS)
 
@@ -52,16 +54,16 @@ def test_rows_per_request_can_be_chosen(server):
     with Client(server.url, rows_per_request=3) as client:
         client.embed(TEXTS[:7])
 
-    assert sorted(seen.num_rows for seen in server.model.requests) == [1, 3, 3]
+    assert sorted(received.num_rows for received in server.model.requests) == [1, 3, 3]
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_keeps_at_most_the_chosen_number_of_requests_in_flight(server, concurrency):
-    server.model.delay = lambda seen: 0.03
+def test_concurrency_limits_the_requests_in_flight(server, concurrency):
+    server.model.delay = lambda received: 0.03
     with Client(server.url, rows_per_request=5, concurrency=concurrency) as client:
         client.embed(TEXTS)
 
-    assert server.model.most_in_flight == concurrency
+    assert server.model.max_in_flight == concurrency
 
 
 def test_pads_token_ids_with_a_mask(client, server, vectors_of):
@@ -70,9 +72,9 @@ def test_pads_token_ids_with_a_mask(client, server, vectors_of):
     vectors = client.embed(ids)
 
     np.testing.assert_array_equal(vectors, vectors_of(ids))
-    (seen,) = server.model.requests
-    assert seen.tensors["input_ids"].tolist()[1] == [101, 102, 0, 0]
-    assert seen.tensors["attention_mask"].tolist()[1] == [1, 1, 0, 0]
+    (received,) = server.model.requests
+    assert received.tensors["input_ids"].tolist()[1] == [101, 102, 0, 0]
+    assert received.tensors["attention_mask"].tolist()[1] == [1, 1, 0, 0]
 
 
 def test_token_ids_of_one_length_need_no_mask(client, server):
@@ -88,7 +90,7 @@ def test_sends_any_unicode_text_unchanged(client, server, text):
     assert server.model.requests[0].texts == [text]
 
 
-def test_nothing_in_nothing_out(client, server):
+def test_an_empty_input_sends_no_request(client, server):
     assert client.embed([]).shape == (0, 3)
     assert server.model.requests == []
 
@@ -97,7 +99,7 @@ def test_sends_only_the_parameters_that_were_given(client, server):
     client.embed(["a"])
     client.embed(["a"], normalize=False, truncate=True, deadline_ms=60_000.5, priority=9)
 
-    bare, full = (seen.parameters for seen in server.model.requests)
+    bare, full = (received.parameters for received in server.model.requests)
     assert not {"normalize", "truncate", "deadline_ms", "request_priority"} & set(bare)
     assert full["normalize"] is False
     assert full["truncate"] is True
@@ -106,7 +108,7 @@ def test_sends_only_the_parameters_that_were_given(client, server):
 
 
 @pytest.mark.parametrize(
-    "task, ask",
+    "task, call",
     [
         ("classify", lambda client, **given: client.classify(["a"], **given)),
         ("rerank", lambda client, **given: client.rerank("q", ["a"], **given)),
@@ -114,14 +116,14 @@ def test_sends_only_the_parameters_that_were_given(client, server):
         ("hidden", lambda client, **given: client.hidden(["a"], **given)),
     ],
 )
-def test_every_method_takes_a_deadline_and_a_priority(client, server, task, ask):
+def test_every_method_sends_the_deadline_and_the_priority(client, server, task, call):
     server.model.task = task
 
-    ask(client, deadline_ms=60_000, priority=1, truncate=True)
+    call(client, deadline_ms=60_000, priority=1, truncate=True)
 
-    (seen,) = server.model.requests
+    (received,) = server.model.requests
     given = {"deadline_ms": 60_000, "request_priority": 1, "truncate": True}
-    assert given.items() <= seen.parameters.items()
+    assert given.items() <= received.parameters.items()
 
 
 def test_classifies_texts_and_pairs(client, server):
@@ -147,7 +149,7 @@ def test_rerank_needs_a_model_of_one_label(client, server):
 
 
 @pytest.mark.parametrize(("method", "task"), [("hidden", "hidden"), ("token_classify",) * 2])
-def test_results_per_token_come_as_one_array_per_row(client, server, method, task):
+def test_outputs_per_token_are_one_array_per_row(client, server, method, task):
     server.model.task = task
 
     arrays = getattr(client, method)(["one", "one two three", "four five"])
@@ -157,7 +159,7 @@ def test_results_per_token_come_as_one_array_per_row(client, server, method, tas
     assert all(array.flags.writeable for array in arrays)
 
 
-def test_says_what_the_model_serves_when_asked_for_another_task(client, server):
+def test_a_model_of_another_task_is_refused_with_its_outputs(client, server):
     with pytest.raises(InvalidRequest, match=r"does not serve classify: it has sentence_embedding"):
         client.classify(["a"])
 
@@ -171,7 +173,7 @@ def test_says_what_the_model_serves_when_asked_for_another_task(client, server):
         ([[1.5]], "row 0 is neither text nor a list of token ids"),
         ([[[1]]], "row 0 is neither"),
         ([[1], [2, [3]]], "row 1 is neither"),
-        (["\ud800"], "row 0: text is not valid Unicode"),
+        (["\ud800"], "row 0 is not valid Unicode"),
     ],
 )
 def test_refuses_bad_input_before_sending(client, server, inputs, message):
@@ -182,12 +184,12 @@ def test_refuses_bad_input_before_sending(client, server, inputs, message):
 
 
 def test_refuses_a_mix_of_texts_and_pairs(client):
-    with pytest.raises(InvalidRequest, match="row 0 is no pair of texts"):
+    with pytest.raises(InvalidRequest, match="row 0 is not a pair of texts"):
         client.classify(["a", ("b", "c")])
 
 
 @pytest.mark.parametrize("kind", ["unavailable", "hang_up"])
-def test_sends_again_while_the_server_is_unavailable(client, server, fault, vectors_of, kind):
+def test_retries_while_the_server_is_unavailable(client, server, fault, vectors_of, kind):
     server.model.faults = [fault(kind, "queue full")] * 3
 
     np.testing.assert_array_equal(client.embed(["a"]), vectors_of(["a"]))
@@ -195,38 +197,40 @@ def test_sends_again_while_the_server_is_unavailable(client, server, fault, vect
     assert len(server.model.requests) == 4
 
 
-def test_gives_up_after_the_last_retry_and_says_how_often_it_tried(client, server, fault):
+def test_fails_after_the_last_retry_with_the_number_of_attempts(client, server, fault):
     server.model.faults = [fault("unavailable", "queue full")] * 4
 
     with pytest.raises(ServerUnavailable, match=r"queue full \(tried 4 times in"):
         client.embed(["a"])
 
 
-def test_a_missed_deadline_is_not_tried_again(client, server, fault):
-    said = "deadline missed: the answer would come in 9 ms; 5 were given"
-    server.model.faults = [fault("unavailable", said)]
+def test_a_missed_deadline_is_not_retried(client, server, fault):
+    message = "deadline missed: the answer would come in 9 ms; 5 were given"
+    server.model.faults = [fault("unavailable", message)]
 
-    with pytest.raises(DeadlineMissed, match=f"^{said}$"):
+    with pytest.raises(DeadlineMissed, match=f"^{message}$"):
         client.embed(["a"], deadline_ms=60_000)
 
     assert len(server.model.requests) == 1
 
 
-def test_a_retry_has_what_is_left_of_the_deadline(server, fault):
+def test_a_retry_is_sent_with_the_remaining_deadline(server, fault):
     server.model.faults = [fault("unavailable", "queue full")] * 2
     policy = RetryPolicy(max_retries=2, first_delay=0.2, max_delay=0.2)
 
     with Client(server.url, retry=policy) as client:
         client.embed(["a"], deadline_ms=60_000)
 
-    first, second, third = (seen.parameters["deadline_ms"] for seen in server.model.requests)
+    first, second, third = (
+        received.parameters["deadline_ms"] for received in server.model.requests
+    )
     assert first == 60_000
-    # each wait is 100 ms at least
+    # each delay is at least 100 ms
     assert third + 100 <= second <= 59_900
     assert third > 0
 
 
-def test_no_retry_is_begun_that_would_pass_the_deadline(server, fault):
+def test_no_retry_starts_after_the_deadline(server, fault):
     server.model.faults = [fault("unavailable", "queue full")] * 9
     policy = RetryPolicy(max_retries=9, first_delay=5.0, max_delay=5.0)
     start = time.monotonic()
@@ -243,17 +247,17 @@ def test_no_retry_is_begun_that_would_pass_the_deadline(server, fault):
     [("invalid", InvalidRequest), ("not_found", ModelNotFound), ("internal", ServerError)],
 )
 def test_other_failures_are_not_retried(client, server, fault, kind, error):
-    server.model.faults = [fault(kind, "[request id: <id_unknown>] what the server said")]
+    server.model.faults = [fault(kind, "[request id: <id_unknown>] message of the server")]
 
-    with pytest.raises(error, match=r"^what the server said$"):
+    with pytest.raises(error, match=r"^message of the server$"):
         client.embed(["a"])
 
     assert len(server.model.requests) == 1
 
 
-def test_an_error_names_the_rows_of_the_whole_input(client, server, fault):
-    def refuse(seen):
-        return fault("invalid", "row 3: too long") if TEXTS[19] in seen.texts else None
+def test_an_error_reports_rows_of_the_whole_input(client, server, fault):
+    def refuse(received):
+        return fault("invalid", "row 3: too long") if TEXTS[19] in received.texts else None
 
     server.model.refuse = refuse
 
@@ -263,9 +267,9 @@ def test_an_error_names_the_rows_of_the_whole_input(client, server, fault):
     assert caught.value.rows == range(16, 24)
 
 
-def test_the_first_failure_stops_the_rest(server, fault):
-    server.model.refuse = lambda seen: fault("invalid") if seen.texts == ["bad"] else None
-    server.model.delay = lambda seen: 0.0 if seen.texts == ["bad"] else 5.0
+def test_the_first_failure_cancels_the_other_requests(server, fault):
+    server.model.refuse = lambda received: fault("invalid") if received.texts == ["bad"] else None
+    server.model.delay = lambda received: 0.0 if received.texts == ["bad"] else 5.0
     start = time.monotonic()
 
     with (
@@ -279,7 +283,7 @@ def test_the_first_failure_stops_the_rest(server, fault):
 
 
 def test_a_timeout_ends_the_whole_call_without_a_retry(client, server):
-    server.model.delay = lambda seen: 0.0 if TEXTS[0] in seen.texts else 30.0
+    server.model.delay = lambda received: 0.0 if TEXTS[0] in received.texts else 30.0
     start = time.monotonic()
 
     with pytest.raises(RequestTimeout, match=r"embed did not end within 0.5 s; 8 of 50 rows"):
@@ -289,16 +293,16 @@ def test_a_timeout_ends_the_whole_call_without_a_retry(client, server):
     assert len(server.model.requests) <= 5
 
 
-def test_the_client_works_after_a_timeout(client, server, vectors_of):
-    server.model.delay = lambda seen: 30.0
+def test_a_client_can_be_used_after_a_timeout(client, server, vectors_of):
+    server.model.delay = lambda received: 30.0
     with pytest.raises(RequestTimeout):
         client.embed(["a"], timeout=0.2)
-    server.model.delay = lambda seen: 0.0
+    server.model.delay = lambda received: 0.0
 
     np.testing.assert_array_equal(client.embed(["b"], timeout=10), vectors_of(["b"]))
 
 
-def test_no_retry_is_begun_that_would_pass_the_timeout(server, fault):
+def test_no_retry_starts_after_the_timeout(server, fault):
     server.model.faults = [fault("unavailable", "queue full")] * 9
     policy = RetryPolicy(max_retries=9, first_delay=5.0, max_delay=5.0)
     start = time.monotonic()
@@ -310,23 +314,23 @@ def test_no_retry_is_begun_that_would_pass_the_timeout(server, fault):
 
 
 @pytest.mark.parametrize("output_dtype", [np.float64])
-def test_an_answer_of_another_type_is_the_servers_error(client, server, output_dtype):
+def test_an_output_of_another_dtype_is_a_server_error(client, server, output_dtype):
     server.model.output_dtype = output_dtype
 
-    with pytest.raises(ServerError, match="came as float64"):
+    with pytest.raises(ServerError, match="sentence_embedding is float64"):
         client.embed(["a"])
 
 
-def test_nobody_there_is_unavailable(url_of_nobody, fast_retries):
-    with Client(url_of_nobody, "fake", retry=fast_retries) as client:
+def test_no_connection_is_server_unavailable(unused_url, fast_retries):
+    with Client(unused_url, "fake", retry=fast_retries) as client:
         with pytest.raises(ServerUnavailable, match=r"no connection to .* server 127\.0\.0\.1"):
             client.embed(["a"])
         assert client.ready() is False
 
 
-def test_each_retry_connects_again(hanging_up):
-    # gRPC left to itself would wait a second and more before the next connection
-    url, connections = hanging_up
+def test_each_retry_connects_again(server_that_hangs_up):
+    # by default gRPC waits more than a second before the next connection
+    url, connections = server_that_hangs_up
     policy = RetryPolicy(max_retries=2, first_delay=0.3, max_delay=0.3)
     with Client(url, "fake", retry=policy) as client, pytest.raises(ServerUnavailable):
         client.embed(["a"])
@@ -334,7 +338,7 @@ def test_each_retry_connects_again(hanging_up):
     assert len(connections) >= 3
 
 
-def test_takes_the_only_ready_model(server):
+def test_uses_the_only_ready_model(server):
     server.model.models = [("other", "UNAVAILABLE"), ("fake", "READY")]
 
     with Client(server.url) as client:
@@ -364,7 +368,7 @@ def test_ready_needs_the_server_and_the_model(server):
         assert client.ready() is False
 
 
-def test_status_tells_what_is_there(client, server):
+def test_status_reports_the_server_and_its_models(client, server):
     server.model.models = [("fake", "READY"), ("other", "UNAVAILABLE")]
 
     status = client.status()

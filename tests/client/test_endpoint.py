@@ -1,4 +1,4 @@
-"""Reading the server's address."""
+"""Parsing the server's address."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from varlen_client.endpoint import Endpoint
         ("grpc://[::1]:9", "grpc", False, "[::1]:9"),
     ],
 )
-def test_the_scheme_picks_protocol_and_tls(url, protocol, tls, target):
+def test_the_scheme_selects_protocol_and_tls(url, protocol, tls, target):
     endpoint = Endpoint.parse(url)
 
     assert (endpoint.protocol, endpoint.tls, endpoint.target) == (protocol, tls, target)
@@ -36,7 +36,7 @@ def test_the_scheme_picks_protocol_and_tls(url, protocol, tls, target):
         "",
     ],
 )
-def test_refuses_an_address_that_it_cannot_read(url):
+def test_refuses_an_invalid_url(url):
     with pytest.raises(InvalidUrl):
         Client(url)
 

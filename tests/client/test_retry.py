@@ -1,9 +1,9 @@
-"""The waits between retries."""
+"""The delays between retries."""
 
 from varlen_client import RetryPolicy
 
 
-def test_waits_double_up_to_the_cap_with_at_most_half_cut_off():
+def test_delays_double_up_to_the_cap_and_are_reduced_by_at_most_half():
     policy = RetryPolicy(first_delay=1.0, max_delay=3.0)
 
     for retry, longest in [(0, 1.0), (1, 2.0), (2, 3.0), (50, 3.0)]:

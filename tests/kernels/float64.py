@@ -1,4 +1,4 @@
-"""What tests of the reference share: random inputs, and the comparison with float64 arithmetic in numpy."""
+"""Helpers of the reference tests: random inputs, and comparison with float64 in numpy."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from tests.closeness import assert_close
 
-# Of the longest sum in these tests; in bfloat16, of the results of an op's parts.
+# Roundings of the longest sum in these tests; in bfloat16, of the intermediate results of an op.
 ROUNDINGS = {torch.float32: 4096, torch.bfloat16: 16}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 

@@ -1,4 +1,4 @@
-"""The step of beam search in torch against a sort of every candidate by the whole order."""
+"""The step of beam search in torch, against a full sort of all candidates."""
 
 import math
 
@@ -11,14 +11,14 @@ from tests.closeness import assert_close
 from varlen_kernels.beam_reference import NO_PARENT, NO_TOKEN, BeamCandidates, beam_step
 
 LARGEST = torch.finfo(torch.float32).max
-# Few, so that many are equal; and one a rounding error above another.
+# Few values, so that many are equal, and two that differ by a rounding error.
 LOGITS = [-torch.inf, torch.inf, torch.nan, -LARGEST, -3.0, -0.0, 0.0, 1.0, 1.0 + 2**-23, 9.0]
 SCORES = [-torch.inf, torch.inf, torch.nan, -1e9, -2.5, -0.0, 0.0]
 
 
 @st.composite
 def steps(draw):
-    """Return logits, scores and finished of a step full of ties and odd numbers."""
+    """Return logits, scores and finished of a step with ties, NaN and infinities."""
     sequences, beams = draw(st.integers(0, 3)), draw(st.integers(1, 5))
     vocabulary = draw(st.sampled_from([1, 2, 3, 7, 32, 33, 96, 333]))
     rows = sequences * beams
@@ -38,15 +38,15 @@ def steps(draw):
     )
 
 
-def sort_everything(logits, scores, finished):
-    """Return what `beam_step` must: all candidates of each sequence in Python's sort, cut off."""
+def full_sort(logits, scores, finished):
+    """Return the expected result of `beam_step`, by sorting all candidates in Python."""
     sequences, beams = scores.shape
-    x = cleaned(logits)
+    x = without_nan(logits)
     peak = x.amax(1, keepdim=True)
     peak[peak == -torch.inf] = 0
     total = (x - peak).exp().sum(1, keepdim=True)
     total[total == 0] = 1
-    all_scores = cleaned(scores).reshape(-1, 1) + ((x - peak) - total.log())
+    all_scores = without_nan(scores).reshape(-1, 1) + ((x - peak) - total.log())
 
     out = BeamCandidates.empty(sequences, beams, logits.device)
     for sequence in range(sequences):
@@ -64,14 +64,14 @@ def sort_everything(logits, scores, finished):
     return out
 
 
-def cleaned(x):
+def without_nan(x):
     return x.nan_to_num(nan=-torch.inf, posinf=LARGEST, neginf=-torch.inf)
 
 
 @settings(max_examples=200, deadline=None)
 @given(steps())
-def test_the_best_are_those_of_a_sort_of_everything(step):
-    actual, expected = beam_step(*step), sort_everything(*step)
+def test_matches_a_full_sort(step):
+    actual, expected = beam_step(*step), full_sort(*step)
 
     assert torch.equal(actual.tokens, expected.tokens)
     assert torch.equal(actual.parents, expected.parents)
@@ -80,12 +80,12 @@ def test_the_best_are_those_of_a_sort_of_everything(step):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("beams, vocabulary", [(1, 5003), (4, 5003), (64, 333)])
-def test_real_sizes_are_those_of_a_sort_of_everything(beams, vocabulary, dtype):
+def test_real_sizes_match_a_full_sort(beams, vocabulary, dtype):
     torch.manual_seed(0)
     logits = (torch.randn(2 * beams, vocabulary) * 3).to(dtype)
     scores = torch.randn(2, beams)
 
-    actual, expected = beam_step(logits, scores), sort_everything(logits.float(), scores, None)
+    actual, expected = beam_step(logits, scores), full_sort(logits.float(), scores, None)
 
     assert torch.equal(actual.tokens, expected.tokens)
     assert torch.equal(actual.parents, expected.parents)
@@ -104,22 +104,22 @@ def test_scores_are_log_probabilities():
     assert_close(actual, expected, roundings=1000)
 
 
-def test_of_logits_that_give_one_score_the_higher_comes_first():
-    # next to a score of -1e9 all log-probabilities vanish in rounding
+def test_logits_with_equal_scores_are_ordered_by_logit():
+    # log-probabilities added to a score of -1e9 are lost in rounding
     candidates = beam_step(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[-1e9]]))
 
     assert candidates.tokens.tolist() == [[1, 2]]
     assert candidates.scores.tolist() == [[-1e9, -1e9]]
 
 
-def test_a_row_of_minus_infinity_alone_gives_no_nan():
+def test_a_row_of_only_minus_infinity_gives_no_nan():
     candidates = beam_step(torch.full((1, 3), -torch.inf), torch.zeros(1, 1))
 
     assert candidates.tokens.tolist() == [[0, 1]]
     assert candidates.scores.tolist() == [[-torch.inf, -torch.inf]]
 
 
-def test_what_was_passed_in_is_left_as_it_was():
+def test_does_not_change_its_inputs():
     logits = torch.tensor([[torch.nan, torch.inf, 0.0]])
     scores = torch.tensor([[torch.nan]])
 
@@ -153,7 +153,7 @@ def test_writes_into_out():
     ],
     ids=["beams", "vocabulary", "no-vocabulary", "rows", "scores", "finished"],
 )
-def test_says_what_it_cannot_take(logits, scores, finished, message):
+def test_rejects_invalid_arguments(logits, scores, finished, message):
     finished = None if finished is None else torch.zeros(finished, dtype=torch.bool)
 
     with pytest.raises(ValueError, match=message):

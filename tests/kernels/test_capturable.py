@@ -1,6 +1,6 @@
-"""Ops that a GPU runs in plain torch must not make the host wait for the device: no CUDA graph could hold them.
+"""Fused ops do not make the host wait, so CUDA graphs can capture them.
 
-Tensors on the meta device have no elements, so an op that reads one on the host fails there.
+Tensors on the meta device have no elements, so an op in torch that reads one on the host fails there.
 """
 
 import inspect
@@ -25,7 +25,7 @@ def arguments(dtype):
 
 @pytest.mark.parametrize("name", IN_TORCH)
 @pytest.mark.parametrize("has_out", [False, True], ids=["fresh", "out"])
-def test_no_element_is_read_on_the_host(name, has_out):
+def test_reads_no_element_on_the_host(name, has_out):
     op, args = getattr(fused, name), arguments(torch.bfloat16)[name]
     result = op(*args)
 
@@ -48,7 +48,7 @@ def test_an_op_that_reads_lengths_on_the_host_fails_here():
         )
 
 
-def test_launchers_read_no_tensor_on_the_host():
+def test_launchers_do_not_wait_for_the_device():
     for name in set(fused.__all__) - set(IN_TORCH):
         module = inspect.getsource(inspect.getmodule(getattr(fused, name)))
         assert not any(call in module for call in (".item()", ".tolist()", ".cpu()", "synchronize"))

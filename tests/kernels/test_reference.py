@@ -43,7 +43,7 @@ def test_embed_layer_norm_matches_float64(tokens, hidden, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-def test_embed_layer_norm_takes_both_integer_types(dtype, index_dtype):
+def test_embed_layer_norm_accepts_both_integer_types(dtype, index_dtype):
     table, one = rand(5, 8, dtype=dtype), torch.ones(8, dtype=dtype)
     ids = torch.tensor([4, 0, 4], dtype=index_dtype)
 
@@ -101,7 +101,7 @@ def test_silu_gate_matches_float64(tokens, hidden, dtype):
     check(reference.silu_gate(x), gate / (1 + np.exp(-gate)) * up, dtype)
 
 
-def test_gelu_and_its_tanh_form_are_two_functions():
+def test_gelu_and_its_tanh_form_differ():
     x = torch.linspace(-4, 4, 999)
 
     assert not torch.equal(
@@ -141,7 +141,7 @@ def test_add_layer_norm_adds_the_bias_of_x(tokens, hidden, dtype):
     check(actual, layer_norm64(total, f64(weight), f64(bias), 1e-3), dtype)
 
 
-def test_add_layer_norm_leaves_its_inputs_alone_without_out():
+def test_add_layer_norm_without_out_leaves_its_inputs_unchanged():
     x, residual, one = rand(3, 8), rand(3, 8, seed=1), torch.ones(8)
     before = x.clone(), residual.clone()
 
@@ -168,7 +168,7 @@ def test_rms_norm_matches_float64(tokens, hidden, dtype):
 
 @DTYPES
 @SIZES
-def test_rms_norm_adds_the_residual_and_hands_on_the_sum(tokens, hidden, dtype):
+def test_rms_norm_adds_the_residual_and_stores_the_sum(tokens, hidden, dtype):
     x, residual = rand(tokens, hidden, dtype=dtype), rand(tokens, hidden, dtype=dtype, seed=1)
     weight, sum_out = rand(hidden, dtype=dtype, seed=2), torch.full_like(x, torch.nan)
 
@@ -237,7 +237,7 @@ def test_to_fp32_copies(dtype):
 
 
 def calls(dtype):
-    """Return, by op, a call that takes `out`, and the arguments that it may overwrite first."""
+    """Return a call for each op, as a function of `out`."""
     tokens, hidden = 18, 12
     x, other = rand(tokens, hidden, dtype=dtype), rand(tokens, hidden, dtype=dtype, seed=1)
     weight, bias = rand(hidden, dtype=dtype, seed=2), rand(hidden, dtype=dtype, seed=3)
@@ -302,7 +302,7 @@ IN_PLACE_CALLS = {
 }
 
 
-def test_every_op_that_may_work_in_place_is_tested_so():
+def test_every_in_place_op_is_tested():
     assert set(IN_PLACE_CALLS) == set(reference.IN_PLACE)
 
 
@@ -338,7 +338,7 @@ def test_every_activation_works_in_place_with_a_bias(kind):
     assert torch.equal(x, fresh)
 
 
-def test_add_layer_norm_in_place_of_a_value_that_is_its_own_residual():
+def test_add_layer_norm_in_place_when_x_is_also_the_residual():
     x, one = rand(7, 100), torch.ones(100)
     fresh = reference.add_layer_norm(x.clone(), x.clone(), one, one, eps=EPS)
 

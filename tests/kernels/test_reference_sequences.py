@@ -1,4 +1,4 @@
-"""The reference ops that look at whole sequences, against float64 arithmetic written out in numpy."""
+"""The reference ops on whole sequences, against float64 arithmetic in numpy."""
 
 import numpy as np
 import pytest
@@ -63,13 +63,13 @@ def test_attention_varlen_matches_float64(lengths, num_heads, head_dim, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 @BATCHES
-def test_attention_varlen_adds_a_bias_and_hides_later_tokens(lengths, causal, biased, dtype):
+def test_attention_varlen_adds_a_bias_and_hides_later_tokens(lengths, causal, has_bias, dtype):
     qkv = rand(sum(lengths), 3 * 5 * 8, dtype=dtype)
     # wider than the longest sequence needs
-    bias = 3 * rand(5, 2 * max(lengths) + 7, dtype=dtype, seed=1) if biased else None
+    bias = 3 * rand(5, 2 * max(lengths) + 7, dtype=dtype, seed=1) if has_bias else None
 
     actual = reference.attention_varlen(
         qkv, bounds_of(lengths), num_heads=5, scale=0.3, causal=causal, distance_bias=bias
@@ -108,9 +108,9 @@ def test_attention_varlen_skips_empty_sequences(lengths):
     st.booleans(),
     st.booleans(),
 )
-def test_attention_varlen_matches_float64_for_any_lengths(lengths, num_heads, causal, biased):
+def test_attention_varlen_matches_float64_for_any_lengths(lengths, num_heads, causal, has_bias):
     qkv = rand(sum(lengths), 3 * num_heads * 4)
-    bias = rand(num_heads, 2 * 12 - 1, seed=1) if biased else None
+    bias = rand(num_heads, 2 * 12 - 1, seed=1) if has_bias else None
     out = torch.full((sum(lengths), num_heads * 4), torch.nan)
 
     reference.attention_varlen(
@@ -127,7 +127,7 @@ def test_attention_varlen_matches_float64_for_any_lengths(lengths, num_heads, ca
     check(out, attention64(f64(qkv), lengths, num_heads, 0.5, causal, bias64))
 
 
-def test_attention_varlen_survives_large_scores():
+def test_attention_varlen_of_large_scores_does_not_overflow():
     qkv = 100 * rand(9, 3 * 2 * 8)
 
     actual = reference.attention_varlen(qkv, bounds_of([4, 5]), num_heads=2, scale=1.0)
@@ -165,8 +165,8 @@ def pool64(x, lengths, mode):
         "mean": lambda row: row.sum(axis=0) / len(row),
         "max": lambda row: row.max(axis=0),
     }[mode]
-    nothing = np.zeros(x.shape[1])
-    return np.stack([pick(row) if len(row) else nothing for row in sequences_of(x, lengths)])
+    zeros = np.zeros(x.shape[1])
+    return np.stack([pick(row) if len(row) else zeros for row in sequences_of(x, lengths)])
 
 
 @DTYPES
@@ -184,7 +184,7 @@ def test_pool_matches_float64(lengths, mode, hidden, dtype):
 
 @MODES
 @BATCHES_WITH_EMPTY
-def test_pool_makes_zeros_of_an_empty_sequence(lengths, mode):
+def test_pool_gives_zeros_for_an_empty_sequence(lengths, mode):
     x = rand(sum(lengths), 5) - 3
 
     actual = reference.pool(x, bounds_of(lengths), mode=mode)
@@ -204,7 +204,7 @@ def test_pool_does_not_read_tokens_past_the_last_sequence(mode):
 
 
 @pytest.mark.parametrize("mode", ["mean", "max"])
-def test_a_nan_makes_its_feature_nan(mode):
+def test_nan_changes_only_its_feature(mode):
     x = rand(4, 3)
     x[1, 2] = torch.nan
 
@@ -228,7 +228,7 @@ def test_pool_normalizes_the_chosen_vectors(lengths, mode):
 
 
 @MODES
-def test_pool_leaves_a_vector_of_zeros_zero(mode):
+def test_pool_does_not_normalize_a_vector_of_zeros(mode):
     actual = reference.pool(torch.zeros(2, 4), bounds_of([2, 0]), torch.ones(2).bool(), mode=mode)
 
     assert torch.equal(actual, torch.zeros(2, 4))
@@ -236,7 +236,7 @@ def test_pool_leaves_a_vector_of_zeros_zero(mode):
 
 @DTYPES
 @BATCHES
-def test_first_tokens_picks_each_sequence_s_first(lengths, dtype):
+def test_first_tokens_returns_the_first_token_of_each_sequence(lengths, dtype):
     x = rand(sum(lengths), 33, dtype=dtype)
 
     actual = reference.first_tokens(x, bounds_of(lengths))
@@ -246,7 +246,7 @@ def test_first_tokens_picks_each_sequence_s_first(lengths, dtype):
 
 
 @BATCHES_WITH_EMPTY
-def test_first_tokens_makes_zeros_of_an_empty_sequence(lengths):
+def test_first_tokens_gives_zeros_for_an_empty_sequence(lengths):
     x = rand(sum(lengths), 5)
 
     actual = reference.first_tokens(x, bounds_of(lengths))
@@ -278,7 +278,7 @@ def test_unpack_puts_each_sequence_in_a_row_and_pack_takes_it_out(lengths, extra
 
 
 def calls(dtype):
-    """Return, by op, a call that takes `out`."""
+    """Return a call for each op, as a function of `out`."""
     lengths = [5, 1, 5, 0, 5, 2]
     tokens, hidden, longest = sum(lengths), 12, max(lengths)
     x, qkv = rand(tokens, hidden, dtype=dtype), rand(tokens, 3 * hidden, dtype=dtype, seed=1)

@@ -1,4 +1,4 @@
-"""Every function of the kernels package is typed, but those that Triton compiles."""
+"""Every function of the kernels package is typed, except those that Triton compiles."""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ FILES = sorted(Path(varlen_kernels.__file__).parent.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_functions_that_are_not_compiled_are_typed(path: Path) -> None:
+def test_functions_outside_kernels_are_typed(path: Path) -> None:
     tree = ast.parse(path.read_text())
     untyped = [
         function.name
@@ -26,8 +26,8 @@ def test_functions_that_are_not_compiled_are_typed(path: Path) -> None:
 
 
 def arguments(function: ast.FunctionDef) -> Iterator[ast.arg]:
-    """Yield the arguments that take an annotation."""
-    taken = function.args
-    for argument in [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]:
+    """Yield the arguments that need an annotation."""
+    spec = function.args
+    for argument in [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg]:
         if argument is not None and argument.arg not in {"self", "cls"}:
             yield argument

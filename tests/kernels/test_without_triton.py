@@ -1,4 +1,4 @@
-"""A machine without a GPU need not have Triton: what runs on its CPU does not import it."""
+"""The CPU path does not import Triton, which may be missing without a GPU."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ BLOCKED = "import sys; sys.modules['triton'] = None\n"
     ],
     ids=["reference", "backend", "client", "dispatch"],
 )
-def test_the_cpu_path_does_without_triton(program: str) -> None:
+def test_the_cpu_path_does_not_import_triton(program: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", BLOCKED + program], capture_output=True, text=True, check=False
     )

@@ -1,9 +1,8 @@
-"""Teach Triton's interpreter bfloat16, which it holds as raw bits and adds, compares and multiplies as integers.
+"""Patch of Triton's interpreter so that it computes with bfloat16 as a GPU does.
 
-numpy knows no bfloat16, so the interpreter keeps such values in uint16 arrays. Here every operation on them
-widens its operands to fp32, computes, and rounds the result to nearest even, as a GPU does; a
-reduction or scan rounds once, at its end. Without it kernels pass tests with values that are wrong by any factor,
-or fail though they are right. Fits versions 3.6 to 3.9.
+numpy has no bfloat16, so the interpreter keeps such values as raw bits in uint16 arrays, and adds, compares and
+multiplies these as integers. With this patch, every operation widens its operands to fp32, computes, and rounds the
+result to nearest even; a reduction or scan rounds once, at its end. For Triton 3.6 to 3.9.
 """
 
 from collections.abc import Callable
@@ -20,15 +19,15 @@ _NAN = np.uint16(0x7FC0)
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """Return the fp32 values of bfloat16 bits, which are the upper half of them."""
+    """Return fp32 values of bfloat16 bits, which are the upper half of fp32 bits."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
-    """Return the bits of the bfloat16 values nearest to fp32 values, the even one of two."""
+    """Return bits of the bfloat16 values nearest to fp32 values, rounding ties to even."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     last_kept = (bits >> np.uint32(16)) & np.uint32(1)
-    # what is carried over rounds up; a NaN might carry over to infinity
+    # a carry rounds up; a NaN could carry into infinity, so it is set below
     rounded = (bits + np.uint32(0x7FFF) + last_kept) >> np.uint32(16)
     return np.where(np.isnan(values), _NAN, rounded.astype(np.uint16)).reshape(np.shape(values))
 
@@ -42,7 +41,7 @@ def install() -> None:
     builder.cast_impl = _cast(builder.cast_impl)
     builder.create_fp_to_fp = _cast(builder.create_fp_to_fp)
     builder.create_dot = _dot(builder.create_dot)
-    # 3.6 has no constants of bfloat16, and lets a NaN through where a GPU drops it
+    # 3.6 has no bfloat16 constants, and returns NaN where a GPU returns the other operand
     builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
     builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
     builder.get_bf16 = lambda self, value: _narrowed(self.get_fp32(value))
@@ -51,7 +50,7 @@ def install() -> None:
 
 
 def _in_fp32(method: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    """Let a builder's method, whose result has its operands' dtype, compute in fp32."""
+    """Return a builder's method that computes in fp32 and rounds its result."""
 
     @wraps(method)
     def compute(self: InterpreterBuilder, *operands: Any) -> TensorHandle:
@@ -101,7 +100,7 @@ def _dot(method: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
 
 
 def _accumulated_in_fp32(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a reduction or scan of bfloat16 tensors run in fp32, and round its results."""
+    """Return a reduction or scan that runs in fp32 and rounds its results."""
 
     @wraps(method)
     def apply_impl(self: Any, inputs: tuple[tl.tensor, ...]) -> Any:
@@ -123,14 +122,14 @@ def _is_bfloat16(operand: object) -> bool:
 
 
 def _widened(operand: Any) -> Any:
-    """Return the operand in fp32 if it is of bfloat16, else as it is."""
+    """Return a bfloat16 operand in fp32, and any other operand unchanged."""
     if not _is_bfloat16(operand):
         return operand
     return TensorHandle(widen(operand.data), tl.float32)
 
 
 def _narrowed(handle: TensorHandle) -> TensorHandle:
-    """Return an fp32 result in bfloat16; the truth values of a comparison stay what they are."""
+    """Return an fp32 result in bfloat16; the result of a comparison stays boolean."""
     if handle.data.dtype == np.bool_:
         return TensorHandle(handle.data, tl.int1)
     return TensorHandle(narrow(handle.data), tl.bfloat16)

@@ -1,4 +1,4 @@
-"""Random inputs, and how near to the reference a kernel must come."""
+"""Random inputs, and the tolerance of a kernel against the reference."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0):
 
 
 def spread(x, gap=8):
-    """Return a view that equals `x`, whose rows lie `gap` elements further apart, NaN between them."""
+    """Return a view equal to `x`, with `gap` elements of NaN between its rows."""
     *rows, width = x.shape
     wide = torch.full((*rows, width + gap), torch.nan, dtype=x.dtype, device=x.device)
     wide[..., :width] = x
@@ -31,11 +31,11 @@ def spread(x, gap=8):
 
 
 def assert_close(actual, expected, dtype, factor=1.0):
-    """Fail if the error, by its Euclidean norm, is more than `dtype` explains.
+    """Fail if the Euclidean norm of the error exceeds the tolerance of `dtype`.
 
     Args:
         expected: in fp32 or fp64, computed from inputs that were rounded to `dtype`.
-        factor: of the tolerance, where sums are long.
+        factor: multiplies the tolerance, for long sums.
     """
     assert actual.dtype == dtype
     assert actual.shape == expected.shape

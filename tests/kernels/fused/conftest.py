@@ -1,4 +1,4 @@
-"""Kernels on a CUDA GPU, or in Triton's interpreter on a machine without: one set of tests, two ways to run it."""
+"""Setup of the kernel tests, on a CUDA GPU or in Triton's interpreter."""
 
 import numpy as np
 import pytest
@@ -11,11 +11,11 @@ if INTERPRETED:
     from .bfloat16 import install
 
     install()
-    # a GPU overflows, and makes NaN, in silence
+    # a GPU does not warn about overflow or NaN
     np.seterr(all="ignore")
 
 
 @pytest.fixture
 def device():
-    # tests/conftest.py skips these tests where they can run on neither
+    # tests/conftest.py skips these tests where neither is available
     return torch.device("cpu" if INTERPRETED else "cuda")

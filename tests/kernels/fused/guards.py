@@ -1,4 +1,4 @@
-"""Outputs that tell on a kernel: full of NaN before it runs, with guards on both sides."""
+"""Guarded output tensors: full of NaN before a kernel runs, with guard bytes around them."""
 
 from collections.abc import Callable
 
@@ -9,10 +9,10 @@ _GUARD_BYTE = 0xA5
 
 
 class Guarded:
-    """A tensor inside a larger buffer whose other bytes nobody may touch.
+    """A tensor inside a larger buffer whose other bytes must not change.
 
     Attributes:
-        tensor: of the shape asked for, all NaN (all ones in integer dtypes); rows may lie `gap` elements apart.
+        tensor: the output: NaN (-1 in integer dtypes), with `gap` elements between its rows.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ def write_guarded(
     device: torch.device,
     gap: int = 0,
 ) -> torch.Tensor:
-    """Return what `call(out)` wrote into a guarded `out`, which it must also have returned."""
+    """Return the guarded `out` that `call(out)` wrote into and returned."""
     guarded = Guarded(shape, dtype, device, gap)
     returned = call(guarded.tensor)
     assert returned.data_ptr() == guarded.tensor.data_ptr(), "the result is not in `out`"
@@ -56,6 +56,6 @@ def write_guarded(
 
 
 def _ones(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of elements whose every bit is set."""
+    """Return a tensor with every bit set."""
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     return torch.full(shape, -1, dtype=integer, device=device).view(dtype)

@@ -34,14 +34,14 @@ def test_matches_the_reference(tokens, width, kind, dtype, device):
 
 @DTYPES
 @KINDS
-def test_needs_no_bias(kind, dtype, device):
+def test_the_bias_is_optional(kind, dtype, device):
     x, _ = inputs(5, 300, dtype, device)
 
     assert_close(activate(x, kind=kind), reference.activate(x.double(), kind=kind), dtype)
 
 
 @pytest.mark.parametrize("width", [5, 768])
-def test_takes_rows_that_lie_apart(width, device):
+def test_accepts_strided_rows(width, device):
     x, bias = inputs(6, width, torch.float16, device)
 
     actual = write_guarded(
@@ -69,7 +69,7 @@ def test_in_place_writes_the_same_bits(kind, dtype, device):
 
 
 @pytest.mark.parametrize("width", [101, 3072])
-def test_every_candidate_launch_is_right(width, device):
+def test_every_candidate_launch_matches_the_reference(width, device):
     x, bias = inputs(5, width, torch.float16, device)
     expected = reference.activate(x.double(), bias.double(), kind="gelu")
 
@@ -92,7 +92,7 @@ def test_gelu_is_exact_to_the_last_places_of_fp32(device):
 
 
 @DTYPES
-def test_gelu_of_every_16_bit_number_is_rounded_as_well_as_torch_rounds_it(dtype, device):
+def test_gelu_of_every_16_bit_number_has_only_rounding_error(dtype, device):
     if dtype == torch.float32:
         pytest.skip("too many numbers")
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
@@ -108,7 +108,7 @@ def test_gelu_of_every_16_bit_number_is_rounded_as_well_as_torch_rounds_it(dtype
 
 
 @pytest.mark.parametrize("kind, below", [("gelu", 0.0), ("relu", 0.0)])
-def test_infinities_go_to_the_limits(kind, below, device):
+def test_infinities_give_the_limits(kind, below, device):
     x = torch.tensor([[torch.inf, -torch.inf]], device=device)
 
     actual = activate(x, kind=kind)
@@ -118,7 +118,7 @@ def test_infinities_go_to_the_limits(kind, below, device):
 
 
 @KINDS
-def test_nan_stays_where_it_is(kind, device):
+def test_nan_gives_nan(kind, device):
     x = torch.ones(3, 100, device=device)
     x[1, 7] = torch.nan
 

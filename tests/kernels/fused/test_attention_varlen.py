@@ -1,4 +1,4 @@
-"""Attention over packed tokens on a GPU or in the interpreter, against the reference in fp64."""
+"""Packed attention on a GPU or in the interpreter, against the reference in fp64."""
 
 from itertools import accumulate
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from varlen_kernels import attention_varlen as module
 from varlen_kernels import reference
-from varlen_kernels.attention_varlen import attention_varlen, candidates, mean_length
+from varlen_kernels.attention_varlen import attention_varlen, candidates, mean_length_bucket
 from varlen_kernels.tuning import forced
 
 from .compare import DTYPES, assert_close, rand, spread
@@ -17,13 +17,13 @@ from .guards import write_guarded
 
 HEADS = 2
 FORMS = pytest.mark.parametrize(
-    "causal, biased",
+    "causal, has_bias",
     [(False, False), (True, False), (False, True), (True, True)],
-    ids=["plain", "causal", "biased", "causal-biased"],
+    ids=["plain", "causal", "bias", "causal-bias"],
 )
 
 
-def starts(lengths, device):
+def cu_seqlens_of(lengths, device):
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
@@ -34,7 +34,7 @@ def bias_for(lengths, device, dtype=torch.float32):
 def reference64(qkv, cu_seqlens, distance_bias=None, **settings):
     if distance_bias is not None:
         distance_bias = distance_bias.double()
-    # where no sequence is, and nothing is written
+    # tokens past the last sequence are not written
     out = qkv.new_full((len(qkv), qkv.shape[1] // 3), torch.nan, dtype=torch.float64)
     return reference.attention_varlen(
         qkv.double(), cu_seqlens, distance_bias=distance_bias, out=out, **settings
@@ -42,19 +42,21 @@ def reference64(qkv, cu_seqlens, distance_bias=None, **settings):
 
 
 def check_against_reference(lengths, head_dim, dtype, device, factor=2.0, **settings):
-    """Attend in sequences of these lengths, into a guarded output."""
+    """Compare attention in sequences of these lengths with the reference."""
     tokens, width = sum(lengths), HEADS * head_dim
     qkv = rand(tokens, 3 * width, dtype=dtype, device=device)
     settings = {"num_heads": HEADS, "scale": head_dim**-0.5} | settings
 
     actual = write_guarded(
-        lambda out: attention_varlen(qkv, starts(lengths, device), out=out, **settings),
+        lambda out: attention_varlen(qkv, cu_seqlens_of(lengths, device), out=out, **settings),
         (tokens, width),
         dtype,
         device,
     )
 
-    assert_close(actual, reference64(qkv, starts(lengths, device), **settings), dtype, factor)
+    assert_close(
+        actual, reference64(qkv, cu_seqlens_of(lengths, device), **settings), dtype, factor
+    )
 
 
 @DTYPES
@@ -70,34 +72,34 @@ def test_a_sequence_may_end_anywhere_in_a_tile(length, device):
 
 @FORMS
 @DTYPES
-def test_adds_a_bias_and_hides_later_tokens(causal, biased, dtype, device):
+def test_adds_a_bias_and_hides_later_tokens(causal, has_bias, dtype, device):
     lengths = [70, 1, 0, 33]
-    bias = bias_for(lengths, device) if biased else None
+    bias = bias_for(lengths, device) if has_bias else None
 
     check_against_reference(lengths, 32, dtype, device, causal=causal, distance_bias=bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("head_dim", [1, 5, 16, 63, 65, 96, 128, 256])
-def test_takes_any_head_dim(head_dim, dtype, device):
+def test_accepts_any_head_dim(head_dim, dtype, device):
     check_against_reference([17, 34], head_dim, dtype, device, factor=3.0)
 
 
 @pytest.mark.parametrize("mean", [1, 16, 64, 256])
 @FORMS
-def test_every_candidate_launch_is_right(causal, biased, mean, device):
+def test_every_candidate_launch_matches_the_reference(causal, has_bias, mean, device):
     lengths = [33, 66]
     qkv = rand(sum(lengths), 3 * HEADS * 64, dtype=torch.float16, device=device)
     settings = {"num_heads": HEADS, "scale": 0.2, "causal": causal}
-    settings["distance_bias"] = bias_for(lengths, device) if biased else None
-    expected = reference64(qkv, starts(lengths, device), **settings)
-    key = (64, torch.float16, causal, biased)
+    settings["distance_bias"] = bias_for(lengths, device) if has_bias else None
+    expected = reference64(qkv, cu_seqlens_of(lengths, device), **settings)
+    key = (64, torch.float16, causal, has_bias)
 
     launches = candidates(*key, mean)
     # in the interpreter a launch takes a second
     for launch in launches if device.type == "cuda" else launches[:1]:
-        with forced("attention_varlen", (*key, mean_length(len(qkv), 2)), launch):
-            actual = attention_varlen(qkv, starts(lengths, device), **settings)
+        with forced("attention_varlen", (*key, mean_length_bucket(len(qkv), 2)), launch):
+            actual = attention_varlen(qkv, cu_seqlens_of(lengths, device), **settings)
         assert_close(actual, expected, torch.float16)
 
 
@@ -105,19 +107,19 @@ def test_keys_in_many_blocks(device):
     check_against_reference([200], 16, torch.float32, device, factor=3.0)
 
 
-def test_many_short_sequences_pass_the_first_look_for_a_sequence(device, monkeypatch):
-    monkeypatch.setattr(module, "_CHUNK", 4)
+def test_finds_sequences_past_the_first_read_of_cu_seqlens(device, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK_BATCH", 4)
 
     check_against_reference([1, 2, 0, 1, 3, 1, 0, 0, 0, 17, 1], 16, torch.float32, device)
 
 
 @FORMS
-def test_padding_of_a_captured_batch_is_neither_read_nor_written(causal, biased, device):
+def test_padding_of_a_captured_batch_is_neither_read_nor_written(causal, has_bias, device):
     lengths, tokens = [20, 3], 40
     bounds = torch.tensor([0, 20, 23, 23, 23, 23], dtype=torch.int32, device=device)
     qkv = rand(tokens, 3 * HEADS * 16, device=device)
     qkv[23:] = torch.nan
-    bias = bias_for(lengths, device) if biased else None
+    bias = bias_for(lengths, device) if has_bias else None
     settings = {"num_heads": HEADS, "scale": 0.3, "causal": causal, "distance_bias": bias}
 
     actual = write_guarded(
@@ -132,11 +134,11 @@ def test_padding_of_a_captured_batch_is_neither_read_nor_written(causal, biased,
 
 
 @FORMS
-def test_what_stands_in_another_sequence_changes_no_bit(causal, biased, device):
+def test_other_sequences_change_no_bit(causal, has_bias, device):
     lengths = [37, 6, 41]
-    bounds = starts(lengths, device)
+    bounds = cu_seqlens_of(lengths, device)
     qkv = rand(sum(lengths), 3 * HEADS * 24, dtype=torch.float16, device=device)
-    bias = bias_for(lengths, device) if biased else None
+    bias = bias_for(lengths, device) if has_bias else None
     settings = {"num_heads": HEADS, "scale": 0.3, "causal": causal, "distance_bias": bias}
     before = attention_varlen(qkv, bounds, **settings)
     qkv[37:40], qkv[40:43] = torch.nan, torch.inf
@@ -147,26 +149,26 @@ def test_what_stands_in_another_sequence_changes_no_bit(causal, biased, device):
     assert torch.equal(after[43:], before[43:])
 
 
-def test_what_stands_in_another_head_changes_no_bit(device):
+def test_other_heads_change_no_bit(device):
     qkv = rand(40, 3 * HEADS * 24, device=device)
     settings = {"num_heads": HEADS, "scale": 0.3}
-    before = attention_varlen(qkv, starts([40], device), **settings)
-    # 24 features in 32 lanes: the others are of the next head
+    before = attention_varlen(qkv, cu_seqlens_of([40], device), **settings)
+    # a tile has 32 columns, and a head 24: the other 8 belong to the next head
     qkv.view(40, 3, HEADS, 24)[5:, 1:, 1] = torch.nan
 
-    after = attention_varlen(qkv, starts([40], device), **settings)
+    after = attention_varlen(qkv, cu_seqlens_of([40], device), **settings)
 
     assert torch.equal(after[:, :24], before[:, :24])
 
 
-def test_a_later_token_changes_no_bit_if_causal(device):
+def test_later_tokens_change_no_bit_if_causal(device):
     qkv = rand(70, 3 * HEADS * 16, device=device)
     settings = {"num_heads": HEADS, "scale": 0.3, "causal": True}
-    before = attention_varlen(qkv, starts([70], device), **settings)
+    before = attention_varlen(qkv, cu_seqlens_of([70], device), **settings)
     # not NaN: a weight of 0 times NaN is NaN, here as in torch
     qkv[41:] = 1e6
 
-    after = attention_varlen(qkv, starts([70], device), **settings)
+    after = attention_varlen(qkv, cu_seqlens_of([70], device), **settings)
 
     assert torch.equal(after[:41], before[:41])
 
@@ -175,15 +177,15 @@ def test_the_same_sequence_alone_and_in_a_batch_gives_the_same_answer(device):
     qkv = rand(90, 3 * HEADS * 16, device=device)
     settings = {"num_heads": HEADS, "scale": 0.3}
 
-    together = attention_varlen(qkv, starts([25, 40, 25], device), **settings)
-    alone = attention_varlen(qkv[25:65], starts([40], device), **settings)
+    together = attention_varlen(qkv, cu_seqlens_of([25, 40, 25], device), **settings)
+    alone = attention_varlen(qkv[25:65], cu_seqlens_of([40], device), **settings)
 
     assert_close(together[25:65], alone, torch.float32)
 
 
-def test_scores_that_overflow_exp_do_not(device):
+def test_large_scores_do_not_overflow(device):
     qkv = 30 * rand(70, 3 * HEADS * 16, device=device)
-    bounds = starts([70], device)
+    bounds = cu_seqlens_of([70], device)
     settings = {"num_heads": HEADS, "scale": 1.0}
 
     # an error of 2 ** -24 in a score of thousands is one of 1e-4 in its weight
@@ -198,7 +200,7 @@ def test_scores_that_overflow_exp_do_not(device):
 @DTYPES
 def test_a_bias_of_minus_infinity_hides_keys(dtype, device):
     lengths = [70, 3]
-    # a window: 5 tokens before a query to 2 after; most blocks of keys are hidden from most queries
+    # a window from 5 tokens before a query to 2 after it hides most blocks of keys
     distance = torch.arange(-69, 70, device=device)
     bias = torch.where((distance >= -5) & (distance <= 2), 0.0, -torch.inf).repeat(HEADS, 1)
 
@@ -207,12 +209,12 @@ def test_a_bias_of_minus_infinity_hides_keys(dtype, device):
 
 def test_a_query_that_may_read_no_key_gets_zeros(device):
     qkv = rand(9, 3 * HEADS * 16, device=device)
-    # each query reads the key before it alone; the first has none
+    # each query reads only the key before it; the first query reads none
     bias = torch.full((HEADS, 17), -torch.inf, device=device)
     bias[:, 7] = 0
 
     actual = attention_varlen(
-        qkv, starts([9], device), num_heads=HEADS, scale=0.3, distance_bias=bias
+        qkv, cu_seqlens_of([9], device), num_heads=HEADS, scale=0.3, distance_bias=bias
     )
 
     assert torch.equal(actual[0], torch.zeros_like(actual[0]))
@@ -220,34 +222,36 @@ def test_a_query_that_may_read_no_key_gets_zeros(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_takes_a_bias_of_another_dtype_and_wider_than_needed(dtype, device):
+def test_accepts_a_bias_of_another_dtype_and_wider_than_needed(dtype, device):
     bias = bias_for([50], device, dtype)
 
     check_against_reference([20, 30], 16, torch.float32, device, distance_bias=bias)
 
 
 @DTYPES
-def test_takes_rows_that_lie_apart(dtype, device):
+def test_accepts_strided_rows(dtype, device):
     lengths = [33, 4]
     qkv = rand(37, 3 * HEADS * 16, dtype=dtype, device=device)
     settings = {"num_heads": HEADS, "scale": 0.3}
 
     actual = write_guarded(
-        lambda out: attention_varlen(spread(qkv), starts(lengths, device), out=out, **settings),
+        lambda out: attention_varlen(
+            spread(qkv), cu_seqlens_of(lengths, device), out=out, **settings
+        ),
         (37, HEADS * 16),
         dtype,
         device,
         gap=16,
     )
 
-    assert_close(actual, reference64(qkv, starts(lengths, device), **settings), dtype, 2.0)
+    assert_close(actual, reference64(qkv, cu_seqlens_of(lengths, device), **settings), dtype, 2.0)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
 def test_no_tokens(lengths, device):
     qkv = rand(0, 3 * HEADS * 16, device=device)
 
-    actual = attention_varlen(qkv, starts(lengths, device), num_heads=HEADS, scale=0.3)
+    actual = attention_varlen(qkv, cu_seqlens_of(lengths, device), num_heads=HEADS, scale=0.3)
 
     assert actual.shape == (0, HEADS * 16)
 
@@ -258,7 +262,7 @@ def test_no_tokens(lengths, device):
     st.integers(0, 70),
 )
 def test_every_query_is_in_one_tile(lengths, BLOCK_M, extra):
-    """Hold the map from tiles to sequences, in plain Python, to what the kernel and its grid rely on."""
+    """The map from tiles to sequences, in plain Python, covers each query once."""
     bounds = [0, *accumulate(lengths)]
     first_tiles = [begin // BLOCK_M + i for i, begin in enumerate(bounds[:-1])]
     tiles = (bounds[-1] + extra) // BLOCK_M + len(lengths)
@@ -285,8 +289,8 @@ def test_every_query_is_in_one_tile(lengths, BLOCK_M, extra):
         (5, 9, 1),
     ],
 )
-def test_the_mean_length_is_known_by_its_bucket(tokens, batch, mean):
-    assert mean_length(tokens, batch) == mean
+def test_the_mean_length_has_four_buckets(tokens, batch, mean):
+    assert mean_length_bucket(tokens, batch) == mean
 
 
 @pytest.mark.parametrize(
@@ -315,7 +319,7 @@ def test_the_mean_length_is_known_by_its_bucket(tokens, batch, mean):
     ],
     ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
 )
-def test_rejects_what_it_cannot_read(change, message, device):
+def test_rejects_invalid_arguments(change, message, device):
     arguments = {
         "qkv": torch.zeros(4, 96),
         "cu_seqlens": torch.tensor([0, 4], dtype=torch.int32),

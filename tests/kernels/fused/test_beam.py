@@ -1,7 +1,7 @@
-"""The step of beam search against its reference: tokens and parents equal, whatever ties and odd numbers there are.
+"""The step of beam search against its reference: tokens and parents are equal.
 
-Candidates of two beams can have scores that differ by less than rounding; the inputs here have none, but for those that
-are equal to the last bit because the beams are.
+Scores of two beams may differ by less than a rounding error, and their order is then undefined. The inputs here have no
+such scores, except those of equal beams, which are equal to the last bit.
 """
 
 from contextlib import contextmanager
@@ -18,12 +18,12 @@ from varlen_kernels.beam_reference import beam_step as reference
 from .guards import Guarded
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Several chunks of several tiles, in groups of several members, of vocabularies that a test can interpret.
+# Several chunks of several tiles and groups, for vocabularies small enough for the interpreter.
 SMALL = {"CHUNK": 256, "TILE": 128, "GROUPS": 16, "num_warps": 1}
 
 
 @contextmanager
-def launched_with(logits, beams, launch):
+def forced_launch(logits, beams, launch):
     with tuning.forced("beam_step", launch_key(logits, beams), launch):
         yield
 
@@ -38,7 +38,7 @@ def check(actual, logits, scores, finished=None):
     expected = reference(logits, scores, finished)
     assert torch.equal(actual.tokens, expected.tokens)
     assert torch.equal(actual.parents, expected.parents)
-    # the log of a sum turns its relative error into an absolute one; four more roundings are relative
+    # the log turns the relative error of its sum into an absolute error; four more roundings are relative
     torch.testing.assert_close(
         actual.scores,
         expected.scores,
@@ -63,14 +63,12 @@ def check(actual, logits, scores, finished=None):
     ],
     ids=str,
 )
-def test_candidates_are_those_of_the_reference(
-    sequences, beams, vocabulary, chunk, tile, groups, device
-):
+def test_matches_the_reference(sequences, beams, vocabulary, chunk, tile, groups, device):
     dtype = DTYPES[beams % 3]
     logits, scores = random_step(sequences, beams, vocabulary, dtype, device)
     launch = {"CHUNK": chunk, "TILE": tile, "GROUPS": groups, "num_warps": 1}
 
-    with launched_with(logits, beams, launch):
+    with forced_launch(logits, beams, launch):
         actual = beam_step(logits, scores)
 
     check(actual, logits, scores)
@@ -83,19 +81,19 @@ def test_ties_go_to_the_lower_beam_and_the_lower_token(dtype, device):
     logits = logits[:1].round().clamp(-4, 2).expand(4, 300).contiguous()
     scores = torch.zeros_like(scores)
 
-    with launched_with(logits, 4, SMALL):
+    with forced_launch(logits, 4, SMALL):
         actual = beam_step(logits, scores)
 
     check(actual, logits, scores)
     assert actual.parents[0].tolist() == sorted(actual.parents[0].tolist())
 
 
-def test_nan_and_infinity_have_their_places(device):
+def test_orders_nan_and_infinity_as_the_reference_does(device):
     logits, scores = random_step(3, 3, 270, torch.bfloat16, device)
     logits[0, ::3] = torch.nan
     logits[1] = -torch.inf
     logits[2, 5::50] = torch.inf
-    # only the second chunk of a row has anything
+    # only the second chunk of this row is finite
     logits[3, :256] = -torch.inf
     logits[4, 256:] = torch.nan
     logits[5, 269] = torch.inf
@@ -104,7 +102,7 @@ def test_nan_and_infinity_have_their_places(device):
     scores[1, 0] = torch.nan
     scores[1, 1] = -torch.inf
 
-    with launched_with(logits, 3, SMALL):
+    with forced_launch(logits, 3, SMALL):
         actual = beam_step(logits, scores)
 
     check(actual, logits, scores)
@@ -115,18 +113,18 @@ def test_minus_zero_ties_with_zero(device):
     logits = torch.tensor([[0.0, -0.0, 0.0, -0.0]], device=device)
     scores = torch.zeros(1, 1, device=device)
 
-    with launched_with(logits, 1, SMALL):
+    with forced_launch(logits, 1, SMALL):
         actual = beam_step(logits, scores)
 
     assert actual.tokens.tolist() == [[0, 1]]
 
 
-def test_of_logits_that_give_one_score_the_higher_comes_first(device):
+def test_logits_with_equal_scores_are_ordered_by_logit(device):
     logits, scores = random_step(1, 2, 300, torch.float32, device)
-    # next to a score of -1e9 all log-probabilities vanish in rounding, as in the first step of a search
+    # log-probabilities added to a score of -1e9 are lost in rounding, as in the first step of a search
     scores[:] = torch.tensor([[-1e9, -2e9]])
 
-    with launched_with(logits, 2, SMALL):
+    with forced_launch(logits, 2, SMALL):
         actual = beam_step(logits, scores)
 
     check(actual, logits, scores)
@@ -138,7 +136,7 @@ def test_finished_sequences_have_no_candidates_and_are_not_read(device):
     finished = torch.tensor([True, False, True], device=device)
     logits[:2] = torch.nan
 
-    with launched_with(logits, 2, SMALL):
+    with forced_launch(logits, 2, SMALL):
         actual = beam_step(logits, scores, finished)
 
     check(actual, logits, scores, finished)
@@ -148,27 +146,27 @@ def test_finished_sequences_have_no_candidates_and_are_not_read(device):
 
 
 @pytest.mark.parametrize("gap", [1, 3, 8])
-def test_rows_may_lie_apart(gap, device):
+def test_accepts_strided_rows(gap, device):
     logits, scores = random_step(1, 2, 333, torch.float16, device, gap)
 
-    with launched_with(logits, 2, SMALL):
+    with forced_launch(logits, 2, SMALL):
         actual = beam_step(logits, scores)
 
     check(actual, logits, scores)
 
 
-def test_what_lies_between_rows_is_not_a_token(device):
+def test_memory_between_rows_is_ignored(device):
     logits, scores = random_step(1, 2, 333, torch.float16, device, gap=3)
-    # the last vector of a row reaches into it
+    # the last vector of a row includes this memory
     logits.as_strided((2, 3), (336, 1), 333)[:] = 100.0
 
-    with launched_with(logits, 2, SMALL):
+    with forced_launch(logits, 2, SMALL):
         actual = beam_step(logits, scores)
 
     check(actual, logits, scores)
 
 
-def test_the_launch_by_rule_gives_the_same(device):
+def test_the_default_launch_matches_the_reference(device):
     logits, scores = random_step(1, 2, 2500, torch.float16, device)
 
     actual = beam_step(logits, scores)
@@ -176,7 +174,7 @@ def test_the_launch_by_rule_gives_the_same(device):
     check(actual, logits, scores)
 
 
-def test_writes_into_out_and_nothing_beside_it(device):
+def test_writes_only_into_out(device):
     logits, scores = random_step(1, 3, 300, torch.float32, device)
     guarded = BeamCandidates(
         Guarded((1, 6), torch.int32, device),
@@ -185,7 +183,7 @@ def test_writes_into_out_and_nothing_beside_it(device):
     )
     out = BeamCandidates(*(guard.tensor for guard in guarded))
 
-    with launched_with(logits, 3, SMALL):
+    with forced_launch(logits, 3, SMALL):
         returned = beam_step(logits, scores, out=out)
 
     check(out, logits, scores)
@@ -197,7 +195,7 @@ def test_writes_into_out_and_nothing_beside_it(device):
 def test_two_runs_give_the_same_bits(device):
     logits, scores = random_step(1, 2, 333, torch.float32, device)
 
-    with launched_with(logits, 2, SMALL):
+    with forced_launch(logits, 2, SMALL):
         first, second = beam_step(logits, scores), beam_step(logits, scores)
 
     for one, other in zip(first, second, strict=True):

@@ -1,4 +1,4 @@
-"""bfloat16 in the interpreter is what it is on a GPU and in torch; on a GPU the same tests hold without help."""
+"""bfloat16 in the interpreter computes as torch does; a GPU passes the same tests."""
 
 import pytest
 import torch
@@ -81,7 +81,7 @@ def _dot_kernel(a_ptr, b_ptr, out_ptr, SIZE: tl.constexpr):
 
 @pytest.fixture
 def numbers(device):
-    """Return fp32 values of every size, ties between two bfloat16, zeros, infinities and NaN among them."""
+    """Return fp32 values that include ties between two bfloat16, zeros, infinities and NaN."""
     torch.manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (N,), dtype=torch.int64).to(torch.int32)
     # halfway between two neighbours, one of them even

@@ -1,4 +1,4 @@
-"""Three embeddings and a layer norm on a GPU or in the interpreter, against the reference in fp64."""
+"""Embeddings and layer norm on a GPU or interpreted, against the reference in fp64."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ EPS = 1e-5
 
 
 def inputs(tokens, width, dtype, device, id_dtype=torch.int32):
-    """Return three vectors of ids, three tables, weight and bias; first and last rows are asked for."""
+    """Return ids, tables, weight and bias; the ids include the first and last rows."""
     rows = (23, 70, 2)
     tables = [rand(n, width, dtype=dtype, device=device, seed=i) for i, n in enumerate(rows)]
     ids = []
@@ -45,14 +45,14 @@ def test_matches_the_reference(tokens, width, dtype, device):
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64], ids=str)
-def test_takes_both_integer_types(id_dtype, device):
+def test_accepts_both_integer_types(id_dtype, device):
     args = inputs(7, 384, torch.float16, device, id_dtype)
 
     assert_close(embed_layer_norm(*args, eps=EPS), reference64(args), torch.float16)
 
 
 @pytest.mark.parametrize("width", [5, 384])
-def test_takes_rows_that_lie_apart(width, device):
+def test_accepts_strided_rows(width, device):
     args = inputs(6, width, torch.float16, device)
     apart = [*args[:3], *(spread(table, 8 * i) for i, table in enumerate(args[3:6])), *args[6:]]
 
@@ -68,7 +68,7 @@ def test_takes_rows_that_lie_apart(width, device):
 
 
 @pytest.mark.parametrize("width", [101, 384])
-def test_every_candidate_launch_is_right(width, device):
+def test_every_candidate_launch_matches_the_reference(width, device):
     args = inputs(9, width, torch.bfloat16, device)
     expected = reference64(args)
 
@@ -85,7 +85,7 @@ def test_no_tokens(device):
 
 
 @pytest.mark.parametrize(
-    "place, change, message",
+    "index, change, message",
     [
         (1, lambda t: t[:2], r"position_ids has shape \[2\] .* must be \[3\]"),
         (2, lambda t: t.float(), "type_ids is torch.float32; allowed: torch.int32, torch.int64"),
@@ -95,9 +95,9 @@ def test_no_tokens(device):
     ],
     ids=["ids of another length", "ids that are not integers", "width", "dtype", "bias"],
 )
-def test_rejects_what_it_cannot_read(place, change, message, device):
+def test_rejects_invalid_arguments(index, change, message, device):
     args = inputs(3, 8, torch.float32, device)
-    args[place] = change(args[place])
+    args[index] = change(args[index])
 
     with pytest.raises(ValueError, match=message):
         embed_layer_norm(*args, eps=EPS)

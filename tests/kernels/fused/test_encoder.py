@@ -1,4 +1,4 @@
-"""A whole encoder on the fused kernels: through CUDA graphs on a GPU, or op by op in the interpreter."""
+"""An encoder on the fused kernels, in CUDA graphs or in the interpreter."""
 
 from contextlib import nullcontext
 
@@ -19,7 +19,7 @@ from varlen.request import Prompt, RequestOptions
 from varlen_kernels import fused
 
 MAX_TOKENS = 64
-KINDS = {
+MODEL_CLASSES = {
     "embed": "BertModel",
     "token_classify": "BertForTokenClassification",
     "classify": "BertForSequenceClassification",
@@ -27,7 +27,7 @@ KINDS = {
 
 
 class RepeatedWork:
-    """In place of CUDA graphs where there is no GPU: does the captured work again, and none of it before."""
+    """Stand-in for CUDA graphs without a GPU: replays captured work by running it."""
 
     def stream(self):
         return nullcontext()
@@ -36,7 +36,7 @@ class RepeatedWork:
         return work
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=MODEL_CLASSES)
 def load(request, tmp_path):
     """Return a function that loads a small random BERT in fp32 on a device."""
     config = transformers.BertConfig(
@@ -49,8 +49,8 @@ def load(request, tmp_path):
         initializer_range=0.15,
     )
     torch.manual_seed(0)
-    getattr(transformers, KINDS[request.param])(config).save_pretrained(tmp_path)
-    # nothing here is text
+    getattr(transformers, MODEL_CLASSES[request.param])(config).save_pretrained(tmp_path)
+    # the tests send token ids only
     (tmp_path / "tokenizer.json").write_text("{}")
 
     def load_on(device):
@@ -62,8 +62,8 @@ def load(request, tmp_path):
     return load_on
 
 
-def fused_executor(load, device):
-    """Return what runs the model on the fused kernels."""
+def fused_runner(load, device):
+    """Return a runner of the model on the fused kernels."""
     if device.type == "cuda":
         return load("cuda").device_runner
     program = load("cpu").program
@@ -72,7 +72,7 @@ def fused_executor(load, device):
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 1, 9], [30, 2, 17], [40, 12, 12]], ids=str)
-def test_every_answer_is_that_of_the_reference(load, device, lengths, tmp_path):
+def test_results_match_the_reference(load, device, lengths, tmp_path):
     numbers = np.random.default_rng(0)
     batch = [
         Prompt(numbers.integers(0, 50, n).astype(np.int32), numbers.integers(0, 2, n))
@@ -81,6 +81,6 @@ def test_every_answer_is_that_of_the_reference(load, device, lengths, tmp_path):
     options = [RequestOptions(normalize=index % 2 == 0) for index in range(len(batch))]
     expected = load("cpu").run(batch, options)
 
-    answers = fused_executor(load, device).run(batch, options)
+    results = fused_runner(load, device).run(batch, options)
 
-    assert_rows_close(answers, expected, roundings=encoder_roundings(tmp_path))
+    assert_rows_close(results, expected, roundings=encoder_roundings(tmp_path))

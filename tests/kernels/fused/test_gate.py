@@ -22,7 +22,7 @@ def test_matches_the_reference(tokens, width, dtype, device):
 
 
 @pytest.mark.parametrize("width", [5, 768])
-def test_takes_rows_that_lie_apart(width, device):
+def test_accepts_strided_rows(width, device):
     x = rand(6, 2 * width, dtype=torch.float16, device=device)
 
     actual = write_guarded(
@@ -33,7 +33,7 @@ def test_takes_rows_that_lie_apart(width, device):
 
 
 @pytest.mark.parametrize("width", [501, 1536])
-def test_every_candidate_launch_is_right(width, device):
+def test_every_candidate_launch_matches_the_reference(width, device):
     x = rand(5, 2 * width, dtype=torch.bfloat16, device=device)
     expected = reference.silu_gate(x.double())
 
@@ -42,7 +42,7 @@ def test_every_candidate_launch_is_right(width, device):
             assert_close(silu_gate(x), expected, torch.bfloat16)
 
 
-def test_a_gate_far_below_zero_closes(device):
+def test_a_large_negative_gate_gives_zero(device):
     x = torch.tensor([[-1e4, 1e4, 3.0, 3.0]], device=device)
 
     assert torch.equal(silu_gate(x), torch.tensor([[0.0, 3e4]], device=device))
@@ -53,7 +53,7 @@ def test_no_tokens(device):
 
 
 def test_rejects_an_odd_width(device):
-    with pytest.raises(ValueError, match="x has 7 features; a gate and its up are an even number"):
+    with pytest.raises(ValueError, match="x has 7 features; it must be an even number"):
         silu_gate(torch.zeros(2, 7, device=device))
 
 

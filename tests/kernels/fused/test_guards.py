@@ -1,4 +1,4 @@
-"""A kernel that writes where it must not, or does not write where it must, does not get away with it."""
+"""Guarded outputs detect writes outside the output, and elements that are not written."""
 
 import pytest
 import torch
@@ -29,14 +29,14 @@ def fill(out: torch.Tensor, first: int = 0, past: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape, gap", [((5,), 0), ((3, 5), 0), ((2, 3, 5), 0), ((3, 5), 3)])
-def test_what_is_written_inside_comes_back(shape, gap, dtype, device):
+def test_elements_written_inside_are_returned(shape, gap, dtype, device):
     out = write_guarded(fill, shape, dtype, device, gap)
 
     assert out.shape == shape
     assert (out == 1).all()
 
 
-def test_nothing_may_be_asked_for(device):
+def test_an_empty_output_is_allowed(device):
     out = write_guarded(lambda out: out, (0, 5), torch.float32, device)
 
     assert out.shape == (0, 5)
@@ -44,17 +44,17 @@ def test_nothing_may_be_asked_for(device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("first, past", [(-1, 0), (0, 1)], ids=["before", "after"])
-def test_one_element_outside_is_noticed(first, past, dtype, device):
+def test_one_element_outside_is_detected(first, past, dtype, device):
     with pytest.raises(AssertionError, match="wrote outside its output"):
         write_guarded(lambda out: fill(out, first, past), (5,), dtype, device)
 
 
-def test_one_element_between_rows_is_noticed(device):
+def test_one_element_between_rows_is_detected(device):
     with pytest.raises(AssertionError, match="wrote outside its output"):
         write_guarded(lambda out: fill(out, past=1), (3, 5), torch.float32, device, gap=2)
 
 
-def test_a_result_that_is_not_in_the_output_is_noticed(device):
+def test_a_result_that_is_not_in_out_is_detected(device):
     with pytest.raises(AssertionError):
         write_guarded(torch.clone, (5,), torch.float32, device)
 

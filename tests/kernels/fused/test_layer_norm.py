@@ -1,4 +1,4 @@
-"""Bias, residual and layer norm on a GPU or in the interpreter, against the reference in fp64."""
+"""Bias, residual and layer norm on a GPU or interpreted, against the reference in fp64."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_matches_the_reference(tokens, width, dtype, device):
 
 
 @DTYPES
-def test_needs_no_bias_of_x(dtype, device):
+def test_the_bias_of_x_is_optional(dtype, device):
     *args, _ = inputs(7, 384, dtype, device)
 
     actual = add_layer_norm(*args, eps=EPS)
@@ -53,7 +53,7 @@ def test_needs_no_bias_of_x(dtype, device):
 
 @DTYPES
 @pytest.mark.parametrize("width", [5, 501, 768])
-def test_takes_rows_that_lie_apart(width, dtype, device):
+def test_accepts_strided_rows(width, dtype, device):
     x, residual, weight, bias, x_bias = inputs(6, width, dtype, device)
 
     actual = write_guarded(
@@ -81,7 +81,7 @@ def test_in_place_writes_the_same_bits(width, dtype, device):
     assert torch.equal(x, fresh)
 
 
-def test_in_place_of_a_value_that_is_its_own_residual(device):
+def test_in_place_when_x_is_also_the_residual(device):
     x, _, weight, bias, _ = inputs(6, 100, torch.float32, device)
     fresh = add_layer_norm(x, x.clone(), weight, bias, eps=EPS)
 
@@ -91,7 +91,7 @@ def test_in_place_of_a_value_that_is_its_own_residual(device):
 
 
 @pytest.mark.parametrize("width", [101, 768, 3072])
-def test_every_candidate_launch_is_right(width, device):
+def test_every_candidate_launch_matches_the_reference(width, device):
     *args, x_bias = inputs(9, width, torch.float16, device)
     expected = reference64(*args, x_bias)
 
@@ -101,13 +101,13 @@ def test_every_candidate_launch_is_right(width, device):
         assert_close(actual, expected, torch.float16)
 
 
-def test_a_row_of_the_greatest_width(device):
+def test_accepts_the_widest_row(device):
     *args, _ = inputs(1, MAX_ROW, torch.float32, device)
 
     assert_close(add_layer_norm(*args, eps=EPS), reference64(*args), torch.float32)
 
 
-def test_a_mean_that_dwarfs_the_variance_costs_no_more_than_its_rounding(device):
+def test_a_mean_far_above_the_variance_adds_only_rounding_error(device):
     x, _, weight, bias, _ = inputs(4, 768, torch.float32, device)
     x += 1000
     zeros = torch.zeros_like(x)
@@ -118,7 +118,7 @@ def test_a_mean_that_dwarfs_the_variance_costs_no_more_than_its_rounding(device)
     assert_close(actual, reference64(x, zeros, weight, bias), torch.float32, factor=60)
 
 
-def test_a_token_with_nan_spoils_no_other(device):
+def test_nan_in_a_token_changes_no_other_token(device):
     *args, _ = inputs(8, 384, torch.float16, device)
     fresh = add_layer_norm(*args, eps=EPS)
     args[0][3, 100] = torch.nan
@@ -149,7 +149,7 @@ def test_no_tokens(device):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_rejects_what_it_cannot_read(change, message, device):
+def test_rejects_invalid_arguments(change, message, device):
     arguments = {
         "x": torch.zeros(4, 8),
         "residual": torch.zeros(4, 8),
@@ -162,7 +162,7 @@ def test_rejects_what_it_cannot_read(change, message, device):
         add_layer_norm(**{name: t.to(device) for name, t in arguments.items()}, eps=EPS)
 
 
-def test_rejects_a_row_too_wide(device):
+def test_rejects_a_row_that_is_too_wide(device):
     wide, vector = torch.zeros(1, MAX_ROW + 1, device=device), torch.zeros(MAX_ROW + 1)
 
     with pytest.raises(ValueError, match="x has rows of 16385; allowed: 1 to 16384"):

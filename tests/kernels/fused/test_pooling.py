@@ -16,7 +16,7 @@ LENGTHS = [3, 0, 1, 65, 0]
 MODES = pytest.mark.parametrize("mode", ["cls", "mean", "max", "last"])
 
 
-def starts(lengths, device):
+def cu_seqlens_of(lengths, device):
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
@@ -30,7 +30,7 @@ def every_other(lengths, device):
 @pytest.mark.parametrize("normalized", [False, True], ids=["", "normalized"])
 def test_matches_the_reference(normalized, hidden, dtype, mode, device):
     x = rand(sum(LENGTHS), hidden, dtype=dtype, device=device) + 1
-    bounds = starts(LENGTHS, device)
+    bounds = cu_seqlens_of(LENGTHS, device)
     normalize = every_other(LENGTHS, device) if normalized else None
 
     actual = write_guarded(
@@ -40,15 +40,15 @@ def test_matches_the_reference(normalized, hidden, dtype, mode, device):
         device,
     )
 
-    # of what stands in x: its dtype costs no precision
+    # the reference reads the same x, so its dtype adds no error
     expected = reference.pool(x, bounds, normalize, mode=mode)
     assert_close(actual, expected, torch.float32)
 
 
 @MODES
-def test_every_candidate_launch_is_right(mode, device):
+def test_every_candidate_launch_matches_the_reference(mode, device):
     x = rand(sum(LENGTHS), 768, dtype=torch.float16, device=device)
-    bounds, normalize = starts(LENGTHS, device), every_other(LENGTHS, device)
+    bounds, normalize = cu_seqlens_of(LENGTHS, device), every_other(LENGTHS, device)
     expected = reference.pool(x.float(), bounds, normalize, mode=mode)
     key = (768, torch.float16, mode, True)
 
@@ -59,8 +59,8 @@ def test_every_candidate_launch_is_right(mode, device):
 
 
 @MODES
-def test_takes_rows_that_lie_apart(mode, device):
-    x, bounds = rand(100, 63, device=device), starts(LENGTHS, device)
+def test_accepts_strided_rows(mode, device):
+    x, bounds = rand(100, 63, device=device), cu_seqlens_of(LENGTHS, device)
 
     actual = write_guarded(
         lambda out: pool(spread(x), bounds, mode=mode, out=out),
@@ -74,8 +74,8 @@ def test_takes_rows_that_lie_apart(mode, device):
 
 
 @MODES
-def test_a_row_of_the_greatest_width(mode, device):
-    x, bounds = rand(5, 16_384, device=device), starts([3, 2], device)
+def test_accepts_the_widest_row(mode, device):
+    x, bounds = rand(5, 16_384, device=device), cu_seqlens_of([3, 2], device)
     normalize = torch.ones(2, dtype=torch.bool, device=device)
 
     actual = pool(x, bounds, normalize, mode=mode)
@@ -85,10 +85,10 @@ def test_a_row_of_the_greatest_width(mode, device):
 
 @MODES
 @DTYPES
-def test_a_nan_spoils_its_feature_alone(dtype, mode, device):
+def test_nan_changes_only_its_feature(dtype, mode, device):
     x = rand(9, 40, dtype=dtype, device=device)
     x[0, 3], x[6, 7], x[8, 9] = torch.nan, torch.nan, -torch.inf
-    bounds = starts([4, 5], device)
+    bounds = cu_seqlens_of([4, 5], device)
 
     actual = pool(x, bounds, mode=mode)
 
@@ -96,12 +96,12 @@ def test_a_nan_spoils_its_feature_alone(dtype, mode, device):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def test_a_nan_spoils_a_whole_vector_that_is_normalized(device):
+def test_nan_changes_all_features_of_a_normalized_vector(device):
     x = rand(4, 40, device=device)
     x[1, 3] = torch.nan
     normalize = torch.ones(2, dtype=torch.bool, device=device)
 
-    actual = pool(x, starts([2, 2], device), normalize, mode="mean")
+    actual = pool(x, cu_seqlens_of([2, 2], device), normalize, mode="mean")
 
     assert actual[0].isnan().all()
     assert not actual[1].isnan().any()
@@ -110,7 +110,7 @@ def test_a_nan_spoils_a_whole_vector_that_is_normalized(device):
 def test_the_maximum_of_minus_infinities_is_minus_infinity(device):
     x = torch.full((3, 5), -torch.inf, device=device)
 
-    actual = pool(x, starts([3], device), mode="max")
+    actual = pool(x, cu_seqlens_of([3], device), mode="max")
 
     assert torch.equal(actual, x[:1])
 
@@ -119,7 +119,7 @@ def test_the_maximum_of_minus_infinities_is_minus_infinity(device):
 def test_a_vector_of_zeros_stays_zero_when_it_is_normalized(mode, device):
     x, normalize = torch.zeros(2, 40, device=device), torch.ones(2, dtype=torch.bool)
 
-    actual = pool(x, starts([2, 0], device), normalize.to(device), mode=mode)
+    actual = pool(x, cu_seqlens_of([2, 0], device), normalize.to(device), mode=mode)
 
     assert torch.equal(actual, torch.zeros_like(x))
 
@@ -140,8 +140,8 @@ def test_padding_of_a_captured_batch_is_not_read(mode, device):
 @pytest.mark.parametrize("hidden", [5, 768])
 def test_first_tokens_are_copies(hidden, dtype, device):
     x = rand(sum(LENGTHS), hidden, dtype=dtype, device=device)
-    # the last sequence is empty, and starts past the last token
-    bounds = starts([*LENGTHS, 0], device)
+    # the last sequence is empty, and cu_seqlens_of past the last token
+    bounds = cu_seqlens_of([*LENGTHS, 0], device)
 
     actual = write_guarded(
         lambda out: first_tokens(x, bounds, out=out), (len(LENGTHS) + 1, hidden), dtype, device
@@ -153,7 +153,7 @@ def test_first_tokens_are_copies(hidden, dtype, device):
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]], ids=str)
 @MODES
 def test_no_tokens(lengths, mode, device):
-    x, bounds = rand(0, 8, device=device), starts(lengths, device)
+    x, bounds = rand(0, 8, device=device), cu_seqlens_of(lengths, device)
 
     assert torch.equal(pool(x, bounds, mode=mode), torch.zeros(len(lengths), 8, device=device))
     assert torch.equal(first_tokens(x, bounds), torch.zeros(len(lengths), 8, device=device))
@@ -172,7 +172,7 @@ def test_no_tokens(lengths, mode, device):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_rejects_what_it_cannot_read(change, message, device):
+def test_rejects_invalid_arguments(change, message, device):
     arguments = {
         "x": torch.zeros(4, 8),
         "cu_seqlens": torch.tensor([0, 4], dtype=torch.int32),

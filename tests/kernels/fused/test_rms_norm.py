@@ -43,7 +43,7 @@ def test_matches_the_reference(tokens, width, dtype, device):
 
 @DTYPES
 @pytest.mark.parametrize("width", [63, 501, 768, 2048])
-def test_adds_the_residual_and_hands_on_the_sum(width, dtype, device):
+def test_adds_the_residual_and_stores_the_sum(width, dtype, device):
     x, weight, residual = inputs(6, width, dtype, device)
     sum_out = torch.full_like(x, torch.nan)
 
@@ -81,7 +81,7 @@ def test_the_sum_of_x_alone_is_a_copy(device):
 
 
 @pytest.mark.parametrize("width", [5, 768])
-def test_takes_rows_that_lie_apart(width, device):
+def test_accepts_strided_rows(width, device):
     x, weight, residual = inputs(6, width, torch.float16, device)
     sum_out = spread(torch.zeros_like(x), 16)
 
@@ -100,7 +100,7 @@ def test_takes_rows_that_lie_apart(width, device):
 
 
 @pytest.mark.parametrize("width", [101, 3072])
-def test_every_candidate_launch_is_right(width, device):
+def test_every_candidate_launch_matches_the_reference(width, device):
     x, weight, residual = inputs(9, width, torch.bfloat16, device)
     expected = reference32(x, weight, residual)
 
@@ -110,7 +110,7 @@ def test_every_candidate_launch_is_right(width, device):
         assert_close(actual, expected, torch.bfloat16)
 
 
-def test_a_token_with_nan_spoils_no_other(device):
+def test_nan_in_a_token_changes_no_other_token(device):
     x, weight, _ = inputs(8, 384, torch.float16, device)
     fresh = rms_norm(x, weight, eps=EPS)
     x[3, 100] = torch.nan
