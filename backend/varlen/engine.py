@@ -30,7 +30,7 @@ from varlen.errors import (
     QueueFullError,
     RequestCancelled,
 )
-from varlen.metrics import Stats
+from varlen.metrics import CountedMetric, Stats
 from varlen.request import Reply, Request
 from varlen.sequence import (
     Batch,
@@ -291,7 +291,7 @@ class Engine:
             self._stats.count_batch(shape.sequences, shape.tokens, result.padding_tokens)
             self._stats.count_batch_seconds(predicted=batch.seconds, actual=result.seconds)
         elif result.failure == "memory" and shape.sequences > 1:
-            self._stats.count("varlen_split_batches_total")
+            self._stats.count(CountedMetric.SPLIT_BATCHES)
         _log.debug(
             "ran %d sequences, %d tokens, the longest %d: %s; %.1f ms predicted, %.1f ms taken",
             shape.sequences,

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from varlen.config import LogLevel
 from varlen.errors import ConfigError
-from varlen.metrics import Exporter, Metric, MetricsSnapshot, Stats
+from varlen.metrics import Exporter, Metric, MetricsSnapshot, Series, Stats
 
 _log = logging.getLogger(__name__)
 
@@ -103,18 +103,18 @@ def start_exporter(
         args: as `initialize` gets them.
         stats, snapshot: see `Exporter`.
     """
-    families: dict[str, pb_utils.MetricFamily] = {}
+    families: dict[Metric, pb_utils.MetricFamily] = {}
 
-    def make_metric(
-        kind: str, name: str, about: str, labels: dict[str, str], buckets: list[float] | None
-    ) -> Metric:
-        if name not in families:
-            families[name] = pb_utils.MetricFamily(
-                name=name, description=about, kind=getattr(pb_utils.MetricFamily, kind)
+    def make_series(metric: Metric, labels: dict[str, str]) -> Series:
+        if metric not in families:
+            families[metric] = pb_utils.MetricFamily(
+                name=metric.value,
+                description=metric.description,
+                kind=getattr(pb_utils.MetricFamily, metric.kind),
             )
-        if buckets is None:
-            return families[name].Metric(labels=labels)
-        return families[name].Metric(labels=labels, buckets=buckets)
+        if metric.buckets is None:
+            return families[metric].Metric(labels=labels)
+        return families[metric].Metric(labels=labels, buckets=metric.buckets)
 
     labels = {
         "model": args["model_name"],
@@ -122,7 +122,7 @@ def start_exporter(
         "instance": args["model_instance_name"],
     }
     try:
-        return Exporter(stats, snapshot, make_metric, labels)
+        return Exporter(stats, snapshot, make_series, labels)
     except pb_utils.TritonModelException as error:
         _log.info("the server runs without metrics: %s", error)
         return None

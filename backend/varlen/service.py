@@ -18,7 +18,7 @@ from varlen.engine import Engine
 from varlen.execution.executor import ThreadExecutor
 from varlen.execution.runner import Runner
 from varlen.intake import InputLimits, Intake
-from varlen.metrics import MetricsSnapshot, Stats
+from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import DEFAULT_OPTIONS, Prompt, Reply, Request
 from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
@@ -132,23 +132,23 @@ class Service:
         layout, use = arena.layout, arena.use()
         cache = self.cache.use() if self.cache else CacheUse()
         return {
-            "varlen_queued_requests": requests,
-            "varlen_queued_tokens": tokens,
-            "varlen_weight_bytes": self.runner.weight_bytes,
-            "varlen_arena_capacity_bytes": arena.capacity,
-            "varlen_arena_reserved_bytes": use.reserved_bytes,
-            "varlen_arena_chunks": use.chunks,
-            "varlen_arena_footprint_bytes": use.footprint_bytes,
-            "varlen_arena_peak_live_bytes": use.peak_live_bytes,
-            "varlen_plan_seconds_total": layout.plan_seconds,
-            "varlen_plan_cache_hits_total": layout.plan_hits,
-            "varlen_plan_cache_misses_total": layout.plan_misses,
-            "varlen_response_cache_bytes": cache.held_bytes,
-            "varlen_response_cache_entries": cache.entries,
-            "varlen_response_cache_hits_total": cache.hits,
-            "varlen_response_cache_joined_total": cache.joined,
-            "varlen_response_cache_misses_total": cache.misses,
-            "varlen_response_cache_evictions_total": cache.evictions,
+            SnapshotMetric.QUEUED_REQUESTS: requests,
+            SnapshotMetric.QUEUED_TOKENS: tokens,
+            SnapshotMetric.WEIGHT_BYTES: self.runner.weight_bytes,
+            SnapshotMetric.ARENA_CAPACITY: arena.capacity,
+            SnapshotMetric.ARENA_RESERVED: use.reserved_bytes,
+            SnapshotMetric.ARENA_CHUNKS: use.chunks,
+            SnapshotMetric.ARENA_FOOTPRINT: use.footprint_bytes,
+            SnapshotMetric.ARENA_PEAK_LIVE: use.peak_live_bytes,
+            SnapshotMetric.PLAN_SECONDS: layout.plan_seconds,
+            SnapshotMetric.PLAN_CACHE_HITS: layout.plan_hits,
+            SnapshotMetric.PLAN_CACHE_MISSES: layout.plan_misses,
+            SnapshotMetric.CACHE_BYTES: cache.held_bytes,
+            SnapshotMetric.CACHE_ENTRIES: cache.entries,
+            SnapshotMetric.CACHE_HITS: cache.hits,
+            SnapshotMetric.CACHE_JOINED: cache.joined,
+            SnapshotMetric.CACHE_MISSES: cache.misses,
+            SnapshotMetric.CACHE_EVICTIONS: cache.evictions,
         }
 
     def close(self) -> None:
