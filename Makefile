@@ -78,7 +78,7 @@ check: $(VENV)/setup.stamp ## Check style, types, the direction of imports, and 
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m varlen_tools.check_wheel
+	$(BIN)/python .ci/check_wheel.py
 
 bench-encoder: setup ## Compare the encoder with its peers on this machine; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
