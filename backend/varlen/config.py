@@ -59,7 +59,10 @@ class Setting:
         return value in self.choices
 
     def parse(self, text: str) -> str | int | bool:
-        """Return the value of a parameter; text without a value stays text, which is not allowed."""
+        """Return the value of a parameter.
+
+        Text without a value for this setting is returned unchanged, and `allows` refuses it.
+        """
         if isinstance(self.default, bool) and text in self.choices:
             return text == "true"
         # isdecimal accepts the digits of every script, as int() does, and no sign, point or space
@@ -85,7 +88,10 @@ def _setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """The settings of one model. Each has a default; None is resolved when the checkpoint is read."""
+    """The settings of one model.
+
+    Each has a default. None stands for a value that the checkpoint decides.
+    """
 
     # What runs
     task: Task | None = _setting(
@@ -213,7 +219,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {shown}; allowed: {setting.allowed}")
 
     def arena_limit(self, device_memory: int) -> int:
-        """Return the largest size of the arena in bytes, for the memory of a device in bytes."""
+        """Return the largest arena in bytes, given the memory of the device in bytes."""
         if isinstance(self.arena_bytes, str) and self.arena_bytes.endswith("%"):
             return device_memory * int(self.arena_bytes[:-1]) // 100
         return int(self.arena_bytes)

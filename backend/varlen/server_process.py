@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 _M_MMAP_THRESHOLD = -3
 # By default it grows to 32 MiB, and blocks that requests of random sizes free stay in the heap of each thread.
 _MAPPED_BYTES = 1 << 20
-# How often the heap is trimmed, which takes a millisecond or two, and the CPU time since the last trim that calls
-# for another.
+# Seconds between two trims of the heap, which take a millisecond or two, and the CPU seconds without which a trim is
+# skipped.
 _TRIM_SECONDS = 1.0
 _TRIM_AFTER_SECONDS = 0.05
 
@@ -70,7 +70,7 @@ def return_large_memory() -> None:
 
 
 class MemoryTrimmer:
-    """A thread that returns free pages of the heap to the system once a second while the process works.
+    """A thread that returns free heap pages to the system while the process works.
 
     Requests of random sizes leave gaps in the heap of every thread.
     """
@@ -100,7 +100,7 @@ def start_exporter(
     """Return the metrics' exporter, or None when the server runs without metrics.
 
     Args:
-        args: as `initialize` gets them.
+        args: the arguments of `initialize`.
         stats, snapshot: see `Exporter`.
     """
     families: dict[Metric, pb_utils.MetricFamily] = {}

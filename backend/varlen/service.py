@@ -1,6 +1,6 @@
-"""One loaded model, ready to take requests: the checkpoint, the edge and the engine put together.
+"""One loaded model: checkpoint, input checks, engine and response cache.
 
-The server's entry and the in-process API both stand on this.
+The server's model class and the in-process API both use it.
 """
 
 import logging
@@ -38,14 +38,14 @@ class Service:
     """A running model.
 
     Attributes:
-        checkpoint: what it was loaded from.
-        task: what it answers.
-        intake: makes checked sequences of what callers send.
-        admission: knows what waits.
-        engine: schedules them; started.
-        executor: runs their batches.
+        checkpoint: the loaded checkpoint.
+        task: the task of the model.
+        intake: checks inputs and makes prompts of them.
+        admission: counts waiting work.
+        engine: schedules requests; started.
+        executor: runs batches.
         runner: the model that the engine owns.
-        cache: stands in front of the engine, if there is one.
+        cache: the response cache in front of the engine, if it is on.
     """
 
     checkpoint: Checkpoint
@@ -65,9 +65,9 @@ class Service:
 
         Args:
             folder: holds the checkpoint.
-            config: how it runs.
-            stats: counts what it does.
-            gpu: which one, if it runs on a GPU.
+            config: the settings.
+            stats: gets the counts of the engine.
+            gpu: number of the GPU, if the model runs on one.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
@@ -118,10 +118,10 @@ class Service:
         return self.engine.is_ready
 
     def submit(self, request: Request, reply: Reply) -> None:
-        """Answer a request, sooner or later: the one way in, from any thread.
+        """Answer a request, now or later. Any thread may call this.
 
         Raises:
-            VarlenError: it was not admitted, and its reply is left to the caller. See `Engine.submit`.
+            VarlenError: the request is not admitted; the caller answers it. See `Engine.submit`.
         """
         (self.cache or self.engine).submit(request, reply)
 
@@ -176,14 +176,14 @@ def _response_cache(config: EngineConfig, engine: Engine, runner: Runner) -> Res
 
 
 def _name(device: torch.device) -> str:
-    """Return what the log calls a device."""
+    """Return the name of a device for the log."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} ({device})"
     return f"{torch.get_num_threads()} threads"
 
 
 def _warm_up(runner: Runner) -> None:
-    """Run one full batch of usual size, so that the first caller finds memory in place and kernels chosen."""
+    """Run a full batch, so that the first request runs at normal speed."""
     length = min(runner.max_sequence_tokens, runner.max_batch_tokens)
     longest = Prompt(np.zeros(length, dtype=np.int32))
     count = max(1, min(runner.max_batch_tokens, _WARM_UP_TOKENS) // length)
