@@ -34,7 +34,7 @@ class Policy(Protocol):
     """Chooses the next batch."""
 
     def choose(self, queue: RequestQueue, now: float) -> Batch:
-        """Return the next batch of a queue, which has a request and stays unchanged.
+        """Return the next batch of a queue that has a request; the queue is unchanged.
 
         Args:
             queue: in the order of service.
@@ -65,7 +65,7 @@ class InOrder:
 
 
 class LeastCost:
-    """Plans the front of the queue by cost, and chooses the first batch.
+    """Plans the queue's front by predicted cost, and chooses the best plan's first batch.
 
     Three plans compete: full batches in queue order, the best consecutive batches in queue order, and the best
     batches of like lengths. If there are deadlines, a fourth plan cuts the first batch down to meet them. The plan
