@@ -73,12 +73,13 @@ test-kernels: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON
 test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA GPU, all kernels among them (TESTS= too)
 	$(ON_GPU) -m pytest -m gpu $(or $(TESTS),tests/kernels tests/server)
 
-check: $(VENV)/setup.stamp ## Check style, types, the direction of imports, and what the wheel holds
+check: $(VENV)/setup.stamp ## Check style, words, types, the direction of imports, and what the wheel holds
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/check_words.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m varlen_tools.check_wheel
+	$(BIN)/python .ci/check_wheel.py
 
 bench-encoder: setup ## Compare the encoder with its peers on this machine; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'

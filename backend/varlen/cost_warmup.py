@@ -1,4 +1,4 @@
-"""The cost model of a loaded model: read from the cache, or measured now, or assumed.
+"""Cost model of a loaded model: read from the cache, measured, or assumed.
 
 Costs are measured when a model is first loaded on a device with its settings, for at most `warmup_seconds`.
 """
@@ -26,17 +26,17 @@ from varlen.request import DEFAULT_OPTIONS, Prompt
 
 _log = logging.getLogger(__name__)
 
-# Changes when other batches are measured, or in another way.
+# To be increased when other batches are measured, or the same in another way.
 _PLAN_VERSION = "4"
-# Models that load together measure one after another; one waits at most this many times its own `warmup_seconds`.
+# Models that load together measure one after another. Longest wait for the others, in units of `warmup_seconds`.
 _LONGEST_WAIT = 3
-# A spread beyond this tells of other work on the machine; an idle machine has 1.1.
+# A larger spread means that other work keeps the machine busy; an idle machine has 1.1.
 _BUSY_SPREAD = 1.5
 _SYSTEM_CACHE = Path("/var/cache")
 
 
 def costs_for(runner: Runner, checkpoint: Checkpoint, config: EngineConfig) -> CostModel:
-    """Return the cost model of a model: stored, or measured now, or assumed.
+    """Return the cost model of a model: stored, measured, or assumed.
 
     If `warmup_seconds` is 0, costs are assumed, and nothing is read or written.
 
@@ -90,7 +90,7 @@ def measured_costs(
     stored = None if again else _load(store, key, config)
     if stored is None:
         with store.measuring(timeout=_LONGEST_WAIT * config.warmup_seconds):
-            # another server may have measured the same meanwhile
+            # while this one waited, another server may have measured the same
             stored = None if again else _load(store, key, config)
             if stored is None:
                 stored = StoredCosts.now(key, config.warmup_seconds, _measure(runner, config))
@@ -138,7 +138,7 @@ def cache_folder(setting: str) -> Path:
 
 
 def _load(store: CostStore, key: CostKey, config: EngineConfig) -> StoredCosts | None:
-    """Return the stored costs, unless they were cut short by a smaller bound than today's."""
+    """Return the stored costs, unless a shorter time limit cut their measurement short."""
     stored = store.load(key)
     if stored is None:
         return None
@@ -165,7 +165,7 @@ def _measure(runner: Runner, config: EngineConfig) -> Measurement:
         max_length=runner.max_sequence_tokens,
         seconds=config.warmup_seconds,
         clock=time.perf_counter,
-        say=_log.info,
+        report=_log.info,
     )
     errors = measurement.errors(measurement.model(config.execution))
     _log.info(

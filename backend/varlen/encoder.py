@@ -25,7 +25,7 @@ _NO_ANSWER: Float32Array = np.empty(0, dtype=np.float32)
 
 
 class Encoder:
-    """A loaded encoder. Its methods may be called from several threads: their sequences share batches.
+    """A loaded encoder. Thread-safe: sequences of several threads share batches.
 
     Inputs are texts, pairs of texts (tuples), or rows of token ids. A text that is too long is an
     error unless `truncate`.
@@ -53,9 +53,7 @@ class Encoder:
 
         Args:
             folder: holds config.json, tokenizer.json and safetensors weights.
-            task: what it answers; None takes the checkpoint's own.
-            device, dtype, threads, max_batch_tokens, max_sequence_tokens, arena_bytes, response_cache_bytes,
-                response_cache_seconds: see `EngineConfig`.
+            task, device, ...: settings; see docs/configuration.md.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
@@ -81,7 +79,7 @@ class Encoder:
 
     @property
     def task(self) -> Task:
-        """What it answers."""
+        """The task of the model."""
         return self._service.task
 
     def embed(
@@ -91,7 +89,7 @@ class Encoder:
 
         Args:
             inputs: texts or rows of token ids.
-            normalize: divide each vector by its length; None does what the checkpoint says.
+            normalize: divide each vector by its length; None takes the checkpoint's default.
             truncate: cut texts that are too long.
 
         Raises:
@@ -101,7 +99,7 @@ class Encoder:
         return np.stack(self._run(("embed",), inputs, truncate, normalize))
 
     def classify(self, inputs: Inputs, *, truncate: bool = False) -> Float32Array:
-        """Return the logits of each input, `[inputs, labels]` fp32; for pairs too, as rerankers take them."""
+        """Return the logits of each text or pair of texts, `[inputs, labels]` fp32."""
         return np.stack(self._run(("classify", "rerank"), inputs, truncate))
 
     def hidden(self, inputs: Inputs, *, truncate: bool = False) -> list[Float32Array]:
@@ -133,14 +131,14 @@ class Encoder:
         if self.task not in tasks:
             raise ConfigError(f'this encoder was loaded for the task "{self.task}", not {tasks[0]}')
         prompts = self._prompts(inputs, truncate)
-        # neighbours of one length share an attention call, so a long list runs sorted
+        # neighbours of equal length share an attention call, so a long list is sorted
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].num_tokens)
         reply = _FutureReply(len(order))
         options = RequestOptions(normalize)
         self._service.submit(Request(tuple(prompts[i] for i in order), options), reply)
         answers: list[Float32Array] = [_NO_ANSWER] * len(order)
         for index, row in zip(order, reply.rows.result(), strict=True):
-            # kept answers are read-only; the caller's may be changed
+            # cached answers are read-only; the caller may change its own
             answers[index] = row if row.flags.writeable else row.copy()
         return answers
 
@@ -160,7 +158,7 @@ def _is_text(value: object) -> bool:
 
 
 def _row(row: int, ids: object) -> npt.NDArray[np.int64]:
-    """Return one row of token ids, `[tokens]`, or say that it holds something else."""
+    """Return one row of token ids, `[tokens]`, or raise RequestError."""
     try:
         array = np.asarray(ids)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The engine: one thread that schedules batches, has them run, and delivers what comes out.
+"""The engine: one thread that schedules batches, starts them and delivers their outputs.
 
     batch = scheduler.schedule(now)                  # which sequences run, with how many tokens
     executor.start(batch, completed)                 # runs it; up to `slots` batches at a time
@@ -30,7 +30,7 @@ from varlen.errors import (
     QueueFullError,
     RequestCancelled,
 )
-from varlen.metrics import Stats
+from varlen.metrics import CountedMetric, Stats
 from varlen.request import Reply, Request
 from varlen.sequence import (
     Batch,
@@ -62,32 +62,32 @@ class Scheduler(Protocol):
         """Return when `schedule` will have a batch if nothing else happens; None if nothing waits."""
 
     def schedule(self, now: float) -> Batch | None:
-        """Return the next batch, whose sequences are running from now on; None if it is not time for one."""
+        """Return the next batch and mark it as running; None if it is too early."""
 
     def trim(self, batch: Batch, now: float) -> Batch | None:
-        """Return a scheduled batch without finished sequences; None if nothing is left."""
+        """Return a scheduled batch without its finished sequences; None if all are finished."""
 
     def update(self, batch: Batch, result: BatchResult) -> list[Event]:
-        """Return what became of the sequences of a batch that has run, or failed to."""
+        """Return the outputs and the failures of a batch that has run."""
 
     def remove(self, request: RequestState) -> None:
         """Finish all sequences of a request; the outputs of those that run are ignored."""
 
     def drain(self) -> None:
-        """No more requests come: stop waiting for fuller batches."""
+        """Stop waiting for fuller batches: no more requests come."""
 
 
 class Executor(Protocol):
     """Runs batches.
 
     Attributes:
-        slots: how many batches may be in flight.
+        slots: largest number of batches in flight.
     """
 
     slots: int
 
     def start(self, batch: Batch, completed: Callable[[Batch, BatchResult], None]) -> None:
-        """Begin to run a batch; `completed` is called once with its result, from any thread."""
+        """Start a batch. `completed` is called once with its result, from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ _Inbox: TypeAlias = SimpleQueue[RequestState | _Completion | None]
 
 
 class Engine:
-    """Runs the requests of one model. `submit` may be called from any thread, the rest by the owner."""
+    """Runs the requests of one model. Any thread may call `submit`, the owner the rest."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Engine:
         self._scheduling_seconds = 0.0
         self._inbox_closed = False
         self._submitting = Lock()
-        # why no request is accepted any more; None while requests are
+        # why requests are refused; None while they are accepted
         self._refusal: EngineError | None = None
         self._thread = Thread(target=self._loop, name="varlen-engine", daemon=True)
 
@@ -137,7 +137,7 @@ class Engine:
         """Queue a request; its reply is answered later, from the engine's thread.
 
         Raises:
-            QueueFullError, DeadlineError, RequestError: it was not admitted; its reply is left to the caller.
+            QueueFullError, DeadlineError, RequestError: the request is not admitted; the caller answers it.
             EngineError: the engine is closing, or its model has stopped; likewise.
         """
         # the lock orders this put before close()'s None, so that no request is left behind
@@ -228,7 +228,7 @@ class Engine:
             self._scheduler.add(arrived, arrived.arrival)
 
     def _next_batch(self) -> Batch | None:
-        """Return the next batch, of requests whose clients still wait; None if it is not time for one."""
+        """Return the next batch without cancelled requests; None if it is too early."""
         while True:
             began, now = time.perf_counter(), self._clock()
             batch = self._scheduler.schedule(now)
@@ -244,7 +244,7 @@ class Engine:
                 return batch
 
     def _fail_expired(self) -> None:
-        """Fail requests that still wait although their deadline has passed; those that run get their answer."""
+        """Fail waiting requests whose deadline has passed. Running ones get their answer."""
         now = self._clock()
         expired = list(takewhile(lambda request: request.deadline < now, self._by_deadline))
         for request in expired:
@@ -264,7 +264,7 @@ class Engine:
         self._in_flight += 1
 
     def _completed(self, batch: Batch, result: BatchResult) -> None:
-        """Take a result from the executor, on any thread."""
+        """Enqueue a result of the executor. Any thread may call this."""
         self._inbox.put(_Completion(batch, result))
 
     def _update(self, batch: Batch, result: BatchResult) -> None:
@@ -291,7 +291,7 @@ class Engine:
             self._stats.count_batch(shape.sequences, shape.tokens, result.padding_tokens)
             self._stats.count_batch_seconds(predicted=batch.seconds, actual=result.seconds)
         elif result.failure == "memory" and shape.sequences > 1:
-            self._stats.count("varlen_split_batches_total")
+            self._stats.count(CountedMetric.SPLIT_BATCHES)
         _log.debug(
             "ran %d sequences, %d tokens, the longest %d: %s; %.1f ms predicted, %.1f ms taken",
             shape.sequences,
@@ -337,11 +337,11 @@ class Engine:
         request.sequences = ()
 
     def _stop(self, error: EngineError) -> None:
-        """Fail every open request, and refuse those that come."""
+        """Fail every open request, and refuse new ones."""
         _log.error("%s", error)
         with self._submitting:
             self._refusal = error
-        # with the lock given back nothing more is put into the inbox but completions
+        # once the lock is released, only completions come into the inbox
         self._drain_inbox()
         self._fail_all(error)
 

@@ -7,11 +7,12 @@ VarlenError
 ├── RequestCancelled   the caller cancelled before the request ran
 ├── EngineError        our fault: running the request failed
 │   └── ModelFaultError   the device or a worker is lost: no request can run until the model is reloaded
-├── ConfigError        the operator's fault: a setting is unknown or out of range
+├── ConfigError        the operator's fault: a setting is unknown or not allowed
+
 └── CheckpointError    the operator's fault: the checkpoint is incomplete or of a kind we do not serve
 
 A message says what came and what is allowed, and is safe to send to a client: it names no path, and
-what it repeats of a request is cut by `shorten`. `CheckpointError` and `ConfigError` reach the operator only.
+`shorten` limits what it repeats of a request. `CheckpointError` and `ConfigError` reach the operator only.
 """
 
 _MAX_REPEATED = 100
@@ -40,7 +41,7 @@ class QueueFullError(VarlenError):
 class DeadlineError(VarlenError):
     """The answer cannot come before the request's deadline, or did not.
 
-    Clients tell it by the start of its message from a full queue, which is worth a retry.
+    Clients recognize it by the start of its message; unlike a full queue, it is not worth a retry.
     """
 
     def __init__(self, message: str) -> None:
@@ -56,12 +57,12 @@ class EngineError(VarlenError):
 
 
 class ModelFaultError(EngineError):
-    """The device or a worker is lost; no request can run until the model is reloaded."""
+    """The device or a worker is lost; requests fail until the model is reloaded."""
 
 
 class ConfigError(VarlenError):
-    """A setting of the model's config.pbtxt, or of `Encoder.from_pretrained`, is unknown or out of range."""
+    """A setting in config.pbtxt or of `Encoder.from_pretrained` is unknown or not allowed."""
 
 
 class CheckpointError(VarlenError):
-    """A checkpoint lacks a file or a tensor, or is of a family that varlen does not serve."""
+    """The checkpoint is incomplete, or of a family that varlen does not serve."""

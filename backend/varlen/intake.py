@@ -1,6 +1,7 @@
-"""Checks of texts and token ids: they become prompts, or an error that says what came and what is allowed.
+"""Checks texts and token ids, and makes prompts of them.
 
-Requests of the server and in-process calls both pass here. The layers below trust their inputs.
+Requests of the server and in-process calls both pass here. An error says what came and what is allowed. The layers
+below trust their inputs.
 """
 
 from collections.abc import Sequence

@@ -8,51 +8,15 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from threading import Event, Lock, Thread
 from typing import Literal, Protocol, TypeAlias, get_args
 
 _log = logging.getLogger(__name__)
 
 Outcome: TypeAlias = Literal["ok", "invalid", "refused", "cancelled", "failed"]
-HistogramName: TypeAlias = Literal[
-    "varlen_queue_wait_seconds",
-    "varlen_request_latency_seconds",
-    "varlen_batch_sequences",
-    "varlen_batch_tokens",
-    "varlen_batch_seconds",
-    "varlen_batch_predicted_seconds",
-]
-CounterName: TypeAlias = Literal[
-    "varlen_sequences_total",
-    "varlen_tokens_total",
-    "varlen_padding_tokens_total",
-    "varlen_split_batches_total",
-    "varlen_scheduling_seconds_total",
-]
 Refusal: TypeAlias = Literal["queue_full", "deadline", "expired"]
-# Values that the service reads from its parts, not counted here.
-GaugeName: TypeAlias = Literal[
-    "varlen_queued_requests",
-    "varlen_queued_tokens",
-    "varlen_weight_bytes",
-    "varlen_arena_capacity_bytes",
-    "varlen_arena_reserved_bytes",
-    "varlen_arena_chunks",
-    "varlen_arena_footprint_bytes",
-    "varlen_arena_peak_live_bytes",
-    "varlen_response_cache_bytes",
-    "varlen_response_cache_entries",
-]
-TotalName: TypeAlias = Literal[
-    "varlen_plan_seconds_total",
-    "varlen_plan_cache_hits_total",
-    "varlen_plan_cache_misses_total",
-    "varlen_response_cache_hits_total",
-    "varlen_response_cache_joined_total",
-    "varlen_response_cache_misses_total",
-    "varlen_response_cache_evictions_total",
-]
-MetricsSnapshot: TypeAlias = Mapping["GaugeName | TotalName", float]
+Kind: TypeAlias = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
 
 _SECONDS = [0.001 * 2**power for power in range(16)]
 _POWERS_OF_TWO = [float(2**power) for power in range(15)]
@@ -60,50 +24,92 @@ _FLUSH_SECONDS = 0.5
 # Observations of each histogram between drains. Without an exporter, as in process, the oldest are dropped.
 _MOST_OBSERVATIONS = 1 << 16
 
-_HISTOGRAMS: dict[HistogramName, tuple[str, list[float]]] = {
-    "varlen_queue_wait_seconds": ("Seconds from a request's arrival to its first batch", _SECONDS),
-    "varlen_request_latency_seconds": (
-        "Seconds from a request's arrival to its response",
-        _SECONDS,
-    ),
-    "varlen_batch_sequences": ("Sequences per batch", _POWERS_OF_TWO),
-    "varlen_batch_tokens": ("Tokens per batch, without padding", _POWERS_OF_TWO),
-    "varlen_batch_seconds": ("Measured seconds per batch", _SECONDS),
-    "varlen_batch_predicted_seconds": ("Predicted seconds per batch", _SECONDS),
-}
-_COUNTERS: dict[CounterName, str] = {
-    "varlen_sequences_total": "Sequences that ran",
-    "varlen_tokens_total": "Tokens that ran, without padding",
-    "varlen_padding_tokens_total": "Padding tokens that ran",
-    "varlen_scheduling_seconds_total": "Seconds spent on scheduling",
-    "varlen_split_batches_total": "Batches split after running out of memory",
-}
-_GAUGES: dict[GaugeName, str] = {
-    "varlen_queued_requests": "Requests in the queue",
-    "varlen_queued_tokens": "Tokens in the queue",
-    "varlen_weight_bytes": "Bytes of the model's weights, outside the arena",
-    "varlen_arena_capacity_bytes": "Largest size of the arena in bytes",
-    "varlen_arena_reserved_bytes": "Bytes that the arena has allocated",
-    "varlen_arena_chunks": "Memory chunks that the arena has allocated",
-    "varlen_arena_footprint_bytes": "Bytes of the arena that the plan of the last batch uses",
-    "varlen_arena_peak_live_bytes": "Peak live bytes of the last batch, a lower bound of any plan",
-    "varlen_response_cache_bytes": "Bytes of the response cache, keys and bookkeeping included",
-    "varlen_response_cache_entries": "Entries in the response cache",
-}
-_TOTALS: dict[TotalName, str] = {
-    "varlen_plan_seconds_total": "Seconds spent planning memory",
-    "varlen_plan_cache_hits_total": "Batches whose memory plan was cached",
-    "varlen_plan_cache_misses_total": "Batches whose memory plan was computed",
-    "varlen_response_cache_hits_total": "Sequences answered from the response cache",
-    "varlen_response_cache_joined_total": "Sequences that shared the run of an equal sequence in flight",
-    "varlen_response_cache_misses_total": "Sequences that were not in the response cache",
-    "varlen_response_cache_evictions_total": "Entries that the response cache evicted, for size or age",
-}
-_REQUESTS = ("varlen_requests_total", "Requests answered, by outcome")
-_REFUSALS = (
-    "varlen_refused_requests_total",
-    "Requests refused, by reason: full queue, deadline too soon, deadline passed in the queue",
-)
+
+class Metric(str, Enum):
+    """A metric of the /metrics page; its value is its name there.
+
+    Attributes:
+        kind: as the server names it.
+        label: of its series, beside those of every metric.
+        label_values: the values of `label`; each has a series.
+    """
+
+    kind: Kind
+    description: str
+    label: str
+    label_values: tuple[str, ...]
+
+    def __new__(
+        cls, name: str, kind: Kind, description: str, label: str = "", *label_values: str
+    ) -> "Metric":
+        metric = str.__new__(cls, name)
+        metric._value_ = name
+        metric.kind, metric.description = kind, description
+        metric.label, metric.label_values = label, label_values
+        return metric
+
+    @property
+    def unit(self) -> str:
+        """The unit, which is part of the name; empty for plain counts."""
+        words = self.value.split("_")
+        return next((unit for unit in ("seconds", "bytes") if unit in words), "")
+
+    @property
+    def buckets(self) -> list[float] | None:
+        """The upper bounds of a histogram's buckets."""
+        if self.kind != "HISTOGRAM":
+            return None
+        return _SECONDS if self.unit == "seconds" else _POWERS_OF_TWO
+
+
+# fmt: off
+class CountedMetric(Metric):
+    """Metrics that `Stats` counts."""
+
+    REQUESTS = "varlen_requests_total", "COUNTER", "Requests answered, by outcome", "outcome", *get_args(Outcome)
+    REFUSED_REQUESTS = (
+        "varlen_refused_requests_total", "COUNTER",
+        "Requests refused, by reason: full queue, deadline too soon, deadline passed in the queue",
+        "reason", *get_args(Refusal),
+    )
+    REQUEST_LATENCY = "varlen_request_latency_seconds", "HISTOGRAM", "Seconds from a request's arrival to its response"
+    QUEUE_WAIT = "varlen_queue_wait_seconds", "HISTOGRAM", "Seconds from a request's arrival to its first batch"
+    SEQUENCES = "varlen_sequences_total", "COUNTER", "Sequences that ran"
+    TOKENS = "varlen_tokens_total", "COUNTER", "Tokens that ran, without padding"
+    PADDING_TOKENS = "varlen_padding_tokens_total", "COUNTER", "Padding tokens that ran"
+    BATCH_SEQUENCES = "varlen_batch_sequences", "HISTOGRAM", "Sequences per batch"
+    BATCH_TOKENS = "varlen_batch_tokens", "HISTOGRAM", "Tokens per batch, without padding"
+    BATCH_SECONDS = "varlen_batch_seconds", "HISTOGRAM", "Measured seconds per batch"
+    BATCH_PREDICTED_SECONDS = "varlen_batch_predicted_seconds", "HISTOGRAM", "Predicted seconds per batch"
+    SPLIT_BATCHES = "varlen_split_batches_total", "COUNTER", "Batches split after running out of memory"
+    SCHEDULING_SECONDS = "varlen_scheduling_seconds_total", "COUNTER", "Seconds spent on scheduling"
+
+
+class SnapshotMetric(Metric):
+    """Metrics whose current value the service reads: gauges, and totals since the start."""
+
+    QUEUED_REQUESTS = "varlen_queued_requests", "GAUGE", "Requests in the queue"
+    QUEUED_TOKENS = "varlen_queued_tokens", "GAUGE", "Tokens in the queue"
+    WEIGHT_BYTES = "varlen_weight_bytes", "GAUGE", "Bytes of the model's weights, outside the arena"
+    ARENA_CAPACITY = "varlen_arena_capacity_bytes", "GAUGE", "Largest size of the arena in bytes"
+    ARENA_RESERVED = "varlen_arena_reserved_bytes", "GAUGE", "Bytes that the arena has allocated"
+    ARENA_CHUNKS = "varlen_arena_chunks", "GAUGE", "Memory chunks that the arena has allocated"
+    ARENA_FOOTPRINT = "varlen_arena_footprint_bytes", "GAUGE", "Bytes of the arena that the plan of the last batch uses"
+    ARENA_PEAK_LIVE = "varlen_arena_peak_live_bytes", "GAUGE", "Peak live bytes of the last batch: no plan needs less"
+    PLAN_SECONDS = "varlen_plan_seconds_total", "COUNTER", "Seconds spent planning memory"
+    PLAN_CACHE_HITS = "varlen_plan_cache_hits_total", "COUNTER", "Batches whose memory plan was cached"
+    PLAN_CACHE_MISSES = "varlen_plan_cache_misses_total", "COUNTER", "Batches whose memory plan was computed"
+    CACHE_BYTES = "varlen_response_cache_bytes", "GAUGE", "Bytes of the response cache, keys and bookkeeping included"
+    CACHE_ENTRIES = "varlen_response_cache_entries", "GAUGE", "Entries in the response cache"
+    CACHE_HITS = "varlen_response_cache_hits_total", "COUNTER", "Sequences answered from the response cache"
+    CACHE_JOINED = "varlen_response_cache_joined_total", "COUNTER", "Sequences that joined an equal sequence in flight"
+    CACHE_MISSES = "varlen_response_cache_misses_total", "COUNTER", "Sequences that were not in the response cache"
+    CACHE_EVICTIONS = "varlen_response_cache_evictions_total", "COUNTER", "Entries evicted for size or age"
+# fmt: on
+
+
+METRICS: tuple[Metric, ...] = (*CountedMetric, *SnapshotMetric)
+MetricsSnapshot: TypeAlias = Mapping[SnapshotMetric, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +118,8 @@ class Drained:
 
     outcomes: Mapping[Outcome, int]
     refusals: Mapping[Refusal, int]
-    counts: Mapping[CounterName, float]
-    observed: Mapping[HistogramName, deque[float]]
+    counts: Mapping[CountedMetric, float]
+    observed: Mapping[CountedMetric, deque[float]]
 
 
 class Stats:
@@ -123,14 +129,14 @@ class Stats:
         self._lock = Lock()
         self._outcomes: Counter[Outcome] = Counter()
         self._refusals: Counter[Refusal] = Counter()
-        self._counts: defaultdict[CounterName, float] = defaultdict(float)
-        self._observed: defaultdict[HistogramName, deque[float]] = _observations()
+        self._counts: defaultdict[CountedMetric, float] = defaultdict(float)
+        self._observed: defaultdict[CountedMetric, deque[float]] = _observations()
 
     def count_request(self, outcome: Outcome, seconds: float) -> None:
         """Count one answered request and its latency in seconds."""
         with self._lock:
             self._outcomes[outcome] += 1
-            self._observed["varlen_request_latency_seconds"].append(seconds)
+            self._observed[CountedMetric.REQUEST_LATENCY].append(seconds)
 
     def count_start(self, scheduling_seconds: float, waits: Iterable[float]) -> None:
         """Record the start of a batch.
@@ -140,8 +146,8 @@ class Stats:
             waits: time in the queue of each request that starts with it, in seconds.
         """
         with self._lock:
-            self._counts["varlen_scheduling_seconds_total"] += scheduling_seconds
-            self._observed["varlen_queue_wait_seconds"].extend(waits)
+            self._counts[CountedMetric.SCHEDULING_SECONDS] += scheduling_seconds
+            self._observed[CountedMetric.QUEUE_WAIT].extend(waits)
 
     def count_refusal(self, reason: Refusal) -> None:
         """Count one request that is refused."""
@@ -151,22 +157,22 @@ class Stats:
     def count_batch(self, sequences: int, tokens: int, padding: int) -> None:
         """Count one batch and its tokens."""
         with self._lock:
-            self._observed["varlen_batch_sequences"].append(sequences)
-            self._observed["varlen_batch_tokens"].append(tokens)
-            self._counts["varlen_sequences_total"] += sequences
-            self._counts["varlen_tokens_total"] += tokens
-            self._counts["varlen_padding_tokens_total"] += padding
+            self._observed[CountedMetric.BATCH_SEQUENCES].append(sequences)
+            self._observed[CountedMetric.BATCH_TOKENS].append(tokens)
+            self._counts[CountedMetric.SEQUENCES] += sequences
+            self._counts[CountedMetric.TOKENS] += tokens
+            self._counts[CountedMetric.PADDING_TOKENS] += padding
 
     def count_batch_seconds(self, *, predicted: float, actual: float) -> None:
         """Record the predicted and the measured time of a batch, in seconds."""
         with self._lock:
-            self._observed["varlen_batch_predicted_seconds"].append(predicted)
-            self._observed["varlen_batch_seconds"].append(actual)
+            self._observed[CountedMetric.BATCH_PREDICTED_SECONDS].append(predicted)
+            self._observed[CountedMetric.BATCH_SECONDS].append(actual)
 
-    def count(self, name: CounterName) -> None:
+    def count(self, metric: CountedMetric) -> None:
         """Add one to a counter."""
         with self._lock:
-            self._counts[name] += 1
+            self._counts[metric] += 1
 
     def drain(self) -> Drained:
         """Return all counts since the last drain."""
@@ -177,22 +183,20 @@ class Stats:
         return drained
 
 
-def _observations() -> defaultdict[HistogramName, deque[float]]:
+def _observations() -> defaultdict[CountedMetric, deque[float]]:
     return defaultdict(lambda: deque(maxlen=_MOST_OBSERVATIONS))
 
 
-class Metric(Protocol):
-    """One metric series of the server."""
+class Series(Protocol):
+    """One series of a metric, as the server registers it."""
 
     def increment(self, value: float) -> None: ...
     def set(self, value: float) -> None: ...
     def observe(self, value: float) -> None: ...
 
 
-# (kind, name, description, labels, buckets) -> series
-MetricMaker: TypeAlias = Callable[
-    [Literal["COUNTER", "GAUGE", "HISTOGRAM"], str, str, dict[str, str], list[float] | None], Metric
-]
+# (metric, labels) -> series
+SeriesMaker: TypeAlias = Callable[[Metric, dict[str, str]], Series]
 
 
 class Exporter:
@@ -202,7 +206,7 @@ class Exporter:
         self,
         stats: Stats,
         snapshot: Callable[[], MetricsSnapshot],
-        make_metric: MetricMaker,
+        make_series: SeriesMaker,
         labels: dict[str, str],
     ) -> None:
         """Register every series, so that each is on the page from the start.
@@ -210,37 +214,19 @@ class Exporter:
         Args:
             stats: drained by this object alone.
             snapshot: returns the value of each gauge, and of each total since the start.
-            make_metric: registers one series with the server; raises when metrics are off.
+            make_series: registers one series with the server; raises when metrics are off.
             labels: of every series.
         """
         self._stats = stats
         self._snapshot = snapshot
         # kept alive: the families that it holds must outlive their series
-        self._make_metric = make_metric
-        self._outcomes = {
-            outcome: make_metric("COUNTER", *_REQUESTS, {**labels, "outcome": outcome}, None)
-            for outcome in get_args(Outcome)
+        self._make_series = make_series
+        self._series: dict[tuple[Metric, str | None], Series] = {
+            (metric, value): make_series(metric, labels | ({metric.label: value} if value else {}))
+            for metric in METRICS
+            for value in metric.label_values or (None,)
         }
-        self._refusals = {
-            reason: make_metric("COUNTER", *_REFUSALS, {**labels, "reason": reason}, None)
-            for reason in get_args(Refusal)
-        }
-        self._counters = {
-            name: make_metric("COUNTER", name, about, labels, None)
-            for name, about in _COUNTERS.items()
-        }
-        self._histograms = {
-            name: make_metric("HISTOGRAM", name, about, labels, buckets)
-            for name, (about, buckets) in _HISTOGRAMS.items()
-        }
-        self._gauges = {
-            name: make_metric("GAUGE", name, about, labels, None) for name, about in _GAUGES.items()
-        }
-        self._totals = {
-            name: make_metric("COUNTER", name, about, labels, None)
-            for name, about in _TOTALS.items()
-        }
-        self._exported = dict.fromkeys(_TOTALS, 0.0)
+        self._exported = dict.fromkeys(SnapshotMetric, 0.0)
         self._stop = Event()
         self._thread = Thread(target=self._loop, name="varlen-metrics", daemon=True)
         self._thread.start()
@@ -254,20 +240,22 @@ class Exporter:
         """Export everything since the last flush."""
         drained = self._stats.drain()
         for outcome, number in drained.outcomes.items():
-            self._outcomes[outcome].increment(number)
+            self._series[CountedMetric.REQUESTS, outcome].increment(number)
         for reason, number in drained.refusals.items():
-            self._refusals[reason].increment(number)
-        for name, count in drained.counts.items():
-            self._counters[name].increment(count)
+            self._series[CountedMetric.REFUSED_REQUESTS, reason].increment(number)
+        for metric, count in drained.counts.items():
+            self._series[metric, None].increment(count)
         for histogram, values in drained.observed.items():
             for value in values:
-                self._histograms[histogram].observe(value)
+                self._series[histogram, None].observe(value)
         snapshot = self._snapshot()
-        for gauge, metric in self._gauges.items():
-            metric.set(snapshot[gauge])
-        for total, metric in self._totals.items():
-            metric.increment(snapshot[total] - self._exported[total])
-            self._exported[total] = snapshot[total]
+        for read in SnapshotMetric:
+            series, value = self._series[read, None], snapshot[read]
+            if read.kind == "GAUGE":
+                series.set(value)
+            else:
+                series.increment(value - self._exported[read])
+                self._exported[read] = value
 
     def _loop(self) -> None:
         while not self._stop.wait(_FLUSH_SECONDS):

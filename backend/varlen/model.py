@@ -1,4 +1,4 @@
-"""The file that Triton Inference Server imports; everything stands in `varlen.server_model`."""
+"""The file that Triton Inference Server imports; the code is in `varlen.server_model`."""
 
 from varlen.server_model import TritonPythonModel
 

@@ -1,4 +1,4 @@
-"""What a client sends, and where its answer goes: prompts, options, request and reply."""
+"""Requests of clients and their replies: prompts, options, request and reply."""
 
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias

@@ -1,4 +1,4 @@
-"""Response cache: outputs that are kept and reused, in front of the engine, which does not know of it.
+"""Response cache: stores and reuses outputs, in front of the engine.
 
 The unit is one prompt, so a request of many rows may find some of them here and run the rest. The key is a digest
 of everything that tells the outputs of one engine apart: token ids, type ids and `normalize`. Task, model and
@@ -10,10 +10,10 @@ Joining never makes a request wait longer or fail for another one's reasons:
 * A request joins only a flight that is at least as urgent as itself, in priority and in deadline, and that fits one
   batch. Otherwise it runs by itself, and later ones join it. So deadlines are never inherited.
 * A request waits only for requests that came before it, so one that has to restart is not delayed again and again.
-* A flight is cancelled once all requests that wait for it are cancelled, whichever leads it.
+* A flight is cancelled once all requests that wait for it are cancelled, leader or not.
 * If the engine refuses or drops a flight because of its leader (too large, too late, cancelled, queue full), only
   the leader fails; the others restart with the time that is left to them.
-* If running it fails, all requests that wait for it fail, as in any failed batch. Errors are never kept.
+* If running it fails, all requests that wait for it fail, as in any failed batch. Errors are never stored.
 """
 
 import logging
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 Submit: TypeAlias = Callable[[Request, Reply], None]
 
-# What an entry takes beside its answer's values: key, objects, and its share of the table when that is least full.
+# Bytes of an entry beside its answer's values: key, objects, and its part of the hash table at its emptiest.
 ENTRY_BYTES = 512
 _KEY_BYTES = 32
 
@@ -46,10 +46,10 @@ class JoinLimits:
     """Limits of requests that wait for the output of another request's prompt.
 
     Attributes:
-        max_flight_tokens: a request that has more than one sequence to run, and more tokens, cannot be joined:
-            it takes several batches, and a request that needs one row of it should not wait for all.
-        max_requests, max_tokens: of all requests that wait like this, which no queue counts; past them a request
-            runs by itself.
+        max_flight_tokens: largest request of several sequences that others may join, in tokens; a larger one takes
+            several batches, and a request that needs one row of it should not wait for all.
+        max_requests, max_tokens: limits of all requests that wait like this, which no queue counts; beyond them a
+            request runs by itself.
     """
 
     max_flight_tokens: int
@@ -59,15 +59,15 @@ class JoinLimits:
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """What a cache holds, and what became of the sequences that came.
+    """Contents and counters of a cache.
 
     Attributes:
-        held_bytes: of its entries, keys and bookkeeping included.
-        entries: answers that it holds.
-        hits: sequences whose answer was there.
+        held_bytes: size of its entries, keys and bookkeeping included.
+        entries: number of stored answers.
+        hits: sequences whose answer was stored.
         joined: sequences that waited for an equal one, of their own request or of another.
         misses: sequences that had to run.
-        evictions: answers dropped for room or for age.
+        evictions: answers dropped for size or age.
     """
 
     held_bytes: int = 0
@@ -93,11 +93,11 @@ class _Answer:
 
     @property
     def size(self) -> int:
-        """Bytes that keeping it takes."""
+        """Bytes of its entry."""
         return len(self.values) + ENTRY_BYTES
 
     def array(self) -> Float32Array:
-        """Return it as an array, which is read-only and cannot be made otherwise."""
+        """Return a read-only array that cannot be made writable."""
         return np.ndarray(self.shape, dtype=np.float32, buffer=self.values)
 
 
@@ -108,20 +108,20 @@ class _Entry:
 
 
 @dataclass(slots=True, eq=False)
-class _Caller:
-    """A request and the part of its answer that is there. Changed under the cache's lock only.
+class _Pending:
+    """A request and the available part of its answer. Guarded by the cache's lock.
 
     Attributes:
         request, reply: what came, and where the answer goes.
-        keys: of its sequences.
+        keys: one per sequence.
         deadline: on the cache's clock; infinity if there is none.
         number: in order of arrival.
         rows: the answer so far.
-        missing: rows that are not there yet.
-        closed: whether it is answered.
+        missing: number of rows without an answer.
+        closed: whether the request is answered.
         joined: flights of others that it waits for, with the key.
         is_counted: whether it counts as a request that waits for others.
-        is_cancelled: whether its client has cancelled; once it has, it stays so.
+        is_cancelled: whether its client has cancelled; stays true.
     """
 
     request: Request
@@ -150,25 +150,25 @@ class _Caller:
         self.missing -= 1
 
 
-Rows: TypeAlias = dict[_Caller, list[int]]
+Rows: TypeAlias = dict[_Pending, list[int]]
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """Prompts of one request on their way through the engine, for which other requests may wait too.
+    """Prompts of one request in the engine; other requests may join them.
 
     Attributes:
         cache: where the engine's outputs go.
         leader: the request whose priority and deadline they have.
-        keys: of the prompts, in the order in which they are sent.
+        keys: one per prompt, in the order in which they are sent.
         waiting: requests and rows that wait for each key; a key leaves with its output.
-        tokens: of all prompts.
+        tokens: number of tokens of all prompts.
     """
 
     cache: "ResponseCache"
-    leader: _Caller
+    leader: _Pending
     keys: list[bytes] = field(default_factory=list)
-    waiting: dict[bytes, list[tuple[_Caller, int]]] = field(default_factory=dict)
+    waiting: dict[bytes, list[tuple[_Pending, int]]] = field(default_factory=dict)
     tokens: int = 0
 
     def add(self, key: bytes, row: int) -> None:
@@ -183,13 +183,13 @@ class _Flight:
         rows = (waiters[0][1] for waiters in self.waiting.values())
         return tuple(self.leader.request.prompts[row] for row in rows)
 
-    def callers(self) -> Rows:
+    def pending_requests(self) -> Rows:
         """Return the requests that still wait, with their rows."""
         rows: Rows = {}
         for waiters in self.waiting.values():
-            for caller, row in waiters:
-                if not caller.closed:
-                    rows.setdefault(caller, []).append(row)
+            for pending, row in waiters:
+                if not pending.closed:
+                    rows.setdefault(pending, []).append(row)
         return rows
 
     # the engine's reply
@@ -197,19 +197,19 @@ class _Flight:
         return self.cache._is_cancelled(self)
 
     def send(self, row: int, output: Float32Array) -> None:
-        self.cache._land(self, self.keys[row], output)
+        self.cache._deliver(self, self.keys[row], output)
 
     def finish(self) -> None:
-        """Fail what is missing; each output was passed on when it came."""
+        """Fail requests without an output; outputs are delivered when they come."""
         if self.waiting:
             self.fail(EngineError("the answer is not complete; the server's log says why"))
 
     def fail(self, error: Exception) -> None:
-        self.cache._failed(self, error)
+        self.cache._fail_flight(self, error)
 
 
 class ResponseCache:
-    """Takes requests as the engine does, and submits what has to run. Any thread may call it."""
+    """Answers requests from stored outputs, and submits the rest to the engine. Thread-safe."""
 
     def __init__(
         self,
@@ -223,12 +223,12 @@ class ResponseCache:
         """Make an empty cache.
 
         Args:
-            submit: the engine's. Called without a lock held, from the threads that call `submit` here and from
+            submit: the engine's method. Called without a lock held, from the threads that call `submit` here and from
                 those that answer flights.
-            joins: bounds of what waits for others.
-            clock: seconds; deadlines and ages are counted on it.
-            max_bytes: most that entries may take, keys and bookkeeping included.
-            max_seconds: longest that an answer is given after it came.
+            joins: limits of requests that wait for others.
+            clock: returns the time in seconds.
+            max_bytes: largest size of all entries, keys and bookkeeping included.
+            max_seconds: largest age of an answer.
         """
         self._submit = submit
         self._joins = joins
@@ -239,7 +239,7 @@ class ResponseCache:
         # least recently used first
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._bytes = 0
-        # where a request may join; of several flights with one key, the last that started
+        # flights that requests may join; of several with one key, the latest
         self._flights: dict[bytes, _Flight] = {}
         self._followers = 0
         self._follower_tokens = 0
@@ -247,17 +247,17 @@ class ResponseCache:
         self._hits = self._misses = self._joined = self._evictions = 0
 
     def submit(self, request: Request, reply: Reply) -> None:
-        """Answer a request: now if all of it is kept, else when the rest has run.
+        """Answer a request: at once from stored outputs, or after the rest has run.
 
         Raises:
-            VarlenError: the engine's, if it did not admit what is missing; the reply is left to the caller.
+            VarlenError: the engine did not admit the missing rows; the caller answers the request.
         """
         deadline = math.inf
         if request.options.deadline_seconds is not None:
             deadline = self._clock() + request.options.deadline_seconds
         keys = [_key(prompt, request.options.normalize) for prompt in request.prompts]
-        caller = _Caller(request, reply, keys, deadline)
-        error, others = self._start(caller, range(len(keys)), is_new=True)
+        pending = _Pending(request, reply, keys, deadline)
+        error, others = self._start(pending, range(len(keys)), is_new=True)
         self._restart(others)
         if error is not None:
             raise error
@@ -275,23 +275,23 @@ class ResponseCache:
             )
 
     def _start(
-        self, caller: _Caller, rows: Iterable[int], *, is_new: bool = False
+        self, pending: _Pending, rows: Iterable[int], *, is_new: bool = False
     ) -> tuple[Exception | None, Rows]:
-        """Find outputs for these rows of a request, or flights that bring them, and submit the rest.
+        """Look up rows of a request, join flights for others, and submit the rest.
 
         Returns:
-            Why the request is refused, or None; and the requests that had joined it meanwhile, which must restart.
+            Why the request is refused, or None; and the requests that have joined its flight since, which must restart.
         """
         with self._lock:
-            if caller.closed:
+            if pending.closed:
                 return None, {}
             if is_new:
-                caller.number = next(self._numbers)
-            flight = self._seek(caller, rows, is_new=is_new)
-            if is_done := not caller.missing:
-                self._close(caller)
+                pending.number = next(self._numbers)
+            flight = self._fill_or_join(pending, rows, is_new=is_new)
+            if is_done := not pending.missing:
+                self._close(pending)
         if is_done:
-            _succeed(caller)
+            _succeed(pending)
         if flight is None:
             return None, {}
         try:
@@ -299,27 +299,29 @@ class ResponseCache:
         except Exception as error:
             with self._lock:
                 others = self._close_flight(flight)
-                is_open = others.pop(caller, None) is not None
-                self._close(caller)
+                is_open = others.pop(pending, None) is not None
+                self._close(pending)
             return (error if is_open else None), others
         return None, {}
 
-    def _seek(self, caller: _Caller, rows: Iterable[int], *, is_new: bool) -> _Flight | None:
-        """Fill in what is kept, join flights, and return a new flight for the rest, if there is any."""
-        own = _Flight(self, caller)
+    def _fill_or_join(
+        self, pending: _Pending, rows: Iterable[int], *, is_new: bool
+    ) -> _Flight | None:
+        """Fill in stored outputs, join flights, and return a flight of the rest."""
+        own = _Flight(self, pending)
         hits = joined = 0
         for row in rows:
-            key = caller.keys[row]
-            answer = self._find(key)
+            key = pending.keys[row]
+            answer = self._look_up(key)
             if answer is not None:
-                caller.put(row, answer)
+                pending.put(row, answer)
                 hits += 1
                 continue
             flight = own if key in own.waiting else self._flights.get(key)
-            if flight is not None and (flight is own or self._may_join(caller, flight)):
-                flight.waiting[key].append((caller, row))
+            if flight is not None and (flight is own or self._try_join(pending, flight)):
+                flight.waiting[key].append((pending, row))
                 if flight is not own:
-                    caller.joined.append((flight, key))
+                    pending.joined.append((flight, key))
                 joined += 1
                 continue
             own.add(key, row)
@@ -331,26 +333,26 @@ class ResponseCache:
             self._flights.update(dict.fromkeys(own.waiting, own))
         return own if own.waiting else None
 
-    def _may_join(self, caller: _Caller, flight: _Flight) -> bool:
-        """Return whether a request may wait for this flight, and count it as one that waits."""
+    def _try_join(self, pending: _Pending, flight: _Flight) -> bool:
+        """Return whether a request may join this flight, and count it if so."""
         leader = flight.leader
         if (
-            leader.request.options.priority < caller.request.options.priority
-            or leader.deadline > caller.deadline
-            or leader.number > caller.number
+            leader.request.options.priority < pending.request.options.priority
+            or leader.deadline > pending.deadline
+            or leader.number > pending.number
         ):
             return False
-        if not caller.is_counted:
-            tokens = self._follower_tokens + caller.request.num_tokens
+        if not pending.is_counted:
+            tokens = self._follower_tokens + pending.request.num_tokens
             if self._followers >= self._joins.max_requests or tokens > self._joins.max_tokens:
                 return False
-            caller.is_counted = True
+            pending.is_counted = True
             self._followers += 1
             self._follower_tokens = tokens
         return True
 
     def _request_of(self, flight: _Flight) -> Request:
-        """Return what the engine is to run; where no time is left, it says so."""
+        """Return the engine's request for a flight, with the time that is left."""
         leader = flight.leader
         seconds = None
         if math.isfinite(leader.deadline):
@@ -363,50 +365,50 @@ class ResponseCache:
         # the most urgent first, so that others may join it
         queue = deque(sorted(waiting.items(), key=lambda item: item[0].urgency))
         while queue:
-            caller, rows = queue.popleft()
-            error, others = self._start(caller, rows)
+            pending, rows = queue.popleft()
+            error, others = self._start(pending, rows)
             queue.extend(others.items())
             if error is not None:
-                _fail(caller, error)
+                _fail(pending, error)
 
     def _is_cancelled(self, flight: _Flight) -> bool:
         with self._lock:
-            callers = list(flight.callers())
-        return all(_has_cancelled(caller) for caller in callers)
+            pending_requests = list(flight.pending_requests())
+        return all(_has_cancelled(pending) for pending in pending_requests)
 
-    def _land(self, flight: _Flight, key: bytes, output: Float32Array) -> None:
-        """Keep an output, and pass it to the requests that wait for it."""
+    def _deliver(self, flight: _Flight, key: bytes, output: Float32Array) -> None:
+        """Store an output, and deliver it to the requests that wait for it."""
         answer = _Answer.of(output)
         done = []
         with self._lock:
             if self._flights.get(key) is flight:
                 del self._flights[key]
-            self._keep(key, answer)
-            for caller, row in flight.waiting.pop(key, ()):
-                if caller.closed:
+            self._store(key, answer)
+            for pending, row in flight.waiting.pop(key, ()):
+                if pending.closed:
                     continue
-                caller.put(row, answer)
-                if not caller.missing:
-                    self._close(caller)
-                    done.append(caller)
-        for caller in done:
-            _succeed(caller)
+                pending.put(row, answer)
+                if not pending.missing:
+                    self._close(pending)
+                    done.append(pending)
+        for pending in done:
+            _succeed(pending)
 
-    def _failed(self, flight: _Flight, error: Exception) -> None:
+    def _fail_flight(self, flight: _Flight, error: Exception) -> None:
         """Fail the requests that a failure is about; the others restart."""
         is_about_all = isinstance(error, EngineError) or not isinstance(error, VarlenError)
         with self._lock:
             waiting = self._close_flight(flight)
             failed = [
-                caller
-                for caller in waiting
-                if is_about_all or caller is flight.leader or caller.is_cancelled
+                pending
+                for pending in waiting
+                if is_about_all or pending is flight.leader or pending.is_cancelled
             ]
-            for caller in failed:
-                self._close(caller)
-                del waiting[caller]
-        for caller in failed:
-            _fail(caller, error)
+            for pending in failed:
+                self._close(pending)
+                del waiting[pending]
+        for pending in failed:
+            _fail(pending, error)
         self._restart(waiting)
 
     def _close_flight(self, flight: _Flight) -> Rows:
@@ -414,22 +416,22 @@ class ResponseCache:
         for key in flight.waiting:
             if self._flights.get(key) is flight:
                 del self._flights[key]
-        return flight.callers()
+        return flight.pending_requests()
 
-    def _close(self, caller: _Caller) -> None:
-        """Take note that a request has its answer, and remove it from the flights that it waits for."""
-        caller.closed = True
-        for flight, key in caller.joined:
-            # a key that has landed is there no more
+    def _close(self, pending: _Pending) -> None:
+        """Mark a request as answered, and remove it from its flights."""
+        pending.closed = True
+        for flight, key in pending.joined:
+            # a delivered key is gone
             waiters = flight.waiting.get(key, [])
-            waiters[:] = [waiter for waiter in waiters if waiter[0] is not caller]
-        caller.joined.clear()
-        if caller.is_counted:
-            caller.is_counted = False
+            waiters[:] = [waiter for waiter in waiters if waiter[0] is not pending]
+        pending.joined.clear()
+        if pending.is_counted:
+            pending.is_counted = False
             self._followers -= 1
-            self._follower_tokens -= caller.request.num_tokens
+            self._follower_tokens -= pending.request.num_tokens
 
-    def _find(self, key: bytes) -> _Answer | None:
+    def _look_up(self, key: bytes) -> _Answer | None:
         """Return the answer for a key, unless it is too old."""
         entry = self._entries.get(key)
         if entry is None:
@@ -441,8 +443,8 @@ class ResponseCache:
         self._entries.move_to_end(key)
         return entry.answer
 
-    def _keep(self, key: bytes, answer: _Answer) -> None:
-        """Keep an answer; evict the least recently used ones."""
+    def _store(self, key: bytes, answer: _Answer) -> None:
+        """Store an answer; evict the least recently used ones."""
         if answer.size > self._max_bytes:
             return
         if key in self._entries:
@@ -458,7 +460,7 @@ class ResponseCache:
 
 
 def _key(prompt: Prompt, normalize: bool) -> bytes:
-    """Return the digest of all that one engine's answer to a sequence depends on."""
+    """Return a digest of everything that decides the answer to a prompt."""
     ids, types = prompt.token_ids, prompt.type_ids
     # no types are types of zero
     if types is not None and not types.any():
@@ -473,27 +475,27 @@ def _key(prompt: Prompt, normalize: bool) -> bytes:
     return digest.digest()
 
 
-def _has_cancelled(caller: _Caller) -> bool:
+def _has_cancelled(pending: _Pending) -> bool:
     """Return whether the client has cancelled."""
     try:
-        caller.is_cancelled = caller.is_cancelled or caller.reply.is_cancelled()
+        pending.is_cancelled = pending.is_cancelled or pending.reply.is_cancelled()
     except Exception:
         _log.exception("a reply failed to say whether it is cancelled; its request goes on")
-    return caller.is_cancelled
+    return pending.is_cancelled
 
 
-def _succeed(caller: _Caller) -> None:
+def _succeed(pending: _Pending) -> None:
     try:
-        for row, output in enumerate(cast("list[Float32Array]", caller.rows)):
-            caller.reply.send(row, output)
-        caller.reply.finish()
+        for row, output in enumerate(cast("list[Float32Array]", pending.rows)):
+            pending.reply.send(row, output)
+        pending.reply.finish()
     except Exception:
         _log.exception("a reply failed to take its answer")
-        _fail(caller, EngineError("the answer could not be read; the server's log says why"))
+        _fail(pending, EngineError("the answer could not be read; the server's log says why"))
 
 
-def _fail(caller: _Caller, error: Exception) -> None:
+def _fail(pending: _Pending, error: Exception) -> None:
     try:
-        caller.reply.fail(error)
+        pending.reply.fail(error)
     except Exception:
         _log.exception("a reply failed to take its answer")

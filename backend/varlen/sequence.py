@@ -32,7 +32,7 @@ class Forecast:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """An admitted request and how far it is.
+    """An admitted request and its progress.
 
     Attributes:
         request, reply: what came, and where the answer goes.
@@ -65,7 +65,7 @@ class RequestState:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing of it waits or runs any more."""
+        """Whether all its sequences are finished."""
         return not self.unfinished
 
 
@@ -118,12 +118,12 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What the executor made of a batch.
+    """The result of a batch.
 
     Attributes:
         outputs: one per sequence of the batch, in its order; empty after an error.
         seconds: run time.
-        padding_tokens: computed and thrown away.
+        padding_tokens: number of padding tokens that ran.
         failure: why there are no outputs: memory ran out, this batch failed, or the model cannot run any more.
     """
 

@@ -1,8 +1,8 @@
 """Settings and checks of a config.pbtxt.
 
 Fields that only tune the server or that no python backend reads (optimization, metric_tags, model_warmup,
-version_policy, ...) pass. Fields that would change answers, or that the operator would rely on in vain,
-are refused.
+version_policy, ...) pass. Fields that would change answers, or that have no effect although the operator relies on
+them, are refused.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from varlen.config import EngineConfig, Task
 from varlen.errors import ConfigError, shorten
 from varlen.models.checkpoint import Checkpoint
 
-# Sections of config.pbtxt that are refused whenever they are there, with the reason.
+# Sections of config.pbtxt that are refused whenever they are present, with the reason.
 _REFUSED = {
     "sequence_batching": "its state per client has no meaning here, and requests of several rows would fail",
     "dynamic_batching": "varlen forms batches itself, from its own queue",
@@ -35,16 +35,16 @@ def engine_config(model_config: dict[str, Any]) -> EngineConfig:
 
 
 def gpu_of_instance(args: dict[str, str]) -> int:
-    """Return the GPU of a model instance; 0 for other kinds, which may still use one.
+    """Return the GPU number of a model instance; 0 for other kinds of instance.
 
     Args:
-        args: the arguments of the server's call of `initialize`.
+        args: the arguments that the server passes to `initialize`.
     """
     return int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else 0
 
 
 def check_server_settings(model_config: dict[str, Any]) -> None:
-    """Refuse settings of config.pbtxt with which the server would give wrong answers, or none.
+    """Refuse settings of config.pbtxt that lead to wrong answers or none.
 
     Raises:
         ConfigError: one is set; the message gives the reason.

@@ -49,7 +49,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _without_path(function: _Function) -> _Function:
-    """Return the function, named by its module where a traceback names its file."""
+    """Return the function; tracebacks name its module instead of its file."""
     function.__code__ = function.__code__.replace(co_filename=__name__)
     return function
 
@@ -154,7 +154,7 @@ def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
     checkpoint = Checkpoint.open(pb_utils.get_model_dir())
     task = engine_config(given).task or checkpoint.task
     checkpoint.check_task(task)
-    # what the user wrote stays; initialize checks it
+    # tensors that the user wrote stay; initialize checks them
     if not given["input"]:
         for spec in wire.input_specs(task):
             config.add_input(tensor_entry(spec) | {"optional": spec.optional})
@@ -177,7 +177,7 @@ def _parameters(request: pb_utils.InferenceRequest) -> str:
 
 
 def _load_error(error: Exception) -> pb_utils.TritonModelException:
-    """Return the error of a load as clients may see it: paths and tracebacks stay in the log."""
+    """Return a load error for clients, without paths and traceback."""
     if not isinstance(error, VarlenError):
         _log.error("the model could not be loaded", exc_info=error)
         return pb_utils.TritonModelException(

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from varlen.config import LogLevel
 from varlen.errors import ConfigError
-from varlen.metrics import Exporter, Metric, MetricsSnapshot, Stats
+from varlen.metrics import Exporter, Metric, MetricsSnapshot, Series, Stats
 
 _log = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 _M_MMAP_THRESHOLD = -3
 # By default it grows to 32 MiB, and blocks that requests of random sizes free stay in the heap of each thread.
 _MAPPED_BYTES = 1 << 20
-# How often the heap is trimmed, which takes a millisecond or two, and the CPU time since the last trim that calls
-# for another.
+# Seconds between two trims of the heap, which take a millisecond or two, and the CPU seconds without which a trim is
+# skipped.
 _TRIM_SECONDS = 1.0
 _TRIM_AFTER_SECONDS = 0.05
 
@@ -70,7 +70,7 @@ def return_large_memory() -> None:
 
 
 class MemoryTrimmer:
-    """A thread that returns free pages of the heap to the system once a second while the process works.
+    """A thread that returns free heap pages to the system while the process works.
 
     Requests of random sizes leave gaps in the heap of every thread.
     """
@@ -100,21 +100,21 @@ def start_exporter(
     """Return the metrics' exporter, or None when the server runs without metrics.
 
     Args:
-        args: as `initialize` gets them.
+        args: the arguments of `initialize`.
         stats, snapshot: see `Exporter`.
     """
-    families: dict[str, pb_utils.MetricFamily] = {}
+    families: dict[Metric, pb_utils.MetricFamily] = {}
 
-    def make_metric(
-        kind: str, name: str, about: str, labels: dict[str, str], buckets: list[float] | None
-    ) -> Metric:
-        if name not in families:
-            families[name] = pb_utils.MetricFamily(
-                name=name, description=about, kind=getattr(pb_utils.MetricFamily, kind)
+    def make_series(metric: Metric, labels: dict[str, str]) -> Series:
+        if metric not in families:
+            families[metric] = pb_utils.MetricFamily(
+                name=metric.value,
+                description=metric.description,
+                kind=getattr(pb_utils.MetricFamily, metric.kind),
             )
-        if buckets is None:
-            return families[name].Metric(labels=labels)
-        return families[name].Metric(labels=labels, buckets=buckets)
+        if metric.buckets is None:
+            return families[metric].Metric(labels=labels)
+        return families[metric].Metric(labels=labels, buckets=metric.buckets)
 
     labels = {
         "model": args["model_name"],
@@ -122,7 +122,7 @@ def start_exporter(
         "instance": args["model_instance_name"],
     }
     try:
-        return Exporter(stats, snapshot, make_metric, labels)
+        return Exporter(stats, snapshot, make_series, labels)
     except pb_utils.TritonModelException as error:
         _log.info("the server runs without metrics: %s", error)
         return None

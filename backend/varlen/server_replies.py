@@ -32,7 +32,7 @@ from varlen.request import Float32Array
 _log = logging.getLogger(__name__)
 
 _SENDER_THREADS = 2
-# Responses of at least this size are sent only if shared memory has room for two of them.
+# Responses of at least this size are sent only if two of them fit into shared memory.
 _LARGE_BYTES = 1 << 20
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # only asked how much is free
 # Outcome and error code by exception; the first match holds. Codes by name: while this file is
@@ -74,7 +74,7 @@ class ServerReply:
         self._outbox.put(self, error)
 
     def deliver(self, response: pb_utils.InferenceResponse, outcome: Outcome) -> None:
-        """Send the response, unless one was sent before. Blocks for a round trip to the server."""
+        """Send the response unless one was sent. Blocks for a round trip."""
         with self._lock:
             if self._answered:
                 return
@@ -105,7 +105,7 @@ class Outbox:
             thread.start()
 
     def reply_to(self, request: pb_utils.InferenceRequest) -> ServerReply:
-        """Return the reply to a request, which has to be answered from now on."""
+        """Return the reply to a request, which must be answered."""
         return ServerReply(request.get_response_sender(), self, self._stats)
 
     def put(self, reply: ServerReply, answer: Sequence[Float32Array] | Exception) -> None:

@@ -1,6 +1,6 @@
-"""One loaded model, ready to take requests: the checkpoint, the edge and the engine put together.
+"""One loaded model: checkpoint, input checks, engine and response cache.
 
-The server's entry and the in-process API both stand on this.
+The server's model class and the in-process API both use it.
 """
 
 import logging
@@ -18,7 +18,7 @@ from varlen.engine import Engine
 from varlen.execution.executor import ThreadExecutor
 from varlen.execution.runner import Runner
 from varlen.intake import InputLimits, Intake
-from varlen.metrics import MetricsSnapshot, Stats
+from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import DEFAULT_OPTIONS, Prompt, Reply, Request
 from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
@@ -38,14 +38,14 @@ class Service:
     """A running model.
 
     Attributes:
-        checkpoint: what it was loaded from.
-        task: what it answers.
-        intake: makes checked sequences of what callers send.
-        admission: knows what waits.
-        engine: schedules them; started.
-        executor: runs their batches.
+        checkpoint: the loaded checkpoint.
+        task: the task of the model.
+        intake: checks inputs and makes prompts of them.
+        admission: counts waiting work.
+        engine: schedules requests; started.
+        executor: runs batches.
         runner: the model that the engine owns.
-        cache: stands in front of the engine, if there is one.
+        cache: the response cache in front of the engine, if it is on.
     """
 
     checkpoint: Checkpoint
@@ -65,9 +65,9 @@ class Service:
 
         Args:
             folder: holds the checkpoint.
-            config: how it runs.
-            stats: counts what it does.
-            gpu: which one, if it runs on a GPU.
+            config: the settings.
+            stats: gets the counts of the engine.
+            gpu: number of the GPU, if the model runs on one.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
@@ -118,10 +118,10 @@ class Service:
         return self.engine.is_ready
 
     def submit(self, request: Request, reply: Reply) -> None:
-        """Answer a request, sooner or later: the one way in, from any thread.
+        """Answer a request, now or later. Any thread may call this.
 
         Raises:
-            VarlenError: it was not admitted, and its reply is left to the caller. See `Engine.submit`.
+            VarlenError: the request is not admitted; the caller answers it. See `Engine.submit`.
         """
         (self.cache or self.engine).submit(request, reply)
 
@@ -132,23 +132,23 @@ class Service:
         layout, use = arena.layout, arena.use()
         cache = self.cache.use() if self.cache else CacheUse()
         return {
-            "varlen_queued_requests": requests,
-            "varlen_queued_tokens": tokens,
-            "varlen_weight_bytes": self.runner.weight_bytes,
-            "varlen_arena_capacity_bytes": arena.capacity,
-            "varlen_arena_reserved_bytes": use.reserved_bytes,
-            "varlen_arena_chunks": use.chunks,
-            "varlen_arena_footprint_bytes": use.footprint_bytes,
-            "varlen_arena_peak_live_bytes": use.peak_live_bytes,
-            "varlen_plan_seconds_total": layout.plan_seconds,
-            "varlen_plan_cache_hits_total": layout.plan_hits,
-            "varlen_plan_cache_misses_total": layout.plan_misses,
-            "varlen_response_cache_bytes": cache.held_bytes,
-            "varlen_response_cache_entries": cache.entries,
-            "varlen_response_cache_hits_total": cache.hits,
-            "varlen_response_cache_joined_total": cache.joined,
-            "varlen_response_cache_misses_total": cache.misses,
-            "varlen_response_cache_evictions_total": cache.evictions,
+            SnapshotMetric.QUEUED_REQUESTS: requests,
+            SnapshotMetric.QUEUED_TOKENS: tokens,
+            SnapshotMetric.WEIGHT_BYTES: self.runner.weight_bytes,
+            SnapshotMetric.ARENA_CAPACITY: arena.capacity,
+            SnapshotMetric.ARENA_RESERVED: use.reserved_bytes,
+            SnapshotMetric.ARENA_CHUNKS: use.chunks,
+            SnapshotMetric.ARENA_FOOTPRINT: use.footprint_bytes,
+            SnapshotMetric.ARENA_PEAK_LIVE: use.peak_live_bytes,
+            SnapshotMetric.PLAN_SECONDS: layout.plan_seconds,
+            SnapshotMetric.PLAN_CACHE_HITS: layout.plan_hits,
+            SnapshotMetric.PLAN_CACHE_MISSES: layout.plan_misses,
+            SnapshotMetric.CACHE_BYTES: cache.held_bytes,
+            SnapshotMetric.CACHE_ENTRIES: cache.entries,
+            SnapshotMetric.CACHE_HITS: cache.hits,
+            SnapshotMetric.CACHE_JOINED: cache.joined,
+            SnapshotMetric.CACHE_MISSES: cache.misses,
+            SnapshotMetric.CACHE_EVICTIONS: cache.evictions,
         }
 
     def close(self) -> None:
@@ -176,14 +176,14 @@ def _response_cache(config: EngineConfig, engine: Engine, runner: Runner) -> Res
 
 
 def _name(device: torch.device) -> str:
-    """Return what the log calls a device."""
+    """Return the name of a device for the log."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} ({device})"
     return f"{torch.get_num_threads()} threads"
 
 
 def _warm_up(runner: Runner) -> None:
-    """Run one full batch of usual size, so that the first caller finds memory in place and kernels chosen."""
+    """Run a full batch, so that the first request runs at normal speed."""
     length = min(runner.max_sequence_tokens, runner.max_batch_tokens)
     longest = Prompt(np.zeros(length, dtype=np.int32))
     count = max(1, min(runner.max_batch_tokens, _WARM_UP_TOKENS) // length)

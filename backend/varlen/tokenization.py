@@ -1,7 +1,7 @@
 """Text to token ids, with the checkpoint's own `tokenizer.json`.
 
-The tokenizers library does the work and lets other threads run meanwhile; this file only says how
-much text it may be given.
+The tokenizers library does the work and lets other threads run meanwhile; this file limits
+the length of texts.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ class Tokenizer:
     """Tokenizes texts and pairs of texts, with special tokens, whole or cut to a length."""
 
     def __init__(self, folder: Path, max_sequence_tokens: int, *, prompt: str = "") -> None:
-        """Load `tokenizer.json`; the padding and truncation it may ask for are dropped.
+        """Load `tokenizer.json`, without its settings of padding and truncation.
 
         Args:
             folder: of the checkpoint.
-            max_sequence_tokens: what a cut text keeps at most, special tokens included.
-            prompt: put before every text that is no pair.
+            max_sequence_tokens: length of a truncated text, special tokens included.
+            prompt: put before every single text.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -42,7 +42,7 @@ class Tokenizer:
 
         Args:
             texts: checked: not empty.
-            truncate: cut what is longer than max_sequence_tokens, the longer text of a pair first.
+            truncate: cut sequences longer than max_sequence_tokens, the longer text of a pair first.
         """
         tokenizer = self._cut if truncate else self._whole
         if self._prompt:

@@ -59,7 +59,7 @@ class TensorSpec:
 
 
 def input_specs(task: Task) -> tuple[TensorSpec, ...]:
-    """Return the inputs of a task. Each is optional: a request has either text or token ids."""
+    """Return the inputs of a task, all optional: text or token ids."""
     texts = ("text", "text_pair") if task in _PAIR_TASKS else ("text",)
     ids = ("input_ids", "attention_mask", "token_type_ids")
     return (
@@ -177,7 +177,7 @@ def _token_rows(tensors: Tensors, intake: Intake) -> tuple[Prompt, ...]:
 
 
 def _lengths(mask: npt.NDArray[Any] | None, shape: tuple[int, ...]) -> list[int]:
-    """Return the length of each row in tokens: its width, or the number of leading ones of its mask."""
+    """Return each row's length in tokens: its width, or its mask's leading ones."""
     if mask is None:
         return [shape[1]] * shape[0]
     mask = _integers("attention_mask", mask)
@@ -231,7 +231,7 @@ def _options(parameters: str) -> Mapping[str, Any]:
 @lru_cache(maxsize=1024)
 def _misspelt(name: str) -> str | None:
     """Return the parameter that `name` is a near miss of, or None."""
-    # the server passes on HTTP headers too, of which "X-Deadline-Ms" is not meant for us
+    # the server passes on HTTP headers too; "X-Deadline-Ms" is not a parameter
     if name in _PARAMETERS or name.lower().startswith("x-"):
         return None
     return next(iter(get_close_matches(name.lower(), _PARAMETERS, n=1, cutoff=_NEAR_MISS)), None)
@@ -256,7 +256,7 @@ def _priority(options: Mapping[str, Any]) -> int:
 
 
 def _deadline_seconds(options: Mapping[str, Any], timeout_microseconds: int) -> float | None:
-    """Return the earlier of the two deadlines that a request may have, in seconds from now."""
+    """Return the earlier of a request's two deadlines, in seconds from now."""
     if 0 < timeout_microseconds < _MIN_TIMEOUT_MICROSECONDS:
         raise RequestError(
             f"timeout is {timeout_microseconds} microseconds; send at least {_MIN_TIMEOUT_MICROSECONDS}"

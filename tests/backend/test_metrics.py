@@ -60,13 +60,13 @@ class FakeServer:
         self.kinds = {}
         self.buckets = {}
 
-    def make_metric(self, kind, name, about, labels, buckets):
-        assert about
-        key = (name, labels.get("outcome", labels.get("reason")))
+    def make_series(self, metric, labels):
+        assert metric.description
+        key = (metric.value, labels.get("outcome", labels.get("reason")))
         assert key not in self.series
         assert {k: v for k, v in labels.items() if k not in ("outcome", "reason")} == LABELS
-        self.kinds[name] = kind
-        self.buckets[name] = buckets
+        self.kinds[metric.value] = metric.kind
+        self.buckets[metric.value] = metric.buckets
         self.series[key] = FakeMetric()
         return self.series[key]
 
@@ -88,7 +88,7 @@ def stats():
 def exporter(server, stats, monkeypatch):
     # a flush happens when a test asks for it
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
-    exporter = Exporter(stats, SNAPSHOT.copy, server.make_metric, LABELS)
+    exporter = Exporter(stats, SNAPSHOT.copy, server.make_series, LABELS)
     yield exporter
     exporter.close()
 
@@ -165,7 +165,7 @@ def test_gauges_show_what_is_read_now(server, exporter):
 def test_totals_are_exported_as_they_grow(server, stats, monkeypatch):
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
     snapshot = dict(SNAPSHOT)
-    exporter = Exporter(stats, snapshot.copy, server.make_metric, LABELS)
+    exporter = Exporter(stats, snapshot.copy, server.make_series, LABELS)
 
     exporter.flush()
     exporter.flush()
@@ -180,7 +180,7 @@ def test_totals_are_exported_as_they_grow(server, stats, monkeypatch):
 
 def test_the_thread_flushes_and_outlives_a_failure(server, stats, monkeypatch):
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 0.005)
-    exporter = Exporter(stats, SNAPSHOT.copy, server.make_metric, LABELS)
+    exporter = Exporter(stats, SNAPSHOT.copy, server.make_series, LABELS)
     server[REQUESTS, "failed"].broken = True
     stats.count_request("failed", 0.5)
     sleep(0.05)

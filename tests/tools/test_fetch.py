@@ -16,7 +16,7 @@ from varlen.config import EngineConfig
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint import Checkpoint
 from varlen_tools import fetch as fetch_module
-from varlen_tools.fetch import PARAMETER_NOTES, FetchError, default_name, fetch, render_config
+from varlen_tools.fetch import FetchError, default_name, fetch, render_config
 from varlen_tools.pip_download import DownloadError
 from varlen_tools.setup_server import PROJECT
 
@@ -105,8 +105,13 @@ def test_inputs_of_one_kind_are_required(
     assert not any(each.get("optional") for each in written)
 
 
-def test_every_parameter_has_its_comment() -> None:
-    assert PARAMETER_NOTES.keys() == {field.name for field in fields(EngineConfig)}
+def test_a_setting_is_described_above_its_value(encoder: Path, repository: Path) -> None:
+    config = fetch(str(encoder), repository=repository) / "config.pbtxt"
+
+    assert (
+        "\n# `debug` adds a line for every batch.\n# Allowed: info, debug.\n"
+        'parameters { key: "log_level" value: { string_value: "info" } }\n'
+    ) in config.read_text()
 
 
 def test_settings_and_task_are_written(classifier: Path, repository: Path) -> None:

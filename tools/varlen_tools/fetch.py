@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+import textwrap
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -19,7 +20,7 @@ from typing import Annotated, Literal, TypeAlias, cast, get_args
 import typer
 from rich.console import Console
 
-from varlen.config import EngineConfig, Task
+from varlen.config import SETTINGS, EngineConfig, Task
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint import Checkpoint
 from varlen.wire import DEFAULT_MAX_ROWS, TensorSpec, input_specs, output_specs
@@ -32,32 +33,6 @@ VERSION = "1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 _PYPI = re.compile(r"pypi:(?P<requirement>[\w.-]+==[\w.!+-]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?")
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-
-# One line for each setting, written above its value in config.pbtxt.
-PARAMETER_NOTES = {
-    "task": f"What the model answers: {', '.join(get_args(Task))}.",
-    "device": "Where it runs: cpu, cuda, or auto, which is a CUDA GPU where there is one.",
-    "dtype": "Of weights and activations; fp16 needs a GPU; auto is bf16 where the device multiplies it natively.",
-    "policy": "How batches are chosen: none (a sequence each), fifo, token_budget, or dp, by measured cost.",
-    "execution": "packed, or padded to the longest of a batch, for comparison.",
-    "trigger": "hungry: a batch starts as soon as the model is free; lazy: when it is full, or max_delay_ms are over.",
-    "max_delay_ms": "Longest that lazy waits for a full batch, in milliseconds.",
-    "max_wait_ms": "Longest that dp passes a sequence over, in milliseconds.",
-    "max_batch_sequences": "Most sequences that run together; ignored when policy is token_budget.",
-    "max_batch_tokens": "Most tokens that run together, padding included.",
-    "arena_bytes": "Most memory for intermediates, in bytes or a share of the device's; less means smaller batches.",
-    "max_sequence_tokens": "Longest sequence accepted, in tokens.",
-    "max_queued_requests": "Most requests that wait; past it callers get UNAVAILABLE.",
-    "max_queued_tokens": "Most tokens that wait; past it callers get UNAVAILABLE.",
-    "max_text_bytes": "Longest text accepted, in bytes of UTF-8.",
-    "ignore_request_timeout": "true ignores the timeout field of requests; false: it is a deadline, in microseconds.",
-    "response_cache_bytes": "Most memory for answers that are kept and given again; 0 keeps none.",
-    "response_cache_seconds": "How long an answer is kept at most; 0 is as long as there is room.",
-    "threads": "Cores that one batch uses; 0 is all that the server may use.",
-    "warmup_seconds": "Longest that costs of batches are measured for at the first start; 0 assumes them.",
-    "cache_folder": "Where measured costs are kept; auto is varlen in the user's cache folder.",
-    "log_level": "info, or debug, which adds a line for every batch.",
-}
 
 Settings: TypeAlias = Mapping[str, str]
 # Which inputs config.pbtxt names: all of them, or only what one kind of request needs.
@@ -330,14 +305,14 @@ def render_config(
             "# Written by `python -m varlen_tools.fetch`; edit it as you like.",
             f'name: "{name}"',
             'backend: "varlen"',
-            "# Most rows in one request.",
+            "# Largest number of rows in one request.",
             f"max_batch_size: {max_batch_size}",
             "",
             *_tensors("input", _input_specs(served, inputs)),
             "",
             *_tensors("output", outputs),
             "",
-            "# One engine. Where it runs is the parameter `device`; KIND_GPU with gpus: [ 1 ] gives it the second GPU.",
+            "# One engine; `device` below chooses its device. KIND_GPU with gpus: [ 1 ] gives it the second GPU.",
             "instance_group [ { count: 1 kind: KIND_CPU } ]",
             *(line for key, value in values.items() for line in _parameter(key, value)),
             "",
@@ -374,9 +349,13 @@ def _tensors(kind: str, specs: Sequence[TensorSpec]) -> list[str]:
 
 def _parameter(key: str, value: object) -> list[str]:
     text = str(value).lower() if isinstance(value, bool) else value
+    setting = SETTINGS[key]
+    notes = textwrap.wrap(setting.description, 116)
+    if setting.choices:
+        notes.append(f"Allowed: {setting.allowed}.")
     return [
         "",
-        f"# {PARAMETER_NOTES[key]}",
+        *(f"# {line}" for line in notes),
         f'parameters {{ key: "{key}" value: {{ string_value: "{text}" }} }}',
     ]
 
@@ -414,7 +393,7 @@ def main(
         str | None, typer.Option(help="Model name; made from SOURCE if absent.")
     ] = None,
     repository: Annotated[Path, typer.Option(help="Model repository.")] = Path("model_repository"),
-    task: Annotated[str | None, typer.Option(help=PARAMETER_NOTES["task"])] = None,
+    task: Annotated[str | None, typer.Option(help=f"Allowed: {SETTINGS['task'].allowed}.")] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="Engine parameter, key=value; may be repeated."),

@@ -1,1 +1,1 @@
-"""What a batch costs in seconds: measured, stored and interpolated. Plain numbers, no tensors."""
+"""Costs of batches in seconds: measured, stored and predicted. Plain numbers, no tensors."""

@@ -42,9 +42,9 @@ class BatchLimits:
     """Limits of one batch. A batch of one sequence is always allowed.
 
     Attributes:
-        max_sequences: most sequences.
-        max_tokens: most tokens, padding included.
-        execution: `padded` batches are filled up to their longest sequence.
+        max_sequences: largest number of sequences.
+        max_tokens: largest number of tokens, padding included.
+        execution: whether sequences are padded to the longest of their batch.
     """
 
     max_sequences: int

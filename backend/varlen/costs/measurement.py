@@ -1,7 +1,7 @@
-"""Timing batches for a cost model, within a bound of time.
+"""Measures the run time of batches for a cost model, within a time limit.
 
-The speed of a machine that others share changes within seconds. A reference batch therefore runs now and then, and
-every time is normalized by the references around it.
+The speed of a shared machine changes within seconds. A reference batch therefore runs now and then, and every
+measured time is normalized by the references around it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class Measurement:
         batches: at least one.
         is_complete: whether all planned batches were measured.
         seconds: how long measuring took.
-        spread: how much longer the reference batch took in slow moments (90th percentile) than in fast ones (10th);
-            little more than 1 on a machine that does nothing else.
+        spread: 90th percentile of the reference batch's time, divided by the 10th; about 1.1 on an idle machine.
     """
 
     batches: tuple[MeasuredBatch, ...]
@@ -54,7 +53,7 @@ class Measurement:
         return CostModel(self.batches, execution)
 
     def errors(self, model: CostModel) -> list[float]:
-        """Return the relative error of the model for each batch: 0.1 for 1.1 s predicted and 1 s measured."""
+        """Return the relative error per batch: 0.1 if 1.1 s is predicted for 1 s."""
         return [model.seconds(batch.shape) / batch.seconds - 1 for batch in self.batches]
 
 
@@ -85,20 +84,19 @@ def measure(
     max_length: int,
     seconds: float,
     clock: Callable[[], float],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Measurement:
     """Return the measured costs of batches.
 
-    The first two batches are measured however long they take. No other batch runs that is expected to end after the
-    bound.
+    The first two batches are always measured. The others run only if they should end within the time limit.
 
     Args:
         run: runs a batch of sequences of these lengths, in tokens.
         limits: of a batch.
         max_length: of a sequence, in tokens; a batch may hold one.
-        seconds: the bound.
+        seconds: the time limit.
         clock: returns the time in seconds.
-        say: takes a line of progress now and then.
+        report: gets a line of progress now and then.
 
     Raises:
         MemoryError: there is too little memory for the shortest or the longest sequence.
@@ -122,7 +120,7 @@ def measure(
             continue
         done = max(len(times) / len(planned), stopwatch.elapsed / seconds)
         if quarter <= 4 * done < 4:
-            say(
+            report(
                 f"measured {len(times)} of {len(planned)} batches,"
                 f" {stopwatch.elapsed:.1f} s of at most {seconds:g}"
             )
@@ -137,7 +135,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A batch that ran: the middle of the time it took, and its duration, in seconds."""
+    """Midpoint and duration of one run of a batch, in seconds."""
 
     at: float
     seconds: float
@@ -220,7 +218,10 @@ def _has_enough_repeats(runs: list[_Run]) -> bool:
 
 
 def _upper_bound(times: dict[tuple[int, ...], float], lengths: tuple[int, ...]) -> float:
-    """Return the most seconds that a batch can take, if cost grows at most as fast as tokens or squared lengths."""
+    """Return an upper bound of the seconds of a batch, from measured ones.
+
+    Cost is assumed to grow no faster than tokens or squared lengths.
+    """
     shape = BatchShape.of(lengths)
 
     def bounds() -> Iterator[float]:

@@ -18,8 +18,8 @@ import numpy as np
 from varlen.config import Execution
 from varlen.costs.batch_shape import BatchShape, FloatArray
 
-# One batch moves its prediction by this share of the difference, and a difference beyond the largest counts as the
-# largest: other work on the machine makes single batches many times slower.
+# Share of the logarithmic difference by which one batch moves its prediction, and the largest ratio that counts: other
+# work on the machine makes single batches many times slower.
 _LEARNING_RATE = 0.1
 _LARGEST_DIFFERENCE = 1.25
 
@@ -56,7 +56,7 @@ class CostModel:
             execution: whether batches pay for padding.
 
         Raises:
-            ValueError: there are no batches, or one took no positive time.
+            ValueError: there are no batches, or a time is not positive.
         """
         self.execution = execution
         measured = list(batches)
@@ -107,7 +107,7 @@ class CostModel:
         return np.asarray(np.maximum(linear, self._floor))
 
     def refine(self, shape: BatchShape, seconds: float) -> None:
-        """Move the prediction for a batch that ran a little towards what it took."""
+        """Move the prediction for a batch a little towards its measured time."""
         parts = self._coefficients * np.array(self._terms(*_arrays(shape)))[:, 0]
         linear = float(parts.sum())
         predicted = max(self._floor, linear)

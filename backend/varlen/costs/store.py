@@ -1,4 +1,4 @@
-"""Measured costs on disk, so that a second start measures nothing: one SQLite file in a cache folder.
+"""Measured costs on disk, in one SQLite file: a second start measures nothing.
 
 Costs are found by what decides them, such as model, device and libraries. Several servers may share one file. No
 problem with the file is an error: a damaged file is renamed and a new one begun, and a file that cannot be opened,
@@ -28,13 +28,13 @@ from varlen.costs.model import MeasuredBatch
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-# Names and values of everything that decides costs, readable by people.
+# Name and value of everything that decides costs, in readable form.
 CostKey: TypeAlias = Mapping[str, str]
 
 # A file with another schema has another name.
 _FILE = "batch_costs_2.sqlite"
 _LOCK = "measuring.lock"
-# Seconds to wait for another process that writes, which takes it milliseconds.
+# Seconds to wait while another process writes; a write takes milliseconds.
 _BUSY_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 _SCHEMA = (
@@ -47,7 +47,7 @@ _SCHEMA = (
 
 @dataclass(frozen=True, slots=True)
 class StoredCosts:
-    """A measurement, and what it was measured for.
+    """A measurement and its key.
 
     Attributes:
         key: what decides these costs.
@@ -68,7 +68,7 @@ class StoredCosts:
 
 
 class CostStore:
-    """The stored costs of one folder. Nothing here raises for the state of the folder or the file."""
+    """The stored costs of one folder. No method raises if the file is unusable."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -119,7 +119,7 @@ class CostStore:
             yield
 
     def _try(self, work: Callable[[sqlite3.Connection], _T], otherwise: _T) -> _T:
-        """Return what `work` returns, or `otherwise` where the file does not allow it."""
+        """Return the result of `work`, or `otherwise` if the file cannot be used."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             return self._work(work)

@@ -1,4 +1,4 @@
-"""The batch sizes for which a CUDA graph is captured, and the one that a batch runs in.
+"""Buckets: the batch sizes for which a CUDA graph is captured.
 
 A graph has fixed shapes, so a batch runs in the smallest captured size that holds it: at most an
 eighth more tokens from 128 on, which belong to no sequence and cost only their share of the linear
@@ -44,7 +44,7 @@ class Buckets:
                 yield Bucket(tokens, sequences)
 
     def smallest(self, tokens: int, sequences: int) -> Bucket:
-        """Return the smallest bucket that holds a batch of at least one token a sequence.
+        """Return the smallest bucket for a batch; each sequence has at least one token.
 
         Raises:
             ValueError: the batch has more tokens than the largest bucket.

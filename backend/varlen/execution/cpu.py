@@ -1,4 +1,4 @@
-"""Runs batches on a CPU: split over worker threads of one core each, or on all cores together."""
+"""Runs batches on a CPU: split over one-core worker threads, or on all cores."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from varlen.memory.usage import Dims
 from varlen.program.program import PackedBatch, Program
 from varlen.request import Float32Array, Prompt, RequestOptions
 
-# oneDNN keeps what it compiled for each shape of GELU, and of bf16 products: 1,024 by default, of 32 and
-# 556 KiB. Shapes hardly repeat where lengths are random, so a few are as good; a core needs five at a time.
+# oneDNN caches compiled primitives by shape, for GELU (32 KiB each) and bf16 products (556 KiB each), 1,024 by default.
+# Shapes of random lengths hardly repeat, so a small cache serves as well; a core needs five at a time.
 _KEPT_PRIMITIVES_PER_CORE = 16
 _LEAST_KEPT_PRIMITIVES = 64
 
@@ -47,7 +47,7 @@ class CpuRunner:
         sub_batches = split_batch(lengths, self._cores, self._hidden_size)
         regions = self._arena.allocate([_dims(part, lengths) for part in sub_batches])
         if regions is None:
-            # too little room side by side: all cores run the batch as a whole
+            # they do not fit side by side: all cores run the batch as a whole
             sub_batches = split_batch(lengths, 1, self._hidden_size)
             regions = [self._arena.allocate_whole(_dims(sub_batches[0], lengths))]
 

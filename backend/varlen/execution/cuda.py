@@ -1,4 +1,4 @@
-"""Runs batches on a CUDA GPU by replaying graphs that were captured when the model was loaded.
+"""Runs batches on a CUDA GPU by replaying graphs captured at load.
 
 A small encoder's ops are shorter on the GPU than the Python that launches them. So nothing is
 launched op by op in service: each batch is one copy of its inputs, one graph, one copy of its answers.
@@ -47,7 +47,7 @@ class Graphs(Protocol):
 
 
 class CudaGraphs:
-    """CUDA graphs on one stream and in one memory pool, so only one may run at a time."""
+    """CUDA graphs of one stream and one memory pool. One runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -61,7 +61,7 @@ class CudaGraphs:
     def capture(self, work: Callable[[], object]) -> Replay:
         """Return a function that does the same work again, on the same memory.
 
-        The work is done once before: that compiles and loads kernels, which a capture must not.
+        The work runs once before the capture, which must not compile or load kernels.
         """
         # weights and buffers may still be on their way
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -96,7 +96,7 @@ class _Captured:
 
 
 class CudaRunner:
-    """Runs a program on the GPU of its arena, for every batch that the arena holds."""
+    """Runs a program on a GPU, for every batch that its arena holds."""
 
     def __init__(
         self, program: Program, kernels: object, arena: Arena, graphs: Graphs | None = None
@@ -127,7 +127,7 @@ class CudaRunner:
         lengths = [prompts[i].num_tokens for i in order]
         bucket = self._buckets.smallest(sum(lengths), len(lengths))
         captured = self._captured[bucket]
-        # the graph writes there: a plan depends on nothing but the bucket
+        # the graph writes to this region: a plan depends only on the bucket
         self._arena.allocate_whole(bucket.dims)
         chosen = [prompts[i] for i in order], [options[i] for i in order]
         output = self._replay(captured, *chosen).numpy()

@@ -1,4 +1,4 @@
-"""Where a model runs and in which dtype: what was configured, made true on this machine."""
+"""The device and the dtype that a model gets on this machine."""
 
 import os
 from importlib.util import find_spec
@@ -9,21 +9,21 @@ import torch
 from varlen.config import Device, DType
 from varlen.errors import ConfigError
 
-# What a container may use; "max" if it is the machine's own.
+# Memory limit of a container; "max" if there is none.
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def choose_device(name: Device, index: int = 0) -> torch.device:
-    """Return the torch device of a configured one; `auto` is CUDA where torch sees a GPU, else the CPU.
+    """Return the torch device for a setting; `auto` prefers a CUDA GPU.
 
     Args:
-        name: what was configured.
-        index: which GPU.
+        name: the setting `device`.
+        index: number of the GPU.
 
     Raises:
-        ConfigError: it is not there, or Triton, which its kernels are written in, is not installed.
+        ConfigError: the GPU is absent, or the package triton, which its kernels need, is not installed.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and not gpus):
@@ -40,9 +40,9 @@ def choose_device(name: Device, index: int = 0) -> torch.device:
 
 
 def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
-    """Return the torch dtype of a configured one; `auto` is bf16 where the device multiplies it natively.
+    """Return the torch dtype for a setting.
 
-    Elsewhere `auto` is fp16 on a GPU and fp32 on a CPU.
+    `auto` is bf16 where the device multiplies it natively, else fp16 on a GPU and fp32 on a CPU.
 
     Raises:
         ConfigError: fp16 on a CPU, which has no fast arithmetic for it.
@@ -61,7 +61,7 @@ def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
 
 
 def memory_of(device: torch.device) -> int:
-    """Return how many bytes of memory a device has: a GPU's own, or what the machine or its container allows."""
+    """Return the memory of a device in bytes: the GPU's, the container's or the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

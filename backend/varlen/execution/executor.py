@@ -25,7 +25,7 @@ class BatchRunner(Protocol):
         """Return the output of each prompt; see `Runner.run`."""
 
     def padding_tokens(self, shape: BatchShape) -> int:
-        """Return the tokens that a batch of this shape is filled up with."""
+        """Return the number of padding tokens of a batch of this shape."""
 
     def check(self) -> None:
         """Run the smallest batch; raise whatever it raises."""
@@ -49,7 +49,7 @@ class ThreadExecutor:
             thread.start()
 
     def start(self, batch: Batch, completed: Completed) -> None:
-        """Begin to run a batch; `completed` is called once with its result, from a thread of this executor."""
+        """Start a batch. A thread of this executor calls `completed` once with the result."""
         self._queue.put((batch, completed))
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class ThreadExecutor:
 
 
 def _run(runner: BatchRunner, batch: Batch) -> BatchResult:
-    """Return the result of a batch. Exceptions end here: their tracebacks would keep the batch's memory."""
+    """Return the result of a batch. Never raises: tracebacks would keep its memory."""
     began = time.perf_counter()
     outputs: list[Float32Array] = []
     failure: Failure | None = None

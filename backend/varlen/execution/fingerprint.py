@@ -1,8 +1,8 @@
-"""What decides how long a batch takes, in words: the checkpoint, the device, the libraries.
+"""Describes what decides the run time of a batch: checkpoint, device and libraries.
 
-A checkpoint is hashed by its config.json, and by the header and size of each safetensors file: they say which tensors
-of which shape and dtype there are. What the weights are changes no cost, so a model that was trained further keeps
-the costs that were measured; and 500 MB are not read for it, which takes a second or more.
+The hash of a checkpoint covers its config.json, and header and size of each safetensors file, which list the tensors
+with shape and dtype. The values of weights change no cost. So a model that is trained further keeps its measured
+costs, and hashing does not read the weights, which takes a second or more for 500 MB.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ import varlen.program
 import varlen_kernels
 from varlen.models.weights import shards
 
-# What of our own code runs a batch, and by what kinds of file.
+# Our own packages that run a batch, and the files of theirs that count.
 _PACKAGES = (varlen.models, varlen.program, varlen.execution, varlen.memory, varlen_kernels)
 _CODE = (".py", ".json")
-# Bytes that say how long a safetensors header is: a little-endian number.
+# A safetensors file begins with the length of its header, a little-endian number of this many bytes.
 _LENGTH_BYTES = 8
 
 
@@ -46,7 +46,7 @@ def checkpoint_hash(folder: Path) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the kind of a device and how large it is: "Intel Xeon 2.50GHz, AVX512, 2 cores"."""
+    """Return model and size of a device, such as "Intel Xeon 2.50GHz, AVX512, 2 cores"."""
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
         return f"{gpu.name}, {gpu.multi_processor_count} multiprocessors"
@@ -55,10 +55,10 @@ def device_name(device: torch.device) -> str:
 
 
 def library_versions(device: torch.device) -> Mapping[str, str]:
-    """Return the versions of what runs a batch on a device, by name; ours is a hash of its code.
+    """Return the versions of the libraries that run a batch, by name.
 
-    A backend that was copied into a server's folder has no version to ask for, and one in development has many
-    that are called the same.
+    Our own version is a hash of the code: a backend that was copied into a server's folder has no package version, and
+    one in development changes without a new version.
     """
     versions = {"varlen": _code_hash(), "torch": str(torch.__version__)}
     if device.type == "cuda":

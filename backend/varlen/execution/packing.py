@@ -1,6 +1,6 @@
-"""The inputs of a batch: sequences packed one after the other into one buffer, which one copy moves to the device.
+"""Packs the inputs of a batch into one buffer, which one copy moves.
 
-Which inputs there are, and their shapes, is what the program declares.
+The program declares the inputs and their shapes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ def dims_of(lengths: Sequence[int]) -> Dims:
 
 
 def largest_dims(tokens: int) -> Dims:
-    """Return the upper bound of each dimension of a batch of `tokens` tokens: no sequence is empty."""
+    """Return the largest dimensions of a batch of `tokens` tokens: one per sequence."""
     return {"tokens": tokens, "sequences": tokens}
 
 
@@ -34,7 +34,7 @@ def input_bytes(inputs: Sequence[Value], dims: Dims) -> int:
 
 
 def input_views(buffer: Tensor, inputs: Sequence[Value], dims: Dims) -> dict[str, Tensor]:
-    """Return the inputs of a batch by name, as views of a buffer on any device.
+    """Return the inputs of a batch by name, as views of a buffer.
 
     Args:
         buffer: `[bytes]` uint8, at least `input_bytes(inputs, dims)` long.
@@ -51,15 +51,17 @@ def input_views(buffer: Tensor, inputs: Sequence[Value], dims: Dims) -> dict[str
 def fill_inputs(
     views: Mapping[str, Tensor], prompts: Sequence[Prompt], options: Sequence[RequestOptions]
 ) -> None:
-    """Write a batch into its inputs; unused room becomes tokens of no sequence, and sequences of no token.
+    """Write a batch into its inputs.
+
+    Unused space becomes tokens of no sequence and sequences of no token.
 
     Args:
         views: of `input_views` on the CPU, for at least this many tokens and sequences.
         prompts: in the order in which they are packed.
-        options: by prompt.
+        options: one per prompt.
 
     Raises:
-        ValueError: an input is none that prompts and options decide.
+        ValueError: the program reads an input that prompts and options do not have.
     """
     lengths = [prompt.num_tokens for prompt in prompts]
     bounds = np.cumsum([0, *lengths], dtype=np.int32)
@@ -103,7 +105,7 @@ def split_answers(
 
 
 def _layout(inputs: Sequence[Value], dims: Dims) -> Iterator[tuple[Value, tuple[int, ...], int]]:
-    """Yield each input with its shape and its size in bytes, in their order in the buffer."""
+    """Yield name, shape and bytes of each input, in the order of the buffer."""
     for value in inputs:
         shape = value.at(dims)
         yield value, shape, prod(shape) * value.dtype.itemsize

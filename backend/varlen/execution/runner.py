@@ -42,16 +42,16 @@ class Runner:
     """Runs batches of one model on one device. Not for two threads at once.
 
     Attributes:
-        task: what it answers.
-        device: where it runs.
-        dtype: of its weights and activations.
+        task: the task of the model.
+        device: device of its weights and batches.
+        dtype: data type of weights and activations.
         vocab_size, type_vocab_size: ids below these are valid.
-        max_sequence_tokens: length of the longest sequence.
-        max_batch_tokens: most tokens of one batch.
-        weight_bytes: memory of its weights.
-        program: its forward pass.
-        is_padded: whether batches are filled up to their longest sequence, as a baseline to compare with.
-        arena: memory of its intermediates.
+        max_sequence_tokens: longest sequence, in tokens.
+        max_batch_tokens: largest batch, in tokens.
+        weight_bytes: memory of the weights, in bytes.
+        program: the recorded forward pass.
+        is_padded: whether sequences are padded to the longest of their batch, for comparison.
+        arena: memory of the intermediates.
         device_runner: runs the program.
     """
 
@@ -63,17 +63,17 @@ class Runner:
         gpu: int = 0,
         kernels: object | None = None,
     ) -> None:
-        """Load the weights, record the forward pass, and on a GPU capture it for every size of batch.
+        """Load the weights and record the forward pass; on a GPU, capture every bucket.
 
         Args:
-            checkpoint: what is loaded.
-            config: how.
-            gpu: which one, if it runs on a GPU.
-            kernels: has the functions that the program's ops name; None takes those of the device.
+            checkpoint: the checkpoint to load.
+            config: the settings.
+            gpu: number of the GPU, if the model runs on one.
+            kernels: a module with the functions that ops name; None selects the device's own.
 
         Raises:
             CheckpointError: the checkpoint is incomplete, or lacks the head of the task.
-            ConfigError: a limit does not fit the checkpoint, or the device is not there.
+            ConfigError: a limit does not fit the checkpoint, or the device is absent.
         """
         self.task: Task = config.task or checkpoint.task
         checkpoint.check_task(self.task)
@@ -108,7 +108,7 @@ class Runner:
         Args:
             prompts: checked, at least one, together at most `max_batch_tokens` long, padding included if they
                 are padded.
-            options: by prompt.
+            options: one per prompt.
 
         Returns:
             Per sequence: embed `[hidden]`, classify and rerank `[labels]`, hidden `[tokens, hidden]`,
@@ -126,7 +126,7 @@ class Runner:
             return self.device_runner.run(prompts, options)[:count]
 
     def padding_tokens(self, shape: BatchShape) -> int:
-        """Return the tokens that a batch of this shape is filled up with."""
+        """Return the number of padding tokens of a batch of this shape."""
         return shape.sequences * shape.longest - shape.tokens if self.is_padded else 0
 
     def check(self) -> None:
@@ -146,7 +146,7 @@ def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    """Return the longest sequence that is served, in tokens.
+    """Return the length of the longest sequence that is served, in tokens.
 
     Raises:
         ConfigError: the configured one is longer than the checkpoint or a batch can hold.
@@ -165,7 +165,7 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
 
 
 def _make_arena(program: Program, config: EngineConfig, device: torch.device) -> Arena:
-    """Return the arena: as large as the largest batch needs, within what the configuration allows.
+    """Return an arena for the largest batch that the settings allow.
 
     Raises:
         ConfigError: the arena cannot hold one token, or the device has too little memory.

@@ -1,25 +1,26 @@
-"""How a batch is split over cores: whole sequences to each, so that cores need not wait for one another.
+"""Splits a batch into sub-batches of whole sequences, one for each core.
 
-Several cores inside one matrix product meet at the end of every op; several cores with a sub-batch
-each meet once. docs/decisions/0006-sub-batches.md has what that is worth.
+Cores that share a matrix product synchronize at the end of every op; cores with a sub-batch each
+synchronize once. docs/decisions/0006-sub-batches.md has measurements.
 """
 
 from collections.abc import Sequence
 
-# Speed of n cores on one product, as a power of n: two are taken to do 1.5 times the work of one.
+# Speed of n cores on one product, as a power of n: two count as 1.5.
 _SCALING = 0.6
 
 
 def split_batch(lengths: Sequence[int], cores: int, hidden_size: int) -> list[list[int]]:
-    """Return the sequences of each sub-batch, shortest first; one sub-batch if all cores are faster on the whole.
+    """Return the indices of the sequences of each sub-batch, shortest first.
 
-    The longest sequence goes to the lightest sub-batch, then the next (Graham 1969: at most 4/3 of the
+    There is one sub-batch if all cores together run the batch faster. Otherwise the longest
+    sequence goes to the lightest sub-batch, then the next (Graham 1969: at most 4/3 of the
     best possible finish). Within a sub-batch, neighbours of one length share an attention call.
 
     Args:
         lengths: of the batch's sequences, in tokens; at least one.
         cores: that the batch may use.
-        hidden_size: of the model; attention, quadratic in length, weighs less the larger it is.
+        hidden_size: of the model; the larger it is, the less the quadratic cost of attention weighs.
     """
     ascending = sorted(range(len(lengths)), key=lengths.__getitem__)
     if cores == 1 or len(lengths) == 1:

@@ -23,10 +23,13 @@ class WorkerThreads:
         torch.set_num_threads(cores)
 
     def run(self, tasks: Sequence[Callable[[], _T]]) -> list[_T]:
-        """Return the results of at most as many tasks as there are workers; task i runs in worker i.
+        """Return the results of the tasks; task i runs in worker i.
+
+        Args:
+            tasks: at most one per worker.
 
         Raises:
-            Exception: that of the first task that failed, once no task runs any more.
+            Exception: that of the first failed task, after all tasks have ended.
         """
         running = [worker.submit(task) for worker, task in zip(self._workers, tasks, strict=False)]
         wait(running)
@@ -39,7 +42,7 @@ class WorkerThreads:
 
 
 def _use_one_core() -> None:
-    # a thread takes torch's default when it first asks, even over a setting of its own: so ask, then set
+    # torch applies its default when a thread first asks, even over the thread's own setting: so ask, then set
     torch.get_num_threads()
     torch.set_num_threads(1)
 

@@ -1,4 +1,4 @@
-"""The arena: the memory in which a model's intermediates live, planned for each batch before it runs.
+"""The arena: memory of a model's intermediates, planned for each batch before it runs.
 
 One per engine, on one device. Batches follow one another in it; the sub-batches of one batch, which run at
 the same time, lie side by side.
@@ -15,7 +15,7 @@ from varlen.memory.chunk import Chunk, DeviceChunk, HostChunk
 from varlen.memory.layout import Layout, ShapePlan
 from varlen.memory.usage import Dims
 
-# Batches after which memory that none of them needed is released; docs/decisions/0011-arena.md compares.
+# Memory that no batch of a window needed is released. In batches; docs/decisions/0011-arena.md compares sizes.
 _WINDOW = 64
 # Alignment of offsets in bytes: a cache line; on a GPU, that of its allocator.
 _ALIGNMENT = {"cpu": 64, "cuda": 256}
@@ -50,7 +50,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What an arena holds.
+    """Use of an arena.
 
     Attributes:
         reserved_bytes: memory allocated now.
@@ -66,7 +66,7 @@ class MemoryUse:
 
 
 class HighWater:
-    """The largest footprint of each window of batches: memory above it is not needed for now."""
+    """The largest footprint of each window of batches, in bytes."""
 
     def __init__(self, window: int) -> None:
         self._window = window
@@ -84,26 +84,26 @@ class HighWater:
 
 
 class Arena:
-    """The memory of one engine. Allocate from one thread at a time; regions may be used by several.
+    """Memory for one engine's batches. One thread allocates at a time.
 
     Attributes:
         layout: plans for it.
         largest: upper bound of each dimension; a batch within it always fits.
-        max_tokens: that of tokens.
+        max_tokens: upper bound of the dimension `tokens`.
         device: where the memory is.
-        capacity: most bytes that the arena ever takes.
+        capacity: largest size of the arena, in bytes.
     """
 
     def __init__(
         self, layout: Layout, largest: Dims, device: torch.device, limit: int | None = None
     ) -> None:
-        """Reserve room for the largest batch: address space on a CPU, memory on a GPU.
+        """Reserve space for the largest batch: address space on a CPU, memory on a GPU.
 
         Args:
             layout: of the program that runs here.
             largest: dimensions of the largest batch; as a whole it fits into `limit`.
             device: CPU or CUDA.
-            limit: most bytes to take.
+            limit: largest capacity, in bytes.
 
         Raises:
             MemoryError: the device has too little.
@@ -112,8 +112,8 @@ class Arena:
         self.largest = largest
         self.max_tokens = largest["tokens"]
         self.device = device
-        # No buffer is larger in a smaller batch, so these offsets serve each batch whose own plan, greedy
-        # as it is, would need more.
+        # No buffer is larger in a smaller batch, so these offsets serve each batch whose own greedy
+        # plan would need more.
         self._largest_plan = layout.plan(largest)
         wanted = self._largest_plan.footprint + _ROOM_BETWEEN_SUB_BATCHES
         self.capacity = wanted if limit is None else min(limit, wanted)
@@ -131,7 +131,7 @@ class Arena:
         return self._chunk.memory[: self._chunk.reserved_bytes]
 
     def use(self) -> MemoryUse:
-        """Return what the arena holds. From any thread."""
+        """Return the use of the arena. From any thread."""
         footprint, peak = self._last
         return MemoryUse(self._chunk.reserved_bytes, footprint, peak)
 
@@ -141,7 +141,7 @@ class Arena:
         return self.layout.plan(alone).footprint
 
     def allocate(self, sub_batches: Sequence[Dims]) -> list[Region] | None:
-        """Return a region for each sub-batch of the next batch; None if they do not fit side by side.
+        """Return a region for each sub-batch; None if they do not fit side by side.
 
         Regions of earlier batches become invalid.
         """

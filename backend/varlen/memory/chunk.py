@@ -1,4 +1,4 @@
-"""A chunk of memory: a fixed capacity, of which only what plans have reached is reserved.
+"""A chunk of memory: a fixed capacity, reserved up to the largest plan.
 
 On a CPU the capacity is address space. Pages are allocated when plans first reach them, and are released from
 the end without moving anything. On a GPU the capacity is one allocation, since graphs keep addresses.

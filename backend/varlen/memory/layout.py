@@ -1,4 +1,4 @@
-"""The layout of one program: a plan for each shape of batch, made when it is first asked for."""
+"""The layout of one program: a memory plan for each batch shape."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ from functools import lru_cache
 from varlen.memory.planner import Rules, plan
 from varlen.memory.usage import Buffer, Dims, conflicts, live_sizes
 
-# Plans that are kept; the least recently used are dropped. A plan is a tuple of about ten numbers.
+# Largest number of cached plans; the least recently used are dropped. A plan is a tuple of about ten numbers.
 _KEPT_PLANS = 4096
-# Size of the one chunk that a layout plans into. The arena decides how much of it there is.
+# Size of the one chunk that a layout plans into. The arena limits it.
 _UNBOUNDED = 1 << 62
 
 
@@ -30,7 +30,7 @@ class ShapePlan:
 
 
 class Layout:
-    """Plans for one program's batches. A plan depends on its batch's shape alone, never on earlier batches.
+    """Plans for one program's batches. A plan depends only on the batch's shape.
 
     Attributes:
         buffers: what is planned.
@@ -39,7 +39,7 @@ class Layout:
     """
 
     def __init__(self, buffers: Sequence[Buffer], alignment: int) -> None:
-        """Make no plan yet.
+        """Start without plans.
 
         Args:
             buffers: of the program.
@@ -54,12 +54,12 @@ class Layout:
         self._kept_plans = lru_cache(_KEPT_PLANS)(self._plan)
 
     def plan(self, dims: Dims) -> ShapePlan:
-        """Return the plan for a batch of these dimensions; recent ones are kept."""
+        """Return the plan for a batch of these dimensions; recent ones are cached."""
         return self._kept_plans(tuple([dims[name] for name in self.dim_names]))
 
     @property
     def plan_hits(self) -> int:
-        """Number of plans found among the kept ones."""
+        """Number of plans found in the cache."""
         return self._kept_plans.cache_info().hits
 
     @property
@@ -68,13 +68,13 @@ class Layout:
         return self._kept_plans.cache_info().misses
 
     def max_tokens_that_fit(self, size: int, most: int, largest: Callable[[int], Dims]) -> int:
-        """Return the most tokens for which every batch fits into `size` bytes; 0 if one token does not.
+        """Return the largest batch that fits into `size` bytes, in tokens; 0 if none.
 
         Args:
             size: in bytes.
-            most: upper bound of the answer.
-            largest: returns the upper bound of each dimension of a batch of so many tokens. No size falls
-                when a dimension grows, so the offsets of this largest batch serve every other one.
+            most: upper bound of the result.
+            largest: returns the largest dimensions of a batch of this number of tokens. No size falls when a
+                dimension grows, so the offsets of this batch serve all batches of its tokens.
         """
         fits, too_many = 0, most + 1
         while fits + 1 < too_many:

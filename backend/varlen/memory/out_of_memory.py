@@ -1,4 +1,4 @@
-"""Out of memory, told apart from every other fault."""
+"""Converts errors of torch about too little memory to MemoryError."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ _ON_THE_HOST = ("DefaultCPUAllocator", "could not create a primitive")
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raise MemoryError instead of what torch raises when memory runs out, on any device."""
+    """Raise MemoryError instead of torch's errors about too little memory, on any device."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""The planner: an offset for every buffer, such that buffers that are live together never overlap.
+"""The planner: offsets of all buffers, such that live buffers never overlap.
 
 Greedy by size: the largest buffer first, each into the smallest gap that holds it. Integers only;
 the same sizes and chunks give the same plan, whatever was planned before.
@@ -54,7 +54,11 @@ class Rules:
         return max(self.least_bytes, grown)
 
     def in_order(self, chunks: Sequence[int]) -> list[int]:
-        """Return the chunk numbers in the order in which they are tried, given the sizes of the chunks."""
+        """Return the chunk numbers in the order in which they are tried.
+
+        Args:
+            chunks: size of each, in bytes.
+        """
         numbers = range(len(chunks))
         if self.order == "opened":
             return list(numbers)
@@ -89,7 +93,9 @@ def plan(
     chunks: Sequence[int] = (),
     rules: Rules = Rules(),
 ) -> Plan:
-    """Return a place for each buffer: the best gap of the first chunk that holds it, else the chunk's tail.
+    """Return a place for each buffer.
+
+    A buffer goes to the first chunk with space for it: into the tightest gap, else behind the live buffers.
 
     Args:
         sizes: size of each buffer, in bytes.

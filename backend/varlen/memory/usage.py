@@ -1,4 +1,4 @@
-"""Usage records: when each intermediate of a program is live, and how many bytes it takes.
+"""Usage records: lifetime and size of each intermediate of a program.
 
 Records are derived from the recorded program, never written by hand. Sizes are symbolic, so one set of records
 serves batches of every shape.
@@ -33,7 +33,7 @@ class Size:
     per: tuple[tuple[str, int], ...]
 
     def __init__(self, fixed: int = 0, **per: int) -> None:
-        """Take the coefficient of each dimension by its name: `Size(1, sequences=1)` is sequences + 1.
+        """Make a size from the coefficients: `Size(1, sequences=1)` is sequences + 1.
 
         Raises:
             ValueError: a number is negative.
@@ -77,7 +77,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """One stretch of memory that intermediates use: a result, and the results written over it in place.
+    """Memory of a result, and of the results written over it in place.
 
     Attributes:
         name: name of the first of these results.
@@ -112,7 +112,9 @@ class Buffer:
 
 
 def fold(usages: Sequence[Usage]) -> tuple[Buffer, ...]:
-    """Return as few buffers as hold all usages: each goes to the first one of its size that is free.
+    """Return the fewest buffers that hold all usages.
+
+    Each usage goes to the first buffer of its size that is free.
 
     Args:
         usages: in the order of `first_op`.
@@ -131,7 +133,7 @@ def fold(usages: Sequence[Usage]) -> tuple[Buffer, ...]:
 
 
 def conflicts(lifetimes: Sequence[Sequence[Lifetime]]) -> tuple[int, ...]:
-    """Return for each entry a mask of the entries that are live when it is: bit i is entry i.
+    """Return, for each entry, a bit mask of the entries live with it.
 
     Args:
         lifetimes: the lifetimes of each entry.

@@ -1,4 +1,4 @@
-"""What a BERT checkpoint may hold: fields of config.json, and names and shapes of tensors.
+"""Checks of a BERT checkpoint: fields of config.json, names and shapes of tensors.
 
 Every field of config.json that can change a result is either read or refused; see
 docs/decisions/0014-config-fields.md.
@@ -84,7 +84,7 @@ def activation_of(config: Json) -> Activation:
 
 
 def norm_eps_of(config: Json) -> float:
-    """Return what a layer norm adds to the variance."""
+    """Return the epsilon of layer norms, which is added to the variance."""
     eps = config.get("layer_norm_eps", 1e-12)
     if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 <= eps < 1:
         raise CheckpointError(f"config.json has layer_norm_eps {eps!r}; allowed: numbers from 0")
@@ -109,7 +109,7 @@ def check_tensors(
         headers: by name.
         config: of the checkpoint, checked.
         num_labels: outputs of its classification head, 0 without one.
-        task: what it is to answer.
+        task: the task to serve.
     """
     prefix = prefix_of(headers)
     has_pooler = f"{prefix}pooler.dense.weight" in headers

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint folder, read and checked without loading a weight.
 
-Nothing in the folder is executed or unpickled. `fetch` and every load use the same checks, so what
-one takes the other serves.
+Nothing in the folder is executed or unpickled. `fetch` and every load use the same checks, so
+`fetch` accepts what the server loads.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _TASK_OF_ARCHITECTURE: dict[str, Task] = {
     "BertForSequenceClassification": "classify",
     "BertForTokenClassification": "token_classify",
 }
-# Which head a task needs the checkpoint to have; the others run on the encoder alone.
+# Architecture with the head of a task; the other tasks need no head.
 _TASKS_WITH_HEAD: dict[Task, str] = {
     "classify": "BertForSequenceClassification",
     "rerank": "BertForSequenceClassification",
@@ -33,19 +33,19 @@ _TASKS_WITH_HEAD: dict[Task, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a checkpoint folder says about itself.
+    """Architecture and settings of a checkpoint.
 
     Attributes:
         folder: where its files are.
         config: `config.json`.
-        task: what it was trained for: its architecture's head, else `embed`.
+        task: the task of its architecture's head, else `embed`.
         pooling: how `embed` makes one vector of a sequence.
-        normalize: whether `embed` divides that vector by its length unless a request says otherwise.
+        normalize: whether `embed` divides that vector by its length, by default.
         default_prompt: text that `embed` puts before every text.
         hidden_size: features of a token.
         num_labels: outputs of the classification head, 0 when there is none.
         position_limit: longest sequence that has position embeddings, in tokens.
-        max_sequence_tokens: longest sequence that it is meant for, in tokens; at most `position_limit`.
+        max_sequence_tokens: longest sequence by default, in tokens; at most `position_limit`.
     """
 
     folder: Path
@@ -61,7 +61,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: str | Path) -> "Checkpoint":
-        """Return what the checkpoint in `folder` says about itself.
+        """Return the checkpoint in a folder, once its files are checked.
 
         Raises:
             CheckpointError: a file is missing, is not JSON, or asks for something that varlen does not serve.

@@ -27,7 +27,7 @@ def read_optional_object(folder: Path, name: str) -> Json:
 
 
 def read_json(folder: Path, name: str) -> Any:
-    """Return what a JSON file holds, or raise CheckpointError that names the file."""
+    """Return the content of a JSON file, or raise CheckpointError that names the file."""
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()) and not (folder / name).is_symlink():
         raise CheckpointError(f"{name} leads out of the checkpoint folder")
@@ -53,7 +53,7 @@ def check_fields(
     """Raise CheckpointError for a field that would change results and is not served.
 
     Args:
-        config: what the file holds.
+        config: content of the file.
         name: of the file.
         known: fields that are read elsewhere, or change no result.
         fixed: fields that are served with one value; null means that value too.

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from varlen.config import Task
-from varlen.errors import CheckpointError
 from varlen.models import inputs
 from varlen.models.layers import Linear
 from varlen.program.program import Value
@@ -29,7 +28,7 @@ def record_head(ops: Recorder, task: Task, heads: Heads, hidden: Value, pooling:
 
     Args:
         ops: has recorded the encoder.
-        task: what the model answers.
+        task: the task of the model.
         heads: the layers that the checkpoint has.
         hidden: `[tokens, hidden]`, the encoder's last hidden state.
         pooling: how `embed` makes one vector of a sequence.
@@ -37,20 +36,16 @@ def record_head(ops: Recorder, task: Task, heads: Heads, hidden: Value, pooling:
     Returns:
         embed `[sequences, hidden]`; hidden `[tokens, hidden]`; classify, rerank `[sequences, labels]`;
         token_classify `[tokens, labels]`.
-
-    Raises:
-        CheckpointError: the checkpoint lacks the layers of the task's head.
     """
     if task == "hidden":
         return ops.to_fp32(hidden)
     if task == "embed":
         return ops.pool(hidden, inputs.cu_seqlens(ops), inputs.normalize(ops), mode=pooling)
-    if heads.classifier is None:
-        raise CheckpointError(f'task "{task}" needs a classifier, which the checkpoint lacks')
+    # Checkpoint.check_task has refused checkpoints without these layers
+    assert heads.classifier is not None
     if task == "token_classify":
         return ops.to_fp32(heads.classifier.record(ops, hidden))
-    if heads.pooler is None:
-        raise CheckpointError(f'task "{task}" needs a pooler, which the checkpoint lacks')
+    assert heads.pooler is not None
     first = ops.first_tokens(hidden, inputs.cu_seqlens(ops))
     pooled = ops.tanh(heads.pooler.record(ops, first))
     return ops.to_fp32(heads.classifier.record(ops, pooled))

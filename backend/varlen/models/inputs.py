@@ -1,4 +1,4 @@
-"""What a packed batch can bring. A model declares the inputs that it reads; `execution.packing` fills them."""
+"""The inputs that a model can declare; `execution.packing` fills them for each batch."""
 
 import torch
 
@@ -23,10 +23,10 @@ def type_ids(ops: Recorder) -> Value:
 
 
 def cu_seqlens(ops: Recorder) -> Value:
-    """Return the first token of each sequence, and the number of tokens at the end."""
+    """Return the cumulative start of each sequence, then the number of tokens."""
     return ops.input("cu_seqlens", (Size(1, sequences=1),), torch.int32)
 
 
 def normalize(ops: Recorder) -> Value:
-    """Return which sequences want a vector of length 1."""
+    """Return, for each sequence, whether its vector is normalized to length 1."""
     return ops.input("normalize", ("sequences",), torch.bool)

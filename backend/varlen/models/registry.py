@@ -1,11 +1,10 @@
-"""The families that are served, by the `model_type` of their config.json."""
+"""The loader of each model family, by the `model_type` of config.json."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import torch
 
-from varlen.errors import CheckpointError
 from varlen.models.bert import load_bert
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.heads import Heads
@@ -13,8 +12,8 @@ from varlen.program.program import Value
 from varlen.program.recorder import Recorder
 
 
-class Encoder(Protocol):
-    """A loaded encoder of some family."""
+class EncoderModel(Protocol):
+    """A loaded encoder of any family."""
 
     @property
     def vocab_size(self) -> int:
@@ -32,20 +31,16 @@ class Encoder(Protocol):
         """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
 
 
-Load: TypeAlias = Callable[[Checkpoint, torch.dtype, torch.device], Encoder]
+Load: TypeAlias = Callable[[Checkpoint, torch.dtype, torch.device], EncoderModel]
 
+# `Checkpoint.open` refuses all other families.
 FAMILIES: dict[str, Load] = {"bert": load_bert}
 
 
-def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Encoder:
+def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> EncoderModel:
     """Return the encoder of a checkpoint in `dtype` on `device`.
 
     Raises:
-        CheckpointError: its family is not served, or its weights do not fit its config.json.
+        CheckpointError: its weights do not fit its config.json.
     """
-    family = checkpoint.config.get("model_type")
-    if family not in FAMILIES:
-        raise CheckpointError(
-            f'config.json has model_type "{family}"; this version serves: {", ".join(FAMILIES)}'
-        )
-    return FAMILIES[family](checkpoint, dtype, device)
+    return FAMILIES[checkpoint.config["model_type"]](checkpoint, dtype, device)

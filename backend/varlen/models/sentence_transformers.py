@@ -1,6 +1,6 @@
-"""What the files of sentence-transformers say about a checkpoint: pooling, normalization, prompt, limit.
+"""Settings of sentence-transformers in a checkpoint: pooling, normalization, prompt, limit.
 
-Read are modules.json, the configurations of its modules, sentence_bert_config.json and
+The files are modules.json, the configurations of its modules, sentence_bert_config.json and
 config_sentence_transformers.json. A field that would change vectors and is not served is refused
 by name; see docs/decisions/0014-config-fields.md.
 """
@@ -37,26 +37,26 @@ _POOLING_NAMES: dict[str, Pooling] = {
     "max": "max",
     "lasttoken": "last",
 }
-# What the transformer module returns, by its task: what of transformers' output, and under which name.
+# By task, the output of transformers that the module returns, and the name that it gets.
 _OUTPUTS_OF_TASK = {
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
 }
 _KNOWN_MODEL_FIELDS = frozenset(
-    # the last one chooses what `similarity` computes, the one before what a cross-encoder makes of logits
+    # similarity_fn_name is for `similarity`, activation_fn for the scores of a cross-encoder
     "__version__ requirements prompts default_prompt_name model_type activation_fn similarity_fn_name".split()
 )
 
 
 @dataclass(frozen=True, slots=True)
 class SentenceSettings:
-    """What sentence-transformers does around a transformer.
+    """Settings of the steps around a transformer.
 
     Attributes:
         pooling: how one vector is made of a sequence.
         normalize: whether the vector is divided by its length.
         default_prompt: text that it puts before every text.
-        max_seq_length: length at which it truncates, in tokens; None where no file says.
+        max_seq_length: length at which it truncates, in tokens; None if no file has it.
         lowercase: whether texts are lowercased even if the tokenizer does not.
     """
 
@@ -68,7 +68,7 @@ class SentenceSettings:
 
 
 def read_sentence_settings(folder: Path) -> SentenceSettings:
-    """Return what the files of sentence-transformers in `folder` say; the defaults where there are none.
+    """Return the settings in a checkpoint folder; defaults where files are absent.
 
     Raises:
         CheckpointError: a file is damaged, or asks for something that is not served.
@@ -103,7 +103,7 @@ def read_sentence_settings(folder: Path) -> SentenceSettings:
 
 
 def _module_paths(folder: Path) -> dict[str, str]:
-    """Return the folders of the modules in modules.json, by kind; none where there is no such file."""
+    """Return the module folders in modules.json, by kind; empty without the file."""
     if not (folder / "modules.json").is_file():
         return {}
     modules = read_json(folder, "modules.json")

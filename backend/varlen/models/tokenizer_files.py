@@ -1,7 +1,7 @@
 """tokenizer.json and tokenizer_config.json, checked against each other.
 
-`tokenizer.json` is what tokenizes. transformers' BertTokenizer lets some fields of
-`tokenizer_config.json` win over it, so a disagreement is refused instead of guessed at.
+varlen tokenizes with tokenizer.json. In transformers, some fields of tokenizer_config.json override it
+for BertTokenizer, so a disagreement is refused.
 """
 
 from pathlib import Path
@@ -10,12 +10,12 @@ from varlen.errors import CheckpointError
 from varlen.models.config_file import Json, read_object, read_optional_object, show
 
 _CONFIG = "tokenizer_config.json"
-# Classes whose fields win over tokenizer.json; a BERT checkpoint that names none gets the first.
+# Classes whose fields override tokenizer.json; a BERT checkpoint that names none gets the first.
 _BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
 
 
 def read_tokenizer_limit(folder: Path, *, lowercase: bool) -> int | None:
-    """Return model_max_length, at which transformers truncates; None where no file says.
+    """Return model_max_length, at which transformers truncates; None if no file has it.
 
     Args:
         folder: of the checkpoint.

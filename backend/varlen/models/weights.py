@@ -23,13 +23,13 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # Integers and 8-bit floats are quantized: they mean nothing without their scales.
 _DTYPES = ("F64", "F32", "F16", "BF16")
-# What TensorFlow calls the two tensors of a layer norm; transformers renames them in the same way.
+# TensorFlow's names of the two tensors of a layer norm; transformers renames them in the same way.
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a safetensors header says about a tensor.
+    """Entry of a tensor in a safetensors header.
 
     Attributes:
         file: name of the file that holds it.
@@ -122,7 +122,7 @@ class CheckpointWeights:
         return name in self._headers
 
     def read(self, name: str, *shape: int) -> "Tensor":
-        """Return the tensor called `name`: a view of its file, which stays mapped as long as the view is kept.
+        """Return a tensor as a view of its file, which stays mapped with it.
 
         Raises:
             CheckpointError: see `check_tensor`.

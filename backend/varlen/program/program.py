@@ -1,4 +1,4 @@
-"""A forward pass as data: a list of ops over symbolic shapes, which runs for any batch.
+"""A forward pass as data: a list of ops over symbolic shapes.
 
 A `Recorder` makes it. Lifetimes, memory plans, pictures and execution are all derived from the list of ops;
 no model file knows about any of them.
@@ -54,7 +54,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A tensor that outlives runs, such as a KV cache: outside the arena, written in place by ops.
+    """A tensor outside the arena that outlives runs, such as a KV cache.
 
     Attributes:
         name: unique in its program.
@@ -96,7 +96,7 @@ class Op:
         return tuple(operand for operand in self.operands if isinstance(operand, Value))
 
     def overwritable(self, result: int) -> Value | None:
-        """Return the value that a result may be written over once no later op reads it, if any."""
+        """Return the operand that a result may overwrite if no later op reads it."""
         if result >= len(self.in_place):
             return None
         operand = self.operands[self.in_place[result]]
@@ -151,7 +151,7 @@ class Program:
 
     @property
     def is_per_token(self) -> bool:
-        """Whether it answers each token, not each sequence."""
+        """Whether there is one output per token, not one per sequence."""
         return self.outputs[0].shape[0] == Size(tokens=1)
 
     def run(
@@ -200,7 +200,7 @@ class Program:
             yield torch.empty(value.at(dims), dtype=value.dtype, device=device)
 
     def _bind(self) -> None:
-        """Give each tensor of a run a slot: constants, inputs, states, views into the region, outputs."""
+        """Assign slots to the tensors: constants, inputs, states, views of the region, outputs."""
         number = {usage: i for i, buffer in enumerate(self.buffers) for usage in buffer.usages}
         # many ops write one buffer in one form, and share its view
         form = {

@@ -1,4 +1,4 @@
-"""The recorder: a model calls its methods in straight lines, as it would call torch, and gets a `Program`.
+"""The recorder: a model calls it like torch, and gets a `Program`.
 
 Each call appends one `Op` and returns a symbolic `Value`. A dimension is any name that batches give a size to:
 tokens, sequences, blocks, logit_rows, ...
@@ -23,7 +23,7 @@ _Declared = TypeVar("_Declared", Value, State)
 
 
 class Recorder:
-    """The ops that a model may call. Each appends to the program and returns what the op writes.
+    """The ops that a model may call. Each returns the values that it writes.
 
     The meaning, shapes and precision of an op are those of the function of the same name in
     `varlen_kernels.reference`.
@@ -66,7 +66,7 @@ class Recorder:
             operands: its positional arguments.
             results: shape and dtype of each.
             writes: the states among the operands that it changes.
-            in_place: see `Op`; None takes what `varlen_kernels.reference` says of this kernel.
+            in_place: see `Op`; None takes the declaration in `varlen_kernels.reference`.
             attributes: its keyword arguments.
 
         Raises:

@@ -1,1 +1,1 @@
-"""Which waiting sequences run next: lengths and costs, no tensors, a clock that is handed in."""
+"""Decides which sequences run next, from lengths and costs. No tensors, no clock."""

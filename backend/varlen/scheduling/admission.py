@@ -1,4 +1,4 @@
-"""What may wait, and how much does: caps, deadlines that can be kept, and the one count of waiting work.
+"""Admission: counts waiting work, and refuses requests that exceed a limit.
 
 Threads that submit requests and the engine's thread share these counters; a lock guards them.
 """
@@ -13,14 +13,14 @@ from varlen.sequence import Batch, Forecast
 
 
 class Admission:
-    """Counts waiting work, and refuses what would pass a cap or miss its deadline."""
+    """Counts waiting work, and refuses requests beyond a limit or too late."""
 
     def __init__(self, max_requests: int, max_tokens: int, *, slots: int = 1) -> None:
         """Start with an empty queue.
 
         Args:
-            max_requests, max_tokens: that may wait.
-            slots: batches that run at the same time.
+            max_requests, max_tokens: limits of waiting work.
+            slots: number of batches that run at the same time.
         """
         self._max_requests = max_requests
         self._max_tokens = max_tokens
@@ -34,7 +34,7 @@ class Admission:
 
     @property
     def depth(self) -> tuple[int, int]:
-        """(requests, tokens) that wait now."""
+        """Waiting requests and waiting tokens."""
         with self._lock:
             return self._requests, self._tokens
 
@@ -74,10 +74,10 @@ class Admission:
             self._seconds += forecast.seconds
 
     def leave(self, *, requests: int, tokens: int, seconds: float) -> None:
-        """Count out work that runs or is dropped.
+        """Subtract work that starts to run or is dropped.
 
         Args:
-            requests: those that have no waiting sequence left.
+            requests: number of requests that have no waiting sequence left.
             tokens, seconds: of the sequences that leave.
         """
         with self._lock:
@@ -93,7 +93,7 @@ class Admission:
             self._ends[batch] = until
 
     def end(self, batch: Batch) -> None:
-        """Count out a batch that has run."""
+        """Forget a batch that has run."""
         with self._lock:
             self._ends.pop(batch, None)
 
@@ -105,7 +105,7 @@ class Admission:
         if allowed is None:
             return
         wait = self._wait_seconds(now)
-        # its batch is filled up with requests that come meanwhile
+        # later requests may fill up its batch
         expected = wait + forecast.seconds + min(wait, forecast.batch_seconds)
         if expected > allowed:
             raise DeadlineError(

@@ -40,7 +40,7 @@ _OUT_OF_MEMORY = "the server had too little memory to run this request; it may p
 
 
 class OneShotScheduler:
-    """Queues requests and cuts their sequences into batches; a sequence is finished once it has run."""
+    """Queues requests and forms batches. A sequence is finished once it has run."""
 
     def __init__(
         self, config: EngineConfig, costs: CostModel, admission: Admission, max_batch_tokens: int
@@ -49,9 +49,9 @@ class OneShotScheduler:
 
         Args:
             config: names the policy, the trigger and the limits of a batch.
-            costs: of a batch as the executor runs it; refined here.
-            admission: counts what waits.
-            max_batch_tokens: that the executor runs together; the longest sequence has no more.
+            costs: predicts the run time of batches; refined here.
+            admission: counts waiting work.
+            max_batch_tokens: largest batch of the executor; no sequence is longer.
         """
         self._queue = RequestQueue()
         self._admission = admission
@@ -93,7 +93,7 @@ class OneShotScheduler:
         return self._starts_at(now) if self._queue else None
 
     def schedule(self, now: float) -> Batch | None:
-        """Return the next batch, whose sequences are running from now on; None if it is not time for one."""
+        """Return the next batch and mark it as running; None if it is too early."""
         while self._split:
             part = self.trim(self._split.popleft(), now)
             if part is not None:
@@ -106,11 +106,11 @@ class OneShotScheduler:
         batch = replace(chosen, seconds=self._forecaster.slowdown * chosen.seconds)
         for sequence in batch.sequences:
             sequence.status = "running"
-        self._count_out(batch.sequences, requests=self._queue.remove(batch.sequences))
+        self._subtract_waiting(batch.sequences, requests=self._queue.remove(batch.sequences))
         return self._start(batch, now)
 
     def trim(self, batch: Batch, now: float) -> Batch | None:
-        """Return a scheduled batch without finished sequences; None if nothing is left."""
+        """Return a scheduled batch without its finished sequences; None if all are finished."""
         left = [sequence for sequence in batch.sequences if sequence.status == "running"]
         if len(left) == len(batch.sequences):
             return batch
@@ -118,7 +118,7 @@ class OneShotScheduler:
         return self._start(self._part(left, batch.reason), now) if left else None
 
     def update(self, batch: Batch, result: BatchResult) -> list[Event]:
-        """Return what became of the sequences of a batch that has run, or failed to."""
+        """Return the outputs and the failures of a batch that has run."""
         self._admission.end(batch)
         if result.failure == "memory" and len(batch.sequences) > 1:
             self._split_in_two(batch)
@@ -135,16 +135,16 @@ class OneShotScheduler:
         return [*events]
 
     def remove(self, request: RequestState) -> None:
-        """Drop what waits of a request; the outputs of what runs of it are ignored."""
+        """Drop the waiting sequences of a request; outputs of running ones are ignored."""
         self._queue.discard(request)
         waiting = [sequence for sequence in request.sequences if sequence.status == "waiting"]
         if waiting:
-            self._count_out(waiting, requests=1)
+            self._subtract_waiting(waiting, requests=1)
         for sequence in request.sequences:
             sequence.finish()
 
     def drain(self) -> None:
-        """No more requests come: stop waiting for fuller batches."""
+        """Stop waiting for fuller batches: no more requests come."""
         self._max_delay = 0.0
 
     def _start(self, batch: Batch, now: float) -> Batch:
@@ -162,8 +162,8 @@ class OneShotScheduler:
         seconds = self._forecaster.slowdown * self._costs.seconds(shape)
         return Batch(tuple(sequences), shape, seconds, reason)
 
-    def _count_out(self, sequences: AnySequence[Sequence], *, requests: int) -> None:
-        """Count out sequences that no longer wait, and requests that have no waiting sequence left."""
+    def _subtract_waiting(self, sequences: AnySequence[Sequence], *, requests: int) -> None:
+        """Subtract sequences and requests that no longer wait from the counts."""
         tokens = sum(sequence.num_tokens for sequence in sequences)
         seconds = sum(s.num_tokens * s.request.seconds_per_token for s in sequences)
         self._admission.leave(requests=requests, tokens=tokens, seconds=seconds)

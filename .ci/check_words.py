@@ -1,0 +1,99 @@
+"""Check the words of comments, docstrings, messages and docs: `.ci/check_words.py [PATH ...]`.
+
+The first line of a docstring has at most 15 words, and no text holds a phrase of `PHRASES`: each of them has
+a plain word that readers of other serving systems know.
+"""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+PATHS = (
+    "kernels backend client tools tests typings docs model_repository .ci .ci/run .github"
+    " Makefile README.md CONTRIBUTING.md pyproject.toml constraints.txt"
+)
+SUFFIXES = {".py", ".pyi", ".md", ".pbtxt", ".yml"}
+MAX_WORDS = 15
+
+# What to write instead of each.
+PHRASES = {
+    "of which": "whose, or two sentences",
+    "so many": "that number of",
+    "as far as": "up to, until",
+    "what stands there": "the name of the thing",
+    "nobody": "no client, no thread, nothing",
+    "for want of": "without",
+    "carv(e|es|ed|ing)": "allocate",
+    "hand(s|ed|ing)? out": "return, deliver",
+    "tak(e|en|ing) in": "enqueue, accept",
+    "count(s|ed|ing)? out": "subtract, mark as scheduled",
+    "t(ake|akes|ook|aken|aking) down": "stop, remove",
+    "mend(s|ed|ing)?": "repair, fix",
+    "set(s|ting)? aside": "reserve, skip",
+    "share_out": "split_batch",
+    "lanes?": "worker thread, sub-batch",
+}
+
+
+def problems(path: Path) -> list[tuple[int, str]]:
+    """Return line and message of each problem in a file."""
+    source = path.read_text()
+    if path.suffix not in (".py", ".pyi"):
+        # the target of a link names a file
+        return list(_phrases(1, re.sub(r"\]\([^)]*\)", "]", source), path))
+    found = list(_long_docstrings(source))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            found += _phrases(token.start[0], token.string, path)
+    for node in ast.walk(ast.parse(source)):
+        # text with a space is prose, other text a name
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            found += _phrases(node.lineno, node.value, path)
+    return sorted(found)
+
+
+def _phrases(line: int, text: str, path: Path) -> Iterator[tuple[int, str]]:
+    for phrase, instead in PHRASES.items():
+        # in kernels it is the standard word for an element of a vector
+        if phrase.startswith("lane") and "kernel" in str(path):
+            continue
+        words = phrase.replace(" ", r"\s+")
+        for match in re.finditer(rf"(?<![\w/-])({words})\b", text, re.IGNORECASE):
+            yield (
+                line + text[: match.start()].count("\n"),
+                f'"{" ".join(match[0].split())}" -> {instead}',
+            )
+
+
+def _long_docstrings(source: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            first = (ast.get_docstring(node) or "").partition("\n")[0]
+            # `[tokens, hidden]` is one word
+            words = len(re.findall(r"`[^`]*`|\w\S*", first))
+            if words > MAX_WORDS:
+                message = f"the docstring's first line has {words} words -> at most {MAX_WORDS}"
+                yield node.body[0].lineno, message
+
+
+def main(paths: list[str]) -> int:
+    """Print every problem in the files of these paths; return 1 if there is one."""
+    found = [
+        f"{file}:{line}: {text}"
+        for path in paths
+        for file in ([Path(path)] if Path(path).is_file() else sorted(Path(path).rglob("*.*")))
+        if file.suffix in SUFFIXES or str(file) == path
+        # this file and its test quote the phrases
+        if "check_words" not in file.name
+        for line, text in problems(file)
+    ]
+    print("\n".join([*found, f"check_words: {len(found)} problems"]))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:] or PATHS.split()))

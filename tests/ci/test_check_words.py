@@ -1,0 +1,95 @@
+"""Phrases with a plainer word are reported with their line; names and figures are not."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.ci.scripts import load_script
+
+check_words = load_script("check_words")
+
+PHRASES = [
+    *("of which", "so many", "as far as", "what stands there", "nobody", "for want of"),
+    *("carve", "carving", "hand out", "handed out", "take in", "count out", "taken down", "mends"),
+    *("set aside", "setting aside", "share_out", "lanes"),
+]
+
+
+def found(folder: Path, source: str, name: str = "code.py") -> list[tuple[int, str]]:
+    path = folder / name
+    path.write_text(source)
+    problems: list[tuple[int, str]] = check_words.problems(path)
+    return problems
+
+
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_a_phrase_is_found_in_every_kind_of_text(phrase: str, tmp_path: Path) -> None:
+    text = f"The {phrase} here."
+
+    for source, line in [
+        (f"x = 1\n# {text}\n", 2),
+        (f'"""Title.\n\n{text}\n"""\n', 3),
+        (f'raise ValueError(\n    "{text}"\n)\n', 2),
+        (f'y = 1\nx = f"{text} {{y}}"\n', 2),
+    ]:
+        assert [at for at, _ in found(tmp_path, source)] == [line]
+    assert [at for at, _ in found(tmp_path, f"# Title\n\n{text}\n", "page.md")] == [3]
+
+
+def test_a_phrase_across_two_lines_is_found(tmp_path: Path) -> None:
+    source = "the batches, of\nwhich two run"
+
+    assert found(tmp_path, source, "page.md") == [(1, '"of which" -> whose, or two sentences')]
+
+
+def test_the_message_names_a_better_word(tmp_path: Path) -> None:
+    assert found(tmp_path, "# lanes with a mask\n") == [(1, '"lanes" -> worker thread, sub-batch')]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def carve(lanes): return lanes['nobody']\n",
+        "# see docs/decisions/0006-lanes.md\n",
+        "# recommend, amendment, the time it takes in seconds, planes, handout\n",
+    ],
+)
+def test_names_and_other_words_pass(source: str, tmp_path: Path) -> None:
+    assert found(tmp_path, source) == []
+
+
+def test_the_target_of_a_link_and_the_vectors_of_a_kernel_pass(tmp_path: Path) -> None:
+    assert found(tmp_path, "[workers](decisions/lanes.md)", "page.md") == []
+    assert found(tmp_path, "# [BLOCK] lanes\n", "kernel.py") == []
+
+
+def test_a_docstring_begins_with_at_most_fifteen_words(tmp_path: Path) -> None:
+    words = "Return " + "word " * 14
+    source = 'def f():\n    """{}.\n\n    {}"""\n'
+
+    assert found(tmp_path, source.format(words.strip(), "more " * 20)) == []
+    assert found(tmp_path, source.format(f"{words}`[tokens, hidden]`", "")) == [
+        (2, "the docstring's first line has 16 words -> at most 15")
+    ]
+
+
+def test_all_problems_of_all_paths_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.csv").write_text("nobody\n")
+    (tmp_path / "page.md").write_text("nobody\n\nnobody\n")
+
+    assert check_words.main([str(tmp_path)]) == 1
+    assert check_words.main([str(tmp_path / "data.csv")]) == 1
+    (tmp_path / "page.md").write_text("no client\n")
+    assert check_words.main([str(tmp_path)]) == 0
+
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[0] for line in printed] == [
+        f"{tmp_path}/page.md:1",
+        f"{tmp_path}/page.md:3",
+        "check_words",
+        f"{tmp_path}/data.csv:1",
+        "check_words",
+        "check_words",
+    ]

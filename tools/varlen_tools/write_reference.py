@@ -1,0 +1,175 @@
+"""Write docs/configuration.md and docs/metrics.md: `python -m varlen_tools.write_reference`.
+
+The tables are made from `EngineConfig` and the metric catalogue, so they always agree with the code.
+"""
+
+from collections.abc import Iterable
+from inspect import signature
+from pathlib import Path
+from string import Template
+
+from varlen.config import SETTINGS
+from varlen.encoder import Encoder
+from varlen.metrics import METRICS, Metric
+from varlen.wire import DEFAULT_MAX_ROWS
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+COMMAND = "python -m varlen_tools.write_reference"
+
+# The first setting of each section, in the order of the class.
+_SECTIONS = {
+    "task": "What runs",
+    "policy": "Batching",
+    "arena_bytes": "Limits",
+    "response_cache_bytes": "Response cache",
+    "warmup_seconds": "Cost measurement",
+    "log_level": "Log",
+}
+# How the names of a section's metrics begin.
+_METRIC_SECTIONS = {
+    "Requests and queue": ("varlen_request", "varlen_refused", "varlen_queue"),
+    "Batches": (
+        "varlen_sequences",
+        "varlen_tokens",
+        "varlen_padding",
+        "varlen_batch",
+        "varlen_split",
+        "varlen_scheduling",
+    ),
+    "Memory": ("varlen_weight", "varlen_arena", "varlen_plan"),
+    "Response cache": ("varlen_response_cache",),
+}
+
+_CONFIGURATION = Template("""\
+# Configuration
+
+<!-- Written by `$command` from backend/varlen/config.py. -->
+
+The engine's settings are `parameters` of a model's `config.pbtxt`.
+Each has a default, so a file with the one line `backend: "varlen"` is complete.
+An unknown setting, or a value that is not allowed, is an error at load. The message names the allowed values.
+
+## Set a value
+
+In `config.pbtxt`, where every value is a string:
+
+```
+parameters { key: "max_batch_tokens" value: { string_value: "8192" } }
+```
+
+While a model is fetched; this also sets `max_batch_size`:
+
+```sh
+python -m varlen_tools.fetch intfloat/e5-small-v2 --name e5 --set max_batch_tokens=8192 --set dtype=fp32
+```
+
+In process, without a server:
+
+```python
+Encoder.from_pretrained("model_repository/e5/1", max_batch_tokens=8192, dtype="fp32")
+```
+
+`from_pretrained` takes $in_process.
+It always uses the policy `token_budget`, measures no costs, and limits neither the queue nor the length of texts.
+$sections""")
+_SERVER_FIELDS = [
+    (
+        "`max_batch_size`",
+        f"Largest number of rows in one request, at least 1. The default is {DEFAULT_MAX_ROWS}."
+        " A batch holds rows of many requests, so it may be larger.",
+    ),
+    (
+        "`input`, `output`",
+        "If absent, they are completed from the task. If present, they are checked.",
+    ),
+    (
+        "`instance_group`",
+        "One instance per device. `kind: KIND_GPU gpus: [ 1 ]` gives it the second GPU."
+        " With another kind, `cuda` is the first GPU.",
+    ),
+    ("`dynamic_batching`, `sequence_batching`", "Refused: varlen forms batches itself."),
+    (
+        "`response_cache`",
+        "Refused: the server's cache ignores shapes and parameters. Use `response_cache_bytes`.",
+    ),
+]
+
+_METRICS = Template("""\
+# Metrics
+
+<!-- Written by `$command` from backend/varlen/metrics.py. -->
+
+The server's `/metrics` page (`curl 127.0.0.1:8002/metrics`) has these metrics of each model.
+Every series has the labels `model`, `version` and `instance`.
+A metric with a label of its own has one series for each of its values.
+Values are updated twice a second.
+The upper bounds of a histogram's buckets double: $seconds seconds, $counts for counts.
+$sections""")
+
+
+def configuration_page() -> str:
+    """Return the text of docs/configuration.md."""
+    in_process = [
+        f"`{name}`" for name in signature(Encoder.from_pretrained).parameters if name in SETTINGS
+    ]
+    names = list(SETTINGS)
+    starts = [names.index(first) for first in _SECTIONS]
+    parts = []
+    for title, begin, end in zip(_SECTIONS.values(), starts, [*starts[1:], None], strict=True):
+        rows = [_setting_row(name) for name in names[begin:end]]
+        parts.append(_section(title, "setting, default, allowed, description", rows))
+    parts.append(_section("Fields of the server", "field, meaning", _SERVER_FIELDS))
+    return _CONFIGURATION.substitute(
+        command=COMMAND, in_process=", ".join(in_process), sections="".join(parts)
+    )
+
+
+def metrics_page() -> str:
+    """Return the text of docs/metrics.md."""
+    parts = []
+    for title, prefixes in _METRIC_SECTIONS.items():
+        rows = [_metric_row(metric) for metric in METRICS if metric.startswith(prefixes)]
+        parts.append(_section(title, "metric, kind, label, unit, description", rows))
+    return _METRICS.substitute(
+        command=COMMAND, seconds=_range("seconds"), counts=_range(""), sections="".join(parts)
+    )
+
+
+def _setting_row(name: str) -> tuple[str, ...]:
+    setting = SETTINGS[name]
+    default = "of the checkpoint" if setting.default is None else f"`{setting.default}`".lower()
+    return f"`{name}`", default, setting.allowed, setting.description
+
+
+def _metric_row(metric: Metric) -> tuple[str, ...]:
+    values = ", ".join(metric.label_values)
+    label = f"`{metric.label}`: {values}" if values else ""
+    return f"`{metric.value}`", metric.kind.lower(), label, metric.unit, f"{metric.description}."
+
+
+def _range(unit: str) -> str:
+    """Return the first and the last bucket of the histograms of a unit."""
+    buckets = next(each.buckets for each in METRICS if each.buckets and each.unit == unit)
+    return f"from {buckets[0]:g} to {buckets[-1]:g}"
+
+
+def _section(title: str, header: str, rows: Iterable[tuple[str, ...]]) -> str:
+    columns = header.split(", ")
+    table = [columns, ["---"] * len(columns), *rows]
+    lines = ("| " + " | ".join(row) + " |" for row in table)
+    return "\n".join([f"\n## {title}\n", *lines, ""])
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by its file name."""
+    return {"configuration.md": configuration_page(), "metrics.md": metrics_page()}
+
+
+def main() -> None:
+    """Write the pages."""
+    for name, text in pages().items():
+        (DOCS / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
