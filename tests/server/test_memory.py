@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints import SPECIAL_TOKENS, WORDS
 from tests.closeness import assert_close
 from varlen.config import EngineConfig
 from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views
@@ -19,11 +20,11 @@ from varlen.request import Prompt, RequestOptions
 from varlen_kernels import reference
 from varlen_tools.local_server import LocalServer
 
-from .checkpoints import VOCAB_SIZE
 from .clients import AnswerError, Array, Client, GrpcClient, Tensor, integers
 from .serving import add_model, load, metrics, unload
 
 PLAIN = RequestOptions()
+VOCAB_SIZE = len(SPECIAL_TOKENS) + len(WORDS)
 
 # Room for 150 tokens of the checkpoint `encoder`: six results of 32 numbers each.
 ARENA_BYTES = 150 * 6 * 32 * 4

@@ -46,14 +46,12 @@ def test_perf_analyzer_gets_an_answer_to_every_request(
 
 @pytest.mark.parametrize("inputs, options", [("text", []), ("ids", IDS_OPTIONS)])
 def test_a_model_with_inputs_of_one_kind_needs_no_input_data(
-    minilm_folder: Path, tmp_path: Path, inputs: str, options: list[str]
+    minilm: Path, tmp_path: Path, inputs: str, options: list[str]
 ) -> None:
     """With all inputs optional, perf_analyzer asks for input data before it sends anything."""
     repository = tmp_path / "models"
     settings = {"device": "cpu", "warmup_seconds": "0"}
-    fetch(
-        str(minilm_folder), repository=repository, name="minilm", inputs=inputs, settings=settings
-    )
+    fetch(str(minilm), repository=repository, name="minilm", inputs=inputs, settings=settings)
     with LocalServer(repository) as server:
         server.wait_ready()
         command = [find_command("perf_analyzer"), "-m", "minilm", "-i", "grpc"]

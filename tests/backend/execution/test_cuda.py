@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints import KIND_OF_TASK
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.execution.cuda import CudaRunner
@@ -28,12 +29,6 @@ NORMALIZED = RequestOptions(normalize=True)
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 160
-TASK_KINDS = {
-    "embed": "BertModel",
-    "hidden": "BertModel",
-    "classify": "BertForSequenceClassification",
-    "token_classify": "BertForTokenClassification",
-}
 
 
 class RepeatedWork:
@@ -57,14 +52,14 @@ class RepeatedWork:
         return replay
 
 
-@pytest.fixture(params=TASK_KINDS)
+@pytest.fixture(params=KIND_OF_TASK)
 def task(request):
     return request.param
 
 
 @pytest.fixture
 def folder(task, make_checkpoint):
-    return make_checkpoint(TASK_KINDS[task])
+    return make_checkpoint(KIND_OF_TASK[task])
 
 
 @pytest.fixture

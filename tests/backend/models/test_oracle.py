@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 
+from tests.checkpoints import pooling_files
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.config import EngineConfig
@@ -118,19 +119,9 @@ POOLINGS = {
 def test_every_pooling_matches_transformers(make_checkpoint, rng, pooling, style):
     flag = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens"}.get(pooling, pooling)
     flags = {f"pooling_mode_{name}": False for name in ("cls_token", "mean_tokens", "max_tokens")}
-    folder = make_checkpoint(
-        files={
-            "modules.json": [
-                {"type": "sentence_transformers.models.Transformer", "path": ""},
-                {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
-            ],
-            "1_Pooling/config.json": (
-                {"pooling_mode": pooling}
-                if style == "name"
-                else {**flags, f"pooling_mode_{flag}": True}
-            ),
-        }
-    )
+    named = {"pooling_mode": pooling}
+    flagged = {**flags, f"pooling_mode_{flag}": True}
+    folder = make_checkpoint(files=pooling_files(**(named if style == "name" else flagged)))
     model = oracle(folder, "BertModel")
     rows = random_rows(rng, [1, 3, 3, 29], model.config.vocab_size)
 
@@ -227,8 +218,7 @@ def test_a_checkpoint_without_pooler_embeds(make_checkpoint, rng):
 
 @pytest.mark.parametrize("saved", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_weights_saved_in_half_precision_run_in_fp32(make_checkpoint, rng, saved):
-    folder = make_checkpoint()
-    transformers.BertModel.from_pretrained(folder).to(saved).save_pretrained(folder)
+    folder = make_checkpoint(dtype=saved)
     model = oracle(folder, "BertModel")
     rows = random_rows(rng, [3, 17], model.config.vocab_size)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints import KIND_OF_TASK
 from tests.closeness import assert_close, assert_rows_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views
@@ -24,18 +25,10 @@ THREE = dims_of([3])
 PLAIN = RequestOptions()
 NORMALIZED = RequestOptions(normalize=True)
 
-TASK_KINDS = {
-    "embed": "BertModel",
-    "hidden": "BertModel",
-    "classify": "BertForSequenceClassification",
-    "rerank": "BertForSequenceClassification",
-    "token_classify": "BertForTokenClassification",
-}
 
-
-@pytest.fixture(params=TASK_KINDS)
+@pytest.fixture(params=KIND_OF_TASK)
 def runner(request, make_checkpoint):
-    folder = make_checkpoint(TASK_KINDS[request.param])
+    folder = make_checkpoint(KIND_OF_TASK[request.param])
     return Runner(Checkpoint.open(folder), EngineConfig(task=request.param, dtype="fp32"))
 
 
