@@ -8,7 +8,7 @@ import random
 import tracemalloc
 from collections import Counter, OrderedDict
 from queue import SimpleQueue
-from threading import Barrier, Event, Lock, Thread
+from threading import Barrier, Lock, Thread
 
 import numpy as np
 import pytest
@@ -23,24 +23,17 @@ from varlen.errors import (
     RequestError,
     VarlenError,
 )
-from varlen.request import Prompt, Request, RequestOptions
+from varlen.request import Prompt, Request
 from varlen.response_cache import ENTRY_BYTES, CacheUse, JoinLimits, ResponseCache
+
+from .fakes.engine_parts import Clock, FakeReply
+from .requests import prompt_of, request_of
 
 SECONDS = 10.0
 WIDTH = 4
 # of one entry of the fake engine
 SIZE = 4 * WIDTH + ENTRY_BYTES
 ANY = JoinLimits(max_flight_tokens=1000, max_requests=1000, max_tokens=100_000)
-
-
-def request(*rows, normalize=False, types=None, **given):
-    """Return a request whose rows hold these token ids, or this one."""
-    rows = [row if isinstance(row, list) else [row] for row in rows]
-    kinds = [None if types is None else np.array(types, dtype=np.int32)] * len(rows)
-    sequences = tuple(
-        Prompt(np.array(row, dtype=np.int32), kind) for row, kind in zip(rows, kinds, strict=True)
-    )
-    return Request(sequences, RequestOptions(normalize, **given))
 
 
 def answer(sequence, normalize, run=0):
@@ -99,43 +92,12 @@ class FakeEngine:
         reply.fail(error)
 
 
-class FakeReply:
-    """Keeps every answer it is given; may claim to be cancelled, or raise."""
-
-    def __init__(self, raises=()):
-        self.answers = []
-        self._rows = []
-        self.answered = Event()
-        self.cancelled = False
-        self._raises = raises
-
-    def is_cancelled(self):
-        if "is_cancelled" in self._raises:
-            raise OSError("is_cancelled")
-        return self.cancelled
+class CacheReply(FakeReply):
+    """Fails unless rows come in their order. `answer` says what is in a row."""
 
     def send(self, row, output):
-        assert not self.answers, "a part after the answer"
-        assert row == len(self._rows), "rows in order"
-        self._rows.append(output)
-
-    def finish(self):
-        rows, self._rows = self._rows, []
-        self._take("finish", rows)
-
-    def fail(self, error):
-        self._take("fail", error)
-
-    def _take(self, how, given):
-        self.answers.append(given)
-        self.answered.set()
-        if how in self._raises:
-            raise OSError(how)
-
-    @property
-    def only(self):
-        assert len(self.answers) == 1, self.answers
-        return self.answers[0]
+        assert row == len(self.outputs), "rows in order"
+        super().send(row, output)
 
     @property
     def sums(self):
@@ -146,15 +108,7 @@ class FakeReply:
     @property
     def runs(self):
         """By which run each row was brought."""
-        return [int(row[3]) for row in self.only]
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
+        return [row[3] for row in self.only]
 
 
 class Bench:
@@ -167,8 +121,8 @@ class Bench:
         self.cache = ResponseCache(self.engine.submit, joins, self.clock, **limits)
 
     def ask(self, *rows, reply=None, **given):
-        reply = reply or FakeReply()
-        self.cache.submit(request(*rows, **given), reply)
+        reply = reply or CacheReply()
+        self.cache.submit(request_of(*rows, **given), reply)
         return reply
 
     def get(self, *rows, **given):
@@ -279,7 +233,7 @@ def test_what_the_answer_does_not_depend_on_is_not_in_the_key(bench):
 def test_a_slice_of_ids_has_the_key_of_its_copy(bench):
     bench.get([1, 2, 3])
     every_other = Prompt(np.array([1, 0, 2, 0, 3], dtype=np.int32)[::2])
-    reply = FakeReply()
+    reply = CacheReply()
 
     bench.cache.submit(Request((every_other,)), reply)
 
@@ -287,9 +241,8 @@ def test_a_slice_of_ids_has_the_key_of_its_copy(bench):
 
 
 def test_nobody_can_change_what_is_kept(bench):
-    given_out = [bench.get(1).only[0], bench.ask(1).only[0]]
-
-    for array in given_out:
+    for reply in (bench.get(1), bench.ask(1)):
+        [array] = reply.outputs[0]
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 9
         with pytest.raises(ValueError, match="WRITEABLE"):
@@ -305,7 +258,7 @@ def test_what_the_engine_does_to_its_arrays_later_does_not_show(bench):
     succeed(flight, [batch[0]])
     batch[:] = 7
 
-    assert reply.only[0].tolist() == bench.ask(1).only[0].tolist() == [1] * WIDTH
+    assert reply.only == bench.ask(1).only == [[1] * WIDTH]
 
 
 def test_answers_of_two_dimensions_keep_their_shape(bench):
@@ -357,13 +310,11 @@ def test_the_bytes_that_are_counted_are_enough(count, width):
             succeed(reply, [np.zeros(width, dtype=np.float32) for _ in request.prompts])
 
     cache = ResponseCache(Instant().submit, ANY, Clock(), max_bytes=2**40)
-    reply = FakeReply()
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for number in range(count):
-        cache.submit(request(number), reply)
-        reply.answers.clear()
+        cache.submit(request_of(number), CacheReply())
     gc.collect()
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
@@ -446,8 +397,8 @@ def test_its_bound_is_never_passed_whatever_the_sizes(answers, max_bytes):
 
     cache = ResponseCache(Sized().submit, ANY, Clock(), max_bytes=max_bytes)
     for text, width in answers:
-        reply = FakeReply()
-        cache.submit(request([text] * width), reply)
+        reply = CacheReply()
+        cache.submit(request_of([text] * width), reply)
         assert len(reply.answers) == 1
         kept = [entry.answer for entry in cache._entries.values()]
         assert cache.use().held_bytes == sum(len(a.values) + ENTRY_BYTES for a in kept) <= max_bytes
@@ -573,7 +524,7 @@ def test_a_leader_that_is_refused_is_told_so_and_its_followers_start_anew(bench)
 
     bench.engine.on_submit = join
     bench.engine.refusal = QueueFullError("full")
-    leader = FakeReply()
+    leader = CacheReply()
 
     with pytest.raises(QueueFullError):
         bench.ask(1, 2, reply=leader)
@@ -612,7 +563,7 @@ def test_a_follower_whose_own_start_is_refused_is_told_so(bench):
 def test_a_refused_request_no_longer_waits_for_what_it_joined(bench):
     leader = bench.ask(1)
     bench.engine.refusal = QueueFullError("full")
-    refused = FakeReply()
+    refused = CacheReply()
 
     with pytest.raises(QueueFullError):
         bench.ask(1, 2, reply=refused)
@@ -675,7 +626,7 @@ def test_who_joins_a_flight_that_is_being_cancelled_starts_anew(bench):
 
 
 def test_a_reply_that_cannot_say_whether_it_is_cancelled_keeps_its_flight(bench):
-    reply = bench.ask(1, reply=FakeReply(raises=("is_cancelled",)))
+    reply = bench.ask(1, reply=CacheReply(raises=("is_cancelled",)))
 
     bench.engine.run()
 
@@ -751,7 +702,7 @@ def test_what_an_answered_request_had_sent_is_kept_if_it_runs_all_the_same(bench
     bench.ask(1, 2)
     bench.engine.fail(EngineError("the batch failed"))
     [(_, flight)] = bench.engine.flights
-    succeed(flight, [answer(Prompt(np.array([2], dtype=np.int32)), False)])
+    succeed(flight, [answer(prompt_of(2), False)])
 
     assert bench.ask(2).sums == [2]
 
@@ -767,9 +718,9 @@ def test_an_answer_that_cannot_be_kept_is_an_error_to_all(bench, rows):
     assert bench.is_empty_handed()
 
 
-@pytest.mark.parametrize("how", ["succeed", "fail"])
+@pytest.mark.parametrize("how", ["send", "finish", "fail"])
 def test_a_reply_that_raises_harms_no_other(bench, how):
-    broken = bench.ask(1, reply=FakeReply(raises=(how,)))
+    broken = bench.ask(1, reply=CacheReply(raises=(how,)))
     company = bench.ask(1)
     if how == "fail":
         bench.engine.fail(EngineError("the batch failed"))
@@ -786,8 +737,8 @@ def test_an_engine_that_answers_at_once_is_no_trouble():
             succeed(reply, [answer(s, request.options.normalize) for s in request.prompts])
 
     cache = ResponseCache(Instant().submit, ANY, Clock(), max_bytes=10_000)
-    reply = FakeReply()
-    cache.submit(request(1, 2, 1), reply)
+    reply = CacheReply()
+    cache.submit(request_of(1, 2, 1), reply)
 
     assert reply.sums == [1, 2, 1]
 
@@ -833,7 +784,7 @@ def test_any_order_of_events_answers_each_request_once_and_rightly(
         if action == "ask":
             rows, given, refusal = what
             bench.engine.refusal = refusal
-            reply = FakeReply()
+            reply = CacheReply()
             try:
                 bench.ask(*rows, reply=reply, **given)
                 asked.append((rows, given["normalize"], reply))
@@ -861,7 +812,7 @@ def test_any_order_of_events_answers_each_request_once_and_rightly(
             is_own = isinstance(reply.only, RequestCancelled) and reply.cancelled
             assert is_own or reply.only in failures
         else:
-            assert [row[[0, 2]].tolist() for row in reply.only] == [[r, normalize] for r in rows]
+            assert [[row[0], row[2]] for row in reply.only] == [[r, normalize] for r in rows]
     assert bench.is_empty_handed()
 
 
@@ -937,9 +888,9 @@ def test_what_many_threads_ask_for_at_once_runs_once():
 
     def ask(index):
         for text in range(200):
-            reply = FakeReply()
+            reply = CacheReply()
             replies[index].append((text, reply))
-            cache.submit(request(text, text // 2), reply)
+            cache.submit(request_of(text, text // 2), reply)
 
     in_threads(8, ask)
 
@@ -964,14 +915,14 @@ def test_whatever_goes_wrong_in_many_threads_each_request_is_answered_once():
         numbers = random.Random(index)
         for _ in range(400):
             rows = [numbers.randrange(20) for _ in range(numbers.randint(1, 4))]
-            reply = FakeReply()
+            reply = CacheReply()
             reply.cancelled = numbers.random() < 0.1
             given = {
                 "priority": numbers.randrange(2),
                 "deadline_seconds": numbers.choice([None, 1.0]),
             }
             try:
-                cache.submit(request(*rows, **given), reply)
+                cache.submit(request_of(*rows, **given), reply)
                 accepted.append((rows, reply))
             except QueueFullError:
                 refused.append(reply)

@@ -11,7 +11,9 @@ from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
-from varlen.request import Prompt, RequestOptions
+from varlen.request import RequestOptions
+
+from ..requests import prompt_of
 
 PLAIN = RequestOptions()
 
@@ -62,11 +64,8 @@ def check(folder, actual, expected):
 
 def run_with_types(folder, rows, types, **config):
     runner = Runner(Checkpoint.open(folder), EngineConfig(dtype="fp32", **config))
-    sequences = [
-        Prompt(np.array(row, dtype=np.int32), np.array(kinds, dtype=np.int32))
-        for row, kinds in zip(rows, types, strict=True)
-    ]
-    return runner.run(sequences, [PLAIN] * len(rows))
+    prompts = [prompt_of(row, kinds) for row, kinds in zip(rows, types, strict=True)]
+    return runner.run(prompts, [PLAIN] * len(rows))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -96,13 +95,11 @@ def test_token_types_match_transformers(make_checkpoint, rng, shape):
 def test_rows_with_and_without_token_types_share_a_batch(small_bert, rng):
     model = oracle(small_bert, "BertModel")
     rows = random_rows(rng, [5, 5, 8], model.config.vocab_size)
-    types = [[0] * 5, [1, 0, 1, 1, 0], [0] * 8]
-    runner = Runner(Checkpoint.open(small_bert), EngineConfig(dtype="fp32", task="hidden"))
-    sequences = [Prompt(np.array(row, dtype=np.int32)) for row in rows]
-    sequences[1] = Prompt(sequences[1].token_ids, np.array(types[1], dtype=np.int32))
+    types = [None, [1, 0, 1, 1, 0], None]
 
-    actual = runner.run(sequences, [PLAIN] * 3)
+    actual = run_with_types(small_bert, rows, types, task="hidden")
 
+    types = [[0] * 5, types[1], [0] * 8]
     check(small_bert, actual, [out.last_hidden_state[0] for out in one_by_one(model, rows, types)])
 
 
