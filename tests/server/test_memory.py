@@ -11,13 +11,12 @@ import torch
 
 from tests.checkpoints import SPECIAL_TOKENS, WORDS
 from tests.closeness import assert_close
+from tests.plain_run import pack, run_without_arena
 from varlen.config import EngineConfig
-from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen.program.program import Program
 from varlen.request import Prompt, RequestOptions
-from varlen_kernels import reference
 from varlen_tools.local_server import LocalServer
 
 from .clients import AnswerError, Array, Client, GrpcClient, Tensor, integers
@@ -125,18 +124,10 @@ def padded(rows: list[list[int]]) -> dict[str, Tensor]:
     }
 
 
-@torch.inference_mode()
 def without_arena(program: Program, rows: list[list[int]]) -> Array:
     """Return the answers by row when every op makes a tensor of its own, in the order of packing that is served."""
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    sequences = [Prompt(np.array(rows[index], dtype=np.int32)) for index in order]
-    dims = dims_of([sequence.num_tokens for sequence in sequences])
-    buffer = torch.empty(input_bytes(program.inputs, dims), dtype=torch.uint8)
-    inputs = input_views(buffer, program.inputs, dims)
-    fill_inputs(inputs, sequences, [PLAIN] * len(rows))
-    bound = dict(inputs)
-    for op in program.ops:
-        operands = [x if isinstance(x, torch.Tensor) else bound[x.name] for x in op.operands]
-        bound[op.results[0].name] = getattr(reference, op.kernel)(*operands, **op.attributes)
-    answers: Array = bound[program.outputs[0].name].numpy()
+    prompts = [Prompt(np.array(rows[index], dtype=np.int32)) for index in order]
+    (output,) = run_without_arena(program, pack(program, prompts, PLAIN).inputs)
+    answers: Array = output.numpy()
     return answers[np.argsort(order)]
