@@ -1,10 +1,13 @@
-"""Small random checkpoints, random numbers, and a machine without a GPU."""
+"""Small random checkpoints, random numbers, the server's module, and a machine without a GPU."""
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ import torch
 import transformers
 
 from tests.checkpoints import save_checkpoint
+
+_FAKES = Path(__file__).parent / "fakes"
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -37,6 +42,18 @@ def small_bert(make_checkpoint: MakeCheckpoint) -> Path:
 def folder(small_bert: Path, tmp_path: Path) -> Path:
     """Return a copy of the plain checkpoint, for a test to change."""
     return shutil.copytree(small_bert, tmp_path / "copy")
+
+
+@pytest.fixture
+def pb_utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Return a fresh stand-in for the server's module, importable under the real name."""
+    name = "triton_python_backend_utils"
+    spec = importlib.util.spec_from_file_location(name, _FAKES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    yield module
+    assert module.crashes == []
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """Settings: defaults, types, and messages that name the key, the value and what is allowed."""
 
-import re
 from dataclasses import fields
 
 import pytest
 
 from varlen.config import SERVER_PARAMETERS, EngineConfig
-from varlen.errors import ConfigError
+
+from .refusals import refused_setting as refused
 
 INTEGERS = [
     "max_delay_ms",
@@ -29,10 +29,6 @@ MAY_BE_ZERO = {
     "threads",
     "warmup_seconds",
 }
-
-
-def refused(message):
-    return pytest.raises(ConfigError, match=re.escape(message))
 
 
 def test_no_parameters_are_the_defaults():

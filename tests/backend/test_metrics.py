@@ -8,6 +8,8 @@ import pytest
 from varlen import metrics
 from varlen.metrics import Drained, Exporter, Stats
 
+from .fakes.triton_python_backend_utils import Metric
+
 LABELS = {"model": "m", "version": "1", "instance": "m_0"}
 REQUESTS = "varlen_requests_total"
 REFUSALS = "varlen_refused_requests_total"
@@ -35,30 +37,12 @@ TOTALS = {
 SNAPSHOT = {**GAUGES, **TOTALS}
 
 
-class FakeMetric:
-    def __init__(self):
-        self.total = 0.0
-        self.value = None
-        self.observed = []
-        self.broken = False
-
-    def increment(self, value):
-        if self.broken:
-            raise RuntimeError("broken")
-        self.total += value
-
-    def set(self, value):
-        self.value = value
-
-    def observe(self, value):
-        self.observed.append(value)
-
-
 class FakeServer:
+    """Makes series, and looks them up by name and by outcome or reason."""
+
     def __init__(self):
         self.series = {}
         self.kinds = {}
-        self.buckets = {}
 
     def make_metric(self, kind, name, about, labels, buckets):
         assert about
@@ -66,8 +50,7 @@ class FakeServer:
         assert key not in self.series
         assert {k: v for k, v in labels.items() if k not in ("outcome", "reason")} == LABELS
         self.kinds[name] = kind
-        self.buckets[name] = buckets
-        self.series[key] = FakeMetric()
+        self.series[key] = Metric(labels, buckets)
         return self.series[key]
 
     def __getitem__(self, key):
@@ -118,8 +101,8 @@ def test_every_series_shows_from_the_start(server, exporter):
 
 
 def test_buckets_ascend_and_only_histograms_have_them(server, exporter):
-    for name, kind in server.kinds.items():
-        buckets = server.buckets[name]
+    for (name, _), metric in server.series.items():
+        kind, buckets = server.kinds[name], metric.buckets
         assert (buckets is not None) == (kind == "HISTOGRAM")
         assert buckets is None or (buckets == sorted(set(buckets)) and len(buckets) > 5)
 
@@ -138,18 +121,18 @@ def test_a_flush_carries_everything_over_once(server, stats, exporter):
     exporter.flush()
     exporter.flush()
 
-    assert server[REQUESTS, "ok"].total == 2
-    assert server[REQUESTS, "invalid"].total == 1
-    assert server[REQUESTS, "failed"].total == 0
-    assert server["varlen_sequences_total"].total == 4
-    assert server["varlen_tokens_total"].total == 42
-    assert server["varlen_padding_tokens_total"].total == 5
-    assert server["varlen_scheduling_seconds_total"].total == 0.125
+    assert server[REQUESTS, "ok"].value == 2
+    assert server[REQUESTS, "invalid"].value == 1
+    assert server[REQUESTS, "failed"].value == 0
+    assert server["varlen_sequences_total"].value == 4
+    assert server["varlen_tokens_total"].value == 42
+    assert server["varlen_padding_tokens_total"].value == 5
+    assert server["varlen_scheduling_seconds_total"].value == 0.125
     assert server["varlen_batch_predicted_seconds"].observed == [0.5]
     assert server["varlen_batch_seconds"].observed == [0.25]
-    assert server[REFUSALS, "deadline"].total == 1
-    assert server[REFUSALS, "expired"].total == 0
-    assert server["varlen_split_batches_total"].total == 1
+    assert server[REFUSALS, "deadline"].value == 1
+    assert server[REFUSALS, "expired"].value == 0
+    assert server["varlen_split_batches_total"].value == 1
     assert server["varlen_request_latency_seconds"].observed == [0.5, 0.25, 0.125]
     assert server["varlen_queue_wait_seconds"].observed == [0.0625]
     assert server["varlen_batch_sequences"].observed == [3, 1]
@@ -173,25 +156,25 @@ def test_totals_are_exported_as_they_grow(server, stats, monkeypatch):
     exporter.flush()
     exporter.close()
 
-    assert server["varlen_plan_cache_hits_total"].total == 12
-    assert server["varlen_plan_cache_misses_total"].total == 2
-    assert server["varlen_plan_seconds_total"].total == 0.5
+    assert server["varlen_plan_cache_hits_total"].value == 12
+    assert server["varlen_plan_cache_misses_total"].value == 2
+    assert server["varlen_plan_seconds_total"].value == 0.5
 
 
 def test_the_thread_flushes_and_outlives_a_failure(server, stats, monkeypatch):
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 0.005)
     exporter = Exporter(stats, SNAPSHOT.copy, server.make_metric, LABELS)
-    server[REQUESTS, "failed"].broken = True
+    server[REQUESTS, "failed"].increment = lambda value: 1 // 0
     stats.count_request("failed", 0.5)
     sleep(0.05)
 
     stats.count_request("ok", 0.5)
 
     until = monotonic() + 10
-    while server[REQUESTS, "ok"].total != 1 and monotonic() < until:
+    while server[REQUESTS, "ok"].value != 1 and monotonic() < until:
         sleep(0.005)
     exporter.close()
-    assert server[REQUESTS, "ok"].total == 1
+    assert server[REQUESTS, "ok"].value == 1
 
 
 def test_counts_from_many_threads_are_all_kept(stats):

@@ -11,6 +11,7 @@ from varlen.errors import DeadlineError, QueueFullError, RequestError
 from varlen.scheduling.admission import Admission
 from varlen.sequence import Batch, Forecast
 
+from ..refusals import raises
 from .waiting import request_of as request
 
 NO_TIME = Forecast(0.0, 0.0)
@@ -30,7 +31,7 @@ def test_refuses_one_request_too_many():
     admission.enter(request(3), NO_TIME, 0.0)
 
     message = "the queue is full: 1 requests wait and 1 may; try again later"
-    with pytest.raises(QueueFullError, match=re.escape(message)):
+    with raises(QueueFullError, message):
         admission.enter(request(3), NO_TIME, 0.0)
     assert admission.depth == (1, 3)
 
@@ -40,7 +41,7 @@ def test_refuses_tokens_past_the_cap():
     admission.enter(request(60), NO_TIME, 0.0)
 
     message = "the queue is full: 60 tokens wait, 41 came and 100 may wait; try again later"
-    with pytest.raises(QueueFullError, match=re.escape(message)):
+    with raises(QueueFullError, message):
         admission.enter(request(40, 1), NO_TIME, 0.0)
     assert admission.depth == (1, 60)
     admission.enter(request(40), NO_TIME, 0.0)
@@ -51,7 +52,7 @@ def test_a_request_larger_than_the_whole_queue_is_the_caller_s_fault():
     admission = Admission(10, 100)
 
     message = "the request has 101 tokens; this model queues at most 100: send fewer rows at once"
-    with pytest.raises(RequestError, match=re.escape(message)):
+    with raises(RequestError, message):
         admission.enter(request(50, 51), NO_TIME, 0.0)
     assert admission.depth == (0, 0)
 
