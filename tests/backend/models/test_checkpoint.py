@@ -346,9 +346,12 @@ def test_refuses_a_cap_that_cannot_hold_the_longest_sequence(folder, name):
         load(folder, **{name: 63})
 
 
-def test_a_loaded_model_keeps_nothing_of_its_file_mapped(small_bert):
-    folder = shutil.copytree(small_bert, small_bert.parent / "mapped", dirs_exist_ok=True)
+def test_refuses_an_arena_without_room_for_one_token(folder):
+    with refused_setting("arena_bytes allows 100 bytes; this model needs "):
+        load(folder, arena_bytes=100)
 
+
+def test_a_loaded_model_keeps_nothing_of_its_file_mapped(folder):
     runner = Runner(Checkpoint.open(folder), EngineConfig(device="cpu"))
 
     assert runner.weight_bytes
