@@ -29,6 +29,8 @@ from varlen.execution.fingerprint import checkpoint_hash, device_name, library_v
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 
+from .fakes.engine_parts import Clock
+
 VOCAB_SIZE = 50
 
 
@@ -56,8 +58,8 @@ class FakeRunner:
 @pytest.fixture
 def clock(monkeypatch):
     """Stands still but for what a fake runner runs."""
-    made = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(cost_warmup.time, "perf_counter", lambda: made.now)
+    made = Clock(0.0)
+    monkeypatch.setattr(cost_warmup.time, "perf_counter", made)
     return made
 
 

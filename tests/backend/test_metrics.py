@@ -1,10 +1,10 @@
 """Counts reach the server's series, once each, from a thread of their own."""
 
-from threading import Thread
 from time import monotonic, sleep
 
 import pytest
 
+from tests.threads import run_in_threads
 from varlen import metrics
 from varlen.metrics import Drained, Exporter, Stats
 
@@ -178,16 +178,12 @@ def test_the_thread_flushes_and_outlives_a_failure(server, stats, monkeypatch):
 
 
 def test_counts_from_many_threads_are_all_kept(stats):
-    def count():
+    def count(index):
         for _ in range(500):
             stats.count_request("ok", 0.0)
             stats.count_batch(2, 3, 1)
 
-    threads = [Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(4, count)
 
     drained = stats.drain()
     assert drained.outcomes == {"ok": 2000}

@@ -8,13 +8,14 @@ import random
 import tracemalloc
 from collections import Counter, OrderedDict
 from queue import SimpleQueue
-from threading import Barrier, Lock, Thread
+from threading import Lock, Thread
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.threads import run_in_threads
 from varlen.errors import (
     DeadlineError,
     EngineError,
@@ -860,26 +861,6 @@ class ThreadedEngine:
                 succeed(reply, rows)
 
 
-def in_threads(count, work):
-    """Run `work(index)` in so many threads that begin together."""
-    barrier, failures = Barrier(count), []
-
-    def begin(index):
-        barrier.wait()
-        try:
-            work(index)
-        except Exception as error:
-            failures.append(error)
-
-    threads = [Thread(target=begin, args=(index,), daemon=True) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-    assert failures == []
-
-
 def test_what_many_threads_ask_for_at_once_runs_once():
     engine = ThreadedEngine()
     joins = JoinLimits(max_flight_tokens=2, max_requests=10_000, max_tokens=10_000)
@@ -892,7 +873,7 @@ def test_what_many_threads_ask_for_at_once_runs_once():
             replies[index].append((text, reply))
             cache.submit(request_of(text, text // 2), reply)
 
-    in_threads(8, ask)
+    run_in_threads(8, ask)
 
     for part in replies:
         for text, reply in part:
@@ -928,7 +909,7 @@ def test_whatever_goes_wrong_in_many_threads_each_request_is_answered_once():
                 refused.append(reply)
             assert cache.use().held_bytes <= bound
 
-    in_threads(6, ask)
+    run_in_threads(6, ask)
 
     for rows, reply in accepted:
         assert reply.answered.wait(SECONDS)

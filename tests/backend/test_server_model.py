@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.closeness import assert_close, encoder_roundings
+from tests.threads import run_in_threads
 from varlen.errors import DeadlineError
 
 from .model_configs import model_config
@@ -511,11 +512,7 @@ def test_many_requests_from_many_threads_are_each_answered_once(load, ask, cache
             requests[index].append(request)
             model.execute([request])
 
-    threads = [Thread(target=send, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(4, send)
 
     everything = [request for part in requests for request in part]
     wait_for(*everything)

@@ -1,12 +1,12 @@
 """Caps on what waits, and counters that return to zero."""
 
 import re
-from threading import Thread
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.threads import run_in_threads
 from varlen.errors import DeadlineError, QueueFullError, RequestError
 from varlen.scheduling.admission import Admission
 from varlen.sequence import Batch, Forecast
@@ -94,18 +94,14 @@ def test_threads_that_enter_at_once_never_pass_the_cap():
     admission = Admission(50, 10_000)
     refused = []
 
-    def enter():
+    def enter(index):
         for _ in range(100):
             try:
                 admission.enter(request(1), NO_TIME, 0.0)
             except QueueFullError:
                 refused.append(1)
 
-    threads = [Thread(target=enter) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(4, enter)
 
     assert admission.depth == (50, 50)
     assert len(refused) == 350
