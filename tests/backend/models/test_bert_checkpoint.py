@@ -8,14 +8,13 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.checkpoints import WEIGHTS, change_tensors, set_fields
-from tests.closeness import assert_rows_close, encoder_roundings
-from varlen import Encoder
 from varlen.models import bert_checkpoint
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.registry import load_encoder
 from varlen.models.weights import CheckpointWeights
 
 from ..refusals import refused_checkpoint as refused
+from .oracle import assert_hidden_states_match, load_oracle
 
 ROWS = [[5, 6, 7], [1], list(range(5, 45))]
 
@@ -255,9 +254,8 @@ def test_old_names_of_a_layer_norm_match_transformers(folder):
 
     change_tensors(folder, rename)
     assert any(name.endswith("gamma") for name in load_file(folder / WEIGHTS))
-    model = transformers.BertModel.from_pretrained(folder).eval()
 
-    assert_hidden_states_match(folder, model)
+    assert_hidden_states_match(folder, load_oracle(folder), ROWS)
 
 
 def test_refuses_a_tensor_under_its_old_and_its_new_name(folder):
@@ -274,15 +272,5 @@ def test_weights_in_double_precision_match_transformers(folder):
     change_tensors(
         folder, lambda tensors: tensors.update({k: v.double() for k, v in tensors.items()})
     )
-    model = transformers.BertModel.from_pretrained(folder, dtype=torch.float32).eval()
 
-    assert_hidden_states_match(folder, model)
-
-
-def assert_hidden_states_match(folder, model):
-    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
-        actual = encoder.hidden(ROWS)
-    with torch.inference_mode():
-        expected = [model(torch.tensor([row])).last_hidden_state[0] for row in ROWS]
-
-    assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
+    assert_hidden_states_match(folder, load_oracle(folder), ROWS)
