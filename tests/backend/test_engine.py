@@ -37,7 +37,7 @@ SECONDS = 10.0
 
 
 class FakeExecutor(HeldExecutor):
-    """Answers the sum of a prompt's ids; fails where it is told to, and where a batch has more tokens than fit."""
+    """Answers the sum of a prompt's ids; fails on `poison` and `fault`, and on more tokens than `fits`."""
 
     def __init__(self, poison=None, fits=10_000, slots=1, fault=None):
         super().__init__(slots)
@@ -101,7 +101,7 @@ def make_scheduler(
 
 
 class Bench:
-    """An engine and what it stands on."""
+    """An engine and its parts."""
 
     def __init__(self, executor=None, scheduler=None, **settings):
         self.executor = executor or FakeExecutor()
@@ -253,7 +253,7 @@ def test_a_batch_that_fails_fails_its_requests_only():
     assert bench.admission.depth == (0, 0)
 
 
-def test_a_failure_tells_the_caller_no_details():
+def test_the_message_of_a_failure_has_no_details():
     bench = Bench(FakeExecutor(poison=13))
     reply = bench.submit([13])
 
@@ -272,7 +272,7 @@ def test_a_part_that_fails_fails_its_request_once_and_the_rest_is_dropped():
 
     assert isinstance(reply.only, EngineError)
     assert after.only == [[5]]
-    # what was queued of it behind the failure did not run
+    # its rows behind the failure did not run
     assert [len(batch[0]) for batch in bench.executor.batches] == [8, 8, 1]
     assert bench.admission.depth == (0, 0)
 
@@ -286,7 +286,7 @@ def test_a_request_whose_first_part_failed_never_succeeds_with_its_second():
     assert isinstance(reply.only, EngineError)
 
 
-def test_a_batch_that_finds_no_memory_runs_in_halves():
+def test_a_batch_that_runs_out_of_memory_is_split_in_halves():
     bench = Bench(FakeExecutor(fits=3))
     replies = [bench.submit([n], [n, n]) for n in range(2)]
 
@@ -304,7 +304,7 @@ def test_a_batch_that_finds_no_memory_runs_in_halves():
     assert list(drained.observed["varlen_batch_sequences"]) == [2, 2]
 
 
-def test_a_sequence_that_finds_no_memory_alone_fails_its_request_only():
+def test_a_sequence_that_runs_out_of_memory_alone_fails_its_request_only():
     bench = Bench(FakeExecutor(fits=3))
     small, large, other = (
         bench.submit([1]),
@@ -468,7 +468,7 @@ def test_close_while_others_submit_answers_or_refuses_each(started):
 
 
 class FailingScheduler(OneShotScheduler):
-    """Raises once: when it is asked for a batch, before or after it has taken one, or what became of one."""
+    """Raises once: in `schedule`, before or after it has a batch, or in `update`."""
 
     when = None
 
@@ -719,7 +719,7 @@ def test_the_thread_answers_each_request_once_whatever_fails(
 
 
 def test_an_expired_request_is_answered_as_soon_as_something_happens():
-    """Not when its turn comes: while all slots are busy its place in the queue is needed by others."""
+    """Not when its turn comes: other requests need its place in the queue."""
     bench = Bench(FakeExecutor())
     bench.submit([1] * 8)
     bench.engine.step()

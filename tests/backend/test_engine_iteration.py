@@ -47,7 +47,7 @@ class StepScheduler:
         return now if self.waiting else None
 
     def schedule(self, now):
-        # those that have begun first, each group in order of arrival
+        # running sequences first, each group in order of arrival
         self.waiting.sort(key=lambda sequence: sequence not in self.steps)
         chosen, self.waiting = self.waiting[: self.width], self.waiting[self.width :]
         for sequence in chosen:

@@ -152,7 +152,7 @@ def test_refuses_a_damaged_tokenizer(tmp_path):
         Tokenizer(tmp_path, 12)
 
 
-def test_refuses_a_text_of_which_no_token_is_left(small_bert, tmp_path):
+def test_refuses_a_text_without_tokens(small_bert, tmp_path):
     # a tokenizer that adds no special tokens, and a character that its normalizer removes
     shutil.copy(small_bert / "tokenizer.json", tmp_path)
     set_fields(tmp_path, "tokenizer.json", post_processor=None)
@@ -173,7 +173,7 @@ def test_refuses_a_text_whose_token_the_model_does_not_know(small_bert):
         intake.texts([("cat", "the")], truncate=False)
 
 
-def test_refuses_a_sequence_that_finds_no_room_alone(tokenizer):
+def test_refuses_a_sequence_that_does_not_fit_the_arena(tokenizer):
     intake = Intake(tokenizer, replace(LIMITS, arena=FakeArena(3)))
 
     assert intake.token_ids([ids(2, 5, 3)])

@@ -207,7 +207,7 @@ def test_a_server_without_metrics_stops_the_exporter_at_once(stats):
         Exporter(stats, SNAPSHOT.copy, refuse, LABELS)
 
 
-def test_where_nobody_drains_the_oldest_observations_go(monkeypatch):
+def test_without_a_drain_the_oldest_observations_are_dropped(monkeypatch):
     monkeypatch.setattr(metrics, "_MOST_OBSERVATIONS", 3)
     stats = Stats()
 

@@ -1,6 +1,6 @@
-"""The cache in front of the engine: what it keeps, what it shares, and that sharing harms nobody.
+"""The cache in front of the engine: what it keeps and what it shares; sharing affects no other request.
 
-By hand on a virtual clock, with an engine that answers when it is told to; and with many threads.
+By hand on a virtual clock, with an engine that answers when a test asks it to; and with many threads.
 """
 
 import gc
@@ -38,14 +38,14 @@ ANY = JoinLimits(max_flight_tokens=1000, max_requests=1000, max_tokens=100_000)
 
 
 def answer(sequence, normalize, run=0):
-    """Return what the engine answers: it tells the inputs apart, and which run it was."""
+    """Return the engine's answer: it identifies the inputs and the run."""
     kind = -1 if sequence.type_ids is None else sequence.type_ids.sum()
     values = [sequence.token_ids.sum(), kind, normalize, run]
     return np.array(values, dtype=np.float32)
 
 
 def succeed(reply, rows):
-    """Answer as the engine does, for which a part that cannot be sent is a failure."""
+    """Answer as the engine does: a part that cannot be sent fails the request."""
     try:
         for row, output in enumerate(rows):
             reply.send(row, output)
@@ -56,7 +56,7 @@ def succeed(reply, rows):
 
 
 class FakeEngine:
-    """Keeps what it is sent until it is told what becomes of it."""
+    """Holds requests until a test runs or fails them."""
 
     def __init__(self):
         self.refusal = None
@@ -77,7 +77,7 @@ class FakeEngine:
         return [[s.token_ids.tolist() for s in request.prompts] for request, _ in self.flights]
 
     def run(self, index=0):
-        """Answer as the real engine does: not if nobody waits."""
+        """Answer as the real engine does: not a request that is cancelled."""
         request, reply = self.flights.pop(index)
         if reply.is_cancelled():
             reply.fail(RequestCancelled("cancelled before it ran"))
@@ -113,7 +113,7 @@ class CacheReply(FakeReply):
 
 
 class Bench:
-    """A cache and what it stands on."""
+    """A cache and its parts."""
 
     def __init__(self, entries=100, joins=ANY, **limits):
         self.engine = FakeEngine()
@@ -241,7 +241,7 @@ def test_a_slice_of_ids_has_the_key_of_its_copy(bench):
     assert reply.runs == [1]
 
 
-def test_nobody_can_change_what_is_kept(bench):
+def test_kept_answers_are_read_only(bench):
     for reply in (bench.get(1), bench.ask(1)):
         [array] = reply.outputs[0]
         with pytest.raises(ValueError, match="read-only"):
@@ -336,7 +336,7 @@ STEPS = st.lists(
 
 
 class Model:
-    """What the cache should do, in the fewest words: a dict in order of use."""
+    """A model of the cache: a dict in order of use."""
 
     def __init__(self, entries, max_seconds):
         self.entries, self.max_seconds = entries, max_seconds
@@ -450,7 +450,7 @@ def test_a_request_that_comes_after_the_answer_joins_nothing(bench):
         ({"priority": 2}, {"deadline_seconds": 1.0, "priority": 1}, False),
     ],
 )
-def test_who_is_more_urgent_does_not_wait_for_who_is_less(bench, leader, follower, joins):
+def test_a_more_urgent_request_does_not_join_a_less_urgent_one(bench, leader, follower, joins):
     first = bench.ask(1, **leader)
     bench.clock.now += 0.1
     second = bench.ask(1, **follower)
@@ -476,7 +476,7 @@ def test_later_requests_join_the_one_that_is_more_urgent(bench):
     assert slow.runs == [2]
 
 
-def test_a_request_of_more_than_a_batch_is_joined_by_nobody():
+def test_a_request_of_more_than_a_batch_is_not_joined():
     bench = Bench(joins=JoinLimits(3, 1000, 1000))
     bulk = bench.ask([1], [2, 2], [3])
     small = bench.ask([1])
@@ -497,7 +497,7 @@ def test_a_single_sequence_is_joined_however_long():
 
 
 @pytest.mark.parametrize("joins", [JoinLimits(1000, 2, 1000), JoinLimits(1000, 1000, 4)])
-def test_so_many_may_wait_for_others_and_no_more(joins):
+def test_the_number_of_joined_requests_is_limited(joins):
     bench = Bench(joins=joins)
     replies = [bench.ask([1, 1]) for _ in range(4)]
 
@@ -506,20 +506,20 @@ def test_so_many_may_wait_for_others_and_no_more(joins):
     assert [len(reply.answers) for reply in replies] == [1, 1, 1, 0]
     bench.engine.run()
     assert bench.is_empty_handed()
-    # there is room again
+    # others may wait again
     bench.ask([2, 2])
     bench.ask([2, 2])
     assert len(bench.engine.flights) == 1
 
 
-# What becomes of those who wait for another
+# What becomes of requests that wait for another
 
 
-def test_a_leader_that_is_refused_is_told_so_and_its_followers_start_anew(bench):
+def test_followers_of_a_refused_leader_restart(bench):
     followers = []
 
     def join():
-        # while the engine makes up its mind
+        # during the engine's `submit`
         bench.engine.on_submit = lambda: None
         followers.extend([bench.ask(1), bench.ask(1, 3)])
 
@@ -538,7 +538,7 @@ def test_a_leader_that_is_refused_is_told_so_and_its_followers_start_anew(bench)
     assert bench.is_empty_handed()
 
 
-def test_a_follower_whose_own_start_is_refused_is_told_so(bench):
+def test_a_follower_whose_restart_is_refused_fails(bench):
     followers = []
 
     def join():
@@ -586,7 +586,7 @@ def test_a_request_answered_while_it_is_refused_is_answered_once(bench):
     assert bench.is_empty_handed()
 
 
-def test_a_flight_is_cancelled_once_nobody_waits_for_it(bench):
+def test_a_flight_is_cancelled_once_all_its_requests_are(bench):
     leader, follower = bench.ask(1, 2), bench.ask(2)
     [(_, flight)] = bench.engine.flights
 
@@ -611,7 +611,7 @@ def test_a_follower_gets_its_answer_when_its_leader_is_cancelled(bench):
     assert len(leader.answers) == 1
 
 
-def test_who_joins_a_flight_that_is_being_cancelled_starts_anew(bench):
+def test_a_request_that_joins_a_flight_being_cancelled_restarts(bench):
     leader = bench.ask(1)
     leader.cancelled = True
     [(_, flight)] = bench.engine.flights
@@ -652,7 +652,7 @@ def test_a_leader_that_is_dropped_for_itself_leaves_its_followers_alone(bench, e
     assert bench.is_empty_handed()
 
 
-def test_who_has_to_start_anew_waits_for_nobody_who_came_later(bench):
+def test_a_restarted_request_does_not_join_a_later_one(bench):
     bench.ask(1, deadline_seconds=1.0)
     early = bench.ask(1)
     late = bench.ask(1, deadline_seconds=2.0)
@@ -660,7 +660,7 @@ def test_who_has_to_start_anew_waits_for_nobody_who_came_later(bench):
 
     bench.engine.fail(DeadlineError("late"))
 
-    # or requests with deadlines that are missed could put it off for ever
+    # otherwise requests that miss their deadlines could delay it for ever
     assert [request.options.deadline_seconds for request, _ in bench.engine.flights] == [0.5, None]
     bench.engine.fail(DeadlineError("late"))
     assert isinstance(late.only, DeadlineError)
@@ -682,14 +682,14 @@ def test_a_follower_without_time_left_leaves_it_to_the_engine_to_say_so(bench):
 
 
 @pytest.mark.parametrize("error", [EngineError("the batch failed"), KeyError("a bug")])
-def test_a_failed_batch_fails_all_who_wait_for_it_and_is_not_kept(bench, error):
+def test_a_failed_batch_fails_all_its_requests_and_is_not_kept(bench, error):
     replies = [bench.ask(1, 2), bench.ask(2), bench.ask(3, 1)]
 
     bench.engine.fail(error)
 
     assert all(reply.only is error for reply in replies)
     assert bench.cache.use().entries == 0
-    # nobody waits for what the third one had sent
+    # no request waits for what the third one sent
     [(_, flight)] = bench.engine.flights
     assert flight.is_cancelled()
     bench.engine.run()
@@ -698,7 +698,7 @@ def test_a_failed_batch_fails_all_who_wait_for_it_and_is_not_kept(bench, error):
     assert bench.engine.runs == 1
 
 
-def test_what_an_answered_request_had_sent_is_kept_if_it_runs_all_the_same(bench):
+def test_an_output_of_a_failed_request_that_runs_anyway_is_kept(bench):
     bench.ask(1)
     bench.ask(1, 2)
     bench.engine.fail(EngineError("the batch failed"))
@@ -732,7 +732,7 @@ def test_a_reply_that_raises_harms_no_other(bench, how):
     assert bench.is_empty_handed()
 
 
-def test_an_engine_that_answers_at_once_is_no_trouble():
+def test_an_engine_may_answer_during_submit():
     class Instant:
         def submit(self, request, reply):
             succeed(reply, [answer(s, request.options.normalize) for s in request.prompts])
@@ -821,7 +821,7 @@ def test_any_order_of_events_answers_each_request_once_and_rightly(
 
 
 class ThreadedEngine:
-    """Answers from a thread of its own; refuses, fails and drops by chance if told to."""
+    """Answers from a thread of its own; refuses and fails a random part of the requests."""
 
     def __init__(self, chance=0.0, seed=0):
         self._chance = chance

@@ -324,7 +324,7 @@ def test_a_cancel_check_that_fails_does_not_lose_the_request(load, ask):
     assert model.is_ready()
 
 
-def test_a_model_that_fails_says_so_without_details(load, ask, pb_utils):
+def test_a_failure_of_the_model_is_answered_without_details(load, ask, pb_utils):
     model = load()
     fail_once(model)
     broken = ask(text=text("a"))
@@ -503,7 +503,7 @@ def test_many_requests_from_many_threads_are_each_answered_once(load, ask, cache
                 request.cancelled = True
             else:
                 shape = (rng.integers(1, 6), rng.integers(1, 20))
-                # some of them are equal
+                # some requests are equal
                 ids = rng.integers(0, 60, shape) if kind < 4 else np.full(shape, shape[1])
                 given = [{}, {"deadline_ms": 5}, {"request_priority": 9}][rng.integers(0, 3)]
                 request = ask(given, input_ids=ids)

@@ -51,7 +51,7 @@ def watch(server_process):
 
 
 def runs(pid):
-    """Return whether a process runs: it is there, and not dead but unburied."""
+    """Return whether a process runs: it exists, and is no zombie."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     return False
@@ -90,7 +90,7 @@ def test_the_watchdog_ends_beside_a_zombie(watch, zombie):
 
 
 def test_the_watchdog_spares_another_process_of_the_same_id(watch, tmp_path):
-    # a /proc of our own: nothing can make the system give an id out again
+    # a /proc of our own: nothing can make the system use an id again
     process = tmp_path / "77"
     process.mkdir()
     stat = "77 (a name (1) of it) S {parent} " + "0 " * 17 + "{started} 0 0\n"
@@ -99,7 +99,7 @@ def test_the_watchdog_spares_another_process_of_the_same_id(watch, tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         watchdog.wait(timeout=2)
 
-    # its parent is another one too, for which the first process would be killed
+    # with another parent, for which the first process would be killed
     (process / "next").write_text(stat.format(parent=6, started=2000))
     (process / "next").rename(process / "stat")
 
@@ -112,7 +112,7 @@ def test_the_watchdog_ends_with_the_process_it_watches(watch, parent_and_child):
 
     os.kill(child, signal.SIGKILL)
 
-    # its parent buries it
+    # its parent waits for it
     assert watchdog.wait(timeout=30) is not None
     assert not runs(child)
 

@@ -108,7 +108,7 @@ def test_reads_token_types(intake):
 def test_a_padded_batch_is_unpadded_exactly(intake, rows, extra, with_types, padding):
     width = max(map(len, rows)) + extra
     shape = (len(rows), width)
-    # what stands under the mask's zeros is nobody's business, valid or not
+    # values under the mask's zeros may be anything, valid or not
     token_ids, types = np.full(shape, padding), np.full(shape, padding)
     mask = np.zeros(shape, dtype=np.int64)
     for row, pairs in enumerate(rows):

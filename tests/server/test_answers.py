@@ -95,7 +95,7 @@ def test_a_padded_batch_with_a_mask_embeds_as_its_texts(
     ids = np.zeros((len(rows), longest), dtype=np.int64)
     mask = np.zeros_like(ids)
     for index, row in enumerate(rows):
-        # what stands under the padding must not matter
+        # values under the padding must not matter
         ids[index] = 999_999
         ids[index, : len(row)], mask[index, : len(row)] = row, 1
 

@@ -126,7 +126,7 @@ def test_a_text_pair_needs_a_text_and_as_many_rows(client: Client) -> None:
         client.infer("classifier", texts("word1", "word2") | {"text_pair": strings("word3")})
 
 
-def test_a_parameter_that_is_not_a_number_harms_nobody(grpc_client: GrpcClient) -> None:
+def test_a_parameter_that_is_not_a_number_is_ignored_or_refused(grpc_client: GrpcClient) -> None:
     # JSON has no NaN, and the server hands parameters to its backends as JSON
     for odd in (float("nan"), float("inf")):
         answer = grpc_client.infer("minilm", texts("hello"), {"odd": odd})

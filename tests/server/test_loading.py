@@ -125,7 +125,7 @@ def test_a_model_may_ignore_the_timeout_of_requests(
         unload(server, "spare")
 
 
-def test_requests_during_unload_and_reload_are_answered_or_told_so(
+def test_requests_during_unload_and_reload_are_answered_or_refused(
     server: LocalServer,
     grpc_client: GrpcClient,
     http_client: HttpClient,

@@ -67,7 +67,7 @@ def test_many_rows_run_in_batches_that_fit(
     assert seen["varlen_arena_reserved_bytes"] <= seen["varlen_arena_capacity_bytes"] <= ARENA_BYTES
 
 
-def test_room_for_not_one_token_ends_the_load(
+def test_an_arena_without_room_for_one_token_ends_the_load(
     server: LocalServer, repository: Path, checkpoints: dict[str, Path]
 ) -> None:
     add_model(repository, "roomless", checkpoints["encoder"], arena_bytes="100")

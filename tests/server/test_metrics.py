@@ -113,7 +113,7 @@ def test_what_is_counted_is_what_was_sent(server: LocalServer, grpc_client: Grpc
     assert grown["varlen_queue_wait_seconds_count"] == len(lengths)
     assert grown["varlen_request_latency_seconds_count"] == len(lengths) + 3
     assert grown["varlen_request_latency_seconds_sum"] > grown["varlen_queue_wait_seconds_sum"] > 0
-    # each batch was planned, as a whole or in shares; batches of one shape have one plan
+    # each batch was planned, as a whole or in sub-batches; batches of one shape have one plan
     plans = grown["varlen_plan_cache_hits_total"] + grown["varlen_plan_cache_misses_total"]
     assert plans >= len(lengths)
     assert grown["varlen_plan_cache_hits_total"] >= 1

@@ -29,7 +29,7 @@ def test_perf_analyzer_gets_an_answer_to_every_request(
         find_command("perf_analyzer"),
         *("-m", "minilm", "-b", "1", "-i", protocol, "-u", f"{LOOPBACK}:{port}"),
         *("--input-data", "texts.json", "--concurrency-range", "4"),
-        # one window of so many requests, stable or not
+        # one window of REQUESTS requests, stable or not
         *("--request-count", str(REQUESTS), "-s", "999"),
         *("--profile-export-file", "profile.json"),
     ]
@@ -79,6 +79,6 @@ def run_perf_analyzer(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        # whose fault: this fails with other words if a request that reached the model was not answered
+        # `outcomes` fails with other words if the model has not answered a request that reached it
         answered = outcomes(server, model)
         pytest.fail(f"perf_analyzer does not end; the model has answered all it got: {answered}")

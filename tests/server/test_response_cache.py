@@ -182,9 +182,7 @@ def test_a_model_without_the_setting_keeps_nothing(
         *(("request_priority", value) for value in (10, 1.5, "high")),
     ],
 )
-def test_a_deadline_or_priority_that_is_none_is_refused(
-    client: Client, name: str, value: Any
-) -> None:
+def test_an_invalid_deadline_or_priority_is_refused(client: Client, name: str, value: Any) -> None:
     with pytest.raises(AnswerError, match=f"^INVALID_ARGUMENT: .*{name}"):
         client.infer("encoder", texts("word1"), {name: value})
 
@@ -212,7 +210,7 @@ def test_a_deadline_that_cannot_be_kept_is_refused(
     ],
     ids=str,
 )
-def test_a_deadline_that_can_be_kept_is_no_matter(
+def test_a_deadline_that_can_be_kept_changes_nothing(
     client: Client, parameters: dict[str, Any]
 ) -> None:
     assert client.infer("encoder", texts("word1"), parameters).shape == (1, 3, 32)

@@ -161,7 +161,7 @@ def test_an_answer_is_a_copy(executor):
         np.testing.assert_array_equal(answer, copy)
 
 
-def test_loading_says_how_far_the_captures_are(runner, caplog):
+def test_loading_logs_the_progress_of_captures(runner, caplog):
     with caplog.at_level(logging.INFO, "varlen"):
         CudaRunner(runner.program, reference, make_arena(runner), RepeatedWork())
 
@@ -171,7 +171,7 @@ def test_loading_says_how_far_the_captures_are(runner, caplog):
     assert lines[-1].startswith(f"captured {count} of {count} graphs in ")
 
 
-def test_close_lets_go_of_the_graphs(runner):
+def test_close_releases_the_graphs(runner):
     class Graph:
         alive = 0
 

@@ -18,7 +18,7 @@ SECONDS = 10.0
 
 
 class FakeRunner:
-    """Answers each prompt's length; raises what it is told to, and again when it is checked if that lasts."""
+    """Answers each prompt's length, or raises `error`; `check` raises it too if it `lasts`."""
 
     def __init__(self, error=None, lasts=False, missing=0, meet=None):
         self.error = error

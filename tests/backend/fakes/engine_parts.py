@@ -1,4 +1,4 @@
-"""What stands around an engine in tests: replies that record, a clock and an executor that are moved by hand."""
+"""Parts of an engine for tests: replies that record, a clock and an executor that tests move by hand."""
 
 import math
 from collections import deque

@@ -111,7 +111,7 @@ def test_refuses_a_field_that_would_change_results(folder, name, value, message)
 
 
 @pytest.mark.parametrize("count", [0, "3", 1.5])
-def test_refuses_a_number_of_labels_that_is_none(make_checkpoint, count):
+def test_refuses_a_number_of_labels_that_is_not_positive(make_checkpoint, count):
     folder = make_checkpoint("BertForSequenceClassification")
     set_fields(folder, "config.json", num_labels=count, id2label=None)
 

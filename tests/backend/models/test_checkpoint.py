@@ -113,7 +113,7 @@ def test_refuses_a_trained_limit_that_is_no_positive_whole_number(folder, limit)
         Checkpoint.open(folder)
 
 
-def test_refuses_a_folder_that_is_none(tmp_path):
+def test_refuses_a_path_that_is_not_a_folder(tmp_path):
     with refused("is not a folder; give a Hugging Face checkpoint folder"):
         Checkpoint.open(tmp_path / "nowhere")
 
