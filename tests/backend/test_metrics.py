@@ -4,26 +4,20 @@ from time import monotonic, sleep
 
 import pytest
 
+from tests.metric_names import LABELS, SERIES
 from tests.threads import run_in_threads
 from varlen import metrics
 from varlen.metrics import Drained, Exporter, Stats
 
 from .fakes.triton_python_backend_utils import Metric
 
-LABELS = {"model": "m", "version": "1", "instance": "m_0"}
+INSTANCE = {"model": "m", "version": "1", "instance": "m_0"}
 REQUESTS = "varlen_requests_total"
 REFUSALS = "varlen_refused_requests_total"
+# any numbers, all different
 GAUGES = {
-    "varlen_queued_requests": 3,
-    "varlen_queued_tokens": 44,
-    "varlen_weight_bytes": 900,
-    "varlen_arena_capacity_bytes": 800,
-    "varlen_arena_reserved_bytes": 700,
-    "varlen_arena_chunks": 1,
-    "varlen_arena_footprint_bytes": 600,
-    "varlen_arena_peak_live_bytes": 500,
-    "varlen_response_cache_bytes": 400,
-    "varlen_response_cache_entries": 6,
+    name: float(value)
+    for value, name in enumerate((n for n in SERIES if SERIES[n] == "GAUGE"), start=3)
 }
 TOTALS = {
     "varlen_plan_seconds_total": 0.5,
@@ -48,7 +42,7 @@ class FakeServer:
         assert about
         key = (name, labels.get("outcome", labels.get("reason")))
         assert key not in self.series
-        assert {k: v for k, v in labels.items() if k not in ("outcome", "reason")} == LABELS
+        assert {k: v for k, v in labels.items() if k not in ("outcome", "reason")} == INSTANCE
         self.kinds[name] = kind
         self.series[key] = Metric(labels, buckets)
         return self.series[key]
@@ -71,33 +65,16 @@ def stats():
 def exporter(server, stats, monkeypatch):
     # a flush happens when a test asks for it
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
-    exporter = Exporter(stats, SNAPSHOT.copy, server.make_metric, LABELS)
+    exporter = Exporter(stats, SNAPSHOT.copy, server.make_metric, INSTANCE)
     yield exporter
     exporter.close()
 
 
 def test_every_series_shows_from_the_start(server, exporter):
-    assert server.kinds == {
-        REQUESTS: "COUNTER",
-        "varlen_sequences_total": "COUNTER",
-        "varlen_tokens_total": "COUNTER",
-        "varlen_queue_wait_seconds": "HISTOGRAM",
-        "varlen_request_latency_seconds": "HISTOGRAM",
-        "varlen_batch_sequences": "HISTOGRAM",
-        "varlen_batch_tokens": "HISTOGRAM",
-        "varlen_padding_tokens_total": "COUNTER",
-        "varlen_split_batches_total": "COUNTER",
-        "varlen_scheduling_seconds_total": "COUNTER",
-        REFUSALS: "COUNTER",
-        "varlen_batch_seconds": "HISTOGRAM",
-        "varlen_batch_predicted_seconds": "HISTOGRAM",
-        **dict.fromkeys(GAUGES, "GAUGE"),
-        **dict.fromkeys(TOTALS, "COUNTER"),
-    }
-    outcomes = {outcome for name, outcome in server.series if name == REQUESTS}
-    assert outcomes == {"ok", "invalid", "refused", "cancelled", "failed"}
-    reasons = {reason for name, reason in server.series if name == REFUSALS}
-    assert reasons == {"queue_full", "deadline", "expired"}
+    assert server.kinds == SERIES
+    for name in SERIES:
+        labels = {label for each, label in server.series if each == name}
+        assert labels == set(LABELS.get(name, [None]))
 
 
 def test_buckets_ascend_and_only_histograms_have_them(server, exporter):
@@ -148,7 +125,7 @@ def test_gauges_show_what_is_read_now(server, exporter):
 def test_totals_are_exported_as_they_grow(server, stats, monkeypatch):
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
     snapshot = dict(SNAPSHOT)
-    exporter = Exporter(stats, snapshot.copy, server.make_metric, LABELS)
+    exporter = Exporter(stats, snapshot.copy, server.make_metric, INSTANCE)
 
     exporter.flush()
     exporter.flush()
@@ -163,7 +140,7 @@ def test_totals_are_exported_as_they_grow(server, stats, monkeypatch):
 
 def test_the_thread_flushes_and_outlives_a_failure(server, stats, monkeypatch):
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 0.005)
-    exporter = Exporter(stats, SNAPSHOT.copy, server.make_metric, LABELS)
+    exporter = Exporter(stats, SNAPSHOT.copy, server.make_metric, INSTANCE)
     server[REQUESTS, "failed"].increment = lambda value: 1 // 0
     stats.count_request("failed", 0.5)
     sleep(0.05)
@@ -204,7 +181,7 @@ def test_a_server_without_metrics_stops_the_exporter_at_once(stats):
         raise RuntimeError("metrics not supported")
 
     with pytest.raises(RuntimeError, match="not supported"):
-        Exporter(stats, SNAPSHOT.copy, refuse, LABELS)
+        Exporter(stats, SNAPSHOT.copy, refuse, INSTANCE)
 
 
 def test_without_a_drain_the_oldest_observations_are_dropped(monkeypatch):

@@ -126,8 +126,8 @@ def failure(request):
     return error.code(), error.message()
 
 
-def block(model):
-    """Make the model wait in its first batch; return (it has begun, let it go on)."""
+def start_and_hold(model, request):
+    """Execute a request; return, while its batch runs, the event that lets the batch go on."""
     runner = model._service.runner
     begun, go_on, run = Event(), Event(), runner.run
 
@@ -137,7 +137,9 @@ def block(model):
         return run(prompts, options)
 
     runner.run = wait_and_run
-    return begun, go_on
+    assert model.execute([request]) is None
+    assert begun.wait(SECONDS)
+    return go_on
 
 
 def fail_once(model):
@@ -153,12 +155,9 @@ def fail_once(model):
 
 
 def test_execute_answers_later_and_returns_none(load, ask):
-    model = load()
-    begun, go_on = block(model)
     request = ask(text=text("the cat"))
 
-    assert model.execute([request]) is None
-    assert begun.wait(SECONDS)
+    go_on = start_and_hold(load(), request)
     assert request.sends == 0
     go_on.set()
 
@@ -230,10 +229,8 @@ def test_a_bad_request_fails_alone(load, ask, pb_utils):
 
 def test_a_full_queue_is_unavailable_at_once(load, ask, pb_utils):
     model = load(max_queued_requests="2")
-    begun, go_on = block(model)
     running = ask(text=text("a"))
-    model.execute([running])
-    assert begun.wait(SECONDS)
+    go_on = start_and_hold(model, running)
     waiting = [ask(text=text("a")), ask(text=text("a"))]
     model.execute(waiting)
     refused = ask(text=text("a"))
@@ -300,10 +297,8 @@ def test_a_cache_answers_again_without_the_model(load, ask, pb_utils):
 
 def test_a_cancelled_request_is_answered_without_running(load, ask, pb_utils):
     model = load()
-    begun, go_on = block(model)
     running, gone = ask(text=text("a")), ask(text=text("b"))
-    model.execute([running])
-    assert begun.wait(SECONDS)
+    go_on = start_and_hold(model, running)
     model.execute([gone])
     gone.cancelled = True
     go_on.set()
@@ -531,10 +526,8 @@ def test_is_ready_follows_the_engine(load):
 
 def test_finalize_answers_the_queue_and_ends_every_thread(load, ask):
     model = load(max_batch_tokens="64")
-    begun, go_on = block(model)
     first = ask(text=text("a"))
-    model.execute([first])
-    assert begun.wait(SECONDS)
+    go_on = start_and_hold(model, first)
     queued = [ask(text=text(*["the cat"] * 5)) for _ in range(30)]
     model.execute(queued)
     finalizer = Thread(target=model.finalize, daemon=True)

@@ -23,6 +23,15 @@ def bert_normalizer(**changes):
     } | changes
 
 
+def our_ids(folder):
+    prompts = Tokenizer(folder, 64).encode(TEXTS, truncate=False)
+    return [prompt.token_ids.tolist() for prompt in prompts]
+
+
+def their_ids(folder):
+    return AutoTokenizer.from_pretrained(folder)(TEXTS)["input_ids"]
+
+
 DISAGREEMENTS = [
     ({"do_lower_case": False}, {}, "has do_lower_case false, and the normalizer of tokenizer.json"),
     ({}, {"lowercase": False}, "has do_lower_case true (its default), and the normalizer"),
@@ -46,10 +55,7 @@ def test_what_is_refused_gives_other_token_ids_in_transformers(folder, fields, n
     set_fields(folder, CONFIG, tokenizer_class="BertTokenizer", **fields)
     set_fields(folder, "tokenizer.json", normalizer=bert_normalizer(**normalizer))
 
-    theirs = AutoTokenizer.from_pretrained(folder)(TEXTS)["input_ids"]
-
-    ours = Tokenizer(folder, 64).encode(TEXTS, truncate=False)
-    assert [prompt.token_ids.tolist() for prompt in ours] != theirs
+    assert our_ids(folder) != their_ids(folder)
 
 
 @pytest.mark.parametrize(
@@ -75,20 +81,14 @@ def test_files_that_agree_give_the_token_ids_of_transformers(folder, fields, nor
     set_fields(folder, "tokenizer.json", normalizer=bert_normalizer(**normalizer))
     Checkpoint.open(folder)
 
-    theirs = AutoTokenizer.from_pretrained(folder)(TEXTS)["input_ids"]
-
-    ours = Tokenizer(folder, 64).encode(TEXTS, truncate=False)
-    assert [prompt.token_ids.tolist() for prompt in ours] == theirs
+    assert our_ids(folder) == their_ids(folder)
 
 
 def test_another_class_takes_tokenizer_json_as_it_is(folder):
     set_fields(folder, CONFIG, tokenizer_class="PreTrainedTokenizerFast", do_lower_case=False)
     Checkpoint.open(folder)
 
-    theirs = AutoTokenizer.from_pretrained(folder)(TEXTS)["input_ids"]
-
-    ours = Tokenizer(folder, 64).encode(TEXTS, truncate=False)
-    assert [prompt.token_ids.tolist() for prompt in ours] == theirs
+    assert our_ids(folder) == their_ids(folder)
 
 
 @pytest.mark.parametrize("normalizer", [None, {"type": "Lowercase"}], ids=["none", "lowercase"])

@@ -31,22 +31,17 @@ def test_lazy_waits_for_the_delay_of_the_oldest():
     assert scheduler.wake_at(1.2) == 1.2
 
 
-def test_lazy_starts_a_batch_that_has_as_many_sequences_as_it_may():
-    scheduler = make_scheduler(trigger="lazy", max_delay_ms=100, max_batch_sequences=3)
-    add(scheduler, 5, 5)
+@pytest.mark.parametrize(
+    "limit, before, last",
+    [({"max_batch_sequences": 3}, [5, 5], 5), ({"max_batch_tokens": 600}, [300], 300)],
+    ids=["sequences", "tokens"],
+)
+def test_lazy_starts_a_batch_that_is_full(limit, before, last):
+    scheduler = make_scheduler(trigger="lazy", max_delay_ms=100, **limit)
+    add(scheduler, *before)
     assert scheduler.wake_at(0.0) == pytest.approx(0.1)
 
-    add(scheduler, 5)
-
-    assert scheduler.wake_at(0.0) == 0.0
-
-
-def test_lazy_starts_a_batch_that_has_as_many_tokens_as_it_may():
-    scheduler = make_scheduler(trigger="lazy", max_delay_ms=100, max_batch_tokens=600)
-    add(scheduler, 300)
-    assert scheduler.wake_at(0.0) == pytest.approx(0.1)
-
-    add(scheduler, 300)
+    add(scheduler, last)
 
     assert scheduler.wake_at(0.0) == 0.0
 
