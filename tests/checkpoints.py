@@ -85,7 +85,7 @@ def pooling_files(**pooling: Any) -> dict[str, Any]:
 
 def module(kind: str, path: str = "") -> dict[str, str]:
     """Return an entry of modules.json."""
-    return {"type": f"sentence_transformers.models.{kind}", "path": path, "name": path}
+    return {"name": kind, "path": path, "type": f"sentence_transformers.models.{kind}"}
 
 
 def write_file(folder: Path, name: str, content: Any) -> None:

@@ -88,6 +88,10 @@ class FakeEngine:
             rows.append(answer(sequence, request.options.normalize, self.runs))
         succeed(reply, rows)
 
+    def run_all(self):
+        while self.flights:
+            self.run()
+
     def fail(self, error, index=0):
         _, reply = self.flights.pop(index)
         reply.fail(error)
@@ -129,14 +133,16 @@ class Bench:
     def get(self, *rows, **given):
         """Ask, run whatever is needed, and return the reply."""
         reply = self.ask(*rows, **given)
-        while self.engine.flights:
-            self.engine.run()
+        self.engine.run_all()
         return reply
 
-    def is_empty_handed(self):
-        """Whether nothing is left of requests that have been answered."""
-        cache = self.cache
-        return (cache._flights, cache._followers, cache._follower_tokens) == ({}, 0, 0)
+    def is_idle(self):
+        return holds_nothing(self.cache)
+
+
+def holds_nothing(cache):
+    """Return whether nothing is left of requests that were answered."""
+    return (cache._flights, cache._followers, cache._follower_tokens) == ({}, 0, 0)
 
 
 @pytest.fixture
@@ -382,7 +388,7 @@ def test_it_keeps_what_a_plain_dict_in_order_of_use_would(steps, entries, max_se
         assert use.held_bytes == use.entries * SIZE <= entries * SIZE
         assert use.misses == model.runs
         assert use.hits + use.misses + use.joined == rows
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 @settings(deadline=None, max_examples=200)
@@ -425,7 +431,7 @@ def test_a_request_waits_for_its_equal_that_came_before(bench):
     assert second.answers == []
     bench.engine.run()
     assert (first.runs, second.runs) == ([2, 3], [3, 1])
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_a_request_that_comes_after_the_answer_joins_nothing(bench):
@@ -459,10 +465,9 @@ def test_a_more_urgent_request_does_not_join_a_less_urgent_one(bench, leader, fo
     bench.engine.run(-1)
     assert second.sums == [1]
     assert len(first.answers) == (1 if joins else 0)
-    while bench.engine.flights:
-        bench.engine.run()
+    bench.engine.run_all()
     assert first.sums == [1]
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_later_requests_join_the_one_that_is_more_urgent(bench):
@@ -505,7 +510,7 @@ def test_the_number_of_joined_requests_is_limited(joins):
     bench.engine.run()
     assert [len(reply.answers) for reply in replies] == [1, 1, 1, 0]
     bench.engine.run()
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
     # others may wait again
     bench.ask([2, 2])
     bench.ask([2, 2])
@@ -531,11 +536,10 @@ def test_followers_of_a_refused_leader_restart(bench):
         bench.ask(1, 2, reply=leader)
 
     assert leader.answers == []
-    while bench.engine.flights:
-        bench.engine.run()
+    bench.engine.run_all()
     assert [reply.sums for reply in followers] == [[1], [1, 3]]
     assert leader.answers == []
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_a_follower_whose_restart_is_refused_fails(bench):
@@ -558,7 +562,7 @@ def test_a_follower_whose_restart_is_refused_fails(bench):
     assert isinstance(followers[0].only, QueueFullError)
     bench.engine.run()
     assert followers[1].sums == [1]
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_a_refused_request_no_longer_waits_for_what_it_joined(bench):
@@ -572,7 +576,7 @@ def test_a_refused_request_no_longer_waits_for_what_it_joined(bench):
 
     assert leader.sums == [1]
     assert refused.answers == []
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_a_request_answered_while_it_is_refused_is_answered_once(bench):
@@ -583,7 +587,7 @@ def test_a_request_answered_while_it_is_refused_is_answered_once(bench):
     reply = bench.ask(1, 2)
 
     assert isinstance(reply.only, EngineError)
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_a_flight_is_cancelled_once_all_its_requests_are(bench):
@@ -598,7 +602,7 @@ def test_a_flight_is_cancelled_once_all_its_requests_are(bench):
     assert isinstance(leader.only, RequestCancelled)
     assert isinstance(follower.only, RequestCancelled)
     assert bench.engine.flights == []
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_a_follower_gets_its_answer_when_its_leader_is_cancelled(bench):
@@ -649,7 +653,7 @@ def test_a_leader_that_is_dropped_for_itself_leaves_its_followers_alone(bench, e
     bench.engine.run()
     bench.engine.run()
     assert (first.sums, second.sums) == ([2], [2, 1])
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_a_restarted_request_does_not_join_a_later_one(bench):
@@ -693,7 +697,7 @@ def test_a_failed_batch_fails_all_its_requests_and_is_not_kept(bench, error):
     [(_, flight)] = bench.engine.flights
     assert flight.is_cancelled()
     bench.engine.run()
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
     assert bench.get(1).sums == [1]
     assert bench.engine.runs == 1
 
@@ -716,7 +720,7 @@ def test_an_answer_that_cannot_be_kept_is_an_error_to_all(bench, rows):
     succeed(flight, rows)
 
     assert all(isinstance(reply.only, EngineError) for reply in replies)
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 @pytest.mark.parametrize("how", ["send", "finish", "fail"])
@@ -729,7 +733,7 @@ def test_a_reply_that_raises_harms_no_other(bench, how):
         bench.engine.run()
 
     assert len(broken.answers) == len(company.answers) == 1
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_an_engine_may_answer_during_submit():
@@ -804,8 +808,7 @@ def test_any_order_of_events_answers_each_request_once_and_rightly(
             bench.engine.fail(what[1], what[0] % len(flights))
         assert bench.cache.use().held_bytes <= entries * SIZE
         assert bench.cache._followers <= most
-    while bench.engine.flights:
-        bench.engine.run()
+    bench.engine.run_all()
 
     assert unexpected == []
     for rows, normalize, reply in asked:
@@ -814,7 +817,7 @@ def test_any_order_of_events_answers_each_request_once_and_rightly(
             assert is_own or reply.only in failures
         else:
             assert [[row[0], row[2]] for row in reply.only] == [[r, normalize] for r in rows]
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 # Threads
@@ -920,4 +923,4 @@ def test_whatever_goes_wrong_in_many_threads_each_request_is_answered_once():
     engine.close()
     assert len(accepted) + len(refused) == 2400
     assert all(reply.answers == [] for reply in refused)
-    assert (cache._flights, cache._followers, cache._follower_tokens) == ({}, 0, 0)
+    assert holds_nothing(cache)
