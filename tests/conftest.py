@@ -1,4 +1,4 @@
-"""What all tests share: skips without a GPU, a cache of their own, and one core for each worker of pytest-xdist."""
+"""What all tests share: the MiniLM folder, skips without a GPU, a cache of their own, one core per xdist worker."""
 
 import os
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ settings.register_profile("varlen", deadline=None)
 settings.load_profile("varlen")
 
 _KERNEL_TESTS = Path(__file__).parent / "kernels/fused"
+_MINILM = Path(__file__).parents[1] / "model_repository/minilm/1"
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # torch reads it when it is imported; the processes that tests start inherit it
@@ -60,6 +61,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """Return the folder of the real MiniLM checkpoint."""
+    if not (_MINILM / "model.safetensors").is_file():
+        pytest.fail("model_repository/minilm/1 has no weights; run `make setup` to fetch them")
+    return _MINILM
 
 
 def _interpreted() -> bool:

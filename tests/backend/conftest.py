@@ -1,100 +1,33 @@
-"""Small random checkpoints, as transformers saves them, and the real one that `make setup` fetches."""
+"""Small random checkpoints, random numbers, the server's module, and a machine without a GPU."""
 
 from __future__ import annotations
 
-import json
+import importlib.util
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-ROOT = Path(__file__).resolve().parents[2]
-MINILM = ROOT / "model_repository" / "minilm" / "1"
+from tests.checkpoints import save_checkpoint
 
-_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,!?'-"
-VOCABULARY = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    "the",
-    "cat",
-    "river",
-    *_LETTERS,
-    *(f"##{letter}" for letter in _LETTERS),
-]
-
-SMALL = {
-    "vocab_size": len(VOCABULARY),
-    "hidden_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 40,
-    "max_position_embeddings": 64,
-}
-
-
-def small_tokenizer(*, special_tokens: bool = True) -> Tokenizer:
-    """Return a lower-casing WordPiece tokenizer over letters and a few words."""
-    tokenizer = Tokenizer(
-        models.WordPiece({word: i for i, word in enumerate(VOCABULARY)}, unk_token="[UNK]")
-    )
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    if special_tokens:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]",
-            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-        )
-    return tokenizer
-
+_FAKES = Path(__file__).parent / "fakes"
 
 MakeCheckpoint = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """Return a function that saves a random BERT and returns its folder."""
+    """Return `save_checkpoint`, into a new folder."""
 
-    def make(
-        kind: str = "BertModel",
-        *,
-        files: dict[str, Any] | None = None,
-        save: dict[str, Any] | None = None,
-        model: dict[str, Any] | None = None,
-        **config: Any,
-    ) -> Path:
-        """Save a checkpoint of the transformers class `kind`.
-
-        Args:
-            files: JSON files to add, by path.
-            save, model: more arguments of save_pretrained and of the class.
-            config: what differs from `SMALL`.
-        """
-        folder = tmp_path_factory.mktemp("checkpoint")
-        torch.manual_seed(0)
-        settings = {**SMALL, **config}
-        # so large that a wrong layer shows, so small that rounding is not magnified
-        settings.setdefault("initializer_range", settings["hidden_size"] ** -0.5)
-        made = getattr(transformers, kind)(transformers.BertConfig(**settings), **(model or {}))
-        # transformers starts biases at zero and norms at one, which would hide a mix-up
-        with torch.no_grad():
-            for parameter in made.parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(torch.randn_like(parameter) * 0.2)
-        made.save_pretrained(folder, **(save or {}))
-        small_tokenizer().save(str(folder / "tokenizer.json"))
-        for name, content in (files or {}).items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(json.dumps(content))
-        return folder
+    def make(*kind: str, **settings: Any) -> Path:
+        return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), *kind, **settings)
 
     return make
 
@@ -105,12 +38,22 @@ def small_bert(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint()
 
 
-@pytest.fixture(scope="session")
-def minilm() -> Path:
-    """Return the folder of the real MiniLM checkpoint."""
-    if not (MINILM / "model.safetensors").is_file():
-        pytest.fail("model_repository/minilm/1 has no weights; run `make setup` to fetch them")
-    return MINILM
+@pytest.fixture
+def folder(small_bert: Path, tmp_path: Path) -> Path:
+    """Return a copy of the plain checkpoint, for a test to change."""
+    return shutil.copytree(small_bert, tmp_path / "copy")
+
+
+@pytest.fixture
+def pb_utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Return a fresh stand-in for the server's module, importable under the real name."""
+    name = "triton_python_backend_utils"
+    spec = importlib.util.spec_from_file_location(name, _FAKES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    yield module
+    assert module.crashes == []
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """Settings: defaults, types, and messages that name the key, the value and what is allowed."""
 
-import re
 from dataclasses import fields
 
 import pytest
 
 from varlen.config import SERVER_PARAMETERS, EngineConfig
-from varlen.errors import ConfigError
+
+from .refusals import refused_setting as refused
 
 INTEGERS = [
     "max_delay_ms",
@@ -33,10 +33,6 @@ MAY_BE_ZERO = {
 
 def shown(value):
     return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def refused(message):
-    return pytest.raises(ConfigError, match=re.escape(message))
 
 
 def test_no_parameters_are_the_defaults():

@@ -29,6 +29,8 @@ from varlen.execution.fingerprint import checkpoint_hash, device_name, library_v
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 
+from .fakes.engine_parts import Clock
+
 VOCAB_SIZE = 50
 
 
@@ -55,9 +57,9 @@ class FakeRunner:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Stands still but for what a fake runner runs."""
-    made = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(cost_warmup.time, "perf_counter", lambda: made.now)
+    """A clock that only a fake runner moves."""
+    made = Clock(0.0)
+    monkeypatch.setattr(cost_warmup.time, "perf_counter", made)
     return made
 
 
@@ -324,7 +326,7 @@ def test_a_real_model_is_measured(small_bert, tmp_path, execution):
     assert key["threads"] == str(torch.get_num_threads())
     assert key.keys() >= {"checkpoint", "device", "task", "varlen", "torch", "plan"}
     assert all(isinstance(value, str) for value in key.values())
-    # a folder's name is nobody's business, and another folder may hold the same checkpoint
+    # a key names no folder: another one may hold the same checkpoint
     assert str(small_bert) not in json.dumps(dict(key))
 
 

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import time
 import weakref
-from collections import deque
 from threading import Event, Lock, Thread
 
 import numpy as np
@@ -15,8 +14,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from varlen.config import EngineConfig
-from varlen.costs.model import CostModel
 from varlen.engine import Engine
 from varlen.errors import (
     DeadlineError,
@@ -28,46 +25,38 @@ from varlen.errors import (
     VarlenError,
 )
 from varlen.metrics import Stats
-from varlen.request import Prompt, Request, RequestOptions
-from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
 from varlen.sequence import BatchResult
+
+from .fakes.engine_parts import Clock, FakeReply, HeldExecutor
+from .requests import request_of
+from .scheduling import waiting
+from .scheduling.waiting import cost_table
 
 SECONDS = 10.0
 
 
-def request(*rows, normalize=False, deadline_seconds=None):
-    """Return a request whose rows hold these token ids."""
-    sequences = tuple(Prompt(np.array(row, dtype=np.int32)) for row in rows)
-    return Request(sequences, RequestOptions(normalize, deadline_seconds=deadline_seconds))
-
-
-class FakeExecutor:
-    """Answers the sum of a prompt's ids; fails where it is told to, and where a batch has more tokens than fit.
-
-    By hand, a batch is complete as soon as `complete` is called; `complete_all` is what an idle engine waits for.
-    """
+class FakeExecutor(HeldExecutor):
+    """Answers the sum of a prompt's ids; fails on `poison` and `fault`, and on more tokens than `fits`."""
 
     def __init__(self, poison=None, fits=10_000, slots=1, fault=None):
-        self.slots = slots
+        super().__init__(slots)
         self.poison = poison
         self.fault = fault
         self.fits = fits
         self.batches = []
         self.normalize = []
-        self.in_flight = []
         self.most_in_flight = 0
 
     def start(self, batch, completed):
-        assert len(self.in_flight) < self.slots
+        super().start(batch, completed)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+
+    def result_of(self, batch):
         rows = [sequence.prompt.token_ids.tolist() for sequence in batch.sequences]
         assert all(sequence.status == "running" for sequence in batch.sequences)
         self.batches.append(rows)
         self.normalize.append([sequence.options.normalize for sequence in batch.sequences])
-        self.in_flight.append((batch, completed, self.result(rows)))
-        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
-
-    def result(self, rows):
         if sum(map(len, rows)) > self.fits:
             return BatchResult([], 1.0, failure="memory")
         if any(self.fault in row for row in rows):
@@ -75,10 +64,6 @@ class FakeExecutor:
         if any(self.poison in row for row in rows):
             return BatchResult([], 1.0, failure="batch")
         return BatchResult([np.array([sum(row)], dtype=np.float32) for row in rows], 1.0)
-
-    def complete(self, index=0):
-        batch, completed, result = self.in_flight.pop(index)
-        completed(batch, result)
 
 
 class ThreadedExecutor(FakeExecutor):
@@ -105,86 +90,30 @@ class ThreadedExecutor(FakeExecutor):
         entry[1](batch, entry[2])
 
 
-class FakeReply:
-    """Keeps every answer it is given; may claim to be cancelled, or raise."""
-
-    def __init__(self, cancelled=(), raises=()):
-        self.answers = []
-        self.answered = Event()
-        self.asked = 0
-        self._parts = {}
-        self._cancelled = deque(cancelled)
-        self._raises = raises
-
-    def is_cancelled(self):
-        assert not self.answers, "asked after the answer"
-        self.asked += 1
-        if "is_cancelled" in self._raises:
-            raise OSError("is_cancelled")
-        return self._cancelled.popleft() if self._cancelled else False
-
-    def send(self, row, output):
-        assert not self.answers, "a part after the answer"
-        assert row not in self._parts, "a part twice"
-        self._parts[row] = output.tolist()
-        if "send" in self._raises:
-            raise OSError("send")
-
-    def finish(self):
-        self._take("finish", [self._parts[row] for row in range(len(self._parts))])
-
-    def fail(self, error):
-        self._take("fail", error)
-
-    def _take(self, how, answer):
-        if how == "finish" in self._raises:
-            raise OSError(how)
-        self.answers.append(answer)
-        self.answered.set()
-        if how in self._raises:
-            raise OSError(how)
-
-    @property
-    def only(self):
-        assert len(self.answers) == 1, self.answers
-        return self.answers[0]
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 def make_scheduler(
     budget=8, kind=OneShotScheduler, max_requests=1000, max_tokens=10_000, slots=1, **settings
 ):
     """Return a scheduler of batches to `budget` tokens; in order of arrival unless the settings name a policy."""
-    costs = CostModel.of_function(
-        lambda n, length: 1.0 + n * length, "packed", max_sequences=8, max_length=16
-    )
-    admission = Admission(max_requests, max_tokens, slots=slots)
-    config = EngineConfig(**{"policy": "token_budget", **settings})
-    return kind(config, costs, admission, budget), admission
+    costs = cost_table(lambda n, length: 1.0 + n * length, max_sequences=8, max_length=16)
+    settings = {"policy": "token_budget", **settings}
+    limits = {"max_queued_requests": max_requests, "max_queued_tokens": max_tokens}
+    return waiting.make_scheduler(costs, budget, kind, slots, **limits, **settings)
 
 
 class Bench:
-    """An engine and what it stands on."""
+    """An engine and its parts."""
 
     def __init__(self, executor=None, scheduler=None, **settings):
         self.executor = executor or FakeExecutor()
-        self.scheduler, self.admission = scheduler or make_scheduler(
-            slots=self.executor.slots, **settings
-        )
+        self.scheduler = scheduler or make_scheduler(slots=self.executor.slots, **settings)
+        self.admission = self.scheduler._admission
         self.stats = Stats()
         self.clock = Clock()
         self.engine = Engine(self.scheduler, self.executor, self.stats, self.clock)
 
-    def submit(self, *rows, reply=None, normalize=False):
+    def submit(self, *rows, reply=None, **options):
         reply = reply or FakeReply()
-        self.engine.submit(request(*rows, normalize=normalize), reply)
+        self.engine.submit(request_of(*rows, **options), reply)
         return reply
 
     def step(self):
@@ -324,7 +253,7 @@ def test_a_batch_that_fails_fails_its_requests_only():
     assert bench.admission.depth == (0, 0)
 
 
-def test_a_failure_tells_the_caller_no_details():
+def test_the_message_of_a_failure_has_no_details():
     bench = Bench(FakeExecutor(poison=13))
     reply = bench.submit([13])
 
@@ -343,7 +272,7 @@ def test_a_part_that_fails_fails_its_request_once_and_the_rest_is_dropped():
 
     assert isinstance(reply.only, EngineError)
     assert after.only == [[5]]
-    # what was queued of it behind the failure did not run
+    # its rows behind the failure did not run
     assert [len(batch[0]) for batch in bench.executor.batches] == [8, 8, 1]
     assert bench.admission.depth == (0, 0)
 
@@ -357,7 +286,7 @@ def test_a_request_whose_first_part_failed_never_succeeds_with_its_second():
     assert isinstance(reply.only, EngineError)
 
 
-def test_a_batch_that_finds_no_memory_runs_in_halves():
+def test_a_batch_that_runs_out_of_memory_is_split_in_halves():
     bench = Bench(FakeExecutor(fits=3))
     replies = [bench.submit([n], [n, n]) for n in range(2)]
 
@@ -375,7 +304,7 @@ def test_a_batch_that_finds_no_memory_runs_in_halves():
     assert list(drained.observed["varlen_batch_sequences"]) == [2, 2]
 
 
-def test_a_sequence_that_finds_no_memory_alone_fails_its_request_only():
+def test_a_sequence_that_runs_out_of_memory_alone_fails_its_request_only():
     bench = Bench(FakeExecutor(fits=3))
     small, large, other = (
         bench.submit([1]),
@@ -539,7 +468,7 @@ def test_close_while_others_submit_answers_or_refuses_each(started):
 
 
 class FailingScheduler(OneShotScheduler):
-    """Raises once: when it is asked for a batch, before or after it has taken one, or what became of one."""
+    """Raises once: in `schedule`, before or after it has a batch, or in `update`."""
 
     when = None
 
@@ -568,9 +497,9 @@ FAILURES = ["before", "after", "update"]
 
 
 def failing_scheduler(when, **settings):
-    scheduler, admission = make_scheduler(9, kind=FailingScheduler, **settings)
+    scheduler = make_scheduler(9, kind=FailingScheduler, **settings)
     scheduler.when = when
-    return scheduler, admission
+    return scheduler
 
 
 @pytest.mark.parametrize("when", FAILURES)
@@ -790,13 +719,11 @@ def test_the_thread_answers_each_request_once_whatever_fails(
 
 
 def test_an_expired_request_is_answered_as_soon_as_something_happens():
-    """Not when its turn comes: while all slots are busy its place in the queue is needed by others."""
+    """Not when its turn comes: other requests need its place in the queue."""
     bench = Bench(FakeExecutor())
     bench.submit([1] * 8)
     bench.engine.step()
-    late = [FakeReply() for _ in range(500)]
-    for reply in late:
-        bench.engine.submit(request([2] * 8, deadline_seconds=1e6), reply)
+    late = [bench.submit([2] * 8, deadline_seconds=1e6) for _ in range(500)]
     bench.engine.step()
     bench.clock.now += 2e6
     waits = bench.submit([3])
@@ -812,8 +739,7 @@ def test_an_expired_request_is_answered_as_soon_as_something_happens():
 
 def test_a_request_that_runs_when_its_deadline_passes_gets_its_answer():
     bench = Bench()
-    reply = FakeReply()
-    bench.engine.submit(request([1] * 8, deadline_seconds=1e6), reply)
+    reply = bench.submit([1] * 8, deadline_seconds=1e6)
     bench.engine.step()
     bench.clock.now += 2e6
     bench.engine.step()
@@ -832,7 +758,7 @@ def test_answered_and_refused_requests_are_not_kept_alive():
         for number in range(10):
             reply = FakeReply()
             replies.append(weakref.ref(reply))
-            bench.engine.submit(request([number], deadline_seconds=1e6), reply)
+            bench.submit([number], reply=reply, deadline_seconds=1e6)
         bench.run_all()
         bench.submit([13])
         bench.run_all()

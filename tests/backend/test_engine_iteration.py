@@ -15,8 +15,10 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.engine import Engine
 from varlen.errors import DeadlineError, EngineError, QueueFullError, RequestCancelled
 from varlen.metrics import Stats
-from varlen.request import Prompt, Request, RequestOptions
 from varlen.sequence import Batch, BatchResult, Forecast, SequenceFailure, SequenceOutput
+
+from .fakes.engine_parts import Clock, FakeReply, HeldExecutor
+from .requests import request_of
 
 POISON = 13
 
@@ -45,7 +47,7 @@ class StepScheduler:
         return now if self.waiting else None
 
     def schedule(self, now):
-        # those that have begun first, each group in order of arrival
+        # running sequences first, each group in order of arrival
         self.waiting.sort(key=lambda sequence: sequence not in self.steps)
         chosen, self.waiting = self.waiting[: self.width], self.waiting[self.width :]
         for sequence in chosen:
@@ -95,58 +97,21 @@ class StepScheduler:
         return Batch(tuple(sequences), shape, 1.0, "a step")
 
 
-class StepExecutor:
+class StepExecutor(HeldExecutor):
     """Puts out the number of each sequence's step when a test completes the batch."""
 
     def __init__(self, scheduler, slots):
-        self.slots = slots
+        super().__init__(slots)
         self.scheduler = scheduler
-        self.in_flight = []
 
-    def start(self, batch, completed):
+    def result_of(self, batch):
         running = [each for other, *_ in self.in_flight for each in other.sequences]
         assert not set(running) & set(batch.sequences), "a sequence in two batches at once"
-        outputs = [np.array([self.scheduler.steps.get(s, 0) + 1]) for s in batch.sequences]
-        failure = None
         if any(s.prompt.token_ids[0] == POISON for s in batch.sequences):
-            outputs, failure = [], "batch"
-        self.in_flight.append((batch, completed, BatchResult(outputs, 1.0, failure=failure)))
-
-    def complete(self, index=0):
-        batch, completed, result = self.in_flight.pop(index % len(self.in_flight))
-        completed(batch, result)
-
-
-class StreamReply:
-    """Collects the parts of each row."""
-
-    def __init__(self, cancelled_after=math.inf):
-        self.parts = {}
-        self.end = None
-        self.cancelled_after = cancelled_after
-
-    def is_cancelled(self):
-        assert self.end is None
-        return sum(map(len, self.parts.values())) >= self.cancelled_after
-
-    def send(self, row, output):
-        assert self.end is None, "a part after the end"
-        self.parts.setdefault(row, []).append(int(output[0]))
-
-    def finish(self):
-        assert self.end is None, "two ends"
-        self.end = "finished"
-
-    def fail(self, error):
-        assert self.end is None, "two ends"
-        self.end = error
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
+            return BatchResult([], 1.0, failure="batch")
+        return BatchResult(
+            [np.array(self.scheduler.steps.get(s, 0) + 1) for s in batch.sequences], 1.0
+        )
 
 
 class Bench:
@@ -157,17 +122,15 @@ class Bench:
         self.engine = Engine(self.scheduler, self.executor, Stats(), self.clock)
 
     def submit(self, *steps, reply=None, deadline=None):
-        reply = reply or StreamReply()
-        prompts = tuple(Prompt(np.array([n], dtype=np.int32)) for n in steps)
-        options = RequestOptions(deadline_seconds=deadline)
-        self.engine.submit(Request(prompts, options), reply)
+        reply = reply or FakeReply()
+        self.engine.submit(request_of(*steps, deadline_seconds=deadline), reply)
         return reply
 
     def step(self, index=0):
         """Run one step of the model."""
         self.engine.step()
         if self.executor.in_flight:
-            self.executor.complete(index)
+            self.executor.complete(index % len(self.executor.in_flight))
             self.clock.now += 1.0
 
     def run_all(self):
@@ -218,7 +181,7 @@ def test_a_sequence_that_finishes_makes_room_at_the_next_step():
 
 def test_a_cancelled_sequence_leaves_at_the_next_step():
     bench = Bench(width=2)
-    gone, stays = bench.submit(100, reply=StreamReply(cancelled_after=2)), bench.submit(4)
+    gone, stays = bench.submit(100, reply=FakeReply(cancelled_after=2)), bench.submit(4)
 
     bench.run_all()
 
@@ -264,7 +227,7 @@ def test_whatever_happens_each_request_ends_once_and_parts_are_in_order(actions,
             continue
         cancelled_after, deadline = others
         try:
-            reply = StreamReply(cancelled_after)
+            reply = FakeReply(cancelled_after=cancelled_after)
             bench.submit(*first, reply=reply, deadline=deadline)
             asked.append((first, reply))
         except QueueFullError:

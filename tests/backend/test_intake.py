@@ -1,35 +1,21 @@
 """The edge: each message says the row, what came and what is allowed."""
 
-import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from varlen.errors import CheckpointError, RequestError
-from varlen.intake import InputLimits, Intake
+from tests.checkpoints import set_fields
+from varlen.intake import Intake
 from varlen.tokenization import Tokenizer
 
+from .fakes.input_limits import FakeArena, input_limits
+from .refusals import refused_checkpoint
+from .refusals import refused_request as refused
 
-class Arena:
-    """Fits sequences up to a length, a hundred bytes per token."""
-
-    def __init__(self, max_tokens):
-        self.max_tokens = max_tokens
-        self.capacity = 100 * max_tokens
-
-    def bytes_needed(self, tokens):
-        return 100 * tokens
-
-
-LIMITS = InputLimits(
-    max_sequence_tokens=12,
-    max_text_bytes=40,
-    vocab_size=60,
-    type_vocab_size=2,
-    arena=Arena(12),
-)
+LIMITS = input_limits(max_text_bytes=40)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +26,6 @@ def tokenizer(small_bert):
 @pytest.fixture(scope="module")
 def intake(tokenizer):
     return Intake(tokenizer, LIMITS)
-
-
-def refused(message):
-    return pytest.raises(RequestError, match=re.escape(message))
 
 
 def ids(*row):
@@ -166,29 +148,19 @@ def test_padding_and_truncation_in_tokenizer_json_are_dropped(small_bert, tmp_pa
 def test_refuses_a_damaged_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
 
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read: "):
+    with refused_checkpoint("tokenizer.json cannot be read: "):
         Tokenizer(tmp_path, 12)
 
 
-def test_refuses_a_text_of_which_no_token_is_left(small_bert, tmp_path):
-    # a tokenizer that adds no special tokens, and a character that its normaliser removes
-    bare = HuggingFaceTokenizer.from_file(str(small_bert / "tokenizer.json"))
-    bare.post_processor = None
-    content = bare.to_str()
-    (tmp_path / "tokenizer.json").write_text(
-        content if '"post_processor":null' in content.replace(" ", "") else _bare(content)
-    )
+def test_refuses_a_text_without_tokens(small_bert, tmp_path):
+    # a tokenizer that adds no special tokens, and a character that its normalizer removes
+    shutil.copy(small_bert / "tokenizer.json", tmp_path)
+    set_fields(tmp_path, "tokenizer.json", post_processor=None)
     intake = Intake(Tokenizer(tmp_path, 12), LIMITS)
 
     assert intake.texts(["cat"], truncate=False)[0].token_ids.tolist() == [6]
     with refused("row 1: text has no tokens"):
         intake.texts(["cat", "\u200b"], truncate=False)
-
-
-def _bare(content):
-    import json
-
-    return json.dumps({**json.loads(content), "post_processor": None})
 
 
 def test_refuses_a_text_whose_token_the_model_does_not_know(small_bert):
@@ -201,8 +173,8 @@ def test_refuses_a_text_whose_token_the_model_does_not_know(small_bert):
         intake.texts([("cat", "the")], truncate=False)
 
 
-def test_refuses_a_sequence_that_finds_no_room_alone(tokenizer):
-    intake = Intake(tokenizer, replace(LIMITS, arena=Arena(3)))
+def test_refuses_a_sequence_that_does_not_fit_the_arena(tokenizer):
+    intake = Intake(tokenizer, replace(LIMITS, arena=FakeArena(3)))
 
     assert intake.token_ids([ids(2, 5, 3)])
     assert intake.texts(["the"], truncate=False)

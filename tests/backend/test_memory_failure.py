@@ -1,4 +1,4 @@
-"""Memory that is refused in the middle of a batch: the batch runs in parts, and every answer comes."""
+"""Memory that runs out in the middle of a batch: the batch runs in parts, and every request is answered."""
 
 import logging
 
@@ -11,7 +11,7 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import EngineError
 
-# No machine has so many addresses.
+# More than any machine has addresses.
 TOO_MANY_BYTES = 1 << 60
 
 
@@ -24,13 +24,13 @@ def numpy_refuses():
 
 
 def onednn_refuses():
-    # what it said where addresses had run out; it cannot be brought to it at will
+    # oneDNN's error when addresses ran out; a test cannot cause it at will
     raise RuntimeError("could not create a primitive")
 
 
 @pytest.fixture
 def hungry(monkeypatch):
-    """Return a function that makes linear layers find no memory for more than so many tokens."""
+    """Return a function that makes linear layers run out of memory above a number of tokens."""
     linear = varlen_kernels.reference.linear
 
     def make(refuse, most_tokens):
@@ -51,7 +51,7 @@ def roundings(small_bert):
 
 @pytest.fixture
 def encoder(small_bert):
-    # one core: a lane's share of a batch is the whole of it
+    # one core: the batch is not split into sub-batches
     with Encoder.from_pretrained(small_bert, device="cpu", dtype="fp32", threads=1) as encoder:
         yield encoder
 
@@ -62,7 +62,7 @@ def random_rows(count):
 
 
 @pytest.mark.parametrize("refuse", [torch_refuses, numpy_refuses, onednn_refuses])
-def test_a_batch_that_finds_no_memory_is_answered_in_parts(
+def test_a_batch_that_runs_out_of_memory_is_answered_in_parts(
     encoder, roundings, hungry, caplog, refuse
 ):
     rows = random_rows(100)
@@ -76,7 +76,9 @@ def test_a_batch_that_finds_no_memory_is_answered_in_parts(
     assert_close(answers, expected, roundings=roundings)
 
 
-def test_a_sequence_that_finds_no_memory_alone_fails_and_no_other_does(encoder, roundings, hungry):
+def test_a_sequence_that_runs_out_of_memory_alone_fails_and_no_other_does(
+    encoder, roundings, hungry
+):
     rows = random_rows(50)
     expected = encoder.embed(rows)
     hungry(torch_refuses, 60)

@@ -1,27 +1,23 @@
 """Counts reach the server's series, once each, from a thread of their own."""
 
-from threading import Thread
 from time import monotonic, sleep
 
 import pytest
 
+from tests.metric_names import LABELS, SERIES
+from tests.threads import run_in_threads
 from varlen import metrics
 from varlen.metrics import Drained, Exporter, Stats
 
-LABELS = {"model": "m", "version": "1", "instance": "m_0"}
+from .fakes.triton_python_backend_utils import Metric
+
+INSTANCE = {"model": "m", "version": "1", "instance": "m_0"}
 REQUESTS = "varlen_requests_total"
 REFUSALS = "varlen_refused_requests_total"
+# any numbers, all different
 GAUGES = {
-    "varlen_queued_requests": 3,
-    "varlen_queued_tokens": 44,
-    "varlen_weight_bytes": 900,
-    "varlen_arena_capacity_bytes": 800,
-    "varlen_arena_reserved_bytes": 700,
-    "varlen_arena_chunks": 1,
-    "varlen_arena_footprint_bytes": 600,
-    "varlen_arena_peak_live_bytes": 500,
-    "varlen_response_cache_bytes": 400,
-    "varlen_response_cache_entries": 6,
+    name: float(value)
+    for value, name in enumerate((n for n in SERIES if SERIES[n] == "GAUGE"), start=3)
 }
 TOTALS = {
     "varlen_plan_seconds_total": 0.5,
@@ -35,39 +31,20 @@ TOTALS = {
 SNAPSHOT = {**GAUGES, **TOTALS}
 
 
-class FakeMetric:
-    def __init__(self):
-        self.total = 0.0
-        self.value = None
-        self.observed = []
-        self.broken = False
-
-    def increment(self, value):
-        if self.broken:
-            raise RuntimeError("broken")
-        self.total += value
-
-    def set(self, value):
-        self.value = value
-
-    def observe(self, value):
-        self.observed.append(value)
-
-
 class FakeServer:
+    """Makes series, and looks them up by name and by outcome or reason."""
+
     def __init__(self):
         self.series = {}
         self.kinds = {}
-        self.buckets = {}
 
     def make_series(self, metric, labels):
         assert metric.description
         key = (metric.value, labels.get("outcome", labels.get("reason")))
         assert key not in self.series
-        assert {k: v for k, v in labels.items() if k not in ("outcome", "reason")} == LABELS
+        assert {k: v for k, v in labels.items() if k not in ("outcome", "reason")} == INSTANCE
         self.kinds[metric.value] = metric.kind
-        self.buckets[metric.value] = metric.buckets
-        self.series[key] = FakeMetric()
+        self.series[key] = Metric(labels, metric.buckets)
         return self.series[key]
 
     def __getitem__(self, key):
@@ -88,38 +65,21 @@ def stats():
 def exporter(server, stats, monkeypatch):
     # a flush happens when a test asks for it
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
-    exporter = Exporter(stats, SNAPSHOT.copy, server.make_series, LABELS)
+    exporter = Exporter(stats, SNAPSHOT.copy, server.make_series, INSTANCE)
     yield exporter
     exporter.close()
 
 
 def test_every_series_shows_from_the_start(server, exporter):
-    assert server.kinds == {
-        REQUESTS: "COUNTER",
-        "varlen_sequences_total": "COUNTER",
-        "varlen_tokens_total": "COUNTER",
-        "varlen_queue_wait_seconds": "HISTOGRAM",
-        "varlen_request_latency_seconds": "HISTOGRAM",
-        "varlen_batch_sequences": "HISTOGRAM",
-        "varlen_batch_tokens": "HISTOGRAM",
-        "varlen_padding_tokens_total": "COUNTER",
-        "varlen_split_batches_total": "COUNTER",
-        "varlen_scheduling_seconds_total": "COUNTER",
-        REFUSALS: "COUNTER",
-        "varlen_batch_seconds": "HISTOGRAM",
-        "varlen_batch_predicted_seconds": "HISTOGRAM",
-        **dict.fromkeys(GAUGES, "GAUGE"),
-        **dict.fromkeys(TOTALS, "COUNTER"),
-    }
-    outcomes = {outcome for name, outcome in server.series if name == REQUESTS}
-    assert outcomes == {"ok", "invalid", "refused", "cancelled", "failed"}
-    reasons = {reason for name, reason in server.series if name == REFUSALS}
-    assert reasons == {"queue_full", "deadline", "expired"}
+    assert server.kinds == SERIES
+    for name in SERIES:
+        labels = {label for each, label in server.series if each == name}
+        assert labels == set(LABELS.get(name, [None]))
 
 
 def test_buckets_ascend_and_only_histograms_have_them(server, exporter):
-    for name, kind in server.kinds.items():
-        buckets = server.buckets[name]
+    for (name, _), metric in server.series.items():
+        kind, buckets = server.kinds[name], metric.buckets
         assert (buckets is not None) == (kind == "HISTOGRAM")
         assert buckets is None or (buckets == sorted(set(buckets)) and len(buckets) > 5)
 
@@ -138,18 +98,18 @@ def test_a_flush_carries_everything_over_once(server, stats, exporter):
     exporter.flush()
     exporter.flush()
 
-    assert server[REQUESTS, "ok"].total == 2
-    assert server[REQUESTS, "invalid"].total == 1
-    assert server[REQUESTS, "failed"].total == 0
-    assert server["varlen_sequences_total"].total == 4
-    assert server["varlen_tokens_total"].total == 42
-    assert server["varlen_padding_tokens_total"].total == 5
-    assert server["varlen_scheduling_seconds_total"].total == 0.125
+    assert server[REQUESTS, "ok"].value == 2
+    assert server[REQUESTS, "invalid"].value == 1
+    assert server[REQUESTS, "failed"].value == 0
+    assert server["varlen_sequences_total"].value == 4
+    assert server["varlen_tokens_total"].value == 42
+    assert server["varlen_padding_tokens_total"].value == 5
+    assert server["varlen_scheduling_seconds_total"].value == 0.125
     assert server["varlen_batch_predicted_seconds"].observed == [0.5]
     assert server["varlen_batch_seconds"].observed == [0.25]
-    assert server[REFUSALS, "deadline"].total == 1
-    assert server[REFUSALS, "expired"].total == 0
-    assert server["varlen_split_batches_total"].total == 1
+    assert server[REFUSALS, "deadline"].value == 1
+    assert server[REFUSALS, "expired"].value == 0
+    assert server["varlen_split_batches_total"].value == 1
     assert server["varlen_request_latency_seconds"].observed == [0.5, 0.25, 0.125]
     assert server["varlen_queue_wait_seconds"].observed == [0.0625]
     assert server["varlen_batch_sequences"].observed == [3, 1]
@@ -165,7 +125,7 @@ def test_gauges_show_what_is_read_now(server, exporter):
 def test_totals_are_exported_as_they_grow(server, stats, monkeypatch):
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
     snapshot = dict(SNAPSHOT)
-    exporter = Exporter(stats, snapshot.copy, server.make_series, LABELS)
+    exporter = Exporter(stats, snapshot.copy, server.make_series, INSTANCE)
 
     exporter.flush()
     exporter.flush()
@@ -173,38 +133,34 @@ def test_totals_are_exported_as_they_grow(server, stats, monkeypatch):
     exporter.flush()
     exporter.close()
 
-    assert server["varlen_plan_cache_hits_total"].total == 12
-    assert server["varlen_plan_cache_misses_total"].total == 2
-    assert server["varlen_plan_seconds_total"].total == 0.5
+    assert server["varlen_plan_cache_hits_total"].value == 12
+    assert server["varlen_plan_cache_misses_total"].value == 2
+    assert server["varlen_plan_seconds_total"].value == 0.5
 
 
 def test_the_thread_flushes_and_outlives_a_failure(server, stats, monkeypatch):
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 0.005)
-    exporter = Exporter(stats, SNAPSHOT.copy, server.make_series, LABELS)
-    server[REQUESTS, "failed"].broken = True
+    exporter = Exporter(stats, SNAPSHOT.copy, server.make_series, INSTANCE)
+    server[REQUESTS, "failed"].increment = lambda value: 1 // 0
     stats.count_request("failed", 0.5)
     sleep(0.05)
 
     stats.count_request("ok", 0.5)
 
     until = monotonic() + 10
-    while server[REQUESTS, "ok"].total != 1 and monotonic() < until:
+    while server[REQUESTS, "ok"].value != 1 and monotonic() < until:
         sleep(0.005)
     exporter.close()
-    assert server[REQUESTS, "ok"].total == 1
+    assert server[REQUESTS, "ok"].value == 1
 
 
 def test_counts_from_many_threads_are_all_kept(stats):
-    def count():
+    def count(index):
         for _ in range(500):
             stats.count_request("ok", 0.0)
             stats.count_batch(2, 3, 1)
 
-    threads = [Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(4, count)
 
     drained = stats.drain()
     assert drained.outcomes == {"ok": 2000}
@@ -225,10 +181,10 @@ def test_a_server_without_metrics_stops_the_exporter_at_once(stats):
         raise RuntimeError("metrics not supported")
 
     with pytest.raises(RuntimeError, match="not supported"):
-        Exporter(stats, SNAPSHOT.copy, refuse, LABELS)
+        Exporter(stats, SNAPSHOT.copy, refuse, INSTANCE)
 
 
-def test_where_nobody_drains_the_oldest_observations_go(monkeypatch):
+def test_without_a_drain_the_oldest_observations_are_dropped(monkeypatch):
     monkeypatch.setattr(metrics, "_MOST_OBSERVATIONS", 3)
     stats = Stats()
 

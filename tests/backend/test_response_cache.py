@@ -1,6 +1,6 @@
-"""The cache in front of the engine: what it keeps, what it shares, and that sharing harms nobody.
+"""The cache in front of the engine: what it keeps and what it shares; sharing affects no other request.
 
-By hand on a virtual clock, with an engine that answers when it is told to; and with many threads.
+By hand on a virtual clock, with an engine that answers when a test asks it to; and with many threads.
 """
 
 import gc
@@ -8,13 +8,14 @@ import random
 import tracemalloc
 from collections import Counter, OrderedDict
 from queue import SimpleQueue
-from threading import Barrier, Event, Lock, Thread
+from threading import Lock, Thread
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.threads import run_in_threads
 from varlen.errors import (
     DeadlineError,
     EngineError,
@@ -23,8 +24,11 @@ from varlen.errors import (
     RequestError,
     VarlenError,
 )
-from varlen.request import Prompt, Request, RequestOptions
+from varlen.request import Prompt, Request
 from varlen.response_cache import ENTRY_BYTES, CacheUse, JoinLimits, ResponseCache
+
+from .fakes.engine_parts import Clock, FakeReply
+from .requests import prompt_of, request_of
 
 SECONDS = 10.0
 WIDTH = 4
@@ -33,25 +37,15 @@ SIZE = 4 * WIDTH + ENTRY_BYTES
 ANY = JoinLimits(max_flight_tokens=1000, max_requests=1000, max_tokens=100_000)
 
 
-def request(*rows, normalize=False, types=None, **given):
-    """Return a request whose rows hold these token ids, or this one."""
-    rows = [row if isinstance(row, list) else [row] for row in rows]
-    kinds = [None if types is None else np.array(types, dtype=np.int32)] * len(rows)
-    sequences = tuple(
-        Prompt(np.array(row, dtype=np.int32), kind) for row, kind in zip(rows, kinds, strict=True)
-    )
-    return Request(sequences, RequestOptions(normalize, **given))
-
-
 def answer(sequence, normalize, run=0):
-    """Return what the engine answers: it tells the inputs apart, and which run it was."""
+    """Return the engine's answer: it identifies the inputs and the run."""
     kind = -1 if sequence.type_ids is None else sequence.type_ids.sum()
     values = [sequence.token_ids.sum(), kind, normalize, run]
     return np.array(values, dtype=np.float32)
 
 
 def succeed(reply, rows):
-    """Answer as the engine does, for which a part that cannot be sent is a failure."""
+    """Answer as the engine does: a part that cannot be sent fails the request."""
     try:
         for row, output in enumerate(rows):
             reply.send(row, output)
@@ -62,7 +56,7 @@ def succeed(reply, rows):
 
 
 class FakeEngine:
-    """Keeps what it is sent until it is told what becomes of it."""
+    """Holds requests until a test runs or fails them."""
 
     def __init__(self):
         self.refusal = None
@@ -83,7 +77,7 @@ class FakeEngine:
         return [[s.token_ids.tolist() for s in request.prompts] for request, _ in self.flights]
 
     def run(self, index=0):
-        """Answer as the real engine does: not if nobody waits."""
+        """Answer as the real engine does: not a request that is cancelled."""
         request, reply = self.flights.pop(index)
         if reply.is_cancelled():
             reply.fail(RequestCancelled("cancelled before it ran"))
@@ -94,48 +88,21 @@ class FakeEngine:
             rows.append(answer(sequence, request.options.normalize, self.runs))
         succeed(reply, rows)
 
+    def run_all(self):
+        while self.flights:
+            self.run()
+
     def fail(self, error, index=0):
         _, reply = self.flights.pop(index)
         reply.fail(error)
 
 
-class FakeReply:
-    """Keeps every answer it is given; may claim to be cancelled, or raise."""
-
-    def __init__(self, raises=()):
-        self.answers = []
-        self._rows = []
-        self.answered = Event()
-        self.cancelled = False
-        self._raises = raises
-
-    def is_cancelled(self):
-        if "is_cancelled" in self._raises:
-            raise OSError("is_cancelled")
-        return self.cancelled
+class CacheReply(FakeReply):
+    """Fails unless rows come in their order. `answer` says what is in a row."""
 
     def send(self, row, output):
-        assert not self.answers, "a part after the answer"
-        assert row == len(self._rows), "rows in order"
-        self._rows.append(output)
-
-    def finish(self):
-        rows, self._rows = self._rows, []
-        self._take("finish", rows)
-
-    def fail(self, error):
-        self._take("fail", error)
-
-    def _take(self, how, given):
-        self.answers.append(given)
-        self.answered.set()
-        if how in self._raises:
-            raise OSError(how)
-
-    @property
-    def only(self):
-        assert len(self.answers) == 1, self.answers
-        return self.answers[0]
+        assert row == len(self.outputs), "rows in order"
+        super().send(row, output)
 
     @property
     def sums(self):
@@ -146,19 +113,11 @@ class FakeReply:
     @property
     def runs(self):
         """By which run each row was brought."""
-        return [int(row[3]) for row in self.only]
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
+        return [row[3] for row in self.only]
 
 
 class Bench:
-    """A cache and what it stands on."""
+    """A cache and its parts."""
 
     def __init__(self, entries=100, joins=ANY, **limits):
         self.engine = FakeEngine()
@@ -167,21 +126,23 @@ class Bench:
         self.cache = ResponseCache(self.engine.submit, joins, self.clock, **limits)
 
     def ask(self, *rows, reply=None, **given):
-        reply = reply or FakeReply()
-        self.cache.submit(request(*rows, **given), reply)
+        reply = reply or CacheReply()
+        self.cache.submit(request_of(*rows, **given), reply)
         return reply
 
     def get(self, *rows, **given):
         """Ask, run whatever is needed, and return the reply."""
         reply = self.ask(*rows, **given)
-        while self.engine.flights:
-            self.engine.run()
+        self.engine.run_all()
         return reply
 
-    def is_empty_handed(self):
-        """Whether nothing is left of requests that have been answered."""
-        cache = self.cache
-        return (cache._flights, cache._followers, cache._follower_tokens) == ({}, 0, 0)
+    def is_idle(self):
+        return holds_nothing(self.cache)
+
+
+def holds_nothing(cache):
+    """Return whether nothing is left of requests that were answered."""
+    return (cache._flights, cache._followers, cache._follower_tokens) == ({}, 0, 0)
 
 
 @pytest.fixture
@@ -279,17 +240,16 @@ def test_what_the_answer_does_not_depend_on_is_not_in_the_key(bench):
 def test_a_slice_of_ids_has_the_key_of_its_copy(bench):
     bench.get([1, 2, 3])
     every_other = Prompt(np.array([1, 0, 2, 0, 3], dtype=np.int32)[::2])
-    reply = FakeReply()
+    reply = CacheReply()
 
     bench.cache.submit(Request((every_other,)), reply)
 
     assert reply.runs == [1]
 
 
-def test_nobody_can_change_what_is_kept(bench):
-    given_out = [bench.get(1).only[0], bench.ask(1).only[0]]
-
-    for array in given_out:
+def test_kept_answers_are_read_only(bench):
+    for reply in (bench.get(1), bench.ask(1)):
+        [array] = reply.outputs[0]
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 9
         with pytest.raises(ValueError, match="WRITEABLE"):
@@ -305,7 +265,7 @@ def test_what_the_engine_does_to_its_arrays_later_does_not_show(bench):
     succeed(flight, [batch[0]])
     batch[:] = 7
 
-    assert reply.only[0].tolist() == bench.ask(1).only[0].tolist() == [1] * WIDTH
+    assert reply.only == bench.ask(1).only == [[1] * WIDTH]
 
 
 def test_answers_of_two_dimensions_keep_their_shape(bench):
@@ -357,13 +317,11 @@ def test_the_bytes_that_are_counted_are_enough(count, width):
             succeed(reply, [np.zeros(width, dtype=np.float32) for _ in request.prompts])
 
     cache = ResponseCache(Instant().submit, ANY, Clock(), max_bytes=2**40)
-    reply = FakeReply()
     gc.collect()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     for number in range(count):
-        cache.submit(request(number), reply)
-        reply.answers.clear()
+        cache.submit(request_of(number), CacheReply())
     gc.collect()
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
@@ -384,7 +342,7 @@ STEPS = st.lists(
 
 
 class Model:
-    """What the cache should do, in the fewest words: a dict in order of use."""
+    """A model of the cache: a dict in order of use."""
 
     def __init__(self, entries, max_seconds):
         self.entries, self.max_seconds = entries, max_seconds
@@ -430,7 +388,7 @@ def test_it_keeps_what_a_plain_dict_in_order_of_use_would(steps, entries, max_se
         assert use.held_bytes == use.entries * SIZE <= entries * SIZE
         assert use.misses == model.runs
         assert use.hits + use.misses + use.joined == rows
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 @settings(deadline=None, max_examples=200)
@@ -446,8 +404,8 @@ def test_its_bound_is_never_passed_whatever_the_sizes(answers, max_bytes):
 
     cache = ResponseCache(Sized().submit, ANY, Clock(), max_bytes=max_bytes)
     for text, width in answers:
-        reply = FakeReply()
-        cache.submit(request([text] * width), reply)
+        reply = CacheReply()
+        cache.submit(request_of([text] * width), reply)
         assert len(reply.answers) == 1
         kept = [entry.answer for entry in cache._entries.values()]
         assert cache.use().held_bytes == sum(len(a.values) + ENTRY_BYTES for a in kept) <= max_bytes
@@ -473,7 +431,7 @@ def test_a_request_waits_for_its_equal_that_came_before(bench):
     assert second.answers == []
     bench.engine.run()
     assert (first.runs, second.runs) == ([2, 3], [3, 1])
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_a_request_that_comes_after_the_answer_joins_nothing(bench):
@@ -498,7 +456,7 @@ def test_a_request_that_comes_after_the_answer_joins_nothing(bench):
         ({"priority": 2}, {"deadline_seconds": 1.0, "priority": 1}, False),
     ],
 )
-def test_who_is_more_urgent_does_not_wait_for_who_is_less(bench, leader, follower, joins):
+def test_a_more_urgent_request_does_not_join_a_less_urgent_one(bench, leader, follower, joins):
     first = bench.ask(1, **leader)
     bench.clock.now += 0.1
     second = bench.ask(1, **follower)
@@ -507,10 +465,9 @@ def test_who_is_more_urgent_does_not_wait_for_who_is_less(bench, leader, followe
     bench.engine.run(-1)
     assert second.sums == [1]
     assert len(first.answers) == (1 if joins else 0)
-    while bench.engine.flights:
-        bench.engine.run()
+    bench.engine.run_all()
     assert first.sums == [1]
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_later_requests_join_the_one_that_is_more_urgent(bench):
@@ -524,7 +481,7 @@ def test_later_requests_join_the_one_that_is_more_urgent(bench):
     assert slow.runs == [2]
 
 
-def test_a_request_of_more_than_a_batch_is_joined_by_nobody():
+def test_a_request_of_more_than_a_batch_is_not_joined():
     bench = Bench(joins=JoinLimits(3, 1000, 1000))
     bulk = bench.ask([1], [2, 2], [3])
     small = bench.ask([1])
@@ -545,7 +502,7 @@ def test_a_single_sequence_is_joined_however_long():
 
 
 @pytest.mark.parametrize("joins", [JoinLimits(1000, 2, 1000), JoinLimits(1000, 1000, 4)])
-def test_so_many_may_wait_for_others_and_no_more(joins):
+def test_the_number_of_joined_requests_is_limited(joins):
     bench = Bench(joins=joins)
     replies = [bench.ask([1, 1]) for _ in range(4)]
 
@@ -553,40 +510,39 @@ def test_so_many_may_wait_for_others_and_no_more(joins):
     bench.engine.run()
     assert [len(reply.answers) for reply in replies] == [1, 1, 1, 0]
     bench.engine.run()
-    assert bench.is_empty_handed()
-    # there is room again
+    assert bench.is_idle()
+    # others may wait again
     bench.ask([2, 2])
     bench.ask([2, 2])
     assert len(bench.engine.flights) == 1
 
 
-# What becomes of those who wait for another
+# What becomes of requests that wait for another
 
 
-def test_a_leader_that_is_refused_is_told_so_and_its_followers_start_anew(bench):
+def test_followers_of_a_refused_leader_restart(bench):
     followers = []
 
     def join():
-        # while the engine makes up its mind
+        # during the engine's `submit`
         bench.engine.on_submit = lambda: None
         followers.extend([bench.ask(1), bench.ask(1, 3)])
 
     bench.engine.on_submit = join
     bench.engine.refusal = QueueFullError("full")
-    leader = FakeReply()
+    leader = CacheReply()
 
     with pytest.raises(QueueFullError):
         bench.ask(1, 2, reply=leader)
 
     assert leader.answers == []
-    while bench.engine.flights:
-        bench.engine.run()
+    bench.engine.run_all()
     assert [reply.sums for reply in followers] == [[1], [1, 3]]
     assert leader.answers == []
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
-def test_a_follower_whose_own_start_is_refused_is_told_so(bench):
+def test_a_follower_whose_restart_is_refused_fails(bench):
     followers = []
 
     def join():
@@ -606,13 +562,13 @@ def test_a_follower_whose_own_start_is_refused_is_told_so(bench):
     assert isinstance(followers[0].only, QueueFullError)
     bench.engine.run()
     assert followers[1].sums == [1]
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_a_refused_request_no_longer_waits_for_what_it_joined(bench):
     leader = bench.ask(1)
     bench.engine.refusal = QueueFullError("full")
-    refused = FakeReply()
+    refused = CacheReply()
 
     with pytest.raises(QueueFullError):
         bench.ask(1, 2, reply=refused)
@@ -620,7 +576,7 @@ def test_a_refused_request_no_longer_waits_for_what_it_joined(bench):
 
     assert leader.sums == [1]
     assert refused.answers == []
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_a_request_answered_while_it_is_refused_is_answered_once(bench):
@@ -631,10 +587,10 @@ def test_a_request_answered_while_it_is_refused_is_answered_once(bench):
     reply = bench.ask(1, 2)
 
     assert isinstance(reply.only, EngineError)
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
-def test_a_flight_is_cancelled_once_nobody_waits_for_it(bench):
+def test_a_flight_is_cancelled_once_all_its_requests_are(bench):
     leader, follower = bench.ask(1, 2), bench.ask(2)
     [(_, flight)] = bench.engine.flights
 
@@ -646,7 +602,7 @@ def test_a_flight_is_cancelled_once_nobody_waits_for_it(bench):
     assert isinstance(leader.only, RequestCancelled)
     assert isinstance(follower.only, RequestCancelled)
     assert bench.engine.flights == []
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
 def test_a_follower_gets_its_answer_when_its_leader_is_cancelled(bench):
@@ -659,7 +615,7 @@ def test_a_follower_gets_its_answer_when_its_leader_is_cancelled(bench):
     assert len(leader.answers) == 1
 
 
-def test_who_joins_a_flight_that_is_being_cancelled_starts_anew(bench):
+def test_a_request_that_joins_a_flight_being_cancelled_restarts(bench):
     leader = bench.ask(1)
     leader.cancelled = True
     [(_, flight)] = bench.engine.flights
@@ -675,7 +631,7 @@ def test_who_joins_a_flight_that_is_being_cancelled_starts_anew(bench):
 
 
 def test_a_reply_that_cannot_say_whether_it_is_cancelled_keeps_its_flight(bench):
-    reply = bench.ask(1, reply=FakeReply(raises=("is_cancelled",)))
+    reply = bench.ask(1, reply=CacheReply(raises=("is_cancelled",)))
 
     bench.engine.run()
 
@@ -697,10 +653,10 @@ def test_a_leader_that_is_dropped_for_itself_leaves_its_followers_alone(bench, e
     bench.engine.run()
     bench.engine.run()
     assert (first.sums, second.sums) == ([2], [2, 1])
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
-def test_who_has_to_start_anew_waits_for_nobody_who_came_later(bench):
+def test_a_restarted_request_does_not_join_a_later_one(bench):
     bench.ask(1, deadline_seconds=1.0)
     early = bench.ask(1)
     late = bench.ask(1, deadline_seconds=2.0)
@@ -708,7 +664,7 @@ def test_who_has_to_start_anew_waits_for_nobody_who_came_later(bench):
 
     bench.engine.fail(DeadlineError("late"))
 
-    # or requests with deadlines that are missed could put it off for ever
+    # otherwise requests that miss their deadlines could delay it for ever
     assert [request.options.deadline_seconds for request, _ in bench.engine.flights] == [0.5, None]
     bench.engine.fail(DeadlineError("late"))
     assert isinstance(late.only, DeadlineError)
@@ -730,28 +686,28 @@ def test_a_follower_without_time_left_leaves_it_to_the_engine_to_say_so(bench):
 
 
 @pytest.mark.parametrize("error", [EngineError("the batch failed"), KeyError("a bug")])
-def test_a_failed_batch_fails_all_who_wait_for_it_and_is_not_kept(bench, error):
+def test_a_failed_batch_fails_all_its_requests_and_is_not_kept(bench, error):
     replies = [bench.ask(1, 2), bench.ask(2), bench.ask(3, 1)]
 
     bench.engine.fail(error)
 
     assert all(reply.only is error for reply in replies)
     assert bench.cache.use().entries == 0
-    # nobody waits for what the third one had sent
+    # no request waits for what the third one sent
     [(_, flight)] = bench.engine.flights
     assert flight.is_cancelled()
     bench.engine.run()
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
     assert bench.get(1).sums == [1]
     assert bench.engine.runs == 1
 
 
-def test_what_an_answered_request_had_sent_is_kept_if_it_runs_all_the_same(bench):
+def test_an_output_of_a_failed_request_that_runs_anyway_is_kept(bench):
     bench.ask(1)
     bench.ask(1, 2)
     bench.engine.fail(EngineError("the batch failed"))
     [(_, flight)] = bench.engine.flights
-    succeed(flight, [answer(Prompt(np.array([2], dtype=np.int32)), False)])
+    succeed(flight, [answer(prompt_of(2), False)])
 
     assert bench.ask(2).sums == [2]
 
@@ -764,12 +720,12 @@ def test_an_answer_that_cannot_be_kept_is_an_error_to_all(bench, rows):
     succeed(flight, rows)
 
     assert all(isinstance(reply.only, EngineError) for reply in replies)
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
-@pytest.mark.parametrize("how", ["succeed", "fail"])
+@pytest.mark.parametrize("how", ["send", "finish", "fail"])
 def test_a_reply_that_raises_harms_no_other(bench, how):
-    broken = bench.ask(1, reply=FakeReply(raises=(how,)))
+    broken = bench.ask(1, reply=CacheReply(raises=(how,)))
     company = bench.ask(1)
     if how == "fail":
         bench.engine.fail(EngineError("the batch failed"))
@@ -777,17 +733,17 @@ def test_a_reply_that_raises_harms_no_other(bench, how):
         bench.engine.run()
 
     assert len(broken.answers) == len(company.answers) == 1
-    assert bench.is_empty_handed()
+    assert bench.is_idle()
 
 
-def test_an_engine_that_answers_at_once_is_no_trouble():
+def test_an_engine_may_answer_during_submit():
     class Instant:
         def submit(self, request, reply):
             succeed(reply, [answer(s, request.options.normalize) for s in request.prompts])
 
     cache = ResponseCache(Instant().submit, ANY, Clock(), max_bytes=10_000)
-    reply = FakeReply()
-    cache.submit(request(1, 2, 1), reply)
+    reply = CacheReply()
+    cache.submit(request_of(1, 2, 1), reply)
 
     assert reply.sums == [1, 2, 1]
 
@@ -833,7 +789,7 @@ def test_any_order_of_events_answers_each_request_once_and_rightly(
         if action == "ask":
             rows, given, refusal = what
             bench.engine.refusal = refusal
-            reply = FakeReply()
+            reply = CacheReply()
             try:
                 bench.ask(*rows, reply=reply, **given)
                 asked.append((rows, given["normalize"], reply))
@@ -852,8 +808,7 @@ def test_any_order_of_events_answers_each_request_once_and_rightly(
             bench.engine.fail(what[1], what[0] % len(flights))
         assert bench.cache.use().held_bytes <= entries * SIZE
         assert bench.cache._followers <= most
-    while bench.engine.flights:
-        bench.engine.run()
+    bench.engine.run_all()
 
     assert unexpected == []
     for rows, normalize, reply in asked:
@@ -861,15 +816,15 @@ def test_any_order_of_events_answers_each_request_once_and_rightly(
             is_own = isinstance(reply.only, RequestCancelled) and reply.cancelled
             assert is_own or reply.only in failures
         else:
-            assert [row[[0, 2]].tolist() for row in reply.only] == [[r, normalize] for r in rows]
-    assert bench.is_empty_handed()
+            assert [[row[0], row[2]] for row in reply.only] == [[r, normalize] for r in rows]
+    assert bench.is_idle()
 
 
 # Threads
 
 
 class ThreadedEngine:
-    """Answers from a thread of its own; refuses, fails and drops by chance if told to."""
+    """Answers from a thread of its own; refuses and fails a random part of the requests."""
 
     def __init__(self, chance=0.0, seed=0):
         self._chance = chance
@@ -909,26 +864,6 @@ class ThreadedEngine:
                 succeed(reply, rows)
 
 
-def in_threads(count, work):
-    """Run `work(index)` in so many threads that begin together."""
-    barrier, failures = Barrier(count), []
-
-    def begin(index):
-        barrier.wait()
-        try:
-            work(index)
-        except Exception as error:
-            failures.append(error)
-
-    threads = [Thread(target=begin, args=(index,), daemon=True) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-        assert not thread.is_alive()
-    assert failures == []
-
-
 def test_what_many_threads_ask_for_at_once_runs_once():
     engine = ThreadedEngine()
     joins = JoinLimits(max_flight_tokens=2, max_requests=10_000, max_tokens=10_000)
@@ -937,11 +872,11 @@ def test_what_many_threads_ask_for_at_once_runs_once():
 
     def ask(index):
         for text in range(200):
-            reply = FakeReply()
+            reply = CacheReply()
             replies[index].append((text, reply))
-            cache.submit(request(text, text // 2), reply)
+            cache.submit(request_of(text, text // 2), reply)
 
-    in_threads(8, ask)
+    run_in_threads(8, ask)
 
     for part in replies:
         for text, reply in part:
@@ -964,20 +899,20 @@ def test_whatever_goes_wrong_in_many_threads_each_request_is_answered_once():
         numbers = random.Random(index)
         for _ in range(400):
             rows = [numbers.randrange(20) for _ in range(numbers.randint(1, 4))]
-            reply = FakeReply()
+            reply = CacheReply()
             reply.cancelled = numbers.random() < 0.1
             given = {
                 "priority": numbers.randrange(2),
                 "deadline_seconds": numbers.choice([None, 1.0]),
             }
             try:
-                cache.submit(request(*rows, **given), reply)
+                cache.submit(request_of(*rows, **given), reply)
                 accepted.append((rows, reply))
             except QueueFullError:
                 refused.append(reply)
             assert cache.use().held_bytes <= bound
 
-    in_threads(6, ask)
+    run_in_threads(6, ask)
 
     for rows, reply in accepted:
         assert reply.answered.wait(SECONDS)
@@ -988,4 +923,4 @@ def test_whatever_goes_wrong_in_many_threads_each_request_is_answered_once():
     engine.close()
     assert len(accepted) + len(refused) == 2400
     assert all(reply.answers == [] for reply in refused)
-    assert (cache._flights, cache._followers, cache._follower_tokens) == ({}, 0, 0)
+    assert holds_nothing(cache)

@@ -1,8 +1,6 @@
 """The wire: what tensors and parameters may hold, and that padding leaves no trace."""
 
 import json
-import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen import wire
-from varlen.errors import RequestError, shorten
-from varlen.intake import InputLimits, Intake
+from varlen.errors import shorten
+from varlen.intake import Intake
 from varlen.tokenization import Tokenizer
+
+from .fakes.input_limits import input_limits
+from .refusals import refused_request as refused
 
 TASKS = ["embed", "hidden", "classify", "rerank", "token_classify"]
 IDS = [[2, 5, 3], [2, 6, 3]]
@@ -20,9 +21,7 @@ IDS = [[2, 5, 3], [2, 6, 3]]
 
 @pytest.fixture(scope="module")
 def intake(small_bert):
-    # exactly as large as the longest sequence needs
-    arena = SimpleNamespace(max_tokens=12, capacity=1200)
-    return Intake(Tokenizer(small_bert, 12), InputLimits(12, 4000, 60, 2, arena))
+    return Intake(Tokenizer(small_bert, 12), input_limits())
 
 
 def text(*rows):
@@ -41,10 +40,6 @@ def read(intake, parameters="", *, normalize=False, timeout=0, **tensors):
 
 def rows_of(request):
     return [sequence.token_ids.tolist() for sequence in request.prompts]
-
-
-def refused(message):
-    return pytest.raises(RequestError, match=re.escape(message))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -113,7 +108,7 @@ def test_reads_token_types(intake):
 def test_a_padded_batch_is_unpadded_exactly(intake, rows, extra, with_types, padding):
     width = max(map(len, rows)) + extra
     shape = (len(rows), width)
-    # what stands under the mask's zeros is nobody's business, valid or not
+    # values under the mask's zeros may be anything, valid or not
     token_ids, types = np.full(shape, padding), np.full(shape, padding)
     mask = np.zeros(shape, dtype=np.int64)
     for row, pairs in enumerate(rows):

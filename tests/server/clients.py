@@ -6,11 +6,11 @@ Both raise `AnswerError` with the gRPC name of its code, whatever the protocol. 
 import http.client
 import json
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -70,9 +70,19 @@ def texts(*values: str) -> dict[str, Tensor]:
     return {"text": strings(*values)}
 
 
-class Client(Protocol):
-    """What a test needs of a protocol."""
+class Client(ABC):
+    """A client of one of the protocols; `start` sends requests in the background."""
 
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=128)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    @abstractmethod
     def infer(
         self,
         model: str,
@@ -90,45 +100,10 @@ class Client(Protocol):
         timeout: float = PATIENCE_SECONDS,
     ) -> "Future[Array]":
         """Send the request and return its answer to come."""
-
-
-class _Base:
-    """Requests in the background, for both protocols."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=128)
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def infer(
-        self,
-        model: str,
-        inputs: Mapping[str, Tensor],
-        parameters: Mapping[str, Any] | None = None,
-        timeout: float = PATIENCE_SECONDS,
-    ) -> Array:
-        raise NotImplementedError
-
-    def start(
-        self,
-        model: str,
-        inputs: Mapping[str, Tensor],
-        parameters: Mapping[str, Any] | None = None,
-        timeout: float = PATIENCE_SECONDS,
-    ) -> "Future[Array]":
         return self._pool.submit(self.infer, model, inputs, parameters, timeout)
 
 
-class GrpcClient(_Base):
+class GrpcClient(Client):
     """Requests over one gRPC channel."""
 
     def __init__(self, server: LocalServer) -> None:
@@ -139,7 +114,7 @@ class GrpcClient(_Base):
         )
         self._infer = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelInfer
 
-    def __exit__(self, *failure: Any) -> None:
+    def __exit__(self, *failure: object) -> None:
         super().__exit__(*failure)
         self._channel.close()
 
@@ -166,7 +141,7 @@ class GrpcClient(_Base):
         return self._infer.future(_grpc_request(model, inputs, {}), timeout=timeout)
 
 
-class HttpClient(_Base):
+class HttpClient(Client):
     """Requests over HTTP with binary tensors, each on a connection of its own."""
 
     def __init__(self, server: LocalServer) -> None:

@@ -5,21 +5,15 @@ from pathlib import Path
 
 import pytest
 from sentence_transformers import SentenceTransformer
-from transformers import (
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    BertModel,
-)
 
+from tests.checkpoints import WORDS, save_checkpoint
 from tests.closeness import encoder_roundings
 from varlen import Encoder
 from varlen_tools.local_server import LocalServer
 
-from .checkpoints import save_checkpoint
 from .clients import Client, GrpcClient, HttpClient
 from .serving import add_model
 
-MINILM = Path(__file__).parents[2] / "model_repository/minilm/1"
 # Loaded at start; the others wait for a test to load them.
 LOADED = ("minilm", "classifier", "tagger", "encoder", "slow", "capped")
 
@@ -31,37 +25,44 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="session")
-def minilm_folder() -> Path:
-    assert (MINILM / "model.safetensors").is_file(), "no weights of MiniLM here; run `make setup`"
-    return MINILM
-
-
-@pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Random checkpoints by model name."""
     folder = tmp_path_factory.mktemp("checkpoints")
+
+    def save(name: str, kind: str = "BertModel", *, hidden_size: int = 32, **config: int) -> Path:
+        return save_checkpoint(
+            folder / name,
+            kind,
+            words=WORDS,
+            hidden_size=hidden_size,
+            num_attention_heads=4,
+            intermediate_size=4 * hidden_size,
+            max_position_embeddings=512,
+            **config,
+        )
+
     return {
-        "classifier": save_checkpoint(folder / "classifier", BertForSequenceClassification),
-        "tagger": save_checkpoint(folder / "tagger", BertForTokenClassification, num_labels=5),
-        "encoder": save_checkpoint(folder / "encoder", BertModel),
+        "classifier": save("classifier", "BertForSequenceClassification", num_labels=3),
+        "tagger": save("tagger", "BertForTokenClassification", num_labels=5),
+        "encoder": save("encoder"),
         # A request of many long rows keeps it busy while a test does something else.
-        "slow": save_checkpoint(folder / "slow", BertModel, hidden_size=128, num_layers=2),
+        "slow": save("slow", hidden_size=128),
     }
 
 
 @pytest.fixture(scope="session")
-def roundings(minilm_folder: Path, checkpoints: dict[str, Path]) -> dict[str, int]:
+def roundings(minilm: Path, checkpoints: dict[str, Path]) -> dict[str, int]:
     """Number of roundings in a forward pass, by model name: what `assert_close` takes."""
-    folders = {"minilm": minilm_folder, **checkpoints}
+    folders = {"minilm": minilm, **checkpoints}
     return {name: encoder_roundings(folder) for name, folder in folders.items()}
 
 
 @pytest.fixture(scope="session")
 def repository(
-    tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path, checkpoints: dict[str, Path]
+    tmp_path_factory: pytest.TempPathFactory, minilm: Path, checkpoints: dict[str, Path]
 ) -> Path:
     folder = tmp_path_factory.mktemp("repository")
-    add_model(folder, "minilm", minilm_folder, threads="0")
+    add_model(folder, "minilm", minilm, threads="0")
     add_model(folder, "classifier", checkpoints["classifier"])
     add_model(folder, "tagger", checkpoints["tagger"])
     add_model(folder, "encoder", checkpoints["encoder"], task="hidden")
@@ -107,13 +108,13 @@ def client(request: pytest.FixtureRequest) -> Client:
 
 
 @pytest.fixture(scope="session")
-def in_process(minilm_folder: Path) -> Iterator[Encoder]:
+def in_process(minilm: Path) -> Iterator[Encoder]:
     """MiniLM on our engine in this process."""
-    with Encoder.from_pretrained(minilm_folder, device="cpu", dtype="fp32") as encoder:
+    with Encoder.from_pretrained(minilm, device="cpu", dtype="fp32") as encoder:
         yield encoder
 
 
 @pytest.fixture(scope="session")
-def sentence_transformer(minilm_folder: Path) -> SentenceTransformer:
+def sentence_transformer(minilm: Path) -> SentenceTransformer:
     """MiniLM as its authors run it."""
-    return SentenceTransformer(str(minilm_folder), device="cpu", local_files_only=True)
+    return SentenceTransformer(str(minilm), device="cpu", local_files_only=True)

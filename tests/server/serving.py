@@ -163,7 +163,7 @@ def _is_watchdog(arguments: list[str], stub_pid: int) -> bool:
 
 
 def shared_memory(server_pid: int) -> list[Path]:
-    """Return the regions that a server shares with its Python processes; who kills either leaves them behind."""
+    """Return the regions that a server shares with its Python processes; they outlive a kill of either."""
     arguments = [argument for pid in stubs(server_pid) for argument in _stub_arguments(pid)]
     return [Path("/dev/shm", name) for name in arguments if "_shm_region_" in name]
 

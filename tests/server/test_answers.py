@@ -17,11 +17,11 @@ from transformers import (
     BertModel,
 )
 
+from tests.checkpoints import WORDS
 from tests.closeness import assert_close
 from varlen import Encoder
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
-from .checkpoints import WORDS
 from .clients import Array, Client, integers, strings, texts
 
 SENTENCES = (
@@ -76,9 +76,9 @@ def test_a_request_holds_as_many_rows_as_max_batch_size(
 
 
 def test_token_ids_embed_as_the_text_they_stand_for(
-    client: Client, minilm_folder: Path, roundings: dict[str, int]
+    client: Client, minilm: Path, roundings: dict[str, int]
 ) -> None:
-    ids = _ids(minilm_folder, SENTENCES[0])
+    ids = _ids(minilm, SENTENCES[0])
 
     from_ids = client.infer("minilm", {"input_ids": integers([ids])})
 
@@ -88,14 +88,14 @@ def test_token_ids_embed_as_the_text_they_stand_for(
 
 
 def test_a_padded_batch_with_a_mask_embeds_as_its_texts(
-    client: Client, minilm_folder: Path, roundings: dict[str, int]
+    client: Client, minilm: Path, roundings: dict[str, int]
 ) -> None:
-    rows = [_ids(minilm_folder, sentence) for sentence in SENTENCES]
+    rows = [_ids(minilm, sentence) for sentence in SENTENCES]
     longest = max(map(len, rows))
     ids = np.zeros((len(rows), longest), dtype=np.int64)
     mask = np.zeros_like(ids)
     for index, row in enumerate(rows):
-        # what stands under the padding must not matter
+        # values under the padding must not matter
         ids[index] = 999_999
         ids[index, : len(row)], mask[index, : len(row)] = row, 1
 

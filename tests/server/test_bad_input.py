@@ -1,15 +1,15 @@
-"""Streams of bad input: each one is refused in words that help, and no good request beside it is harmed."""
+"""Streams of bad input: each one is refused with the right code, and no good request beside it is harmed."""
 
 import http.client
 import json
 import random
-import struct
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.closeness import assert_close
@@ -25,256 +25,94 @@ LEAKS = ("/", "Traceback", ".py", "shm", "numpy", "0x")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A bad request, and the parts its error's message must have.
+    """A bad request.
 
     Attributes:
         story: what is wrong with it, for the test's id.
+        word: that the error's message has. Our messages are tested in tests/backend/test_intake.py and test_wire.py.
         inputs: by name, as they go over the wire.
-        says: what came and what is allowed, as the message puts it.
         parameters: of the request.
-        ours: whether our backend refuses it; the server itself refuses the others before they reach us.
     """
 
     story: str
+    word: str
     inputs: Mapping[str, Tensor]
-    says: tuple[str, ...]
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    ours: bool = True
 
 
 HELLO = strings("hello")
 IDS = integers([[101, 7592, 102]])
-THREE_ONES = integers([[1, 1, 1]])
 
-CASES = (
-    Case("empty text", texts("fine", ""), ("row 1: text is empty", "at least one word")),
-    Case("only white space", texts(" \t\n\u3000"), ("row 0: text is empty",)),
-    Case("NUL in a text", texts("a\0b"), ("row 0: text holds a NUL",)),
-    Case(
-        "invalid UTF-8",
-        {"text": strings("fine", b"caf\xe9")},
-        ("row 1", "not UTF-8 at byte 3", "send UTF-8"),
-    ),
-    Case("half a surrogate pair", {"text": strings(b"\xed\xa0\x80")}, ("not UTF-8",)),
-    Case(
-        "over-long text",
-        texts("fine", "word " * 300),
-        ("row 1: text has 302 tokens", "at most 256", "truncate=true"),
-    ),
-    Case("more bytes than max_text_bytes", texts("x" * 70_000), ("70000 bytes", "at most 65536")),
-    Case(
-        "zero tokens",
-        {"input_ids": integers(np.zeros((1, 0)))},
-        ("row 0: input_ids has no tokens",),
-    ),
-    Case(
-        "over-long token ids",
-        {"input_ids": integers(np.ones((2, 257)))},
-        ("row 0: input_ids has 257 tokens", "at most 256"),
-    ),
-    Case(
-        "a negative id",
-        {"input_ids": integers([[101, -1, 102]])},
-        ("input_ids holds -1", "0 to 30521"),
-    ),
-    Case(
-        "an id past the vocabulary",
-        {"input_ids": integers([[101, 102], [101, 30522]])},
-        ("row 1: input_ids holds 30522", "0 to 30521"),
-    ),
-    Case(
-        "an id that 32 bits cannot hold",
-        {"input_ids": integers([[2**32 + 5, 102]])},
-        ("input_ids holds 4294967301", "0 to 30521"),
-    ),
-    Case(
-        "the least 64-bit id",
-        {"input_ids": integers([[-(2**63), 2**63 - 1]])},
-        (f"input_ids holds {-(2**63)}",),
-    ),
-    Case(
-        "a token type out of range",
-        {"input_ids": IDS, "token_type_ids": integers([[0, 2, 0]])},
-        ("token_type_ids holds 2", "0 to 1"),
-    ),
-    Case(
-        "mask with holes",
-        {"input_ids": IDS, "attention_mask": integers([[1, 0, 1]])},
-        ("row 0: attention_mask is not ones followed by zeros", "pad on the right"),
-    ),
-    Case(
-        "mask padded on the left",
-        {"input_ids": IDS, "attention_mask": integers([[0, 1, 1]])},
-        ("attention_mask is not ones followed by zeros",),
-    ),
-    Case(
-        "mask of other numbers",
-        {"input_ids": IDS, "attention_mask": integers([[1, 2, -7]])},
-        ("attention_mask is not ones followed by zeros",),
-    ),
-    Case(
-        "mask of zeros",
-        {"input_ids": IDS, "attention_mask": integers([[0, 0, 0]])},
-        ("row 0: input_ids has no tokens",),
-    ),
-    Case(
-        "mask of another length",
-        {"input_ids": IDS, "attention_mask": integers([[1, 1]])},
-        ("attention_mask has shape [1, 2]", "input_ids has [1, 3]"),
-    ),
-    Case(
-        "both text and ids",
-        {"text": HELLO, "input_ids": IDS},
-        ("both text and input_ids", "one or the other"),
-    ),
-    Case(
-        "text with a mask",
-        {"text": HELLO, "attention_mask": THREE_ONES},
-        ("both text and attention_mask",),
-    ),
-    Case(
-        "mask alone",
-        {"attention_mask": THREE_ONES},
-        ("the request has attention_mask", "send text, or input_ids"),
-    ),
-    Case(
-        "truncate is a word",
-        {"text": HELLO},
-        ("truncate is 'yes'", "true or false"),
-        {"truncate": "yes"},
-    ),
-    Case(
-        "truncate is a number", {"text": HELLO}, ("truncate is 1", "true or false"), {"truncate": 1}
-    ),
-    Case(
-        "normalize is a word",
-        {"text": HELLO},
-        ("normalize is 'false'", "true or false"),
-        {"normalize": "false"},
-    ),
-    Case(
-        "a parameter larger than an error may be",
-        {"text": HELLO},
-        ("truncate is 'xxx", "x... (20002 characters); send true or false"),
-        {"truncate": "x" * 20_000},
-    ),
-    Case(
-        "a misspelt parameter",
-        {"text": HELLO},
-        ('unknown parameter "normalise"', 'Did you mean "normalize"?', "Allowed: truncate,"),
-        {"normalise": True},
-    ),
-    Case(
-        "a timeout in seconds",
-        {"text": HELLO},
-        ("timeout is 30 microseconds", "at least 1000", "ignore_request_timeout"),
-        {"timeout": 30},
-    ),
-    Case("no inputs", {}, ("request has 0 inputs",), ours=False),
-    Case(
-        "wrong tensor name",
-        {"sentence": HELLO},
-        ("unexpected inference input 'sentence'",),
-        ours=False,
-    ),
-    Case(
-        "text_pair where the task takes none",
-        {"text": HELLO, "text_pair": HELLO},
-        ("unexpected inference input 'text_pair'",),
-        ours=False,
-    ),
-    Case(
-        "text as integers",
-        {"text": Tensor("INT64", (1, 1), bytes(8))},
-        ("'text' data-type is 'INT64'", "expects 'BYTES'"),
-        ours=False,
-    ),
-    Case(
-        "ids as INT32",
-        {"input_ids": Tensor("INT32", (1, 3), bytes(12))},
-        ("data-type is 'INT32'", "expects 'INT64'"),
-        ours=False,
-    ),
-    Case(
-        "ids as FP32",
-        {"input_ids": Tensor("FP32", (1, 3), bytes(12))},
-        ("data-type is 'FP32'", "expects 'INT64'"),
-        ours=False,
-    ),
-    Case(
-        "text of rank 1",
-        {"text": Tensor("BYTES", (1,), HELLO.data)},
-        ("Expected [-1,1], got [1]",),
-        ours=False,
-    ),
-    Case(
-        "ids of rank 1", {"input_ids": integers([101, 102])}, ("input_ids", "got [2]"), ours=False
-    ),
-    Case(
-        "ids of rank 3",
-        {"input_ids": integers([[[101, 102]]])},
-        ("input_ids", "got [1,1,2]"),
-        ours=False,
-    ),
-    Case(
-        "two texts in a row",
-        {"text": Tensor("BYTES", (1, 2), HELLO.data * 2)},
-        ("Expected [-1,1], got [1,2]",),
-        ours=False,
-    ),
-    Case(
-        "10,000 rows of text", texts(*["row"] * 10_000), ("batch-size must be <= 64",), ours=False
-    ),
-    Case(
-        "10,000 rows of ids",
-        {"input_ids": integers(np.full((10_000, 8), 101))},
-        ("batch-size must be <= 64",),
-        ours=False,
-    ),
-    Case("no rows", {"text": Tensor("BYTES", (0, 1), b"")}, ("text",), ours=False),
-    Case(
-        "a length prefix that promises too much",
-        {"text": Tensor("BYTES", (1, 1), struct.pack("<I", 500) + b"hello")},
-        ("expecting string of length 500", "only 5 bytes"),
-        ours=False,
-    ),
-    Case(
-        "the largest length prefix",
-        {"text": Tensor("BYTES", (1, 1), b"\xff\xff\xff\xffhello")},
-        ("expecting string of length 4294967295",),
-        ours=False,
-    ),
-    Case(
-        "half a length prefix",
-        {"text": Tensor("BYTES", (1, 1), b"\x05\x00")},
-        ("incomplete string length indicator",),
-        ours=False,
-    ),
-    Case(
-        "fewer strings than rows",
-        {"text": Tensor("BYTES", (2, 1), HELLO.data)},
-        ("expected 2 string elements", "got 1"),
-        ours=False,
-    ),
-    Case(
-        "more strings than rows",
-        {"text": Tensor("BYTES", (1, 1), HELLO.data * 2)},
-        ("string elements 2", "expecting 1"),
-        ours=False,
-    ),
-    Case(
-        "fewer bytes than ids",
-        {"input_ids": Tensor("INT64", (1, 3), bytes(10))},
-        ("Expected 24, got 10",),
-        ours=False,
-    ),
+
+def _ids(rows: npt.ArrayLike, **others: npt.ArrayLike) -> dict[str, Tensor]:
+    others = {"input_ids": rows, **others}
+    return {name: integers(value) for name, value in others.items()}
+
+
+def _bytes(shape: tuple[int, ...], data: bytes) -> dict[str, Tensor]:
+    return {"text": Tensor("BYTES", shape, data)}
+
+
+def _with(**parameters: Any) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    return {"text": HELLO}, parameters
+
+
+# What our backend refuses; the server refuses the other ones before they reach us.
+OURS = (
+    Case("empty text", "row 1", texts("fine", "")),
+    Case("only white space", "row 0", texts(" \t\n\u3000")),
+    Case("NUL in a text", "NUL", texts("a\0b")),
+    Case("invalid UTF-8", "UTF-8", {"text": strings("fine", b"caf\xe9")}),
+    Case("half a surrogate pair", "UTF-8", {"text": strings(b"\xed\xa0\x80")}),
+    Case("over-long text", "302 tokens", texts("fine", "word " * 300)),
+    Case("more bytes than max_text_bytes", "70000 bytes", texts("x" * 70_000)),
+    Case("zero tokens", "no tokens", _ids(np.zeros((1, 0)))),
+    Case("over-long token ids", "257 tokens", _ids(np.ones((2, 257)))),
+    Case("a negative id", "-1", _ids([[101, -1, 102]])),
+    Case("an id past the vocabulary", "30522", _ids([[101, 102], [101, 30522]])),
+    Case("an id that 32 bits cannot hold", "4294967301", _ids([[2**32 + 5, 102]])),
+    Case("the least 64-bit id", str(-(2**63)), _ids([[-(2**63), 2**63 - 1]])),
+    Case("a token type out of range", "token_type_ids", _ids([[9, 9]], token_type_ids=[[0, 2]])),
+    Case("mask with holes", "attention_mask", _ids([[9, 9, 9]], attention_mask=[[1, 0, 1]])),
+    Case("mask of zeros", "no tokens", _ids([[9, 9]], attention_mask=[[0, 0]])),
+    Case("mask of another length", "[1, 2]", _ids([[9, 9, 9]], attention_mask=[[1, 1]])),
+    Case("both text and ids", "both", {"text": HELLO, "input_ids": IDS}),
+    Case("text with a mask", "both", {"text": HELLO, "attention_mask": IDS}),
+    Case("mask alone", "attention_mask", {"attention_mask": IDS}),
+    Case("truncate is a word", "truncate", *_with(truncate="yes")),
+    Case("normalize is a number", "normalize", *_with(normalize=1)),
+    Case("a parameter larger than an error may be", "20002", *_with(truncate="x" * 20_000)),
+    Case("a misspelt parameter", "normalise", *_with(normalise=True)),
+    Case("a timeout in seconds", "microseconds", *_with(timeout=30)),
 )
+THEIRS = (
+    Case("no inputs", "0 inputs", {}),
+    Case("wrong tensor name", "sentence", {"sentence": HELLO}),
+    Case("text_pair where the task takes none", "text_pair", {"text": HELLO, "text_pair": HELLO}),
+    Case("text as integers", "INT64", {"text": Tensor("INT64", (1, 1), bytes(8))}),
+    Case("ids as INT32", "INT32", {"input_ids": Tensor("INT32", (1, 3), bytes(12))}),
+    Case("ids as FP32", "FP32", {"input_ids": Tensor("FP32", (1, 3), bytes(12))}),
+    Case("text of rank 1", "got [1]", _bytes((1,), HELLO.data)),
+    Case("ids of rank 1", "got [2]", _ids([101, 102])),
+    Case("ids of rank 3", "got [1,1,2]", _ids([[[101, 102]]])),
+    Case("two texts in a row", "got [1,2]", _bytes((1, 2), HELLO.data * 2)),
+    Case("10,000 rows of text", "batch-size", texts(*["row"] * 10_000)),
+    Case("10,000 rows of ids", "batch-size", _ids(np.full((10_000, 8), 101))),
+    Case("no rows", "text", _bytes((0, 1), b"")),
+    Case("a prefix that promises too much", "500", _bytes((1, 1), b"\xf4\x01\0\0hello")),
+    Case("the largest length prefix", "4294967295", _bytes((1, 1), b"\xff\xff\xff\xffhello")),
+    Case("half a length prefix", "incomplete", _bytes((1, 1), b"\x05\x00")),
+    Case("fewer strings than rows", "expected 2", _bytes((2, 1), HELLO.data)),
+    Case("more strings than rows", "expecting 1", _bytes((1, 1), HELLO.data * 2)),
+    Case("fewer bytes than ids", "got 10", {"input_ids": Tensor("INT64", (1, 3), bytes(10))}),
+)
+CASES = (*OURS, *THEIRS)
 
 GOOD = ("A good request.", "ok", "The rest of the world does not concern this text. " * 9)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.story)
-def test_bad_input_is_refused_in_words_that_help(client: Client, case: Case) -> None:
+def test_bad_input_is_refused_and_the_message_leaks_nothing(client: Client, case: Case) -> None:
     with pytest.raises(AnswerError) as caught:
         client.infer("minilm", case.inputs, case.parameters)
 
@@ -282,18 +120,18 @@ def test_bad_input_is_refused_in_words_that_help(client: Client, case: Case) -> 
 
 
 def test_a_text_pair_needs_a_text_and_as_many_rows(client: Client) -> None:
-    with pytest.raises(AnswerError, match="text_pair"):
+    with pytest.raises(AnswerError, match="^INVALID_ARGUMENT: .*text_pair"):
         client.infer("classifier", {"text_pair": strings("word1")})
     with pytest.raises(AnswerError, match="batch size does not match"):
         client.infer("classifier", texts("word1", "word2") | {"text_pair": strings("word3")})
 
 
-def test_a_parameter_that_is_not_a_number_harms_nobody(grpc_client: GrpcClient) -> None:
+def test_a_parameter_that_is_not_a_number_is_ignored_or_refused(grpc_client: GrpcClient) -> None:
     # JSON has no NaN, and the server hands parameters to its backends as JSON
     for odd in (float("nan"), float("inf")):
         answer = grpc_client.infer("minilm", texts("hello"), {"odd": odd})
         np.testing.assert_array_equal(answer, grpc_client.infer("minilm", texts("hello")))
-    with pytest.raises(AnswerError, match="truncate is .*; send true or false"):
+    with pytest.raises(AnswerError, match="^INVALID_ARGUMENT: .*truncate"):
         grpc_client.infer("minilm", texts("hello"), {"truncate": 0.5})
 
 
@@ -312,7 +150,7 @@ def test_bytes_that_are_not_utf_8_in_a_parameter_are_refused_without_a_traceback
     connection.close()
 
     assert response.status == 400
-    assert message == "the name or value of a request parameter is not UTF-8; send UTF-8"
+    assert "UTF-8" in message
     assert server.log().count("Traceback") == tracebacks
 
 
@@ -337,7 +175,7 @@ def test_good_requests_between_bad_ones_are_right_and_none_is_lost(
             _check_refusal(error, item)
         else:
             assert_close(answer.result(), expected[[item]], roundings=roundings["minilm"])
-    invalid = sum(isinstance(item, Case) and item.ours for item in stream)
+    invalid = sum(item in OURS for item in stream)
     right = sum(isinstance(item, int) for item in stream)
     wanted = before | {"ok": before["ok"] + right, "invalid": before["invalid"] + invalid}
     assert outcomes(server, "minilm") == wanted
@@ -346,7 +184,6 @@ def test_good_requests_between_bad_ones_are_right_and_none_is_lost(
 
 def _check_refusal(error: AnswerError, case: Case) -> None:
     assert error.code == "INVALID_ARGUMENT", error
-    for part in case.says:
-        assert part in error.message
+    assert case.word in error.message
     for leak in LEAKS:
         assert leak not in error.message

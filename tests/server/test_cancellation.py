@@ -1,6 +1,6 @@
-"""Clients that go away in mid-queue: nobody works for them, and nobody else notices.
+"""Clients that go away while they wait: their requests do not run, and no other request is affected.
 
-Few of them at a time: the server's own gRPC front end has races there that later versions mend.
+Few of them at a time: the server's own gRPC front end has races there that later versions fix.
 """
 
 import contextlib
@@ -68,12 +68,12 @@ def test_requests_of_grpc_clients_that_left_do_not_run(
         assert not any(grown.values()), grown
         if cancelled:
             break
-    assert cancelled, "nobody who left was seen to have left"
+    assert cancelled, "no request of a client that left was cancelled"
     wait_until_idle(server, "slow")
     assert stub_of(server, "slow") == stub
 
 
-def test_http_clients_that_hang_up_harm_nobody(
+def test_http_clients_that_hang_up_affect_no_other_request(
     server: LocalServer, http_client: HttpClient, roundings: dict[str, int]
 ) -> None:
     expected = http_client.infer("slow", SMALL)

@@ -1,4 +1,4 @@
-"""How it ends: the server is stopped with a full queue, or a process is killed. Nobody waits for ever."""
+"""How it ends: the server is stopped with a full queue, or a process is killed. No client waits for ever."""
 
 import os
 import signal

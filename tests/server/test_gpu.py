@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints import WORDS
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen_tools.local_server import LocalServer
 
-from .checkpoints import WORDS
 from .clients import Client, GrpcClient, HttpClient, texts
 from .serving import add_model
 
@@ -22,12 +22,10 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
-def gpu_server(
-    tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path
-) -> Iterator[LocalServer]:
+def gpu_server(tmp_path_factory: pytest.TempPathFactory, minilm: Path) -> Iterator[LocalServer]:
     repository = tmp_path_factory.mktemp("gpu")
     for dtype in DTYPES:
-        add_model(repository, dtype, minilm_folder, device="cuda", dtype=dtype)
+        add_model(repository, dtype, minilm, device="cuda", dtype=dtype)
     with LocalServer(repository) as running:
         running.wait_ready()
         yield running
@@ -41,7 +39,7 @@ def gpu_client(request: pytest.FixtureRequest, gpu_server: LocalServer) -> Itera
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_text_gets_the_vector_of_the_cpu(
-    gpu_client: Client, in_process: Encoder, minilm_folder: Path, dtype: str
+    gpu_client: Client, in_process: Encoder, minilm: Path, dtype: str
 ) -> None:
     chance = random.Random(0)
     rows = [" ".join(chance.choices(WORDS, k=chance.randint(1, 40))) for _ in range(50)]
@@ -51,6 +49,6 @@ def test_every_text_gets_the_vector_of_the_cpu(
     alone = np.concatenate([gpu_client.infer(dtype, texts(row)) for row in rows[:10]])
 
     precision = DTYPES[dtype]
-    roundings = encoder_roundings(minilm_folder, precision)
+    roundings = encoder_roundings(minilm, precision)
     assert_close(crowd, expected, roundings=roundings, dtype=precision)
     assert_close(alone, expected[:10], roundings=roundings, dtype=precision)

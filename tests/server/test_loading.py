@@ -15,30 +15,30 @@ from varlen_tools.local_server import LocalServer
 from .clients import AnswerError, Client, GrpcClient, HttpClient, texts
 from .serving import add_model, http_call, load, model_state, unload, wait_until
 
-ONE_LINE = {"backend": "varlen"}
+TEXT = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
 # What a server without auto-completion needs to know about the model `spare`.
 COMPLETE: dict[str, Any] = {
     "name": "spare",
     "backend": "varlen",
     "max_batch_size": 8,
-    "input": [{"name": "text", "data_type": "TYPE_STRING", "dims": [1], "optional": True}],
+    "input": [TEXT | {"optional": True}],
     "output": [{"name": "sentence_embedding", "data_type": "TYPE_FP32", "dims": [32]}],
     "instance_group": [{"count": 1, "kind": "KIND_CPU"}],
     "parameters": {"dtype": {"string_value": "fp32"}, "threads": {"string_value": "1"}},
 }
 
 
+def _spare(**fields: Any) -> dict[str, Any]:
+    return {"name": "spare", "backend": "varlen", **fields}
+
+
 def _with_parameters(**parameters: str) -> dict[str, Any]:
-    return {
-        "name": "spare",
-        "backend": "varlen",
-        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
-    }
+    return _spare(parameters={key: {"string_value": value} for key, value in parameters.items()})
 
 
 def test_a_config_of_one_line_is_completed(server: LocalServer, grpc_client: GrpcClient) -> None:
     try:
-        assert load(server, "spare", {"name": "spare", "backend": "varlen"}) is None
+        assert load(server, "spare", _spare()) is None
 
         _, config = http_call(server, "GET", "/v2/models/spare/config")
         assert config["max_batch_size"] == 64
@@ -53,85 +53,35 @@ def test_a_config_of_one_line_is_completed(server: LocalServer, grpc_client: Grp
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("config", "word"),
     [
-        (
-            _with_parameters(max_batch_token="512"),
-            (
-                'unknown parameter "max_batch_token"',
-                'Did you mean "max_batch_tokens"?',
-                "Allowed: task,",
-            ),
-        ),
-        (_with_parameters(dtype="fp8"), ('dtype is "fp8"', "allowed: auto, fp32, fp16, bf16")),
-        (
-            _with_parameters(max_queued_tokens="-1"),
-            ('max_queued_tokens is "-1"', "whole numbers from 1"),
-        ),
-        (_with_parameters(task="classify"), ('task "classify" needs', "BertModel")),
-        (
-            {**ONE_LINE, "name": "spare", "response_cache": {"enable": True}},
-            ("response_cache is enabled", "remove it"),
-        ),
-        (
-            {**ONE_LINE, "name": "spare", "model_transaction_policy": {"decoupled": True}},
-            ("model_transaction_policy is decoupled", "remove it"),
-        ),
-        (
-            {**ONE_LINE, "name": "spare", "sequence_batching": {}},
-            ("sequence_batching is set", "remove it"),
-        ),
-        (
-            {**ONE_LINE, "name": "spare", "dynamic_batching": {}},
-            ("dynamic_batching is set; varlen forms batches itself", "remove it"),
-        ),
-        (
-            {
-                **ONE_LINE,
-                "name": "spare",
-                "instance_group": [{"count": 2, "kind": "KIND_CPU"}],
-            },
-            ("instance_group has 2 instances on the CPU; allowed: 1", "set count to 1"),
-        ),
-        (
-            {
-                **ONE_LINE,
-                "name": "spare",
-                "input": [
-                    {
-                        "name": "text",
-                        "data_type": "TYPE_STRING",
-                        "dims": [1],
-                        "reshape": {"shape": []},
-                    }
-                ],
-            },
-            ('input "text" has a reshape; allowed: none',),
-        ),
+        (_with_parameters(task="classify"), "classify"),
+        (_with_parameters(max_queued_tokens="-1"), "max_queued_tokens"),
+        (_spare(response_cache={"enable": True}), "response_cache"),
+        (_spare(model_transaction_policy={"decoupled": True}), "decoupled"),
+        (_spare(sequence_batching={}), "sequence_batching"),
+        (_spare(dynamic_batching={}), "dynamic_batching"),
+        (_spare(instance_group=[{"count": 2, "kind": "KIND_CPU"}]), "2 instances"),
+        (_spare(input=[{**TEXT, "reshape": {"shape": []}}]), "reshape"),
     ],
-    ids=[
-        "unknown key",
-        "unknown word",
-        "negative",
-        "task",
-        "response cache",
-        "decoupled",
-        "sequence batching",
-        "dynamic batching",
-        "instances",
-        "reshape",
-    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_config_that_cannot_be_served_is_refused_with_the_reason(
-    server: LocalServer, config: dict[str, Any], says: tuple[str, ...]
+    server: LocalServer, config: dict[str, Any], word: str
 ) -> None:
     reason = load(server, "spare", config)
 
     assert reason is not None
-    for part in says:
-        assert part in reason
+    assert word in reason
     _check_no_path(reason)
     assert model_state(server, "spare") == "UNAVAILABLE"
+
+
+def test_the_reason_of_a_refusal_is_shown_as_it_was_worded(server: LocalServer) -> None:
+    reason = load(server, "spare", _with_parameters(max_batch_token="512"))
+
+    hint = 'unknown parameter "max_batch_token". Did you mean "max_batch_tokens"? Allowed: task,'
+    assert hint in (reason or "")
 
 
 def _check_no_path(reason: str) -> None:
@@ -154,7 +104,7 @@ def test_a_load_error_names_no_path(
     # an empty folder, then a file that cannot be read at all
     reason = load(loading, "broken", config)
     assert reason is not None
-    assert "the checkpoint folder has no config.json" in reason
+    assert "config.json" in reason
     _check_no_path(reason)
 
     (tmp_path / "config.json").mkdir()
@@ -175,7 +125,7 @@ def test_a_model_may_ignore_the_timeout_of_requests(
         unload(server, "spare")
 
 
-def test_requests_during_unload_and_reload_are_answered_or_told_so(
+def test_requests_during_unload_and_reload_are_answered_or_refused(
     server: LocalServer,
     grpc_client: GrpcClient,
     http_client: HttpClient,
@@ -260,7 +210,7 @@ def test_a_complete_config_serves_without_auto_completion_and_without_metrics(
             usual.infer("spare", texts("word7", "word8 word9")),
             roundings=roundings["encoder"],
         )
-        with pytest.raises(AnswerError, match="row 0: text is empty"):
+        with pytest.raises(AnswerError, match="^INVALID_ARGUMENT: "):
             bare.infer("spare", texts(""))
     unload(server, "spare")
     unload(bare_server, "spare")
@@ -268,25 +218,15 @@ def test_a_complete_config_serves_without_auto_completion_and_without_metrics(
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "word"),
     [
-        ({"max_batch_size": 0}, ("max_batch_size is 0", "at least 1")),
-        (
-            {"output": [{"name": "embedding", "data_type": "TYPE_FP32", "dims": [32]}]},
-            ('output "embedding" is not one of', "allowed: sentence_embedding"),
-        ),
-        (
-            {"input": [{"name": "text", "data_type": "TYPE_INT64", "dims": [1]}]},
-            ('input "text" is', "TYPE_INT64", "TYPE_STRING"),
-        ),
+        ({"max_batch_size": 0}, "max_batch_size"),
+        ({"output": [{"name": "embedding", "data_type": "TYPE_FP32", "dims": [32]}]}, "embedding"),
+        ({"input": [{"name": "text", "data_type": "TYPE_INT64", "dims": [1]}]}, "TYPE_INT64"),
     ],
     ids=["max_batch_size", "output name", "input type"],
 )
 def test_a_complete_config_is_checked_as_well(
-    bare_server: LocalServer, change: dict[str, Any], says: tuple[str, ...]
+    bare_server: LocalServer, change: dict[str, Any], word: str
 ) -> None:
-    reason = load(bare_server, "spare", COMPLETE | change)
-
-    assert reason is not None
-    for part in says:
-        assert part in reason
+    assert word in (load(bare_server, "spare", COMPLETE | change) or "")

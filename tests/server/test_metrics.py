@@ -7,45 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.metric_names import LABELS, SERIES
 from varlen_tools.local_server import LocalServer
 
 from .clients import AnswerError, GrpcClient, integers, texts
 from .serving import add_model, load, metrics, outcomes, unload, wait_until_idle
-
-GAUGES = (
-    "varlen_queued_requests",
-    "varlen_queued_tokens",
-    "varlen_weight_bytes",
-    "varlen_arena_capacity_bytes",
-    "varlen_arena_reserved_bytes",
-    "varlen_arena_chunks",
-    "varlen_arena_footprint_bytes",
-    "varlen_arena_peak_live_bytes",
-    "varlen_response_cache_bytes",
-    "varlen_response_cache_entries",
-)
-HISTOGRAMS = (
-    "varlen_queue_wait_seconds",
-    "varlen_request_latency_seconds",
-    "varlen_batch_sequences",
-    "varlen_batch_tokens",
-)
-COUNTERS = (
-    *(
-        f"varlen_requests_total {name}"
-        for name in ("ok", "invalid", "refused", "cancelled", "failed")
-    ),
-    "varlen_sequences_total",
-    "varlen_tokens_total",
-    "varlen_split_batches_total",
-    "varlen_plan_seconds_total",
-    "varlen_plan_cache_hits_total",
-    "varlen_plan_cache_misses_total",
-    "varlen_response_cache_hits_total",
-    "varlen_response_cache_joined_total",
-    "varlen_response_cache_misses_total",
-    "varlen_response_cache_evictions_total",
-)
 
 
 def test_every_series_shows_from_the_start_with_type_and_help(server: LocalServer) -> None:
@@ -53,16 +19,12 @@ def test_every_series_shows_from_the_start_with_type_and_help(server: LocalServe
     with urllib.request.urlopen(server.metrics_url) as response:
         page = response.read().decode()
 
-    for name in (
-        *GAUGES,
-        *COUNTERS,
-        *(f"{name}_{part}" for name in HISTOGRAMS for part in ("count", "sum")),
-    ):
-        assert name in series, name
-    for kind, names in (("gauge", GAUGES), ("histogram", HISTOGRAMS), ("counter", COUNTERS)):
-        for name in {name.split()[0] for name in names}:
-            assert f"# TYPE {name} {kind}\n" in page
-            assert re.search(rf"# HELP {name} \w", page)
+    for name, kind in SERIES.items():
+        parts = [f"{name}_count", f"{name}_sum"] if kind == "HISTOGRAM" else [name]
+        labelled = [f"{name} {label}" for label in LABELS.get(name, ())]
+        assert set(labelled or parts) <= series.keys(), name
+        assert f"# TYPE {name} {kind.lower()}\n" in page
+        assert re.search(rf"# HELP {name} \w", page)
 
 
 def test_versions_of_one_model_have_series_of_their_own(
@@ -113,7 +75,7 @@ def test_what_is_counted_is_what_was_sent(server: LocalServer, grpc_client: Grpc
     assert grown["varlen_queue_wait_seconds_count"] == len(lengths)
     assert grown["varlen_request_latency_seconds_count"] == len(lengths) + 3
     assert grown["varlen_request_latency_seconds_sum"] > grown["varlen_queue_wait_seconds_sum"] > 0
-    # each batch was planned, as a whole or in shares; batches of one shape have one plan
+    # each batch was planned, as a whole or in sub-batches; batches of one shape have one plan
     plans = grown["varlen_plan_cache_hits_total"] + grown["varlen_plan_cache_misses_total"]
     assert plans >= len(lengths)
     assert grown["varlen_plan_cache_hits_total"] >= 1

@@ -29,7 +29,7 @@ def test_perf_analyzer_gets_an_answer_to_every_request(
         find_command("perf_analyzer"),
         *("-m", "minilm", "-b", "1", "-i", protocol, "-u", f"{LOOPBACK}:{port}"),
         *("--input-data", "texts.json", "--concurrency-range", "4"),
-        # one window of so many requests, stable or not
+        # one window of REQUESTS requests, stable or not
         *("--request-count", str(REQUESTS), "-s", "999"),
         *("--profile-export-file", "profile.json"),
     ]
@@ -46,14 +46,12 @@ def test_perf_analyzer_gets_an_answer_to_every_request(
 
 @pytest.mark.parametrize("inputs, options", [("text", []), ("ids", IDS_OPTIONS)])
 def test_a_model_with_inputs_of_one_kind_needs_no_input_data(
-    minilm_folder: Path, tmp_path: Path, inputs: str, options: list[str]
+    minilm: Path, tmp_path: Path, inputs: str, options: list[str]
 ) -> None:
     """With all inputs optional, perf_analyzer asks for input data before it sends anything."""
     repository = tmp_path / "models"
     settings = {"device": "cpu", "warmup_seconds": "0"}
-    fetch(
-        str(minilm_folder), repository=repository, name="minilm", inputs=inputs, settings=settings
-    )
+    fetch(str(minilm), repository=repository, name="minilm", inputs=inputs, settings=settings)
     with LocalServer(repository) as server:
         server.wait_ready()
         command = [find_command("perf_analyzer"), "-m", "minilm", "-i", "grpc"]
@@ -81,6 +79,6 @@ def run_perf_analyzer(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        # whose fault: this fails with other words if a request that reached the model was not answered
+        # `outcomes` fails with other words if the model has not answered a request that reached it
         answered = outcomes(server, model)
         pytest.fail(f"perf_analyzer does not end; the model has answered all it got: {answered}")

@@ -113,11 +113,9 @@ def test_an_error_is_not_kept(
     watch = Watch(server, cached)
     inputs = texts("word4 word5")
     for _ in range(2):
-        with pytest.raises(AnswerError) as caught:
+        with pytest.raises(AnswerError, match="^UNAVAILABLE: deadline missed: "):
             client.infer(cached, inputs, {"deadline_ms": NO_TIME})
-        assert caught.value.code == "UNAVAILABLE"
-        assert caught.value.message.startswith("deadline missed: ")
-    with pytest.raises(AnswerError, match="row 0: text is empty"):
+    with pytest.raises(AnswerError, match="^INVALID_ARGUMENT: "):
         client.infer(cached, texts(""))
     assert watch.grown()["entries"] == 0
 
@@ -178,27 +176,15 @@ def test_a_model_without_the_setting_keeps_nothing(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said", "allowed"),
+    ("name", "value"),
     [
-        ("deadline_ms", 0, "0", "a positive number"),
-        ("deadline_ms", -5, "-5", "a positive number"),
-        ("deadline_ms", -0.5, "-0.5", "a positive number"),
-        ("deadline_ms", "100", "'100'", "a positive number"),
-        ("deadline_ms", True, "True", "a positive number"),
-        ("request_priority", 10, "10", "a whole number from 0 to 9"),
-        ("request_priority", -1, "-1", "a whole number from 0 to 9"),
-        ("request_priority", 1.5, "1.5", "a whole number from 0 to 9"),
-        ("request_priority", "high", "'high'", "a whole number from 0 to 9"),
+        *(("deadline_ms", value) for value in (0, -0.5, "100", True)),
+        *(("request_priority", value) for value in (10, 1.5, "high")),
     ],
 )
-def test_a_deadline_or_priority_that_is_none_is_refused(
-    client: Client, name: str, value: Any, said: str, allowed: str
-) -> None:
-    with pytest.raises(AnswerError) as caught:
+def test_an_invalid_deadline_or_priority_is_refused(client: Client, name: str, value: Any) -> None:
+    with pytest.raises(AnswerError, match=f"^INVALID_ARGUMENT: .*{name}"):
         client.infer("encoder", texts("word1"), {name: value})
-
-    assert caught.value.code == "INVALID_ARGUMENT"
-    assert caught.value.message.endswith(f"the parameter {name} is {said}; send {allowed}")
 
 
 @pytest.mark.parametrize("parameters", [{"deadline_ms": NO_TIME}, {"timeout": 1000}], ids=str)
@@ -224,7 +210,7 @@ def test_a_deadline_that_cannot_be_kept_is_refused(
     ],
     ids=str,
 )
-def test_a_deadline_that_can_be_kept_is_no_matter(
+def test_a_deadline_that_can_be_kept_changes_nothing(
     client: Client, parameters: dict[str, Any]
 ) -> None:
     assert client.infer("encoder", texts("word1"), parameters).shape == (1, 3, 32)

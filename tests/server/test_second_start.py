@@ -87,7 +87,9 @@ def test_a_corrupt_cache_is_renamed_and_costs_are_measured_again(
     assert len(CostStore(cache).entries()) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(repository: Path, cache: Path) -> None:
+def test_a_server_runs_without_a_cache_that_cannot_be_written(
+    repository: Path, cache: Path
+) -> None:
     cache.write_text("a file where a folder should be")
 
     with started(repository) as server:

@@ -231,7 +231,7 @@ def test_the_spread_says_how_much_slower_slow_moments_are():
     assert Machine(noise=(1.0, 1.0, 3.0)).measure().spread == pytest.approx(3.0)
 
 
-def test_progress_is_told_in_quarters():
+def test_progress_is_reported_in_quarters():
     machine = Machine()
 
     measured = machine.measure(seconds=1e4)
@@ -245,7 +245,7 @@ def test_progress_is_told_in_quarters():
     )
 
 
-def test_progress_is_told_by_time_where_that_ends_first():
+def test_progress_is_reported_by_time_if_time_ends_first():
     machine = Machine(fixed=0.1)
 
     machine.measure(seconds=4.0)

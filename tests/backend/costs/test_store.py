@@ -302,7 +302,7 @@ def test_several_processes_may_begin_and_use_one_file_at_once(tmp_path):
     assert len(CostStore(tmp_path).entries()) == 20
 
 
-def test_who_finds_a_corrupt_file_replaced_by_another_process_leaves_the_new_one_alone(
+def test_a_corrupt_file_that_another_process_has_replaced_is_left_alone(
     folder, monkeypatch, caplog
 ):
     path = file_of(folder)
@@ -346,7 +346,7 @@ def test_one_measures_at_a_time(tmp_path):
     assert order == ["first", "second"]
 
 
-def test_nobody_waits_for_another_s_measuring_for_ever(tmp_path, caplog):
+def test_waiting_for_another_process_to_measure_ends(tmp_path, caplog):
     with CostStore(tmp_path).measuring(timeout=30):
         with CostStore(tmp_path).measuring(timeout=0.1):
             pass

@@ -19,7 +19,7 @@ def test_a_batch_runs_in_a_bucket_that_holds_it_and_was_captured(data, most):
     assert bucket in set(buckets)
     assert tokens <= bucket.tokens <= most
     assert sequences <= bucket.sequences
-    # of the same tokens, no bucket with less room holds the batch
+    # no bucket of as many tokens and fewer sequences holds the batch
     assert not any(
         b.tokens == bucket.tokens and sequences <= b.sequences < bucket.sequences for b in buckets
     )

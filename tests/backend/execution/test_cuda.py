@@ -7,11 +7,13 @@ sequence. `tests/kernels/fused/test_encoder.py` runs the same on a GPU.
 import gc
 import logging
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints import KIND_OF_TASK
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.execution.cuda import CudaRunner
@@ -20,20 +22,17 @@ from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint import Checkpoint
-from varlen.request import Prompt, RequestOptions
+from varlen.request import RequestOptions
 from varlen_kernels import reference
+
+from ..requests import random_prompts
 
 PLAIN = RequestOptions()
 NORMALIZED = RequestOptions(normalize=True)
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 160
-TASK_KINDS = {
-    "embed": "BertModel",
-    "hidden": "BertModel",
-    "classify": "BertForSequenceClassification",
-    "token_classify": "BertForTokenClassification",
-}
+prompts = partial(random_prompts, types=2)
 
 
 class RepeatedWork:
@@ -57,14 +56,14 @@ class RepeatedWork:
         return replay
 
 
-@pytest.fixture(params=TASK_KINDS)
+@pytest.fixture(params=KIND_OF_TASK)
 def task(request):
     return request.param
 
 
 @pytest.fixture
 def folder(task, make_checkpoint):
-    return make_checkpoint(TASK_KINDS[task])
+    return make_checkpoint(KIND_OF_TASK[task])
 
 
 @pytest.fixture
@@ -87,14 +86,6 @@ def executor(runner, graphs):
     return CudaRunner(runner.program, reference, make_arena(runner), graphs)
 
 
-def sequences(lengths, seed=0):
-    numbers = np.random.default_rng(seed)
-    return [
-        Prompt(numbers.integers(0, 50, n).astype(np.int32), numbers.integers(0, 2, n))
-        for n in lengths
-    ]
-
-
 BATCHES = pytest.mark.parametrize(
     "lengths",
     [[1], [16], [17], [1, 1, 1], [3, 9, 1, 9], [64, 2, 33], [1] * MAX_TOKENS, [60, 60, 40]],
@@ -104,7 +95,7 @@ BATCHES = pytest.mark.parametrize(
 
 @BATCHES
 def test_a_batch_gets_the_answers_of_the_cpu_in_the_order_given(folder, runner, executor, lengths):
-    batch = sequences(lengths)
+    batch = prompts(lengths)
     options = [RequestOptions(normalize=index % 2 == 0) for index in range(len(batch))]
 
     answers = executor.run(batch, options)
@@ -118,7 +109,7 @@ def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, g
 
     for tokens in range(1, MAX_TOKENS + 1):
         lengths = [min(64, tokens - begin) for begin in range(0, tokens, 64)]
-        executor.run(sequences(lengths), [NORMALIZED] * len(lengths))
+        executor.run(prompts(lengths), [NORMALIZED] * len(lengths))
 
     assert graphs.replayed == MAX_TOKENS
     assert graphs.captured == captured
@@ -129,14 +120,14 @@ def test_memory_stays_where_graphs_left_it(executor):
     address, offsets = arena.memory.data_ptr(), arena.allocate_whole(shape).offsets
 
     for lengths in ([1], [60, 60, 40], [1] * MAX_TOKENS):
-        executor.run(sequences(lengths), [PLAIN] * len(lengths))
+        executor.run(prompts(lengths), [PLAIN] * len(lengths))
 
     assert arena.memory.data_ptr() == address
     assert arena.allocate_whole(shape).offsets == offsets
 
 
 def test_what_is_in_use_is_the_footprint_of_the_bucket(executor):
-    executor.run(sequences([10, 7]), [NORMALIZED] * 2)
+    executor.run(prompts([10, 7]), [NORMALIZED] * 2)
 
     # the smallest bucket of 17 tokens has 32, and room for 2 sequences
     arena = executor._arena
@@ -145,24 +136,24 @@ def test_what_is_in_use_is_the_footprint_of_the_bucket(executor):
 
 
 def test_an_answer_does_not_depend_on_the_batch_before(executor):
-    alone = [answer.copy() for answer in executor.run(sequences([5, 2]), [NORMALIZED] * 2)]
+    alone = [answer.copy() for answer in executor.run(prompts([5, 2]), [NORMALIZED] * 2)]
 
-    executor.run(sequences([60, 60, 40], seed=1), [PLAIN] * 3)
+    executor.run(prompts([60, 60, 40], seed=1), [PLAIN] * 3)
     with torch.inference_mode():
         # every bit set is NaN in each float format
         executor._arena.memory.fill_(0xFF)
         executor._output.fill_(torch.nan)
-    again = executor.run(sequences([5, 2]), [NORMALIZED] * 2)
+    again = executor.run(prompts([5, 2]), [NORMALIZED] * 2)
 
     for mine, theirs in zip(again, alone, strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
 def test_an_answer_is_a_copy(executor):
-    first = executor.run(sequences([4, 9]), [NORMALIZED] * 2)
+    first = executor.run(prompts([4, 9]), [NORMALIZED] * 2)
     kept = [answer.copy() for answer in first]
 
-    executor.run(sequences([4, 9], seed=1), [NORMALIZED] * 2)
+    executor.run(prompts([4, 9], seed=1), [NORMALIZED] * 2)
     with torch.inference_mode():
         executor._output.fill_(torch.nan)
 
@@ -170,7 +161,7 @@ def test_an_answer_is_a_copy(executor):
         np.testing.assert_array_equal(answer, copy)
 
 
-def test_loading_says_how_far_the_captures_are(runner, caplog):
+def test_loading_logs_the_progress_of_captures(runner, caplog):
     with caplog.at_level(logging.INFO, "varlen"):
         CudaRunner(runner.program, reference, make_arena(runner), RepeatedWork())
 
@@ -180,7 +171,7 @@ def test_loading_says_how_far_the_captures_are(runner, caplog):
     assert lines[-1].startswith(f"captured {count} of {count} graphs in ")
 
 
-def test_close_lets_go_of_the_graphs(runner):
+def test_close_releases_the_graphs(runner):
     class Graph:
         alive = 0
 

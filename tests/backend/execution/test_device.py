@@ -15,7 +15,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Return a function that makes torch see so many GPUs of one compute capability."""
+    """Return a function that makes torch see a number of GPUs of one compute capability."""
 
     def see(count, capability=(9, 0)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)

@@ -10,14 +10,15 @@ import pytest
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.executor import ThreadExecutor
-from varlen.request import Prompt, Request, RequestOptions
 from varlen.sequence import Batch, RequestState
+
+from ..requests import request_of
 
 SECONDS = 10.0
 
 
 class FakeRunner:
-    """Answers each prompt's length; raises what it is told to, and again when it is checked if that lasts."""
+    """Answers each prompt's length, or raises `error`; `check` raises it too if it `lasts`."""
 
     def __init__(self, error=None, lasts=False, missing=0, meet=None):
         self.error = error
@@ -43,8 +44,8 @@ class FakeRunner:
 
 
 def batch_of(*lengths, normalize=False):
-    prompts = tuple(Prompt(np.zeros(length, dtype=np.int32)) for length in lengths)
-    state = RequestState(Request(prompts, RequestOptions(normalize)), None, 0.0)
+    request = request_of(*([0] * length for length in lengths), normalize=normalize)
+    state = RequestState(request, None, 0.0)
     return Batch(state.sequences, BatchShape.of(lengths), 1.0, "")
 
 

@@ -1,4 +1,4 @@
-"""A judge of plans that knows nothing of how they are made: who owns which byte at which op, by brute force."""
+"""Checks of plans by brute force: which usage owns which byte at which op, however the plan was made."""
 
 from itertools import pairwise
 

@@ -123,7 +123,7 @@ def test_what_it_holds_is_that_of_the_last_batch():
     assert use.reserved_bytes == len(arena.memory) >= 150 * 480
 
 
-def test_what_long_batches_took_goes_back_after_many_short_ones():
+def test_memory_of_long_batches_is_returned_after_many_short_ones():
     usages = [Usage("x", 0, 1, Size(tokens=WIDE))]
     arena = make_arena(usages, max_tokens=10_000)
     arena.allocate_whole(dims(10_000, 1))

@@ -30,7 +30,7 @@ def test_room_takes_no_memory_until_it_is_reserved():
     assert chunk.reserved_bytes == 128 * MEGABYTE
 
 
-def test_what_is_released_goes_back_and_the_rest_keeps_its_bytes_and_its_place():
+def test_released_memory_is_returned_and_the_rest_keeps_its_bytes_and_its_place():
     chunk = HostChunk(512 * MEGABYTE)
     chunk.reserve(256 * MEGABYTE)
     chunk.memory[: 32 * MEGABYTE] = 7
@@ -46,7 +46,7 @@ def test_what_is_released_goes_back_and_the_rest_keeps_its_bytes_and_its_place()
     chunk.memory[200 * MEGABYTE] = 1
 
 
-def test_memory_goes_back_when_the_chunk_does():
+def test_memory_is_returned_when_the_chunk_is_deleted():
     before = resident_bytes()
     chunk = HostChunk(256 * MEGABYTE)
     chunk.reserve(256 * MEGABYTE)

@@ -116,7 +116,7 @@ def test_plans_are_kept_and_counted():
     assert layout.plan_seconds > 0
 
 
-def test_no_more_than_so_many_plans_are_kept():
+def test_the_number_of_kept_plans_is_limited():
     layout = Layout(fold([Usage("x", 0, 1, Size(tokens=4))]), 64)
     numbers = random.Random(0)
 

@@ -1,50 +1,26 @@
 """Every field and tensor of a BERT checkpoint is served right or refused by name, before a weight is loaded."""
 
 import dataclasses
-import json
-import re
-import shutil
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from varlen import Encoder
-from varlen.errors import CheckpointError
+from tests.checkpoints import WEIGHTS, change_tensors, set_fields
 from varlen.models import bert_checkpoint
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.registry import load_encoder
 from varlen.models.weights import CheckpointWeights
 
-WEIGHTS = "model.safetensors"
+from ..refusals import refused_checkpoint as refused
+from .oracle import assert_hidden_states_match, load_oracle
+
 ROWS = [[5, 6, 7], [1], list(range(5, 45))]
-
-
-@pytest.fixture
-def folder(small_bert, tmp_path):
-    """Return a copy of a plain checkpoint, for a test to change."""
-    return shutil.copytree(small_bert, tmp_path / "copy")
-
-
-def set_field(folder, **fields):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
-
-
-def change_tensors(folder, change):
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS)
 
 
 def check(folder, task="embed"):
     Checkpoint.open(folder).check_task(task)
-
-
-def refused(message):
-    return pytest.raises(CheckpointError, match=re.escape(message))
 
 
 def test_knows_every_field_of_transformers_configuration():
@@ -81,14 +57,14 @@ def test_a_fixed_field_has_the_default_of_transformers():
 
 @pytest.mark.parametrize("name", sorted(bert_checkpoint.HARMLESS_FIELDS))
 def test_takes_a_field_that_changes_nothing(folder, name):
-    set_field(folder, **{name: "anything"})
+    set_fields(folder, "config.json", **{name: "anything"})
 
     check(folder)
 
 
 @pytest.mark.parametrize("value", [None, False, {}, []], ids=repr)
 def test_takes_an_unknown_feature_that_is_off(folder, value):
-    set_field(folder, rope_scaling=value)
+    set_fields(folder, "config.json", rope_scaling=value)
 
     check(folder)
 
@@ -111,30 +87,33 @@ def test_takes_an_unknown_feature_that_is_off(folder, value):
         ("pruned_heads", {"0": [1]}, 'has pruned_heads {"0": [1]}; allowed: {}'),
         (
             "position_embedding_type",
-            "alibi",
-            'has position_embedding_type "alibi"; allowed: "absolute"',
+            "relative_key",
+            'has position_embedding_type "relative_key"; allowed: "absolute"',
         ),
         ("hidden_act", ["gelu"], "allowed: gelu, gelu_new"),
+        ("hidden_act", "silu", 'has hidden_act "silu"; allowed: gelu, gelu_new'),
+        ("num_attention_heads", 5, "hidden_size 24 is no multiple of num_attention_heads 5"),
         ("layer_norm_eps", "small", "has layer_norm_eps 'small'; allowed: numbers from 0"),
         ("layer_norm_eps", True, "has layer_norm_eps True; allowed: numbers from 0"),
         (
             "architectures",
-            "BertForQuestionAnswering",
-            'the architecture "BertForQuestionAnswering"',
+            ["BertForQuestionAnswering"],
+            'has the architecture "BertForQuestionAnswering"; allowed: BertModel',
         ),
+        ("architectures", "BertModel2", 'has the architecture "BertModel2"; allowed: BertModel'),
     ],
 )
 def test_refuses_a_field_that_would_change_results(folder, name, value, message):
-    set_field(folder, **{name: value})
+    set_fields(folder, "config.json", **{name: value})
 
     with refused(message):
         Checkpoint.open(folder)
 
 
 @pytest.mark.parametrize("count", [0, "3", 1.5])
-def test_refuses_a_number_of_labels_that_is_none(make_checkpoint, tmp_path, count):
-    folder = shutil.copytree(make_checkpoint("BertForSequenceClassification"), tmp_path / "copy")
-    set_field(folder, num_labels=count, id2label=None)
+def test_refuses_a_number_of_labels_that_is_not_positive(make_checkpoint, count):
+    folder = make_checkpoint("BertForSequenceClassification")
+    set_fields(folder, "config.json", num_labels=count, id2label=None)
 
     with refused(f"has num_labels {count!r}; allowed: whole numbers from 1"):
         Checkpoint.open(folder)
@@ -214,29 +193,49 @@ def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, message",
+    "name",
     [
-        ("encoder.layer.1.intermediate.dense.bias", 'has no tensor "encoder.layer.1.intermediate'),
-        ("pooler.dense.bias", 'has no tensor "pooler.dense.bias"'),
+        "embeddings.position_embeddings.weight",
+        "encoder.layer.1.attention.self.key.bias",
+        "encoder.layer.0.output.LayerNorm.weight",
+        "encoder.layer.1.intermediate.dense.bias",
+        "pooler.dense.bias",
     ],
 )
-def test_finds_a_missing_tensor_without_loading(folder, name, message):
+def test_finds_a_missing_tensor_without_loading(folder, name):
     change_tensors(folder, lambda tensors: tensors.pop(name))
+
+    with refused(f'the checkpoint has no tensor "{name}"'):
+        check(folder)
+
+
+def test_finds_a_missing_classifier_without_loading(make_checkpoint):
+    folder = make_checkpoint("BertForSequenceClassification", num_labels=3)
+    change_tensors(folder, lambda tensors: tensors.pop("classifier.weight"))
+
+    with refused('the checkpoint has no tensor "classifier.weight"'):
+        check(folder, "classify")
+
+
+@pytest.mark.parametrize(
+    "size, message",
+    [
+        ({"vocab_size": 93}, 'word_embeddings.weight" has shape [92, 24]; config.json implies [93'),
+        ({"intermediate_size": 41}, 'weight" has shape [40, 24]; config.json implies [41, 24]'),
+    ],
+)
+def test_finds_a_tensor_of_another_shape_without_loading(folder, size, message):
+    set_fields(folder, "config.json", **size)
 
     with refused(message):
         check(folder)
 
 
-def test_finds_a_tensor_of_another_shape_without_loading(folder):
-    set_field(folder, vocab_size=93)
-
-    with refused('embeddings.word_embeddings.weight" has shape [92, 24]; config.json implies [93'):
-        check(folder)
-
-
-def test_a_task_with_a_pooler_needs_it(make_checkpoint, tmp_path):
-    folder = shutil.copytree(make_checkpoint("BertForSequenceClassification"), tmp_path / "copy")
+def test_a_task_with_a_pooler_needs_it(make_checkpoint):
+    folder = make_checkpoint("BertForSequenceClassification")
     change_tensors(folder, lambda tensors: tensors.pop("bert.pooler.dense.weight"))
+    with refused('task "classify" needs a pooler, which the checkpoint lacks'):
+        check(folder, "classify")
     change_tensors(folder, lambda tensors: tensors.pop("bert.pooler.dense.bias"))
 
     check(folder, "hidden")
@@ -255,15 +254,8 @@ def test_old_names_of_a_layer_norm_match_transformers(folder):
 
     change_tensors(folder, rename)
     assert any(name.endswith("gamma") for name in load_file(folder / WEIGHTS))
-    model = transformers.BertModel.from_pretrained(folder).eval()
 
-    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
-        actual = encoder.hidden(ROWS)
-
-    for row, mine in zip(ROWS, actual, strict=True):
-        with torch.inference_mode():
-            theirs = model(torch.tensor([row])).last_hidden_state[0].numpy()
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert_hidden_states_match(folder, load_oracle(folder), ROWS)
 
 
 def test_refuses_a_tensor_under_its_old_and_its_new_name(folder):
@@ -280,11 +272,5 @@ def test_weights_in_double_precision_match_transformers(folder):
     change_tensors(
         folder, lambda tensors: tensors.update({k: v.double() for k, v in tensors.items()})
     )
-    model = transformers.BertModel.from_pretrained(folder, dtype=torch.float32).eval()
 
-    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
-        (actual,) = encoder.hidden(ROWS[:1])
-
-    with torch.inference_mode():
-        expected = model(torch.tensor(ROWS[:1])).last_hidden_state[0].numpy()
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_hidden_states_match(folder, load_oracle(folder), ROWS)

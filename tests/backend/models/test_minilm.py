@@ -67,7 +67,7 @@ def test_truncated_texts_match_sentence_transformers(minilm, sentence_transforme
 
     with Encoder.from_pretrained(minilm, dtype="fp32") as encoder:
         actual = encoder.embed(texts, truncate=True)
-        with pytest.raises(RequestError, match=r"row 0: text has 402 tokens; .* at most 256"):
+        with pytest.raises(RequestError, match="402 tokens"):
             encoder.embed(texts)
 
     assert_close(actual, expected, roundings=roundings)

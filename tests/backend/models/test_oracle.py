@@ -5,12 +5,16 @@ import pytest
 import torch
 import transformers
 
+from tests.checkpoints import KIND_OF_TASK, pooling_files
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
-from varlen.request import Prompt, RequestOptions
+from varlen.request import RequestOptions
+
+from ..requests import prompt_of
+from .oracle import assert_hidden_states_match, hidden_states, load_oracle, one_by_one
 
 PLAIN = RequestOptions()
 
@@ -36,22 +40,8 @@ SHAPES = {
 }
 
 
-def oracle(folder, kind):
-    return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def random_rows(rng, lengths, vocab_size):
     return [rng.integers(0, vocab_size, length).tolist() for length in lengths]
-
-
-@torch.inference_mode()
-def one_by_one(model, rows, types=None):
-    """Return transformers' output object of each row of token ids, each run alone."""
-    types = types or [[0] * len(row) for row in rows]
-    return [
-        model(input_ids=torch.tensor([row]), token_type_ids=torch.tensor([kinds]))
-        for row, kinds in zip(rows, types, strict=True)
-    ]
 
 
 def check(folder, actual, expected):
@@ -61,48 +51,40 @@ def check(folder, actual, expected):
 
 def run_with_types(folder, rows, types, **config):
     runner = Runner(Checkpoint.open(folder), EngineConfig(dtype="fp32", **config))
-    sequences = [
-        Prompt(np.array(row, dtype=np.int32), np.array(kinds, dtype=np.int32))
-        for row, kinds in zip(rows, types, strict=True)
-    ]
-    return runner.run(sequences, [PLAIN] * len(rows))
+    prompts = [prompt_of(row, kinds) for row, kinds in zip(rows, types, strict=True)]
+    return runner.run(prompts, [PLAIN] * len(rows))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_hidden_states_match_transformers(make_checkpoint, rng, shape):
     folder = make_checkpoint(**SHAPES[shape])
-    model = oracle(folder, "BertModel")
+    model = load_oracle(folder)
     rows = random_rows(rng, [1, 2, 7, 7, 1, 33, 50, 12], model.config.vocab_size)
 
-    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
-        actual = encoder.hidden(rows)
-
-    check(folder, actual, [out.last_hidden_state[0] for out in one_by_one(model, rows)])
+    assert_hidden_states_match(folder, model, rows)
 
 
 @pytest.mark.parametrize("shape", ["small", "five-heads-of-7", "five-token-types"])
 def test_token_types_match_transformers(make_checkpoint, rng, shape):
     folder = make_checkpoint(**SHAPES[shape])
-    model = oracle(folder, "BertModel")
+    model = load_oracle(folder)
     rows = random_rows(rng, [1, 9, 9, 40], model.config.vocab_size)
     types = random_rows(rng, [1, 9, 9, 40], model.config.type_vocab_size)
 
     actual = run_with_types(folder, rows, types, task="hidden")
 
-    check(folder, actual, [out.last_hidden_state[0] for out in one_by_one(model, rows, types)])
+    check(folder, actual, hidden_states(model, rows, types))
 
 
 def test_rows_with_and_without_token_types_share_a_batch(small_bert, rng):
-    model = oracle(small_bert, "BertModel")
+    model = load_oracle(small_bert)
     rows = random_rows(rng, [5, 5, 8], model.config.vocab_size)
-    types = [[0] * 5, [1, 0, 1, 1, 0], [0] * 8]
-    runner = Runner(Checkpoint.open(small_bert), EngineConfig(dtype="fp32", task="hidden"))
-    sequences = [Prompt(np.array(row, dtype=np.int32)) for row in rows]
-    sequences[1] = Prompt(sequences[1].token_ids, np.array(types[1], dtype=np.int32))
+    types = [None, [1, 0, 1, 1, 0], None]
 
-    actual = runner.run(sequences, [PLAIN] * 3)
+    actual = run_with_types(small_bert, rows, types, task="hidden")
 
-    check(small_bert, actual, [out.last_hidden_state[0] for out in one_by_one(model, rows, types)])
+    types = [[0] * 5, types[1], [0] * 8]
+    check(small_bert, actual, hidden_states(model, rows, types))
 
 
 POOLINGS = {
@@ -118,50 +100,42 @@ POOLINGS = {
 def test_every_pooling_matches_transformers(make_checkpoint, rng, pooling, style):
     flag = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens"}.get(pooling, pooling)
     flags = {f"pooling_mode_{name}": False for name in ("cls_token", "mean_tokens", "max_tokens")}
-    folder = make_checkpoint(
-        files={
-            "modules.json": [
-                {"type": "sentence_transformers.models.Transformer", "path": ""},
-                {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
-            ],
-            "1_Pooling/config.json": (
-                {"pooling_mode": pooling}
-                if style == "name"
-                else {**flags, f"pooling_mode_{flag}": True}
-            ),
-        }
-    )
-    model = oracle(folder, "BertModel")
+    named = {"pooling_mode": pooling}
+    flagged = {**flags, f"pooling_mode_{flag}": True}
+    folder = make_checkpoint(files=pooling_files(**(named if style == "name" else flagged)))
+    model = load_oracle(folder)
     rows = random_rows(rng, [1, 3, 3, 29], model.config.vocab_size)
 
     with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
         plain = encoder.embed(rows)
         normalized = encoder.embed(rows, normalize=True)
 
-    outputs = one_by_one(model, rows)
-    expected = [POOLINGS[pooling](out.last_hidden_state[0]) for out in outputs]
+    expected = [POOLINGS[pooling](hidden) for hidden in hidden_states(model, rows)]
     check(folder, plain, expected)
     check(folder, normalized, [vector / vector.norm() for vector in expected])
 
 
-@pytest.mark.parametrize("num_labels", [1, 2, 3, 7])
-def test_sequence_classification_matches_transformers(make_checkpoint, rng, num_labels):
-    folder = make_checkpoint("BertForSequenceClassification", num_labels=num_labels)
-    model = oracle(folder, "BertForSequenceClassification")
+@pytest.mark.parametrize(
+    "task, num_labels",
+    [*(("classify", n) for n in (1, 2, 3, 7)), *(("token_classify", n) for n in (2, 5))],
+)
+def test_classification_matches_transformers(make_checkpoint, rng, task, num_labels):
+    folder = make_checkpoint(KIND_OF_TASK[task], num_labels=num_labels)
+    model = load_oracle(folder, KIND_OF_TASK[task])
     rows = random_rows(rng, [1, 4, 4, 31, 2], model.config.vocab_size)
 
     with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
-        assert encoder.task == "classify"
-        actual = encoder.classify(rows)
+        assert encoder.task == task
+        actual = getattr(encoder, task)(rows)
 
-    assert actual.shape == (5, num_labels)
+    assert all(row.shape[-1] == num_labels for row in actual)
     check(folder, actual, [out.logits[0] for out in one_by_one(model, rows)])
 
 
 @pytest.mark.parametrize("task", ["classify", "rerank"])
 def test_pairs_of_texts_match_transformers(make_checkpoint, task):
     folder = make_checkpoint("BertForSequenceClassification", num_labels=1)
-    model = oracle(folder, "BertForSequenceClassification")
+    model = load_oracle(folder, "BertForSequenceClassification")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     encoded = tokenizer(*map(list, zip(*PAIRS, strict=True)), return_token_type_ids=True)
     assert any(1 in kinds for kinds in encoded["token_type_ids"])
@@ -173,73 +147,49 @@ def test_pairs_of_texts_match_transformers(make_checkpoint, task):
     check(folder, actual, [out.logits[0] for out in outputs])
 
 
-@pytest.mark.parametrize("num_labels", [2, 5])
-def test_token_classification_matches_transformers(make_checkpoint, rng, num_labels):
-    folder = make_checkpoint("BertForTokenClassification", num_labels=num_labels)
-    model = oracle(folder, "BertForTokenClassification")
-    rows = random_rows(rng, [1, 4, 4, 31, 2], model.config.vocab_size)
-
-    with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
-        assert encoder.task == "token_classify"
-        actual = encoder.token_classify(rows)
-
-    check(folder, actual, [out.logits[0] for out in one_by_one(model, rows)])
-
-
 @pytest.mark.parametrize(
     "kind", ["BertForSequenceClassification", "BertForTokenClassification", "BertForMaskedLM"]
 )
 def test_the_encoder_under_a_head_serves_hidden_states(make_checkpoint, rng, kind):
     folder = make_checkpoint(kind)
-    model = oracle(folder, kind).bert
+    model = load_oracle(folder, kind).bert
     rows = random_rows(rng, [3, 17], model.config.vocab_size)
 
-    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
-        actual = encoder.hidden(rows)
-
-    check(folder, actual, [out.last_hidden_state[0] for out in one_by_one(model, rows)])
+    assert_hidden_states_match(folder, model, rows)
 
 
 @pytest.mark.parametrize("kind", ["BertModel", "BertForSequenceClassification"])
 def test_shards_match_transformers(make_checkpoint, rng, kind):
     folder = make_checkpoint(kind, save={"max_shard_size": "12KB"})
     assert len(list(folder.glob("*.safetensors"))) > 1
-    model = oracle(folder, kind)
+    model = load_oracle(folder, kind)
     rows = random_rows(rng, [3, 17], model.config.vocab_size)
 
-    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
-        actual = encoder.hidden(rows)
-
-    outputs = one_by_one(getattr(model, "bert", model), rows)
-    check(folder, actual, [out.last_hidden_state[0] for out in outputs])
+    assert_hidden_states_match(folder, getattr(model, "bert", model), rows)
 
 
 def test_a_checkpoint_without_pooler_embeds(make_checkpoint, rng):
     folder = make_checkpoint(model={"add_pooling_layer": False})
-    model = transformers.BertModel.from_pretrained(folder, add_pooling_layer=False).eval()
+    model = load_oracle(folder, add_pooling_layer=False)
     rows = random_rows(rng, [3, 17], model.config.vocab_size)
 
     with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
         actual = encoder.embed(rows)
 
-    check(folder, actual, [out.last_hidden_state[0].mean(dim=0) for out in one_by_one(model, rows)])
+    check(folder, actual, [row.mean(dim=0) for row in hidden_states(model, rows)])
 
 
 @pytest.mark.parametrize("saved", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_weights_saved_in_half_precision_run_in_fp32(make_checkpoint, rng, saved):
-    folder = make_checkpoint()
-    transformers.BertModel.from_pretrained(folder).to(saved).save_pretrained(folder)
-    model = oracle(folder, "BertModel")
+    folder = make_checkpoint(dtype=saved)
+    model = load_oracle(folder)
     rows = random_rows(rng, [3, 17], model.config.vocab_size)
 
-    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
-        actual = encoder.hidden(rows)
-
-    check(folder, actual, [out.last_hidden_state[0] for out in one_by_one(model, rows)])
+    assert_hidden_states_match(folder, model, rows)
 
 
 def test_texts_match_transformers(small_bert):
-    model = oracle(small_bert, "BertModel")
+    model = load_oracle(small_bert)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(small_bert / "tokenizer.json")
     )
@@ -247,8 +197,7 @@ def test_texts_match_transformers(small_bert):
     with Encoder.from_pretrained(small_bert, task="hidden", dtype="fp32") as encoder:
         actual = encoder.hidden(TEXTS)
 
-    outputs = one_by_one(model, tokenizer(TEXTS)["input_ids"])
-    check(small_bert, actual, [out.last_hidden_state[0] for out in outputs])
+    check(small_bert, actual, hidden_states(model, tokenizer(TEXTS)["input_ids"]))
 
 
 @pytest.mark.parametrize("kind", ["BertForSequenceClassification", "BertForTokenClassification"])

@@ -1,19 +1,24 @@
 """What sentence-transformers' files ask for is done, with its vectors as the oracle, or refused by name."""
 
 import json
-import re
-import shutil
 
 import numpy as np
 import pytest
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
+from tests.checkpoints import module, set_fields, write_file
 from varlen import Encoder
-from varlen.errors import CheckpointError
 from varlen.models.checkpoint import Checkpoint
+
+from ..refusals import refused_checkpoint as refused
 
 TEXTS = ["the cat", "a", "river, the river! is it 42?"]
 PROMPT = "the cat is: "
+DEFAULT_PROMPT = {
+    "prompts": {"query": PROMPT, "document": "a river "},
+    "default_prompt_name": "query",
+}
+MODEL = "config_sentence_transformers.json"
 
 
 @pytest.fixture
@@ -22,24 +27,6 @@ def saved(small_bert, tmp_path):
     folder = tmp_path / "saved"
     SentenceTransformer(str(small_bert), device="cpu").save_pretrained(str(folder))
     return folder
-
-
-def write(folder, name, content):
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(json.dumps(content))
-
-
-def set_field(folder, file, **fields):
-    path = folder / file
-    write(folder, file, (json.loads(path.read_text()) if path.exists() else {}) | fields)
-
-
-def refused(message):
-    return pytest.raises(CheckpointError, match=re.escape(message))
-
-
-def test_serves_what_sentence_transformers_saves(saved):
-    Checkpoint.open(saved).check_task("embed")
 
 
 def test_serves_the_logits_of_a_cross_encoder(make_checkpoint, tmp_path):
@@ -54,12 +41,7 @@ def test_serves_the_logits_of_a_cross_encoder(make_checkpoint, tmp_path):
 @pytest.mark.parametrize("truncate", [False, True])
 def test_a_default_prompt_gives_the_vectors_of_sentence_transformers(saved, truncate):
     """Found in review: the prompt was ignored, and vectors differed by 0.48."""
-    set_field(
-        saved,
-        "config_sentence_transformers.json",
-        prompts={"query": PROMPT, "document": "a river "},
-        default_prompt_name="query",
-    )
+    set_fields(saved, MODEL, **DEFAULT_PROMPT)
     texts = [*TEXTS, "x" * 80] if truncate else TEXTS
     expected = SentenceTransformer(str(saved), device="cpu").encode(texts)
 
@@ -71,7 +53,7 @@ def test_a_default_prompt_gives_the_vectors_of_sentence_transformers(saved, trun
 
 
 def test_a_prompt_that_is_not_the_default_changes_nothing(saved):
-    set_field(saved, "config_sentence_transformers.json", prompts={"query": PROMPT})
+    set_fields(saved, MODEL, prompts={"query": PROMPT})
     expected = SentenceTransformer(str(saved), device="cpu").encode(TEXTS)
 
     with Encoder.from_pretrained(saved, dtype="fp32") as encoder:
@@ -81,12 +63,7 @@ def test_a_prompt_that_is_not_the_default_changes_nothing(saved):
 
 
 def test_a_default_prompt_is_for_texts_and_for_embed_alone(saved, small_bert):
-    set_field(
-        saved,
-        "config_sentence_transformers.json",
-        prompts={"query": PROMPT},
-        default_prompt_name="query",
-    )
+    set_fields(saved, MODEL, **DEFAULT_PROMPT)
     ids = [[2, 5, 6, 3]]
     with Encoder.from_pretrained(small_bert, dtype="fp32") as plain:
         expected = plain.embed(ids)
@@ -100,14 +77,9 @@ def test_a_default_prompt_is_for_texts_and_for_embed_alone(saved, small_bert):
 
 
 def test_refuses_a_prompt_that_pooling_leaves_out(saved):
-    set_field(saved, "1_Pooling/config.json", include_prompt=False)
+    set_fields(saved, "1_Pooling/config.json", include_prompt=False)
     assert Checkpoint.open(saved).default_prompt == ""
-    set_field(
-        saved,
-        "config_sentence_transformers.json",
-        prompts={"query": PROMPT},
-        default_prompt_name="query",
-    )
+    set_fields(saved, MODEL, **DEFAULT_PROMPT)
 
     with refused(
         'include_prompt false and config_sentence_transformers.json a default prompt "the'
@@ -130,22 +102,14 @@ def test_refuses_a_prompt_that_pooling_leaves_out(saved):
     ],
 )
 def test_refuses_a_model_field_that_would_change_vectors(saved, fields, message):
-    set_field(saved, "config_sentence_transformers.json", **fields)
+    set_fields(saved, MODEL, **fields)
 
-    with refused(
-        f"config_sentence_transformers.json {message}" if message.startswith("has") else message
-    ):
+    with refused(f"{MODEL} {message}" if message.startswith("has") else message):
         Checkpoint.open(saved)
 
 
 def test_refuses_a_default_prompt_of_a_cross_encoder(saved):
-    set_field(
-        saved,
-        "config_sentence_transformers.json",
-        model_type="CrossEncoder",
-        prompts={"query": PROMPT},
-        default_prompt_name="query",
-    )
+    set_fields(saved, MODEL, model_type="CrossEncoder", **DEFAULT_PROMPT)
 
     with refused("prompts of a CrossEncoder are not served"):
         Checkpoint.open(saved)
@@ -153,7 +117,7 @@ def test_refuses_a_default_prompt_of_a_cross_encoder(saved):
 
 @pytest.mark.parametrize("similarity", ["dot", "euclidean"])
 def test_the_similarity_function_changes_no_vector(saved, similarity):
-    set_field(saved, "config_sentence_transformers.json", similarity_fn_name=similarity)
+    set_fields(saved, MODEL, similarity_fn_name=similarity)
 
     Checkpoint.open(saved)
 
@@ -180,17 +144,16 @@ def test_the_similarity_function_changes_no_vector(saved, similarity):
     ],
 )
 def test_refuses_a_transformer_field_that_would_change_vectors(saved, fields, message):
-    set_field(saved, "sentence_bert_config.json", **fields)
+    set_fields(saved, "sentence_bert_config.json", **fields)
 
     with refused(f"sentence_bert_config.json {message}"):
         Checkpoint.open(saved)
 
 
 def test_refuses_to_lowercase_what_the_tokenizer_does_not(saved):
-    set_field(saved, "sentence_bert_config.json", do_lower_case=True)
+    set_fields(saved, "sentence_bert_config.json", do_lower_case=True)
     Checkpoint.open(saved)
-    tokenizer = json.loads((saved / "tokenizer.json").read_text())
-    write(saved, "tokenizer.json", tokenizer | {"normalizer": None})
+    set_fields(saved, "tokenizer.json", normalizer=None)
 
     with refused("sentence_bert_config.json has do_lower_case true, and tokenizer.json does not"):
         Checkpoint.open(saved)
@@ -209,23 +172,21 @@ def test_refuses_to_lowercase_what_the_tokenizer_does_not(saved):
     ],
 )
 def test_refuses_modules_in_another_order(saved, kinds, message):
-    modules = [{"type": f"sentence_transformers.models.{kind}", "path": ""} for kind in kinds]
-    write(saved, "modules.json", modules)
+    write_file(saved, "modules.json", [module(kind) for kind in kinds])
 
     with refused(f"modules.json {message}"):
         Checkpoint.open(saved)
 
 
 def test_refuses_a_module_with_code_of_its_own(saved):
-    write(saved, "modules.json", [{"type": "custom_st.Transformer", "path": ""}])
+    write_file(saved, "modules.json", [{"type": "custom_st.Transformer", "path": ""}])
 
     with refused('modules.json has a module "custom_st.Transformer"; allowed: modules of sentence'):
         Checkpoint.open(saved)
 
 
 def test_refuses_a_transformer_in_a_folder_of_its_own(saved):
-    transformer = {"type": "sentence_transformers.models.Transformer", "path": "0_BERT"}
-    write(saved, "modules.json", [transformer])
+    write_file(saved, "modules.json", [module("Transformer", "0_BERT")])
 
     with refused(
         'has the transformer in the folder "0_BERT"; allowed: the checkpoint folder itself'
@@ -246,10 +207,9 @@ def test_refuses_a_transformer_in_a_folder_of_its_own(saved):
 )
 def test_refuses_a_module_field_that_would_change_vectors(saved, name, fields, message):
     modules = json.loads((saved / "modules.json").read_text())
-    normalize = {"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"}
-    write(saved, "modules.json", [*modules, normalize])
+    write_file(saved, "modules.json", [*modules, module("Normalize", "2_Normalize")])
     Checkpoint.open(saved)
-    set_field(saved, f"{name}/config.json", **fields)
+    set_fields(saved, f"{name}/config.json", **fields)
 
     with refused(message):
         Checkpoint.open(saved)
@@ -257,8 +217,8 @@ def test_refuses_a_module_field_that_would_change_vectors(saved, name, fields, m
 
 @pytest.mark.parametrize("limits", [{"max_seq_length": 20}, {}], ids=["own", "tokenizer"])
 def test_a_cut_text_is_cut_as_sentence_transformers_cuts_it(saved, limits):
-    set_field(saved, "sentence_bert_config.json", **limits)
-    set_field(saved, "tokenizer_config.json", model_max_length=30)
+    set_fields(saved, "sentence_bert_config.json", **limits)
+    set_fields(saved, "tokenizer_config.json", model_max_length=30)
     oracle = SentenceTransformer(str(saved), device="cpu")
     expected = oracle.encode(["x" * 60])
 
@@ -267,15 +227,3 @@ def test_a_cut_text_is_cut_as_sentence_transformers_cuts_it(saved, limits):
 
     assert Checkpoint.open(saved).max_sequence_tokens == oracle.max_seq_length
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_folder_without_these_files_embeds_by_the_mean(small_bert, tmp_path):
-    folder = shutil.copytree(small_bert, tmp_path / "copy")
-
-    checkpoint = Checkpoint.open(folder)
-
-    assert (checkpoint.pooling, checkpoint.normalize, checkpoint.default_prompt) == (
-        "mean",
-        False,
-        "",
-    )

@@ -1,32 +1,16 @@
 """tokenizer.json and tokenizer_config.json either agree on what changes token ids, or are refused."""
 
-import json
-import re
-import shutil
-
 import pytest
 from transformers import AutoTokenizer
 
-from varlen.errors import CheckpointError
+from tests.checkpoints import set_fields
 from varlen.models.checkpoint import Checkpoint
 from varlen.tokenization import Tokenizer
 
+from ..refusals import refused_checkpoint as refused
+
+CONFIG = "tokenizer_config.json"
 TEXTS = ["The CAT", "thé cat", "river 河河 cat", "a\tb"]
-
-
-@pytest.fixture
-def folder(small_bert, tmp_path):
-    """Return a copy of a plain checkpoint, for a test to change."""
-    return shutil.copytree(small_bert, tmp_path / "copy")
-
-
-def write_config(folder, **fields):
-    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
-
-
-def set_normalizer(folder, normalizer):
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": normalizer}))
 
 
 def bert_normalizer(**changes):
@@ -39,8 +23,13 @@ def bert_normalizer(**changes):
     } | changes
 
 
-def refused(message):
-    return pytest.raises(CheckpointError, match=re.escape(message))
+def our_ids(folder):
+    prompts = Tokenizer(folder, 64).encode(TEXTS, truncate=False)
+    return [prompt.token_ids.tolist() for prompt in prompts]
+
+
+def their_ids(folder):
+    return AutoTokenizer.from_pretrained(folder)(TEXTS)["input_ids"]
 
 
 DISAGREEMENTS = [
@@ -54,8 +43,8 @@ DISAGREEMENTS = [
 
 @pytest.mark.parametrize("fields, normalizer, message", DISAGREEMENTS)
 def test_refuses_files_that_disagree(folder, fields, normalizer, message):
-    write_config(folder, tokenizer_class="BertTokenizer", **fields)
-    set_normalizer(folder, bert_normalizer(**normalizer))
+    set_fields(folder, CONFIG, tokenizer_class="BertTokenizer", **fields)
+    set_fields(folder, "tokenizer.json", normalizer=bert_normalizer(**normalizer))
 
     with refused(message):
         Checkpoint.open(folder)
@@ -63,13 +52,10 @@ def test_refuses_files_that_disagree(folder, fields, normalizer, message):
 
 @pytest.mark.parametrize("fields, normalizer, message", DISAGREEMENTS)
 def test_what_is_refused_gives_other_token_ids_in_transformers(folder, fields, normalizer, message):
-    write_config(folder, tokenizer_class="BertTokenizer", **fields)
-    set_normalizer(folder, bert_normalizer(**normalizer))
+    set_fields(folder, CONFIG, tokenizer_class="BertTokenizer", **fields)
+    set_fields(folder, "tokenizer.json", normalizer=bert_normalizer(**normalizer))
 
-    theirs = AutoTokenizer.from_pretrained(folder)(TEXTS)["input_ids"]
-
-    ours = Tokenizer(folder, 64).encode(TEXTS, truncate=False)
-    assert [prompt.token_ids.tolist() for prompt in ours] != theirs
+    assert our_ids(folder) != their_ids(folder)
 
 
 @pytest.mark.parametrize(
@@ -91,37 +77,31 @@ def test_what_is_refused_gives_other_token_ids_in_transformers(folder, fields, n
 )
 @pytest.mark.parametrize("kind", ["BertTokenizer", "BertTokenizerFast", None])
 def test_files_that_agree_give_the_token_ids_of_transformers(folder, fields, normalizer, kind):
-    write_config(folder, tokenizer_class=kind, **fields)
-    set_normalizer(folder, bert_normalizer(**normalizer))
+    set_fields(folder, CONFIG, tokenizer_class=kind, **fields)
+    set_fields(folder, "tokenizer.json", normalizer=bert_normalizer(**normalizer))
     Checkpoint.open(folder)
 
-    theirs = AutoTokenizer.from_pretrained(folder)(TEXTS)["input_ids"]
-
-    ours = Tokenizer(folder, 64).encode(TEXTS, truncate=False)
-    assert [prompt.token_ids.tolist() for prompt in ours] == theirs
+    assert our_ids(folder) == their_ids(folder)
 
 
 def test_another_class_takes_tokenizer_json_as_it_is(folder):
-    write_config(folder, tokenizer_class="PreTrainedTokenizerFast", do_lower_case=False)
+    set_fields(folder, CONFIG, tokenizer_class="PreTrainedTokenizerFast", do_lower_case=False)
     Checkpoint.open(folder)
 
-    theirs = AutoTokenizer.from_pretrained(folder)(TEXTS)["input_ids"]
-
-    ours = Tokenizer(folder, 64).encode(TEXTS, truncate=False)
-    assert [prompt.token_ids.tolist() for prompt in ours] == theirs
+    assert our_ids(folder) == their_ids(folder)
 
 
 @pytest.mark.parametrize("normalizer", [None, {"type": "Lowercase"}], ids=["none", "lowercase"])
 def test_refuses_a_normalizer_that_transformers_would_replace(folder, normalizer):
-    write_config(folder, tokenizer_class="BertTokenizer")
-    set_normalizer(folder, normalizer)
+    set_fields(folder, CONFIG, tokenizer_class="BertTokenizer")
+    set_fields(folder, "tokenizer.json", normalizer=normalizer)
 
     with refused("and tokenizer_config.json the class BertTokenizer, which replaces it"):
         Checkpoint.open(folder)
 
 
 def test_refuses_to_cut_on_the_left(folder):
-    write_config(folder, truncation_side="left")
+    set_fields(folder, CONFIG, truncation_side="left")
 
     with refused('tokenizer_config.json has truncation_side "left"; allowed: right'):
         Checkpoint.open(folder)
@@ -129,14 +109,14 @@ def test_refuses_to_cut_on_the_left(folder):
 
 @pytest.mark.parametrize("limit, expected", [(17, 17), (10**30, 64), (1e30, 64), (None, 64)])
 def test_the_length_of_the_tokenizer_is_the_limit(folder, limit, expected):
-    write_config(folder, model_max_length=limit)
+    set_fields(folder, CONFIG, model_max_length=limit)
 
     assert Checkpoint.open(folder).max_sequence_tokens == expected
 
 
 @pytest.mark.parametrize("limit", [0, -3, "many", True])
 def test_refuses_a_length_that_is_no_positive_number(folder, limit):
-    write_config(folder, model_max_length=limit)
+    set_fields(folder, CONFIG, model_max_length=limit)
 
     with refused(f"tokenizer_config.json has model_max_length {limit!r}; allowed"):
         Checkpoint.open(folder)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints import KIND_OF_TASK
 from tests.closeness import assert_close, assert_rows_close, encoder_roundings
+from tests.plain_run import pack, run_without_arena
 from varlen.config import EngineConfig
-from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views
+from varlen.execution.packing import dims_of
 from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
@@ -16,36 +18,26 @@ from varlen.memory.usage import Size, Usage
 from varlen.models.checkpoint import Checkpoint
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
-from varlen.request import Prompt, RequestOptions
+from varlen.request import RequestOptions
 from varlen_kernels import reference
+
+from ..requests import random_prompts
+from .poison import POISON, PoisonBetweenOps
 
 # one sequence of three tokens
 THREE = dims_of([3])
 PLAIN = RequestOptions()
 NORMALIZED = RequestOptions(normalize=True)
 
-TASK_KINDS = {
-    "embed": "BertModel",
-    "hidden": "BertModel",
-    "classify": "BertForSequenceClassification",
-    "rerank": "BertForSequenceClassification",
-    "token_classify": "BertForTokenClassification",
-}
 
-
-@pytest.fixture(params=TASK_KINDS)
+@pytest.fixture(params=KIND_OF_TASK)
 def runner(request, make_checkpoint):
-    folder = make_checkpoint(TASK_KINDS[request.param])
+    folder = make_checkpoint(KIND_OF_TASK[request.param])
     return Runner(Checkpoint.open(folder), EngineConfig(task=request.param, dtype="fp32"))
 
 
-def sequences(lengths, seed=0):
-    rng = np.random.default_rng(seed)
-    return [Prompt(rng.integers(0, 50, n).astype(np.int32)) for n in lengths]
-
-
 def run(runner, lengths, seed=0):
-    return runner.run(sequences(lengths, seed), [NORMALIZED] * len(lengths))
+    return runner.run(random_prompts(lengths, seed), [NORMALIZED] * len(lengths))
 
 
 def make_arena(program, max_tokens=100):
@@ -65,68 +57,14 @@ def spans(program):
     return found
 
 
-def run_without_arena(program, batch):
-    """Return the output when every op makes a result of its own, as plain torch would."""
-    bound = dict(batch.inputs)
-    with torch.inference_mode():
-        for op in program.ops:
-            operands = [x if isinstance(x, torch.Tensor) else bound[x.name] for x in op.operands]
-            bound[op.results[0].name] = getattr(reference, op.kernel)(*operands, **op.attributes)
-    return bound[program.outputs[0].name]
-
-
-class PoisonBetweenOps:
-    """The reference kernels; before each op, all bytes of the arena that hold nothing live become NaN.
-
-    What is live is searched for in the op list each time: values of earlier ops that this one or a later one reads.
-    """
-
-    def __init__(self, program, memory):
-        self._program = program
-        self._memory = memory
-        self._held = {}
-        self._next = 0
-        self.poisoned_bytes = 0
-
-    def __getattr__(self, kernel):
-        def run(*operands, out, **attributes):
-            op = self._program.ops[self._next]
-            live = [
-                view
-                for name, view in self._held.items()
-                if any(
-                    x.name == name for later in self._program.ops[self._next :] for x in later.reads
-                )
-            ]
-            self._poison(live)
-            self._held[op.results[0].name] = out
-            self._next += 1
-            return getattr(reference, kernel)(*operands, out=out, **attributes)
-
-        return run
-
-    def _poison(self, live):
-        dead = torch.ones(len(self._memory), dtype=torch.bool)
-        for view in live:
-            begin = view.data_ptr() - self._memory.data_ptr()
-            dead[begin : begin + view.nbytes] = False
-        # every bit set is NaN in each float format
-        self._memory[dead] = 0xFF
-        self.poisoned_bytes += int(dead.sum())
-
-
 def make_batch(program, lengths, seed=0):
-    dims = dims_of(lengths)
-    buffer = torch.empty(input_bytes(program.inputs, dims), dtype=torch.uint8)
-    inputs = input_views(buffer, program.inputs, dims)
-    fill_inputs(inputs, sequences(lengths, seed), [NORMALIZED] * len(lengths))
-    return PackedBatch(inputs, dims)
+    return pack(program, random_prompts(lengths, seed), NORMALIZED)
 
 
 @torch.inference_mode()
 def poison(runner):
     """Fill the arena with NaN, in whichever float format it is read."""
-    runner.arena.memory.fill_(0xFF)
+    runner.arena.memory.fill_(POISON)
 
 
 def test_usages_match_a_search_of_the_op_list(runner):
@@ -183,13 +121,13 @@ def test_a_deeper_model_has_no_more_buffers(make_checkpoint):
 def test_poison_wherever_nothing_is_live_changes_no_bit(runner, lengths):
     batch = make_batch(runner.program, lengths)
     region = runner.arena.allocate_whole(batch.dims)
-    kernels = PoisonBetweenOps(runner.program, region.memory)
+    kernels = PoisonBetweenOps(runner.program, region.memory, reference)
 
     with torch.inference_mode():
         (poisoned,) = runner.program.run(batch, kernels, region)
 
     assert kernels.poisoned_bytes
-    assert torch.equal(poisoned, run_without_arena(runner.program, batch))
+    assert torch.equal(poisoned, run_without_arena(runner.program, batch.inputs)[0])
 
 
 def test_answers_are_bit_equal_to_those_without_an_arena(runner):
@@ -199,10 +137,10 @@ def test_answers_are_bit_equal_to_those_without_an_arena(runner):
         batch = make_batch(runner.program, lengths, seed)
         region = runner.arena.allocate_whole(batch.dims)
         with torch.inference_mode():
-            region.memory.fill_(0xFF)
+            region.memory.fill_(POISON)
             (planned,) = runner.program.run(batch, reference, region)
 
-        assert torch.equal(planned, run_without_arena(runner.program, batch))
+        assert torch.equal(planned, run_without_arena(runner.program, batch.inputs)[0])
 
 
 def test_sub_batches_side_by_side_write_into_their_own_regions(runner):
@@ -280,7 +218,7 @@ def test_a_batch_whose_sub_batches_do_not_fit_side_by_side_runs_as_a_whole(make_
 
 def test_normalize_is_chosen_by_sequence(small_bert):
     runner = Runner(Checkpoint.open(small_bert), EngineConfig(dtype="fp32"))
-    rows = sequences([9, 2, 9, 5])
+    rows = random_prompts([9, 2, 9, 5])
 
     mixed = runner.run(rows, [NORMALIZED, PLAIN, PLAIN, NORMALIZED])
 

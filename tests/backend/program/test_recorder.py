@@ -7,15 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.plain_run import run_without_arena
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.memory.usage import Size
-from varlen.program.program import PackedBatch, State, Value
+from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
 from varlen_kernels import reference
 
 from ..memory.plan_checker import overlaps, peak_live
 from . import toy_kernels
+from .poison import POISON, PoisonBetweenOps
 
 CPU = torch.device("cpu")
 INT = torch.int64
@@ -43,48 +45,14 @@ def zero_states(program):
 def run(program, dims, arena, *, seed=0, states=None, kernels=toy_kernels):
     """Run a batch in an arena that is poisoned first."""
     region = arena.allocate_whole(dims)
-    region.memory.fill_(0xFF)
+    region.memory.fill_(POISON)
     batch = PackedBatch(random_inputs(program, dims, seed), dims)
     return program.run(batch, kernels, region, states=states or zero_states(program))
 
 
-def run_without_arena(program, dims, *, seed=0, states=None):
-    """Return the outputs when every op makes results of its own, as plain torch would."""
+def plain_run(program, dims, *, seed=0, states=None):
     bound = {**random_inputs(program, dims, seed), **(states or zero_states(program))}
-    for op in program.ops:
-        operands = [bound[x.name] if isinstance(x, Value | State) else x for x in op.operands]
-        made = getattr(toy_kernels, op.kernel)(*operands, **op.attributes)
-        made = made if len(op.results) > 1 else (made,)
-        bound.update(zip((value.name for value in op.results), made, strict=False))
-    return tuple(bound[value.name] for value in program.outputs)
-
-
-class PoisonBetweenOps:
-    """The toy kernels; before each op, every byte of the arena that no later op reads is overwritten."""
-
-    def __init__(self, program, memory):
-        self._program = program
-        self._memory = memory
-        self._held = {}
-        self._next = 0
-
-    def __getattr__(self, kernel):
-        def call(*operands, **attributes):
-            op, later = self._program.ops[self._next], self._program.ops[self._next :]
-            needed = {value.name for each in later for value in each.reads}
-            dead = torch.ones(len(self._memory), dtype=torch.bool)
-            for name, view in self._held.items():
-                begin = view.data_ptr() - self._memory.data_ptr()
-                if name in needed and 0 <= begin < len(self._memory):
-                    dead[begin : begin + view.nbytes] = False
-            self._memory[dead] = 0xFF
-            out = attributes.get("out")
-            results = out if isinstance(out, tuple) else (out,)
-            self._held.update(zip((value.name for value in op.results), results, strict=False))
-            self._next += 1
-            return getattr(toy_kernels, kernel)(*operands, **attributes)
-
-        return call
+    return run_without_arena(program, bound, toy_kernels)
 
 
 @st.composite
@@ -172,7 +140,7 @@ def test_a_random_program_gives_the_answers_of_plain_torch(program, dims, seed):
 
     for step in range(2):
         actual = run(program, dims, make_arena(program), seed=seed + step, states=planned)
-        expected = run_without_arena(program, dims, seed=seed + step, states=plain)
+        expected = plain_run(program, dims, seed=seed + step, states=plain)
 
         for mine, theirs in zip(actual, expected, strict=True):
             assert torch.equal(mine, theirs)
@@ -184,11 +152,11 @@ def test_a_random_program_gives_the_answers_of_plain_torch(program, dims, seed):
 def test_poison_wherever_nothing_is_live_changes_nothing(program, dims):
     region = make_arena(program).allocate_whole(dims)
     batch = PackedBatch(random_inputs(program, dims), dims)
-    kernels = PoisonBetweenOps(program, region.memory)
+    kernels = PoisonBetweenOps(program, region.memory, toy_kernels)
 
     actual = program.run(batch, kernels, region, states=zero_states(program))
 
-    for mine, theirs in zip(actual, run_without_arena(program, dims), strict=True):
+    for mine, theirs in zip(actual, plain_run(program, dims), strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -198,7 +166,7 @@ def test_an_answer_is_not_arena_memory(program, dims):
     answers = run(program, dims, arena)
     kept = [answer.clone() for answer in answers]
 
-    arena.memory.fill_(0xFF)
+    arena.memory.fill_(POISON)
 
     for answer, copy in zip(answers, kept, strict=True):
         assert torch.equal(answer, copy)
@@ -248,7 +216,7 @@ def test_two_results_take_the_places_of_the_operands_that_they_may_overwrite():
     assert len(program.buffers) == 3
     dims = {"tokens": 5}
     (answer,) = run(program, dims, make_arena(program, dims))
-    assert torch.equal(answer, run_without_arena(program, dims)[0])
+    assert torch.equal(answer, plain_run(program, dims)[0])
 
 
 def test_a_result_of_another_size_is_not_written_over_its_operand():
@@ -272,7 +240,7 @@ def test_an_output_that_a_later_op_reads_is_kept():
     answers = run(program, dims, make_arena(program, dims))
 
     assert program.usages == ()
-    for mine, theirs in zip(answers, run_without_arena(program, dims), strict=True):
+    for mine, theirs in zip(answers, plain_run(program, dims), strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -311,7 +279,7 @@ def test_running_a_cache_step_by_step_equals_one_big_run(steps):
             inputs = {"x": rows[begin:end], "slots": slots[begin:end]}
             batch = PackedBatch(inputs, {"tokens": end - begin})
             region = arena.allocate_whole(batch.dims)
-            region.memory.fill_(0xFF)
+            region.memory.fill_(POISON)
             parts.extend(program.run(batch, toy_kernels, region, states=states))
         return torch.cat(parts), states
 

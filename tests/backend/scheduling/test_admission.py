@@ -1,49 +1,54 @@
 """Caps on what waits, and counters that return to zero."""
 
 import re
-from threading import Thread
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.threads import run_in_threads
 from varlen.errors import DeadlineError, QueueFullError, RequestError
 from varlen.scheduling.admission import Admission
 from varlen.sequence import Batch, Forecast
 
-from .waiting import request_of as request
+from ..refusals import raises
+from .waiting import request_of
 
 NO_TIME = Forecast(0.0, 0.0)
+
+
+def enter(admission, *lengths, forecast=NO_TIME, now=0.0, **options):
+    admission.enter(request_of(*lengths, **options), forecast, now)
 
 
 def test_counts_requests_and_their_tokens():
     admission = Admission(10, 100)
 
-    admission.enter(request(3, 4), NO_TIME, 0.0)
-    admission.enter(request(5), NO_TIME, 0.0)
+    enter(admission, 3, 4)
+    enter(admission, 5)
 
     assert admission.depth == (2, 12)
 
 
 def test_refuses_one_request_too_many():
     admission = Admission(1, 100)
-    admission.enter(request(3), NO_TIME, 0.0)
+    enter(admission, 3)
 
     message = "the queue is full: 1 requests wait and 1 may; try again later"
-    with pytest.raises(QueueFullError, match=re.escape(message)):
-        admission.enter(request(3), NO_TIME, 0.0)
+    with raises(QueueFullError, message):
+        enter(admission, 3)
     assert admission.depth == (1, 3)
 
 
 def test_refuses_tokens_past_the_cap():
     admission = Admission(10, 100)
-    admission.enter(request(60), NO_TIME, 0.0)
+    enter(admission, 60)
 
     message = "the queue is full: 60 tokens wait, 41 came and 100 may wait; try again later"
-    with pytest.raises(QueueFullError, match=re.escape(message)):
-        admission.enter(request(40, 1), NO_TIME, 0.0)
+    with raises(QueueFullError, message):
+        enter(admission, 40, 1)
     assert admission.depth == (1, 60)
-    admission.enter(request(40), NO_TIME, 0.0)
+    enter(admission, 40)
     assert admission.depth == (2, 100)
 
 
@@ -51,21 +56,21 @@ def test_a_request_larger_than_the_whole_queue_is_the_caller_s_fault():
     admission = Admission(10, 100)
 
     message = "the request has 101 tokens; this model queues at most 100: send fewer rows at once"
-    with pytest.raises(RequestError, match=re.escape(message)):
-        admission.enter(request(50, 51), NO_TIME, 0.0)
+    with raises(RequestError, message):
+        enter(admission, 50, 51)
     assert admission.depth == (0, 0)
 
 
 def test_room_comes_back_when_something_leaves():
     admission = Admission(1, 10)
-    admission.enter(request(10), NO_TIME, 0.0)
+    enter(admission, 10)
 
     admission.leave(requests=0, tokens=4, seconds=0.0)
     with pytest.raises(QueueFullError):
-        admission.enter(request(1), NO_TIME, 0.0)
+        enter(admission, 1)
     admission.leave(requests=1, tokens=6, seconds=0.0)
 
-    admission.enter(request(10), NO_TIME, 0.0)
+    enter(admission, 10)
 
 
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(1, 10), st.integers(20, 80))
@@ -75,11 +80,11 @@ def test_caps_hold_and_counters_return_to_zero(lengths, max_requests, max_tokens
     for length in lengths:
         fits = len(inside) < max_requests and sum(inside) + length <= max_tokens
         if fits:
-            admission.enter(request(length), NO_TIME, 0.0)
+            enter(admission, length)
             inside.append(length)
         else:
             with pytest.raises(QueueFullError):
-                admission.enter(request(length), NO_TIME, 0.0)
+                enter(admission, length)
             first = inside.pop(0)
             admission.leave(requests=1, tokens=first, seconds=0.0)
         assert admission.depth == (len(inside), sum(inside))
@@ -93,18 +98,14 @@ def test_threads_that_enter_at_once_never_pass_the_cap():
     admission = Admission(50, 10_000)
     refused = []
 
-    def enter():
+    def enter_often(index):
         for _ in range(100):
             try:
-                admission.enter(request(1), NO_TIME, 0.0)
+                enter(admission, 1)
             except QueueFullError:
                 refused.append(1)
 
-    threads = [Thread(target=enter) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(4, enter_often)
 
     assert admission.depth == (50, 50)
     assert len(refused) == 350
@@ -116,12 +117,12 @@ def test_work_in_flight_and_in_the_queue_is_shared_by_the_slots(slots):
     batches = [Batch((), None, 2.0, ""), Batch((), None, 4.0, "")]
     for batch in batches:
         admission.start(batch, until=10.0 + batch.seconds)
-    admission.enter(request(5), Forecast(6.0, 6.0), 10.0)
+    enter(admission, 5, forecast=Forecast(6.0, 6.0), now=10.0)
 
     def expected_milliseconds(now):
         """Return when the answer to a request that takes no time would come."""
         with pytest.raises(DeadlineError) as refused:
-            admission.enter(request(1, deadline_seconds=1e-9), NO_TIME, now)
+            enter(admission, 1, now=now, deadline_seconds=1e-9)
         return int(re.search(r"in about (\d+) ms", str(refused.value))[1])
 
     assert expected_milliseconds(10.0) == 12_000 // slots
@@ -130,4 +131,4 @@ def test_work_in_flight_and_in_the_queue_is_shared_by_the_slots(slots):
     for batch in batches:
         admission.end(batch)
     admission.leave(requests=1, tokens=5, seconds=6.0)
-    admission.enter(request(1, deadline_seconds=1e-9), NO_TIME, 10.0)
+    enter(admission, 1, now=10.0, deadline_seconds=1e-9)

@@ -31,22 +31,17 @@ def test_lazy_waits_for_the_delay_of_the_oldest():
     assert scheduler.wake_at(1.2) == 1.2
 
 
-def test_lazy_starts_a_batch_that_has_as_many_sequences_as_it_may():
-    scheduler = make_scheduler(trigger="lazy", max_delay_ms=100, max_batch_sequences=3)
-    add(scheduler, 5, 5)
+@pytest.mark.parametrize(
+    "limit, before, last",
+    [({"max_batch_sequences": 3}, [5, 5], 5), ({"max_batch_tokens": 600}, [300], 300)],
+    ids=["sequences", "tokens"],
+)
+def test_lazy_starts_a_batch_that_is_full(limit, before, last):
+    scheduler = make_scheduler(trigger="lazy", max_delay_ms=100, **limit)
+    add(scheduler, *before)
     assert scheduler.wake_at(0.0) == pytest.approx(0.1)
 
-    add(scheduler, 5)
-
-    assert scheduler.wake_at(0.0) == 0.0
-
-
-def test_lazy_starts_a_batch_that_has_as_many_tokens_as_it_may():
-    scheduler = make_scheduler(trigger="lazy", max_delay_ms=100, max_batch_tokens=600)
-    add(scheduler, 300)
-    assert scheduler.wake_at(0.0) == pytest.approx(0.1)
-
-    add(scheduler, 300)
+    add(scheduler, last)
 
     assert scheduler.wake_at(0.0) == 0.0
 
@@ -87,14 +82,14 @@ def test_no_batch_passes_the_token_bound_whatever_the_policy():
             assert scheduler.schedule(0.0).shape.tokens <= 512
 
 
-def test_the_rows_of_one_request_run_together_where_nobody_else_waits():
+def test_the_rows_of_one_request_run_together_if_no_other_request_waits():
     scheduler = make_scheduler(policy="dp")
     add(scheduler, 4, 500, 7, 8, 300)
 
     assert sorted(lengths_of(scheduler.schedule(0.0))) == [4, 7, 8, 300, 500]
 
 
-def test_priority_goes_ahead_of_those_who_came_a_little_before():
+def test_priority_goes_ahead_of_requests_that_came_a_little_before():
     scheduler = make_scheduler(policy="none")
     for length in (1, 2, 3, 4):
         add(scheduler, length)
@@ -102,7 +97,7 @@ def test_priority_goes_ahead_of_those_who_came_a_little_before():
 
     order = [lengths_of(scheduler.schedule(0.6))[0] for _ in range(5)]
 
-    # as if two waited, not four
+    # as if two requests waited, not four
     assert order == [1, 2, 3, 5, 4]
 
 
@@ -147,7 +142,7 @@ def test_forecasts_of_all_batches_follow_a_machine_that_is_busy_elsewhere():
         batch = scheduler.schedule(0.0)
         run(scheduler, batch, 2 * cost_table().seconds(batch.shape))
 
-    # of lengths that did not run too, though a part is taken for a matter of those that did
+    # lengths that did not run are slower too, but part of the change counts for those that ran only
     assert 1.6 * before < forecast(scheduler, 8) < 2.2 * before
 
 
@@ -162,7 +157,7 @@ def test_forecasts_are_of_slow_moments_where_the_speed_changes():
         run(scheduler, batch, table_seconds * (1.5 if number % 3 == 0 else 1.0))
 
     assert forecast(scheduler, 128) == pytest.approx(1.5 * before, rel=0.1)
-    # a batch is expected to take what most take
+    # the expected time of a batch is the usual one
     add(scheduler, 128)
     assert scheduler.schedule(40.0).seconds == pytest.approx(table_seconds, rel=0.1)
 
@@ -239,12 +234,12 @@ def test_drain_ends_the_wait_for_fuller_batches():
 
 
 def forecast(scheduler, length):
-    """Return what a request would be expected to take, without queueing it."""
+    """Return the expected seconds of a request that is not queued."""
     return scheduler._forecaster.forecast([length]).seconds
 
 
-def test_what_waits_is_counted_out_row_by_row():
-    """A large request that has nearly run does not count as waiting as a whole."""
+def test_waiting_work_is_subtracted_row_by_row():
+    """Of a large request that has nearly run, only the rest counts as waiting."""
     scheduler = make_scheduler(policy="token_budget", max_batch_tokens=10)
     request = add(scheduler, *[5] * 100)
     admission = scheduler._admission
@@ -259,7 +254,7 @@ def test_what_waits_is_counted_out_row_by_row():
     assert (admission.waiting_seconds(), admission.depth) == (0.0, (0, 0))
 
 
-def test_a_request_that_never_reached_the_queue_is_counted_out():
+def test_a_removed_request_that_never_reached_the_queue_leaves_no_count():
     scheduler = make_scheduler()
     request = add(scheduler, 5, 6)
     scheduler._queue.discard(request)

@@ -29,7 +29,7 @@ ARTICLE = [
 
 @pytest.mark.parametrize("fixed, sizes, total", ARTICLE, ids=[f"c0={row[0]}" for row in ARTICLE])
 def test_the_article_s_five_lengths(fixed, sizes, total):
-    # a hair above nothing, since a cost is positive
+    # just above 0: a cost is positive
     costs = cost_table(lambda n, length: fixed + n * length + 1e-9, "padded")
 
     found, seconds = partition([17, 18, 52, 63, 77], costs, ANY, pressure=math.inf)
@@ -95,7 +95,7 @@ def test_no_partition_of_any_kind_takes_less_time(lengths, costs):
 
 
 def cuts(count):
-    """Sizes of all consecutive batches of so many sequences."""
+    """Sizes of all consecutive batches of `count` sequences."""
     for inner in range(count):
         for bounds in combinations(range(1, count), inner):
             edges = [0, *bounds, count]

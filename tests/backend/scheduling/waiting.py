@@ -6,15 +6,15 @@ import numpy as np
 
 from varlen.config import EngineConfig
 from varlen.costs.model import CostModel
-from varlen.request import Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
 from varlen.sequence import BatchResult, Forecast, RequestState
 
+from .. import requests
 
-def request_of(*lengths, priority=0, deadline_seconds=None):
-    prompts = tuple(Prompt(np.zeros(length, dtype=np.int32)) for length in lengths)
-    return Request(prompts, RequestOptions(priority=priority, deadline_seconds=deadline_seconds))
+
+def request_of(*lengths, **options):
+    return requests.request_of(*([0] * length for length in lengths), **options)
 
 
 def state_of(*lengths, arrival=0.0, deadline=math.inf, priority=0, seconds=0.0):
@@ -29,11 +29,11 @@ def cost_table(seconds=None, execution="packed", max_sequences=64, max_length=51
     )
 
 
-def make_scheduler(costs=None, max_batch_tokens=4096, **settings):
+def make_scheduler(costs=None, max_batch_tokens=4096, kind=OneShotScheduler, slots=1, **settings):
     config = EngineConfig(**settings)
-    admission = Admission(config.max_queued_requests, config.max_queued_tokens)
+    admission = Admission(config.max_queued_requests, config.max_queued_tokens, slots=slots)
     costs = costs or cost_table(execution=config.execution)
-    return OneShotScheduler(config, costs, admission, max_batch_tokens)
+    return kind(config, costs, admission, max_batch_tokens)
 
 
 def add(scheduler, *lengths, now=0.0, deadline=math.inf, priority=0):

@@ -1,0 +1,37 @@
+"""What transformers answers, one sequence at a time, in fp32."""
+
+import numpy as np
+import torch
+import transformers
+
+from tests.closeness import assert_rows_close, encoder_roundings
+from varlen import Encoder
+
+
+def load_oracle(folder, kind="BertModel", **settings):
+    """Return the model of a checkpoint, of the transformers class `kind`."""
+    loader = getattr(transformers, kind)
+    return loader.from_pretrained(folder, dtype=torch.float32, **settings).eval()
+
+
+@torch.inference_mode()
+def one_by_one(model, rows, types=None):
+    """Return transformers' output object of each row of token ids, each run alone."""
+    types = types or [[0] * len(row) for row in rows]
+    return [
+        model(input_ids=torch.tensor([row]), token_type_ids=torch.tensor([kinds]))
+        for row, kinds in zip(rows, types, strict=True)
+    ]
+
+
+def hidden_states(model, rows, types=None):
+    """Return the last hidden state of each row of token ids."""
+    return [output.last_hidden_state[0] for output in one_by_one(model, rows, types)]
+
+
+def assert_hidden_states_match(folder, model, rows):
+    """Compare what our encoder makes of a checkpoint with what a model of transformers makes of its own."""
+    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
+        actual = encoder.hidden(rows)
+    assert all(row.dtype == np.float32 for row in actual)
+    assert_rows_close(actual, hidden_states(model, rows), roundings=encoder_roundings(folder))

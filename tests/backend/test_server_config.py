@@ -1,0 +1,110 @@
+"""Settings of config.pbtxt with which the server would give wrong answers are refused, with the reason."""
+
+import pytest
+
+from varlen.models.checkpoint import Checkpoint
+from varlen.server_config import check_server_settings, check_tensors
+
+from .model_configs import model_config
+from .refusals import refused_setting
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"response_cache": {"enable": True}},
+            "response_cache is enabled; the server's cache ignores",
+        ),
+        (
+            {"model_transaction_policy": {"decoupled": True}},
+            "model_transaction_policy is decoupled",
+        ),
+        (
+            {"sequence_batching": {}},
+            "sequence_batching is set; its state per client has no meaning here",
+        ),
+        (
+            {"dynamic_batching": {"preferred_batch_size": [64]}},
+            "dynamic_batching is set; varlen forms batches itself, from its own queue: remove it",
+        ),
+        (
+            {"batch_input": [{"kind": "BATCH_ELEMENT_COUNT"}]},
+            "batch_input is set; varlen does not read it: remove it",
+        ),
+        (
+            {"batch_output": [{"target_name": ["sentence_embedding"]}]},
+            "batch_output is set; varlen does not write it: remove it",
+        ),
+        (
+            {"instance_group": [{"kind": "KIND_CPU", "count": 2, "gpus": []}]},
+            "instance_group has 2 instances on the CPU; allowed: 1. Each would load the weights",
+        ),
+        (
+            {"instance_group": [{"kind": "KIND_MODEL", "count": 1}, {"kind": "KIND_CPU"}]},
+            "instance_group has 2 instances on the CPU; allowed: 1",
+        ),
+        (
+            {"instance_group": [{"kind": "KIND_GPU", "count": 3, "gpus": [0, 1]}]},
+            "instance_group has 3 instances on GPU 0; allowed: 1",
+        ),
+        ({"max_batch_size": 0}, "max_batch_size is 0; a row is a sequence, so allow at least 1"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refuses_settings_that_cannot_be_served(changes, message):
+    with refused_setting(message):
+        check_server_settings(model_config(**changes))
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [],
+        [{"kind": "KIND_CPU", "count": 1, "gpus": []}],
+        [{"kind": "KIND_MODEL", "count": 1}],
+        [{"kind": "KIND_GPU", "count": 1, "gpus": [0, 1]}],
+        [{"kind": "KIND_GPU", "count": 1, "gpus": [0]}, {"kind": "KIND_GPU", "gpus": [1]}],
+    ],
+    ids=str,
+)
+def test_one_instance_per_device_is_allowed(groups):
+    check_server_settings(model_config(instance_group=groups))
+
+
+TEXT = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"input": [{**TEXT, "name": "TEXT"}]},
+            'input "TEXT" is not one of the task embed; allowed: text, input_ids',
+        ),
+        (
+            {"input": [{"name": "input_ids", "data_type": "TYPE_INT32", "dims": [-1]}]},
+            "input \"input_ids\" is {'data_type': 'TYPE_INT32', 'dims': [-1]}; the model has",
+        ),
+        (
+            {"input": [{**TEXT, "reshape": {"shape": []}}]},
+            'input "text" has a reshape; allowed: none, with dims [1]',
+        ),
+        (
+            {"output": [{"name": "sentence_embedding", "data_type": "TYPE_FP32", "dims": [384]}]},
+            "output \"sentence_embedding\" is {'data_type': 'TYPE_FP32', 'dims': [384]}; the model has",
+        ),
+    ],
+    ids=["name", "type", "reshape", "dims"],
+)
+def test_refuses_tensors_that_are_not_those_of_the_task(small_bert, changes, message):
+    with refused_setting(message):
+        check_tensors(model_config(**changes), Checkpoint.open(small_bert), "embed")
+
+
+def test_dims_may_come_as_strings(small_bert):
+    given = model_config()
+    for entry in given["input"] + given["output"]:
+        entry["dims"] = [str(dim) for dim in entry["dims"]]
+
+    check_tensors(given, Checkpoint.open(small_bert), "embed")

@@ -1,0 +1,130 @@
+"""Small random BERT checkpoints, saved as Hugging Face saves them, and changes of their files.
+
+Nothing here knows the product: a checkpoint is what transformers, tokenizers and safetensors write.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+WEIGHTS = "model.safetensors"
+# The transformers class whose checkpoints serve a task.
+KIND_OF_TASK = {
+    "embed": "BertModel",
+    "hidden": "BertModel",
+    "classify": "BertForSequenceClassification",
+    "rerank": "BertForSequenceClassification",
+    "token_classify": "BertForTokenClassification",
+}
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,!?'-"
+# Three words, and pieces for any other text.
+LETTERS = ("the", "cat", "river", *_CHARACTERS, *(f"##{letter}" for letter in _CHARACTERS))
+# One token each, so that the number of words in a text is its length.
+WORDS = tuple(f"word{number}" for number in range(195))
+
+SMALL = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+}
+
+
+def save_checkpoint(
+    folder: Path,
+    kind: str = "BertModel",
+    *,
+    words: Sequence[str] = LETTERS,
+    files: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    model: Mapping[str, Any] | None = None,
+    save: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> Path:
+    """Save a random checkpoint of the transformers class `kind` into `folder`, and return the folder.
+
+    Args:
+        words: vocabulary of the tokenizer, after the special tokens.
+        files: JSON files to add, by path; see `pooling_files`.
+        dtype: of the weights.
+        model, save: more arguments of the class and of save_pretrained.
+        config: fields of BertConfig that differ from `SMALL`.
+    """
+    vocabulary = (*SPECIAL_TOKENS, *words)
+    settings = {"vocab_size": len(vocabulary), **SMALL, **config}
+    # so large that a wrong layer shows, so small that rounding is not magnified
+    settings.setdefault("initializer_range", settings["hidden_size"] ** -0.5)
+    torch.manual_seed(0)
+    made = getattr(transformers, kind)(transformers.BertConfig(**settings), **(model or {}))
+    # transformers starts biases at zero and norms at one, which would hide a mix-up
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    made.to(dtype).save_pretrained(folder, **(save or {}))
+    _tokenizer(vocabulary).save(str(folder / "tokenizer.json"))
+    for name, content in (files or {}).items():
+        write_file(folder, name, content)
+    return folder
+
+
+def pooling_files(**pooling: Any) -> dict[str, Any]:
+    """Return the files of sentence-transformers that ask for a pooling, given its fields."""
+    modules = [module("Transformer"), module("Pooling", "1_Pooling")]
+    return {"modules.json": modules, "1_Pooling/config.json": pooling}
+
+
+def module(kind: str, path: str = "") -> dict[str, str]:
+    """Return an entry of modules.json."""
+    return {"name": kind, "path": path, "type": f"sentence_transformers.models.{kind}"}
+
+
+def write_file(folder: Path, name: str, content: Any) -> None:
+    """Write a file of a checkpoint: a string as it is, anything else as JSON."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def set_fields(folder: Path, name: str, /, **fields: Any) -> None:
+    """Set fields of a JSON file, which may be a new one."""
+    path = folder / name
+    before = json.loads(path.read_text()) if path.exists() else {}
+    write_file(folder, name, before | fields)
+
+
+def drop_field(folder: Path, name: str, field: str) -> None:
+    """Remove a field from a JSON file."""
+    content = json.loads((folder / name).read_text())
+    del content[field]
+    write_file(folder, name, content)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Let `change` edit the tensors of a checkpoint of one file."""
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def _tokenizer(vocabulary: Sequence[str]) -> Tokenizer:
+    """Return a lower-casing WordPiece tokenizer."""
+    ids = {token: index for index, token in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, ids[token]) for token in ("[CLS]", "[SEP]")],
+    )
+    return tokenizer

@@ -1,0 +1,35 @@
+"""Kind of every series that a model has, by name."""
+
+SERIES = {
+    **dict.fromkeys(
+        """
+        varlen_queued_requests varlen_queued_tokens varlen_weight_bytes varlen_arena_capacity_bytes
+        varlen_arena_reserved_bytes varlen_arena_chunks varlen_arena_footprint_bytes
+        varlen_arena_peak_live_bytes varlen_response_cache_bytes varlen_response_cache_entries
+        """.split(),
+        "GAUGE",
+    ),
+    **dict.fromkeys(
+        """
+        varlen_queue_wait_seconds varlen_request_latency_seconds varlen_batch_sequences
+        varlen_batch_tokens varlen_batch_seconds varlen_batch_predicted_seconds
+        """.split(),
+        "HISTOGRAM",
+    ),
+    **dict.fromkeys(
+        """
+        varlen_requests_total varlen_refused_requests_total varlen_sequences_total
+        varlen_tokens_total varlen_padding_tokens_total varlen_split_batches_total
+        varlen_scheduling_seconds_total varlen_plan_seconds_total varlen_plan_cache_hits_total
+        varlen_plan_cache_misses_total varlen_response_cache_hits_total
+        varlen_response_cache_joined_total varlen_response_cache_misses_total
+        varlen_response_cache_evictions_total
+        """.split(),
+        "COUNTER",
+    ),
+}
+# Series of one name, by their further label.
+LABELS = {
+    "varlen_requests_total": ("ok", "invalid", "refused", "cancelled", "failed"),
+    "varlen_refused_requests_total": ("queue_full", "deadline", "expired"),
+}

@@ -1,0 +1,40 @@
+"""A program run as plain torch would: every op makes results of its own, without an arena."""
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views
+from varlen.program.program import PackedBatch, Program, State, Value
+from varlen.request import Prompt, RequestOptions
+from varlen_kernels import reference
+
+
+def pack(program: Program, prompts: Sequence[Prompt], options: RequestOptions) -> PackedBatch:
+    """Return a batch of prompts, all with the same options."""
+    dims = dims_of([prompt.num_tokens for prompt in prompts])
+    buffer = torch.empty(input_bytes(program.inputs, dims), dtype=torch.uint8)
+    inputs = input_views(buffer, program.inputs, dims)
+    fill_inputs(inputs, prompts, [options] * len(prompts))
+    return PackedBatch(inputs, dims)
+
+
+@torch.inference_mode()
+def run_without_arena(
+    program: Program, bound: Mapping[str, Tensor], kernels: ModuleType = reference
+) -> tuple[Tensor, ...]:
+    """Return the outputs of a program.
+
+    Args:
+        bound: inputs and states by name; ops write into the states.
+        kernels: with a function for each op.
+    """
+    held = dict(bound)
+    for op in program.ops:
+        operands = [held[x.name] if isinstance(x, Value | State) else x for x in op.operands]
+        made = getattr(kernels, op.kernel)(*operands, **op.attributes)
+        results = made if isinstance(made, tuple) else (made,)
+        held.update(zip((value.name for value in op.results), results, strict=False))
+    return tuple(held[value.name] for value in program.outputs)

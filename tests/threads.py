@@ -1,0 +1,17 @@
+"""Work in many threads at once, whose failures fail the test."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+
+def run_in_threads(count: int, work: Callable[[int], object]) -> None:
+    """Run `work(index)` in threads that begin together; raise what any of them raises."""
+    barrier = Barrier(count)
+
+    def begin(index: int) -> None:
+        barrier.wait()
+        work(index)
+
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(begin, range(count)))
