@@ -38,8 +38,8 @@ from varlen.sequence import (
     Event,
     Forecast,
     RequestState,
-    Sequence,
     SequenceOutput,
+    SequenceState,
 )
 
 _log = logging.getLogger(__name__)
@@ -350,7 +350,7 @@ class Engine:
             self._fail(request, error)
 
 
-def _requests(sequences: Iterable[Sequence]) -> list[RequestState]:
+def _requests(sequences: Iterable[SequenceState]) -> list[RequestState]:
     """Return the requests of sequences, each once, in order."""
     return list(dict.fromkeys(sequence.request for sequence in sequences))
 

@@ -50,7 +50,7 @@ class RequestState:
     arrival: float
     deadline: float = math.inf
     forecast: Forecast = Forecast()
-    sequences: tuple[Sequence, ...] = field(init=False)
+    sequences: tuple[SequenceState, ...] = field(init=False)
     seconds_per_token: float = field(init=False)
     unfinished: int = field(init=False)
     started: bool = False
@@ -58,7 +58,8 @@ class RequestState:
     def __post_init__(self) -> None:
         prompts = self.request.prompts
         self.sequences = tuple(
-            Sequence(self, row, prompt, len(prompt.token_ids)) for row, prompt in enumerate(prompts)
+            SequenceState(self, row, prompt, len(prompt.token_ids))
+            for row, prompt in enumerate(prompts)
         )
         self.seconds_per_token = self.forecast.seconds / self.request.num_tokens
         self.unfinished = len(self.sequences)
@@ -70,7 +71,7 @@ class RequestState:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SequenceState:
     """One prompt of a request and its state.
 
     Attributes:
@@ -110,7 +111,7 @@ class Batch:
         reason: why these sequences, for the log.
     """
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[SequenceState, ...]
     shape: BatchShape
     seconds: float
     reason: str
@@ -137,7 +138,7 @@ class BatchResult:
 class SequenceOutput:
     """A part of an answer; the sequence goes on unless it is finished."""
 
-    sequence: Sequence
+    sequence: SequenceState
     output: Float32Array
 
 
@@ -145,7 +146,7 @@ class SequenceOutput:
 class SequenceFailure:
     """A sequence that has no answer, which ends its request."""
 
-    sequence: Sequence
+    sequence: SequenceState
     error: VarlenError
 
 

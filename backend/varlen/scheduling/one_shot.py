@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence as AnySequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
 
@@ -27,9 +27,9 @@ from varlen.sequence import (
     Event,
     Forecast,
     RequestState,
-    Sequence,
     SequenceFailure,
     SequenceOutput,
+    SequenceState,
 )
 
 _log = logging.getLogger(__name__)
@@ -157,12 +157,12 @@ class OneShotScheduler:
         for part in (batch.sequences[half:], batch.sequences[:half]):
             self._split.appendleft(self._part(part, "split after running out of memory"))
 
-    def _part(self, sequences: AnySequence[Sequence], reason: str) -> Batch:
+    def _part(self, sequences: Sequence[SequenceState], reason: str) -> Batch:
         shape = BatchShape.of([sequence.num_tokens for sequence in sequences])
         seconds = self._forecaster.slowdown * self._costs.seconds(shape)
         return Batch(tuple(sequences), shape, seconds, reason)
 
-    def _subtract_waiting(self, sequences: AnySequence[Sequence], *, requests: int) -> None:
+    def _subtract_waiting(self, sequences: Sequence[SequenceState], *, requests: int) -> None:
         """Subtract sequences and requests that no longer wait from the counts."""
         tokens = sum(sequence.num_tokens for sequence in sequences)
         seconds = sum(s.num_tokens * s.request.seconds_per_token for s in sequences)

@@ -17,7 +17,7 @@ from varlen.costs.model import CostModel
 from varlen.scheduling.load import LoadMeter
 from varlen.scheduling.partition import cut_in_order, partition, seconds_of_batches
 from varlen.scheduling.queue import RequestQueue
-from varlen.sequence import Batch, RequestState, Sequence
+from varlen.sequence import Batch, RequestState, SequenceState
 
 _Item = TypeVar("_Item")
 
@@ -124,13 +124,13 @@ class LeastCost:
         reason = f"{best.reason}, {len(queue)} requests waiting, pressure {pressure:.0f}"
         return Batch(tuple(best.batches[0]), shape, best.seconds[0], reason)
 
-    def _full_in_order(self, window: list[Sequence]) -> _BatchPlan:
+    def _full_in_order(self, window: list[SequenceState]) -> _BatchPlan:
         lengths = [sequence.num_tokens for sequence in window]
         sizes = cut_in_order(lengths, self._limits)
         seconds = seconds_of_batches(_cut(lengths, sizes), self._costs)
         return _BatchPlan("in order", _cut(window, sizes), seconds)
 
-    def _best_cut(self, reason: str, order: list[Sequence], pressure: float) -> _BatchPlan:
+    def _best_cut(self, reason: str, order: list[SequenceState], pressure: float) -> _BatchPlan:
         lengths = [sequence.num_tokens for sequence in order]
         last = {sequence.request: place for place, sequence in enumerate(order)}
         ends = [int(last[sequence.request] == place) for place, sequence in enumerate(order)]
@@ -138,7 +138,7 @@ class LeastCost:
         return _BatchPlan(reason, _cut(order, sizes), seconds)
 
     def _by_length(
-        self, window: list[Sequence], pressure: float, now: float, in_order: _BatchPlan
+        self, window: list[SequenceState], pressure: float, now: float, in_order: _BatchPlan
     ) -> _BatchPlan:
         """Return the plan of like lengths: batches with the most requests per second first.
 
@@ -179,7 +179,7 @@ class _BatchPlan:
     """All sequences of the window in batches, in the order in which they would run."""
 
     reason: str
-    batches: list[list[Sequence]]
+    batches: list[list[SequenceState]]
     seconds: list[float]
 
     def cost(self, requests: int, pressure: float) -> float:
@@ -211,7 +211,7 @@ class _BatchPlan:
         ]
         return self._in(sorted(range(len(rates)), key=lambda i: -rates[i]))
 
-    def starting_with(self, sequence: Sequence) -> _BatchPlan:
+    def starting_with(self, sequence: SequenceState) -> _BatchPlan:
         """Return the plan with the batch of this sequence first."""
         place = next(i for i, batch in enumerate(self.batches) if sequence in batch)
         others = (i for i in range(len(self.batches)) if i != place)

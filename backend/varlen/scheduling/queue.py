@@ -24,7 +24,7 @@ from itertools import chain, count, islice
 
 from sortedcontainers import SortedKeyList
 
-from varlen.sequence import RequestState, Sequence
+from varlen.sequence import RequestState, SequenceState
 
 # How much longer than in order of arrival a large request may wait.
 _LONGEST_WAIT = 2
@@ -48,7 +48,7 @@ class _Entry:
     rank: float
     latest_start: float
     is_urgent: bool = False
-    waiting: OrderedDict[Sequence, None] = field(init=False)
+    waiting: OrderedDict[SequenceState, None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.waiting = OrderedDict.fromkeys(self.request.sequences)
@@ -77,7 +77,7 @@ class RequestQueue:
         """Return the number of requests."""
         return len(self._entry_of)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[SequenceState]:
         """Yield the sequences that wait, in order."""
         return chain.from_iterable(entry.waiting for entry in self._entries)
 
@@ -123,7 +123,7 @@ class RequestQueue:
         """Earliest latest start of all requests; infinity if none has a deadline."""
         return self._by_latest_start[0].latest_start if self._by_latest_start else math.inf
 
-    def first(self, count: int) -> list[Sequence]:
+    def first(self, count: int) -> list[SequenceState]:
         """Return up to `count` sequences from the front."""
         return list(islice(self, count))
 
@@ -132,7 +132,7 @@ class RequestQueue:
         """Whether the first request misses its deadline unless it runs now."""
         return bool(self._entries) and self._entries[0].is_urgent
 
-    def remove(self, sequences: Iterable[Sequence]) -> int:
+    def remove(self, sequences: Iterable[SequenceState]) -> int:
         """Remove sequences that start to run; return how many requests left the queue."""
         left = 0
         for sequence in sequences:

@@ -6,8 +6,7 @@ The executor is the only part that is not real: a batch ends after what it costs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence as AnySequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -101,7 +100,7 @@ class Run:
 
 
 def simulate(
-    arrivals: AnySequence[Arrival],
+    arrivals: Sequence[Arrival],
     config: EngineConfig,
     costs: CostModel,
     *,
@@ -183,7 +182,7 @@ class _Simulation:
 
     def __init__(
         self,
-        arrivals: AnySequence[Arrival],
+        arrivals: Sequence[Arrival],
         config: EngineConfig,
         costs: CostModel,
         actual: CostModel,
