@@ -1,5 +1,6 @@
 """The command: `python -m varlen_tools.show_plan model_repository/minilm/1 --lengths 200 --lengths 240`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from varlen.config import EngineConfig
 from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
+from varlen_tools import pictures
 from varlen_tools.show_plan.maps import Map, paper_maps, program_map
 from varlen_tools.show_plan.page import render
 from varlen_tools.show_plan.picture import draw, in_units
@@ -19,28 +21,29 @@ _OUTPUT = [Path("plan.svg"), Path("plan.html")]
 _ARENA_NOTE = (
     "Planned as the arena plans a batch that runs as a whole: into one chunk, by its shape alone."
 )
-_PAPER_NOTE = "The paper's records of BERT-base under its rules: each batch finds the chunks that the one before left."
+_PAPER_NOTE = (
+    "The paper's records of BERT-base by its rules: each batch finds the chunks of the one before."
+)
 
 
 def main(
     source: Annotated[
-        str, typer.Argument(help='A checkpoint folder, or "paper": the published records.')
+        str, typer.Argument(help='Checkpoint folder, or "paper" for the published records.')
     ],
     lengths: Annotated[
         list[str],
-        typer.Option(help="One batch: the tokens of its sequences, as 200 or 5,17,200. Repeat it."),
+        typer.Option(
+            help="A batch: the tokens of its sequences, such as 200 or 5,17,200. May be repeated."
+        ),
     ] = _LENGTHS,
     output: Annotated[
-        list[Path], typer.Option(help="What to write, .svg or .html. Repeat it.")
+        list[Path],
+        typer.Option(
+            help="File to write, .svg or .html. May be repeated.", callback=pictures.check_outputs
+        ),
     ] = _OUTPUT,
 ) -> None:
     """Draw where every intermediate of a batch lies in memory, and when."""
-    wrong = [str(path) for path in output if path.suffix not in {".svg", ".html"}]
-    if wrong:
-        raise typer.BadParameter(f"{wrong[0]} is neither .svg nor .html", param_hint="--output")
-    nowhere = [str(path.parent) for path in output if not path.parent.is_dir()]
-    if nowhere:
-        raise typer.BadParameter(f"there is no folder {nowhere[0]}", param_hint="--output")
     batches = [_batch(text) for text in lengths]
     if source == _PAPER:
         heading, note = "BERT-base, one layer: the records of TurboTransformers", _PAPER_NOTE
@@ -52,15 +55,15 @@ def main(
     else:
         heading, note = _name(Path(source)), _ARENA_NOTE
         maps = _maps(Path(source), batches)
-    for path in output:
-        page = draw(heading, maps) if path.suffix == ".svg" else render(heading, maps, note)
-        path.write_text(page, encoding="utf-8")
-        print(path)
     for one in maps:
+        chunks = "1 chunk" if len(one.chunks) == 1 else f"{len(one.chunks)} chunks"
         print(
-            f"{one.title}: {len(one.areas)} usages in {len(one.chunks)} chunk(s) of {in_units(sum(one.chunks))};"
-            f" footprint {in_units(one.footprint)}, {one.footprint / one.peak_live:.3f} of the peak of live bytes"
+            f"{one.title}: {len(one.areas)} usages in {chunks} of {in_units(sum(one.chunks))};"
+            f" footprint {in_units(one.footprint)}, {one.ratio:.3f} of the peak of live bytes"
         )
+    pictures.write_outputs(
+        output, partial(draw, heading, maps), lambda: render(heading, maps, note)
+    )
 
 
 def _maps(folder: Path, batches: list[list[int]]) -> list[Map]:
@@ -86,7 +89,7 @@ def _maps(folder: Path, batches: list[list[int]]) -> list[Map]:
 
 
 def _name(folder: Path) -> str:
-    """Return what to call a checkpoint: a repository's version folders have numbers for names."""
+    """Return a checkpoint's name; version folders of a repository are numbers, so the model's name counts."""
     folder = folder.resolve()
     return folder.parent.name if folder.name.isdecimal() else folder.name
 
