@@ -1,4 +1,4 @@
-"""A measured cost model, ready to be shown: its cost on a grid, and every measured batch beside its prediction."""
+"""A measured cost model, ready to be shown: its costs on a grid, and measured batches with their predictions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from varlen.costs.store import StoredCosts
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """The predicted cost of a batch of one length.
+class GridCell:
+    """The predicted cost of a batch of equal lengths.
 
     Attributes:
         sequences, length: number of sequences, and tokens of each.
-        seconds: of the batch, predicted.
+        seconds: predicted seconds of the batch.
         is_allowed: whether the batch is within the limits.
     """
 
@@ -27,28 +27,33 @@ class Cell:
     is_allowed: bool
 
     @property
-    def per_token(self) -> float:
-        """Seconds per token."""
-        return self.seconds / (self.sequences * self.length)
+    def milliseconds(self) -> float:
+        """Milliseconds of the batch."""
+        return 1e3 * self.seconds
+
+    @property
+    def microseconds_per_token(self) -> float:
+        """Microseconds per token."""
+        return 1e6 * self.seconds / (self.sequences * self.length)
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class PredictedBatch:
     """A measured batch and its prediction.
 
     Attributes:
         shape: of the batch.
-        actual, predicted: seconds.
+        measured, predicted: seconds.
     """
 
     shape: BatchShape
-    actual: float
+    measured: float
     predicted: float
 
     @property
     def error(self) -> float:
         """Relative error of the prediction."""
-        return self.predicted / self.actual - 1
+        return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +62,18 @@ class Profile:
 
     Attributes:
         name: of the model.
-        costs: the measurement and what it was measured for.
-        counts, lengths: the sides of the grid, ascending.
+        costs: the measurement and its circumstances.
+        counts, lengths: axes of the grid, ascending.
         cells: by (sequences, length).
-        checked: measured batches, the fewest tokens first.
+        batches: measured batches, by number of tokens.
     """
 
     name: str
     costs: StoredCosts
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
-    cells: dict[tuple[int, int], Cell]
-    checked: tuple[Checked, ...]
+    cells: dict[tuple[int, int], GridCell]
+    batches: tuple[PredictedBatch, ...]
 
     @classmethod
     def of(cls, name: str, costs: StoredCosts) -> Profile:
@@ -81,7 +86,7 @@ class Profile:
         counts = powers_of_two(limits.max_sequences)
         lengths = powers_of_two(int(costs.key["max_sequence_tokens"]))
         cells = {
-            (count, length): Cell(
+            (count, length): GridCell(
                 count,
                 length,
                 model.seconds(BatchShape.of([length] * count)),
@@ -90,19 +95,13 @@ class Profile:
             for length in lengths
             for count in counts
         }
-        checked = [
-            Checked(batch.shape, batch.seconds, model.seconds(batch.shape))
+        batches = [
+            PredictedBatch(batch.shape, batch.seconds, model.seconds(batch.shape))
             for batch in costs.measurement.batches
         ]
-        return cls(
-            name,
-            costs,
-            tuple(counts),
-            tuple(lengths),
-            cells,
-            tuple(sorted(checked, key=lambda batch: batch.shape.tokens)),
-        )
+        batches.sort(key=lambda batch: batch.shape.tokens)
+        return cls(name, costs, tuple(counts), tuple(lengths), cells, tuple(batches))
 
     def median_error(self) -> float:
         """Return the median relative error of the measured batches."""
-        return statistics.median(abs(batch.error) for batch in self.checked)
+        return statistics.median(abs(batch.error) for batch in self.batches)

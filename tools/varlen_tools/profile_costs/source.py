@@ -1,4 +1,4 @@
-"""What is profiled: a checkpoint folder, or a model of a repository with the settings that the server would use."""
+"""The model to profile: a checkpoint folder, or a model of a repository with its settings."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _CONFIG = "config.pbtxt"
 
 
 class SourceError(Exception):
-    """There is nothing to profile; the message says why."""
+    """The folder has no model to profile; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint and how it is run.
+    """A checkpoint and its settings.
 
     Attributes:
-        name: what to call it.
-        checkpoint: its folder.
-        config: its settings.
+        name: of the model.
+        checkpoint: folder.
+        config: settings.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Source:
 
 
 def find_source(folder: Path, settings: Mapping[str, str]) -> Source:
-    """Return what a folder holds.
+    """Return the checkpoint and settings of a folder.
 
     Args:
         folder: a checkpoint, or a model of a model repository: config.pbtxt and numbered versions.
-        settings: parameters of the engine that replace the configured ones.
+        settings: engine parameters that replace the configured ones.
 
     Raises:
         SourceError: the folder is neither.
@@ -61,14 +61,14 @@ def _parameters(path: Path) -> dict[str, str]:
 
 
 def _version(folder: Path) -> Path:
-    """Return the version that the server would load if not told otherwise: the latest."""
+    """Return the latest version, which the server loads by default."""
     versions = [entry for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir()]
     if not versions:
-        raise SourceError(f"{folder} has no version, a folder with a number for a name")
+        raise SourceError(f"{folder} has no version: a folder whose name is a number")
     return max(versions, key=lambda entry: int(entry.name))
 
 
 def _name(folder: Path) -> str:
-    """Return what to call a checkpoint: a repository's version folders have numbers for names."""
+    """Return a checkpoint's name; a repository's version folders are numbers, so the model's name counts."""
     folder = folder.resolve()
     return folder.parent.name if folder.name.isdecimal() else folder.name

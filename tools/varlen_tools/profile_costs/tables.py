@@ -1,23 +1,56 @@
-"""Costs of batches, and the entries of a cache, printed in the terminal."""
+"""Tables for the terminal: costs of batches, and the entries of a cache. The page shows the same rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
 from varlen.costs.store import StoredCosts
-from varlen_tools.profile_costs.points import Cell, Profile
+from varlen_tools.profile_costs.profile import GridCell, Profile
 
-_CAPTION = "struck out: past the limits of a batch"
+# Grids of a profile: title, and the attribute of a cell.
+GRIDS = (
+    ("milliseconds per batch", "milliseconds"),
+    ("microseconds per token", "microseconds_per_token"),
+)
+BATCHES_TITLE = "measured batches, in milliseconds"
+BATCH_HEADINGS = ("sequences", "tokens", "longest", "measured", "predicted", "error")
+_CAPTION = "struck out: beyond the limits of a batch"
 _TIME = "%Y-%m-%d %H:%M %Z"
 
 
 def tables(profile: Profile) -> Iterator[Table]:
     """Yield milliseconds per batch, microseconds per token, and the measured batches."""
-    yield _grid(profile, "milliseconds per batch", lambda cell: in_milliseconds(cell.seconds))
-    yield _grid(profile, "microseconds per token", lambda cell: three_digits(1e6 * cell.per_token))
-    yield _measured(profile)
+    for title, attribute in GRIDS:
+        table = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
+        for heading in ("tokens each", *(f"{count} x" for count in profile.counts)):
+            table.add_column(heading, justify="right")
+        for length in profile.lengths:
+            cells = [profile.cells[count, length] for count in profile.counts]
+            table.add_row(str(length), *(_cell(cell, attribute) for cell in cells))
+        yield table
+    table = Table(title=BATCHES_TITLE, title_justify="left")
+    for heading in BATCH_HEADINGS:
+        table.add_column(heading, justify="right")
+    for row in batch_rows(profile):
+        table.add_row(*row)
+    yield table
+
+
+def batch_rows(profile: Profile) -> list[list[str]]:
+    """Return a row for each measured batch, in the order of `BATCH_HEADINGS`."""
+    return [
+        [
+            str(batch.shape.sequences),
+            str(batch.shape.tokens),
+            str(batch.shape.longest),
+            three_digits(1e3 * batch.measured),
+            three_digits(1e3 * batch.predicted),
+            f"{batch.error:+.1%}",
+        ]
+        for batch in profile.batches
+    ]
 
 
 def entries(stored: Sequence[StoredCosts]) -> Table:
@@ -51,11 +84,6 @@ def entries(stored: Sequence[StoredCosts]) -> Table:
     return table
 
 
-def in_milliseconds(seconds: float) -> str:
-    """Return milliseconds with three digits."""
-    return three_digits(1e3 * seconds)
-
-
 def three_digits(value: float) -> str:
     """Return a number with three significant digits, or all digits before the point."""
     if value >= 100:
@@ -63,29 +91,6 @@ def three_digits(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _grid(profile: Profile, title: str, say: Callable[[Cell], str]) -> Table:
-    table = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
-    table.add_column("tokens each", justify="right")
-    for count in profile.counts:
-        table.add_column(f"{count} x", justify="right")
-    for length in profile.lengths:
-        row = [profile.cells[count, length] for count in profile.counts]
-        texts = [say(cell) if cell.is_allowed else f"[dim strike]{say(cell)}[/]" for cell in row]
-        table.add_row(str(length), *texts)
-    return table
-
-
-def _measured(profile: Profile) -> Table:
-    table = Table(title="measured batches, in milliseconds", title_justify="left")
-    for heading in ("sequences", "tokens", "longest", "measured", "predicted", "error"):
-        table.add_column(heading, justify="right")
-    for batch in profile.checked:
-        table.add_row(
-            str(batch.shape.sequences),
-            str(batch.shape.tokens),
-            str(batch.shape.longest),
-            in_milliseconds(batch.actual),
-            in_milliseconds(batch.predicted),
-            f"{batch.error:+.1%}",
-        )
-    return table
+def _cell(cell: GridCell, attribute: str) -> str:
+    text = three_digits(getattr(cell, attribute))
+    return text if cell.is_allowed else f"[dim strike]{text}[/]"
