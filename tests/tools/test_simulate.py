@@ -17,7 +17,8 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.costs.model import CostModel
 from varlen.errors import DeadlineError, QueueFullError
-from varlen_tools.simulate.__main__ import app, cpu_seconds, gpu_seconds
+from varlen_tools.simulate.__main__ import app
+from varlen_tools.simulate.costs import cpu_seconds, gpu_seconds
 from varlen_tools.simulate.run import simulate
 from varlen_tools.simulate.study import full_load, measure, most_within
 from varlen_tools.workloads import (
@@ -360,7 +361,7 @@ def test_the_command_prints_every_policy_and_draws(tmp_path):
 
     assert done.exit_code == 0, done.output
     assert "token_budget, packed" in done.output
-    assert re.search(r"dp, padded: \d+\.\d requests a second with a p99 of 300 ms", done.output)
+    assert re.search(r"dp, padded: \d+\.\d requests per second with a p99 of 300 ms", done.output)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -368,11 +369,17 @@ def test_the_command_prints_every_policy_and_draws(tmp_path):
     "arguments, message",
     [
         (("--policies", "lifo"), 'policy is "lifo"; allowed: none, fifo, token_budget, dp'),
-        (("--lengths", "9"), 'lengths are "9"; allowed: two whole numbers, as 5-500'),
-        (("--lengths", "5-9000"), "more than the 4096 of a batch"),
+        (("--lengths", "9"), 'lengths are "9"; allowed: two whole numbers, such as 5-500'),
+        (("--lengths", "5-9000"), "a batch has at most 4096"),
+        (("--loads", "0.5,much"), 'loads are "0.5,much"; allowed: numbers with commas between'),
+        (
+            ("--costs", "measured", "--cache-folder", "CACHE"),
+            "the cache has no costs of packed batches",
+        ),
     ],
 )
-def test_the_command_refuses_what_it_cannot_do(arguments, message):
+def test_the_command_refuses_what_it_cannot_do(tmp_path, arguments, message):
+    arguments = [str(tmp_path) if word == "CACHE" else word for word in arguments]
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
 
     assert done.exit_code == 2

@@ -1,43 +1,46 @@
-"""A picture of policies under load: what is served, and how long callers wait."""
+"""The picture of policies under load: requests served, and latency."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from varlen_tools.simulate.study import Point
+from varlen_tools.simulate.study import PolicyResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PANELS = (
-    ("served/s", "served", 1.0),
+    ("requests served per second", "served", 1.0),
     ("mean latency, ms", "mean", 1e3),
     ("p99 latency, ms", "p99", 1e3),
 )
 
 
-def draw(points: Sequence[Point], output: Path, title: str) -> None:
-    """Write a picture of three panels over requests a second; the format follows from the file's name."""
+def draw(results: Sequence[PolicyResult], title: str) -> Figure:
+    """Return three panels over the offered load, a line for each policy."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4.2), layout="constrained")
-    names = list(dict.fromkeys((point.policy, point.execution) for point in points))
-    for axes, (label, attribute, scale) in zip(
-        figure.subplots(1, len(_PANELS)), _PANELS, strict=True
-    ):
+    names = list(dict.fromkeys((result.policy, result.execution) for result in results))
+    panels = figure.subplots(1, len(_PANELS))
+    for axes, (label, field, scale) in zip(panels, _PANELS, strict=True):
         for policy, execution in names:
-            line = [p for p in points if (p.policy, p.execution) == (policy, execution)]
+            line = [
+                each for each in results if (each.policy, each.execution) == (policy, execution)
+            ]
             axes.plot(
-                [point.offered for point in line],
-                [scale * getattr(point, attribute) for point in line],
+                [result.offered for result in line],
+                [scale * getattr(result, field) for result in line],
                 marker="o",
                 markersize=3,
                 label=f"{policy}, {execution}",
             )
-        axes.set_xlabel("requests offered a second")
-        axes.set_title(label, loc="left")
-        if attribute != "served":
+        axes.set_xlabel("requests offered per second")
+        axes.set_ylabel(label)
+        if field != "served":
             axes.set_yscale("log")
-        axes.grid(alpha=0.3)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
     figure.suptitle(title)
-    figure.savefig(output)
+    return figure

@@ -25,7 +25,7 @@ _LEAST_SERVED = 0.98
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class PolicyResult:
     """One policy under one load.
 
     Attributes:
@@ -55,7 +55,7 @@ class Point:
 
 def measure(
     config: EngineConfig, make_costs: MakeCosts, arrivals: Sequence[Arrival], offered: float
-) -> Point:
+) -> PolicyResult:
     """Return what a policy makes of arrivals.
 
     Raises:
@@ -66,7 +66,7 @@ def measure(
     run = simulate(arrivals, config, make_costs())
     latencies = run.latencies
     tokens = sum(shape.tokens for shape in run.batches)
-    return Point(
+    return PolicyResult(
         policy=config.policy,
         execution=config.execution,
         offered=offered,
@@ -87,8 +87,8 @@ def compare(
     make_costs: Callable[[EngineConfig], MakeCosts],
     make_arrivals: MakeArrivals,
     rates: Sequence[float],
-) -> Iterator[Point]:
-    """Yield a point for every rate and configuration; all of them see the same arrivals."""
+) -> Iterator[PolicyResult]:
+    """Yield a result for every rate and configuration; all of them see the same arrivals."""
     for rate in rates:
         arrivals = make_arrivals(rate)
         for config in configs:
@@ -111,8 +111,8 @@ def most_within(
     """
 
     def bears(rate: float) -> bool:
-        point = measure(config, make_costs, make_arrivals(rate), rate)
-        return point.p99 <= p99 and point.served >= _LEAST_SERVED * rate
+        result = measure(config, make_costs, make_arrivals(rate), rate)
+        return result.p99 <= p99 and result.served >= _LEAST_SERVED * rate
 
     low, high = 0.0, upper
     if bears(upper):
