@@ -88,7 +88,7 @@ def test_a_folder_without_a_python_backend_is_not_a_backends_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for folder, message in [
-        (tmp_path, "holds no python backend"),
+        (tmp_path, "has no python backend"),
         (tmp_path / "absent", "there is no folder"),
     ]:
         with pytest.raises(SystemExit) as ended:

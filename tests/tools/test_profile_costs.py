@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -13,11 +14,11 @@ from varlen.costs.measurement import Measurement
 from varlen.costs.model import MeasuredBatch
 from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import ConfigError
+from varlen_tools.model_source import SourceError, find_source
 from varlen_tools.profile_costs.__main__ import main
 from varlen_tools.profile_costs.page import render
 from varlen_tools.profile_costs.picture import draw
 from varlen_tools.profile_costs.profile import Profile
-from varlen_tools.profile_costs.source import SourceError, find_source
 from varlen_tools.profile_costs.tables import BATCH_HEADINGS, batch_rows, three_digits
 
 KEY = {
@@ -93,39 +94,40 @@ def invoke(*arguments):
 
 
 def test_a_profile_has_the_predicted_cost_of_every_batch_of_one_length(profile):
-    assert profile.counts == (1, 2, 4)
-    assert profile.lengths == (1, 2, 4, 8, 16, 32)
     model = MEASUREMENT.model("packed")
-    for (count, length), cell in profile.cells.items():
-        assert cell.seconds == model.seconds(BatchShape.of([length] * count))
-        assert cell.milliseconds == 1e3 * cell.seconds
-        assert cell.microseconds_per_token == pytest.approx(1e6 * cell.seconds / (count * length))
-        assert cell.is_allowed == (count * length <= 64)
+    grids = profile.grids()
+
+    assert profile.counts == [1, 2, 4]
+    assert profile.lengths == [1, 2, 4, 8, 16, 32]
+    for (row, column), seconds in np.ndenumerate(profile.seconds):
+        length, count = profile.lengths[row], profile.counts[column]
+        assert seconds == model.seconds(BatchShape.of([length] * count))
+        assert profile.is_allowed[row, column] == (count * length <= 64)
+        assert grids["milliseconds per batch"][row, column] == 1e3 * seconds
+        per_token = grids["microseconds per token"][row, column]
+        assert per_token == pytest.approx(1e6 * seconds / (count * length))
 
 
 def test_measured_batches_are_shown_beside_their_prediction(profile):
     model = MEASUREMENT.model("packed")
 
-    assert [batch.shape.tokens for batch in profile.batches] == [8, 14, 16, 32, 58]
-    for batch in profile.batches:
-        assert batch.predicted == model.seconds(batch.shape)
-        assert batch.error == pytest.approx(batch.predicted / batch.measured - 1)
+    assert [batch.shape.tokens for batch, _ in profile.batches] == [8, 14, 16, 32, 58]
+    for (batch, predicted), row in zip(profile.batches, batch_rows(profile), strict=True):
+        assert predicted == model.seconds(batch.shape)
+        assert row[-1] == f"{predicted / batch.seconds - 1:+.1%}"
     assert 0 < profile.median_error() < 0.5
 
 
 def test_heat_maps_show_every_batch_once_with_its_figure(profile):
     per_batch, per_token, measured, *_ = draw(profile).axes
 
-    shown = [profile.cells[n, length] for length in profile.lengths for n in (1, 2, 4)]
-    beyond = sum(not cell.is_allowed for cell in shown)
-    for axes, attribute in ((per_batch, "milliseconds"), (per_token, "microseconds_per_token")):
-        figures = [three_digits(getattr(cell, attribute)) for cell in shown]
-        assert [text.get_text() for text in axes.texts] == figures
-        assert len(axes.patches) == beyond > 0
+    for axes, grid in zip((per_batch, per_token), profile.grids().values(), strict=True):
+        assert [text.get_text() for text in axes.texts] == [three_digits(v) for v in grid.flat]
+        assert len(axes.patches) == (~profile.is_allowed).sum() > 0
     diagonal, dots = measured.lines
     assert list(diagonal.get_xdata()) == list(diagonal.get_ydata())
-    assert list(dots.get_xdata()) == [1e3 * batch.measured for batch in profile.batches]
-    assert list(dots.get_ydata()) == [1e3 * batch.predicted for batch in profile.batches]
+    assert list(dots.get_xdata()) == [1e3 * batch.seconds for batch, _ in profile.batches]
+    assert list(dots.get_ydata()) == [1e3 * predicted for _, predicted in profile.batches]
 
 
 def test_costs_that_are_all_equal_are_drawn(costs):

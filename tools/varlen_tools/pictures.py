@@ -23,6 +23,8 @@ Draw: TypeAlias = Callable[[], "Figure"]
 
 # Okabe and Ito 2008, apart for every kind of color vision; readable on both themes.
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#8f8f8f", "#b3a600")
+# Help of `--output`.
+OUTPUT_HELP = "Picture to write: .svg, .png or .html. May be repeated."
 _PAGE = {"light": "#ffffff", "dark": "#16181c"}
 _TEXT = {"light": "#1a1a1a", "dark": "#e6e6e6"}
 _GRID = {"light": "#e0e0e0", "dark": "#3a3d42"}

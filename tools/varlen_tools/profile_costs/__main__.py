@@ -19,10 +19,10 @@ from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen_tools import pictures
+from varlen_tools.model_source import ModelSource, SourceError, find_source
 from varlen_tools.profile_costs.page import render
 from varlen_tools.profile_costs.picture import draw
 from varlen_tools.profile_costs.profile import Profile
-from varlen_tools.profile_costs.source import Source, SourceError, find_source
 from varlen_tools.profile_costs.tables import entries, tables
 
 _DEFAULT_SECONDS = 20
@@ -57,10 +57,7 @@ def main(
     gpu: Annotated[int, typer.Option(min=0, help="Number of the GPU, if the model uses one.")] = 0,
     output: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Picture to write: .svg, .png or .html. May be repeated.",
-            callback=pictures.check_outputs,
-        ),
+        typer.Option(help=pictures.OUTPUT_HELP, callback=pictures.check_outputs),
     ] = None,
 ) -> None:
     """Measure the cost of a model's batches, unless the cache has it; print and draw it."""
@@ -87,7 +84,7 @@ def main(
     pictures.write_outputs(output or [], partial(draw, profile), partial(render, profile))
 
 
-def _costs(source: Source, seconds: int | None, *, gpu: int, again: bool) -> StoredCosts:
+def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -> StoredCosts:
     """Return the costs of batches, measured as the server measures them."""
     config = source.config
     config = replace(config, warmup_seconds=seconds or config.warmup_seconds or _DEFAULT_SECONDS)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from varlen_tools.pictures import COLORS
 from varlen_tools.profile_costs.profile import Profile
-from varlen_tools.profile_costs.tables import GRIDS, three_digits
+from varlen_tools.profile_costs.tables import three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,9 +30,9 @@ def draw(profile: Profile) -> Figure:
     figure.suptitle(title, fontweight="bold", parse_math=False)
     widths = [wide + 1, wide + 1, 6]
     *maps, scatter = figure.subplots(1, 3, width_ratios=widths)
-    for axes, (title, attribute) in zip(maps, GRIDS, strict=True):
+    for axes, (title, grid) in zip(maps, profile.grids().items(), strict=True):
         axes.set_title(f"{title}, predicted")
-        _draw_grid(axes, profile, attribute)
+        _draw_grid(axes, profile, grid)
     _draw_batches(scatter, profile)
     patch = Patch(label="beyond the limits of a batch", **_beyond())
     figure.legend(handles=[patch], loc="outside lower left")
@@ -43,33 +46,24 @@ def _beyond() -> dict[str, Any]:
     return {**colors, "hatch": "///"}
 
 
-def _draw_grid(axes: Axes, profile: Profile, attribute: str) -> None:
+def _draw_grid(axes: Axes, profile: Profile, grid: NDArray[np.float64]) -> None:
     from matplotlib import colormaps, rcParams
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Rectangle
 
-    values = [
-        [getattr(profile.cells[count, length], attribute) for count in profile.counts]
-        for length in profile.lengths
-    ]
-    allowed = [getattr(cell, attribute) for cell in profile.cells.values() if cell.is_allowed]
+    shown = grid[profile.is_allowed]
     # equal costs need a range that is not empty
-    norm = LogNorm(min(allowed), max(*allowed, 1.001 * min(allowed)))
+    norm = LogNorm(shown.min(), max(shown.max(), 1.001 * shown.min()))
     colors = colormaps["viridis_r"]
-    image = axes.imshow(values, cmap=colors, norm=norm, aspect="auto")
-    for row, length in enumerate(profile.lengths):
-        for column, count in enumerate(profile.counts):
-            value = values[row][column]
-            red, green, blue, _ = colors(norm(value))
-            is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < _DARK
-            text = "white" if is_dark else "black"
-            if not profile.cells[count, length].is_allowed:
-                corner = (column - 0.5, row - 0.5)
-                axes.add_patch(Rectangle(corner, 1, 1, **_beyond()))
-                text = rcParams["text.color"]
-            axes.text(
-                column, row, three_digits(value), ha="center", va="center", color=text, fontsize=8
-            )
+    image = axes.imshow(grid, cmap=colors, norm=norm, aspect="auto")
+    for (row, column), value in np.ndenumerate(grid):
+        luminance = np.dot(colors(norm(value))[:3], (0.299, 0.587, 0.114))
+        color = "white" if luminance < _DARK else "black"
+        if not profile.is_allowed[row, column]:
+            axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **_beyond()))
+            color = rcParams["text.color"]
+        text = three_digits(float(value))
+        axes.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(profile.counts)), map(str, profile.counts))
     axes.set_yticks(range(len(profile.lengths)), map(str, profile.lengths))
     axes.set_xlabel("sequences")
@@ -79,19 +73,13 @@ def _draw_grid(axes: Axes, profile: Profile, attribute: str) -> None:
 
 
 def _draw_batches(axes: Axes, profile: Profile) -> None:
-    measured = [1e3 * batch.measured for batch in profile.batches]
-    predicted = [1e3 * batch.predicted for batch in profile.batches]
+    measured = [1e3 * batch.seconds for batch, _ in profile.batches]
+    predicted = [1e3 * seconds for _, seconds in profile.batches]
     limits = (0.8 * min(measured + predicted), 1.25 * max(measured + predicted))
     axes.plot(limits, limits, color=COLORS[6], label="measured = predicted")
     axes.plot(measured, predicted, "o", color=COLORS[0], label="a measured batch")
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlim=limits,
-        ylim=limits,
-        box_aspect=1,
-        xlabel="measured milliseconds",
-        ylabel="predicted milliseconds",
-    )
+    axes.set(xscale="log", yscale="log", xlim=limits, ylim=limits, box_aspect=1)
+    axes.set_xlabel("measured milliseconds")
+    axes.set_ylabel("predicted milliseconds")
     axes.set_title(f"measured batches; median error {profile.median_error():.1%}")
     axes.legend(loc="upper left")

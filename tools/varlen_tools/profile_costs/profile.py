@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from varlen.config import Execution
 from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.costs.model import powers_of_two
+from varlen.costs.model import MeasuredBatch, powers_of_two
 from varlen.costs.store import StoredCosts
-
-
-@dataclass(frozen=True, slots=True)
-class GridCell:
-    """The predicted cost of a batch of equal lengths.
-
-    Attributes:
-        sequences, length: number of sequences, and tokens of each.
-        seconds: predicted seconds of the batch.
-        is_allowed: whether the batch is within the limits.
-    """
-
-    sequences: int
-    length: int
-    seconds: float
-    is_allowed: bool
-
-    @property
-    def milliseconds(self) -> float:
-        """Milliseconds of the batch."""
-        return 1e3 * self.seconds
-
-    @property
-    def microseconds_per_token(self) -> float:
-        """Microseconds per token."""
-        return 1e6 * self.seconds / (self.sequences * self.length)
-
-
-@dataclass(frozen=True, slots=True)
-class PredictedBatch:
-    """A measured batch and its prediction.
-
-    Attributes:
-        shape: of the batch.
-        measured, predicted: seconds.
-    """
-
-    shape: BatchShape
-    measured: float
-    predicted: float
-
-    @property
-    def error(self) -> float:
-        """Relative error of the prediction."""
-        return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,45 +20,49 @@ class Profile:
     Attributes:
         name: of the model.
         costs: the measurement and its circumstances.
-        counts, lengths: axes of the grid, ascending.
-        cells: by (sequences, length).
-        batches: measured batches, by number of tokens.
+        lengths, counts: axes of the grid, ascending.
+        seconds: `[lengths, counts]`, predicted cost of a batch of `count` sequences of `length` tokens.
+        is_allowed: `[lengths, counts]`, whether the batch is within the limits.
+        batches: measured batches, by number of tokens, each with its predicted seconds.
     """
 
     name: str
     costs: StoredCosts
-    counts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    cells: dict[tuple[int, int], GridCell]
-    batches: tuple[PredictedBatch, ...]
+    lengths: list[int]
+    counts: list[int]
+    seconds: NDArray[np.float64]
+    is_allowed: NDArray[np.bool_]
+    batches: list[tuple[MeasuredBatch, float]]
 
     @classmethod
     def of(cls, name: str, costs: StoredCosts) -> Profile:
         """Return the profile of measured costs."""
-        execution: Execution = "padded" if costs.key["execution"] == "padded" else "packed"
+        key = costs.key
+        execution: Execution = "padded" if key["execution"] == "padded" else "packed"
         model = costs.measurement.model(execution)
         limits = BatchLimits(
-            int(costs.key["max_batch_sequences"]), int(costs.key["max_batch_tokens"]), execution
+            int(key["max_batch_sequences"]), int(key["max_batch_tokens"]), execution
         )
+        lengths = powers_of_two(int(key["max_sequence_tokens"]))
         counts = powers_of_two(limits.max_sequences)
-        lengths = powers_of_two(int(costs.key["max_sequence_tokens"]))
-        cells = {
-            (count, length): GridCell(
-                count,
-                length,
-                model.seconds(BatchShape.of([length] * count)),
-                limits.allow(count, count * length, length),
-            )
-            for length in lengths
-            for count in counts
-        }
-        batches = [
-            PredictedBatch(batch.shape, batch.seconds, model.seconds(batch.shape))
-            for batch in costs.measurement.batches
+        shapes = [[BatchShape.of([length] * count) for count in counts] for length in lengths]
+        seconds = [[model.seconds(shape) for shape in row] for row in shapes]
+        is_allowed = [
+            [limits.allow(shape.sequences, shape.tokens, shape.longest) for shape in row]
+            for row in shapes
         ]
-        batches.sort(key=lambda batch: batch.shape.tokens)
-        return cls(name, costs, tuple(counts), tuple(lengths), cells, tuple(batches))
+        measured = sorted(costs.measurement.batches, key=lambda batch: batch.shape.tokens)
+        batches = [(batch, model.seconds(batch.shape)) for batch in measured]
+        return cls(name, costs, lengths, counts, np.array(seconds), np.array(is_allowed), batches)
+
+    def grids(self) -> dict[str, NDArray[np.float64]]:
+        """Return the predicted costs by title, `[lengths, counts]` each."""
+        return {
+            "milliseconds per batch": 1e3 * self.seconds,
+            "microseconds per token": 1e6 * self.seconds / np.outer(self.lengths, self.counts),
+        }
 
     def median_error(self) -> float:
-        """Return the median relative error of the measured batches."""
-        return statistics.median(abs(batch.error) for batch in self.batches)
+        """Return the median relative error of the predictions."""
+        errors = [abs(predicted / batch.seconds - 1) for batch, predicted in self.batches]
+        return float(np.median(errors))

@@ -15,20 +15,23 @@ class Area:
     """One usage in space and time.
 
     Attributes:
-        name: the kernels that write it, or the record's name.
-        results: the results that lie there; more than one where ops work in place.
+        results: the results that lie there, or the record; several where ops work in place.
         chunk: number of the chunk.
         offset, size: in bytes.
         first_op, last_op: inclusive.
     """
 
-    name: str
     results: tuple[str, ...]
     chunk: int
     offset: int
     size: int
     first_op: int
     last_op: int
+
+    @property
+    def name(self) -> str:
+        """The kernels that write the results, or the record's name."""
+        return ", ".join(result.rpartition(":")[2] for result in self.results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,39 +61,20 @@ class Map:
 
 
 def program_map(program: Program, layout: Layout, lengths: Sequence[int]) -> Map:
-    """Return the map of one batch that runs as a whole, in the arena.
-
-    Args:
-        program: its usages are drawn.
-        layout: plans for it.
-        lengths: of the batch's sequences, in tokens.
-    """
+    """Return the map of one batch, given by the lengths of its sequences, as the arena plans it."""
     dims = dims_of(lengths)
     made = layout.plan(dims)
     results: dict[str, list[str]] = {}
     for name, usage in program.usage_of.items():
         results.setdefault(usage.name, []).append(name)
     areas = tuple(
-        Area(
-            name=", ".join(name.partition(":")[2] for name in results[usage.name]),
-            results=tuple(results[usage.name]),
-            chunk=0,
-            offset=offset,
-            size=usage.size.at(dims),
-            first_op=usage.first_op,
-            last_op=usage.last_op,
-        )
+        Area(tuple(results[use.name]), 0, offset, use.size.at(dims), use.first_op, use.last_op)
         for buffer, offset in zip(program.buffers, made.offsets, strict=True)
-        for usage in buffer.usages
+        for use in buffer.usages
     )
-    return Map(
-        title=_title(lengths),
-        areas=areas,
-        chunks=(made.footprint,),
-        footprint=made.footprint,
-        ops=tuple(f"{number}:{op.kernel}" for number, op in enumerate(program.ops)),
-        peak_live=made.peak_live,
-    )
+    ops = tuple(f"{number}:{op.kernel}" for number, op in enumerate(program.ops))
+    title = _title(lengths)
+    return Map(title, areas, (made.footprint,), made.footprint, ops, made.peak_live)
 
 
 def paper_maps(lengths: Sequence[int]) -> list[Map]:
@@ -100,26 +84,13 @@ def paper_maps(lengths: Sequence[int]) -> list[Map]:
         usages = paper.bert_usages(1, length)
         made = paper.plan_chunks(usages, maps[-1].chunks if maps else ())
         areas = tuple(
-            Area(
-                name=usage.name,
-                results=(usage.name,),
-                chunk=chunk,
-                offset=offset,
-                size=usage.size.fixed,
-                first_op=usage.first_op,
-                last_op=usage.last_op,
-            )
-            for usage, (chunk, offset) in zip(usages, made.places, strict=True)
+            Area((use.name,), chunk, offset, use.size.fixed, use.first_op, use.last_op)
+            for use, (chunk, offset) in zip(usages, made.places, strict=True)
         )
-        one = Map(
-            title=_title([length]),
-            areas=areas,
-            chunks=made.chunks,
-            footprint=sum(made.extents),
-            ops=tuple(f"op {op}" for op in range(1 + max(usage.last_op for usage in usages))),
-            peak_live=max(size.fixed for size in live_sizes(usages)),
-        )
-        maps.append(one)
+        ops = tuple(f"op {op}" for op in range(1 + max(use.last_op for use in usages)))
+        peak = max(size.fixed for size in live_sizes(usages))
+        footprint = sum(made.extents)
+        maps.append(Map(_title([length]), areas, made.chunks, footprint, ops, peak))
     return maps
 
 

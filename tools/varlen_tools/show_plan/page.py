@@ -7,15 +7,12 @@ from varlen_tools import html_page, pictures
 from varlen_tools.show_plan.maps import Map
 from varlen_tools.show_plan.picture import draw, in_units
 
+_BATCH_HEADINGS = ("batch", "usages", "chunks", "footprint", "peak of live bytes", "ratio")
+_USAGE_HEADINGS = ("results, in order of writing", "first op", "last op", "chunk", "offset", "size")
+
 
 def render(heading: str, maps: Sequence[Map], note: str) -> str:
-    """Return the page.
-
-    Args:
-        heading: what is planned.
-        maps: one for each batch.
-        note: one sentence on how it was planned.
-    """
+    """Return the page; `note` is one sentence on how the batches were planned."""
     summary = [
         [
             one.title,
@@ -33,23 +30,11 @@ def render(heading: str, maps: Sequence[Map], note: str) -> str:
             "A rectangle is a usage: as wide as its bytes, as tall as its lifetime. No two rectangles of one chunk"
             " overlap: usages that are live together lie apart, others may share bytes."
         ),
-        html_page.table(
-            ["batch", "usages", "chunks", "footprint", "peak of live bytes", "ratio"], summary
-        ),
+        html_page.table(_BATCH_HEADINGS, summary),
         pictures.embedded(partial(draw, heading, maps), f"Space-time map of {heading}"),
     ]
     for one in maps:
-        table = html_page.table(
-            [
-                "results, in place from left to right",
-                "first op",
-                "last op",
-                "chunk",
-                "offset",
-                "size",
-            ],
-            _usages(one),
-        )
+        table = html_page.table(_USAGE_HEADINGS, _usages(one))
         parts.append(html_page.folded(f"Every usage of {one.title}, in bytes", table))
     return html_page.page(heading, parts)
 

@@ -1,4 +1,4 @@
-"""The model to profile: a checkpoint folder, or a model of a repository with its settings."""
+"""The model of a command: a checkpoint folder, or a model of a repository with its settings."""
 
 from __future__ import annotations
 
@@ -15,26 +15,20 @@ _CONFIG = "config.pbtxt"
 
 
 class SourceError(Exception):
-    """The folder has no model to profile; the message says why."""
+    """The folder has no model; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint and its settings.
-
-    Attributes:
-        name: of the model.
-        checkpoint: folder.
-        config: settings.
-    """
+class ModelSource:
+    """The name of a model, its checkpoint folder, and its settings."""
 
     name: str
     checkpoint: Path
     config: EngineConfig
 
 
-def find_source(folder: Path, settings: Mapping[str, str]) -> Source:
-    """Return the checkpoint and settings of a folder.
+def find_source(folder: Path, settings: Mapping[str, str]) -> ModelSource:
+    """Return the model of a folder.
 
     Args:
         folder: a checkpoint, or a model of a model repository: config.pbtxt and numbered versions.
@@ -44,12 +38,15 @@ def find_source(folder: Path, settings: Mapping[str, str]) -> Source:
         SourceError: the folder is neither.
         ConfigError: a setting is unknown or not allowed.
     """
-    if not (folder / _CONFIG).is_file():
-        if not (folder / "config.json").is_file():
-            raise SourceError(f"{folder} has neither {_CONFIG} nor config.json")
-        return Source(_name(folder), folder, EngineConfig.from_parameters(settings))
-    parameters = {**_parameters(folder / _CONFIG), **settings}
-    return Source(folder.resolve().name, _version(folder), EngineConfig.from_parameters(parameters))
+    resolved = folder.resolve()
+    if (folder / _CONFIG).is_file():
+        config = EngineConfig.from_parameters({**_parameters(folder / _CONFIG), **settings})
+        return ModelSource(resolved.name, _latest_version(folder), config)
+    if not (folder / "config.json").is_file():
+        raise SourceError(f"{folder} has neither {_CONFIG} nor config.json")
+    # a checkpoint in a repository is a numbered version
+    name = resolved.parent.name if resolved.name.isdecimal() else resolved.name
+    return ModelSource(name, folder, EngineConfig.from_parameters(settings))
 
 
 def _parameters(path: Path) -> dict[str, str]:
@@ -60,15 +57,9 @@ def _parameters(path: Path) -> dict[str, str]:
     return {key: value.string_value for key, value in config.parameters.items()}
 
 
-def _version(folder: Path) -> Path:
-    """Return the latest version, which the server loads by default."""
+def _latest_version(folder: Path) -> Path:
+    """Return the version that the server loads by default."""
     versions = [entry for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir()]
     if not versions:
         raise SourceError(f"{folder} has no version: a folder whose name is a number")
     return max(versions, key=lambda entry: int(entry.name))
-
-
-def _name(folder: Path) -> str:
-    """Return a checkpoint's name; a repository's version folders are numbers, so the model's name counts."""
-    folder = folder.resolve()
-    return folder.parent.name if folder.name.isdecimal() else folder.name
