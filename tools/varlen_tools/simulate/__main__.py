@@ -68,7 +68,8 @@ def main(
         str, typer.Option(help="Shortest and longest uniform length, in tokens.")
     ] = "5-500",
     trace: Annotated[
-        Path | None, typer.Option(help="CSV file of lengths; replaces --lengths.")
+        Path | None,
+        typer.Option(help="CSV file of lengths; replaces --lengths.", exists=True, dir_okay=False),
     ] = None,
     column: Annotated[str, typer.Option(help="Column of the trace.")] = "tokens",
     count: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 4000,
@@ -114,7 +115,7 @@ def main(
             max_sequences=max_batch_sequences,
             longest=longest,
         )
-    except (ConfigError, OSError, ValueError) as error:
+    except (ConfigError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
 
     def make_costs(config: EngineConfig) -> Callable[[], CostModel]:
