@@ -142,35 +142,31 @@ def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bo
     """
     bin_folder = bin_folder or Path(sys.executable).parent
     with _exclusive(folder.parent):
-        if _is_current(folder, bin_folder):
+        commands = _commands(folder, bin_folder)
+        backend = folder / "backends" / "varlen"
+        has_kit = _text(folder / "stamp.json") == _stamp()
+        has_commands = all(_text(path) == text for path, text in commands.items())
+        if has_kit and has_commands and backend.is_symlink():
             return False
-        if _read_stamp(folder) != _stamp():
+        if not has_kit:
             _build(folder)
-        _link_backend(folder)
-        _write_wrappers(folder, bin_folder)
+        backend.unlink(missing_ok=True)
+        # Relative, so that a checkout can be moved; the stub appends this folder to sys.path.
+        backend.symlink_to(Path("..", "..") / BACKEND_SOURCE)
+        for path, text in commands.items():
+            new = path.with_name(f".{path.name}.new")
+            new.write_text(text)
+            new.chmod(0o755)
+            new.replace(path)
     return True
 
 
-def _stamp() -> dict[str, object]:
+def _stamp() -> str:
+    """Return the text of stamp.json, which says what a kit was made of."""
     python = sys.version_info[:2]
     wheels = [f"{wheel.requirement} sha256:{wheel.sha256}" for wheel in server_wheels(python)]
-    return {"layout": LAYOUT, "python": list(python), "prefix": sys.base_prefix, "wheels": wheels}
-
-
-def _read_stamp(folder: Path) -> object:
-    try:
-        return json.loads((folder / "stamp.json").read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _is_current(folder: Path, bin_folder: Path) -> bool:
-    commands = all(
-        _text(bin_folder / name) == text for name, text in _wrappers(folder, bin_folder).items()
-    )
-    return (
-        commands and _read_stamp(folder) == _stamp() and (folder / "backends/varlen").is_symlink()
-    )
+    stamp = {"layout": LAYOUT, "python": python, "prefix": sys.base_prefix, "wheels": wheels}
+    return json.dumps(stamp, indent=2) + "\n"
 
 
 def _text(path: Path) -> str | None:
@@ -193,7 +189,7 @@ def _build(folder: Path) -> None:
     (partial / "lib" / libpython.name).unlink(missing_ok=True)
     (partial / "lib" / libpython.name).symlink_to(libpython)
     _check_runs(partial)
-    (partial / "stamp.json").write_text(json.dumps(_stamp(), indent=2) + "\n")
+    (partial / "stamp.json").write_text(_stamp())
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
@@ -313,26 +309,13 @@ def _check_runs(kit: Path) -> None:
             raise SetupError(f"{Path(binary).name} cannot start on this system: {lacks}")
 
 
-def _link_backend(folder: Path) -> None:
-    link = folder / "backends" / "varlen"
-    link.unlink(missing_ok=True)
-    # Relative, so that a checkout can be moved; the stub appends this folder to sys.path.
-    link.symlink_to(Path("..", "..") / BACKEND_SOURCE)
-
-
-def _wrappers(folder: Path, bin_folder: Path) -> dict[str, str]:
+def _commands(folder: Path, bin_folder: Path) -> dict[Path, str]:
+    """Return the text of each command by its path."""
     python, kit = shlex.quote(str(bin_folder / "python")), shlex.quote(str(folder))
     return {
-        command: _WRAPPER.format(kit=kit, python=python, command=command) for command in _COMMANDS
+        bin_folder / command: _WRAPPER.format(kit=kit, python=python, command=command)
+        for command in _COMMANDS
     }
-
-
-def _write_wrappers(folder: Path, bin_folder: Path) -> None:
-    for name, text in _wrappers(folder, bin_folder).items():
-        new = bin_folder / f".{name}.new"
-        new.write_text(text)
-        new.chmod(0o755)
-        new.replace(bin_folder / name)
 
 
 @contextlib.contextmanager
