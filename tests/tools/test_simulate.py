@@ -111,7 +111,7 @@ def test_packed_dp_is_not_much_worse_where_costs_are_known_badly(believed):
 
 
 def test_a_rush_does_not_make_long_waits_usual_for_those_who_come_after():
-    """40 that come at once, then a light load: nobody waits as long any more."""
+    """40 requests at once, then a light load: later requests wait much less."""
     rush = [Arrival(0.0, 400) for _ in range(40)]
     after = [
         Arrival(5.0 + arrival.at, arrival.tokens)

@@ -96,7 +96,7 @@ def write(draw: Draw, path: Path) -> list[Path]:
 
 
 def embedded(draw: Draw, description: str) -> str:
-    """Return HTML with the picture in both themes, of which the reader's setting shows one."""
+    """Return HTML with the picture in both themes; the reader's setting selects one."""
     light, dark = (_data_url(render(draw, theme)) for theme in ("light", "dark"))
     return (
         f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
