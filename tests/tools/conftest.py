@@ -86,13 +86,13 @@ def save_encoder(folder: Path) -> Path:
     BertModel(_config()).save_pretrained(folder)
     _save_tokenizer(folder)
     modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
         {
-            "idx": 1,
-            "name": "1",
-            "path": "1_Pooling",
-            "type": "sentence_transformers.models.Pooling",
-        },
+            "idx": index,
+            "name": str(index),
+            "path": path,
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, (path, kind) in enumerate([("", "Transformer"), ("1_Pooling", "Pooling")])
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()

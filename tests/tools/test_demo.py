@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,25 +16,25 @@ def vectors(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(len(SENTENCES), 8)).astype(np.float32)
 
 
-def test_answers_that_agree_pass_whatever_their_length() -> None:
+def test_answers_that_agree_pass_whatever_their_length():
     worst = check([Answer("gRPC", vectors(), 0.1), Answer("HTTP", 3 * vectors(), 0.1)])
 
     assert 0 <= worst <= relative_error(2 * 8)
 
 
-def test_answers_that_differ_do_not_pass() -> None:
+def test_answers_that_differ_do_not_pass():
     with pytest.raises(DemoError, match="gRPC and HTTP differ by"):
         check([Answer("gRPC", vectors(0), 0.1), Answer("HTTP", vectors(1), 0.1)])
 
 
 @pytest.mark.parametrize("wrong", [vectors()[:2], vectors()[0], vectors() * np.nan])
-def test_what_is_not_a_vector_a_sentence_does_not_pass(wrong: np.ndarray) -> None:
+def test_what_is_not_a_vector_a_sentence_does_not_pass(wrong):
     with pytest.raises(DemoError, match="HTTP returned"):
         check([Answer("gRPC", vectors(), 0.1), Answer("HTTP", wrong, 0.1)])
 
 
 @pytest.mark.server
-def test_the_whole_demo_prints_a_table_and_stops_its_server() -> None:
+def test_the_whole_demo_prints_a_table_and_stops_its_server():
     run = run_demo()
 
     assert run.returncode == 0, run.stdout + run.stderr
@@ -44,7 +43,7 @@ def test_the_whole_demo_prints_a_table_and_stops_its_server() -> None:
     assert run.stdout.endswith("tritonserver has stopped\n")
 
 
-def test_without_a_checkpoint_it_says_what_to_run(tmp_path: Path) -> None:
+def test_without_a_checkpoint_it_says_what_to_run(tmp_path):
     run = run_demo("--repository", str(tmp_path))
 
     assert run.returncode == 1
@@ -52,7 +51,7 @@ def test_without_a_checkpoint_it_says_what_to_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.server
-def test_a_server_that_does_not_start_ends_it_with_the_servers_words(tmp_path: Path) -> None:
+def test_a_server_that_does_not_start_ends_it_with_the_servers_words(tmp_path):
     model = tmp_path / "minilm"
     (model / "1").mkdir(parents=True)
     (model / "1/config.json").write_text("{}")

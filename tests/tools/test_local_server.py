@@ -17,7 +17,7 @@ from varlen_tools.local_server import LocalServer, ServerError, find_command, fr
 pytestmark = pytest.mark.server
 
 
-def test_serves_on_loopback_with_this_environments_python(repository: Path, backends: Path) -> None:
+def test_serves_on_loopback_with_this_environments_python(repository, backends):
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
         server.wait_ready(30)
 
@@ -34,7 +34,7 @@ def test_serves_on_loopback_with_this_environments_python(repository: Path, back
     assert not log_file.exists()
 
 
-def test_a_model_that_does_not_load_is_told_with_the_log(repository: Path, backends: Path) -> None:
+def test_a_model_that_does_not_load_is_told_with_the_log(repository, backends):
     (backends / "identity/model.py").write_text("raise RuntimeError('no luck today')\n")
 
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
@@ -42,7 +42,7 @@ def test_a_model_that_does_not_load_is_told_with_the_log(repository: Path, backe
             server.wait_ready(30)
 
 
-def test_stop_ends_the_stub_of_a_server_that_was_killed(repository: Path, backends: Path) -> None:
+def test_stop_ends_the_stub_of_a_server_that_was_killed(repository, backends):
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
         server.wait_ready(30)
         group = processes_of_group(server.pid)
@@ -68,7 +68,7 @@ with LocalServer(sys.argv[1], arguments=["--backend-directory=" + sys.argv[2]]) 
 """
 
 
-def test_a_program_that_is_told_to_end_ends_its_server(repository: Path, backends: Path) -> None:
+def test_a_program_that_is_told_to_end_ends_its_server(repository, backends):
     command = [sys.executable, "-c", _SERVES, str(repository), str(backends)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
@@ -80,7 +80,7 @@ def test_a_program_that_is_told_to_end_ends_its_server(repository: Path, backend
     assert not is_alive(pid)
 
 
-def test_perf_analyzer_runs(repository: Path, backends: Path) -> None:
+def test_perf_analyzer_runs(repository, backends):
     with LocalServer(repository, arguments=[f"--backend-directory={backends}"]) as server:
         server.wait_ready(30)
         address = server.http_url.removeprefix("http://")
@@ -91,7 +91,7 @@ def test_perf_analyzer_runs(repository: Path, backends: Path) -> None:
     assert "infer/sec" in run.stdout, run.stdout + run.stderr
 
 
-def test_a_busy_default_port_is_refused_before_the_server_starts(repository: Path) -> None:
+def test_a_busy_default_port_is_refused_before_the_server_starts(repository):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -105,7 +105,7 @@ def test_a_busy_default_port_is_refused_before_the_server_starts(repository: Pat
     assert run.stderr == f"tritonserver: port {port} is in use; pass --http-port with a free one\n"
 
 
-def test_free_ports_are_different_ones() -> None:
+def test_free_ports_are_different_ones():
     assert len(set(free_ports(20))) == 20
 
 

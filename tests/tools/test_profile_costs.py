@@ -1,10 +1,9 @@
 """Profiles of costs: measured under the server's settings, kept where it looks, and shown as they are."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -15,14 +14,13 @@ from varlen.costs.measurement import Measurement
 from varlen.costs.model import MeasuredBatch
 from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import ConfigError
+from varlen_tools.model_source import SourceError, find_source
 from varlen_tools.profile_costs.__main__ import main
 from varlen_tools.profile_costs.page import render
 from varlen_tools.profile_costs.picture import draw
-from varlen_tools.profile_costs.points import Profile
-from varlen_tools.profile_costs.printed import three_digits
-from varlen_tools.profile_costs.source import SourceError, find_source
+from varlen_tools.profile_costs.profile import Profile
+from varlen_tools.profile_costs.tables import BATCH_HEADINGS, batch_rows, three_digits
 
-SVG = "{http://www.w3.org/2000/svg}"
 KEY = {
     "checkpoint": "0123456789abcdef",
     "model": "bert, 2 layers of 16",
@@ -37,17 +35,18 @@ KEY = {
     "torch": "2.9",
     "varlen": "abc",
 }
+SECONDS = {(8,): 1e-3, (8, 8): 1.5e-3, (5, 9): 2e-3, (8, 20, 30): 4e-3, (32,): 3e-3}
 MEASUREMENT = Measurement(
-    (
-        MeasuredBatch((8,), 1e-3),
-        MeasuredBatch((8, 8), 1.5e-3),
-        MeasuredBatch((5, 9), 2e-3),
-        MeasuredBatch((8, 20, 30), 4e-3),
-        MeasuredBatch((32,), 3e-3),
-    ),
-    True,
-    0.25,
+    tuple(MeasuredBatch(lengths, seconds) for lengths, seconds in SECONDS.items()), True, 0.25
 )
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "fp32",
+    "threads": 1,
+    "max_batch_sequences": 4,
+    "max_batch_tokens": 64,
+    "warmup_seconds": 30,
+}
 app = typer.Typer()
 app.command()(main)
 
@@ -69,15 +68,7 @@ def model(tmp_path, encoder):
     folder.mkdir(parents=True)
     for version in ("2", "10"):
         (folder / version).symlink_to(encoder, target_is_directory=True)
-    settings = {
-        "device": "cpu",
-        "dtype": "fp32",
-        "threads": "1",
-        "max_batch_sequences": "4",
-        "max_batch_tokens": "64",
-        "warmup_seconds": "30",
-        "cache_folder": str(tmp_path / "cache"),
-    }
+    settings = {**SETTINGS, "cache_folder": str(tmp_path / "cache")}
     lines = [
         "# a comment",
         'backend: "varlen"',
@@ -95,89 +86,67 @@ def invoke(*arguments):
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(word) for word in arguments])
 
 
-def cells(svg):
-    """Return the cells of each heat map in an SVG: (kind, text, what a pointer is told)."""
-    for panel in ElementTree.fromstring(svg).iter(f"{SVG}g"):
-        if panel.get("class") == "panel":
-            yield [
-                (
-                    cell.get("class").split()[1],
-                    cell.find(f"{SVG}text").text,
-                    cell.find(f"{SVG}title").text,
-                )
-                for cell in panel.findall(f"{SVG}g")
-                if cell.get("class").startswith("cell")
-            ]
-
-
 def test_a_profile_has_the_predicted_cost_of_every_batch_of_one_length(profile):
-    assert profile.counts == (1, 2, 4)
-    assert profile.lengths == (1, 2, 4, 8, 16, 32)
     model = MEASUREMENT.model("packed")
-    for (count, length), cell in profile.cells.items():
-        assert cell.seconds == model.seconds(BatchShape.of([length] * count))
-        assert cell.per_token == pytest.approx(cell.seconds / (count * length))
-        assert cell.is_allowed == (count * length <= 64)
+    grids = profile.grids()
+
+    assert profile.counts == [1, 2, 4]
+    assert profile.lengths == [1, 2, 4, 8, 16, 32]
+    for (row, column), seconds in np.ndenumerate(profile.seconds):
+        length, count = profile.lengths[row], profile.counts[column]
+        assert seconds == model.seconds(BatchShape.of([length] * count))
+        assert profile.is_allowed[row, column] == (count * length <= 64)
+        assert grids["milliseconds per batch"][row, column] == 1e3 * seconds
+        per_token = grids["microseconds per token"][row, column]
+        assert per_token == pytest.approx(1e6 * seconds / (count * length))
 
 
 def test_measured_batches_are_shown_beside_their_prediction(profile):
     model = MEASUREMENT.model("packed")
 
-    assert [batch.shape.tokens for batch in profile.checked] == [8, 14, 16, 32, 58]
-    for batch in profile.checked:
-        assert batch.predicted == model.seconds(batch.shape)
-        assert batch.error == pytest.approx(batch.predicted / batch.actual - 1)
+    assert [batch.shape.tokens for batch, _ in profile.batches] == [8, 14, 16, 32, 58]
+    for (batch, predicted), row in zip(profile.batches, batch_rows(profile), strict=True):
+        assert predicted == model.seconds(batch.shape)
+        assert row[-1] == f"{predicted / batch.seconds - 1:+.1%}"
     assert 0 < profile.median_error() < 0.5
 
 
 def test_heat_maps_show_every_batch_once_with_its_figure(profile):
-    per_batch, per_token, measured = cells(draw(profile))
+    per_batch, per_token, measured, *_ = draw(profile).axes
 
-    shown = [profile.cells[n, length] for length in profile.lengths for n in (1, 2, 4)]
-    assert [kind for kind, _, _ in per_batch] == [
-        "allowed" if cell.is_allowed else "past" for cell in shown
-    ]
-    assert [text for _, text, _ in per_batch] == [three_digits(1e3 * c.seconds) for c in shown]
-    assert [text for _, text, _ in per_token] == [three_digits(1e6 * c.per_token) for c in shown]
-    assert measured == []
-    told = {text.splitlines()[0]: text for _, _, text in per_batch}
-    assert "past the limits" in told["4 x 32 tokens"]
-
-
-def test_measured_batches_lie_on_the_line_where_they_are_predicted_right(costs):
-    right = Measurement(
-        tuple(MeasuredBatch(lengths, 1e-3 * sum(lengths)) for lengths in [(8, 20), (30,), (4,)]),
-        True,
-        1,
-    )
-    svg = ElementTree.fromstring(draw(Profile.of("x", replace(costs, measurement=right))))
-
-    sums = [float(c.get("cx")) + float(c.get("cy")) for c in svg.iter(f"{SVG}circle")]
-    assert len(sums) == 3
-    assert sums == pytest.approx([sums[0]] * 3, abs=0.3)
+    for axes, grid in zip((per_batch, per_token), profile.grids().values(), strict=True):
+        assert [text.get_text() for text in axes.texts] == [three_digits(v) for v in grid.flat]
+        assert len(axes.patches) == (~profile.is_allowed).sum() > 0
+    diagonal, dots = measured.lines
+    assert list(diagonal.get_xdata()) == list(diagonal.get_ydata())
+    assert list(dots.get_xdata()) == [1e3 * batch.seconds for batch, _ in profile.batches]
+    assert list(dots.get_ydata()) == [1e3 * predicted for _, predicted in profile.batches]
 
 
 def test_costs_that_are_all_equal_are_drawn(costs):
     flat = Measurement((MeasuredBatch((8,), 1e-3), MeasuredBatch((8, 8), 1e-3)), True, 1)
     key = {**KEY, "max_sequence_tokens": "1", "max_batch_sequences": "1"}
+    figure = draw(Profile.of("x", replace(costs, key=key, measurement=flat)))
 
-    (per_batch, _, _) = cells(draw(Profile.of("x", replace(costs, key=key, measurement=flat))))
+    figure.draw_without_rendering()
 
-    assert [text for _, text, _ in per_batch] == ["1.00"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1.00"]
 
 
-def test_the_page_says_under_what_it_was_measured_and_shows_names_as_text(costs):
-    page = render(
-        Profile.of("<b>&nasty", replace(costs, measurement=replace(MEASUREMENT, is_complete=False)))
-    )
+def test_the_page_lists_measured_batches_and_their_circumstances(costs):
+    cut_short = replace(MEASUREMENT, is_complete=False)
+    profile = Profile.of("<b>&nasty", replace(costs, measurement=cut_short))
+
+    page = render(profile)
 
     assert "<b>&nasty" not in page
     assert "&lt;b&gt;&amp;nasty" in page
     assert "A &lt;CPU&gt; &amp; more" in page
     assert "cut short after 20 s" in page
-    svg = re.search(r"<svg.*</svg>", page, re.DOTALL)
-    assert svg
-    ElementTree.fromstring(svg[0])
+    assert len(batch_rows(profile)) == 5
+    for row in batch_rows(profile):
+        assert len(row) == len(BATCH_HEADINGS)
+        assert "".join(f"<td>{cell}</td>" for cell in row) in page
 
 
 @pytest.mark.parametrize(
@@ -193,15 +162,8 @@ def test_a_model_of_a_repository_is_profiled_with_its_settings_and_latest_versio
 
     assert source.name == "tiny"
     assert source.checkpoint.name == "10"
-    assert source.config == EngineConfig(
-        device="cpu",
-        dtype="fp32",
-        threads=1,
-        max_batch_sequences=8,
-        max_batch_tokens=64,
-        warmup_seconds=30,
-        cache_folder=str(tmp_path / "cache"),
-    )
+    changed = {"max_batch_sequences": 8, "cache_folder": str(tmp_path / "cache")}
+    assert source.config == EngineConfig(**(SETTINGS | changed))
 
 
 def test_a_checkpoint_folder_is_profiled_with_default_settings(encoder, model):
@@ -237,7 +199,7 @@ def test_the_command_measures_once_prints_and_draws(model, tmp_path):
     (kept,) = CostStore(tmp_path / "cache").entries()
     assert kept.allowed_seconds == 30
     assert kept.key["threads"] == "1"
-    ElementTree.fromstring(files[0].read_text())
+    assert files[0].with_stem("costs-dark").exists()
     assert files[1].read_text().startswith("<!doctype html>")
 
     assert invoke(model).exit_code == 0
@@ -248,7 +210,7 @@ def test_the_command_measures_once_prints_and_draws(model, tmp_path):
     assert new.allowed_seconds == 20
 
 
-def test_the_command_lists_what_is_kept(model, tmp_path, costs):
+def test_the_command_lists_the_cache(model, tmp_path, costs):
     store = CostStore(tmp_path / "cache")
     store.save(costs)
     cut_short = replace(MEASUREMENT, is_complete=False)
@@ -265,27 +227,22 @@ def test_the_command_lists_what_is_kept(model, tmp_path, costs):
         assert "bfloat16" in text
         assert "cut short" in text
 
-
-def test_the_list_of_an_empty_cache_is_empty(tmp_path):
-    listed = invoke("--list", "--cache", tmp_path / "cache")
-
-    assert listed.exit_code == 0
-    assert str(tmp_path / "cache/varlen") not in listed.output
+    assert invoke("--list", "--cache", tmp_path / "empty").exit_code == 0
 
 
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ([], "name a model, or --list"),
+        ([], "give a model, or --list"),
         (["nowhere"], "neither config.pbtxt nor config.json"),
         (["MODEL", "--set", "threads"], "allowed: key=value"),
         (["MODEL", "--set", "threads=many"], "allowed: whole numbers"),
         (["MODEL", "--seconds", "0"], "--seconds"),
-        (["MODEL", "--output", "costs.png"], "neither .svg nor .html"),
+        (["MODEL", "--output", "costs.pdf"], "neither .svg, .png nor .html"),
         (["MODEL", "--output", "nowhere/costs.svg"], "there is no folder nowhere"),
     ],
 )
-def test_what_cannot_be_done_is_said(model, tmp_path, monkeypatch, arguments, says):
+def test_what_cannot_be_done_is_refused(model, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
 
     done = invoke(*(str(model) if word == "MODEL" else word for word in arguments))

@@ -2,7 +2,6 @@
 
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,14 @@ KIT = Path("/kit")
 
 
 @pytest.fixture
-def taken_port() -> Iterator[int]:
+def taken_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         yield listener.getsockname()[1]
 
 
-def test_binds_to_loopback_and_finds_its_backends() -> None:
+def test_binds_to_loopback_and_finds_its_backends():
     given = options(server_arguments(["--model-repository", "models"], KIT))
 
     assert given == {
@@ -40,24 +39,24 @@ def test_binds_to_loopback_and_finds_its_backends() -> None:
 
 
 @pytest.mark.parametrize("spelling", [["--http-address=0.0.0.0"], ["--http-address", "0.0.0.0"]])
-def test_an_address_that_is_given_stays(spelling: list[str]) -> None:
+def test_an_address_that_is_given_stays(spelling):
     assert options(server_arguments(spelling, KIT))["http-address"] == "0.0.0.0"
     assert options(server_arguments(spelling, KIT))["grpc-address"] == "127.0.0.1"
 
 
 @pytest.mark.parametrize("endpoint", ["http", "grpc", "metrics"])
-def test_a_taken_port_is_named_with_its_option(endpoint: str, taken_port: int) -> None:
+def test_a_taken_port_is_named_with_its_option(endpoint, taken_port):
     with pytest.raises(
         ValueError, match=f"port {taken_port} is in use; pass --{endpoint}-port with a free one"
     ):
         check_ports([*free("http", "grpc", "metrics"), f"--{endpoint}-port={taken_port}"])
 
 
-def test_the_port_of_an_endpoint_that_is_off_may_be_taken(taken_port: int) -> None:
+def test_the_port_of_an_endpoint_that_is_off_may_be_taken(taken_port):
     check_ports([*free("http", "grpc"), "--allow-metrics=false", f"--metrics-port={taken_port}"])
 
 
-def test_a_port_that_just_ended_is_free() -> None:
+def test_a_port_that_just_ended_is_free():
     with socket.socket() as listener:
         # As servers do, the one that ended had this option set.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -74,12 +73,12 @@ def test_a_port_that_just_ended_is_free() -> None:
 
 
 @pytest.mark.parametrize("port", ["http", "0", "70000", "-1"])
-def test_a_port_that_is_no_port_is_refused(port: str) -> None:
+def test_a_port_that_is_no_port_is_refused(port):
     with pytest.raises(ValueError, match="give a number from 1 to 65535"):
         check_ports([f"--http-port={port}"])
 
 
-def test_refuses_a_folder_whose_model_py_would_be_imported_instead(tmp_path: Path) -> None:
+def test_refuses_a_folder_whose_model_py_would_be_imported_instead(tmp_path):
     check_folder(tmp_path)
     (tmp_path / "model.py").touch()
 
@@ -87,7 +86,7 @@ def test_refuses_a_folder_whose_model_py_would_be_imported_instead(tmp_path: Pat
         check_folder(tmp_path)
 
 
-def test_refuses_a_numpy_with_which_texts_arrive_as_other_bytes() -> None:
+def test_refuses_a_numpy_with_which_texts_arrive_as_other_bytes():
     # Found by the demo: "A man is eating food." has 21 bytes, and its length arrived as 0x15151515.
     check_numpy("1.26.4")
 
@@ -95,7 +94,7 @@ def test_refuses_a_numpy_with_which_texts_arrive_as_other_bytes() -> None:
         check_numpy("2.4.6")
 
 
-def test_the_stub_finds_this_environment_and_no_other() -> None:
+def test_the_stub_finds_this_environment_and_no_other():
     environment = server_environment(KIT, {"PATH": "/usr/bin", "PYTHONHOME": "/usr", "KEPT": "1"})
 
     assert environment["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
@@ -105,7 +104,7 @@ def test_the_stub_finds_this_environment_and_no_other() -> None:
 
 
 def free(*endpoints: str) -> list[str]:
-    """Arguments that give each endpoint a port nobody listens on."""
+    """Return arguments that give each endpoint a free port."""
     arguments = []
     for endpoint in endpoints:
         with socket.socket() as probe:

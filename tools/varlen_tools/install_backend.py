@@ -1,14 +1,13 @@
-"""Put varlen into the backends folder of a server that was not set up here, such as NVIDIA's image.
+"""Install varlen into the backends folder of a server, such as NVIDIA's image.
 
 `make install-backend BACKENDS=/opt/tritonserver/backends` makes
 
-    <backends>/varlen/model.py          what the server looks for
-    <backends>/varlen/varlen/           the package it imports
-    <backends>/varlen/varlen_kernels/   and the kernels below that
+    <backends>/varlen/model.py          the file that the server looks for
+    <backends>/varlen/varlen/           the package that it imports
+    <backends>/varlen/varlen_kernels/   the kernels
 
-The server adds `<backends>/varlen` to the end of the path of every model of this backend, so both
-packages are found there, and nothing else is put on anyone's path. Only the standard library is used:
-the image's own Python runs this.
+The server appends `<backends>/varlen` to the import path of every model of this backend. Nothing else
+changes a path. The image's own Python runs this module, so it imports the standard library only.
 """
 
 import argparse
@@ -20,24 +19,24 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGES = (Path("backend", "varlen"), Path("kernels", "varlen_kernels"))
-# What the backend imports, and what pip calls it; the ranges are in pyproject.toml.
+# Packages that the backend imports, by their names on PyPI; the ranges are in pyproject.toml.
 NEEDED = ("torch", "numpy", "tokenizers", "safetensors", "sortedcontainers")
 
 
 class InstallError(Exception):
-    """The backend cannot be put there; the message says why."""
+    """The backend cannot be installed; the message says why."""
 
 
 def install(backends: Path, *, link: bool = False, project: Path = PROJECT) -> Path:
-    """Copy the backend and the kernels into `backends`, and return the folder made.
+    """Copy the backend and the kernels into `backends`, and return the new folder.
 
-    An older copy is replaced as a whole. A running server keeps what it has loaded.
+    An older copy is replaced as a whole; a running server keeps the loaded one.
 
     Args:
         link: make symbolic links into `project` instead, for development in a container.
 
     Raises:
-        InstallError: `backends` is no backends folder, or holds another backend of this name.
+        InstallError: `backends` is not a backends folder, or has another backend of this name.
     """
     target = backends / "varlen"
     _check(backends, target)
@@ -45,7 +44,7 @@ def install(backends: Path, *, link: bool = False, project: Path = PROJECT) -> P
     with tempfile.TemporaryDirectory(prefix=".varlen-", dir=backends) as scratch:
         made = Path(scratch, "varlen")
         made.mkdir()
-        # TemporaryDirectory is for its owner alone; the server may run as another user.
+        # A temporary folder is private to its owner; the server may run as another user.
         made.chmod(0o755)
         _place(project / PACKAGES[0] / "model.py", made / "model.py", link=link)
         for package in PACKAGES:
@@ -63,7 +62,7 @@ def _check(backends: Path, target: Path) -> None:
         raise InstallError(f"there is no folder {backends}; give the server's backends folder")
     if not (backends / "python").is_dir():
         raise InstallError(
-            f"{backends} holds no python backend, which varlen runs in;"
+            f"{backends} has no python backend, which varlen runs in;"
             " give the server's backends folder, such as /opt/tritonserver/backends"
         )
     if target.exists() and not target.is_symlink() and not (target / "varlen").exists():
@@ -74,7 +73,7 @@ def _place(source: Path, target: Path, *, link: bool) -> None:
     if link:
         target.symlink_to(source)
     elif source.is_dir():
-        # copyfile leaves the modes to the umask: the checkout's may be for its owner alone.
+        # copyfile sets modes by the umask: the checkout's files may be private to their owner.
         unwanted = shutil.ignore_patterns("__pycache__", "*.pyc")
         shutil.copytree(source, target, ignore=unwanted, copy_function=shutil.copyfile)
         for folder in (target, *filter(Path.is_dir, target.rglob("*"))):
@@ -84,15 +83,17 @@ def _place(source: Path, target: Path, *, link: bool) -> None:
 
 
 def missing_packages() -> list[str]:
-    """Return which of the packages that the backend imports this Python does not have."""
+    """Return the packages that the backend imports and this Python lacks."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Install the backend, or say in one line why that cannot be done."""
+    """Install the backend, or report in one line why not."""
     parser = argparse.ArgumentParser(prog="install_backend", description=__doc__.splitlines()[0])
-    parser.add_argument("backends", type=Path, help="the server's backends folder")
-    parser.add_argument("--link", action="store_true", help="link to this checkout, do not copy")
+    parser.add_argument("backends", type=Path, help="backends folder of the server")
+    parser.add_argument(
+        "--link", action="store_true", help="link to this checkout instead of copying it"
+    )
     options = parser.parse_args(arguments)
     try:
         target = install(options.backends, link=options.link)

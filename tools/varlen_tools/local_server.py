@@ -1,4 +1,4 @@
-"""A tritonserver of one's own for a while: free loopback ports, a log, and a sure end.
+"""A tritonserver process on free loopback ports, with a log and a reliable end.
 
 The demo, the tests and the benchmarks start servers with it.
 """
@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 LOOPBACK = "127.0.0.1"
 # Ports are free when chosen, but another process may take one before the server does.
@@ -23,25 +22,26 @@ START_ATTEMPTS = 3
 
 
 def end_on_sigterm() -> None:
-    """Have SIGTERM unwind this process as Ctrl-C does, so that a server inside `with` ends with it."""
+    """Make SIGTERM unwind this process as Ctrl-C does, so that a server inside `with` ends with it."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 class ServerError(Exception):
-    """The server did not start, did not get ready, or has ended; the message ends with its log."""
+    """The server did not start, is not ready, or has ended; the message ends with its log."""
 
 
 class LocalServer:
     """One tritonserver process on free loopback ports.
 
-    Raises ServerError when there is no tritonserver command.
-
     Args:
-        model_repository: the folder that is served.
-        arguments: passed on to tritonserver, for example `["--model-control-mode=explicit"]`.
-        log_file: where its output goes; by default a temporary file that `stop` removes.
+        model_repository: folder to serve.
+        arguments: for tritonserver, such as `["--model-control-mode=explicit"]`.
+        log_file: file for its output; by default a temporary one that `stop` removes.
         environment: variables added to this process's own.
         command: the tritonserver to run; by default the one of this Python's environment.
+
+    Raises:
+        ServerError: there is no tritonserver command.
 
     Example:
         with LocalServer("model_repository") as server:
@@ -86,13 +86,11 @@ class LocalServer:
     @property
     def pid(self) -> int:
         """Process id of the server itself."""
-        if self._process is None:
-            raise ServerError("the server has not been started")
-        return self._process.pid
+        return self._started().pid
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is there, ready or not."""
+        """Whether the process is running, ready or not."""
         return self._process is not None and self._process.poll() is None
 
     def __enter__(self) -> "LocalServer":
@@ -103,12 +101,7 @@ class LocalServer:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
         self._folder.cleanup()
 
@@ -121,15 +114,15 @@ class LocalServer:
         if self.is_running:
             raise ServerError("the server is already running")
         for _ in range(START_ATTEMPTS):
-            self._start_once()
+            process = self._start_once()
             # The command refuses a taken port within this time, before the server starts.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._require_process().wait(timeout=0.3)
+                process.wait(timeout=0.3)
             if self.is_running or "is in use" not in self.log():
                 return
         raise ServerError(f"no free ports in {START_ATTEMPTS} attempts\n{self.log_tail()}")
 
-    def _start_once(self) -> None:
+    def _start_once(self) -> subprocess.Popen[bytes]:
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
         command = [
             self._command,
@@ -147,12 +140,13 @@ class LocalServer:
                 stderr=subprocess.STDOUT,
                 cwd=self._folder.name,
                 env=os.environ | self._environment,
-                # A group of its own: Ctrl-C reaches us alone, and `stop` can end what it leaves.
+                # A group of its own: Ctrl-C reaches this process alone, and `stop` can end the stubs.
                 start_new_session=True,
             )
+        return self._process
 
     def is_ready(self) -> bool:
-        """Return whether the server says that it and all its models are ready."""
+        """Return whether the server reports itself and all its models as ready."""
         connection = http.client.HTTPConnection(LOOPBACK, self.http_port, timeout=5)
         try:
             connection.request("GET", "/v2/health/ready")
@@ -165,15 +159,12 @@ class LocalServer:
     def wait_ready(self, timeout: float = 120.0) -> None:
         """Return when the server is ready.
 
-        Args:
-            timeout: seconds.
-
         Raises:
-            ServerError: it has ended, or it is not ready in time; with the end of its log.
+            ServerError: it has ended, or is not ready after `timeout` seconds; with the end of its log.
         """
         deadline = time.monotonic() + timeout
         while not self.is_ready():
-            code = self._require_process().poll()
+            code = self._started().poll()
             if code is not None:
                 raise ServerError(f"the server ended with exit code {code}\n{self.log_tail()}")
             if time.monotonic() > deadline:
@@ -183,11 +174,8 @@ class LocalServer:
     def stop(self, timeout: float = 40.0) -> int | None:
         """End the server and return its exit code; None if it was never started.
 
-        It gets SIGTERM and time to answer what it holds, then SIGKILL. What it leaves behind of its
-        own process group (stubs of a crashed server) is ended too.
-
-        Args:
-            timeout: seconds; the server gives its models 30 unless told otherwise.
+        It gets SIGTERM, then SIGKILL after `timeout` seconds; it gives its models 30 by default.
+        The rest of its process group, such as the stubs of a crashed server, is ended too.
         """
         process = self._process
         if process is None:
@@ -210,17 +198,17 @@ class LocalServer:
 
     def log_tail(self, lines: int = 25) -> str:
         """Return the last lines the server has printed, without its tables of options."""
-        told = [line for line in self.log().splitlines() if line and line[0] not in "+|"]
-        return "\n".join(told[-lines:])
+        messages = [line for line in self.log().splitlines() if line and line[0] not in "+|"]
+        return "\n".join(messages[-lines:])
 
-    def _require_process(self) -> subprocess.Popen[bytes]:
+    def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             raise ServerError("the server has not been started")
         return self._process
 
 
 def free_ports(count: int) -> list[int]:
-    """Return that many different TCP ports that nothing on loopback listens on now."""
+    """Return different free TCP ports on loopback."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -229,10 +217,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def find_command(name: str) -> str:
-    """Return the path of `tritonserver` or `perf_analyzer`, of this Python's environment first.
+    """Return the path of `tritonserver` or `perf_analyzer`: of this Python's environment, else on PATH.
 
     Raises:
-        ServerError: it is not there.
+        ServerError: there is none.
     """
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import typer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,9 +23,15 @@ Draw: TypeAlias = Callable[[], "Figure"]
 
 # Okabe and Ito 2008, apart for every kind of color vision; readable on both themes.
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#8f8f8f", "#b3a600")
+# Help of `--output`.
+OUTPUT_HELP = "Picture to write: .svg, .png or .html. May be repeated."
 _PAGE = {"light": "#ffffff", "dark": "#16181c"}
 _TEXT = {"light": "#1a1a1a", "dark": "#e6e6e6"}
 _GRID = {"light": "#e0e0e0", "dark": "#3a3d42"}
+
+
+class PictureError(Exception):
+    """A picture cannot be drawn; the message says what is missing."""
 
 
 def settings(theme: Theme) -> dict[str, Any]:
@@ -32,6 +40,7 @@ def settings(theme: Theme) -> dict[str, Any]:
 
     text, page, grid = _TEXT[theme], _PAGE[theme], _GRID[theme]
     return {
+        "axes.axisbelow": True,
         "axes.edgecolor": text,
         "axes.facecolor": page,
         "axes.grid": True,
@@ -56,9 +65,15 @@ def settings(theme: Theme) -> dict[str, Any]:
 
 
 def render(draw: Draw, theme: Theme, kind: Literal["svg", "png"] = "svg") -> bytes:
-    """Return a picture in one theme."""
-    from matplotlib import rc_context
+    """Return a picture in one theme.
 
+    Raises:
+        PictureError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+    except ModuleNotFoundError:
+        raise PictureError("pictures need matplotlib: pip install 'varlen[pictures]'") from None
     with rc_context(settings(theme)):
         held = io.BytesIO()
         draw().savefig(held, format=kind, metadata={"Date": None} if kind == "svg" else None)
@@ -81,12 +96,50 @@ def write(draw: Draw, path: Path) -> list[Path]:
 
 
 def embedded(draw: Draw, description: str) -> str:
-    """Return HTML with the picture in both themes, of which the reader's setting shows one."""
+    """Return HTML with the picture in both themes; the reader's setting selects one."""
     light, dark = (_data_url(render(draw, theme)) for theme in ("light", "dark"))
     return (
         f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
         f'<img alt="{escape(description)}" src="{light}"></picture></figure>'
     )
+
+
+def check_output(path: Path | None) -> Path | None:
+    """Return the path of a command's `--output`; the option's callback.
+
+    Raises:
+        typer.BadParameter: the file has another suffix, or its folder does not exist.
+    """
+    if path is not None and path.suffix not in {".svg", ".png", ".html"}:
+        raise typer.BadParameter(f"{path} is neither .svg, .png nor .html")
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
+def check_outputs(paths: list[Path] | None) -> list[Path] | None:
+    """Return the paths of a repeated `--output`; the option's callback."""
+    for path in paths or []:
+        check_output(path)
+    return paths
+
+
+def write_outputs(paths: Iterable[Path], draw: Draw, render_page: Callable[[], str]) -> None:
+    """Write a page to each .html and pictures to other paths, and print what was written.
+
+    Raises:
+        typer.Exit: matplotlib is not installed; the error is printed.
+    """
+    try:
+        for path in paths:
+            if path.suffix == ".html":
+                path.write_text(render_page(), encoding="utf-8")
+                print(path)
+            else:
+                print(*write(draw, path), sep="\n")
+    except PictureError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _data_url(svg: bytes) -> str:

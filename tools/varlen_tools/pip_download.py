@@ -1,6 +1,6 @@
-"""Get one wheel through pip, without installing it or what it depends on.
+"""Download of one wheel by pip, without installing it or its dependencies.
 
-pip brings the user's own index, proxy and certificates; a hash, where one is known, is checked by it.
+pip uses the user's own index, proxy and certificates; it checks the hash if one is known.
 """
 
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class DownloadError(Exception):
-    """pip did not bring the wheel; the message carries its last words."""
+    """pip did not download the wheel; the message ends with its last lines."""
 
 
 def download_wheel(requirement: str, into: Path, *, sha256: str | None = None) -> Path:
@@ -33,6 +33,6 @@ def download_wheel(requirement: str, into: Path, *, sha256: str | None = None) -
 
 
 def last_lines(text: str, count: int = 3) -> str:
-    """Return the last lines of a command's output that are not empty, indented."""
+    """Return the last non-empty lines of a command's output, indented."""
     lines = [line for line in text.splitlines() if line.strip()]
-    return "\n  ".join(lines[-count:]) or "it said nothing"
+    return "\n  ".join(lines[-count:]) or "no output"

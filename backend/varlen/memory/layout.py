@@ -5,13 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from varlen.memory.planner import Rules, plan
+from varlen.memory.planner import plan
 from varlen.memory.usage import Buffer, Dims, conflicts, live_sizes
 
 # Largest number of cached plans; the least recently used are dropped. A plan is a tuple of about ten numbers.
 _KEPT_PLANS = 4096
-# Size of the one chunk that a layout plans into. The arena limits it.
-_UNBOUNDED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Layout:
         self.dim_names = tuple(sorted({name for each in buffers for name, _ in each.size.per}))
         self._conflicts = conflicts([buffer.lifetimes for buffer in buffers])
         self._live = live_sizes([usage for buffer in buffers for usage in buffer.usages])
-        self._rules = Rules(alignment=alignment)
+        self._alignment = alignment
         self.plan_seconds = 0.0
         self._kept_plans = lru_cache(_KEPT_PLANS)(self._plan)
 
@@ -89,7 +87,7 @@ class Layout:
         began = time.perf_counter()
         dims = dict(zip(self.dim_names, key, strict=True))
         sizes = [buffer.size.at(dims) for buffer in self.buffers]
-        made = plan(sizes, self._conflicts, chunks=[_UNBOUNDED], rules=self._rules)
+        made = plan(sizes, self._conflicts, self._alignment)
         peak = max((size.at(dims) for size in self._live), default=0)
         self.plan_seconds += time.perf_counter() - began
-        return ShapePlan(tuple(place.offset for place in made.places), made.footprint, peak)
+        return ShapePlan(made.offsets, made.footprint, peak)

@@ -1,146 +1,68 @@
 """The planner: offsets of all buffers, such that live buffers never overlap.
 
 Greedy by size: the largest buffer first, each into the smallest gap that holds it. Integers only;
-the same sizes and chunks give the same plan, whatever was planned before.
+the same sizes give the same plan, whatever was planned before.
 
-Source: TurboTransformers' allocator (Fang et al. 2021, arXiv:2010.05680, algorithm 1).
+Source: TurboTransformers' allocator (Fang et al. 2021, arXiv:2010.05680, algorithm 1), in one unbounded chunk.
 """
 
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
-
-# A new chunk is a fifth larger than its first buffer, and at least two megabytes, as in the paper.
-_GROWTH_PERCENT = 120
-_LEAST_BYTES = 2 << 20
-_CHUNK_STEP = 32
-
-# Order in which chunks are tried: as they were opened, or by size.
-Order: TypeAlias = Literal["opened", "smallest_first", "largest_first"]
-
-
-class Place(NamedTuple):
-    """The place of a buffer.
-
-    Attributes:
-        chunk: number of the chunk.
-        offset: in bytes from the chunk's start.
-    """
-
-    chunk: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """Parameters of a plan.
-
-    Attributes:
-        alignment: every offset is a multiple of it, in bytes.
-        growth_percent: size of a new chunk, relative to the buffer that it is opened for.
-        least_bytes: size of the smallest new chunk.
-        order: order in which chunks are tried.
-    """
-
-    alignment: int = 1
-    growth_percent: int = _GROWTH_PERCENT
-    least_bytes: int = _LEAST_BYTES
-    order: Order = "opened"
-
-    def new_chunk(self, size: int) -> int:
-        """Return the size of the chunk to open for a buffer."""
-        grown = _round_up(size * self.growth_percent // 100, _CHUNK_STEP)
-        return max(self.least_bytes, grown)
-
-    def in_order(self, chunks: Sequence[int]) -> list[int]:
-        """Return the chunk numbers in the order in which they are tried.
-
-        Args:
-            chunks: size of each, in bytes.
-        """
-        numbers = range(len(chunks))
-        if self.order == "opened":
-            return list(numbers)
-        descending = self.order == "largest_first"
-        return sorted(numbers, key=chunks.__getitem__, reverse=descending)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The places of all buffers of one batch.
+    """The offsets of all buffers of one batch.
 
     Attributes:
-        places: place of each buffer.
-        chunks: sizes in bytes; existing chunks first, then new ones.
-        extents: used bytes of each chunk, from its start.
+        offsets: offset of each buffer, in bytes.
+        footprint: bytes from the start of the first buffer to the end of the last.
     """
 
-    places: tuple[Place, ...]
-    chunks: tuple[int, ...]
-    extents: tuple[int, ...]
-
-    @property
-    def footprint(self) -> int:
-        """Bytes used of all chunks."""
-        return sum(self.extents)
+    offsets: tuple[int, ...]
+    footprint: int
 
 
-def plan(
-    sizes: Sequence[int],
-    conflicts: Sequence[int],
-    *,
-    chunks: Sequence[int] = (),
-    rules: Rules = Rules(),
-) -> Plan:
-    """Return a place for each buffer.
-
-    A buffer goes to the first chunk with space for it: into the tightest gap, else behind the live buffers.
+def plan(sizes: Sequence[int], conflicts: Sequence[int], alignment: int) -> Plan:
+    """Return an offset for each buffer: the tightest gap that holds it, else the end.
 
     Args:
         sizes: size of each buffer, in bytes.
         conflicts: for each buffer, a mask of the buffers that are live when it is; see `usage.conflicts`.
-        chunks: sizes of the existing chunks, in bytes.
-        rules: for offsets and new chunks.
+        alignment: every offset is a multiple of it, in bytes.
     """
-    capacities = list(chunks)
-    extents = [0] * len(capacities)
-    # of each chunk: (offset, end, buffer), by offset
-    placed: list[list[tuple[int, int, int]]] = [[] for _ in capacities]
-    places = [Place(0, 0)] * len(sizes)
-    for buffer in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        size = _round_up(sizes[buffer], rules.alignment)
-        for chunk in rules.in_order(capacities):
-            offset = _best_offset(placed[chunk], conflicts[buffer], size, capacities[chunk])
-            if offset is not None:
-                break
-        else:
-            chunk, offset = len(capacities), 0
-            capacities.append(rules.new_chunk(size))
-            extents.append(0)
-            placed.append([])
-        places[buffer] = Place(chunk, offset)
-        extents[chunk] = max(extents[chunk], offset + size)
-        insort(placed[chunk], (offset, offset + size, buffer))
-    return Plan(tuple(places), tuple(capacities), tuple(extents))
+    offsets = [0] * len(sizes)
+    footprint = 0
+    placed: list[tuple[int, int, int]] = []
+    for buffer in largest_first(sizes):
+        size = -(-sizes[buffer] // alignment) * alignment
+        offset = best_offset(placed, conflicts[buffer], size)
+        insort(placed, (offset, offset + size, buffer))
+        offsets[buffer] = offset
+        footprint = max(footprint, offset + size)
+    return Plan(tuple(offsets), footprint)
 
 
-def _best_offset(
-    placed: Sequence[tuple[int, int, int]], conflicts: int, size: int, capacity: int
-) -> int | None:
-    """Return the offset of the tightest gap in a chunk, or None."""
-    end, best, tightest = 0, None, capacity + 1
+def largest_first(sizes: Sequence[int]) -> list[int]:
+    """Return the numbers of the buffers in the order in which they are placed."""
+    return sorted(range(len(sizes)), key=lambda buffer: -sizes[buffer])
+
+
+def best_offset(placed: Sequence[tuple[int, int, int]], conflicts: int, size: int) -> int:
+    """Return the start of the tightest gap between the placed buffers, else their end.
+
+    Args:
+        placed: (offset, end, buffer) of each placed buffer, ascending.
+        conflicts: a mask of the buffers that must not be overlapped.
+        size: bytes that the gap must hold.
+    """
+    end, best, tightest = 0, None, None
     for offset, until, other in placed:
         if not conflicts >> other & 1:
             continue
         gap = offset - end
-        if size <= gap < tightest:
+        if size <= gap and (tightest is None or gap < tightest):
             best, tightest = end, gap
         end = max(end, until)
-    if best is None and capacity - end >= size:
-        return end
-    return best
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
+    return end if best is None else best

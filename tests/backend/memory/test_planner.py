@@ -1,23 +1,14 @@
-"""Plans: no two live buffers overlap, whatever the sizes, lifetimes, chunks and rules."""
+"""Plans: no two live buffers overlap, whatever the sizes, lifetimes and alignment."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varlen.memory.planner import Place, Rules, plan
+from varlen.memory.planner import plan
 from varlen.memory.usage import Size, Usage, conflicts
 
 from .plan_checker import overlaps, peak_live
 
-FAR = 1 << 40
-RULES = st.builds(
-    Rules,
-    alignment=st.sampled_from([1, 32, 64, 256]),
-    growth_percent=st.sampled_from([100, 120, 200]),
-    least_bytes=st.sampled_from([1, 1000, 2 << 20]),
-    order=st.sampled_from(["opened", "smallest_first", "largest_first"]),
-)
-CHUNKS = st.lists(st.integers(1, 20_000), max_size=4)
+ALIGNMENTS = st.sampled_from([1, 32, 64, 256])
 
 
 @st.composite
@@ -32,65 +23,42 @@ def usages(draw):
     ]
 
 
-def make_plan(records, **arguments):
+def make_plan(records, alignment):
     masks = conflicts([[(record.first_op, record.last_op)] for record in records])
-    return plan([record.size.fixed for record in records], masks, **arguments)
+    return plan([record.size.fixed for record in records], masks, alignment)
 
 
-def flat(places):
-    return [place.chunk * FAR + place.offset for place in places]
+@given(usages(), ALIGNMENTS)
+def test_live_buffers_never_overlap(records, alignment):
+    made = make_plan(records, alignment)
+
+    assert overlaps(records, made.offsets, [record.size.fixed for record in records]) == []
 
 
-@given(usages(), CHUNKS, RULES)
-def test_live_buffers_never_overlap(records, chunks, rules):
-    made = make_plan(records, chunks=chunks, rules=rules)
+@given(usages(), ALIGNMENTS)
+def test_every_buffer_is_aligned_and_inside_the_footprint(records, alignment):
+    made = make_plan(records, alignment)
 
-    assert overlaps(records, flat(made.places), [record.size.fixed for record in records]) == []
-
-
-@given(usages(), CHUNKS, RULES)
-def test_every_buffer_is_aligned_and_inside_its_chunk(records, chunks, rules):
-    made = make_plan(records, chunks=chunks, rules=rules)
-
-    assert len(made.places) == len(records)
-    for record, (chunk, offset) in zip(records, made.places, strict=True):
-        assert offset % rules.alignment == 0
-        assert offset >= 0
-        assert offset + record.size.fixed <= made.extents[chunk] <= made.chunks[chunk]
+    assert len(made.offsets) == len(records)
+    for record, offset in zip(records, made.offsets, strict=True):
+        assert offset % alignment == 0
+        assert 0 <= offset <= made.footprint - record.size.fixed
 
 
-@given(usages(), CHUNKS, RULES)
-def test_no_footprint_is_below_the_peak_of_live_bytes(records, chunks, rules):
-    made = make_plan(records, chunks=chunks, rules=rules)
+@given(usages(), ALIGNMENTS)
+def test_no_footprint_is_below_the_peak_of_live_bytes(records, alignment):
+    made = make_plan(records, alignment)
 
     assert made.footprint >= peak_live(records, [record.size.fixed for record in records])
 
 
-@given(usages(), CHUNKS, RULES)
-def test_chunks_at_hand_stay_and_new_ones_are_used(records, chunks, rules):
-    made = make_plan(records, chunks=chunks, rules=rules)
+@given(usages(), ALIGNMENTS)
+def test_the_same_question_has_the_same_answer(records, alignment):
+    first = make_plan(records, alignment)
 
-    assert made.chunks[: len(chunks)] == tuple(chunks)
-    for size, extent in list(zip(made.chunks, made.extents, strict=True))[len(chunks) :]:
-        assert size >= rules.least_bytes
-        assert extent > 0
+    make_plan(records[:3], alignment)
 
-
-@given(usages(), CHUNKS, RULES)
-def test_the_same_question_has_the_same_answer(records, chunks, rules):
-    first = make_plan(records, chunks=chunks, rules=rules)
-
-    make_plan(records[:3], rules=rules)
-
-    assert make_plan(records, chunks=chunks, rules=rules) == first
-
-
-@given(usages())
-def test_in_one_chunk_without_end_no_other_is_opened(records):
-    made = make_plan(records, chunks=[FAR])
-
-    assert made.chunks == (FAR,)
-    assert made.footprint == made.extents[0]
+    assert make_plan(records, alignment) == first
 
 
 def test_a_gap_that_fits_best_is_taken_before_a_wider_one_and_the_tail():
@@ -98,31 +66,13 @@ def test_a_gap_that_fits_best_is_taken_before_a_wider_one_and_the_tail():
     lifetimes = [[(0, 1)], [(0, 0)], [(0, 1)], [(0, 0)], [(0, 1)], [(1, 1)]]
     sizes = [50, 30, 29, 20, 19, 18]
 
-    made = plan(sizes, conflicts(lifetimes), chunks=[1000])
+    made = plan(sizes, conflicts(lifetimes), 1)
 
-    ends = [place.offset + size for place, size in zip(made.places, sizes, strict=True)]
-    assert made.places[3].offset == ends[2]
-    assert made.places[5].offset == made.places[3].offset
-
-
-@pytest.mark.parametrize(
-    "order, chunk", [("opened", 0), ("smallest_first", 1), ("largest_first", 2)]
-)
-def test_chunks_are_tried_in_the_order_asked_for(order, chunk):
-    made = plan([10], [0], chunks=[200, 100, 300], rules=Rules(order=order))
-
-    assert made.places == (Place(chunk, 0),)
-    assert made.footprint == 10
-
-
-@pytest.mark.parametrize(
-    "size, chunk", [(1, 2 << 20), (2_457_600, 2_949_120), (2_000_001, 2_400_032)]
-)
-def test_a_new_chunk_is_a_fifth_larger_in_steps_and_has_two_megabytes_at_least(size, chunk):
-    assert plan([size], [0]).chunks == (chunk,)
+    assert made.offsets[3] == made.offsets[2] + sizes[2]
+    assert made.offsets[5] == made.offsets[3]
 
 
 def test_nothing_to_plan_takes_nothing():
-    made = plan([], [])
+    made = plan([], [], 64)
 
-    assert (made.places, made.chunks, made.footprint) == ((), (), 0)
+    assert (made.offsets, made.footprint) == ((), 0)

@@ -1,5 +1,4 @@
-"""What batches of a model cost on this machine: measured into the server's cache, printed and drawn.
+"""Costs of a model's batches on this machine: measured into the server's cache, printed and drawn.
 
-`source` finds a checkpoint and its settings, `points` prepares what is shown, `printed` and `picture` show it, and
-`page` puts the picture on an HTML page.
+`profile` holds what is shown, `tables` prints it, `picture` draws it, and `page` shows both on an HTML page.
 """

@@ -5,6 +5,7 @@ What it measures goes into the cache that the server reads, so that a model's fi
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,11 +18,12 @@ from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
+from varlen_tools import pictures
+from varlen_tools.model_source import ModelSource, SourceError, find_source
 from varlen_tools.profile_costs.page import render
 from varlen_tools.profile_costs.picture import draw
-from varlen_tools.profile_costs.points import Profile
-from varlen_tools.profile_costs.printed import entries, tables
-from varlen_tools.profile_costs.source import Source, SourceError, find_source
+from varlen_tools.profile_costs.profile import Profile
+from varlen_tools.profile_costs.tables import entries, tables
 
 _DEFAULT_SECONDS = 20
 
@@ -30,42 +32,44 @@ def main(
     source: Annotated[
         Path | None,
         typer.Argument(
-            help="A model of a model repository, with its settings, or a checkpoint folder."
+            help="Model of a model repository, with its settings, or a checkpoint folder."
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Engine parameter, key=value; may be repeated."),
+        typer.Option("--set", help="Engine parameter, key=value. May be repeated."),
     ] = None,
     seconds: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest that is measured; else the model's warmup_seconds."),
+        typer.Option(
+            min=1, help="Seconds to measure at most; default: the model's warmup_seconds."
+        ),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure what was measured already.")
+        bool, typer.Option("--again", help="Measure again what is in the cache.")
     ] = False,
     show: Annotated[
-        bool, typer.Option("--list", help="Print what the cache holds, and measure nothing.")
+        bool, typer.Option("--list", help="Print the entries of the cache and measure nothing.")
     ] = False,
     cache: Annotated[
-        str | None, typer.Option(help="Cache folder; else the model's cache_folder.")
+        str | None, typer.Option(help="Cache folder; default: the model's cache_folder.")
     ] = None,
-    gpu: Annotated[int, typer.Option(min=0, help="Which GPU, if it runs on one.")] = 0,
+    gpu: Annotated[int, typer.Option(min=0, help="Number of the GPU, if the model uses one.")] = 0,
     output: Annotated[
-        list[Path] | None, typer.Option(help="A picture to write, .svg or .html. Repeat it.")
+        list[Path] | None,
+        typer.Option(help=pictures.OUTPUT_HELP, callback=pictures.check_outputs),
     ] = None,
 ) -> None:
-    """Measure what batches of a model cost, unless that is known, and print and draw it."""
+    """Measure the cost of a model's batches, unless the cache has it; print and draw it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     console = Console()
     if source is None:
         if not show:
-            raise typer.BadParameter("name a model, or --list", param_hint="SOURCE")
+            raise typer.BadParameter("give a model, or --list", param_hint="SOURCE")
         folder = cache_folder(cache or "auto")
         console.print(entries(CostStore(folder).entries()))
         print(folder)
         return
-    _check_outputs(output or [])
     try:
         found = find_source(source, _parameters(settings or [], cache))
         if show:
@@ -77,14 +81,11 @@ def main(
     profile = Profile.of(found.name, costs)
     for table in tables(profile):
         console.print(table)
-    for path in output or []:
-        text = draw(profile) if path.suffix == ".svg" else render(profile)
-        path.write_text(text, encoding="utf-8")
-        print(path)
+    pictures.write_outputs(output or [], partial(draw, profile), partial(render, profile))
 
 
-def _costs(source: Source, seconds: int | None, *, gpu: int, again: bool) -> StoredCosts:
-    """Return what batches cost, as the server would come to know it."""
+def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -> StoredCosts:
+    """Return the costs of batches, measured as the server measures them."""
     config = source.config
     config = replace(config, warmup_seconds=seconds or config.warmup_seconds or _DEFAULT_SECONDS)
     if config.threads:
@@ -103,15 +104,6 @@ def _parameters(settings: list[str], cache: str | None) -> dict[str, str]:
         raise typer.BadParameter(f'"{wrong[0]}"; allowed: key=value', param_hint="--set")
     parameters = dict(setting.split("=", 1) for setting in settings)
     return parameters if cache is None else parameters | {"cache_folder": cache}
-
-
-def _check_outputs(output: list[Path]) -> None:
-    wrong = [str(path) for path in output if path.suffix not in {".svg", ".html"}]
-    if wrong:
-        raise typer.BadParameter(f"{wrong[0]} is neither .svg nor .html", param_hint="--output")
-    nowhere = [str(path.parent) for path in output if not path.parent.is_dir()]
-    if nowhere:
-        raise typer.BadParameter(f"there is no folder {nowhere[0]}", param_hint="--output")
 
 
 if __name__ == "__main__":

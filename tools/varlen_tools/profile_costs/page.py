@@ -1,56 +1,32 @@
-"""An HTML page around the picture: what was measured, on what, and how to read it."""
+"""The page of a profile: how it was measured, the picture, and every measured batch."""
 
-from html import escape
+from functools import partial
 
+from varlen_tools import html_page, pictures
 from varlen_tools.profile_costs.picture import draw
-from varlen_tools.profile_costs.points import Profile
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff }
-body { max-width: 90rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; margin: 1rem 0 }
-th, td { text-align: left; padding: .2rem .9rem; border-bottom: 1px solid #ddd; overflow-wrap: anywhere }
-figure { margin: 1.5rem 0; overflow-x: auto }
-"""
+from varlen_tools.profile_costs.profile import Profile
+from varlen_tools.profile_costs.tables import BATCH_HEADINGS, BATCHES_TITLE, batch_rows
 
 
 def render(profile: Profile) -> str:
     """Return the page."""
     costs = profile.costs
     measurement = costs.measurement
-    rows = "\n".join(
-        f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>"
-        for name, value in costs.key.items()
+    cut = "" if measurement.is_complete else f", cut short after {costs.allowed_seconds:g} s"
+    title = f"Cost of a batch of {profile.name}"
+    return html_page.page(
+        title,
+        [
+            html_page.paragraph(
+                f"{len(measurement.batches)} batches measured in {measurement.seconds:.1f} s"
+                f" on {costs.measured_at:%Y-%m-%d at %H:%M %Z}{cut}; the reference batch took"
+                f" {measurement.spread:.2f} times as long in slow moments as in fast ones."
+                f" The median error of the fitted costs is {profile.median_error():.1%}."
+            ),
+            pictures.embedded(partial(draw, profile), title),
+            html_page.heading(BATCHES_TITLE.capitalize()),
+            html_page.table(BATCH_HEADINGS, batch_rows(profile)),
+            html_page.heading("Measured with"),
+            html_page.table(["property", "value"], [list(item) for item in costs.key.items()]),
+        ],
     )
-    heading = f"What a batch of {profile.name} costs"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(heading)}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<h1>{escape(heading)}</h1>
-<p>{len(measurement.batches)} batches measured in {measurement.seconds:.1f} s
-on {costs.measured_at:%Y-%m-%d at %H:%M} {costs.measured_at:%Z}{_completeness(profile)};
-the reference batch took {measurement.spread:.2f} times as long in slow moments as in fast ones.
-Point at a cell or a dot to read more.</p>
-<figure>
-{draw(profile)}
-</figure>
-<p>The fitted costs are off by {profile.median_error():.1%} in the median of the measured batches.</p>
-<h2>Measured under</h2>
-<table>
-{rows}
-</table>
-</body>
-</html>
-"""
-
-
-def _completeness(profile: Profile) -> str:
-    if profile.costs.measurement.is_complete:
-        return ""
-    return f", cut short after {profile.costs.allowed_seconds:g} s"

@@ -1,56 +1,53 @@
-"""A page around a picture: the figures in a table, and what is to be seen."""
+"""The page of maps: the picture, and every usage in tables."""
 
 from collections.abc import Sequence
-from html import escape
+from functools import partial
 
+from varlen_tools import html_page, pictures
 from varlen_tools.show_plan.maps import Map
 from varlen_tools.show_plan.picture import draw, in_units
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff }
-body { max-width: 80rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; margin: 1rem 0 }
-th, td { text-align: right; padding: .2rem .9rem; border-bottom: 1px solid #ddd }
-th:first-child, td:first-child { text-align: left }
-figure { margin: 1.5rem 0 }
-svg { max-width: 100%; height: auto }
-"""
+_BATCH_HEADINGS = ("batch", "usages", "chunks", "footprint", "peak of live bytes", "ratio")
+_USAGE_HEADINGS = ("results, in order of writing", "first op", "last op", "chunk", "offset", "size")
 
 
 def render(heading: str, maps: Sequence[Map], note: str) -> str:
-    """Return the page.
-
-    Args:
-        heading: what is planned.
-        maps: drawn side by side.
-        note: one sentence on how it was planned.
-    """
-    rows = "\n".join(
-        f"<tr><td>{escape(one.title)}</td><td>{len(one.areas)}</td>"
-        f"<td>{' + '.join(in_units(size) for size in one.chunks)}</td>"
-        f"<td>{in_units(one.footprint)}</td><td>{in_units(one.peak_live)}</td>"
-        f"<td>{one.footprint / one.peak_live:.3f}</td></tr>"
+    """Return the page; `note` is one sentence on how the batches were planned."""
+    summary = [
+        [
+            one.title,
+            str(len(one.areas)),
+            " + ".join(map(in_units, one.chunks)),
+            in_units(one.footprint),
+            in_units(one.peak_live),
+            f"{one.ratio:.3f}",
+        ]
         for one in maps
-    )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(heading)}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<h1>{escape(heading)}</h1>
-<p>{escape(note)} Point at a rectangle to read what it holds, when, and where.
-Two rectangles of one chunk never overlap: what is live together lies apart, what is not may share bytes.</p>
-<table>
-<tr><th>batch</th><th>usages</th><th>chunks</th><th>footprint</th><th>peak of live bytes</th><th>ratio</th></tr>
-{rows}
-</table>
-<figure>
-{draw(heading, maps)}
-</figure>
-</body>
-</html>
-"""
+    ]
+    parts = [
+        html_page.paragraph(note),
+        html_page.paragraph(
+            "A rectangle is a usage: as wide as its bytes, as tall as its lifetime. No two rectangles of one chunk"
+            " overlap: usages that are live together lie apart, others may share bytes."
+        ),
+        html_page.table(_BATCH_HEADINGS, summary),
+        pictures.embedded(partial(draw, heading, maps), f"Space-time map of {heading}"),
+    ]
+    for one in maps:
+        table = html_page.table(_USAGE_HEADINGS, _usages(one))
+        parts.append(html_page.folded(f"Every usage of {one.title}, in bytes", table))
+    return html_page.page(heading, parts)
+
+
+def _usages(one: Map) -> list[list[str]]:
+    return [
+        [
+            ", ".join(area.results),
+            one.ops[area.first_op],
+            one.ops[area.last_op],
+            str(area.chunk),
+            f"{area.offset:,}",
+            f"{area.size:,}",
+        ]
+        for area in sorted(one.areas, key=lambda area: (area.first_op, area.chunk, area.offset))
+    ]

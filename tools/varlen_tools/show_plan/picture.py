@@ -1,159 +1,105 @@
-"""A map as SVG: bytes across to one scale for all maps, ops down, a rectangle for each usage."""
+"""The picture of maps: bytes across at one scale, ops down, a rectangle for each usage."""
 
-from collections.abc import Iterator, Sequence
-from html import escape
+from __future__ import annotations
 
-from varlen_tools.show_plan.maps import Area, Map
+from collections.abc import Sequence
+from itertools import accumulate, product
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-# The first eight are those of Okabe and Ito 2008, apart for every kind of colour vision, lightened for black text.
-_COLOURS = (
-    "#9ad0f5",
-    "#f5c56b",
-    "#7fd1b3",
-    "#f0e58a",
-    "#e8a0c4",
-    "#f2a27a",
-    "#b9b6e3",
-    "#cfcfcf",
-    "#c9e38f",
-    "#d8b894",
-    "#7ea6e0",
-)
-_LINK = "#555"
-_WIDTH = 430
-_ROW = 15
-_OPS = 150
-_GAP = 14
-_HEAD = 66
-_BETWEEN = 46
-_FOOT = 34
-# Of one letter, at the size that labels have.
-_LETTER = 6.2
-_STYLE = (
-    "text{font:11px ui-monospace,Menlo,Consolas,monospace;fill:#1a1a1a}"
-    ".title{font:600 15px system-ui,sans-serif}.note{font:12px system-ui,sans-serif;fill:#444}"
-    ".area rect{stroke:#333;stroke-width:.7}.area:hover rect{stroke:#000;stroke-width:2.4}"
-)
+from varlen_tools.pictures import COLORS
+from varlen_tools.show_plan.maps import Map
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MIB = 2**20
+_COLUMNS = 2
+# Height in inches of one op, and of titles and axis labels.
+_OP, _AROUND = 0.145, 1.1
+# Usages below this share of the widest map are too narrow to tell apart.
+_NARROW = 0.005
+_NARROW_NAME = "narrower than 0.5 %"
+_GREY = COLORS[6]
+_STYLES = [
+    {"facecolor": color, "hatch": hatch}
+    for hatch, color in product((None, "///", "..."), [c for c in COLORS if c != _GREY])
+]
+
+# matplotlib's settings of a rectangle, by legend entry.
+Styles: TypeAlias = dict[str, dict[str, Any]]
 
 
-def draw(heading: str, maps: Sequence[Map]) -> str:
-    """Return the SVG of maps side by side."""
-    scale = _WIDTH / max(sum(one.chunks) for one in maps)
-    panels = [_Panel(one, scale, _colours(maps)) for one in maps]
-    width = sum(panel.width for panel in panels) + _BETWEEN * (len(panels) - 1) + 2 * _GAP
-    height = _GAP + 24 + max(panel.height for panel in panels) + _FOOT
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}"'
-        f' width="{width:.0f}" height="{height:.0f}" role="img">',
-        f"<style>{_STYLE}</style>",
-        f"<title>{escape(heading)}</title>",
-        f'<rect width="{width:.0f}" height="{height:.0f}" fill="#fff"/>',
-        _text(_GAP, _GAP + 12, heading, "title"),
-    ]
-    left = float(_GAP)
-    for panel in panels:
-        parts.append(f'<g class="map" transform="translate({left:.1f},{_GAP + 24})">')
-        parts.extend(panel.parts())
-        parts.append("</g>")
-        left += panel.width + _BETWEEN
-    parts.append(
-        _text(
-            _GAP,
-            height - _GAP,
-            "offset in the chunk → across, op ↓ down; a rectangle is a usage: its bytes wide, its lifetime tall",
-            "note",
-        )
-    )
-    return "\n".join([*parts, "</svg>"])
+def draw(heading: str, maps: Sequence[Map]) -> Figure:
+    """Return the picture of maps, two in a row."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    edge = {"edgecolor": rcParams["axes.facecolor"], "linewidth": 0.8}
+    widest = max(sum(one.chunks) for one in maps)
+    styles = {name: {**edge, **style} for name, style in _styles(maps, widest).items()}
+    columns = min(len(maps), _COLUMNS)
+    rows = -(-len(maps) // columns)
+    height = rows * (_AROUND + _OP * max(len(one.ops) for one in maps)) + 1.3
+    figure = Figure(figsize=(3.0 + 5.0 * columns, height), layout="constrained")
+    figure.suptitle(heading, fontweight="bold", parse_math=False)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+    for axes, one in zip(panels, maps, strict=False):
+        _draw_map(axes, one, styles, widest)
+    for axes in list(panels)[len(maps) :]:
+        axes.set_axis_off()
+    patches = [Patch(label=name, **style) for name, style in styles.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=5)
+    return figure
 
 
 def in_units(size: int) -> str:
-    """Return a number of bytes as people write it."""
-    for unit, factor in (("MiB", 2**20), ("KiB", 2**10)):
+    """Return a number of bytes in the unit that suits it."""
+    for unit, factor in (("MiB", _MIB), ("KiB", 2**10)):
         if size >= factor:
             return f"{size / factor:.2f} {unit}"
     return f"{size} bytes"
 
 
-class _Panel:
-    def __init__(self, drawn: Map, scale: float, colours: dict[str, str]) -> None:
-        self._map = drawn
-        self._scale = scale
-        self._colours = colours
-        widths = [size * scale for size in drawn.chunks]
-        self._left = [
-            _OPS + sum(widths[:chunk]) + _GAP * chunk for chunk in range(len(drawn.chunks))
-        ]
-        # room for the text above, where chunks are narrow
-        self.width = max(self._left[-1] + widths[-1], _OPS + 260.0)
-        self.height = _HEAD + _ROW * len(drawn.ops)
+def _draw_map(axes: Axes, one: Map, styles: Styles, widest: int) -> None:
+    from matplotlib import rcParams
 
-    def parts(self) -> Iterator[str]:
-        drawn = self._map
-        ratio = drawn.footprint / drawn.peak_live
-        yield _text(0, 14, drawn.title, "title")
-        yield _text(
-            0,
-            32,
-            f"footprint {in_units(drawn.footprint)}, {ratio:.2f} of the peak of live bytes",
-            "note",
+    starts = list(accumulate(one.chunks, initial=0))
+    for number, (start, size) in enumerate(zip(starts, one.chunks, strict=False)):
+        axes.axvspan(
+            start / _MIB, (start + size) / _MIB, color=rcParams["grid.color"], alpha=0.5, zorder=0
         )
-        for chunk, size in enumerate(drawn.chunks):
-            yield from self._chunk(chunk, size)
-        for op, name in enumerate(drawn.ops):
-            yield _text(0, _HEAD + _ROW * op + 11, _cut(name, _OPS - 8), "op")
-        for area in drawn.areas:
-            yield from self._area(area)
-
-    def _chunk(self, chunk: int, size: int) -> Iterator[str]:
-        left, tall = self._left[chunk], _ROW * len(self._map.ops)
-        width = size * self._scale
-        label = f"chunk {chunk}: {in_units(size)}"
-        yield _text(left, _HEAD - 8, _cut(label, width), "op")
-        yield (
-            f'<rect class="chunk" x="{left:.2f}" y="{_HEAD}" width="{width:.2f}" height="{tall}"'
-            f' fill="#f4f4f4" stroke="{_LINK}"><title>{label}</title></rect>'
+        axes.axvline((start + size) / _MIB, color=rcParams["text.color"], linewidth=1)
+        label = f" chunk {number}: {in_units(size)}"
+        axes.text(start / _MIB, -0.7, label, fontsize="small", va="bottom")
+    for area in one.areas:
+        axes.barh(
+            area.first_op - 0.5,
+            area.size / _MIB,
+            height=area.last_op - area.first_op + 1,
+            left=(starts[area.chunk] + area.offset) / _MIB,
+            align="edge",
+            **styles[_legend_name(area.name, area.size, widest)],
         )
-
-    def _area(self, area: Area) -> Iterator[str]:
-        left = self._left[area.chunk] + area.offset * self._scale
-        top, width = _HEAD + _ROW * area.first_op, area.size * self._scale
-        tall = _ROW * (area.last_op - area.first_op + 1)
-        yield (
-            f'<g class="area"><title>{escape(self._about(area))}</title>'
-            f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{tall}"'
-            f' fill="{self._colours[area.name]}"/>'
-        )
-        label = _cut(area.name, width - 6)
-        if label:
-            yield _text(left + 4, top + 11, label, "label")
-        yield "</g>"
-
-    def _about(self, area: Area) -> str:
-        lines = [
-            area.written[0],
-            f"from op {area.first_op} to op {area.last_op}, {self._map.ops[area.last_op]}",
-            f"{in_units(area.size)} ({area.size} bytes) at offset {area.offset} of chunk {area.chunk}",
-        ]
-        if len(area.written) > 1:
-            lines.append("written over in place by " + ", ".join(area.written[1:]))
-        return "\n".join(lines)
+    title = f"footprint {in_units(one.footprint)}, {one.ratio:.2f} x peak of live bytes"
+    axes.set_title(f"{one.title}: {title}", pad=18)
+    axes.set_xlabel("offset, MiB" if len(one.chunks) == 1 else "offset, MiB; chunks side by side")
+    axes.set_ylabel("op")
+    axes.set_xlim(0, widest / _MIB)
+    axes.set_ylim(len(one.ops) - 0.5, -0.5)
+    axes.set_yticks(range(len(one.ops)), one.ops, fontsize=7)
+    axes.label_outer()
 
 
-def _colours(maps: Sequence[Map]) -> dict[str, str]:
-    # the largest first, so that colours repeat among those that are too thin to see
+def _styles(maps: Sequence[Map], widest: int) -> Styles:
     areas = sorted((area for one in maps for area in one.areas), key=lambda area: -area.size)
-    names = dict.fromkeys(area.name for area in areas)
-    return {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
+    names = dict.fromkeys(_legend_name(area.name, area.size, widest) for area in areas)
+    styles = {name: _STYLES[number % len(_STYLES)] for number, name in enumerate(names)}
+    if _NARROW_NAME in styles:
+        styles[_NARROW_NAME] = {"facecolor": _GREY, "edgecolor": _GREY}
+    return styles
 
 
-def _text(x: float, y: float, text: str, kind: str) -> str:
-    return f'<text x="{x:.2f}" y="{y:.2f}" class="{kind}">{escape(text)}</text>' if text else ""
-
-
-def _cut(text: str, width: float) -> str:
-    """Return what of a text fits into so many pixels; nothing if that would say nothing."""
-    most = int(width / _LETTER)
-    if len(text) <= most:
-        return text
-    return text[: most - 1] + "…" if most > 3 else ""
+def _legend_name(name: str, size: int, widest: int) -> str:
+    return name if size >= _NARROW * widest else _NARROW_NAME

@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from enum import Enum
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -15,81 +17,79 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from varlen.config import EngineConfig, Execution
+from varlen.config import EngineConfig
 from varlen.costs.model import CostModel
-from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import ConfigError
-from varlen_tools.simulate import arrivals as streams
-from varlen_tools.simulate.draw import draw
-from varlen_tools.simulate.run import Arrival
-from varlen_tools.simulate.study import Point, compare, full_load, most_within, with_policy
+from varlen_tools import html_page, pictures, workloads
+from varlen_tools.simulate.costs import CostSource, cost_models
+from varlen_tools.simulate.picture import draw
+from varlen_tools.simulate.study import PolicyResult, compare, full_load, most_within, with_policy
+from varlen_tools.workloads import Arrival, DrawLength
 
 _NO_CAP = 10**9
-# Lengths drawn to know the mean of a mix.
+# Lengths drawn to find the mean and the longest.
 _DRAWN = 10_000
 _MILLISECONDS = 1e3
-# Of what is printed to a file.
+# Columns of output that goes to a file.
 _WIDTH = 120
+_HEADINGS = (
+    "policy", "offered/s", "served/s", "mean ms", "p50", "p95", "p99", "batch", "padding", "refused", "lost"
+)  # fmt: skip
 
 app = typer.Typer(add_completion=False)
 
 
-class Costs(str, Enum):
-    """Where the seconds of a batch come from: a formula, or what was measured on this machine."""
-
-    cpu = "cpu"
-    gpu = "gpu"
-    measured = "measured"
-
-
 class Stream(str, Enum):
-    """How requests come."""
+    """How requests arrive."""
 
     poisson = "poisson"
     bursts = "bursts"
 
 
-def cpu_seconds(count: int, length: int) -> float:
-    """Return the seconds of a small encoder on a CPU, made up: tokens are costly, a batch is not."""
-    return 1.5e-3 + 30e-6 * count * length + 20e-9 * count * length**2
-
-
-def gpu_seconds(count: int, length: int) -> float:
-    """Return the seconds of a small encoder on a GPU, made up: few tokens cost as much as 256."""
-    return 2e-3 + 4e-6 * max(256, count * length) + 2e-9 * count * length**2
+_STREAMS = {Stream.poisson: workloads.poisson_arrivals, Stream.bursts: workloads.burst_arrivals}
 
 
 @app.command()
 def main(
     policies: Annotated[
-        str, typer.Option(help="By comma: policy, or policy/execution as dp/padded.")
+        str, typer.Option(help="By comma: policy, or policy/execution such as dp/padded.")
     ] = "none,fifo,token_budget,dp",
     loads: Annotated[
         str, typer.Option(help="By comma; 1 is full batches of the mean length, without padding.")
     ] = "0.2,0.4,0.6,0.8,0.9,1.0,1.2",
-    costs: Annotated[Costs, typer.Option(help="Of batches.")] = Costs.cpu,
+    costs: Annotated[
+        CostSource, typer.Option(help="Costs of batches: made up, or measured on this machine.")
+    ] = CostSource.cpu,
     cache: Annotated[
-        str, typer.Option("--cache-folder", help="Of measured costs; the newest are taken.")
+        str, typer.Option("--cache-folder", help="Cache of measured costs; the latest are used.")
     ] = "auto",
-    stream: Annotated[Stream, typer.Option(help="How requests come.")] = Stream.poisson,
-    lengths: Annotated[str, typer.Option(help="Uniform between two, in tokens.")] = "5-500",
+    stream: Annotated[Stream, typer.Option(help="How requests arrive.")] = Stream.poisson,
+    lengths: Annotated[
+        str, typer.Option(help="Shortest and longest uniform length, in tokens.")
+    ] = "5-500",
     trace: Annotated[
-        Path | None, typer.Option(help="A CSV file of lengths, in place of --lengths.")
+        Path | None,
+        typer.Option(help="CSV file of lengths; replaces --lengths.", exists=True, dir_okay=False),
     ] = None,
-    column: Annotated[str, typer.Option(help="Of the trace.")] = "tokens",
+    column: Annotated[str, typer.Option(help="Column of the trace.")] = "tokens",
     count: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 4000,
-    deadline_ms: Annotated[float, typer.Option(min=0, help="Of each request; 0: none.")] = 0.0,
-    max_batch_sequences: Annotated[int, typer.Option(min=1)] = 20,
-    max_batch_tokens: Annotated[int, typer.Option(min=1)] = 4096,
-    max_wait_ms: Annotated[int, typer.Option(min=1)] = 1000,
-    goal_ms: Annotated[
-        float, typer.Option(min=0, help="Also: most requests a second with this p99; 0: no.")
+    deadline_ms: Annotated[
+        float, typer.Option(min=0, help="Deadline of each request; 0: none.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="A picture: .png or .svg.")] = None,
-    table: Annotated[Path | None, typer.Option(help="A CSV file of all points.")] = None,
+    max_batch_sequences: Annotated[int, typer.Option(min=1, help="As in config.pbtxt.")] = 20,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="As in config.pbtxt.")] = 4096,
+    max_wait_ms: Annotated[int, typer.Option(min=1, help="As in config.pbtxt.")] = 1000,
+    goal_ms: Annotated[
+        float, typer.Option(min=0, help="Also find the highest rate with this p99; 0: do not.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Picture to write: .svg, .png or .html.", callback=pictures.check_output),
+    ] = None,
+    table: Annotated[Path | None, typer.Option(help="CSV file of all results to write.")] = None,
 ) -> None:
-    """Run the scheduler on a virtual clock and say what each policy makes of a load."""
+    """Run the scheduler on a virtual clock and compare policies under load."""
     base = EngineConfig(
         max_batch_sequences=max_batch_sequences,
         max_batch_tokens=max_batch_tokens,
@@ -99,114 +99,113 @@ def main(
     )
     try:
         configs = [with_policy(base, name) for name in policies.split(",")]
-        mix = _lengths(lengths, trace, column)
-        factors = [float(load) for load in loads.split(",")]
+        length = _draw_length(lengths, trace, column)
+        factors = _loads(loads)
+        numbers = random.Random(seed)
+        drawn = [length(numbers) for _ in range(_DRAWN)]
+        longest = max(drawn)
+        if longest > max_batch_tokens:
+            raise ValueError(
+                f"a length of {longest} tokens; a batch has at most {max_batch_tokens}"
+            )
+        make_model = cost_models(
+            costs,
+            {"packed", *(config.execution for config in configs)},
+            cache=cache,
+            max_sequences=max_batch_sequences,
+            longest=longest,
+        )
     except (ConfigError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    drawn = [mix(numbers) for numbers in [random.Random(seed)] for _ in range(_DRAWN)]
-    if max(drawn) > max_batch_tokens:
-        raise typer.BadParameter(
-            f"a length of {max(drawn)} tokens is more than the {max_batch_tokens} of a batch"
-        )
-    make_table = _tables(costs, cache, max_batch_sequences, max(drawn))
 
     def make_costs(config: EngineConfig) -> Callable[[], CostModel]:
-        return lambda: make_table(config.execution)
+        return partial(make_model, config.execution)
 
     def make_arrivals(rate: float) -> list[Arrival]:
-        came = getattr(streams, stream.value)(count, rate, mix, seed)
-        return streams.with_deadline(came, deadline_ms / _MILLISECONDS or None)
+        arrivals = _STREAMS[stream](count, rate, length, seed)
+        return workloads.with_deadline(arrivals, deadline_ms / _MILLISECONDS or None)
 
-    one = full_load(make_table("packed"), drawn, max_batch_sequences)
-    rates = [factor * one for factor in factors]
-    points = list(compare(configs, make_costs, make_arrivals, rates))
+    one = full_load(make_model("packed"), drawn, max_batch_sequences)
+    results = list(
+        compare(configs, make_costs, make_arrivals, [factor * one for factor in factors])
+    )
+    title = f"{stream.value} arrivals, costs: {costs.value}"
+    scale = f"load 1 is {one:.1f} requests per second; {count:,} requests per run"
     console = Console(width=None if os.isatty(1) else _WIDTH)
-    console.print(f"load 1 is {one:.1f} requests a second; {count:,} requests a run")
-    console.print(_table(points))
+    console.print(scale)
+    console.print(_table(results))
     if table is not None:
-        _write(table, points)
-    if goal_ms:
-        for config in configs:
-            most = most_within(
-                config,
-                make_costs(config),
-                make_arrivals,
-                p99=goal_ms / _MILLISECONDS,
-                upper=2 * one,
-            )
-            console.print(
-                f"{config.policy}, {config.execution}: {most:.1f} requests a second with a p99 of {goal_ms:g} ms"
-            )
+        _write(table, results)
+    for config in configs if goal_ms else ():
+        most = most_within(
+            config, make_costs(config), make_arrivals, p99=goal_ms / _MILLISECONDS, upper=2 * one
+        )
+        console.print(
+            f"{config.policy}, {config.execution}: {most:.1f} requests per second with a p99 of {goal_ms:g} ms"
+        )
     if output is not None:
-        draw(points, output, f"{stream.value} arrivals, costs: {costs.value}")
-        console.print(str(output))
+        picture = partial(draw, results, title)
+        rows = html_page.table(_HEADINGS, [_row(result) for result in results])
+        pictures.write_outputs(
+            [output],
+            picture,
+            lambda: html_page.page(
+                "Policies under load",
+                [html_page.paragraph(scale), pictures.embedded(picture, title), rows],
+            ),
+        )
 
 
-def _write(path: Path, points: Sequence[Point]) -> None:
+def _loads(text: str) -> list[float]:
+    try:
+        return [float(load) for load in text.split(",")]
+    except ValueError:
+        raise ValueError(f'loads are "{text}"; allowed: numbers with commas between') from None
+
+
+def _draw_length(text: str, trace: Path | None, column: str) -> DrawLength:
+    if trace is not None:
+        return workloads.sampled_lengths(workloads.read_lengths(trace, column))
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
+        raise ValueError(f'lengths are "{text}"; allowed: two whole numbers, such as 5-500')
+    return workloads.uniform_lengths(int(low), int(high))
+
+
+def _write(path: Path, results: Sequence[PolicyResult]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Point)], lineterminator="\n")
+        names = [field.name for field in fields(PolicyResult)]
+        writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
-        for point in points:
-            row = asdict(point)
+        for result in results:
+            row = asdict(result)
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
-def _lengths(text: str, trace: Path | None, column: str) -> streams.Lengths:
-    if trace is not None:
-        return streams.one_of(streams.read_lengths(trace, column))
-    low, _, high = text.partition("-")
-    if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
-        raise ValueError(f'lengths are "{text}"; allowed: two whole numbers, as 5-500')
-    return streams.uniform(int(low), int(high))
-
-
-def _tables(
-    costs: Costs, cache: str, max_sequences: int, longest: int
-) -> Callable[[Execution], CostModel]:
-    """Return a function that makes a new table of costs for an execution."""
-    if costs is Costs.measured:
-        # imports torch, which nothing else here needs
-        from varlen.cost_warmup import cache_folder
-
-        found = CostStore(cache_folder(cache)).entries()
-        return lambda execution: _newest(found, execution).measurement.model(execution)
-    formula = cpu_seconds if costs is Costs.cpu else gpu_seconds
-    return lambda execution: CostModel.of_function(
-        formula, execution, max_sequences=max_sequences, max_length=longest
-    )
-
-
-def _newest(found: Sequence[StoredCosts], execution: Execution) -> StoredCosts:
-    of_execution = [costs for costs in found if costs.key["execution"] == execution]
-    if not of_execution:
-        raise typer.BadParameter(
-            f"no costs of {execution} batches are in the cache: python -m varlen_tools.profile_costs measures them"
-        )
-    return max(of_execution, key=lambda costs: costs.measured_at)
-
-
-def _table(points: Sequence[Point]) -> Table:
-    table = Table("policy", "offered/s", "served/s", "mean ms", "p50", "p95", "p99")
-    for name in ("a batch", "padding", "refused", "lost"):
-        table.add_column(name)
-    last = None
-    for point in points:
-        if last not in (None, point.offered):
-            table.add_section()
-        last = point.offered
-        times = (point.mean, point.p50, point.p95, point.p99)
-        table.add_row(
-            f"{point.policy}, {point.execution}",
-            f"{point.offered:.1f}",
-            f"{point.served:.1f}",
-            *(f"{_MILLISECONDS * value:.1f}" for value in times),
-            f"{point.mean_batch:.1f}",
-            f"{point.padding:.0%}",
-            str(point.refused),
-            str(point.lost),
-        )
+def _table(results: Sequence[PolicyResult]) -> Table:
+    table = Table()
+    for heading in _HEADINGS:
+        is_name = heading == "policy"
+        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
+    for result, following in zip_longest(results, results[1:]):
+        is_last = following is not None and following.offered != result.offered
+        table.add_row(*_row(result), end_section=is_last)
     return table
+
+
+def _row(result: PolicyResult) -> list[str]:
+    times = (result.mean, result.p50, result.p95, result.p99)
+    return [
+        f"{result.policy}, {result.execution}",
+        f"{result.offered:.1f}",
+        f"{result.served:.1f}",
+        *(f"{_MILLISECONDS * seconds:.1f}" for seconds in times),
+        f"{result.mean_batch:.1f}",
+        f"{result.padding:.0%}",
+        str(result.refused),
+        str(result.lost),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The objective as a picture: who waits, and for how long, under the best cuts for three pressures.
+"""The picture of the scheduler's objective: the best batches of one queue, for three pressures.
 
-Each batch is a box, as wide as it takes and as high as the requests that wait while it runs, those to come included.
-The scheduler makes the sum of the boxes as small as it can: `python -m varlen_tools.simulate.objective`.
+A batch is a box: as wide as it takes, as high as the number of requests that it delays, later arrivals included.
+The scheduler minimizes the total area of the boxes: `python -m varlen_tools.simulate.objective`.
 """
 
 from __future__ import annotations
@@ -9,74 +9,88 @@ from __future__ import annotations
 import math
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from varlen.costs.batch_shape import BatchLimits
 from varlen.costs.model import CostModel
 from varlen.scheduling.partition import partition
-from varlen_tools.simulate.__main__ import cpu_seconds
+from varlen_tools import html_page, pictures
+from varlen_tools.simulate.costs import cpu_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _LENGTHS = [8, 9, 10, 12, 14, 16, 60, 65, 70, 240, 500]
-_PRESSURES = (0.0, 12.0, math.inf)
 _TITLES = {
-    0.0: "nobody to come: least waiting",
-    math.inf: "no end of them: least total time (TurboTransformers)",
+    0.0: "pressure 0: least waiting",
+    12.0: "pressure 12",
+    math.inf: "pressure ∞: least total time",
 }
 _MILLISECONDS = 1e3
-_COLOURS = ("#2f6db3", "#7fb0dd")
+_WAITING, _LATER = pictures.COLORS[0], pictures.COLORS[4]
 
 
 def main(
-    output: Annotated[Path, typer.Argument(help=".svg or .png")] = Path("docs/scheduling.svg"),
+    output: Annotated[
+        Path,
+        typer.Argument(
+            help="Picture to write: .svg, .png or .html.", callback=pictures.check_output
+        ),
+    ] = Path("docs/scheduling.svg"),
 ) -> None:
-    """Draw what the scheduler minimises."""
-    from matplotlib import rcParams
-    from matplotlib.figure import Figure
-
-    # the same bytes every time
-    rcParams["svg.hashsalt"] = "varlen"
-    figure = Figure(figsize=(13, 4.4), layout="constrained")
-    panels = figure.subplots(1, len(_PRESSURES), sharex=True)
-    for axes, pressure in zip(panels, _PRESSURES, strict=True):
-        _draw(axes, pressure)
-    lengths = ", ".join(map(str, _LENGTHS))
-    figure.suptitle(
-        f"Requests of {lengths} tokens. A box is a batch: as wide as it takes, as high as who waits"
+    """Draw what the scheduler minimizes."""
+    title = "The scheduler's objective"
+    pictures.write_outputs(
+        [output], draw, lambda: html_page.page(title, [pictures.embedded(draw, title)])
     )
-    figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
-    print(output)
 
 
-def _draw(axes: Any, pressure: float) -> None:
+def draw() -> Figure:
+    """Return a panel for each pressure."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(13, 4.8), layout="constrained")
+    panels = figure.subplots(1, len(_TITLES), sharex=True, sharey=True)
+    for axes, pressure in zip(panels, _TITLES, strict=True):
+        _draw_batches(axes, pressure)
+    panels[0].set_ylabel("requests")
+    figure.suptitle(
+        f"The best batches of {len(_LENGTHS)} requests; above each box, its requests x their tokens"
+    )
+    patches = [
+        Patch(color=_WAITING, label="requests that wait"),
+        Patch(color=_LATER, label="later arrivals that the batch delays: the pressure"),
+    ]
+    figure.legend(handles=patches, loc="outside lower center", ncols=2)
+    return figure
+
+
+def _draw_batches(axes: Axes, pressure: float) -> None:
+    from matplotlib import rcParams
+
     costs = CostModel.of_function(
         lambda n, length: 4e-3 + cpu_seconds(n, length), "packed", max_sequences=16, max_length=512
     )
     sizes, seconds = partition(_LENGTHS, costs, BatchLimits(16, 8192), pressure=pressure)
-    begins = list(accumulate(sizes, initial=0))
-    starts = accumulate(seconds, initial=0.0)
-    to_come = 0.0 if math.isinf(pressure) else pressure
-    for number, ((begin, end), start, took) in enumerate(
-        zip(pairwise(begins), starts, seconds, strict=False)
-    ):
-        waiting = len(_LENGTHS) - begin
-        left, width = _MILLISECONDS * start, _MILLISECONDS * took
-        colour = _COLOURS[number % 2]
-        axes.bar(left, waiting, width, to_come, align="edge", color=colour, edgecolor="white")
-        if to_come:
-            axes.bar(left, to_come, width, align="edge", color=colour, alpha=0.35)
-        lengths = "\n".join(map(str, _LENGTHS[begin:end]))
-        axes.text(
-            left + width / 2, to_come + waiting, lengths, ha="center", va="bottom", fontsize=7
-        )
-    total = _MILLISECONDS * sum(seconds)
-    axes.set_title(_TITLES.get(pressure, f"{pressure:.0f} to come"), loc="left", fontsize=10)
-    axes.set_xlabel(f"milliseconds; done after {total:.0f}")
-    axes.set_ylabel("requests waiting, and to come (pale)" if not pressure else "")
-    axes.set_ylim(0, len(_LENGTHS) + to_come + 12)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    ends = [_MILLISECONDS * end for end in accumulate(seconds, initial=0.0)]
+    numbers = list(accumulate(sizes, initial=0))
+    later = 0.0 if math.isinf(pressure) else pressure
+    box = {"align": "edge", "edgecolor": rcParams["axes.facecolor"]}
+    for (first, last), (left, right) in zip(pairwise(numbers), pairwise(ends), strict=True):
+        waiting = len(_LENGTHS) - first
+        axes.bar(left, waiting, right - left, later, color=_WAITING, **box)
+        axes.bar(left, later, right - left, color=_LATER, **box)
+        shortest, longest = _LENGTHS[first], _LENGTHS[last - 1]
+        lengths = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"
+        middle, top = (left + right) / 2, later + waiting + 0.3
+        axes.text(middle, top, f"{last - first} x\n{lengths}", ha="center", fontsize=8)
+    axes.set_title(_TITLES[pressure])
+    axes.set_xlabel(f"milliseconds; all are done after {ends[-1]:.0f}")
+    axes.set_ylim(0, len(_LENGTHS) + max(p for p in _TITLES if p < math.inf) + 4)
 
 
 if __name__ == "__main__":

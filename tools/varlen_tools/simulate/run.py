@@ -1,6 +1,6 @@
-"""One simulated run: the real engine and scheduler, arrivals at given times, and a clock that nobody waits for.
+"""One simulated run: the real engine and scheduler on a virtual clock.
 
-The executor is the only part that is not real: a batch ends after what it costs, and requests arrive meanwhile.
+Only the executor is simulated: a batch ends after its cost, and requests arrive meanwhile.
 """
 
 from __future__ import annotations
@@ -23,37 +23,20 @@ from varlen.request import Float32Array, Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
 from varlen.sequence import Batch, BatchResult
+from varlen_tools.workloads import Arrival
 
 _NOTHING: Float32Array = np.zeros(0, dtype=np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request of rows of one length.
-
-    Attributes:
-        at: when it comes, in seconds.
-        tokens: length of each row.
-        rows: how many.
-        priority, deadline_seconds: as in `Request`.
-    """
-
-    at: float
-    tokens: int
-    priority: int = 0
-    deadline_seconds: float | None = None
-    rows: int = 1
-
-
 @dataclass(slots=True)
 class Outcome:
-    """What became of an arrival.
+    """The result of an arrival.
 
     Attributes:
-        arrival: what came.
-        end: when it was answered; None if it never was.
-        error: what the answer said, if it was an error.
-        answers: how many it had.
+        arrival: the request.
+        end: time of its answer; None without one.
+        error: the answer, if it is an error.
+        answers: number of answers.
     """
 
     arrival: Arrival
@@ -63,7 +46,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """How long its answer took; only of one that was answered."""
+        """Latency, of an answered request."""
         assert self.end is not None
         return self.end - self.arrival.at
 
@@ -75,8 +58,8 @@ class Run:
     Attributes:
         outcomes: of every arrival, in order.
         seconds: from the first arrival to the last answer.
-        batches: what ran.
-        padding: tokens of padding that ran.
+        batches: in the order in which they started.
+        padding: number of padding tokens in all batches.
     """
 
     outcomes: list[Outcome]
@@ -86,16 +69,16 @@ class Run:
 
     @property
     def latencies(self) -> list[float]:
-        """Seconds of all that were answered without an error, ascending."""
+        """Latencies of answers without an error, ascending."""
         return sorted(o.seconds for o in self.outcomes if o.end is not None and o.error is None)
 
     @property
     def served_per_second(self) -> float:
-        """Requests answered without an error in each second of the run."""
+        """Answers without an error per second of the run."""
         return len(self.latencies) / self.seconds
 
     def refused(self, kind: type[VarlenError]) -> int:
-        """Return how many were answered with this error."""
+        """Return the number of requests answered with this error."""
         return sum(isinstance(outcome.error, kind) for outcome in self.outcomes)
 
 
@@ -107,11 +90,11 @@ def simulate(
     actual: CostModel | None = None,
     slots: int = 1,
 ) -> Run:
-    """Return what becomes of arrivals, in order of time, on an engine of this configuration.
+    """Return the run of an engine over arrivals, which are in order of time.
 
     Args:
-        costs: what the scheduler believes batches to cost; it refines them.
-        actual: what they cost; None if it is right.
+        costs: the scheduler's cost model, which it refines.
+        actual: the real costs; None if the scheduler's are right.
         slots: batches that run at the same time, each as fast as one alone.
     """
     return _Simulation(arrivals, config, costs, actual or costs, slots).complete()
@@ -157,12 +140,12 @@ class _Executor:
         self.batches: list[BatchShape] = []
         self._clock = clock
         self._costs = costs
-        # (end, number, what it calls)
+        # (end, number, callback)
         self._running: list[tuple[float, int, Callable[[], None]]] = []
 
     @property
     def next_end(self) -> float:
-        """When the next batch ends; infinity if none runs."""
+        """Time at which the next batch ends; infinity if none runs."""
         return self._running[0][0] if self._running else math.inf
 
     def start(self, batch: Batch, completed: Callable[[Batch, BatchResult], None]) -> None:
@@ -173,12 +156,12 @@ class _Executor:
         heappush(self._running, (end, len(self.batches), lambda: completed(batch, result)))
 
     def complete_next(self) -> None:
-        """Report the batch that ends first."""
+        """Complete the batch that ends first."""
         heappop(self._running)[2]()
 
 
 class _Simulation:
-    """The engine, what comes, and the executor that it uses."""
+    """The engine, its arrivals and its executor."""
 
     def __init__(
         self,
@@ -198,7 +181,7 @@ class _Simulation:
         self._engine = Engine(scheduler, self._executor, Stats(), self._clock)
 
     def complete(self) -> Run:
-        """Return the run: all arrivals come, and everything that they leave to do is done."""
+        """Return the run once every request is answered."""
         began = self._clock.now
         wake_at: float | None = None
         while True:
@@ -226,9 +209,8 @@ class _Simulation:
         outcome = Outcome(arrival)
         self._outcomes.append(outcome)
         reply = _Reply(outcome, self._clock)
-        options = RequestOptions(
-            priority=arrival.priority, deadline_seconds=arrival.deadline_seconds
-        )
+        deadline = arrival.deadline_seconds
+        options = RequestOptions(priority=arrival.priority, deadline_seconds=deadline)
         request = Request((_prompt(arrival.tokens),) * arrival.rows, options)
         try:
             self._engine.submit(request, reply)

@@ -1,4 +1,4 @@
-"""Policies compared on one stream of arrivals, and the most that each bears."""
+"""Policies compared on one stream of arrivals, and the highest rate that each sustains."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.costs.model import CostModel
 from varlen.errors import DeadlineError, QueueFullError
-from varlen_tools.simulate.run import Arrival, Run, simulate
+from varlen_tools.simulate.run import simulate
+from varlen_tools.workloads import Arrival
 
-# A new table for every run, since a run refines it.
+# Makes a new cost model for every run, since a run refines it.
 MakeCosts: TypeAlias = Callable[[], CostModel]
-# Arrivals at so many requests a second.
+# Makes the arrivals of a rate, in requests per second.
 MakeArrivals: TypeAlias = Callable[[float], Sequence[Arrival]]
 
 _BISECTIONS = 10
-# Served of what was offered, where a rate is called sustained.
+# Share of the offered requests that a sustained rate serves.
 _LEAST_SERVED = 0.98
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class PolicyResult:
     """One policy under one load.
 
     Attributes:
         policy, execution: of the engine.
-        offered: requests a second.
-        served: answers a second, without errors.
+        offered: requests per second.
+        served: answers without an error per second.
         mean, p50, p95, p99: latency of those answers, in seconds.
-        refused: requests that were, for a full queue or a deadline.
-        lost: requests that were answered never, or twice.
-        padding: of all tokens that ran, the share that was padding.
-        mean_batch: sequences in a batch.
+        refused: requests refused for a full queue or a deadline.
+        lost: requests without an answer, or with several.
+        padding: padding's share of all tokens.
+        mean_batch: mean number of sequences per batch.
     """
 
     policy: str
@@ -54,18 +55,12 @@ class Point:
 
 def measure(
     config: EngineConfig, make_costs: MakeCosts, arrivals: Sequence[Arrival], offered: float
-) -> Point:
-    """Return what a policy makes of arrivals.
-
-    Raises:
-        ValueError: there are none.
-    """
-    if not arrivals:
-        raise ValueError("no request arrives")
+) -> PolicyResult:
+    """Return the result of a policy; there is at least one arrival."""
     run = simulate(arrivals, config, make_costs())
     latencies = run.latencies
     tokens = sum(shape.tokens for shape in run.batches)
-    return Point(
+    return PolicyResult(
         policy=config.policy,
         execution=config.execution,
         offered=offered,
@@ -75,9 +70,9 @@ def measure(
         p95=percentile(latencies, 0.95),
         p99=percentile(latencies, 0.99),
         refused=run.refused(QueueFullError) + run.refused(DeadlineError),
-        lost=_lost(run),
+        lost=sum(outcome.answers != 1 for outcome in run.outcomes),
         padding=run.padding / (tokens + run.padding) if tokens else 0.0,
-        mean_batch=_mean_batch(run.batches),
+        mean_batch=sum(shape.sequences for shape in run.batches) / max(1, len(run.batches)),
     )
 
 
@@ -86,8 +81,8 @@ def compare(
     make_costs: Callable[[EngineConfig], MakeCosts],
     make_arrivals: MakeArrivals,
     rates: Sequence[float],
-) -> Iterator[Point]:
-    """Yield a point for every rate and configuration; all of them see the same arrivals."""
+) -> Iterator[PolicyResult]:
+    """Yield a result for every rate and configuration; all of them see the same arrivals."""
     for rate in rates:
         arrivals = make_arrivals(rate)
         for config in configs:
@@ -102,28 +97,23 @@ def most_within(
     p99: float,
     upper: float,
 ) -> float:
-    """Return the most requests a second that are served with this p99 latency, by bisection; 0 if none are.
+    """Return the highest rate that is served with this p99 latency, in seconds; at most `upper`, by bisection."""
 
-    Args:
-        p99: in seconds.
-        upper: a rate that is too much, or the most that is asked about.
-    """
-
-    def bears(rate: float) -> bool:
-        point = measure(config, make_costs, make_arrivals(rate), rate)
-        return point.p99 <= p99 and point.served >= _LEAST_SERVED * rate
+    def sustains(rate: float) -> bool:
+        result = measure(config, make_costs, make_arrivals(rate), rate)
+        return result.p99 <= p99 and result.served >= _LEAST_SERVED * rate
 
     low, high = 0.0, upper
-    if bears(upper):
+    if sustains(upper):
         return upper
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if bears(middle) else (low, middle)
+        low, high = (middle, high) if sustains(middle) else (low, middle)
     return low
 
 
 def full_load(costs: CostModel, lengths: Sequence[int], max_sequences: int) -> float:
-    """Return the requests a second that full batches of sequences of the mean length would serve: a load of 1."""
+    """Return the rate of a load of 1: requests per second in full batches of the mean length."""
     mean = round(statistics.fmean(lengths))
     shape = BatchShape.of([mean] * max_sequences)
     return max_sequences / costs.seconds(shape)
@@ -140,15 +130,7 @@ def with_policy(config: EngineConfig, name: str) -> EngineConfig:
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:
-    """Return the value below which this share of them lies; NaN of none."""
+    """Return the value at rank `share * count`; NaN if there are none."""
     if not ascending:
         return float("nan")
     return ascending[min(len(ascending) - 1, int(share * len(ascending)))]
-
-
-def _lost(run: Run) -> int:
-    return sum(outcome.answers != 1 for outcome in run.outcomes)
-
-
-def _mean_batch(batches: Sequence[BatchShape]) -> float:
-    return statistics.fmean(shape.sequences for shape in batches) if batches else 0.0

@@ -1,0 +1,68 @@
+"""Pictures and pages: both themes, the same bytes each time, and one line where matplotlib is missing."""
+
+import base64
+import re
+import sys
+from xml.etree import ElementTree
+
+import pytest
+import typer
+
+from varlen_tools import html_page, pictures
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def draw():
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.subplots().plot([1, 2], [3, 4], label="a<b&c")
+    figure.legend()
+    return figure
+
+
+def test_a_picture_is_written_in_both_themes_with_the_same_bytes_each_time(tmp_path):
+    light, dark = pictures.write(draw, tmp_path / "x.svg")
+
+    assert (light.name, dark.name) == ("x.svg", "x-dark.svg")
+    assert light.read_bytes() != dark.read_bytes()
+    assert pictures.render(draw, "dark") == dark.read_bytes()
+    texts = [text.text for text in ElementTree.parse(light).iter(f"{SVG}text")]
+    assert "a<b&c" in texts
+
+
+def test_a_page_embeds_both_themes_and_shows_names_as_text(tmp_path):
+    path = tmp_path / "x.html"
+
+    pictures.write_outputs(
+        [path], draw, lambda: html_page.page("<b>&", [pictures.embedded(draw, '"<i>')])
+    )
+
+    page = path.read_text()
+    assert page.count("&lt;b&gt;&amp;") == 2
+    assert "<i>" not in page
+    embedded = re.findall(r"data:image/svg\+xml;base64,([\w+/=]+)", page)
+    assert [base64.b64decode(svg) for svg in embedded] == [
+        pictures.render(draw, theme) for theme in ("dark", "light")
+    ]
+
+
+def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    with pytest.raises(typer.Exit) as end:
+        pictures.write_outputs([tmp_path / "x.svg"], draw, str)
+
+    assert end.value.exit_code == 1
+    expected = "Error: pictures need matplotlib: pip install 'varlen[pictures]'\n"
+    assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [("x.pdf", "neither .svg, .png nor .html"), ("nowhere/x.svg", "there is no folder")],
+)
+def test_an_output_that_cannot_be_written_is_refused(tmp_path, name, message):
+    with pytest.raises(typer.BadParameter, match=message):
+        pictures.check_outputs([tmp_path / "x.html", tmp_path / name])

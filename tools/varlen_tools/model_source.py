@@ -1,0 +1,65 @@
+"""The model of a command: a checkpoint folder, or a model of a repository with its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from varlen.config import EngineConfig
+
+_CONFIG = "config.pbtxt"
+
+
+class SourceError(Exception):
+    """The folder has no model; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The name of a model, its checkpoint folder, and its settings."""
+
+    name: str
+    checkpoint: Path
+    config: EngineConfig
+
+
+def find_source(folder: Path, settings: Mapping[str, str]) -> ModelSource:
+    """Return the model of a folder.
+
+    Args:
+        folder: a checkpoint, or a model of a model repository: config.pbtxt and numbered versions.
+        settings: engine parameters that replace the configured ones.
+
+    Raises:
+        SourceError: the folder is neither.
+        ConfigError: a setting is unknown or not allowed.
+    """
+    resolved = folder.resolve()
+    if (folder / _CONFIG).is_file():
+        config = EngineConfig.from_parameters({**_parameters(folder / _CONFIG), **settings})
+        return ModelSource(resolved.name, _latest_version(folder), config)
+    if not (folder / "config.json").is_file():
+        raise SourceError(f"{folder} has neither {_CONFIG} nor config.json")
+    # a checkpoint in a repository is a numbered version
+    name = resolved.parent.name if resolved.name.isdecimal() else resolved.name
+    return ModelSource(name, folder, EngineConfig.from_parameters(settings))
+
+
+def _parameters(path: Path) -> dict[str, str]:
+    try:
+        config = text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+    except text_format.ParseError as error:
+        raise SourceError(f"{path} cannot be read: {error}") from None
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+def _latest_version(folder: Path) -> Path:
+    """Return the version that the server loads by default."""
+    versions = [entry for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir()]
+    if not versions:
+        raise SourceError(f"{folder} has no version: a folder whose name is a number")
+    return max(versions, key=lambda entry: int(entry.name))

@@ -1,0 +1,117 @@
+"""The memory of TurboTransformers' paper: usage records of BERT-base, its list of chunks, and streams of lengths.
+
+What is published about the paper's allocator rests on these, so our planner is compared with them.
+The records are one encoder layer of 12 heads in fp32, which all layers share.
+
+Source: Fang et al. 2021, arXiv:2010.05680, algorithm 1, and the code published with it.
+"""
+
+import random
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from varlen.memory.planner import best_offset, largest_first
+from varlen.memory.usage import Size, Usage, conflicts
+
+# A new chunk is a fifth larger than its first buffer, in steps of 32 bytes, and at least two megabytes.
+_GROWTH_PERCENT = 120
+_CHUNK_STEP = 32
+_LEAST_BYTES = 2 << 20
+
+
+class Place(NamedTuple):
+    """The place of a buffer: number of its chunk, and offset in bytes from the chunk's start."""
+
+    chunk: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """The places of all buffers of one batch.
+
+    Attributes:
+        places: place of each buffer.
+        chunks: sizes in bytes; existing chunks first, then new ones.
+        extents: used bytes of each chunk, from its start.
+    """
+
+    places: tuple[Place, ...]
+    chunks: tuple[int, ...]
+    extents: tuple[int, ...]
+
+
+def plan_chunks(usages: Sequence[Usage], chunks: Sequence[int] = ()) -> ChunkPlan:
+    """Return a place for each usage: the best offset in the first chunk that has room, else a new chunk.
+
+    Args:
+        usages: of fixed size.
+        chunks: sizes of the existing chunks, in bytes, in the order in which they were opened.
+    """
+    sizes = [usage.size.fixed for usage in usages]
+    masks = conflicts([[(usage.first_op, usage.last_op)] for usage in usages])
+    capacities = list(chunks)
+    extents = [0] * len(capacities)
+    # of each chunk: (offset, end, usage), by offset
+    placed: list[list[tuple[int, int, int]]] = [[] for _ in capacities]
+    places = [Place(0, 0)] * len(sizes)
+    for number in largest_first(sizes):
+        size = sizes[number]
+        for chunk, capacity in enumerate(capacities):
+            offset = best_offset(placed[chunk], masks[number], size)
+            if offset + size <= capacity:
+                break
+        else:
+            chunk, offset = len(capacities), 0
+            capacities.append(_new_chunk(size))
+            extents.append(0)
+            placed.append([])
+        places[number] = Place(chunk, offset)
+        extents[chunk] = max(extents[chunk], offset + size)
+        insort(placed[chunk], (offset, offset + size, number))
+    return ChunkPlan(tuple(places), tuple(capacities), tuple(extents))
+
+
+def _new_chunk(size: int) -> int:
+    """Return the size of the chunk to open for a buffer."""
+    grown = size * _GROWTH_PERCENT // 100
+    return max(_LEAST_BYTES, -(-grown // _CHUNK_STEP) * _CHUNK_STEP)
+
+
+def bert_usages(batch: int, length: int) -> list[Usage]:
+    """Return the records of `batch` sequences of `length` tokens, padding included.
+
+    Two sizes are as the published code has them, not as its ops need: `batch_gemm4` is recorded as large as
+    the scores, and `seqpool` without the batch.
+    """
+    ids = 8 * batch * length
+    hidden = 4 * batch * length * 768
+    scores = 4 * batch * 12 * length * length
+    pooled = 4 * batch * 768
+    records = [
+        ("position ids", 0, 1, ids),
+        ("segment ids", 0, 1, ids),
+        ("attmask", 0, 0, ids),
+        ("extended mask", 0, 11, ids // 2),
+        ("embedding", 1, 11, hidden),
+        ("qkv_out1", 2, 3, 3 * hidden),
+        ("q", 3, 4, hidden),
+        ("k", 3, 4, hidden),
+        ("v", 3, 5, hidden),
+        ("batch_gemm3", 4, 5, scores),
+        ("context", 5, 6, hidden),
+        ("batch_gemm4", 6, 7, scores),
+        ("gemm5", 7, 10, hidden),
+        ("intermediate", 9, 10, 4 * hidden),
+        ("pooler", 11, 12, pooled),
+        ("seqpool", 12, 13, 4 * 768),
+    ]
+    return [Usage(name, first, last, Size(fixed=size)) for name, first, last, size in records]
+
+
+def lengths(count: int, longest: int) -> list[int]:
+    """Return the lengths of a published stream of requests, in tokens: uniform from 5."""
+    numbers = random.Random(0)
+    return [numbers.randint(5, longest) for _ in range(count)]
