@@ -1,7 +1,7 @@
-"""The server's /metrics page, as far as `varlen status` needs it.
+"""The server's /metrics page: the series of one model, and the rates between two samples of them.
 
-Two samples, some seconds apart, give rates. The page is Prometheus text; only the varlen_ series of
-one model are read.
+The page is Prometheus text. It holds the series of this backend (`varlen_*`) and the server's own (`nv_*`); both have
+the label `model`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-_SERIES = re.compile(r"^(varlen_\w+)(?:\{(.*)\})?\s+(\S+)")
+_SERIES = re.compile(r"(\w+)\{(.*)\}\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -51,23 +51,29 @@ def fetch_metrics(url: str, *, timeout: float) -> str | None:
     return page.decode(errors="replace")
 
 
+def model_series(page: str, model: str) -> dict[str, float]:
+    """Return the value of each metric of `model`, by metric name, without histogram buckets.
+
+    Series of one metric that differ in other labels (version, instance, outcome) are summed. A
+    histogram is left with its `_sum` and `_count`.
+    """
+    totals: dict[str, float] = {}
+    for name, labels, value in _series(page, model):
+        if "le" not in labels:
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
 def read_metrics(page: str, model: str) -> MetricsSample | None:
     """Return the sample of `model`, None when the page has no varlen series of it."""
-    totals: dict[str, float] = {}
-    outcomes: dict[str, float] = {}
-    for line in page.splitlines():
-        series = _SERIES.match(line)
-        if series is None:
-            continue
-        labels = dict(_LABEL.findall(series[2] or ""))
-        if labels.get("model") != model:
-            continue
-        totals[series[1]] = totals.get(series[1], 0.0) + float(series[3])
-        if series[1] == "varlen_requests_total":
-            outcome = labels.get("outcome", "unknown")
-            outcomes[outcome] = outcomes.get(outcome, 0.0) + float(series[3])
-    if not totals:
+    totals = model_series(page, model)
+    if not any(name.startswith("varlen_") for name in totals):
         return None
+    outcomes: dict[str, float] = {}
+    for name, labels, value in _series(page, model):
+        if name == "varlen_requests_total":
+            outcome = labels.get("outcome", "unknown")
+            outcomes[outcome] = outcomes.get(outcome, 0.0) + value
     return MetricsSample(
         at=time.monotonic(),
         queued_requests=totals.get("varlen_queued_requests", 0.0),
@@ -90,3 +96,12 @@ def rates(before: MetricsSample, after: MetricsSample) -> Rates:
         sequences=per_second(before.sequences, after.sequences),
         tokens=per_second(before.tokens, after.tokens),
     )
+
+
+def _series(page: str, model: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Yield (metric name, labels, value) for each series of `model`."""
+    for line in page.splitlines():
+        series = _SERIES.match(line)
+        labels = dict(_LABEL.findall(series[2])) if series else {}
+        if series and labels.get("model") == model:
+            yield series[1], labels, float(series[3])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from varlen_client.metrics import MetricsSample, fetch_metrics, rates, read_metrics
+from varlen_client.metrics import MetricsSample, fetch_metrics, model_series, rates, read_metrics
 
 PAGE = """\
 # HELP varlen_queued_requests Requests that wait
@@ -15,8 +15,35 @@ varlen_requests_total{model="minilm",instance="minilm_0_0",outcome="ok"} 10
 varlen_requests_total{model="minilm",instance="minilm_0_0",outcome="refused"} 4
 varlen_sequences_total{model="minilm",instance="minilm_0_0"} 20
 varlen_tokens_total{model="minilm",instance="minilm_0_0"} 900
+varlen_batch_seconds_bucket{model="minilm",instance="minilm_0_0",le="0.1"} 3
+varlen_batch_seconds_bucket{model="minilm",instance="minilm_0_0",le="+Inf"} 6
+varlen_batch_seconds_sum{model="minilm",instance="minilm_0_0"} 1.5
+varlen_batch_seconds_count{model="minilm",instance="minilm_0_0"} 6
 nv_inference_count{model="minilm",version="1"} 7
+nv_inference_count{model="minilm",version="2"} 1
+nv_cpu_utilization 0.5
 """
+
+
+def test_sums_each_metric_of_one_model_without_histogram_buckets():
+    assert model_series(PAGE, "minilm") == {
+        "varlen_queued_requests": 5,
+        "varlen_queued_tokens": 500,
+        "varlen_requests_total": 14,
+        "varlen_sequences_total": 20,
+        "varlen_tokens_total": 900,
+        "varlen_batch_seconds_sum": 1.5,
+        "varlen_batch_seconds_count": 6,
+        "nv_inference_count": 8,
+    }
+
+
+def test_a_page_without_the_model_has_no_series():
+    assert model_series(PAGE, "nope") == {}
+
+
+def test_a_page_with_only_the_servers_own_series_is_no_sample():
+    assert read_metrics('nv_inference_count{model="minilm",version="1"} 7\n', "minilm") is None
 
 
 def test_sums_the_instances_of_one_model():
