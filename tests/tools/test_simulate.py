@@ -18,18 +18,17 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.costs.model import CostModel
 from varlen.errors import DeadlineError, QueueFullError
 from varlen_tools.simulate.__main__ import app, cpu_seconds, gpu_seconds
-from varlen_tools.simulate.arrivals import (
-    bursts,
-    one_of,
-    poisson,
-    read_lengths,
-    uniform,
+from varlen_tools.simulate.run import simulate
+from varlen_tools.simulate.study import full_load, measure, most_within
+from varlen_tools.workloads import (
+    Arrival,
+    burst_arrivals,
+    poisson_arrivals,
+    uniform_lengths,
     with_deadline,
 )
-from varlen_tools.simulate.run import Arrival, simulate
-from varlen_tools.simulate.study import full_load, measure, most_within
 
-MIX = uniform(5, 500)
+MIX = uniform_lengths(5, 500)
 SEQUENCES = 20
 NO_CAP = 10**9
 
@@ -59,7 +58,7 @@ def point(policy, load, seconds=cpu_seconds, execution="packed", count=2000, see
         measure(
             config(policy, execution),
             lambda: table(seconds, execution),
-            poisson(count, rate, MIX, seed),
+            poisson_arrivals(count, rate, MIX, seed),
             rate,
         )
         for seed in seeds
@@ -98,7 +97,7 @@ def test_packed_dp_answers_sooner_where_tokens_are_costly(load, least):
 def test_packed_dp_is_not_much_worse_where_costs_are_known_badly(believed):
     """As a first start on a busy machine leaves them. A wait that is taken for usual must not grow with the error."""
     rate = 0.9 * full_load(table(), [252, 253], SEQUENCES)
-    arrivals = poisson(3000, rate, MIX, seed=0)
+    arrivals = poisson_arrivals(3000, rate, MIX, seed=0)
 
     def run(policy):
         wrong = table(lambda n, length: believed * cpu_seconds(n, length))
@@ -114,7 +113,8 @@ def test_a_rush_does_not_make_long_waits_usual_for_those_who_come_after():
     """40 that come at once, then a light load: nobody waits as long any more."""
     rush = [Arrival(0.0, 400) for _ in range(40)]
     after = [
-        Arrival(5.0 + arrival.at, arrival.tokens) for arrival in poisson(400, 50.0, MIX, seed=1)
+        Arrival(5.0 + arrival.at, arrival.tokens)
+        for arrival in poisson_arrivals(400, 50.0, MIX, seed=1)
     ]
 
     run = simulate(rush + after, config("dp", max_wait_ms=5000), table())
@@ -129,7 +129,7 @@ def test_a_load_that_rises_and_falls_costs_the_slowest_nothing():
     arrivals: list[Arrival] = []
     for number in range(30):
         begin = arrivals[-1].at + 2.0 if arrivals else 0.0
-        part = poisson(100, (0.5, 0.85)[number % 2] * full, MIX, seed=number)
+        part = poisson_arrivals(100, (0.5, 0.85)[number % 2] * full, MIX, seed=number)
         arrivals += [Arrival(begin + arrival.at, arrival.tokens) for arrival in part]
 
     def slowest_of_each_load(policy):
@@ -162,7 +162,7 @@ def test_padded_dp_answers_much_sooner_under_moderate_load():
 @pytest.mark.parametrize("trigger", ["hungry", "lazy"])
 def test_every_request_is_answered_once_and_no_batch_passes_a_limit(policy, execution, trigger):
     run = simulate(
-        bursts(1500, 80.0, MIX, seed=3),
+        burst_arrivals(1500, 80.0, MIX, seed=3),
         config(policy, execution, trigger=trigger),
         table(execution=execution),
     )
@@ -177,7 +177,7 @@ def test_every_request_is_answered_once_and_no_batch_passes_a_limit(policy, exec
 
 
 def test_twenty_thousand_requests_and_none_is_lost():
-    arrivals = poisson(20_000, 900.0, MIX, seed=5)
+    arrivals = poisson_arrivals(20_000, 900.0, MIX, seed=5)
 
     run = simulate(arrivals, config("dp", max_queued_requests=400), table(gpu_seconds))
 
@@ -188,7 +188,7 @@ def test_twenty_thousand_requests_and_none_is_lost():
 
 def test_a_run_is_a_function_of_its_seed():
     def latencies(seed):
-        run = simulate(poisson(500, 80.0, MIX, seed), config("dp"), table())
+        run = simulate(poisson_arrivals(500, 80.0, MIX, seed), config("dp"), table())
         return [outcome.seconds for outcome in run.outcomes]
 
     assert latencies(1) == latencies(1)
@@ -198,7 +198,7 @@ def test_a_run_is_a_function_of_its_seed():
 def adversary(count, rate, seed):
     """Short requests at nearly all that the engine can do, and long ones, which every plan would put off."""
     numbers = random.Random(seed)
-    short = poisson(count, rate, uniform(4, 8), seed)
+    short = poisson_arrivals(count, rate, uniform_lengths(4, 8), seed)
     return [Arrival(arrival.at, 500) if numbers.random() < 0.02 else arrival for arrival in short]
 
 
@@ -219,7 +219,10 @@ def test_the_long_do_not_starve_among_the_short(seed):
 @pytest.mark.parametrize("rows", [16, 64])
 def test_a_large_request_waits_at_most_about_twice_as_long_as_single_rows_at_overload(policy, rows):
     """The queue lets single rows pass a large request, but not for ever."""
-    single = [Arrival(each.at, 64) for each in poisson(9000, 900.0, uniform(64, 64), seed=0)]
+    single = [
+        Arrival(each.at, 64)
+        for each in poisson_arrivals(9000, 900.0, uniform_lengths(64, 64), seed=0)
+    ]
     large = [Arrival(at, 64, rows=rows) for at in (2.0, 4.0, 6.0)]
     arrivals = sorted([*single, *large], key=lambda arrival: arrival.at)
 
@@ -240,7 +243,7 @@ def test_a_large_request_waits_at_most_about_twice_as_long_as_single_rows_at_ove
 
 def test_requests_with_a_deadline_keep_it_or_are_refused_at_once():
     rate = 2.0 * full_load(table(), [252, 253], SEQUENCES)
-    arrivals = with_deadline(poisson(3000, rate, MIX, seed=7), 0.5)
+    arrivals = with_deadline(poisson_arrivals(3000, rate, MIX, seed=7), 0.5)
 
     run = simulate(arrivals, config("dp"), table())
 
@@ -265,7 +268,10 @@ def test_a_deadline_is_kept_although_costs_are_known_badly():
     rate = 2.0 * full_load(actual, [252, 253], SEQUENCES)
 
     run = simulate(
-        with_deadline(poisson(4000, rate, MIX, seed=8), 0.5), config("dp"), believed, actual=actual
+        with_deadline(poisson_arrivals(4000, rate, MIX, seed=8), 0.5),
+        config("dp"),
+        believed,
+        actual=actual,
     )
 
     late = [outcome for outcome in run.outcomes[2000:] if outcome.seconds > 0.5]
@@ -279,7 +285,7 @@ def test_priority_is_answered_sooner_under_load():
     numbers = random.Random(4)
     arrivals = [
         Arrival(arrival.at, arrival.tokens, priority=9 if numbers.random() < 0.1 else 0)
-        for arrival in poisson(3000, 100.0, MIX, seed=4)
+        for arrival in poisson_arrivals(3000, 100.0, MIX, seed=4)
     ]
 
     for policy in ("token_budget", "dp"):
@@ -290,7 +296,7 @@ def test_priority_is_answered_sooner_under_load():
 
 
 def test_lazy_batches_are_larger_and_wait_no_longer_than_the_delay():
-    arrivals = poisson(1000, 20.0, MIX, seed=2)
+    arrivals = poisson_arrivals(1000, 20.0, MIX, seed=2)
 
     hungry = simulate(arrivals, config("token_budget"), table())
     lazy = simulate(arrivals, config("token_budget", trigger="lazy", max_delay_ms=100), table())
@@ -331,32 +337,13 @@ def test_whatever_comes_is_answered_once(stream, policy, trigger, execution):
 
 def test_the_most_within_a_latency_is_where_latency_passes_it():
     def arrivals(rate):
-        return poisson(1500, rate, MIX, 0)
+        return poisson_arrivals(1500, rate, MIX, 0)
 
     most = most_within(config("token_budget"), table, arrivals, p99=0.3, upper=300.0)
 
     below = measure(config("token_budget"), table, arrivals(0.98 * most), 0.98 * most)
     above = measure(config("token_budget"), table, arrivals(1.1 * most), 1.1 * most)
     assert below.p99 <= 0.3 < above.p99
-
-
-def test_bursts_come_at_the_rate_and_together():
-    arrivals = bursts(20_000, 100.0, MIX, seed=1)
-
-    assert len(arrivals) == 20_000
-    assert 20_000 / arrivals[-1].at == pytest.approx(100, rel=0.1)
-    assert len({arrival.at for arrival in arrivals}) < 2000
-    assert [a.at for a in arrivals] == sorted(a.at for a in arrivals)
-
-
-def test_lengths_of_a_trace(tmp_path):
-    file = tmp_path / "trace.csv"
-    file.write_text("time,tokens\n0,7\n1,0\n2,9\n")
-
-    assert read_lengths(file, "tokens") == [7, 9]
-    assert {one_of([7, 9])(random.Random(i)) for i in range(20)} == {7, 9}
-    with pytest.raises(ValueError, match=r"trace.csv has no column words; it has time, tokens"):
-        read_lengths(file, "words")
 
 
 def test_the_command_prints_every_policy_and_draws(tmp_path):

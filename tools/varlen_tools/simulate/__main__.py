@@ -19,10 +19,10 @@ from varlen.config import EngineConfig, Execution
 from varlen.costs.model import CostModel
 from varlen.costs.store import CostStore, StoredCosts
 from varlen.errors import ConfigError
-from varlen_tools.simulate import arrivals as streams
+from varlen_tools import workloads
 from varlen_tools.simulate.draw import draw
-from varlen_tools.simulate.run import Arrival
 from varlen_tools.simulate.study import Point, compare, full_load, most_within, with_policy
+from varlen_tools.workloads import Arrival, DrawLength
 
 _NO_CAP = 10**9
 # Lengths drawn to know the mean of a mix.
@@ -47,6 +47,9 @@ class Stream(str, Enum):
 
     poisson = "poisson"
     bursts = "bursts"
+
+
+_STREAMS = {Stream.poisson: workloads.poisson_arrivals, Stream.bursts: workloads.burst_arrivals}
 
 
 def cpu_seconds(count: int, length: int) -> float:
@@ -114,8 +117,8 @@ def main(
         return lambda: make_table(config.execution)
 
     def make_arrivals(rate: float) -> list[Arrival]:
-        came = getattr(streams, stream.value)(count, rate, mix, seed)
-        return streams.with_deadline(came, deadline_ms / _MILLISECONDS or None)
+        came = _STREAMS[stream](count, rate, mix, seed)
+        return workloads.with_deadline(came, deadline_ms / _MILLISECONDS or None)
 
     one = full_load(make_table("packed"), drawn, max_batch_sequences)
     rates = [factor * one for factor in factors]
@@ -152,13 +155,13 @@ def _write(path: Path, points: Sequence[Point]) -> None:
             writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
-def _lengths(text: str, trace: Path | None, column: str) -> streams.Lengths:
+def _lengths(text: str, trace: Path | None, column: str) -> DrawLength:
     if trace is not None:
-        return streams.one_of(streams.read_lengths(trace, column))
+        return workloads.sampled_lengths(workloads.read_lengths(trace, column))
     low, _, high = text.partition("-")
     if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
         raise ValueError(f'lengths are "{text}"; allowed: two whole numbers, as 5-500')
-    return streams.uniform(int(low), int(high))
+    return workloads.uniform_lengths(int(low), int(high))
 
 
 def _tables(

@@ -24,26 +24,9 @@ from varlen.request import Float32Array, Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
 from varlen.sequence import Batch, BatchResult
+from varlen_tools.workloads import Arrival
 
 _NOTHING: Float32Array = np.zeros(0, dtype=np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request of rows of one length.
-
-    Attributes:
-        at: when it comes, in seconds.
-        tokens: length of each row.
-        rows: how many.
-        priority, deadline_seconds: as in `Request`.
-    """
-
-    at: float
-    tokens: int
-    priority: int = 0
-    deadline_seconds: float | None = None
-    rows: int = 1
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.costs.model import CostModel
 from varlen.errors import DeadlineError, QueueFullError
-from varlen_tools.simulate.run import Arrival, Run, simulate
+from varlen_tools.simulate.run import Run, simulate
+from varlen_tools.workloads import Arrival
 
 # A new table for every run, since a run refines it.
 MakeCosts: TypeAlias = Callable[[], CostModel]

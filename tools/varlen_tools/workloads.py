@@ -1,0 +1,181 @@
+"""Workloads: lengths of requests and arrival times. Everything follows from a seed, the same on any machine.
+
+Benchmarks use a `Mix` with `poisson_times`: loads of one size hold the same work.
+The simulator draws each `Arrival` independently: `poisson_arrivals` and `burst_arrivals`.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+# Mixes of uniform lengths by name: shortest and longest, in tokens.
+UNIFORM = {"uniform": (5, 500), "short": (2, 100)}
+# Share of a trace's requests that fit the model after scaling; longer ones are clamped.
+_FITTING = 0.99
+# Mean number of arrivals in a burst.
+_BURST = 20
+
+# Draws the length of one request, in tokens.
+DrawLength: TypeAlias = Callable[[random.Random], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Lengths of requests, in tokens.
+
+    Attributes:
+        name: short, as an option spells it.
+        label: description for tables and rows.
+        lengths: of a trace, in order of arrival; a uniform mix has one of each.
+        in_order: requests follow each other as `lengths` do; otherwise they are drawn evenly.
+    """
+
+    name: str
+    label: str
+    lengths: tuple[int, ...]
+    in_order: bool = False
+
+    def take(self, count: int, seed: int) -> list[int]:
+        """Return the lengths of `count` requests.
+
+        Drawn lengths are the mix's quantiles in random order: any two draws of one count hold the same work.
+        """
+        if self.in_order:
+            first = random.Random(seed).randrange(len(self.lengths))
+            return [self.lengths[(first + i) % len(self.lengths)] for i in range(count)]
+        ordered = sorted(self.lengths)
+        drawn = [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
+        random.Random(seed).shuffle(drawn)
+        return drawn
+
+
+def uniform_mix(name: str, limit: int) -> Mix:
+    """Return a mix of `UNIFORM`, its longest length clamped to `limit`.
+
+    Raises:
+        ValueError: there is no such mix.
+    """
+    if name not in UNIFORM:
+        raise ValueError(f"no lengths are called {name!r}; there are {', '.join(UNIFORM)}")
+    shortest, longest = UNIFORM[name]
+    longest = min(longest, limit)
+    return Mix(name, f"uniform {shortest}-{longest}", tuple(range(shortest, longest + 1)))
+
+
+def trace_mix(path: Path, limit: int) -> Mix:
+    """Return the lengths of a trace, in order: its first column of whole numbers.
+
+    If more than one length in a hundred exceeds `limit`, all are divided so that 99 % fit. The rest is clamped.
+
+    Raises:
+        ValueError: the file has no such column.
+    """
+    lengths = _column(path, None)
+    fitting = sorted(lengths)[math.ceil(_FITTING * len(lengths)) - 1]
+    divisor = max(1.0, fitting / limit)
+    scaled = tuple(min(limit, max(1, round(length / divisor))) for length in lengths)
+    label = f"trace {path.stem}" + (f" / {divisor:.3g}" if divisor > 1 else "")
+    return Mix("trace", label, scaled, in_order=True)
+
+
+def poisson_times(rate: float, seconds: float, seed: int) -> list[float]:
+    """Return ascending arrival times of a Poisson process that has `rate * seconds` arrivals.
+
+    Given their number, the arrival times of a Poisson process are independent and uniform.
+    """
+    numbers = random.Random(seed)
+    return sorted(numbers.uniform(0, seconds) for _ in range(max(1, round(rate * seconds))))
+
+
+def token_ids(lengths: Sequence[int], vocabulary: int, seed: int) -> list[list[int]]:
+    """Return random token ids of each length, without 0, the padding of most vocabularies."""
+    numbers = random.Random(seed)
+    ids = range(1, vocabulary)
+    return [numbers.choices(ids, k=length) for length in lengths]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of rows of one length.
+
+    Attributes:
+        at: arrival time, in seconds.
+        tokens: length of each row.
+        priority, deadline_seconds: as in `Request`.
+        rows: number of rows.
+    """
+
+    at: float
+    tokens: int
+    priority: int = 0
+    deadline_seconds: float | None = None
+    rows: int = 1
+
+
+def uniform_lengths(shortest: int, longest: int) -> DrawLength:
+    """Return draws of uniform lengths, both limits included."""
+    return lambda numbers: numbers.randint(shortest, longest)
+
+
+def sampled_lengths(lengths: Sequence[int]) -> DrawLength:
+    """Return draws from the given lengths."""
+    return lambda numbers: numbers.choice(lengths)
+
+
+def poisson_arrivals(count: int, rate: float, length: DrawLength, seed: int) -> list[Arrival]:
+    """Return independent arrivals at `rate` per second."""
+    numbers, at, arrivals = random.Random(seed), 0.0, []
+    for _ in range(count):
+        at += numbers.expovariate(rate)
+        arrivals.append(Arrival(at, length(numbers)))
+    return arrivals
+
+
+def burst_arrivals(count: int, rate: float, length: DrawLength, seed: int) -> list[Arrival]:
+    """Return arrivals at `rate` per second on average, in bursts that are a Poisson process."""
+    numbers, at = random.Random(seed), 0.0
+    arrivals: list[Arrival] = []
+    while len(arrivals) < count:
+        at += numbers.expovariate(rate / _BURST)
+        size = 1 + int(numbers.expovariate(1 / (_BURST - 1)))
+        size = min(size, count - len(arrivals))
+        arrivals += [Arrival(at, length(numbers)) for _ in range(size)]
+    return arrivals
+
+
+def with_deadline(arrivals: Sequence[Arrival], seconds: float | None) -> list[Arrival]:
+    """Return the arrivals with this deadline."""
+    return [replace(arrival, deadline_seconds=seconds) for arrival in arrivals]
+
+
+def read_lengths(path: Path, column: str) -> list[int]:
+    """Return the positive lengths in a column of a CSV file.
+
+    Raises:
+        ValueError: the file has no such column, or no length in it.
+    """
+    lengths = [length for length in _column(path, column) if length > 0]
+    if not lengths:
+        raise ValueError(f"{path.name} has no lengths in column {column}")
+    return lengths
+
+
+def _column(path: Path, name: str | None) -> list[int]:
+    """Return a column of a CSV file; without a name the first one that holds only whole numbers."""
+    with path.open(newline="", encoding="utf-8") as file:
+        headings, *rows = [row for row in csv.reader(file) if row] or [[]]
+    if name is not None and name not in headings:
+        raise ValueError(f"{path.name} has no column {name}; it has {', '.join(headings)}")
+    for heading, *cells in zip(headings, *rows, strict=False):
+        is_whole = all(cell.strip().isdecimal() for cell in cells)
+        if is_whole and cells and name in {None, heading}:
+            return [int(cell) for cell in cells]
+    if name is None:
+        raise ValueError(f"{path.name} has no column of whole numbers below its heading")
+    raise ValueError(f"column {name} of {path.name} does not hold whole numbers")
