@@ -1,61 +1,41 @@
-"""The load lab's arithmetic: points of load, the search for what is sustained, metrics, the BENCH lines, the page."""
+"""The arithmetic of the serving benchmark: rows, the search, metrics, the BENCH lines, the page."""
 
 import asyncio
+import base64
 import html
 import json
-import random
 import re
-import threading
-from collections import deque
-from html.parser import HTMLParser
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 
-from varlen_bench.harness import rows as bench_report
-from varlen_bench.harness.rows import Provenance
-from varlen_bench.serving import draw, overload, page, perf, report, scrape
-from varlen_bench.serving.arrivals import uniform_mix
-from varlen_bench.serving.figures import GOAL, Point, percentile, point_of
-from varlen_bench.serving.generator import Bounds, Offering, Sent, offer
-from varlen_bench.serving.plan import most_outstanding, plan
-from varlen_bench.serving.rows import Row, point_row
-from varlen_bench.serving.run import Known, _is_hopeless
-from varlen_bench.serving.scrape import Counted
+from varlen_bench.harness.rows import Provenance, bench_line
+from varlen_bench.serving import page, perf_analyzer, picture, server, tables
+from varlen_bench.serving.figures import bench_figures, overload_figures
+from varlen_bench.serving.generator import LoadRecord, RequestRecord, offer
+from varlen_bench.serving.loads import Load, max_waiting, seconds_at
+from varlen_bench.serving.rows import Row, load_row
+from varlen_bench.serving.run import is_hopeless
 from varlen_bench.serving.search import Search
-from varlen_bench.serving.served import Load
-from varlen_bench.serving.speed import gflops
-from varlen_bench.serving.systems import DYNAMIC_BATCHER, OURS, SYSTEMS, TOKEN_BUDGET, system
+from varlen_bench.serving.server import Served, counted
+from varlen_bench.serving.systems import DYNAMIC_BATCHER, OURS, SYSTEMS, TOKEN_BUDGET
+from varlen_tools.workloads import Mix, uniform_mix
 
 from .virtual_clock import on_virtual_clock
 
-UNIFORM, SHORT = "uniform 5-500", "uniform 2-100"
-MIXES = [("uniform", UNIFORM), ("short", SHORT)]
+UNIFORM, SHORT = Mix("uniform", "uniform 5-500", (5,)), Mix("short", "uniform 2-100", (2,))
 RUN = Provenance("2026-01-01T00:00:00Z", "abc", "a <fast> cpu x2", 2, "python=3.11", "python -m x")
 
 
-# percentiles and points
+def row_of(*requests, not_sent=(), end=4.0, **options):
+    record = LoadRecord([RequestRecord(n, *one) for n, one in enumerate(requests)], [*not_sent])
+    record.end = end
+    return load_row(Load("load", UNIFORM, 3.0, seed=0, rate=2.0, **options), OURS, record)
 
 
-@pytest.mark.parametrize(
-    "count, percent, rank", [(1, 99, 1), (99, 99, 99), (100, 99, 99), (200, 99, 198), (4, 50, 2)]
-)
-def test_a_percentile_is_one_of_the_values(count, percent, rank):
-    values = random.Random(0).sample(range(1, count + 1), count)
-
-    assert percentile(values, percent) == rank
-
-
-def test_nothing_has_no_percentile():
-    assert percentile([], 50) is None
-
-
-def offering(*sent, not_sent=(), end=4.0):
-    return Offering([Sent(n, *one) for n, one in enumerate(sent)], list(not_sent), end)
-
-
-def test_a_point_counts_all_and_measures_what_comes_after_the_warm_up():
-    found = offering(
+def test_a_row_counts_all_and_measures_what_comes_after_the_warm_up():
+    row = row_of(
         (0.5, 0.5, 3.5, "ok"),  # warms up; its answer is served in the measured seconds
         (1.0, 1.1, 1.2, "ok"),
         (2.0, 2.0, 2.4, "ok"),
@@ -64,64 +44,43 @@ def test_a_point_counts_all_and_measures_what_comes_after_the_warm_up():
         (3.5, 3.5, None, "unanswered"),
         (3.6, 3.6, 4.6, "ok"),  # too late to be served in them
         not_sent=[3.2],
+        deadline_ms=400,
     )
 
-    point = point_of(found, rate=2.0, warmup=1.0, end=4.0, deadline=0.4)
-
-    assert (point.sent, point.ok, point.refused, point.failed, point.lost) == (7, 4, 1, 1, 1)
-    assert point.sent == point.ok + point.refused + point.failed + point.lost
-    assert (point.warmup, point.not_sent) == (1, 1)
-    assert point.served == pytest.approx(3 / 3)
-    assert point.share == pytest.approx(3 / 7)
-    assert point.seconds == 3.0
-    assert (point.p50_ms, point.p99_ms) == pytest.approx((400, 1000))
-    assert point.mean_ms == pytest.approx((200 + 400 + 1000) / 3)
-    assert point.lateness_p99_ms == pytest.approx(100)
-    assert point.refused_p99_ms == pytest.approx(10)
+    assert (row.lengths, row.system, row.kind, row.offered) == (UNIFORM.label, OURS, "load", 2.0)
+    assert (row.sent, row.ok, row.refused, row.failed, row.lost) == (7, 4, 1, 1, 1)
+    assert (row.warmup, row.not_sent) == (1, 1)
+    assert row.served == pytest.approx(3 / 3)
+    assert row.share == pytest.approx(3 / 7)
+    assert row.seconds == 3.0
+    assert (row.p50_ms, row.p99_ms) == pytest.approx((400, 1000))
+    assert row.mean_ms == pytest.approx((200 + 400 + 1000) / 3)
+    assert row.lateness_p99_ms == pytest.approx(100)
+    assert row.refused_p99_ms == pytest.approx(10)
     # from when they were sent: 100, 400 and 1000 ms
-    assert point.kept_deadline == pytest.approx(2 / 3)
+    assert row.kept_deadline == pytest.approx(2 / 3)
+    assert row.note == ""
 
 
-def test_a_point_that_was_given_up_ends_there():
-    found = offering(
-        (1.0, 1.0, 1.1, "ok"), (2.0, 2.0, 3.0, "ok"), not_sent=[2.5, 3.0, 3.5], end=2.0
-    )
+def test_a_load_that_was_given_up_ends_there():
+    row = row_of((1.0, 1.0, 1.1, "ok"), (2.0, 2.0, 3.0, "ok"), not_sent=[2.5, 3.0, 3.5], end=2.0)
 
-    point = point_of(found, rate=2.0, warmup=1.0, end=4.0)
-
-    assert point.seconds == 1.0
-    assert point.served == pytest.approx(1.0)
-    assert point.share == pytest.approx(2 / 5)
-    assert not GOAL.is_met(point)
-
-
-def test_requests_that_were_not_sent_in_between_do_not_end_a_point():
-    found = offering((1.0, 1.0, 1.1, "ok"), (3.5, 3.5, 3.6, "ok"), not_sent=[2.5], end=3.5)
-
-    assert point_of(found, rate=1.0, warmup=1.0, end=4.0).seconds == 3.0
+    assert row.seconds == 1.0
+    assert row.served == pytest.approx(1.0)
+    assert row.share == pytest.approx(2 / 5)
+    assert row.note == "given up: too many were late"
+    assert not row.is_sustained
+    # a request that is not sent in between ends nothing
+    other = row_of((1.0, 1.0, 1.1, "ok"), (3.5, 3.5, 3.6, "ok"), not_sent=[2.5], end=3.5)
+    assert other.seconds == 3.0
 
 
-def a_point(**changes):
-    figures = dict.fromkeys(Point.__dataclass_fields__, 0)
-    return Point(**(figures | {"share": 1.0, "p99_ms": 100.0} | changes))
+def test_a_sustained_load_is_a_quick_answer_to_nearly_all_and_some_answer_to_all():
+    sustained = Row("", OURS, "load", share=0.98, p99_ms=500.0, lost=0)
 
-
-@pytest.mark.parametrize(
-    "changes, is_met",
-    [
-        ({}, True),
-        ({"p99_ms": 500.0, "share": 0.98}, True),
-        ({"p99_ms": 500.1}, False),
-        ({"share": 0.979}, False),
-        ({"lost": 1}, False),
-        ({"p99_ms": None}, False),
-    ],
-)
-def test_the_goal_is_a_quick_answer_to_nearly_all_and_some_answer_to_all(changes, is_met):
-    assert GOAL.is_met(a_point(**changes)) == is_met
-
-
-# the search
+    assert sustained.is_sustained
+    for failure in ({"p99_ms": 500.1}, {"share": 0.979}, {"lost": 1}, {"p99_ms": None}):
+        assert not replace(sustained, **failure).is_sustained
 
 
 def searched(capacity, truth, steps):
@@ -134,181 +93,111 @@ def searched(capacity, truth, steps):
 
 
 @pytest.mark.parametrize("truth", [3.0, 5.0, 7.9, 9.5, 11.0, 14.0])
-def test_the_search_closes_in_on_what_is_sustained(truth):
+def test_the_search_approaches_what_is_sustained(truth):
     few, many = searched(10.0, truth, 4)[0], searched(10.0, truth, 10)[0]
 
-    assert few <= many <= truth
-    assert few > 0.8 * truth
+    assert 0.8 * truth < few <= many <= truth
     assert many == pytest.approx(truth, rel=0.02)
 
 
 def test_the_search_tries_no_more_than_it_may():
     assert [len(searched(10.0, 6.0, steps)[1]) for steps in (0, 1, 4)] == [0, 1, 4]
     assert searched(0.0, 6.0, 4)[1] == []
-
-
-def test_a_light_load_is_known_and_no_step():
+    # the light load is known and no step; a load that passes above one that fails does not count
     search = Search(10.0, 2)
-
     search.record(3.0, is_sustained=True, is_step=False)
-
-    assert search.sustained == 3.0
-    assert search.next_rate() == 8.0
+    search.record(9.0, is_sustained=True)
     search.record(8.0, is_sustained=False)
-    assert search.next_rate() == pytest.approx(5.5)
-    search.record(5.5, is_sustained=False)
     assert search.next_rate() is None
     assert search.sustained == 3.0
 
 
-def test_a_load_that_passes_above_one_that_fails_does_not_count():
-    search = Search(10.0, 3)
-    for rate, is_sustained in ((9.0, True), (8.0, False), (6.0, True)):
-        search.record(rate, is_sustained=is_sustained)
-
-    assert search.sustained == 6.0
-
-
 class OneByOne:
-    """A server that takes 100 ms for a request and does one at a time."""
+    """A server that answers a request 100 ms after the one before."""
 
     free = 0.0
 
     async def send(self, number):
-        loop = asyncio.get_running_loop()
-        self.free = max(self.free, loop.time()) + 0.1
-        await asyncio.sleep(self.free - loop.time())
+        now = asyncio.get_running_loop().time()
+        self.free = max(self.free, now) + 0.1
+        await asyncio.sleep(self.free - now)
         return "ok", ""
 
 
 def test_the_generator_and_the_search_find_what_a_server_sustains():
-    async def sustained():
-        search = Search(10.0, 5)
-        while (rate := search.next_rate()) is not None:
-            dues = [n / rate for n in range(int(30 * rate))]
-            bounds = Bounds(40, late_seconds=0.5, late_most=3)
-            found = await offer(dues, OneByOne().send, bounds)
-            point = point_of(found, rate=rate, warmup=1.0, end=30.0)
-            search.record(rate, is_sustained=GOAL.is_met(point))
-        return search.sustained
+    search = Search(10.0, 5)
+    while (rate := search.next_rate()) is not None:
+        due_times = [n / rate for n in range(int(30 * rate))]
+        offered = offer(due_times, OneByOne().send, max_waiting=40, max_late=3)
+        load = Load("load", UNIFORM, 29.0, seed=0, rate=rate)
+        row = load_row(load, OURS, on_virtual_clock(offered))
+        search.record(rate, is_sustained=row.is_sustained)
 
-    assert on_virtual_clock(sustained()) == pytest.approx(10.0, rel=0.06)
+    assert search.sustained == pytest.approx(10.0, rel=0.06)
 
 
-def test_a_slow_system_is_looked_at_for_longer_and_holds_fewer_requests():
-    effort = plan(8.0, quick=False).key
-
-    assert effort.seconds_at(100.0) == 8.0
-    assert effort.seconds_at(10.0) == 10.0
-    assert effort.seconds_at(1.0) == 12.0
-    assert (most_outstanding(1.0), most_outstanding(30.2)) == (16, 91)
+def test_a_slow_system_is_measured_for_longer_and_holds_fewer_requests():
+    # without an answer in the measured seconds it still has a capacity
+    assert Row("", OURS, "closed", seconds=2.0, ok=5, served=0.0).capacity == 0.5
+    assert [seconds_at(rate, 8.0) for rate in (100.0, 10.0, 1.0)] == [8.0, 10.0, 12.0]
+    assert (max_waiting(1.0), max_waiting(30.2)) == (16, 91)
 
 
-def test_only_a_peer_that_cannot_be_the_best_is_looked_at_less():
-    known = Known(saturated=40.0, best_peer=10.0)
+def test_only_a_peer_that_cannot_be_the_best_is_searched_less():
+    rows = [Row("", OURS, "result", sustained=40.0)]
+    peer = SYSTEMS["transformers-bf16-single"]
 
-    assert _is_hopeless(system("transformers-bf16-single"), 9.0, known)
-    assert not _is_hopeless(system("transformers-bf16-single"), 11.0, known)
-    assert not _is_hopeless(system(DYNAMIC_BATCHER), 9.0, known)
-    assert not _is_hopeless(system(OURS), 9.0, known)
-
-
-# metrics
-
-PAGE = """# HELP varlen_tokens_total Tokens
-varlen_requests_total{instance="m_0",model="m",outcome="ok"} 3
-varlen_requests_total{instance="m_0",model="m",outcome="refused"} 2
-varlen_requests_total{instance="n_0",model="n",outcome="ok"} 100
-varlen_batch_sequences_bucket{model="m",le="1"} 1
-varlen_batch_sequences_count{model="m"} 4
-varlen_batch_sequences_sum{model="m"} 10
-nv_inference_count{model="m",version="1"} 7
-nv_cpu_memory_used_bytes 12
-"""
+    assert not is_hopeless(peer, 9.0, rows)
+    rows.append(Row("", "onnxruntime-fp32-single", "result", sustained=10.0))
+    assert is_hopeless(peer, 9.0, rows)
+    assert not is_hopeless(peer, 11.0, rows)
+    assert not is_hopeless(SYSTEMS[DYNAMIC_BATCHER], 9.0, rows)
+    assert not is_hopeless(SYSTEMS[OURS], 9.0, rows)
 
 
-def looked_at(monkeypatch, *pages):
-    left = deque(pages)
+def test_a_row_has_what_the_system_counted_once_all_answers_are_in_its_metrics(monkeypatch):
+    requests, tokens = 'varlen_requests_total{model="varlen-dp"} ', "varlen_tokens_total"
+    pages = [f'{requests}{n}\n{tokens}{{model="varlen-dp"}} {n * 9}\n' for n in (5, 5, 8, 11)]
+    monkeypatch.setattr(server, "fetch_metrics", lambda url, timeout: pages.pop(0))
+    monkeypatch.setattr(server, "model_process", lambda pid, model: 7)
+    monkeypatch.setattr(server, "resident_bytes", lambda pid: 3 << 20)
+    answer = asdict(Row(UNIFORM.label, OURS, "closed", sent=7, lost=1))
+    generator = SimpleNamespace(ask=lambda model, load: answer)
+    local = SimpleNamespace(pid=1, metrics_url="url")
 
-    class Answer:
-        def __enter__(self):
-            return self
+    row = Served(local, generator, "").measure(SYSTEMS[OURS], Load("closed", UNIFORM, 1.0, 0))
 
-        def __exit__(self, *error):
-            return False
-
-        def read(self):
-            return (left.popleft() if len(left) > 1 else left[0]).encode()
-
-    monkeypatch.setattr(scrape.urllib.request, "urlopen", lambda url, timeout: Answer())
-
-
-def test_a_models_series_are_summed_over_labels_and_without_buckets(monkeypatch):
-    looked_at(monkeypatch, PAGE)
-
-    assert scrape.model_metrics("url", "m") == {
-        "varlen_requests_total": 5,
-        "varlen_batch_sequences_count": 4,
-        "varlen_batch_sequences_sum": 10,
-        "nv_inference_count": 7,
-    }
+    assert pages == []
+    assert (row.sent, row.lost, row.rss_mib, row.padding_share) == (7, 1, 3.0, None)
+    assert row.machine_gflops > 0
 
 
-def test_metrics_are_waited_for_until_they_hold_what_was_answered(monkeypatch):
-    later = PAGE.replace('outcome="ok"} 3', 'outcome="ok"} 9')
-    looked_at(monkeypatch, PAGE, PAGE, later)
+def test_ours_counts_padding_and_predictions_and_a_peer_its_batches():
+    peer = {"nv_inference_count": 9.0, "nv_inference_exec_count": 3.0}
+    tokens = {"varlen_tokens_total": 300.0, "varlen_padding_tokens_total": 100.0}
+    ours = {"varlen_batch_sequences_sum": 8.0, "varlen_batch_sequences_count": 2.0}
+    seconds = {"varlen_batch_seconds_sum": 2.0, "varlen_batch_predicted_seconds_sum": 2.2}
+    requests = {"varlen_requests_total": 8.0}
 
-    after = scrape.metrics_after("url", "m", {"varlen_requests_total": 5}, 6)
+    def figures(*metrics):
+        return list(counted({name: one[name] for one in metrics for name in one}).values())
 
-    assert after["varlen_requests_total"] == 11
-
-
-def test_ours_counts_padding_and_predictions():
-    before = {"varlen_requests_total": 1.0, "varlen_tokens_total": 100.0}
-    after = {
-        "varlen_requests_total": 9.0,
-        "varlen_batch_sequences_sum": 8.0,
-        "varlen_batch_sequences_count": 2.0,
-        "varlen_tokens_total": 400.0,
-        "varlen_padding_tokens_total": 100.0,
-        "varlen_batch_seconds_sum": 2.0,
-        "varlen_batch_predicted_seconds_sum": 2.2,
-        "nv_inference_count": 8.0,
-        "nv_inference_exec_count": 8.0,
-    }
-
-    found = scrape.counted(before, after)
-
-    assert (found.mean_batch, found.padding_share) == (4.0, 0.25)
-    assert found.prediction_error == pytest.approx(0.1)
+    assert figures(peer, requests, ours, tokens, seconds) == [4.0, 0.25, pytest.approx(0.1)]
+    assert figures(peer) == [3.0, None, None]
+    assert figures(requests, {"varlen_tokens_total": 9.0}) == [None, None, None]
+    assert figures() == [None, None, None]
 
 
-def test_a_peer_counts_its_batches_and_what_nobody_counts_is_not_there():
-    peer = scrape.counted({}, {"nv_inference_count": 9.0, "nv_inference_exec_count": 3.0})
-    older = scrape.counted({}, {"varlen_requests_total": 3.0, "varlen_tokens_total": 9.0})
-
-    assert peer == Counted(mean_batch=3.0)
-    assert older == Counted()
-    assert scrape.counted({}, {}) == Counted()
-
-
-# rows, the BENCH lines, the page
-
-
-def a_row(name, kind, label=UNIFORM, **figures):
-    return Row(label, name, kind, **figures)
-
-
-def load_row(name, offered, *, kind="load", label=UNIFORM, **changes):
+def a_row(name, offered, *, kind="load", mix=UNIFORM, **changes):
     figures = {"offered": offered, "seconds": 8.0, "sent": 80, "ok": 80, "served": offered}
     counts = dict.fromkeys(("warmup", "refused", "failed", "lost", "not_sent"), 0)
     latency = {"mean_ms": 50.0, "p50_ms": 40.0, "p99_ms": 200.0, "lateness_p99_ms": 2.0}
-    return a_row(name, kind, label, **(figures | counts | latency | changes))
+    return Row(mix.label, name, kind, **(figures | counts | latency | changes))
 
 
 def rows_of_a_run():
-    found = []
-    for label, scale in ((UNIFORM, 1), (SHORT, 10)):
+    rows = []
+    for mix, scale in ((UNIFORM, 1), (SHORT, 10)):
         for name, sustained, saturated in (
             (TOKEN_BUDGET, 20.0, 25.0),
             (OURS, 22.0, 26.0),
@@ -317,39 +206,26 @@ def rows_of_a_run():
             (DYNAMIC_BATCHER, 4.0, 6.0),
             ("onnxruntime-fp32-single", 11.0, 12.0),
         ):
-            rate = scale * sustained
-            found.append(load_row(name, 0.3 * rate, label=label, padding_share=0.0))
-            found.append(load_row(name, rate, label=label, mean_ms=90.0, p99_ms=450.0))
-            most = {"served": scale * saturated, "not_sent": 9, "p99_ms": 4000.0}
-            found.append(load_row(name, scale * 52.0, kind="most", label=label, **most))
-            result = {"sustained": rate, "saturated": scale * saturated, "cosine_min": 0.99999}
-            found.append(a_row(name, "result", label, rss_mib=400.0, **result))
+            rate, served = scale * sustained, scale * saturated
+            for light, speed in ((0.3 * rate, 90.0), (0.6 * rate, 160.0)):
+                rows.append(a_row(name, light, mix=mix, machine_gflops=speed))
+            rows.append(a_row(name, rate, mix=mix, p99_ms=450.0, machine_gflops=100.0))
+            rows.append(a_row(name, 52.0 * scale, kind="most", mix=mix, served=served, not_sent=9))
+            figures = {"sustained": rate, "saturated": served, "cosine_min": 0.99999}
+            rows.append(Row(mix.label, name, "result", rss_mib=400.0, **figures))
         for turn, faster in ((0, 0.8), (1, 0.9)):
             for name, ratio in ((TOKEN_BUDGET, 1.0), (OURS, faster)):
-                latency = {"mean_ms": 100.0 * ratio, "p99_ms": 300.0 / ratio}
-                found.append(load_row(name, 12.0, kind="paired", label=label, turn=turn, **latency))
-    return found
-
-
-def test_two_policies_are_compared_load_by_load_with_spread():
-    rows = rows_of_a_run()
-
-    assert report.paired_ratios([row for row in rows if row.lengths == SHORT], "mean_ms") == [
-        pytest.approx(0.8),
-        pytest.approx(0.9),
-    ]
-    assert report.paired_summary(rows) == [
-        [label, "2", "0.849", "0.83-0.88", "1.179", "1.15-1.22"] for label in (UNIFORM, SHORT)
-    ]
-    assert report.paired_table(rows).row_count == 2
+                latency = {"mean_ms": 100.0 * ratio, "p99_ms": 300.0 / ratio, "turn": turn}
+                rows.append(
+                    a_row(name, 12.0, kind="paired", mix=mix, machine_gflops=9.0, **latency)
+                )
+    return rows
 
 
 def test_the_bench_line_holds_the_keys_in_order():
-    figures = report.bench_figures(rows_of_a_run(), MIXES)
+    figures = bench_figures(rows_of_a_run(), [SHORT, UNIFORM])
 
-    line = bench_report.bench_line("serving", figures)
-
-    assert line == (
+    assert bench_line("serving", figures) == (
         "BENCH serving: sustained_vs_dynamic_batcher=5.5 sustained_vs_best_peer=2 "
         "dp_padded_vs_fifo_padded=2 dp_mean_vs_token_budget=0.8485 dp_p99_vs_token_budget=1.1785 lost=0 "
         "short_sustained_vs_dynamic_batcher=5.5 short_sustained_vs_best_peer=2 "
@@ -362,176 +238,106 @@ def test_what_did_not_run_has_no_figure_and_what_was_lost_counts_everywhere():
     rows = [
         row for row in rows_of_a_run() if row.system != DYNAMIC_BATCHER and row.kind != "paired"
     ]
-    rows.append(load_row("varlen-none", 3.0, label=SHORT, lost=2))
+    rows.append(a_row("varlen-none", 3.0, mix=SHORT, lost=2))
 
-    figures = report.bench_figures(rows, MIXES[:1])
-
-    assert figures["sustained_vs_dynamic_batcher"] is None
-    assert figures["dp_mean_vs_token_budget"] is None
-    assert figures["sustained_vs_best_peer"] == 2.0
-    assert figures["lost"] == 2
-
-
-def test_a_trace_alone_has_its_name_before_its_keys():
-    figures = report.bench_figures([], [("trace", "trace azure / 8")])
-
-    assert next(iter(figures)) == "trace_sustained_vs_dynamic_batcher"
-    assert figures["lost"] == 0
-
-
-def test_the_worst_of_every_overload_is_told():
-    loads = [
-        load_row(OURS, 50.0, kind="overload", refused_p99_ms=9.0, kept_deadline=1.0, refused=40),
-        load_row(OURS, 500.0, kind="overload", refused_p99_ms=30.0, kept_deadline=0.995, failed=1),
-    ]
-
-    assert report.overload_figures([load_row(OURS, 9.0, kind="closed"), *loads]) == {
-        "refused_p99_ms": 30.0,
-        "kept_deadline": 0.995,
-        "rss_flatness": None,
-        "failed": 1,
-        "lost": 0,
-    }
-    assert "99.50% of them in time" in report.overload_lines(loads)[1]
-
-
-def test_a_row_has_the_points_figures_and_what_the_system_counted():
-    point = a_point(offered=4.0, ok=7, p50_ms=1.5)
-
-    found = Counted(2.0, 0.1, -0.2)
-    row = point_row(UNIFORM, OURS, "load", point, found=found, rss=3 << 20, speed=99.0, note="x")
-
-    assert (row.offered, row.ok, row.p50_ms, row.p99_ms) == (4.0, 7, 1.5, 100.0)
-    assert (row.mean_batch, row.padding_share, row.prediction_error) == (2.0, 0.1, -0.2)
-    assert (row.rss_mib, row.machine_gflops, row.note) == (3.0, 99.0, "x")
-
-
-def test_the_table_says_how_fast_the_machine_was_in_a_systems_turn():
-    rows = [
-        load_row(OURS, rate, machine_gflops=speed)
-        for rate, speed in ((5.0, 90.0), (9.0, 160.0), (12.0, 100.0))
-    ]
-    rows += [load_row(TOKEN_BUDGET, 5.0, machine_gflops=10.0), a_row(OURS, "result")]
-
-    assert report.result_cells(rows, rows[-1])[2] == "100"
-    assert gflops() > 0
-
-
-def test_a_curve_has_the_loads_that_went_to_their_end():
-    rows = [
-        load_row(OURS, 20.0),
-        load_row(OURS, 5.0),
-        load_row(OURS, 30.0, not_sent=3),
-        load_row(OURS, 52.0, kind="most", served=26.0, not_sent=9),
-        load_row(OURS, 12.0, kind="paired"),
-        load_row(OURS, 7.0, label=SHORT),
-    ]
-
-    assert draw.curve(rows, UNIFORM, OURS, "served") == [(5.0, 5.0), (20.0, 20.0), (52.0, 26.0)]
-
-
-def test_every_system_has_a_colour_of_its_own():
-    assert {one.name for one in SYSTEMS} == set(draw._COLOURS)
-    assert len(set(draw._COLOURS.values())) == len(SYSTEMS)
-
-
-def test_the_picture_is_a_png_with_a_row_for_each_mix():
-    pytest.importorskip("matplotlib")
-
-    one, two = (
-        draw.picture(
-            rows_of_a_run(),
-            labels,
-        )
-        for labels in ([UNIFORM], [UNIFORM, SHORT])
+    assert bench_line("serving", bench_figures(rows, [UNIFORM])) == (
+        "BENCH serving: sustained_vs_dynamic_batcher=n/a sustained_vs_best_peer=2 "
+        "dp_padded_vs_fifo_padded=2 dp_mean_vs_token_budget=n/a dp_p99_vs_token_budget=n/a lost=2"
     )
-
-    assert one.startswith(b"\x89PNG")
-    heights = [int.from_bytes(png[20:24], "big") for png in (one, two)]
-    assert heights[1] > 1.5 * heights[0]
+    trace = bench_figures([], [Mix("trace", "trace azure / 8", (1,))])
+    assert next(iter(trace)) == "trace_sustained_vs_dynamic_batcher"
 
 
-class _Page(HTMLParser):
-    """Text of cells, and what a browser would fetch."""
+def test_the_worst_of_every_overload_is_reported():
+    light = {"refused_p99_ms": 9.0, "kept_deadline": 1.0, "refused": 40}
+    heavy = {"refused_p99_ms": 30.0, "kept_deadline": 0.995, "failed": 1}
+    loads = [a_row(OURS, 50.0, kind="overload", **figures) for figures in (light, heavy)]
 
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.fetched, self.cells = [], [], []
-        self.feed(text)
-        self.close()
+    figures = overload_figures([a_row(OURS, 9.0, kind="closed"), *loads])
 
-    def handle_starttag(self, tag, attributes):
-        given = dict(attributes)
-        self.fetched += [given[name] for name in ("src", "href") if name in given]
-        if tag not in {"meta", "img"}:
-            self.open.append(tag)
-        if tag == "td":
-            self.cells.append("")
+    assert bench_line("serving_overload", figures) == (
+        "BENCH serving_overload: refused_p99_ms=30 kept_deadline=0.995 rss_flatness=n/a failed=1 lost=0"
+    )
+    (table,) = tables.summary_tables(loads)
+    assert dict(zip(table.headings, table.lines[1], strict=True))["kept deadline"] == "99.50%"
+    assert "RSS flatness" not in table.headings
+    # without a search there is no picture
+    assert fetched(page.render(loads, figures, RUN)) == []
 
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
 
-    def handle_data(self, text):
-        if "td" in self.open:
-            self.cells[-1] += text
+def test_tables_have_the_results_by_mix_and_the_paired_ratios_with_their_spread():
+    rows = rows_of_a_run()
+
+    uniform, short, paired = tables.summary_tables(rows)
+
+    result = dict(zip(uniform.headings, uniform.lines[1], strict=True))
+    assert result["system"] == OURS
+    assert (result["sustained/s"], result["light p99 ms"]) == ("22.0", "200")
+    # the median of the system's own loads, without the paired ones
+    assert result["machine GFLOP/s"] == "100"
+    assert short.title == "uniform 2-100 tokens"
+    assert paired.lines == [
+        [mix.label, "2", "0.849", "0.83-0.88", "1.179", "1.15-1.22"] for mix in (UNIFORM, SHORT)
+    ]
+    assert paired.for_console().row_count == 2
+
+
+def test_a_curve_has_the_loads_that_were_not_given_up_in_a_color_of_its_own():
+    rows = [a_row(OURS, 20.0), a_row(OURS, 5.0), a_row(OURS, 30.0, not_sent=3)]
+    rows.append(a_row(OURS, 52.0, kind="most", served=26.0, not_sent=9))
+    rows += [a_row(OURS, 12.0, kind="paired"), a_row(OURS, 7.0, mix=SHORT)]
+
+    expected = [(5.0, 5.0), (20.0, 20.0), (52.0, 26.0)]
+    assert picture.curve(rows, UNIFORM.label, OURS, "served") == expected
+    assert set(picture.COLORS) == set(SYSTEMS)
+    assert len(set(picture.COLORS.values())) == len(SYSTEMS)
+
+
+def fetched(text):
+    return re.findall(r'(?:src|srcset|href)="([^"]*)"', text)
 
 
 def test_the_page_holds_everything_and_fetches_nothing():
+    pytest.importorskip("matplotlib")
     rows = rows_of_a_run()
-    rows.append(load_row(OURS, 11.0, served=10.9))
-    rows.append(load_row(OURS, 11.0, kind="perf_analyzer", served=10.7, mean_ms=77.7))
-    rows.append(
-        a_row("onnxruntime-fp32-dynamic", "failed", "", note="did not run on: <no> package")
-    )
-    rows.append(load_row(OURS, 52.0, kind="overload", refused_p99_ms=4.0, kept_deadline=1.0))
-    figures = report.bench_figures(rows, MIXES)
+    rows.append(a_row(OURS, 11.0, served=10.9))
+    rows.append(a_row(OURS, 11.0, kind="perf_analyzer", served=10.7, mean_ms=77.7))
+    rows.append(Row("", "onnxruntime-fp32-dynamic", "failed", note="did not run on: <no> package"))
+    rows.append(a_row(OURS, 52.0, kind="overload", refused_p99_ms=4.0, kept_deadline=1.0))
 
-    text = page.render(rows, labels=[UNIFORM, SHORT], figures=figures, png=b"png", run=RUN)
+    text = page.render(rows, bench_figures(rows, [UNIFORM, SHORT]), RUN)
 
-    parsed = _Page(text)
-    assert parsed.open == []
-    assert parsed.fetched == ["data:image/png;base64,cG5n"]
+    prefix = "data:image/svg+xml;base64,"
+    assert [link[: len(prefix)] for link in fetched(text)] == [prefix] * 2
+    svg = base64.b64decode(fetched(text)[0].removeprefix(prefix)).decode()
+    assert all(f"{mix.label} tokens: served/s" in svg for mix in (UNIFORM, SHORT))
     assert "url(" not in text
-    assert {"sustained_vs_best_peer", "5.5", "perf_analyzer", "77.7", "220.0"} <= set(parsed.cells)
+    cells = set(re.findall("<td>(.*?)</td>", text))
+    assert {"sustained_vs_best_peer", "5.5", "perf_analyzer", "77.7", "220.0"} <= cells
     assert html.escape("a <fast> cpu") in text
     assert "did not run on: &lt;no&gt; package" in text
-    assert "52.0 requests/s for 8 s" in text
     # every load is there, once
     loads = [row for row in rows if row.kind not in {"result", "failed"}]
-    assert len(re.findall(r"<tr><td>uniform", text.split("every load")[1])) == len(loads)
-
-
-def test_a_page_without_loads_has_no_picture():
-    text = page.render([], labels=[UNIFORM], figures={"lost": 0, "x": None}, png=None, run=RUN)
-
-    assert _Page(text).fetched == []
-    assert "n/a" in _Page(text).cells
-
-
-# perf_analyzer and memory
+    assert len(re.findall(r"<td>uniform \d", text.split("every load")[1])) == len(loads)
 
 
 def test_a_record_of_perf_analyzer_becomes_a_row_without_its_warm_up():
-    second = 1_000_000_000
-    # every half second one that takes 100 ms, the last one 300 ms
-    requests = [
-        {"timestamp": n * second // 2, "response_timestamps": [n * second // 2 + second // 10]}
-        for n in range(10)
-    ]
-    requests[-1]["response_timestamps"] = [requests[-1]["timestamp"] + 3 * second // 10]
-    load = Load(uniform_mix("uniform", 512), 2.0, 4.0, seed=0, outstanding=9)
+    # every half second a request that takes 100 ms, the last one 300 ms
+    times = [(n * 500_000_000, 300_000_000 if n == 9 else 100_000_000) for n in range(10)]
+    requests = [{"timestamp": at, "response_timestamps": [at + took]} for at, took in times]
+    load = Load("load", UNIFORM, 4.0, seed=0, rate=2.0)
 
-    row = perf.analyzer_row({"experiments": [{"requests": requests[::-1]}]}, OURS, load)
+    row = perf_analyzer.analyzer_row({"experiments": [{"requests": requests[::-1]}]}, OURS, load)
 
-    assert (row.sent, row.ok, row.warmup) == (10, 10, 2)
+    assert (row.kind, row.sent, row.ok, row.warmup) == ("perf_analyzer", 10, 10, 2)
     assert row.seconds == pytest.approx(3.5)
     assert row.served == pytest.approx(2.0)
-    assert (row.p50_ms, row.p99_ms) == pytest.approx((100, 300))
-    assert row.mean_ms == pytest.approx(125)
+    assert (row.p50_ms, row.p99_ms, row.mean_ms) == pytest.approx((100, 300, 125))
+    assert (row.share, row.lost, row.lateness_p99_ms) == (None, None, None)
 
 
-def test_perf_analyzer_gets_our_lengths_and_its_last_words_are_told(monkeypatch, tmp_path):
-    load = Load(uniform_mix("short", 512), 3.0, 4.0, seed=0, outstanding=9)
+def test_perf_analyzer_gets_our_lengths_and_its_last_line_is_reported(monkeypatch):
+    mix = uniform_mix("short", 512)
     sent = []
 
     def fails(command, *, cwd, **rest):
@@ -539,31 +345,11 @@ def test_perf_analyzer_gets_our_lengths_and_its_last_words_are_told(monkeypatch,
         assert command[command.index("--request-count") + 1] == "15"
         return SimpleNamespace(returncode=99, stderr="error: no such model\n", stdout="")
 
-    monkeypatch.setattr(perf.subprocess, "run", fails)
-    monkeypatch.setattr(perf, "find_command", lambda name: name)
+    monkeypatch.setattr(perf_analyzer.subprocess, "run", fails)
+    monkeypatch.setattr(perf_analyzer, "find_command", lambda name: name)
+    load = Load("load", mix, 4.0, seed=0, rate=3.0)
 
-    with pytest.raises(perf.AnalyzerError, match="error: no such model"):
-        perf.cross_check("127.0.0.1:1", OURS, load, 100)
+    with pytest.raises(perf_analyzer.AnalyzerError, match="error: no such model"):
+        perf_analyzer.measure("127.0.0.1:1", OURS, load, 100)
 
-    assert sorted(one["input_ids"]["shape"][0] for one in sent) == sorted(load.mix.take(15, 0))
-
-
-def test_memory_is_flat_after_its_first_tenth(monkeypatch):
-    seen = deque([50, *range(100, 109), *[104] * 100])
-    enough = threading.Event()
-
-    def resident(pid):
-        if len(seen) < 95:
-            enough.set()
-            raise OSError("gone")
-        return seen.popleft()
-
-    monkeypatch.setattr(overload, "resident_bytes", resident)
-    monkeypatch.setattr(overload, "_LOOK_SECONDS", 0.001)
-
-    with overload.ResidentLooks(1) as looks:
-        assert enough.wait(20)
-
-    assert len(looks.samples) == 16
-    assert looks.flatness() == pytest.approx(8 / 104)
-    assert overload.ResidentLooks(1).flatness() is None
+    assert sorted(one["input_ids"]["shape"][0] for one in sent) == sorted(mix.take(15, 0))

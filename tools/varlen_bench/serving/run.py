@@ -1,327 +1,236 @@
-"""The order of events: each system on a server of its own, one after another; then two of them in turns."""
+"""The order of a run: each system on a server of its own, then two systems in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 
-from varlen_bench.encoder.process import WorkerError
+from varlen_bench.harness.accuracy import EQUAL_QUALITY, Vectors, cosines
+from varlen_bench.harness.command import Progress
+from varlen_bench.harness.resident import ResidentSamples
+from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.worker import WorkerError
 from varlen_bench.peers import engines
-from varlen_bench.serving import perf
-from varlen_bench.serving.arrivals import Mix, token_ids
-from varlen_bench.serving.figures import GOAL
-from varlen_bench.serving.overload import overload_rows
-from varlen_bench.serving.plan import LIGHT, PAIRED_LOADS, Effort, Plan, most_outstanding
-from varlen_bench.serving.repository import Checkpoint
+from varlen_bench.serving import perf_analyzer
+from varlen_bench.serving.figures import best_peer
+from varlen_bench.serving.loads import Kind, Load, max_waiting, seconds_at
 from varlen_bench.serving.rows import Row
 from varlen_bench.serving.search import Search
-from varlen_bench.serving.served import Generator, Load, Reference, Served
-from varlen_bench.serving.systems import DYNAMIC_BATCHER, OURS, TOKEN_BUDGET, System, system
+from varlen_bench.serving.server import Served, serve
+from varlen_bench.serving.settings import Settings
+from varlen_bench.serving.systems import DYNAMIC_BATCHER, OURS, SYSTEMS, TOKEN_BUDGET, System
 from varlen_tools.local_server import ServerError
+from varlen_tools.workloads import Mix, token_ids
 
-LEAST_COSINE = 0.999
-# Requests in flight of a closed loop.
-_IN_FLIGHT = 8
-_CHECKED_REQUESTS = 8
-# What a server or its generator can end in; anything else is a fault of the benchmark.
+# What a server or its generator may raise; anything else is a fault of the benchmark.
 _FAULTS = (ServerError, WorkerError, RuntimeError, OSError)
-_TOO_MUCH = 2.0
-_CROSS_CHECK_LOAD, _CROSS_CHECK_TIMES = 0.5, 1.5
+_CHECKED_REQUESTS = 8
+# Loads in multiples of a capacity.
+_LIGHT, _CROSS_CHECKED, _PAIRED, _SATURATING, _OVERLOAD = 0.3, 0.5, (0.6, 0.8), 2.0, 2.0
+# The window of perf_analyzer ends with a request, which is a large part of a short one.
+_CROSS_CHECK_LONGER = 1.5
+_OVERLOAD_CLOSED_SECONDS, _DEADLINE_MS = 4.0, 500
+# Requests that may wait in an overload, in seconds of capacity: more than fit into their deadline.
+_OVERLOAD_BACKLOG_SECONDS = 10.0
 
-Say: TypeAlias = Callable[[str], object]
 
+class LoadTest:
+    """A run, with all rows that it has measured so far.
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What is measured, and how.
-
-    Attributes:
-        systems: in the order of their turns.
-        mixes: of lengths.
-        checkpoint: that all serve.
-        vocabulary: number of its token ids.
-        plan: what gets how much time.
-        seed: of arrivals, lengths and ids.
+    Args:
+        scratch: folder for logs and for the costs that servers measure.
+        append: appends the rows of each part of the run to the CSV.
     """
 
-    systems: Sequence[System]
-    mixes: Sequence[Mix]
-    checkpoint: Checkpoint
-    vocabulary: int
-    plan: Plan
-    seed: int
+    def __init__(
+        self,
+        settings: Settings,
+        scratch: Path,
+        *,
+        report: Progress,
+        append: Callable[[Sequence[Mapping[str, Cell]]], None],
+    ) -> None:
+        self.rows: list[Row] = []
+        self._settings, self._scratch = settings, scratch
+        self._report, self._append = report, append
+        self._cosines: dict[str, float] = {}
+        report("vectors that every system has to return")
+        self._requests, self._vectors = reference(settings)
 
+    def compare(self) -> None:
+        """Measure each system; then the two policies in turns, if both are chosen."""
+        for system in self._settings.systems:
+            self._run_part(self._measure_system, system)
+        if {TOKEN_BUDGET, OURS} <= {system.name for system in self._settings.systems}:
+            self.compare_in_turns()
 
-class WrongAnswersError(RuntimeError):
-    """A system answers other vectors than the checkpoint gives."""
+    def compare_in_turns(self) -> None:
+        """Measure the two policies on one server under the same arrivals."""
+        self._run_part(self._measure_in_turns, SYSTEMS[TOKEN_BUDGET], SYSTEMS[OURS])
 
+    def overload(self) -> None:
+        """Measure each system at twice its capacity, with deadlines."""
+        for system in self._settings.systems:
+            self._run_part(self._measure_overload, system)
 
-@dataclass(slots=True)
-class Known:
-    """What is known of one mix by now, in requests/s.
-
-    Attributes:
-        saturated: of the system that served most.
-        best_peer: that the best peer sustains.
-        capacities: that closed loops got, by system.
-    """
-
-    saturated: float = 0.0
-    best_peer: float = 0.0
-    capacities: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Lab:
-    """One run: the settings, and what it has learnt so far.
-
-    Attributes:
-        settings: of the run.
-        folder: where servers keep what they measure of this machine.
-        reference: what every system has to answer.
-        say: told what is going on.
-        known: by mix.
-    """
-
-    settings: Settings
-    folder: Path
-    reference: Reference
-    say: Say
-    known: dict[str, Known] = field(default_factory=dict)
-
-    def measure(self) -> Iterator[list[Row]]:
-        """Yield the rows of each system, of the comparison in turns, and of perf_analyzer."""
-        self.known = {mix.name: Known() for mix in self.settings.mixes}
-        for one in self.settings.systems:
-            yield list(self._guarded([one], self._system_rows))
-        if {TOKEN_BUDGET, OURS} <= {one.name for one in self.settings.systems}:
-            yield from self.measure_paired(self.settings.plan.turns)
-
-    def measure_paired(self, turns: int) -> Iterator[list[Row]]:
-        """Yield the rows of two policies by turns, if any time is planned for them."""
-
-        def rows(systems: list[System]) -> Iterator[Row]:
-            return self._paired_rows(systems, turns)
-
-        if self.settings.plan.paired_seconds:
-            yield list(self._guarded([system(TOKEN_BUDGET), system(OURS)], rows))
-
-    def measure_overload(self, seconds: float) -> Iterator[list[Row]]:
-        """Yield the rows of each system under twice its capacity, for so many seconds on each mix."""
-
-        def rows(systems: list[System]) -> Iterator[Row]:
-            (one,) = systems
-            with self._serving(systems) as served:
-                self._check(served, one)
-                for mix in self.settings.mixes:
-                    self.say(f"{one.name}: {mix.label}, overload")
-                    yield from overload_rows(served, one, mix, seconds, self.settings.seed)
-
-        for one in self.settings.systems:
-            self.say(f"{one.name}: starting")
-            yield list(self._guarded([one], rows))
-
-    @contextmanager
-    def _serving(self, systems: Sequence[System]) -> Iterator[Served]:
-        """Yield a server of these systems, with a generator of its own.
-
-        Raises:
-            ServerError: it does not get ready.
-        """
-        generator = Generator(self.folder / "generator.log", self.settings.vocabulary)
+    def _run_part(self, measure: Callable[..., None], *systems: System) -> None:
+        """Measure systems on one server; an error becomes the last row of the part."""
+        names = " and ".join(system.name for system in systems)
+        self._report(f"{names}: starting")
+        begin = len(self.rows)
         try:
-            with Served(systems, self.settings.checkpoint, generator, self.folder) as served:
-                yield served
-        finally:
-            generator.close()
+            with serve(systems, self._settings, self._scratch) as served:
+                for system in systems:
+                    self._check(served, system)
+                measure(served, *systems)
+        except _FAULTS as error:
+            self.rows.append(Row("", names, "failed", note=f"did not run on: {reason(error)}"))
+        self._append([asdict(row) for row in self.rows[begin:]])
 
-    def _check(self, served: Served, one: System) -> float:
-        """Return the least cosine of a system's answers.
-
-        Raises:
-            WrongAnswersError: it is too small.
-        """
-        cosine = served.check(one, self.reference)
-        if not cosine >= LEAST_COSINE:
-            raise WrongAnswersError(
-                f"answers are wrong: cosine {cosine:.4f}; allowed: {LEAST_COSINE}"
-            )
-        return cosine
-
-    def _guarded(
-        self, systems: list[System], rows: Callable[[list[System]], Iterator[Row]]
-    ) -> Iterator[Row]:
-        """Yield rows as long as they come; what ends them becomes one."""
-        from tritonclient.utils import InferenceServerException
-
+    def _check(self, served: Served, system: System) -> None:
+        """Raise RuntimeError if a system returns wrong vectors."""
+        vectors = served.embed(system, self._requests)
         try:
-            yield from rows(systems)
-        except (*_FAULTS, InferenceServerException) as error:
-            name = " and ".join(one.name for one in systems)
-            yield Row("", name, "failed", note=f"did not run on: {reason(error)}")
+            cosine = float(cosines(vectors, self._vectors).min())
+        except ValueError as error:
+            raise RuntimeError(f"answers are wrong: {error}") from error
+        # a zero vector has no cosine: NaN
+        if not cosine >= EQUAL_QUALITY:
+            raise RuntimeError(f"answers are wrong: cosine {cosine:.4f}; allowed: {EQUAL_QUALITY}")
+        self._cosines[system.name] = cosine
 
-    def _system_rows(self, systems: list[System]) -> Iterator[Row]:
-        (one,) = systems
-        self.say(f"{one.name}: starting")
-        with self._serving(systems) as served:
-            cosine = self._check(served, one)
-            for mix in self.settings.mixes:
-                self.say(f"{one.name}: {mix.label}")
-                for row in self._mix_rows(served, one, mix):
-                    yield replace(row, cosine_min=cosine) if row.kind == "result" else row
-            if one.name == OURS:
-                yield from self._cross_check(served, one)
+    def _measure_system(self, served: Served, system: System) -> None:
+        for mix in self._settings.mixes:
+            self._report(f"{system.name}: {mix.label}")
+            self._measure_mix(served, system, mix)
+        if system.name == OURS:
+            self._cross_check(served, system)
 
-    def _mix_rows(self, served: Served, one: System, mix: Mix) -> Iterator[Row]:
-        """Yield the rows of one system on one mix, its result last."""
-        known, seed = self.known[mix.name], self.settings.seed
-        effort = self.settings.plan.key if one.is_key else self.settings.plan.other
-        row, capacity = self._capacity(served, one, mix)
-        yield row
-        known.capacities[one.name] = capacity
-        known.saturated = max(known.saturated, capacity)
-        if _is_hopeless(one, capacity, known):
-            effort = self.settings.plan.hopeless
-        search = Search(capacity, effort.steps)
-        for row in self._search_rows(served, one, mix, search, effort):
-            yield row
-        most = Load(
-            mix,
-            rate=_TOO_MUCH * known.saturated,
-            seconds=effort.most_seconds,
-            seed=seed,
-            outstanding=most_outstanding(capacity),
-        )
-        row, point = served.load(one, "most", most)
-        yield row
-        known.saturated = max(known.saturated, point.served)
-        if not one.is_ours:
-            known.best_peer = max(known.best_peer, search.sustained)
-        yield Row(
-            mix.label,
-            one.name,
-            "result",
-            rss_mib=served.resident(one) / (1 << 20),
-            sustained=search.sustained if effort.steps else None,
-            saturated=point.served,
-        )
-
-    def _capacity(self, served: Served, one: System, mix: Mix) -> tuple[Row, float]:
-        """Return the row of a closed loop, and the requests/s that it got now: a shared machine's speed changes."""
-        efforts = self.settings.plan
-        row, point = served.saturate(
-            one,
-            mix,
-            in_flight=_IN_FLIGHT,
-            seconds=(efforts.key if one.is_key else efforts.other).closed_seconds,
-            seed=self.settings.seed,
-        )
-        # a system so slow that no answer fell into the measured seconds
-        return row, point.served or point.ok / (point.seconds + _IN_FLIGHT)
-
-    def _search_rows(
-        self, served: Served, one: System, mix: Mix, search: Search, effort: Effort
-    ) -> Iterator[Row]:
-        """Yield the rows of a light load and of those on the way to the largest that is sustained."""
+    def _measure_mix(self, served: Served, system: System, mix: Mix) -> None:
+        """Measure a system on one mix: capacity, search, saturation; add the result."""
+        capacity = self._capacity(served, system, mix)
+        hopeless = is_hopeless(system, capacity, self._rows_of(mix))
+        seconds, steps = self._settings.search_effort(system, is_hopeless=hopeless)
+        search = Search(capacity, steps)
+        rate: float | None = _LIGHT * capacity
         number = 0
-        rate: float | None = LIGHT * search.capacity
         while rate is not None:
-            load = Load(
-                mix,
-                rate=rate,
-                seconds=effort.seconds_at(rate) if number else effort.seconds,
-                seed=self.settings.seed + number,
-                outstanding=most_outstanding(search.capacity),
-                late_seconds=GOAL.p99_ms / 1000,
-                late_share=0.01,
-            )
-            row, point = served.load(one, "load", load)
-            yield row
-            search.record(rate, is_sustained=GOAL.is_met(point), is_step=number > 0)
+            longer = seconds_at(rate, seconds) if number else seconds
+            load = self._load("load", mix, longer, capacity, rate=rate, seed=number)
+            row = self._measure(served, system, replace(load, may_give_up=True))
+            search.record(rate, is_sustained=row.is_sustained, is_step=number > 0)
             rate, number = search.next_rate(), number + 1
-
-    def _cross_check(self, served: Served, one: System) -> Iterator[Row]:
-        """Yield the rows of one load as our generator and perf_analyzer see it."""
-        mix = self.settings.mixes[0]
-        capacity = self.known[mix.name].capacities[one.name]
-        load = Load(
-            mix,
-            rate=_CROSS_CHECK_LOAD * capacity,
-            # its window ends with a request, which is a large part of a short one
-            seconds=_CROSS_CHECK_TIMES * self.settings.plan.key.seconds,
-            seed=self.settings.seed,
-            outstanding=most_outstanding(capacity),
+        rows = self._rows_of(mix)
+        best = max(row.capacity for row in rows if row.kind in {"closed", "most"})
+        seconds = self._settings.most_seconds
+        load = self._load("most", mix, seconds, capacity, rate=_SATURATING * best)
+        most = self._measure(served, system, load)
+        result = Row(
+            mix.label,
+            system.name,
+            "result",
+            rss_mib=served.resident_mib(system),
+            cosine_min=self._cosines[system.name],
+            sustained=search.sustained if steps else None,
+            saturated=most.served,
         )
-        self.say(f"{one.name}: beside perf_analyzer")
-        yield served.load(one, "load", load)[0]
+        self.rows.append(result)
+
+    def _cross_check(self, served: Served, system: System) -> None:
+        """Measure one load with our generator, then with perf_analyzer."""
+        self._report(f"{system.name}: beside perf_analyzer")
+        mix = self._settings.mixes[0]
+        closed = (row for row in self._rows_of(mix) if row.kind == "closed")
+        capacity = next(row.capacity for row in closed if row.system == system.name)
+        seconds = _CROSS_CHECK_LONGER * self._settings.seconds
+        load = self._load("load", mix, seconds, capacity, rate=_CROSS_CHECKED * capacity)
+        self._measure(served, system, load)
         try:
-            yield perf.cross_check(served.address, one.name, load, self.settings.vocabulary)
-        except (perf.AnalyzerError, ServerError) as error:
-            yield Row(mix.label, one.name, "failed", note=f"perf_analyzer: {reason(error)}")
+            vocabulary = self._settings.vocabulary
+            row = perf_analyzer.measure(served.address, system.name, load, vocabulary)
+        except (perf_analyzer.AnalyzerError, ServerError) as error:
+            row = Row(mix.label, system.name, "failed", note=f"perf_analyzer: {reason(error)}")
+        self.rows.append(row)
 
-    def _paired_rows(self, systems: list[System], turns: int) -> Iterator[Row]:
-        """Yield the rows of two systems on one server under the same arrivals, by turns: A B, B A and so on."""
-        self.say(" and ".join(one.name for one in systems) + ": by turns")
-        with self._serving(systems) as served:
-            for one in systems:
-                self._check(served, one)
-            for mix in self.settings.mixes:
-                for turn in range(turns):
-                    order = systems[::-1] if turn % 2 else systems
-                    self.say(f"{mix.label}: turn {turn + 1} of {turns}")
-                    row, capacity = self._capacity(served, systems[0], mix)
-                    yield row
-                    for share in PAIRED_LOADS:
-                        load = Load(
-                            mix,
-                            rate=share * capacity,
-                            seconds=self.settings.plan.paired_seconds,
-                            seed=self.settings.seed + turn,
-                            outstanding=most_outstanding(capacity),
-                        )
-                        for one in order:
-                            yield replace(served.load(one, "paired", load)[0], turn=turn)
+    def _measure_in_turns(self, served: Served, *systems: System) -> None:
+        """Measure two systems under the same arrivals: A B, B A and so on."""
+        turns, seconds = self._settings.turns, self._settings.paired_seconds
+        for mix in self._settings.mixes:
+            for turn in range(turns):
+                self._report(f"{mix.label}: turn {turn + 1} of {turns}")
+                # anew: the speed of a shared machine changes
+                capacity = self._capacity(served, systems[0], mix)
+                for part in _PAIRED:
+                    rate = part * capacity
+                    load = self._load("paired", mix, seconds, capacity, rate=rate, seed=turn)
+                    for system in systems[::-1] if turn % 2 else systems:
+                        self._measure(served, system, load, turn=turn)
+
+    def _measure_overload(self, served: Served, system: System) -> None:
+        for mix in self._settings.mixes:
+            self._report(f"{system.name}: {mix.label}, overload")
+            load = Load("closed", mix, _OVERLOAD_CLOSED_SECONDS, self._settings.seed)
+            capacity = max(self._measure(served, system, load).served or 0.0, 1.0)
+            overload = replace(
+                load,
+                kind="overload",
+                seconds=self._settings.seconds,
+                rate=_OVERLOAD * capacity,
+                max_waiting=int(_OVERLOAD_BACKLOG_SECONDS * capacity),
+                deadline_ms=_DEADLINE_MS,
+            )
+            with ResidentSamples(served.process(system)) as resident:
+                row = served.measure(system, overload)
+            self.rows.append(replace(row, rss_flatness=resident.flatness()))
+
+    def _load(
+        self, kind: Kind, mix: Mix, seconds: float, capacity: float, *, rate: float, seed: int = 0
+    ) -> Load:
+        """Return an open load for a system of this capacity; `seed` is added to the run's."""
+        waiting = max_waiting(capacity)
+        return Load(kind, mix, seconds, self._settings.seed + seed, rate, waiting)
+
+    def _capacity(self, served: Served, system: System, mix: Mix) -> float:
+        load = Load("closed", mix, self._settings.closed_seconds, self._settings.seed)
+        return self._measure(served, system, load).capacity
+
+    def _measure(self, served: Served, system: System, load: Load, **columns: Any) -> Row:
+        row = replace(served.measure(system, load), **columns)
+        self.rows.append(row)
+        return row
+
+    def _rows_of(self, mix: Mix) -> list[Row]:
+        return [row for row in self.rows if row.lengths == mix.label]
 
 
-def _is_hopeless(one: System, capacity: float, known: Known) -> bool:
-    """Return whether a peer serves less at most than another one sustains: it cannot be the best."""
-    return not one.is_ours and one.name != DYNAMIC_BATCHER and capacity < known.best_peer
+def is_hopeless(system: System, capacity: float, rows: Sequence[Row]) -> bool:
+    """Return whether a peer cannot be the best: another one sustains more than its capacity."""
+    best = best_peer(rows)
+    is_candidate = not system.is_ours and system.name != DYNAMIC_BATCHER
+    return is_candidate and best is not None and capacity < (best.sustained or 0.0)
 
 
-def reference(settings: Settings) -> Reference:
-    """Return requests of all lengths and their vectors: transformers, fp32, each alone and so unpadded."""
+def reference(settings: Settings) -> tuple[list[list[int]], Vectors]:
+    """Return requests of all lengths and their vectors: transformers, fp32, each request alone."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    checkpoint = settings.checkpoint
     longest = max(max(mix.lengths) for mix in settings.mixes)
     lengths = [max(1, longest * (i + 1) // _CHECKED_REQUESTS) for i in range(_CHECKED_REQUESTS)]
-    ids = token_ids(lengths, settings.vocabulary, settings.seed)
-    embed = engines.load(
-        "transformers", checkpoint.folder, checkpoint.folder, "fp32", threads=checkpoint.threads
-    )
-    return Reference(ids, np.concatenate([embed([one]) for one in ids]))
+    requests = token_ids(lengths, settings.vocabulary, settings.seed)
+    model = settings.model
+    embed = engines.load("transformers", model, model, "fp32", threads=settings.threads)
+    return requests, np.concatenate([embed([ids]) for ids in requests])
 
 
 def reason(error: Exception) -> str:
-    """Return the line of an error that says most: the server's own reason where it has told one."""
+    """Return the line of an error that explains most: the server's own reason if it has one."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "failed to load '" in line and ": " in line]
-    line = told[0].split("version 1: ")[-1] if told else next(iter(lines), type(error).__name__)
+    reasons = [line for line in lines if "failed to load '" in line and ": " in line]
+    text = reasons[0].split("version 1: ")[-1] if reasons else (lines or [type(error).__name__])[0]
     # a Python traceback follows the reason, on the same line of the log
-    return line.split("\\n\\nAt:")[0].strip(' "')
-
-
-@contextmanager
-def lab(settings: Settings, say: Say) -> Iterator[Lab]:
-    """Yield a lab with a folder for what its servers measure of this machine."""
-    say("vectors that every system has to answer")
-    wanted = reference(settings)
-    with TemporaryDirectory(prefix="varlen-lab-") as folder:
-        yield Lab(settings, Path(folder), wanted, say)
+    return text.split("\\n\\nAt:")[0].strip(' "')

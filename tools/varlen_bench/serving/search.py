@@ -1,24 +1,20 @@
-"""Which load to try next on the way to the largest that a system sustains."""
+"""The next load on the way to the largest that a system sustains."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# In what a closed loop got out of the system: the first load to try, and one that is too much.
+# Of the capacity: the first load, and one that is too much.
 _FIRST, _TOO_MUCH = 0.8, 1.15
-# Steps where only one side is known: none was sustained yet, or all were.
+# Factors while no load is sustained, or every load is.
 _DOWN, _UP = 0.6, 1.25
 
 
 @dataclass(slots=True)
 class Search:
-    """Bisection between the loads that were sustained and the least that was not.
+    """Bisection between the loads that were sustained and the smallest that was not."""
 
-    Attributes:
-        capacity: requests/s that a closed loop got.
-        steps: loads that are left to try.
-    """
-
+    # requests/s of a closed loop, and the number of loads left to try
     capacity: float
     steps: int
     _passed: list[float] = field(default_factory=list)
@@ -31,7 +27,7 @@ class Search:
         return max((rate for rate in self._passed if rate < least), default=0.0)
 
     def next_rate(self) -> float | None:
-        """Return the next load to try, None when the search is over."""
+        """Return the next load; None at the end of the search."""
         if self.steps <= 0 or self.capacity <= 0:
             return None
         first, sustained = _FIRST * self.capacity, self.sustained
@@ -44,6 +40,6 @@ class Search:
         return (sustained + too_much) / 2 if _UP * sustained < too_much else _UP * sustained
 
     def record(self, rate: float, *, is_sustained: bool, is_step: bool = True) -> None:
-        """Take in what became of a load; one that was tried for another reason is no step."""
+        """Record the result of a load; the light load before the search is not a step."""
         self.steps -= is_step
         (self._passed if is_sustained else self._failed).append(rate)

@@ -1,77 +1,98 @@
-"""The load generator in a process of its own: reads orders as JSON lines, answers each with one JSON line.
+"""The process that sends requests over gRPC and answers with the row of each load.
 
-Its interpreter is busy with nothing else, and its collector of garbage waits until an order is done.
+Its interpreter does nothing else, and its garbage collector waits until a load is done.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import json
-import os
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import IO, Any, Literal
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
 
-from varlen_bench.serving.arrivals import token_ids
-from varlen_bench.serving.client import GrpcSender
-from varlen_bench.serving.generator import Bounds, Offering, offer, saturate
+import numpy as np
+from tritonclient.grpc import InferInput, aio
+from tritonclient.utils import InferenceServerException
+
+from varlen_bench.harness.worker import Message, run_worker
+from varlen_bench.serving.generator import Outcome, offer, saturate
+from varlen_bench.serving.loads import Load
+from varlen_bench.serving.rows import Row, load_row
+from varlen_bench.serving.systems import INPUT, OUTPUT
+
+# gRPC's words for a lost connection; its status is the same as that of a full queue.
+_CONNECTION = re.compile(r"connect|socket|goaway|stream removed|recvmsg", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What to send where.
+def outcome_of(error: InferenceServerException) -> Outcome:
+    """Return whether an error is a refusal, which a caller may retry, or a failure."""
+    message, status = str(error.message()), str(error.status())
+    is_refusal = "UNAVAILABLE" in status and not _CONNECTION.search(message)
+    return "refused" if is_refusal else "failed"
 
-    Attributes:
-        do: `offer` sends at the times `dues`; `saturate` keeps `outstanding` requests in flight for `seconds`.
-        address, model: of the server.
-        lengths: of the requests, in tokens.
-        vocabulary: number of token ids.
-        seed: of the ids.
-        outstanding, patience, late_seconds, late_most: see `Bounds`.
-        parameters: of every request.
+
+def start(argument: Message) -> Callable[[Message], Message]:
+    """Return the function that carries out an order: a `load`, or `requests` to embed, for a `model`.
+
+    Args:
+        argument: `address` of the server and `vocabulary` of its models.
     """
+    address, vocabulary = argument["address"], argument["vocabulary"]
 
-    do: Literal["offer", "saturate"]
-    address: str
-    model: str
-    lengths: list[int]
-    vocabulary: int
-    seed: int
-    outstanding: int
-    dues: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    patience: float = 60.0
-    late_seconds: float | None = None
-    late_most: int = 0
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-
-
-async def carry_out(order: Order) -> Offering:
-    """Return what became of the requests of an order."""
-    ids = token_ids(order.lengths, order.vocabulary, order.seed)
-    async with GrpcSender(order.address, order.model, ids, order.parameters) as sender:
-        if order.do == "saturate":
-            return await saturate(len(ids), sender.send, order.outstanding, order.seconds)
-        late = float("inf") if order.late_seconds is None else order.late_seconds
-        bounds = Bounds(order.outstanding, order.patience, late, order.late_most)
-        return await offer(order.dues, sender.send, bounds)
-
-
-def serve(orders: IO[str], answers: IO[str]) -> None:
-    """Answer orders until their stream ends. The first line says that the process is ready."""
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in orders:
+    def handle(order: Message) -> Message:
+        if "requests" in order:
+            return asyncio.run(_embed(address, order["model"], order["requests"]))
+        load = Load.from_json(order["load"])
         gc.collect()
         gc.disable()
-        offering = asyncio.run(carry_out(Order(**json.loads(line))))
+        row = asyncio.run(_offer(address, order["model"], load, load.token_ids(vocabulary)))
         gc.enable()
-        print(json.dumps(offering.to_json()), file=answers, flush=True)
+        return asdict(row)
+
+    return handle
+
+
+async def _offer(address: str, model: str, load: Load, requests: Sequence[Sequence[int]]) -> Row:
+    # built before they are due
+    inputs = [_inputs(ids) for ids in requests]
+    parameters = {} if load.deadline_ms is None else {"deadline_ms": load.deadline_ms}
+    async with aio.InferenceServerClient(address) as client:
+
+        async def send(number: int) -> tuple[Outcome, str]:
+            try:
+                await client.infer(model, inputs[number], parameters=parameters)
+            except InferenceServerException as error:
+                return outcome_of(error), str(error)
+            return "ok", ""
+
+        if load.rate is None:
+            record = await saturate(
+                len(requests), send, in_flight=load.max_waiting, seconds=load.end
+            )
+        else:
+            record = await offer(
+                load.due_times(), send, max_waiting=load.max_waiting, max_late=load.max_late
+            )
+    return load_row(load, model, record)
+
+
+async def _embed(address: str, model: str, requests: Sequence[Sequence[int]]) -> Message:
+    """Return the vectors of requests that are sent at once, or the error of one."""
+    async with aio.InferenceServerClient(address) as client:
+        answers = [client.infer(model, _inputs(ids)) for ids in requests]
+        try:
+            results = await asyncio.gather(*answers)
+        except InferenceServerException as error:
+            return {"error": str(error)}
+    return {"vectors": [result.as_numpy(OUTPUT)[0].tolist() for result in results]}
+
+
+def _inputs(ids: Sequence[int]) -> list[Any]:
+    tensor = InferInput(INPUT, [1, len(ids)], "INT64")
+    return [tensor.set_data_from_numpy(np.asarray([ids], dtype=np.int64))]
 
 
 if __name__ == "__main__":
-    # Libraries print to stdout: keep the pipe for answers and send the rest to stderr.
-    _answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    serve(sys.stdin, _answers)
+    run_worker(start)

@@ -1,0 +1,108 @@
+"""The picture of a run: what each system serves of what it is offered, and the latency of its answers.
+
+The left column is figure 7 of the TurboTransformers authors' report in Chinese: a system leaves the diagonal where it
+is saturated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from varlen_bench.serving.rows import GOAL_P99_MS, Row
+from varlen_bench.serving.systems import OURS, SYSTEMS, System
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Ours in blues and greens, peers in warm colors; the dynamic batcher of today is red. Readable on light and dark.
+COLORS = {
+    "varlen-dp": "#1f6fd6",
+    "varlen-token-budget": "#2fb0d8",
+    "varlen-dp-padded": "#12906a",
+    "varlen-fifo-padded": "#6fb58f",
+    "varlen-none": "#8b8fd6",
+    "transformers-fp32-dynamic": "#d62f3c",
+    "transformers-fp32-single": "#e8837a",
+    "transformers-bf16-dynamic": "#9c6a38",
+    "transformers-bf16-single": "#c9a26b",
+    "onnxruntime-fp32-dynamic": "#d97a00",
+    "onnxruntime-fp32-single": "#e0a63c",
+}
+_GUIDE = {"color": "#8f8f8f", "linewidth": 0.9, "linestyle": ":"}
+_PANELS = (("served/s", "served"), ("mean latency, ms", "mean_ms"), ("p99 latency, ms", "p99_ms"))
+# Beyond saturation the latency is that of the backlog.
+_LONGEST_MS = 5000.0
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    """Return a figure with a line of panels for each mix."""
+    from matplotlib.figure import Figure
+
+    labels = list(dict.fromkeys(row.lengths for row in rows if row.kind == "load"))
+    figure = Figure(figsize=(15, 4.4 * len(labels) + 0.9), layout="constrained")
+    panels = figure.subplots(len(labels), len(_PANELS), squeeze=False)
+    drawn: dict[str, Any] = {}
+    for line, label in zip(panels, labels, strict=True):
+        for axes, (title, attribute) in zip(line, _PANELS, strict=True):
+            drawn |= _draw_curves(axes, rows, label, attribute)
+            _finish_panel(axes, rows, label, attribute)
+            axes.set_title(f"{label} tokens: {title}")
+    names = [name for name in SYSTEMS if name in drawn]
+    figure.legend([drawn[name] for name in names], names, loc="outside lower center", ncols=4)
+    return figure
+
+
+def curve(
+    rows: Sequence[Row], label: str, system: str, attribute: str
+) -> list[tuple[float, float]]:
+    """Return (offered, figure) of a system's open loads on one mix, without those that were given up."""
+    return sorted(
+        (row.offered, value)
+        for row in rows
+        if (row.lengths, row.system) == (label, system)
+        and (row.kind == "most" or (row.kind == "load" and not row.not_sent))
+        and row.offered is not None
+        and (value := getattr(row, attribute)) is not None
+    )
+
+
+def _draw_curves(axes: Any, rows: Sequence[Row], label: str, attribute: str) -> dict[str, Any]:
+    """Draw the curve of each system and return the lines by name."""
+    return {
+        system.name: axes.plot(*zip(*points, strict=True), **_style(system))[0]
+        for system in SYSTEMS.values()
+        if (points := curve(rows, label, system.name, attribute))
+    }
+
+
+def _finish_panel(axes: Any, rows: Sequence[Row], label: str, attribute: str) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    highest = max((row.offered or 0.0 for row in rows if row.lengths == label), default=1.0)
+    axes.set_xlabel("offered/s")
+    axes.set_xlim(0, highest * 1.02)
+    if attribute == "served":
+        _, top = axes.get_ylim()
+        axes.plot([0, highest], [0, highest], **_GUIDE)
+        axes.set_ylim(0, top)
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, min(high, _LONGEST_MS))
+    if attribute == "p99_ms":
+        axes.axhline(GOAL_P99_MS, **_GUIDE)
+
+
+def _style(system: System) -> dict[str, Any]:
+    return {
+        "color": COLORS[system.name],
+        "linewidth": 2.6 if system.name == OURS else 1.4,
+        "linestyle": "-" if system.is_ours else "--",
+        "marker": "o" if system.is_ours else "s",
+        "markersize": 4,
+        "zorder": 3 if system.is_ours else 2,
+    }

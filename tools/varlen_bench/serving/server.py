@@ -1,0 +1,131 @@
+"""A real server with one or more systems, and the process that loads it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from varlen_bench.harness.accuracy import Vectors
+from varlen_bench.harness.machine import gflops
+from varlen_bench.harness.resident import model_process, resident_bytes
+from varlen_bench.harness.summary import ratio
+from varlen_bench.harness.worker import WorkerProcess
+from varlen_bench.serving.loads import Load
+from varlen_bench.serving.repository import write_model
+from varlen_bench.serving.rows import Row
+from varlen_bench.serving.settings import Settings
+from varlen_bench.serving.systems import System
+from varlen_client.metrics import fetch_metrics, model_series
+from varlen_tools.local_server import LocalServer
+
+_WORKER = "varlen_bench.serving.worker"
+_READY_SECONDS = 240.0
+_ANSWER_SECONDS = 600.0
+# Our backend updates its metrics twice a second.
+_FLUSH_SECONDS = 1.5
+_POLL_SECONDS = 0.05
+_REQUESTS = "varlen_requests_total"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that is ready, and the process that sends requests to it."""
+
+    server: LocalServer
+    generator: WorkerProcess
+    address: str
+
+    def measure(self, system: System, load: Load) -> Row:
+        """Return the row of a load."""
+        before, speed = self._series(system), gflops()
+        columns = self.generator.ask(model=system.name, load=asdict(load))
+        growth = self._growth(system, before, columns["sent"] - columns["lost"])
+        columns |= counted(growth)
+        columns |= {"rss_mib": self.resident_mib(system), "machine_gflops": speed}
+        return Row(**columns)
+
+    def embed(self, system: System, requests: Sequence[Sequence[int]]) -> Vectors:
+        """Return a system's vectors of requests that are sent at once, [requests, hidden].
+
+        Raises:
+            RuntimeError: a request failed.
+        """
+        answer = self.generator.ask(model=system.name, requests=requests)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return np.array(answer["vectors"], dtype=np.float32)
+
+    def process(self, system: System) -> int:
+        """Return the id of the process that runs a system's model."""
+        return model_process(self.server.pid, system.name)
+
+    def resident_mib(self, system: System) -> float:
+        """Return the resident memory of that process, in MiB."""
+        return resident_bytes(self.process(system)) / (1 << 20)
+
+    def _series(self, system: System) -> dict[str, float]:
+        page = fetch_metrics(self.server.metrics_url, timeout=10)
+        if page is None:
+            raise RuntimeError("the server has no metrics page")
+        return model_series(page, system.name)
+
+    def _growth(
+        self, system: System, before: Mapping[str, float], answered: int
+    ) -> dict[str, float]:
+        """Return the growth of each series, once all answered requests are counted."""
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while True:
+            series = self._series(system)
+            growth = {name: value - before.get(name, 0.0) for name, value in series.items()}
+            if growth.get(_REQUESTS, answered) >= answered or time.monotonic() > deadline:
+                return growth
+            time.sleep(_POLL_SECONDS)
+
+
+@contextmanager
+def serve(systems: Sequence[System], settings: Settings, scratch: Path) -> Iterator[Served]:
+    """Yield a server of these systems; it keeps the costs that it measures in `scratch`.
+
+    Raises:
+        ServerError: the server does not get ready.
+        RuntimeError: an export failed.
+    """
+    environment = {"XDG_CACHE_HOME": str(scratch), "HF_HUB_OFFLINE": "1"}
+    with TemporaryDirectory(prefix="varlen-serving-") as folder:
+        for system in systems:
+            write_model(Path(folder), system, settings)
+        # the configurations are complete
+        arguments = ["--disable-auto-complete-config"]
+        with LocalServer(folder, arguments=arguments, environment=environment) as server:
+            server.wait_ready(_READY_SECONDS)
+            address = server.grpc_url.removeprefix("grpc://")
+            argument = {"address": address, "vocabulary": settings.vocabulary}
+            log = scratch / "generator.log"
+            with WorkerProcess(
+                _WORKER, argument, log, threads=1, timeout_seconds=_ANSWER_SECONDS
+            ) as generator:
+                generator.answer()
+                yield Served(server, generator, address)
+
+
+def counted(growth: Mapping[str, float]) -> dict[str, Any]:
+    """Return the columns that a system counts itself, from the growth of its metrics."""
+    sequences, batches = "varlen_batch_sequences_sum", "varlen_batch_sequences_count"
+    if _REQUESTS not in growth:
+        # a batch of a plain python backend is one call of `execute`
+        sequences, batches = "nv_inference_count", "nv_inference_exec_count"
+    padding = growth.get("varlen_padding_tokens_total")
+    predicted, actual = "varlen_batch_predicted_seconds_sum", "varlen_batch_seconds_sum"
+    error = ratio(growth.get(predicted), growth.get(actual))
+    return {
+        "mean_batch": ratio(growth.get(sequences), growth.get(batches)),
+        "padding_share": ratio(padding, (padding or 0.0) + growth.get("varlen_tokens_total", 0.0)),
+        "prediction_error": None if error is None else error - 1,
+    }

@@ -1,0 +1,60 @@
+"""The settings of a run, and the time of each load: key systems are searched finely, the others for a curve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from varlen_bench.peers.checkpoints import config_field
+from varlen_bench.serving.systems import System
+from varlen_tools.workloads import Mix
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a run measures.
+
+    Attributes:
+        seconds: measured seconds of a load of a key system, or of an overload.
+        turns: turns of the paired comparison.
+        peer_batch: largest batch of the server's dynamic batcher.
+    """
+
+    model: Path
+    systems: Sequence[System]
+    mixes: Sequence[Mix]
+    seconds: float
+    turns: int
+    quick: bool
+    peer_batch: int
+    threads: int
+    seed: int
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return config_field(self.model, "vocab_size")
+
+    @property
+    def closed_seconds(self) -> float:
+        """Measured seconds of a closed loop that finds a capacity."""
+        return 2.0 if self.quick else 3.0
+
+    @property
+    def most_seconds(self) -> float:
+        """Measured seconds of the load that saturates every system."""
+        return 2.0 if self.quick else 0.75 * self.seconds
+
+    @property
+    def paired_seconds(self) -> float:
+        """Measured seconds of a paired load: longer, since the two systems are nearly equal."""
+        return self.seconds if self.quick else 1.25 * self.seconds
+
+    def search_effort(self, system: System, *, is_hopeless: bool) -> tuple[float, int]:
+        """Return the measured seconds of each load of a search, and the number of its steps."""
+        if self.quick:
+            return self.seconds, 2 if system.is_key and not is_hopeless else 0
+        if is_hopeless:
+            return 0.75 * self.seconds, 1
+        return (self.seconds, 4) if system.is_key else (0.75 * self.seconds, 2)
