@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -106,7 +107,9 @@ class WorkerProcess:
     def close(self) -> None:
         """End the process and wait for it."""
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            # an order that a dead worker did not read is flushed again
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
         self._wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
