@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
 
-from varlen_bench.harness.resident import resident_bytes
-from varlen_bench.memory.soak import stub_of
+from varlen_bench.harness.resident import model_process, resident_bytes
 from varlen_bench.serving.arrivals import Mix
 from varlen_bench.serving.rows import Row
 from varlen_bench.serving.served import Load, Served
@@ -38,7 +37,7 @@ def overload_rows(
         outstanding=int(_OUTSTANDING_SECONDS * max(point.served, 1.0)),
         deadline_ms=DEADLINE_MS,
     )
-    with ResidentLooks(stub_of(served.server.pid, one.name)) as looks:
+    with ResidentLooks(model_process(served.server.pid, one.name)) as looks:
         row, _ = served.load(one, "overload", load)
     yield replace(row, rss_flatness=looks.flatness())
 

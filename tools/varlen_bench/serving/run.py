@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from varlen_bench.encoder.process import WorkerError
+from varlen_bench.harness.worker import WorkerError
 from varlen_bench.peers import engines
 from varlen_bench.serving import perf
 from varlen_bench.serving.arrivals import Mix, token_ids

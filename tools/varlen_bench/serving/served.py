@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from varlen_bench.encoder.process import WorkerProcess
-from varlen_bench.encoder.report import cosines
-from varlen_bench.harness.resident import resident_bytes
-from varlen_bench.memory.soak import stub_of
+from varlen_bench.harness.accuracy import cosines
+from varlen_bench.harness.resident import model_process, resident_bytes
+from varlen_bench.harness.worker import WorkerProcess
 from varlen_bench.serving.arrivals import Mix, poisson
 from varlen_bench.serving.client import INPUT, OUTPUT
 from varlen_bench.serving.figures import Point, point_of
@@ -79,10 +78,11 @@ class Generator:
     def __init__(self, log: Path, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._process = WorkerProcess(
-            {"threads": 1},
+            "varlen_bench.serving.worker",
+            {},
             log,
+            threads=1,
             timeout_seconds=_ANSWER_SECONDS,
-            module="varlen_bench.serving.worker",
         )
         self._process.answer()
 
@@ -218,7 +218,7 @@ class Served:
 
     def resident(self, system: System) -> int:
         """Return the bytes that the process which serves a system has resident now."""
-        return resident_bytes(stub_of(self.server.pid, system.name))
+        return resident_bytes(model_process(self.server.pid, system.name))
 
     def _metrics(self, system: System) -> dict[str, float]:
         return model_metrics(self.server.metrics_url, system.name)
