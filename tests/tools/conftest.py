@@ -79,7 +79,7 @@ def classifier(tmp_path: Path) -> Path:
     return save_classifier(tmp_path / "classifier", labels=3)
 
 
-def save_encoder(folder: Path) -> Path:
+def save_encoder(folder: Path, pooling: str = "cls_token") -> Path:
     """Save a BertModel with sentence-transformers' modules beside it."""
     from transformers import BertModel
 
@@ -96,8 +96,8 @@ def save_encoder(folder: Path) -> Path:
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 16, "pooling_mode_cls_token": True}
-    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
+    config = {"word_embedding_dimension": 16, f"pooling_mode_{pooling}": True}
+    (folder / "1_Pooling/config.json").write_text(json.dumps(config))
     return folder
 
 

@@ -1,96 +1,81 @@
-"""From seconds per round to the figures of a row, the BENCH keys and the table on the screen."""
+"""From tokens/s per round to CSV rows, the keys of the BENCH line, and the tables on the screen."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 from rich.table import Table
 
 from varlen_bench.encoder.systems import BASELINE, System
+from varlen_bench.harness.accuracy import EQUAL_QUALITY
 from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.summary import Spread, paired_ratio, rounded
+from varlen_bench.harness.tables import table
 
-EQUAL_QUALITY = 0.999
-WORKLOAD_PREFIX = {"uniform": "", "short": "short_"}
+_KEY_PREFIXES = {"uniform": "", "short": "short_"}
+_FIGURES = (
+    "tokens_per_second tokens_per_second_p20 tokens_per_second_p80 sequences_per_second ratio_to_fifo "
+    "cosine_mean cosine_min peak_rss_mib"
+).split()
 
 
 @dataclass(slots=True)
 class Result:
-    """What one system did on one workload. `speeds` holds tokens/s, one per round."""
+    """Measurements of one system on one workload; `speeds` are tokens/s, one per round."""
 
     system: System
     workload: str
-    sequences: int = 0
-    tokens: int = 0
+    sequences: int
+    tokens: int
     batching: str = ""
     calibration: dict[str, float] = field(default_factory=dict)
     speeds: list[float] = field(default_factory=list)
-    cosines: npt.NDArray[np.float32] | None = None
+    cosine_mean: float = 0.0
+    cosine_min: float = 0.0
     peak_rss_mib: float = 0.0
     note: str = ""
-    failed: bool = False
+    has_failed: bool = False
 
     @property
     def speed(self) -> float:
-        """Real tokens per second, the median over rounds."""
+        """Tokens/s, the median over rounds."""
         return statistics.median(self.speeds)
 
-    @property
-    def is_comparable(self) -> bool:
-        """Whether it ran and its vectors are as good as the reference's."""
-        return not self.failed and self.cosines is not None and self.mean_cosine >= EQUAL_QUALITY
 
-    @property
-    def mean_cosine(self) -> float:
-        """The mean cosine of its vectors to the reference's."""
-        assert self.cosines is not None
-        return float(self.cosines.mean())
-
-
-def cosines(
-    vectors: npt.NDArray[np.float32], reference: npt.NDArray[np.float32]
-) -> npt.NDArray[np.float32]:
-    """Return the cosine of each row of `vectors` with its row of `reference`, [rows].
-
-    Raises:
-        ValueError: the shapes disagree, or a row is not finite.
-    """
-    if vectors.shape != reference.shape:
-        raise ValueError(f"vectors have shape {vectors.shape}; the reference {reference.shape}")
-    if not np.isfinite(vectors).all():
-        raise ValueError("vectors hold values that are not finite")
-    left, right = vectors.astype(np.float64), reference.astype(np.float64)
-    norms = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
-    return np.asarray((left * right).sum(axis=1) / norms, dtype=np.float32)
-
-
-def paired_ratio(speeds: Sequence[float], base: Sequence[float]) -> float:
-    """Return the median over rounds of speed over base speed in the same round."""
-    return statistics.median(a / b for a, b in zip(speeds, base, strict=True))
-
-
-def fastest(results: Sequence[Result]) -> Result | None:
-    """Return the result of greatest median speed among those of equal quality."""
-    return max((r for r in results if r.is_comparable), key=lambda r: r.speed, default=None)
+def csv_rows(results: Sequence[Result], model: str) -> list[dict[str, Cell]]:
+    """Return a row for each system and workload, also for those that failed."""
+    return [
+        {
+            "model": model,
+            "workload": result.workload,
+            "system": result.system.name,
+            "batch": result.batching or None,
+            "sequences": result.sequences,
+            "tokens": result.tokens,
+            "rounds": len(result.speeds),
+            **_figures(result, _baseline(results, result.workload)),
+            "calibration": "; ".join(f"{k}: {v:.0f}" for k, v in result.calibration.items()),
+            "note": result.note,
+        }
+        for result in results
+    ]
 
 
 def bench_figures(results: Sequence[Result]) -> dict[str, Cell]:
-    """Return the keys of the BENCH line; a comparison whose system did not run is None."""
+    """Return the keys of the BENCH line; None where a system did not run."""
     figures: dict[str, Cell] = {}
-    for workload, prefix in WORKLOAD_PREFIX.items():
-        rows = [r for r in results if r.workload == workload]
-        ours = fastest([r for r in rows if r.system.is_ours])
-        peer = fastest([r for r in rows if not r.system.is_ours])
-        transformers = fastest([r for r in rows if r.system.engine == "transformers"])
-        baseline = _baseline(rows)
+    for workload, prefix in _KEY_PREFIXES.items():
+        here = [result for result in results if result.workload == workload]
+        ours = _fastest(result for result in here if result.system.engine == "varlen")
+        peer = _fastest(result for result in here if result.system.engine != "varlen")
+        transformers = _fastest(r for r in here if r.system.engine == "transformers")
         figures |= {
-            f"{prefix}vs_transformers_fifo_fp32": _ratio(ours, baseline),
+            f"{prefix}vs_transformers_fifo_fp32": _ratio(ours, _baseline(here, workload)),
             f"{prefix}vs_best_peer": _ratio(ours, peer),
             f"{prefix}best_peer": peer.system.name if peer else None,
-            f"{prefix}cosine": round(ours.mean_cosine, 6) if ours else None,
+            f"{prefix}cosine": round(ours.cosine_mean, 6) if ours else None,
             f"{prefix}ours": ours.system.name if ours else None,
             f"{prefix}vs_transformers_best": _ratio(ours, transformers),
             f"{prefix}tokens_per_second": round(ours.speed) if ours else None,
@@ -98,76 +83,45 @@ def bench_figures(results: Sequence[Result]) -> dict[str, Cell]:
     return figures
 
 
-def csv_rows(results: Sequence[Result], model: str) -> list[dict[str, Cell]]:
-    """Return one row per system and workload, failed ones too."""
-    rows: list[dict[str, Cell]] = []
-    for r in results:
-        ran = not r.failed
-        baseline = _baseline([b for b in results if b.workload == r.workload])
-        rows.append(
-            {
-                "model": model,
-                "workload": r.workload,
-                "system": r.system.name,
-                "batch": r.batching or None,
-                "sequences": r.sequences,
-                "tokens": r.tokens,
-                "rounds": len(r.speeds),
-                "tokens_per_second": round(r.speed) if ran else None,
-                "tokens_per_second_p20": round(np.percentile(r.speeds, 20)) if ran else None,
-                "tokens_per_second_p80": round(np.percentile(r.speeds, 80)) if ran else None,
-                "sequences_per_second": r.speed * r.sequences / r.tokens if ran else None,
-                "ratio_to_fifo": _ratio(r, baseline),
-                "cosine_mean": r.mean_cosine if ran else None,
-                "cosine_min": float(r.cosines.min()) if ran and r.cosines is not None else None,
-                "peak_rss_mib": round(r.peak_rss_mib) if ran else None,
-                "calibration": "; ".join(f"{k}: {v:.0f}" for k, v in r.calibration.items()),
-                "note": r.note,
-            }
-        )
-    return rows
+def tables(rows: Sequence[Mapping[str, Cell]]) -> list[Table]:
+    """Return a table of each workload, the fastest system first."""
+    columns = ("system", "batch", "sequences", *_FIGURES, "note")
+    fastest_first = sorted(rows, key=lambda row: -float(row["tokens_per_second"] or 0))
+    return [
+        table(name, columns, (row for row in fastest_first if row["workload"] == name))
+        for name in _KEY_PREFIXES
+    ]
 
 
-def table(results: Sequence[Result], workload: str) -> Table:
-    """Return the table of one workload, fastest first, systems that did not run last."""
-    rows = [r for r in results if r.workload == workload]
-    baseline = _baseline(rows)
-    largest = max(rows, key=lambda r: r.sequences, default=None)
-    of = f": {largest.sequences} sequences, {largest.tokens} tokens" if largest else ""
-    view = Table(title=f"{workload}{of}", title_justify="left")
-    view.add_column("system")
-    view.add_column("batch")
-    headings = ("tokens/s", "p20-p80", "sequences/s", "x fifo", "cosine mean", "min", "MiB")
-    for heading in headings:
-        view.add_column(heading, justify="right")
-    view.add_column("note")
-    for r in sorted(rows, key=lambda r: (r.failed, -r.speed if not r.failed else 0.0)):
-        if r.failed or r.cosines is None:
-            view.add_row(r.system.name, *["-"] * (len(headings) + 1), r.note)
-            continue
-        low, high = np.percentile(r.speeds, [20, 80])
-        ratio = _ratio(r, baseline)
-        view.add_row(
-            r.system.name,
-            r.batching,
-            f"{r.speed:,.0f}",
-            f"{low:,.0f}-{high:,.0f}",
-            f"{r.speed * r.sequences / r.tokens:,.1f}",
-            "-" if ratio is None else f"{ratio:.2f}",
-            f"{r.mean_cosine:.6f}",
-            f"{r.cosines.min():.6f}",
-            f"{r.peak_rss_mib:,.0f}",
-            r.note,
-            style="bold" if r.system.is_ours else "" if r.is_comparable else "dim",
-        )
-    return view
+def _figures(result: Result, baseline: Result | None) -> dict[str, Cell]:
+    if result.has_failed:
+        return dict.fromkeys(_FIGURES)
+    spread = Spread.of(result.speeds)
+    figures = (
+        round(spread.median),
+        round(spread.p20),
+        round(spread.p80),
+        spread.median * result.sequences / result.tokens,
+        _ratio(result, baseline),
+        result.cosine_mean,
+        result.cosine_min,
+        round(result.peak_rss_mib),
+    )
+    return dict(zip(_FIGURES, figures, strict=True))
 
 
-def _baseline(rows: Sequence[Result]) -> Result | None:
-    return next((r for r in rows if r.system.name == BASELINE and not r.failed), None)
+def _fastest(results: Iterable[Result]) -> Result | None:
+    """Return the fastest result of equal quality."""
+    equal = (r for r in results if not r.has_failed and r.cosine_mean >= EQUAL_QUALITY)
+    return max(equal, key=lambda r: r.speed, default=None)
+
+
+def _baseline(results: Iterable[Result], workload: str) -> Result | None:
+    found = (r for r in results if r.workload == workload and r.system.name == BASELINE)
+    return next((result for result in found if not result.has_failed), None)
 
 
 def _ratio(result: Result | None, base: Result | None) -> float | None:
-    if result is None or base is None or result.failed or base.failed:
+    if result is None or base is None:
         return None
-    return round(paired_ratio(result.speeds, base.speeds), 4)
+    return rounded(paired_ratio(result.speeds, base.speeds))

@@ -1,4 +1,4 @@
-"""The systems that the benchmark compares, and how each cuts a workload into batches."""
+"""The systems that the benchmark compares, and how each splits a workload into batches."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from varlen_bench.encoder.workload import Workload
 from varlen_bench.peers.engines import EngineName, Precision
 
 Order = Literal["arrival", "sorted"]
+Kind = Literal["whole", "sequences", "tokens"]
 
-FIFO_BATCH = 20
 BASELINE = "transformers-fp32-fifo"
+_FIFO_BATCH = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How a list of sequences becomes batches: all at once, so many sequences, so many tokens."""
+    """How a workload becomes batches: as a whole, or by a number of sequences or padded tokens."""
 
-    kind: Literal["whole", "sequences", "tokens"]
+    kind: Kind
     size: int = 0
 
     def __str__(self) -> str:
@@ -27,34 +28,27 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One process of the benchmark: an engine at a precision, fed in an order."""
+    """An engine at a precision, with its batching; a batching without a size is calibrated."""
 
     name: str
     engine: EngineName
     precision: Precision
     order: Order
-    kind: Literal["whole", "sequences", "tokens"]
-    fixed_size: int | None = None
+    kind: Kind
+    size: int = 0
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this project is measured, not a peer."""
-        return self.engine == "varlen"
-
-    def candidates(self, workload: Workload) -> tuple[Batching, ...]:
-        """Return the batchings to try on `workload`; a single one needs no calibration."""
-        if self.kind == "whole":
-            return (Batching("whole"),)
-        if self.fixed_size is not None:
-            return (Batching(self.kind, self.fixed_size),)
+    def batchings(self, workload: Workload) -> list[Batching]:
+        """Return the batchings to try on a workload; a single one needs no calibration."""
+        if self.kind == "whole" or self.size:
+            return [Batching(self.kind, self.size)]
         sizes = workload.batch_sizes if self.kind == "sequences" else workload.batch_tokens
-        return tuple(Batching(self.kind, size) for size in sizes)
+        return [Batching(self.kind, size) for size in sizes]
 
 
-SYSTEMS = (
+_ALL = (
     System("varlen-fp32", "varlen", "fp32", "arrival", "whole"),
     System("varlen-bf16", "varlen", "bf16", "arrival", "whole"),
-    System(BASELINE, "transformers", "fp32", "arrival", "sequences", FIFO_BATCH),
+    System(BASELINE, "transformers", "fp32", "arrival", "sequences", _FIFO_BATCH),
     System("transformers-fp32-arrival", "transformers", "fp32", "arrival", "sequences"),
     System("transformers-fp32-sorted", "transformers", "fp32", "sorted", "sequences"),
     System("transformers-bf16-arrival", "transformers", "bf16", "arrival", "sequences"),
@@ -65,29 +59,16 @@ SYSTEMS = (
     System("ctranslate2-fp32-sorted", "ctranslate2", "fp32", "sorted", "tokens"),
     System("ctranslate2-int8-sorted", "ctranslate2", "int8", "sorted", "tokens"),
 )
-
-
-# Each sequence alone and so unpadded: the vectors that every system is compared with.
+SYSTEMS = {system.name: system for system in _ALL}
+# Each sequence alone and so unpadded: every system's vectors are compared with these.
 REFERENCE = System("transformers-fp32-alone", "transformers", "fp32", "arrival", "sequences", 1)
-
-
-def system(name: str) -> System:
-    """Return the system called `name`.
-
-    Raises:
-        ValueError: there is none.
-    """
-    for candidate in (REFERENCE, *SYSTEMS):
-        if candidate.name == name:
-            return candidate
-    raise ValueError(f"no system is called {name!r}; there are {[s.name for s in SYSTEMS]}")
 
 
 def split(lengths: list[int], order: Order, batching: Batching) -> list[list[int]]:
     """Return batches of indices into `lengths`.
 
-    A batch of so many tokens counts its padding: longest times sequences, as CTranslate2 does. A
-    sequence longer than that is a batch of its own.
+    The tokens of a batch count with their padding, as in CTranslate2: longest times sequences. A sequence that is
+    longer than the limit is a batch of its own.
     """
     indices = list(range(len(lengths)))
     if order == "sorted":

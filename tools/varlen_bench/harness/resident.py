@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from varlen_bench.harness.summary import flatness
 
@@ -98,12 +97,7 @@ class ResidentPeak:
             self._sampler.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._sampler is None:
             self._highest = peak_resident_bytes()
         else:
@@ -129,12 +123,7 @@ class ResidentSamples:
         self._sampler.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sampler.stop()
 
     def flatness(self) -> float | None:

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
@@ -40,6 +40,7 @@ class WorkerProcess:
     ) -> None:
         self._timeout = timeout_seconds
         self._log = log
+        self._is_ready = False
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
@@ -61,21 +62,18 @@ class WorkerProcess:
     def __enter__(self) -> WorkerProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def ask(self, **order: object) -> Message:
-        """Send an order and return its answer.
+        """Send an order and return its answer; the first order waits until the worker is ready.
 
         Raises:
             WorkerError: the process ended, or gave no answer in time and was killed.
         """
         assert self._process.stdin is not None
+        if not self._is_ready:
+            self.answer()
         try:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
@@ -98,23 +96,30 @@ class WorkerProcess:
             expired = not timer.is_alive()
             timer.cancel()
         if line:
+            self._is_ready = True
             answer: Message = json.loads(line)
             return answer
         if expired:
             raise WorkerError(f"no answer within {self._timeout:g} s")
+        self._wait()  # its log is complete only then
         raise WorkerError(last_line(self._log.read_text(encoding="utf-8", errors="replace")))
 
     def close(self) -> None:
         """End the process and wait for it."""
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            # an order that a dead worker did not read is flushed again
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _wait(self) -> None:
         try:
             self._process.wait(timeout=_CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
 
 
 def run_worker(start: Callable[[Message], Callable[[Message], Message]]) -> None:

@@ -1,22 +1,33 @@
-"""From a worker's figures to rows of the CSV."""
+"""The CSV rows, the keys of the BENCH line, and the tables; docs/benchmarks/memory.md describes the columns."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Case
-from varlen_bench.memory.soak import Flatness, Soak
+from rich.console import RenderableType
 
-EXACT = "exact-arena"
-_MIB = 1 << 20
+from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.summary import ratio, rounded, worst
+from varlen_bench.harness.tables import table
+from varlen_bench.memory.cases import OURS, PEER, Case
+
+MIB = 1 << 20
+EXACT, STUB, SERVER = "exact-arena", "stub", "server"
+_NAMES = ("encoder", "batch", "requests", "system")
+# Columns of each table after the names; its rows are those that have the first one.
+_TABLES = {
+    "memory above weights": "weights_mib peak_mib allocated_mib vs_pytorch asked_mib_longest seconds",
+    "the arena": "new_mib_per_request bound_largest_mib reserved_mib reserved_vs_bound footprint_vs_bound "
+    "footprint_vs_bound_max plan_share vs_no_arena vs_no_arena_p20 vs_no_arena_p80",
+    "processes of the server": "rss_flatness rss_least_mib rss_median_mib rss_most_mib peak_mib",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the CSV; the package's docstring says what the columns mean."""
+    """One row; a figure that a system does not have is None."""
 
     encoder: str
     batch: int | None
@@ -46,96 +57,47 @@ class Row:
     note: str = ""
 
 
-def case_rows(case: Case, device: str, answers: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """Return the rows of a case: our system, the one without an arena, transformers, and the exact arena.
-
-    Args:
-        case: what was run.
-        device: where.
-        answers: of the workers: by system, and `speed`; one that failed is `{"error": reason}`.
-    """
-    rows = [_memory_row(case, device, name, answers[name]) for name in (OURS, NO_ARENA, PEER)]
-    peer = rows[-1].peak_mib
-    rows = [replace(row, vs_pytorch=_over(row.peak_mib, peer)) for row in rows]
-    plan, speed = answers[OURS].get("plan"), answers["speed"]
-    rows[0] = _with_speed(rows[0], speed)
-    if plan:
-        exact = Row(case.encoder.name, case.batch, len(case.lengths), EXACT, device)
-        rows.append(replace(exact, new_mib_per_request=plan["footprint"] / _MIB))
-    return rows
+def empty_row(case: Case, system: str, device: str, note: str = "") -> Row:
+    """Return the row of a system without figures."""
+    return Row(case.encoder.name, case.batch, len(case.lengths), system, device, note=note)
 
 
-def soak_rows(order: Soak, flatness: list[Flatness]) -> list[Row]:
-    """Return a row for each process of the server."""
-    return [
-        Row(
-            encoder=order.model,
-            batch=None,
-            requests=order.requests,
-            system=found.process,
-            device="as served",
-            peak_mib=found.peak / _MIB,
-            rss_least_mib=min(found.samples) / _MIB,
-            rss_median_mib=statistics.median(found.samples) / _MIB,
-            rss_most_mib=max(found.samples) / _MIB,
-            rss_flatness=found.value,
-        )
-        for found in flatness
-    ]
+def finish_rows(rows: list[Row], speed: dict[str, Any] | str) -> list[Row]:
+    """Return the rows of a case, ours first, with its ratios; `speed` is columns of ours, or an error."""
+    ours, *others = rows
+    if isinstance(speed, str):
+        speed = {"note": "; ".join(filter(None, [ours.note, speed]))}
+    peer = next(row.peak_mib for row in rows if row.system == PEER)
+    rows = [replace(ours, **speed), *others]
+    finished = [replace(row, vs_pytorch=ratio(row.peak_mib, peer)) for row in rows]
+    return sorted(finished, key=lambda row: row.system == EXACT)
 
 
-def failed_soak(order: Soak, reason: str) -> Row:
-    """Return the row of a server that did not serve."""
-    note = f"did not run: {reason}"
-    return Row(order.model, None, order.requests, "stub", "as served", note=note)
+def bench_figures(rows: Sequence[Row]) -> dict[str, Cell]:
+    """Return the keys of the BENCH line: the worst of each figure, None without one."""
+
+    def of(system: str, column: str, choose: Callable[[list[float]], float]) -> float | None:
+        return worst(choose, [getattr(row, column) for row in rows if row.system == system])
+
+    new = of(OURS, "new_mib_per_request", max)
+    return {
+        "footprint_vs_bound": rounded(of(OURS, "footprint_vs_bound", max)),
+        "vs_pytorch": rounded(of(OURS, "vs_pytorch", max)),
+        "plan_share": rounded(of(OURS, "plan_share", max), 6),
+        "speed_vs_no_arena": rounded(of(OURS, "vs_no_arena", min)),
+        "new_bytes_per_request": None if new is None else round(new * MIB),
+        "rss_flatness": rounded(of(STUB, "rss_flatness", max)),
+    }
 
 
-def _memory_row(case: Case, device: str, name: str, answer: Mapping[str, Any]) -> Row:
-    row = Row(case.encoder.name, case.batch, len(case.lengths), name, device)
-    if "error" in answer:
-        return replace(row, note=f"did not run: {answer['error']}")
-    found = answer["memory"]
-    row = replace(
-        row,
-        requests=found["requests"],
-        weights_mib=found["weights"] / _MIB,
-        peak_mib=found["peak"] / _MIB,
-        allocated_mib=_mib(found["allocated"]),
-        asked_mib_longest=found["asked_longest"] / _MIB,
-        seconds=found["seconds"],
-    )
-    return _with_plan(row, found, answer["plan"]) if "plan" in answer else row
-
-
-def _with_plan(row: Row, found: Mapping[str, Any], plan: Mapping[str, Any]) -> Row:
-    return replace(
-        row,
-        footprint_vs_bound=plan["ratio"],
-        footprint_vs_bound_max=plan["ratio_most"],
-        bound_largest_mib=plan["bound_largest"] / _MIB,
-        reserved_mib=found["reserved"] / _MIB,
-        reserved_vs_bound=found["reserved"] / plan["bound_largest"],
-        new_mib_per_request=found["new"] / found["requests"] / _MIB,
-        plan_share=found["plan_seconds"] / found["seconds"],
-    )
-
-
-def _with_speed(row: Row, answer: Mapping[str, Any]) -> Row:
-    if "error" in answer:
-        told = [row.note] if row.note else []
-        return replace(row, note="; ".join([*told, f"no speed: {answer['error']}"]))
-    speed = answer["speed"]
-    return replace(
-        row,
-        vs_no_arena=speed["ratio"],
-        vs_no_arena_p20=speed["ratio_p20"],
-        vs_no_arena_p80=speed["ratio_p80"],
-    )
-
-
-def _mib(size: int | None) -> float | None:
-    return None if size is None else size / _MIB
-
-
-def _over(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
+def shown(rows: Sequence[Row]) -> list[RenderableType]:
+    """Return the tables, and a line for each note."""
+    cells = [asdict(row) for row in rows]
+    parts: list[RenderableType] = []
+    for title, names in _TABLES.items():
+        columns = names.split()
+        found = [row for row in cells if row[columns[0]] is not None]
+        if found:
+            parts.append(table(title, (*_NAMES, *columns), found))
+    noted = (row for row in rows if row.note)
+    return [*parts, *(f"{row.encoder} {row.batch or ''} {row.system}: {row.note}" for row in noted)]

@@ -1,67 +1,79 @@
-"""The order of events: an encoder's checkpoint, its cases, each system in a process of its own; then the server."""
+"""The order of a run: the cases of an encoder, each system in its own process, then a server."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from varlen_bench.kernels.encoder_peers import save_random_checkpoint
-from varlen_bench.memory import rows
-from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, POSITIONS, Case, Name
-from varlen_bench.memory.process import WorkerError, ask
-from varlen_bench.memory.rows import Row
+from varlen_bench.harness.command import Progress
+from varlen_bench.harness.worker import Message, WorkerError, WorkerProcess
+from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, POSITIONS, Case
+from varlen_bench.memory.rows import STUB, Row, empty_row, finish_rows
 from varlen_bench.memory.soak import Soak, soak
-from varlen_bench.memory.worker import Order
+from varlen_bench.peers.checkpoints import save_random_checkpoint
+from varlen_client import VarlenClientError
 from varlen_tools.local_server import ServerError
 
-# Without an arena, every so many-th request by length is run.
+# Without an arena, every third request by length is run.
 _NO_ARENA_STEP = 3
+_TIMEOUT_SECONDS = 1800.0
 
-Say: TypeAlias = Callable[[str], object]
 Device: TypeAlias = Literal["cpu", "cuda"]
+# Measures a system, or "speed", on a case.
+Ask: TypeAlias = Callable[[str, Case], Message]
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How to measure: on which device, with how many cores."""
-
-    device: Device
-    threads: int
-
-
-def measure_cases(cases: list[Case], settings: Settings, say: Say) -> Iterator[list[Row]]:
-    """Yield the rows of each case; all are of one encoder."""
+def measure_cases(
+    cases: list[Case], report: Progress, *, device: Device, threads: int
+) -> Iterator[list[Row]]:
+    """Yield the rows of each case; all cases are of one encoder."""
     with TemporaryDirectory(prefix="varlen-bench-") as scratch:
         folder = Path(scratch)
         save_random_checkpoint(cases[0].encoder, folder, POSITIONS)
         for case in cases:
-            answers = _answers(case, folder, settings, say)
-            yield rows.case_rows(case, settings.device, answers)
+            ask = partial(ask_worker, folder=folder, device=device, threads=threads)
+            yield measure_case(case, device, ask, report)
 
 
-def measure_server(order: Soak, say: Say) -> list[Row]:
-    """Return the rows of the served model."""
-    say(f"{order.requests:,} requests to a server with {order.model}")
-    try:
-        return rows.soak_rows(order, soak(order))
-    except (ServerError, RuntimeError, OSError) as error:
-        return [rows.failed_soak(order, str(error).splitlines()[0])]
-
-
-def _answers(case: Case, folder: Path, settings: Settings, say: Say) -> dict[str, dict[str, Any]]:
-    """Return the figures of all workers of a case; one that fails gives its reason."""
-
-    def order(task: Literal["memory", "speed"], name: Name) -> dict[str, Any]:
-        say(f"{case.encoder.name}, {case.batch} a request: {task} of {name}")
-        run = case.every(_NO_ARENA_STEP) if name == NO_ARENA else case
-        wanted = Order(task, name, str(folder), run.to_json(), settings.device, settings.threads)
+def measure_case(case: Case, device: Device, ask: Ask, report: Progress) -> list[Row]:
+    """Return the rows of a case; one that failed has the reason."""
+    named = f"{case.encoder.name}, {case.batch} a request"
+    rows: list[Row] = []
+    for name in (OURS, NO_ARENA, PEER):
+        report(f"{named}: memory of {name}")
+        part = case.every(_NO_ARENA_STEP) if name == NO_ARENA else case
         try:
-            return ask(wanted)
+            rows += [Row(**row) for row in ask(name, part)["rows"]]
         except WorkerError as error:
-            return {"error": str(error)}
+            rows.append(empty_row(case, name, device, f"did not run: {error}"))
+    report(f"{named}: speed of {OURS}")
+    try:
+        return finish_rows(rows, ask("speed", case)["speed"])
+    except WorkerError as error:
+        return finish_rows(rows, f"no speed: {error}")
 
-    systems: tuple[Name, ...] = (OURS, NO_ARENA, PEER)
-    return {name: order("memory", name) for name in systems} | {"speed": order("speed", OURS)}
+
+def ask_worker(what: str, case: Case, folder: Path, device: Device, threads: int) -> Message:
+    """Return the answer of a process that measures `what`, with the checkpoint in `folder`."""
+    argument = {"case": asdict(case), "folder": str(folder), "device": device, "threads": threads}
+    with WorkerProcess(
+        "varlen_bench.memory.measure",
+        argument,
+        folder / "worker.log",
+        threads=threads,
+        timeout_seconds=_TIMEOUT_SECONDS,
+    ) as process:
+        return process.ask(measure=what)
+
+
+def measure_server(order: Soak, report: Progress) -> list[Row]:
+    """Return the rows of a server's processes, or one with the reason why it failed."""
+    report(f"{order.requests:,} requests to a server with {order.model}")
+    try:
+        return soak(order)
+    except (ServerError, VarlenClientError, RuntimeError, OSError) as error:
+        return [replace(order.row(STUB), note=f"did not run: {str(error).splitlines()[0]}")]

@@ -1,172 +1,87 @@
 """Resident memory of a model behind a real tritonserver, over thousands of requests of random lengths.
 
-Requests are single sequences of random ids over gRPC, many in flight. Memory is looked at while none is, after a
-rest in which the process gives back what it freed: what is resident then is what is kept.
+Requests are single sequences of random ids over gRPC, 16 in flight. Memory is read while no request is in flight,
+after a rest in which the process releases what it freed.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Semaphore
-from typing import Any
 
 import numpy as np
 
-from varlen_bench.harness.resident import peak_resident_bytes, resident_bytes
+from varlen_bench.harness.resident import model_process, peak_resident_bytes, resident_bytes
+from varlen_bench.harness.summary import flatness
+from varlen_bench.memory.rows import MIB, SERVER, STUB, Row
+from varlen_bench.peers.checkpoints import config_field
+from varlen_client import Client, RetryPolicy
 from varlen_tools.local_server import LocalServer
 
 _IN_FLIGHT = 16
+_SHORTEST = 5
 _READY_SECONDS = 120.0
-# The served process looks for memory to give back once a second.
+# The served process releases memory once a second.
 _REST_SECONDS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """What is sent.
-
-    Attributes:
-        repository, model: what is served.
-        requests: after those that warm up.
-        warmup: requests that are answered before the first look.
-        every: requests between two looks.
-        shortest, longest: lengths are uniform between, in tokens.
-    """
+    """Requests to a server; `every` is their number between two samples, lengths are in tokens."""
 
     repository: Path
     model: str
     requests: int = 20_000
     warmup: int = 1_000
     every: int = 500
-    shortest: int = 5
     longest: int = 256
 
-    @property
-    def vocabulary(self) -> int:
-        """Number of token ids that the model knows."""
-        config = self.repository / self.model / "1" / "config.json"
-        return int(json.loads(config.read_text(encoding="utf-8"))["vocab_size"])
+    def row(self, process: str) -> Row:
+        """Return the row of one process, without figures."""
+        return Row(self.model, None, self.requests, process, "as served")
 
 
-@dataclass(frozen=True, slots=True)
-class Flatness:
-    """What one process had resident, in bytes: at every look, and the most ever."""
-
-    process: str
-    samples: tuple[int, ...]
-    peak: int
-
-    @property
-    def value(self) -> float:
-        """How far the samples are apart, as a share of their median."""
-        return (max(self.samples) - min(self.samples)) / statistics.median(self.samples)
-
-
-def soak(order: Soak) -> list[Flatness]:
-    """Return the flatness of the process that serves the model, and of the server.
-
-    Raises:
-        ServerError: the server does not start.
-        RuntimeError: a request fails.
-    """
+def soak(order: Soak) -> list[Row]:
+    """Return the rows of the process that serves the model and of the server."""
     arguments = ["--model-control-mode=explicit", f"--load-model={order.model}"]
     with LocalServer(order.repository, arguments=arguments) as server:
         server.wait_ready(_READY_SECONDS)
-        pids = {"stub": stub_of(server.pid, order.model), "server": server.pid}
-        address = server.grpc_url.removeprefix("grpc://")
-        looks = list(_looks(order, address, list(pids.values())))
+        pids = {STUB: model_process(server.pid, order.model), SERVER: server.pid}
+        samples: dict[str, list[int]] = {process: [] for process in pids}
+        for _ in _send(order, server.grpc_url):
+            time.sleep(_REST_SECONDS)
+            for process, pid in pids.items():
+                samples[process].append(resident_bytes(pid))
         return [
-            Flatness(process, tuple(look[place] for look in looks), peak_resident_bytes(pid))
-            for place, (process, pid) in enumerate(pids.items())
+            replace(
+                order.row(process),
+                peak_mib=peak_resident_bytes(pid) / MIB,
+                rss_least_mib=min(samples[process]) / MIB,
+                rss_median_mib=statistics.median(samples[process]) / MIB,
+                rss_most_mib=max(samples[process]) / MIB,
+                rss_flatness=flatness(samples[process]),
+            )
+            for process, pid in pids.items()
         ]
 
 
-def stub_of(server_pid: int, model: str) -> int:
-    """Return the id of the Python process in which a server runs a model.
+def _send(order: Soak, url: str) -> Iterator[None]:
+    """Send all requests; yield when a sample is due and none is in flight."""
+    draw, numbers = random.Random(0), np.random.default_rng(0)
+    vocabulary = config_field(order.repository / order.model / "1", "vocab_size")
 
-    Raises:
-        RuntimeError: it has none.
-    """
-    # its one instance: the second form is of a model whose configuration has an instance group
-    instances = {f"{model}_0", f"{model}_0_0"}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            words = _command_line(entry)
-            is_stub = words[0].endswith("triton_python_backend_stub")
-            if is_stub and str(server_pid) in words and instances & set(words):
-                return int(entry.name)
-    raise RuntimeError(f"the server has no process for the model {model}")
+    def lengths(count: int) -> list[int]:
+        return [draw.randint(_SHORTEST, order.longest) for _ in range(count)]
 
-
-def _looks(order: Soak, address: str, pids: list[int]) -> Iterator[list[int]]:
-    """Send all requests; yield what the processes have resident, after warm-up and then every so many requests."""
-    from tritonclient.grpc import InferenceServerClient
-
-    draw = random.Random(0)
-    lengths = [draw.randint(order.shortest, order.longest) for _ in range(order.requests)]
-    with InferenceServerClient(address) as client:
-        sender = _Sender(client, order)
-        sender.send([draw.randint(order.shortest, order.longest) for _ in range(order.warmup)])
-        yield _look(pids)
-        for begin in range(0, order.requests, order.every):
-            sender.send(lengths[begin : begin + order.every])
-            yield _look(pids)
-
-
-def _look(pids: list[int]) -> list[int]:
-    time.sleep(_REST_SECONDS)
-    return [resident_bytes(pid) for pid in pids]
-
-
-class _Sender:
-    """Sends requests, so many in flight."""
-
-    def __init__(self, client: Any, order: Soak) -> None:
-        self._client = client
-        self._model = order.model
-        self._vocabulary = order.vocabulary
-        self._numbers = np.random.default_rng(0)
-        self._free = Semaphore(_IN_FLIGHT)
-        self._errors: list[object] = []
-
-    def send(self, lengths: list[int]) -> None:
-        """Send a request of each length; return when all are answered.
-
-        Raises:
-            RuntimeError: one failed.
-        """
-        for length in lengths:
-            self._free.acquire()
-            self._start(length)
-        for _ in range(_IN_FLIGHT):
-            self._free.acquire()
-        self._free.release(_IN_FLIGHT)
-        if self._errors:
-            raise RuntimeError(f"a request failed: {self._errors[0]}")
-
-    def _start(self, length: int) -> None:
-        from tritonclient.grpc import InferInput
-
-        ids = self._numbers.integers(0, self._vocabulary, (1, length))
-        tensor = InferInput("input_ids", ids.shape, "INT64")
-        tensor.set_data_from_numpy(ids)
-        self._client.async_infer(self._model, [tensor], callback=self._answered)
-
-    def _answered(self, result: object, error: object) -> None:  # noqa: ARG002  # as the client calls it
-        if error is not None:
-            self._errors.append(error)
-        self._free.release()
-
-
-def _command_line(process: Path) -> list[str]:
-    """Return a process's command line, a single empty word if it has none."""
-    try:
-        return (process / "cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
-    except OSError:
-        return [""]
+    stream, warmup = lengths(order.requests), lengths(order.warmup)
+    parts = [stream[at : at + order.every] for at in range(0, len(stream), order.every)]
+    once = RetryPolicy(max_retries=0)
+    client = Client(url, order.model, rows_per_request=1, concurrency=_IN_FLIGHT, retry=once)
+    with client:
+        for part in (warmup, *parts):
+            client.embed([numbers.integers(0, vocabulary, length) for length in part])
+            yield

@@ -1,6 +1,6 @@
-"""The same program without its arena: each op makes its own results, as a model written in plain torch does.
+"""The same program without its arena: each op allocates its results, as a model in plain PyTorch does.
 
-It takes the executors of the engine, so threads and, on a GPU, graphs are the same.
+The engine's runners run it, so threads and CUDA graphs are the same.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from varlen.program.program import PackedBatch, Program
 
 
 class UnplannedProgram(Program):
-    """A program whose values live where torch's allocator puts them, each until its last use.
-
-    Its ops have one result each, as those of encoders do.
-    """
+    """A program whose values are allocated by torch and freed after their last use."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program.ops, program.outputs)
@@ -33,18 +30,19 @@ class UnplannedProgram(Program):
         self,
         batch: PackedBatch,
         kernels: object,
-        region: Region,  # noqa: ARG002  # as a planned program is run
+        region: Region,  # noqa: ARG002  # the signature of Program
         *,
         states: Mapping[str, Tensor] | None = None,
         out: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Return the outputs for `batch`: `out`, or new tensors; the region is left alone."""
+        """Return the outputs for `batch`: `out`, or new tensors."""
         bound: dict[str, Tensor] = {**batch.inputs, **(states or {})}
         placed = dict(zip(self.outputs, out or (), strict=False))
         for op, unused in zip(self.ops, self._unused_after, strict=True):
             operands = [
                 x if x is None or isinstance(x, Tensor) else bound[x.name] for x in op.operands
             ]
+            # every op of an encoder has one result
             (result,) = op.results
             into = {"out": placed[result]} if result in placed else {}
             made = getattr(kernels, op.kernel)(*operands, **op.attributes, **into)
@@ -56,18 +54,16 @@ class UnplannedProgram(Program):
 
 
 class NoArena(Arena):
-    """An arena without memory, which has room for every batch."""
+    """An arena without memory; every batch fits."""
 
     def __init__(self, largest: Dims, device: torch.device) -> None:
-        self.largest = largest
-        self.max_tokens = largest["tokens"]
-        self.device = device
-        self._nothing = Region(torch.empty(0, dtype=torch.uint8, device=device), ())
+        self.largest, self.max_tokens, self.device = largest, largest["tokens"], device
+        self._empty = Region(torch.empty(0, dtype=torch.uint8, device=device), ())
 
     def allocate(self, sub_batches: Sequence[Dims]) -> list[Region] | None:
-        """Return a region of no bytes for each sub-batch."""
-        return [self._nothing] * len(sub_batches)
+        """Return an empty region for each sub-batch."""
+        return [self._empty] * len(sub_batches)
 
-    def allocate_whole(self, dims: Dims) -> Region:  # noqa: ARG002  # as of an arena
-        """Return a region of no bytes."""
-        return self._nothing
+    def allocate_whole(self, dims: Dims) -> Region:  # noqa: ARG002  # the signature of Arena
+        """Return an empty region."""
+        return self._empty

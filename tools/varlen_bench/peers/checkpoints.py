@@ -1,4 +1,4 @@
-"""Checkpoints that benchmarks run: their limits, and random ones with the shape of known encoders."""
+"""Checkpoints of the benchmarks: their limits, and random ones with the shape of known encoders."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def max_positions(folder: Path) -> int:
 def save_random_checkpoint(
     shape: EncoderShape, folder: Path, positions: int, seed: int = 0
 ) -> None:
-    """Save a BertModel with random weights, and an empty tokenizer, which varlen asks for."""
+    """Save a BertModel with random weights, and an empty tokenizer, which varlen requires."""
     from transformers import BertConfig, BertModel
     from transformers.utils import logging
 

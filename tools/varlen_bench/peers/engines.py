@@ -1,6 +1,6 @@
-"""Four engines behind one function: a batch of token ids in, normalised vectors out.
+"""Four engines behind one function: a batch of token ids in, normalized vectors out.
 
-Each engine imports its own libraries, so that a process holds no others.
+A process imports only the libraries of its engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def load(
     """Return a function that embeds one batch.
 
     Args:
-        model: the Hugging Face folder. checkpoint: the same in the engine's own format.
+        model: the Hugging Face folder.
+        checkpoint: the same model in the engine's format; see exports.py.
     """
     if engine == "varlen":
         return _varlen(model, precision, threads)
@@ -112,7 +113,7 @@ def _ctranslate2(checkpoint: Path, precision: Precision, threads: int) -> Embed:
     )
 
     def embed(batch: list[list[int]]) -> Vectors:
-        # [sequences, longest, hidden]; CTranslate2 pads the list by itself
+        # [sequences, longest, hidden]; CTranslate2 pads the batch
         hidden = np.array(encoder.forward_batch(batch).last_hidden_state)
         lengths = [len(sequence) for sequence in batch]
         pooled = np.stack([rows[:n].mean(axis=0) for rows, n in zip(hidden, lengths, strict=True)])

@@ -1,9 +1,8 @@
-"""Checkpoints in the peers' own formats, made once and kept in a cache folder.
+"""Checkpoints in the formats of the peers, exported once and kept in a cache folder.
 
-The ONNX graph is exported at opset 23, where attention is one operator: onnxruntime runs it a
-quarter faster than the graph of single matrix products. Run as a program, so that the memory an
-export takes is not counted to the system that uses it:
-`python -m varlen_bench.peers.exports MODEL TARGET ENGINE PRECISION`.
+The ONNX graph has opset 23, where attention is one operator: onnxruntime runs it a quarter faster than the graph of
+single matrix products. An export is a process of its own, so that its memory does not count for the system that
+uses it: `python -m varlen_bench.peers.exports MODEL TARGET ENGINE PRECISION`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from varlen_bench.harness.worker import last_line
 from varlen_bench.peers.checkpoints import max_positions
 from varlen_bench.peers.engines import EngineName, Precision
 
+_MODULE = "varlen_bench.peers.exports"
 _OPSET = 23
 _TOOLS = {
     "onnxruntime": ("torch", "transformers", "onnx", "onnxruntime"),
@@ -35,10 +35,10 @@ def cache_folder() -> Path:
 
 
 def exported(model: Path, engine: EngineName, precision: Precision, cache: Path) -> Path:
-    """Return the checkpoint in `engine`'s format: `model` itself, or a cached export of it.
+    """Return the checkpoint in an engine's format: `model` itself, or a cached export of it.
 
     Raises:
-        RuntimeError: the export failed; the message ends with what it printed last.
+        RuntimeError: the export failed; the message ends with its last line.
     """
     if engine not in _TOOLS:
         return model
@@ -49,15 +49,7 @@ def exported(model: Path, engine: EngineName, precision: Precision, cache: Path)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = Path(folder) / "export"
         done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "varlen_bench.peers.exports",
-                str(model),
-                str(made),
-                engine,
-                precision,
-            ],
+            [sys.executable, "-m", _MODULE, str(model), str(made), engine, precision],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -71,10 +63,9 @@ def exported(model: Path, engine: EngineName, precision: Precision, cache: Path)
 
 
 def export_onnx(model: Path, folder: Path, precision: Precision) -> None:
-    """Write model.onnx: token ids and mask in, mean-pooled normalised vectors out.
+    """Write model.onnx: token ids and mask in, mean-pooled normalized vectors out.
 
-    int8 is onnxruntime's dynamic quantisation of the linear layers: weights per output channel,
-    activations per tensor.
+    int8 is onnxruntime's dynamic quantization of linear layers: weights per output channel, activations per tensor.
     """
     import torch
     from transformers import AutoModel
@@ -93,8 +84,10 @@ def export_onnx(model: Path, folder: Path, precision: Precision) -> None:
     input_ids = torch.arange(14).reshape(2, 7)
     attention_mask = torch.ones_like(input_ids)
     attention_mask[1, 5:] = 0
-    batch = torch.export.Dim("batch", min=1, max=4096)
-    length = torch.export.Dim("length", min=1, max=max_positions(model))
+    dims = {
+        0: torch.export.Dim("batch", min=1, max=4096),
+        1: torch.export.Dim("length", min=1, max=max_positions(model)),
+    }
     folder.mkdir()
     plain = folder / "plain.onnx"
     torch.onnx.export(
@@ -105,10 +98,7 @@ def export_onnx(model: Path, folder: Path, precision: Precision) -> None:
         output_names=["sentence_embedding"],
         dynamo=True,
         opset_version=_OPSET,
-        dynamic_shapes={
-            "input_ids": {0: batch, 1: length},
-            "attention_mask": {0: batch, 1: length},
-        },
+        dynamic_shapes={"input_ids": dims, "attention_mask": dims},
         external_data=False,
         verbose=False,
     )
@@ -118,7 +108,7 @@ def export_onnx(model: Path, folder: Path, precision: Precision) -> None:
         quantize_dynamic(
             plain,
             folder / "model.onnx",
-            # The standard's attention operator would be taken for onnxruntime's own of that name.
+            # onnxruntime has an operator of its own that is also named Attention
             op_types_to_quantize=["MatMul"],
             weight_type=QuantType.QInt8,
             per_channel=True,
@@ -129,7 +119,7 @@ def export_onnx(model: Path, folder: Path, precision: Precision) -> None:
 
 
 def export_ctranslate2(model: Path, folder: Path, precision: Precision) -> None:
-    """Write the CTranslate2 folder of the encoder; int8 stores its weights as int8."""
+    """Write the CTranslate2 folder of the encoder."""
     from ctranslate2.converters import TransformersConverter
 
     quantization = "int8" if precision == "int8" else None
@@ -137,10 +127,9 @@ def export_ctranslate2(model: Path, folder: Path, precision: Precision) -> None:
 
 
 def _key(model: Path, engine: EngineName) -> str:
-    weights = [*sorted(model.glob("*.safetensors")), model / "config.json"]
-    stamps = [
-        f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in weights
-    ]
+    """Return a key that changes with the checkpoint, the tools and this file."""
+    files = [*sorted(model.glob("*.safetensors")), model / "config.json"]
+    stamps = [f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     tools = [f"{tool} {_version(tool)}" for tool in _TOOLS[engine]]
     source = Path(__file__).read_text(encoding="utf-8")
     return hashlib.sha256("\n".join([*stamps, *tools, source]).encode()).hexdigest()[:16]
