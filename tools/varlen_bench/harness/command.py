@@ -15,11 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
-import click
 import typer
 from rich.console import Console, RenderableType
 
 from varlen_bench.harness.rows import Cell, Provenance, append_rows, bench_line, provenance
+
+try:
+    # newer versions of typer bring their own click
+    from typer._click.globals import get_current_context
+except ImportError:
+    from click import get_current_context  # type: ignore[no-redef,unused-ignore]
 
 Only: TypeAlias = Annotated[
     str, typer.Option(help="Names or beginnings of names, comma-separated; all if empty.")
@@ -67,7 +72,7 @@ def command_line(module: str) -> str:
 
     An absolute path is cut to its last part, so that no row tells where files are.
     """
-    context = click.get_current_context()
+    context = get_current_context()
     words = ["python", "-m", module]
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
