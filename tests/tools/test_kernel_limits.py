@@ -1,6 +1,7 @@
 """Machine code that is not as it should be is told so, and ceilings live in a CSV."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,12 @@ from varlen_bench.kernel_limits import (
     write_ceilings,
 )
 from varlen_bench.machine_code import MachineCode
-from varlen_bench.ops.call import Call
-from varlen_kernels.layer_norm import add_layer_norm
+from varlen_bench.ops.compiled import CompiledCall
+from varlen_bench.ops.rows import add_layer_norm
 
-CALL = Call("norm-768", run=lambda dtype: dtype, narrow_loads=2)
 DTYPE = torch.bfloat16
+NORM = CompiledCall("256", partial(add_layer_norm, 8, 256), dtypes=(DTYPE,))
+CALL = replace(NORM, narrow_loads=2)
 GOOD = MachineCode(
     kernel="_norm_kernel",
     arch=90,
@@ -41,11 +43,6 @@ GOOD = MachineCode(
     barriers=0,
 )
 CEILINGS = {place(CALL, DTYPE, replace(GOOD, arch=arch)): 40 for arch in (80, 90)}
-
-
-def norm(dtype: torch.dtype) -> None:
-    x, vector = torch.zeros(8, 256, dtype=dtype), torch.ones(256, dtype=dtype)
-    add_layer_norm(x, x, vector, vector, eps=1e-5)
 
 
 def test_good_code_has_no_problems() -> None:
@@ -136,7 +133,7 @@ def test_without_a_file_there_are_no_ceilings(tmp_path: Path) -> None:
 
 
 def test_a_call_becomes_machine_code() -> None:
-    codes = compile_call(Call("add_layer_norm-256", norm), DTYPE, 90)
+    codes = compile_call(NORM, DTYPE, 90)
 
     assert [code.kernel for code in codes] == ["_add_layer_norm_kernel"]
 
@@ -144,8 +141,7 @@ def test_a_call_becomes_machine_code() -> None:
 def test_the_command_prints_what_is_wrong_until_ceilings_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = [Call("add_layer_norm-256", norm, dtypes=(DTYPE,))]
-    monkeypatch.setattr(inspect_kernels, "all_calls", lambda: calls)
+    monkeypatch.setattr(inspect_kernels, "COMPILED", [NORM])
     path = tmp_path / "registers.csv"
     monkeypatch.setattr(inspect_kernels, "CEILINGS", path)
 
@@ -161,9 +157,7 @@ def test_the_command_prints_what_is_wrong_until_ceilings_are_written(
     assert {where.column[-5:] for where in read_ceilings(path)} == {"sm_80", "sm_90"}
 
 
-def test_the_command_refuses_an_op_that_has_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect_kernels, "all_calls", list)
-
+def test_the_command_refuses_an_op_that_has_no_call() -> None:
     refused = run(inspect_kernels.main, "no_such_op")
 
     assert refused.exit_code == 2
@@ -173,8 +167,7 @@ def test_the_command_refuses_an_op_that_has_no_call(monkeypatch: pytest.MonkeyPa
 def test_writing_drops_the_ceilings_of_calls_that_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = [Call("add_layer_norm-256", norm, dtypes=(DTYPE,))]
-    monkeypatch.setattr(inspect_kernels, "all_calls", lambda: calls)
+    monkeypatch.setattr(inspect_kernels, "COMPILED", [NORM])
     path = tmp_path / "registers.csv"
     write_ceilings(path, {Place("gone-1", "_gone_kernel", "float32", "triton 3.6 sm_80"): 8})
 

@@ -1,8 +1,11 @@
-"""Between the packed form and the padded one: what systems that pad do around attention, here for comparison.
+"""Copies between packed and padded tokens, which systems that pad make around attention.
 
 One program owns ROWS places of one padded sequence by BLOCK features. It finds the tokens that belong there from the
 sequence's start, so no list of indices is made.
 """
+
+# ruff: noqa: N803, N806  # constants of a kernel are in capitals
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 import torch
 import triton

@@ -1,0 +1,37 @@
+"""Every op that has a kernel, at the shape of BERT-base, for sequences of any lengths.
+
+What varies from batch to batch in a server varies here; what a model fixes is fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from varlen_bench.ops import beam, padded, rows, sequences
+from varlen_bench.ops.call import OpCall
+
+AnyBatch: TypeAlias = Callable[[list[int], torch.dtype], OpCall]
+
+ANY_BATCH: dict[str, AnyBatch] = {
+    "embed_layer_norm": lambda lengths, dtype: rows.embed_layer_norm(
+        sum(lengths), 768, dtype, vocabulary=1000, positions=512
+    ),
+    "activate": lambda lengths, dtype: rows.activate(sum(lengths), 3072, dtype),
+    "silu_gate": lambda lengths, dtype: rows.silu_gate(sum(lengths), 3072, dtype),
+    "add_layer_norm": lambda lengths, dtype: rows.add_layer_norm(
+        sum(lengths), 768, dtype, x_bias=True
+    ),
+    "rms_norm": lambda lengths, dtype: rows.rms_norm(sum(lengths), 768, dtype),
+    "masked_softmax": lambda lengths, dtype: padded.masked_softmax(
+        lengths, max(lengths), 12, dtype
+    ),
+    "attention_varlen": lambda lengths, dtype: sequences.attention_varlen(lengths, 12, 64, dtype),
+    "pool": lambda lengths, dtype: sequences.pool(lengths, 768, dtype),
+    "first_tokens": lambda lengths, dtype: sequences.first_tokens(lengths, 768, dtype),
+    "unpack": lambda lengths, dtype: padded.unpack(lengths, 768, dtype),
+    "pack": lambda lengths, dtype: padded.pack(lengths, 768, dtype),
+    "beam_step": lambda lengths, dtype: beam.beam_step(len(lengths), 4, 1000, dtype, finished=True),
+}
