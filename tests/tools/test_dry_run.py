@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from varlen_bench.dry_run import SHARED_MEMORY_LIMITS, Compilation, dry_run
-from varlen_bench.machine_code import disassemble, read_machine_code
+from varlen_bench.machine_code import cuobjdump, read_machine_code
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -171,7 +171,7 @@ def test_counts_are_those_of_the_instructions_that_run(arch: int) -> None:
         dot(64, num_warps=4)
     for compilation in compiled:
         code = read_machine_code(compilation)
-        listing = disassemble(compilation)
+        listing = cuobjdump(compilation, "--dump-sass")
 
         wide = len(re.findall(r"\bLDG\.\S*128\b|\bLDGSTS\.\S*128\b", listing))
         assert wide == code.wide_loads

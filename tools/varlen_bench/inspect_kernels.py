@@ -5,6 +5,7 @@ registers the ceilings of the compile tests; use it after a kernel was changed o
 Triton that `make test-kernels` uses.
 """
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -23,21 +24,11 @@ from varlen_bench.kernel_limits import (
     read_ceilings,
     write_ceilings,
 )
+from varlen_bench.machine_code import MachineCode
 from varlen_bench.ops.compiled import COMPILED
 
-_COLUMNS = {
-    "warps": "num_warps",
-    "registers": "registers",
-    "stack": "stack_bytes",
-    "shared": "shared_bytes",
-    "wide loads": "wide_loads",
-    "narrow loads": "narrow_loads",
-    "wide stores": "wide_stores",
-    "narrow stores": "narrow_stores",
-    "mma": "mma",
-    "wgmma": "wgmma",
-    "barriers": "barriers",
-}
+# all but kernel and arch
+_FIGURES = [figure.name for figure in fields(MachineCode)[2:]]
 
 
 def main(
@@ -53,8 +44,8 @@ def main(
     table = Table(title=f"triton {triton.__version__}")
     for column in ("call", "kernel", "dtype", "sm"):
         table.add_column(column, no_wrap=True)
-    for column in _COLUMNS:
-        table.add_column(column, justify="right", max_width=9)
+    for figure in _FIGURES:
+        table.add_column(figure.replace("_", " "), justify="right", max_width=9)
     names = {call.name for call in COMPILED}
     read = read_ceilings(write or CEILINGS)
     ceilings = {where: ceiling for where, ceiling in read.items() if where.call in names}
@@ -65,7 +56,7 @@ def main(
             continue
         codes = compile_call(call, kind, target)
         for code in codes:
-            figures = [str(getattr(code, field)) for field in _COLUMNS.values()]
+            figures = [str(getattr(code, figure)) for figure in _FIGURES]
             table.add_row(call.name, code.kernel, name, str(code.arch), *figures)
         if write is not None:
             ceilings |= ceilings_of((place(call, kind, code), code) for code in codes)

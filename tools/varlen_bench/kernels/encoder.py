@@ -37,11 +37,7 @@ ENCODER, SHARE, HOST = "encoder", "encoder-share", "encoder-host"
 MAX_ERROR = 0.045
 
 _NORMALIZED = RequestOptions(normalize=True)
-_DTYPES: dict[torch.dtype, DType] = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-}
+_DTYPES: dict[str, DType] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 class PackedForward:
@@ -95,7 +91,7 @@ def load_runner(folder: Path, dtype: torch.dtype, machine: Machine, tokens: int)
     device: Literal["cpu", "cuda"] = "cuda" if machine.device.type == "cuda" else "cpu"
     config = EngineConfig(
         device=device,
-        dtype=_DTYPES[dtype],
+        dtype=_DTYPES[str(dtype).removeprefix("torch.")],
         max_batch_tokens=tokens,
         max_sequence_tokens=min(checkpoint.position_limit, tokens),
     )
@@ -181,7 +177,7 @@ def _measure_encoder(
                 shape=f"{shape.name} {tokens} packed",
                 dtype=dtype,
                 inputs=lambda make: {},  # noqa: ARG005  # the batch is part of the call
-                exact=lambda inputs: exact,  # noqa: ARG005
+                formula=lambda: exact,
                 bytes_moved=0,
                 read=forward.in_order,
                 threshold=MAX_ERROR,

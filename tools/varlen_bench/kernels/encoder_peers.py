@@ -20,12 +20,7 @@ from varlen_bench.peers.engines import pad
 Order = Literal["arrival", "sorted"]
 
 # Order, and the number of parts: more parts pad less, and fill the GPU less.
-_PARTS: tuple[tuple[Order, int], ...] = (
-    ("sorted", 4),
-    ("sorted", 8),
-    ("arrival", 1),
-    ("arrival", 4),
-)
+_PARTS: list[tuple[Order, int]] = [("sorted", 4), ("sorted", 8), ("arrival", 1), ("arrival", 4)]
 _ATTENTIONS: tuple[Attention, ...] = ("sdpa", "eager")
 # torch.compile runs once for the shape of each part.
 COMPILE_SECONDS = 180.0

@@ -17,42 +17,25 @@ _FEATURES = 4
 
 def softmax(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return softmax over the paper's scores, and over those of a server's batch, padded."""
-    calls = [
-        padded.masked_softmax([length] * batch, length, grid.heads, dtype)
-        for batch, length in grid.paper()
-    ]
-    lengths = grid.serving_lengths()
-    for heads in dict.fromkeys(heads for _, heads in grid.serving_widths):
-        calls.insert(1, padded.masked_softmax(lengths, max(lengths), heads, dtype))
-    return calls
+    lengths, make = grid.serving_lengths(), padded.masked_softmax
+    largest, *others = [make([n] * batch, n, grid.heads, dtype) for batch, n in grid.paper()]
+    all_heads = dict.fromkeys(heads for _, heads in grid.serving_widths)
+    return [largest, *(make(lengths, max(lengths), heads, dtype) for heads in all_heads), *others]
 
 
 def layer_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return residual and layer norm for a server's batch, and for the paper's."""
-    served = [rows.add_layer_norm(grid.serving_tokens, w, dtype) for w, _ in grid.serving_widths]
-    return served + [
-        rows.add_layer_norm(
-            batch * length, grid.hidden, dtype, shape=f"{batch}x{length}x{grid.hidden}"
-        )
-        for batch, length in grid.paper()
-    ]
+    shapes = _served_and_paper(grid)
+    return [rows.add_layer_norm(tokens, w, dtype, shape=shape) for tokens, w, shape in shapes]
 
 
 def attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return attention for a server's batch, and for the paper's."""
-    head_dim = grid.hidden // grid.heads
-    served = [
-        sequences.attention_varlen(grid.serving_lengths(), heads, width // heads, dtype)
-        for width, heads in grid.serving_widths
-    ]
+    make, lengths = sequences.attention_varlen, grid.serving_lengths()
+    heads, head_dim = grid.heads, grid.hidden // grid.heads
+    served = [make(lengths, count, width // count, dtype) for width, count in grid.serving_widths]
     return served + [
-        sequences.attention_varlen(
-            [length] * batch,
-            grid.heads,
-            head_dim,
-            dtype,
-            shape=f"{batch}x{length} {grid.heads}x{head_dim}",
-        )
+        make([length] * batch, heads, head_dim, dtype, shape=f"{batch}x{length} {heads}x{head_dim}")
         for batch, length in grid.paper()
     ]
 
@@ -74,16 +57,12 @@ def served_attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 
 def activation(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return bias and GELU, and the gate of SwiGLU."""
-    features = _FEATURES * grid.hidden
-    served = [
-        make(grid.serving_tokens, _FEATURES * width, dtype)
-        for width, _ in grid.serving_widths
-        for make in (rows.activate, rows.silu_gate)
-    ]
-    return served + [
-        rows.activate(batch * length, features, dtype, shape=f"{batch}x{length}x{features}")
-        for batch, length in grid.paper()
-    ]
+    calls = []
+    for tokens, features, shape in _served_and_paper(grid, _FEATURES):
+        calls.append(rows.activate(tokens, features, dtype, shape=shape))
+        if not shape:
+            calls.append(rows.silu_gate(tokens, features, dtype))
+    return calls
 
 
 def rms_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
@@ -93,15 +72,10 @@ def rms_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 
 def embedding(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return embeddings and their norm for a server's batch, and for the paper's."""
-    shapes = [(grid.serving_tokens, width, "") for width, _ in grid.serving_widths]
-    shapes += [
-        (batch * length, grid.hidden, f"{batch}x{length}x{grid.hidden}")
-        for batch, length in grid.paper()
-    ]
     tables = {"vocabulary": grid.vocabulary, "positions": grid.positions}
     return [
         rows.embed_layer_norm(tokens, width, dtype, **tables, shape=shape)
-        for tokens, width, shape in shapes
+        for tokens, width, shape in _served_and_paper(grid)
     ]
 
 
@@ -119,6 +93,14 @@ def beams(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
         for vocabulary in grid.vocabularies
         for count in grid.sequences
     ]
+
+
+def _served_and_paper(grid: Grid, factor: int = 1) -> list[tuple[int, int, str]]:
+    """Return tokens, `factor` times the width, and for the paper's batches the name of the shape."""
+    served = [(grid.serving_tokens, factor * width, "") for width, _ in grid.serving_widths]
+    width = factor * grid.hidden
+    paper = [(batch * n, width, f"{batch}x{n}x{width}") for batch, n in grid.paper()]
+    return served + paper
 
 
 GROUPS: dict[str, Callable[[Grid, torch.dtype], list[OpCall]]] = {

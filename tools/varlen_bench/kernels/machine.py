@@ -96,18 +96,11 @@ class StandInTimer:
         self._median = 10.0
 
     def num_sets(self, bytes_moved: int) -> int:  # noqa: ARG002  # a Timer
-        """Return the number of sets of inputs of a pass."""
         return 2
 
     def graph(
-        self,
-        call: Call,
-        sets: Sequence[Inputs],
-        moved: int,
-        *,
-        verify: Verify | None = None,
+        self, call: Call, sets: Sequence[Inputs], moved: int, *, verify: Verify | None = None
     ) -> Spread:
-        """Run the calls, and return an invented time."""
         spread = self.eager(call, sets, moved)
         if verify is not None:
             poison(call(sets[0]))
@@ -115,7 +108,6 @@ class StandInTimer:
         return spread
 
     def eager(self, call: Call, sets: Sequence[Inputs], moved: int) -> Spread:  # noqa: ARG002
-        """Run the calls, and return an invented time."""
         for inputs in sets:
             call(inputs)
         self._median += 1

@@ -58,17 +58,17 @@ def _softmax(call: OpCall) -> Peers:
     return Peers(tuple(peers), prepare)
 
 
+def _formula(call: OpCall) -> Peers:
+    return Peers((torch_peer(call.formula), compiled_peer(call.formula)))
+
+
 def _add_layer_norm(call: OpCall) -> Peers:
     eps = call.options["eps"]
-
-    def plain(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.layer_norm(x + residual, weight.shape, weight, bias, eps)
-
     liger = liger_peer(
         "liger_layer_norm",
         lambda function, i: function(i["x"] + i["residual"], i["weight"], i["bias"], eps),
     )
-    return Peers((torch_peer(plain), liger, compiled_peer(plain)))
+    return Peers((torch_peer(call.formula), liger, compiled_peer(call.formula)))
 
 
 def _rms_norm(call: OpCall) -> Peers:
@@ -91,45 +91,13 @@ def _first(result: object, inputs: Inputs) -> Tensor:
     return as_tensor(result[0] if isinstance(result, tuple) else result, inputs)
 
 
-def _activate(call: OpCall) -> Peers:  # noqa: ARG001
-    def plain(x: Tensor, bias: Tensor) -> Tensor:
-        return F.gelu(x + bias)
-
-    return Peers((torch_peer(plain), compiled_peer(plain)))
-
-
-def _silu_gate(call: OpCall) -> Peers:  # noqa: ARG001
-    def plain(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=1)
-        return F.silu(gate) * up
-
+def _silu_gate(call: OpCall) -> Peers:
     def prepare(inputs: Inputs) -> Inputs:
         gate, up = inputs["x"].chunk(2, dim=1)
         return {"gate": gate.contiguous(), "up": up.contiguous()}
 
     liger = liger_peer("liger_swiglu", lambda function, i: function(i["gate"], i["up"]))
-    return Peers((torch_peer(plain), liger, compiled_peer(plain)), prepare)
-
-
-def _embed_layer_norm(call: OpCall) -> Peers:
-    eps = call.options["eps"]
-
-    def plain(
-        token_ids: Tensor,
-        position_ids: Tensor,
-        type_ids: Tensor,
-        token_table: Tensor,
-        position_table: Tensor,
-        type_table: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-    ) -> Tensor:
-        summed = F.embedding(token_ids, token_table)
-        summed = summed + F.embedding(position_ids, position_table)
-        summed = summed + F.embedding(type_ids, type_table)
-        return F.layer_norm(summed, weight.shape, weight, bias, eps)
-
-    return Peers((torch_peer(plain), compiled_peer(plain)))
+    return Peers((torch_peer(call.formula), liger, compiled_peer(call.formula)), prepare)
 
 
 def _attention(call: OpCall) -> Peers:
@@ -256,9 +224,9 @@ _PEERS: dict[str, Callable[[OpCall], Peers]] = {
     "masked_softmax": _softmax,
     "add_layer_norm": _add_layer_norm,
     "rms_norm": _rms_norm,
-    "activate": _activate,
+    "activate": _formula,
     "silu_gate": _silu_gate,
-    "embed_layer_norm": _embed_layer_norm,
+    "embed_layer_norm": _formula,
     "attention_varlen": _attention,
     "pool": _pool,
     "unpack": _unpack,

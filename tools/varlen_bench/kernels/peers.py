@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, TypeAlias
 
 from varlen_bench.ops.call import Inputs, Read, as_tensor
@@ -56,7 +56,7 @@ class Peers:
 
 
 def torch_peer(function: Function, *, name: str = "torch", read: Read = as_tensor) -> Peer:
-    """Return a peer that calls `function` on the inputs that its parameters name."""
+    """Return a peer that calls `function` on the inputs that its parameters without default name."""
     return Peer(name, lambda _: _on_named(function, function), read)
 
 
@@ -96,5 +96,6 @@ def attribute(module: str, name: str) -> Any:
 
 def _on_named(named: Function, function: Function) -> Call:
     """Return a call of `function` on the inputs that the parameters of `named` name."""
-    names = list(signature(named).parameters)
+    parameters = signature(named).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.default is Parameter.empty]
     return lambda inputs: function(*(inputs[name] for name in names))

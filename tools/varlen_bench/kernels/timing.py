@@ -33,7 +33,7 @@ class Timer(Protocol):
     """Measures calls in microseconds, each pass over all sets of inputs."""
 
     def num_sets(self, bytes_moved: int) -> int:
-        """Return the number of sets of inputs of a pass."""
+        """Return the number of sets of inputs of a pass; one if the cache may be warm."""
 
     def graph(
         self, call: Call, sets: Sequence[Inputs], moved: int, *, verify: Verify | None = None
@@ -61,7 +61,6 @@ class GpuTimer:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def num_sets(self, bytes_moved: int) -> int:
-        """Return the number of sets of inputs of a pass; one if the cache may be warm."""
         if bytes_moved >= WARM:
             return 1
         wanted = -(-_COLD * self._cache // max(bytes_moved, 1))
@@ -70,7 +69,6 @@ class GpuTimer:
     def graph(
         self, call: Call, sets: Sequence[Inputs], moved: int, *, verify: Verify | None = None
     ) -> Spread:
-        """Return the time of a call in a CUDA graph; see `Timer.graph`."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             # compiles and loads kernels, which a capture must not
@@ -91,13 +89,8 @@ class GpuTimer:
         return spread
 
     def eager(self, call: Call, sets: Sequence[Inputs], moved: int) -> Spread:
-        """Return the time of a call that Python launches; see `Timer.eager`."""
-
-        def one_pass() -> None:
-            # all results live until the pass ends
-            [call(inputs) for inputs in sets]
-
-        return self._measure(one_pass, len(sets), moved)
+        # a list, so that all results live until the pass ends
+        return self._measure(lambda: [call(inputs) for inputs in sets], len(sets), moved)
 
     def _measure(self, one_pass: Callable[[], object], calls: int, moved: int) -> Spread:
         sweep = moved * calls < _COLD * self._cache

@@ -22,7 +22,7 @@ ANY_BATCH: dict[str, AnyBatch] = {
     "activate": lambda lengths, dtype: rows.activate(sum(lengths), 3072, dtype),
     "silu_gate": lambda lengths, dtype: rows.silu_gate(sum(lengths), 3072, dtype),
     "add_layer_norm": lambda lengths, dtype: rows.add_layer_norm(
-        sum(lengths), 768, dtype, x_bias=True
+        sum(lengths), 768, dtype, has_bias=True
     ),
     "rms_norm": lambda lengths, dtype: rows.rms_norm(sum(lengths), 768, dtype),
     "masked_softmax": lambda lengths, dtype: padded.masked_softmax(
@@ -33,5 +33,7 @@ ANY_BATCH: dict[str, AnyBatch] = {
     "first_tokens": lambda lengths, dtype: sequences.first_tokens(lengths, 768, dtype),
     "unpack": lambda lengths, dtype: padded.unpack(lengths, 768, dtype),
     "pack": lambda lengths, dtype: padded.pack(lengths, 768, dtype),
-    "beam_step": lambda lengths, dtype: beam.beam_step(len(lengths), 4, 1000, dtype, finished=True),
+    "beam_step": lambda lengths, dtype: beam.beam_step(
+        len(lengths), 4, 1000, dtype, has_finished=True
+    ),
 }

@@ -36,12 +36,11 @@ def as_tensor(result: object, inputs: Inputs) -> Tensor:  # noqa: ARG001  # a `R
 
 
 class Tensors:
-    """Makes the tensors of a call: random ones on a device, or unfilled ones on the CPU for the compiler."""
+    """Makes the tensors of a call: with a seed random ones, without one unfilled ones for the compiler."""
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int | None = None
     ) -> None:
-        """Make random tensors if there is a seed."""
         self._dtype = dtype
         self.device = torch.device(device)
         self._is_empty = seed is None
@@ -49,11 +48,8 @@ class Tensors:
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return normally distributed values."""
-        if self._is_empty:
-            return torch.empty(shape, dtype=dtype or self._dtype)
-        return torch.randn(
-            shape, dtype=dtype or self._dtype, device=self.device, generator=self._numbers
-        )
+        made = torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
+        return made if self._is_empty else made.normal_(generator=self._numbers)
 
     def ids(self, rows: int, count: int) -> Tensor:
         """Return `count` int32 below `rows`."""
@@ -83,10 +79,10 @@ class OpCall:
         op: its name in `varlen_kernels.reference` or `varlen_bench.padded.reference`.
         shape: as tables show it.
         inputs: makes the arguments that are tensors.
-        exact: returns the result in float64.
+        formula: computes the result in plain torch from the arguments that are no results, by name.
         bytes_moved: the least bytes to read and write.
-        options: the other arguments.
-        read: brings a result into the form of `exact`.
+        options: the arguments that are no tensors.
+        read: brings a result into the form of the exact one.
         lengths: of the sequences, if the op knows them.
         flops: multiplications and additions, if they may bound the time.
         tokens: of the batch, if tokens per second have a meaning.
@@ -97,7 +93,7 @@ class OpCall:
     shape: str
     dtype: torch.dtype
     inputs: Callable[[Tensors], Inputs]
-    exact: Callable[[Inputs], Tensor]
+    formula: Callable[..., Tensor]
     bytes_moved: int
     options: Mapping[str, Any] = field(default_factory=dict)
     read: Read = as_tensor
@@ -108,12 +104,10 @@ class OpCall:
 
     @property
     def name(self) -> str:
-        """Op, shape and dtype."""
         return f"{self.op} {self.shape} {self.dtype_name}"
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as tables show it, such as bfloat16."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -133,9 +127,23 @@ class OpCall:
         """Return the result of the op in the form that `kernels` has."""
         return getattr(kernels, self.op)(**inputs, **self.options)
 
+    def exact(self, inputs: Inputs) -> Tensor:
+        """Return the result of the formula in float64."""
+        return self.formula(
+            **{
+                name: value.double() if _is_float(value) else value
+                for name, value in inputs.items()
+                if not name.endswith("out")
+            }
+        )
+
     def error(self, result: object, inputs: Inputs, exact: Tensor) -> float:
         """Return the relative error of a result."""
         return relative_error(self.read(result, inputs), exact)
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:

@@ -67,7 +67,7 @@ def _attention(
 
 def _beam(label: str, sequences: int, beams: int, vocabulary: int) -> CompiledCall:
     # loads that look into a group again are narrow, and so are most of the second launch
-    make = partial(beam_step, sequences, beams, vocabulary, finished=True)
+    make = partial(beam_step, sequences, beams, vocabulary, has_finished=True)
     return CompiledCall(label, make, dtypes=(_FP16,))
 
 
@@ -76,10 +76,10 @@ _LENGTHS = [16] * 4
 
 COMPILED = [
     # BERT-base, MiniLM, the widest, and one that allows no vectors
-    CompiledCall("768", partial(add_layer_norm, 64, 768, x_bias=True), 0, (_FP32, _FP16, _BF16)),
-    CompiledCall("384", partial(add_layer_norm, 64, 384, x_bias=True), 0),
-    CompiledCall("16384", partial(add_layer_norm, 64, 16_384, x_bias=True), 0),
-    CompiledCall("501", partial(add_layer_norm, 64, 501, x_bias=True)),
+    CompiledCall("768", partial(add_layer_norm, 64, 768, has_bias=True), 0, (_FP32, _FP16, _BF16)),
+    CompiledCall("384", partial(add_layer_norm, 64, 384, has_bias=True), 0),
+    CompiledCall("16384", partial(add_layer_norm, 64, 16_384, has_bias=True), 0),
+    CompiledCall("501", partial(add_layer_norm, 64, 501, has_bias=True)),
     CompiledCall("768", partial(rms_norm, 64, 768), 0),
     CompiledCall("4096", partial(rms_norm, 64, 4096), 0),
     # three loads of ids for each row of a lane

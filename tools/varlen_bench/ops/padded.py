@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from varlen_bench.ops.call import Inputs, OpCall, Tensors
+from varlen_bench.ops.call import OpCall
 
 
 def masked_softmax(
@@ -28,27 +28,23 @@ def masked_softmax(
     queries = queries or width
     shape, scale = (batch, heads, queries, width), 1.0 if is_full else 0.125
 
-    def inputs(make: Tensors) -> Inputs:
-        return {
-            "x": make.random(*shape),
-            "seqlens": make.ints(lengths),
-            "out": make.unwritten(*shape),
-        }
-
-    def exact(inputs: Inputs) -> Tensor:
-        key = torch.arange(width, device=inputs["x"].device)
-        hidden = (key >= inputs["seqlens"][:, None])[:, None, None, :]
+    def formula(x: Tensor, seqlens: Tensor) -> Tensor:
+        key = torch.arange(width, device=x.device)
+        hidden = (key >= seqlens[:, None])[:, None, None, :]
         if causal:
             hidden = hidden | (key > key[width - queries :, None])
-        scores: Tensor = inputs["x"].double() * scale
-        return scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        return (x * scale).masked_fill_(hidden, -torch.inf).softmax(-1)
 
     return OpCall(
         op="masked_softmax",
         shape="x".join(map(str, shape)) + ("" if is_full else " padded"),
         dtype=dtype,
-        inputs=inputs,
-        exact=exact,
+        inputs=lambda make: {
+            "x": make.random(*shape),
+            "seqlens": make.ints(lengths),
+            "out": make.unwritten(*shape),
+        },
+        formula=formula,
         # hidden keys need not be read; they are written as zeros
         bytes_moved=(sum(lengths) + batch * width) * heads * queries * dtype.itemsize,
         options={"scale": scale, "causal": causal},
@@ -60,9 +56,9 @@ def unpack(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
     """Return the copy from packed tokens to padded ones."""
     tokens, batch, longest = sum(lengths), len(lengths), max(lengths)
 
-    def exact(inputs: Inputs) -> Tensor:
-        padded: Tensor = inputs["x"].new_zeros(batch * longest, hidden).double()
-        padded[places(inputs["cu_seqlens"], longest)] = inputs["x"].double()
+    def formula(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        padded = x.new_zeros(batch * longest, hidden)
+        padded[places(cu_seqlens, longest)] = x
         return padded.view(batch, longest, hidden)
 
     return OpCall(
@@ -74,7 +70,7 @@ def unpack(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
             "cu_seqlens": make.cu_seqlens(lengths),
             "out": make.unwritten(batch, longest, hidden),
         },
-        exact=exact,
+        formula=formula,
         bytes_moved=(tokens + batch * longest) * hidden * dtype.itemsize,
         options={"max_seqlen": longest},
         lengths=tuple(lengths),
@@ -95,9 +91,7 @@ def pack(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
             "cu_seqlens": make.cu_seqlens(lengths),
             "out": make.unwritten(tokens, hidden),
         },
-        exact=lambda inputs: (
-            inputs["x"].double().flatten(0, 1)[places(inputs["cu_seqlens"], longest)]
-        ),
+        formula=lambda x, cu_seqlens: x.flatten(0, 1)[places(cu_seqlens, longest)],
         bytes_moved=2 * tokens * hidden * dtype.itemsize,
         options={"tokens": tokens},
         lengths=tuple(lengths),

@@ -14,32 +14,28 @@ RMS_NORM_EPS = 1e-6
 
 
 def add_layer_norm(
-    tokens: int, hidden: int, dtype: torch.dtype, *, x_bias: bool = False, shape: str = ""
+    tokens: int, hidden: int, dtype: torch.dtype, *, has_bias: bool = False, shape: str = ""
 ) -> OpCall:
-    """Return the residual add and layer norm at the end of a sublayer."""
-    vectors = ("weight", "bias", "x_bias") if x_bias else ("weight", "bias")
+    """Return the residual add and layer norm at the end of a sublayer, with `x_bias` or without."""
+    vectors = ["weight", "bias"] + ["x_bias"] * has_bias
 
-    def inputs(make: Tensors) -> Inputs:
-        return {
-            "x": make.random(tokens, hidden),
-            "residual": make.random(tokens, hidden),
-            **{name: make.random(hidden) for name in vectors},
-            "out": make.unwritten(tokens, hidden),
-        }
-
-    def exact(inputs: Inputs) -> Tensor:
-        total = inputs["x"].double() + inputs["residual"].double()
-        if x_bias:
-            total += inputs["x_bias"].double()
-        weight, bias = inputs["weight"].double(), inputs["bias"].double()
+    def formula(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor | None = None
+    ) -> Tensor:
+        total = x + residual if x_bias is None else x + x_bias + residual
         return F.layer_norm(total, (hidden,), weight, bias, LAYER_NORM_EPS)
 
     return OpCall(
         op="add_layer_norm",
         shape=shape or f"{tokens}x{hidden}",
         dtype=dtype,
-        inputs=inputs,
-        exact=exact,
+        inputs=lambda make: {
+            "x": make.random(tokens, hidden),
+            "residual": make.random(tokens, hidden),
+            **{name: make.random(hidden) for name in vectors},
+            "out": make.unwritten(tokens, hidden),
+        },
+        formula=formula,
         bytes_moved=(3 * tokens + len(vectors)) * hidden * dtype.itemsize,
         options={"eps": LAYER_NORM_EPS},
         tokens=tokens,
@@ -48,26 +44,20 @@ def add_layer_norm(
 
 def rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
     """Return the residual add and RMS norm at the start of a decoder's sublayer; the sum is kept."""
-
-    def inputs(make: Tensors) -> Inputs:
-        return {
+    return OpCall(
+        op="rms_norm",
+        shape=f"{tokens}x{hidden}",
+        dtype=dtype,
+        inputs=lambda make: {
             "x": make.random(tokens, hidden),
             "residual": make.random(tokens, hidden),
             "weight": make.random(hidden),
             "sum_out": make.unwritten(tokens, hidden),
             "out": make.unwritten(tokens, hidden),
-        }
-
-    def exact(inputs: Inputs) -> Tensor:
-        total = inputs["x"].double() + inputs["residual"].double()
-        return F.rms_norm(total, (hidden,), inputs["weight"].double(), RMS_NORM_EPS)
-
-    return OpCall(
-        op="rms_norm",
-        shape=f"{tokens}x{hidden}",
-        dtype=dtype,
-        inputs=inputs,
-        exact=exact,
+        },
+        formula=lambda x, residual, weight: F.rms_norm(
+            x + residual, (hidden,), weight, RMS_NORM_EPS
+        ),
         bytes_moved=(4 * tokens + 1) * hidden * dtype.itemsize,
         options={"eps": RMS_NORM_EPS},
         tokens=tokens,
@@ -84,11 +74,10 @@ def activate(
 ) -> OpCall:
     """Return bias and activation, between the two layers of a feed-forward block."""
 
-    def exact(inputs: Inputs) -> Tensor:
-        total: Tensor = inputs["x"].double() + inputs["bias"].double()
+    def formula(x: Tensor, bias: Tensor) -> Tensor:
         if kind == "relu":
-            return total.relu()
-        return F.gelu(total, approximate="tanh" if kind == "gelu_tanh" else "none")
+            return F.relu(x + bias)
+        return F.gelu(x + bias, approximate="tanh" if kind == "gelu_tanh" else "none")
 
     return OpCall(
         op="activate",
@@ -99,7 +88,7 @@ def activate(
             "bias": make.random(features),
             "out": make.unwritten(tokens, features),
         },
-        exact=exact,
+        formula=formula,
         bytes_moved=(2 * tokens + 1) * features * dtype.itemsize,
         options={"kind": kind},
         tokens=tokens,
@@ -109,10 +98,9 @@ def activate(
 def silu_gate(tokens: int, features: int, dtype: torch.dtype) -> OpCall:
     """Return the gate of a SwiGLU block."""
 
-    def exact(inputs: Inputs) -> Tensor:
-        gate, up = inputs["x"].double().chunk(2, dim=1)
-        gated: Tensor = F.silu(gate) * up
-        return gated
+    def formula(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=1)
+        return F.silu(gate) * up
 
     return OpCall(
         op="silu_gate",
@@ -122,7 +110,7 @@ def silu_gate(tokens: int, features: int, dtype: torch.dtype) -> OpCall:
             "x": make.random(tokens, 2 * features),
             "out": make.unwritten(tokens, features),
         },
-        exact=exact,
+        formula=formula,
         bytes_moved=3 * tokens * features * dtype.itemsize,
         tokens=tokens,
     )
@@ -149,9 +137,18 @@ def embed_layer_norm(
             "out": make.unwritten(tokens, hidden),
         }
 
-    def exact(inputs: Inputs) -> Tensor:
-        summed = sum(inputs[f"{name}_table"].double()[inputs[f"{name}_ids"]] for name in tables)
-        weight, bias = inputs["weight"].double(), inputs["bias"].double()
+    def formula(
+        token_ids: Tensor,
+        position_ids: Tensor,
+        type_ids: Tensor,
+        token_table: Tensor,
+        position_table: Tensor,
+        type_table: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        summed = F.embedding(token_ids, token_table) + F.embedding(position_ids, position_table)
+        summed = summed + F.embedding(type_ids, type_table)
         return F.layer_norm(summed, (hidden,), weight, bias, LAYER_NORM_EPS)
 
     return OpCall(
@@ -159,7 +156,7 @@ def embed_layer_norm(
         shape=shape or f"{tokens}x{hidden}",
         dtype=dtype,
         inputs=inputs,
-        exact=exact,
+        formula=formula,
         bytes_moved=2 * tokens * hidden * dtype.itemsize + 3 * tokens * 4,
         options={"eps": LAYER_NORM_EPS},
         tokens=tokens,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor
 
-from varlen_bench.ops.call import Inputs, OpCall, Tensors
+from varlen_bench.ops.call import OpCall
 from varlen_kernels import Pooling
 
 
@@ -29,59 +27,43 @@ def attention_varlen(
         biased: whether there is a bias by the distance of query and key.
         room: number of sequences in `cu_seqlens`, as in a server's batch; those past the last are empty.
     """
-    tokens, hidden = sum(lengths), heads * head_dim
+    tokens, hidden, span = sum(lengths), heads * head_dim, max(lengths)
 
-    def inputs(make: Tensors) -> Inputs:
-        span = max(lengths)
-        bias = make.random(heads, 2 * span - 1, dtype=torch.float32) if biased else None
-        return {
-            "qkv": make.random(tokens, 3 * hidden),
-            "cu_seqlens": make.cu_seqlens(lengths, room),
-            "distance_bias": bias,
-            "out": make.unwritten(tokens, hidden),
-        }
+    def attended(qkv: Tensor, bias: Tensor | None) -> Tensor:
+        length = len(qkv)
+        q, k, v = qkv.view(length, 3, heads, head_dim).permute(1, 2, 0, 3)
+        scores = q @ k.transpose(1, 2) * head_dim**-0.5
+        place = torch.arange(length, device=qkv.device)
+        distance = place - place[:, None]
+        if bias is not None:
+            scores += bias[:, distance + span - 1]
+        if causal:
+            scores.masked_fill_(distance > 0, -torch.inf)
+        context: Tensor = scores.softmax(-1) @ v
+        return context.transpose(0, 1).flatten(1)
 
-    def exact(inputs: Inputs) -> Tensor:
-        q, k, v = inputs["qkv"].double().view(tokens, 3, heads, head_dim).permute(1, 2, 0, 3)
-        return torch.cat(
-            [
-                _softmax_product(
-                    q[:, begin:end] * head_dim**-0.5,
-                    k[:, begin:end],
-                    v[:, begin:end],
-                    inputs["distance_bias"],
-                    causal=causal,
-                )
-                for begin, end in pairwise(inputs["cu_seqlens"].tolist())
-            ]
-        )
+    def formula(qkv: Tensor, cu_seqlens: Tensor, distance_bias: Tensor | None) -> Tensor:  # noqa: ARG001
+        return torch.cat([attended(rows, distance_bias) for rows in torch.split(qkv, lengths)])
 
     return OpCall(
         op="attention_varlen",
         shape=shape or f"{tokens} packed {heads}x{head_dim}",
         dtype=dtype,
-        inputs=inputs,
-        exact=exact,
+        inputs=lambda make: {
+            "qkv": make.random(tokens, 3 * hidden),
+            "cu_seqlens": make.cu_seqlens(lengths, room),
+            "distance_bias": (
+                make.random(heads, 2 * span - 1, dtype=torch.float32) if biased else None
+            ),
+            "out": make.unwritten(tokens, hidden),
+        },
+        formula=formula,
         bytes_moved=4 * tokens * hidden * dtype.itemsize,
         options={"num_heads": heads, "scale": head_dim**-0.5, "causal": causal},
         lengths=tuple(lengths),
         flops=4 * hidden * sum(length * length for length in lengths),
         tokens=tokens,
     )
-
-
-def _softmax_product(
-    q: Tensor, k: Tensor, v: Tensor, distance_bias: Tensor | None, *, causal: bool
-) -> Tensor:
-    """Return the attention of one sequence, [length, hidden]; q, k and v are [heads, length, head_dim]."""
-    scores = q @ k.transpose(1, 2)
-    place = torch.arange(q.shape[1], device=q.device)
-    distance = place - place[:, None]
-    if distance_bias is not None:
-        scores += distance_bias[:, distance + distance_bias.shape[1] // 2]
-    if causal:
-        scores.masked_fill_(distance > 0, -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
 
 
 def pool(
@@ -95,25 +77,26 @@ def pool(
     """Return one vector for each sequence."""
     tokens, batch = sum(lengths), len(lengths)
 
-    def inputs(make: Tensors) -> Inputs:
-        chosen = torch.ones(batch, dtype=torch.bool, device=make.device)
-        return {
-            "x": make.random(tokens, hidden),
-            "cu_seqlens": make.cu_seqlens(lengths),
-            "normalize": chosen if normalized else None,
-            "out": make.unwritten(batch, hidden, dtype=torch.float32),
-        }
+    def pooled(rows: Tensor) -> Tensor:
+        if mode == "mean":
+            return rows.mean(0)
+        return rows.amax(0) if mode == "max" else rows[0 if mode == "cls" else -1]
 
-    def exact(inputs: Inputs) -> Tensor:
-        vectors = torch.stack([_pooled(rows, mode) for rows in inputs["x"].double().split(lengths)])
-        return F.normalize(vectors, dim=1) if normalized else vectors
+    def formula(x: Tensor, cu_seqlens: Tensor, normalize: Tensor | None) -> Tensor:  # noqa: ARG001
+        vectors = torch.stack([pooled(rows) for rows in torch.split(x, lengths)])
+        return vectors if normalize is None else F.normalize(vectors, dim=1)
 
     return OpCall(
         op="pool",
         shape=f"{tokens}x{hidden} {mode}",
         dtype=dtype,
-        inputs=inputs,
-        exact=exact,
+        inputs=lambda make: {
+            "x": make.random(tokens, hidden),
+            "cu_seqlens": make.cu_seqlens(lengths),
+            "normalize": make.ints([1] * batch).bool() if normalized else None,
+            "out": make.unwritten(batch, hidden, dtype=torch.float32),
+        },
+        formula=formula,
         bytes_moved=tokens * hidden * dtype.itemsize + 4 * batch * hidden,
         options={"mode": mode},
         lengths=tuple(lengths),
@@ -121,13 +104,6 @@ def pool(
         # sums of many terms that nearly cancel
         threshold=1e-4,
     )
-
-
-def _pooled(rows: Tensor, mode: Pooling) -> Tensor:
-    """Return the vector of one sequence, [hidden]."""
-    if mode == "mean":
-        return rows.mean(0)
-    return rows.amax(0) if mode == "max" else rows[0 if mode == "cls" else -1]
 
 
 def first_tokens(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
@@ -142,7 +118,7 @@ def first_tokens(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
             "cu_seqlens": make.cu_seqlens(lengths),
             "out": make.unwritten(batch, hidden),
         },
-        exact=lambda inputs: inputs["x"].double()[inputs["cu_seqlens"][:-1]],
+        formula=lambda x, cu_seqlens: x[cu_seqlens[:-1]],
         bytes_moved=2 * batch * hidden * dtype.itemsize,
         lengths=tuple(lengths),
         threshold=0.0,
