@@ -115,76 +115,57 @@ def test_bytes_are_the_fewest_that_must_move():
 # measuring
 
 
-def test_a_peer_that_fails_is_a_row_and_the_others_are_measured():
+def raising(error):
     def build(_):
-        raise RuntimeError("no kernel image\nfor this device")
+        raise error
 
-    def missing(_):
-        raise Unavailable("ModuleNotFoundError: liger_kernel")
+    return build
 
-    found = results_of(CALL, Peer("broken", build), Peer("absent", missing))
 
-    assert found["broken"].note == "failed: RuntimeError: no kernel image"
-    assert found["absent"].note == "not here: ModuleNotFoundError: liger_kernel"
-    assert found["broken"].best is None
+def late(_):
+    """Return a call that is right the first time alone."""
+    calls = []
+    return lambda inputs: calls.append(1) or CALL.exact(inputs).float() + (len(calls) > 1)
+
+
+def constant(value):
+    return lambda _: lambda inputs: torch.full_like(inputs["x"], value)
+
+
+@pytest.mark.parametrize(
+    "peer, note, times",
+    [
+        (Peer("", raising(RuntimeError("no\nkernel"))), "failed: RuntimeError: no", []),
+        (Peer("", raising(Unavailable("ImportError: x"))), "not here: ImportError: x", []),
+        (Peer("", constant(0.0)), "wrong: an error of 1, allowed 5e-06", []),
+        (Peer("", constant(torch.nan)), "wrong: an error of inf, allowed 5e-06", []),
+        (Peer("", late), "in a graph failed: ValueError: replayed with an error of", ["eager"]),
+        (replace(TORCH, no_graph="the host waits"), "not in a graph: the host waits", ["eager"]),
+        (replace(TORCH, compile_seconds=2e6), "skipped: less than 2000000 s of the budget", []),
+    ],
+    ids="raises missing zeros nan late waits slow".split(),
+)
+def test_a_peer_that_fails_is_a_row_with_the_reason_and_the_others_are_measured(peer, note, times):
+    found = results_of(CALL, replace(peer, name="peer"))
+    row = found["peer"]
+
+    assert row.note.startswith(note)
+    assert [name for name in ("graph", "eager") if getattr(row, name)] == times
+    assert (row.best is None) == (not times)
     assert all(found[system].graph for system in (OURS, "torch", COPY))
-
-
-@pytest.mark.parametrize("wrong", [0.0, float("nan"), float("inf")])
-def test_a_wrong_peer_gets_no_time(wrong):
-    def build(_):
-        return lambda inputs: torch.full_like(inputs["x"], wrong)
-
-    row = results_of(CALL, Peer("wrong", build))["wrong"]
-
-    assert row.note.startswith("wrong: an error of ")
-    assert row.graph is row.eager is None
 
 
 def test_a_result_of_another_shape_is_wrong():
     assert relative_error(torch.ones(2), torch.ones(3).double()) == float("inf")
 
 
-def test_a_graph_that_replays_something_else_has_no_time_in_a_graph():
-    calls = []
-
-    def build(_):
-        def run(inputs):
-            calls.append(1)
-            # right the first time alone
-            return CALL.exact(inputs).float() + (len(calls) > 1)
-
-        return run
-
-    row = results_of(CALL, Peer("late", build))["late"]
-
-    assert row.graph is None
-    assert row.eager is not None
-    assert row.note.startswith("in a graph failed: ValueError: replayed with an error")
-
-
-def test_a_peer_that_no_graph_can_hold_is_timed_by_python():
-    waits = replace(TORCH, name="waits", no_graph="the host waits")
-
-    row = results_of(CALL, waits)["waits"]
-
-    assert row.graph is None
-    assert row.eager
-    assert row.note == "not in a graph: the host waits"
-
-
-def test_a_spent_budget_names_what_was_skipped():
+def test_a_spent_budget_is_the_note_of_ours():
     now = [0.0]
     budget = Budget(100, clock=lambda: now[0])
-    compiled = Peer("compile", lambda compile_: None, compile_seconds=30)
-
-    now[0] = 80
-    found = results_of(CALL, compiled, budget=budget)
-    assert found["torch"].graph
-    assert found["compile"].note == "skipped: less than 30 s of the budget of 100 s left"
-
     now[0] = 101
-    found = results_of(CALL, compiled, budget=budget)
+
+    found = results_of(budget=budget)
+
     assert {s: r.note for s, r in found.items()} == {OURS: "skipped: the budget of 100 s is spent"}
 
 
@@ -202,14 +183,10 @@ def test_a_lost_device_ends_the_run_after_the_row_with_the_reason():
         next(found)
 
 
-def test_a_missing_library_makes_a_peer_unavailable():
-    liger = peers.liger_peer("no_such_function", lambda function, inputs: function(inputs))
-
-    with pytest.raises(Unavailable, match="liger_kernel|no_such_function"):
-        liger.build(lambda function: function)
-
-
 def test_liger_is_called_with_the_tensors_of_a_call(monkeypatch):
+    missing = peers.liger_peer("no_such_function", lambda function, inputs: function(inputs))
+    with pytest.raises(Unavailable, match="liger_kernel|no_such_function"):
+        missing.build(lambda function: function)
     fake = SimpleNamespace(
         liger_softmax=lambda x: x.softmax(-1),
         liger_layer_norm=lambda x, w, b, eps: torch.layer_norm(x, w.shape, w, b, eps),
