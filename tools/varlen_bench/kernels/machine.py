@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from varlen_bench.harness.machine import gpu_driver
-from varlen_bench.harness.summary import Spread
-from varlen_bench.kernels.peers import Call, Compile, Function
-from varlen_bench.kernels.timing import GpuTimer, Timer, Verify
-from varlen_bench.ops.call import Inputs, kernels, poison
+from varlen_bench.kernels.peers import Compile, Function
+from varlen_bench.kernels.timing import GpuTimer, StandInTimer, Timer
+from varlen_bench.ops.call import kernels
 
 
 class DeviceLostError(Exception):
@@ -87,31 +86,6 @@ def compile_static(function: Function, **how: Any) -> Function:
     torch.compiler.reset()
     compiled: Function = torch.compile(function, dynamic=False, **how)
     return compiled
-
-
-class StandInTimer:
-    """A timer that runs each call and invents its time: a microsecond longer for each measurement."""
-
-    def __init__(self) -> None:
-        self._median = 10.0
-
-    def num_sets(self, bytes_moved: int) -> int:  # noqa: ARG002  # a Timer
-        return 2
-
-    def graph(
-        self, call: Call, sets: Sequence[Inputs], moved: int, *, verify: Verify | None = None
-    ) -> Spread:
-        spread = self.eager(call, sets, moved)
-        if verify is not None:
-            poison(call(sets[0]))
-            verify(call(sets[0]))
-        return spread
-
-    def eager(self, call: Call, sets: Sequence[Inputs], moved: int) -> Spread:  # noqa: ARG002
-        for inputs in sets:
-            call(inputs)
-        self._median += 1
-        return Spread(self._median, self._median - 1, self._median + 1, 1)
 
 
 class Budget:

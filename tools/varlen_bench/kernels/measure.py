@@ -115,12 +115,7 @@ def failed_note(error: BaseException) -> str:
 
 
 def _measure_system(
-    call: OpCall,
-    system: Peer,
-    machine: Machine,
-    sets: Sequence[Inputs],
-    moved: int,
-    exact: Tensor,
+    call: OpCall, system: Peer, machine: Machine, sets: Sequence[Inputs], moved: int, exact: Tensor
 ) -> Result:
     by_system = replace(call, read=system.read)
     try:

@@ -43,16 +43,12 @@ class Peer:
     no_graph: str = ""
 
 
-def _nothing(inputs: Inputs) -> Inputs:  # noqa: ARG001
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Peers:
     """The peers of a call, and the inputs that they need beside those of our op."""
 
     systems: tuple[Peer, ...] = ()
-    prepare: Callable[[Inputs], Inputs] = _nothing
+    prepare: Callable[[Inputs], Inputs] = lambda inputs: {}  # noqa: ARG005
 
 
 def torch_peer(function: Function, *, name: str = "torch", read: Read = as_tensor) -> Peer:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
 
 from rich import box
@@ -21,10 +20,6 @@ LARGE_BYTES = 32_000_000
 BEAM_SHAPE = "8x4x32000"
 
 
-def _everyone(peer: Result) -> bool:  # noqa: ARG001
-    return True
-
-
 def bench_figures(results: Sequence[Result], gpu: str, copy: float) -> dict[str, Cell]:
     """Return the keys of the BENCH line; what was not measured is None.
 
@@ -40,25 +35,19 @@ def bench_figures(results: Sequence[Result], gpu: str, copy: float) -> dict[str,
         figures[f"{key}_vs_best"] = rounded(min(ratios(results, op), default=None), 3)
     quoted = [r for r in results if (r.op, r.shape, r.system) == ("beam_step", BEAM_SHAPE, OURS)]
     figures["beam_us"] = next((rounded(r.graph.median, 3) for r in quoted if r.graph), None)
-    against_torch = ratios(results, "beam_step", lambda peer: peer.system != LIGHTSEQ)
+    against_torch = ratios(results, "beam_step", without=LIGHTSEQ)
     figures["beam_vs_torch"] = rounded(min(against_torch, default=None), 3)
     return figures
 
 
-def ratios(
-    results: Sequence[Result], op: str, counts: Callable[[Result], bool] = _everyone
-) -> list[float]:
-    """Return for each shape the time of the fastest peer over ours, if both were measured."""
-    found = [_vs_best(results, r, counts) for r in results if r.op == op]
+def ratios(results: Sequence[Result], op: str, *, without: str = "") -> list[float]:
+    """Return for each shape the time of the fastest peer over ours, if both were measured.
+
+    Args:
+        without: a peer that does not count.
+    """
+    found = [_vs_best(results, r, without) for r in results if r.op == op]
     return [value for value in found if value is not None]
-
-
-def best_peer(
-    results: Sequence[Result], ours: Result, counts: Callable[[Result], bool] = _everyone
-) -> Result | None:
-    """Return the fastest peer at the op, shape and dtype of `ours`."""
-    peers = [r for r in _same_call(results, ours) if r.is_peer and r.best is not None and counts(r)]
-    return min(peers, key=lambda r: r.best or math.inf, default=None)
 
 
 def least_fraction(results: Sequence[Result], op: str, copy: float) -> float | None:
@@ -169,14 +158,12 @@ def _same_call(results: Iterable[Result], ours: Result) -> list[Result]:
     return [r for r in results if (r.op, r.shape, r.dtype) == (ours.op, ours.shape, ours.dtype)]
 
 
-def _vs_best(
-    results: Sequence[Result], r: Result, counts: Callable[[Result], bool] = _everyone
-) -> float | None:
+def _vs_best(results: Sequence[Result], r: Result, without: str = "") -> float | None:
     """Return the better time of the fastest peer over ours in a graph; None for other systems."""
     if r.system != OURS or r.graph is None:
         return None
-    best = best_peer(results, r, counts)
-    return ratio(best.best if best else None, r.graph.median)
+    peers = [p.best for p in _same_call(results, r) if p.is_peer and p.best and p.system != without]
+    return ratio(min(peers, default=None), r.graph.median)
 
 
 def _rate(r: Result) -> float | None:

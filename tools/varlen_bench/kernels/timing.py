@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -29,11 +29,22 @@ WARM = 2**62
 Verify = Callable[[object], None]
 
 
-class Timer(Protocol):
-    """Measures calls in microseconds, each pass over all sets of inputs."""
+class GpuTimer:
+    """Times calls in microseconds by CUDA's events on the current device, which `device` must be."""
+
+    def __init__(self, device: torch.device, samples: int = SAMPLES) -> None:
+        self._samples = samples
+        self._cache = torch.cuda.get_device_properties(device).L2_cache_size
+        size = _SWEEP * self._cache // 4
+        self._swept = Tensors(torch.float32, device, seed=0).random(size)
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def num_sets(self, bytes_moved: int) -> int:
         """Return the number of sets of inputs of a pass; one if the cache may be warm."""
+        if bytes_moved >= WARM:
+            return 1
+        wanted = -(-_COLD * self._cache // max(bytes_moved, 1))
+        return max(_MIN_SETS, min(wanted, _MAX_SETS))
 
     def graph(
         self, call: Call, sets: Sequence[Inputs], moved: int, *, verify: Verify | None = None
@@ -45,30 +56,6 @@ class Timer(Protocol):
             moved: the least bytes that a call touches, or WARM.
             verify: receives what a replay wrote for the first set, before anything is timed.
         """
-
-    def eager(self, call: Call, sets: Sequence[Inputs], moved: int) -> Spread:
-        """Return the time of a call that Python launches: the host's or the device's, whichever is longer."""
-
-
-class GpuTimer:
-    """A timer that uses CUDA's events on the current device, which `device` must be."""
-
-    def __init__(self, device: torch.device, samples: int = SAMPLES) -> None:
-        self._samples = samples
-        self._cache = torch.cuda.get_device_properties(device).L2_cache_size
-        size = _SWEEP * self._cache // 4
-        self._swept = Tensors(torch.float32, device, seed=0).random(size)
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def num_sets(self, bytes_moved: int) -> int:
-        if bytes_moved >= WARM:
-            return 1
-        wanted = -(-_COLD * self._cache // max(bytes_moved, 1))
-        return max(_MIN_SETS, min(wanted, _MAX_SETS))
-
-    def graph(
-        self, call: Call, sets: Sequence[Inputs], moved: int, *, verify: Verify | None = None
-    ) -> Spread:
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             # compiles and loads kernels, which a capture must not
@@ -89,6 +76,7 @@ class GpuTimer:
         return spread
 
     def eager(self, call: Call, sets: Sequence[Inputs], moved: int) -> Spread:
+        """Return the time of a call that Python launches: the host's or the device's, whichever is longer."""
         # a list, so that all results live until the pass ends
         return self._measure(lambda: [call(inputs) for inputs in sets], len(sets), moved)
 
@@ -107,6 +95,34 @@ class GpuTimer:
             end.record()
         torch.cuda.synchronize()
         return Spread.of([1e3 * start.elapsed_time(end) / calls for start, end in events])
+
+
+class StandInTimer:
+    """A timer that runs each call and invents its time: a microsecond longer for each measurement."""
+
+    def __init__(self) -> None:
+        self._median = 10.0
+
+    def num_sets(self, bytes_moved: int) -> int:  # noqa: ARG002  # a Timer
+        return 2
+
+    def graph(
+        self, call: Call, sets: Sequence[Inputs], moved: int, *, verify: Verify | None = None
+    ) -> Spread:
+        spread = self.eager(call, sets, moved)
+        if verify is not None:
+            poison(call(sets[0]))
+            verify(call(sets[0]))
+        return spread
+
+    def eager(self, call: Call, sets: Sequence[Inputs], moved: int) -> Spread:  # noqa: ARG002
+        for inputs in sets:
+            call(inputs)
+        self._median += 1
+        return Spread(self._median, self._median - 1, self._median + 1, 1)
+
+
+Timer: TypeAlias = GpuTimer | StandInTimer
 
 
 def _event() -> torch.cuda.Event:

@@ -65,12 +65,7 @@ def rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
 
 
 def activate(
-    tokens: int,
-    features: int,
-    dtype: torch.dtype,
-    *,
-    kind: Activation = "gelu",
-    shape: str = "",
+    tokens: int, features: int, dtype: torch.dtype, *, kind: Activation = "gelu", shape: str = ""
 ) -> OpCall:
     """Return bias and activation, between the two layers of a feed-forward block."""
 

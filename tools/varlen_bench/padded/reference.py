@@ -8,12 +8,7 @@ from torch import Tensor
 
 
 def masked_softmax(
-    x: Tensor,
-    seqlens: Tensor,
-    *,
-    scale: float,
-    causal: bool = False,
-    out: Tensor | None = None,
+    x: Tensor, seqlens: Tensor, *, scale: float, causal: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """Return softmax(x · scale) over the keys that each query may read, 0 on the others.
 

@@ -137,12 +137,7 @@ def _wide_softmax_kernel(
 
 
 def masked_softmax(
-    x: Tensor,
-    seqlens: Tensor,
-    *,
-    scale: float,
-    causal: bool = False,
-    out: Tensor | None = None,
+    x: Tensor, seqlens: Tensor, *, scale: float, causal: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """Return softmax(x · scale) over the keys that each query may read, as `reference.masked_softmax` does.
 
