@@ -8,6 +8,7 @@ from statistics import geometric_mean
 from rich import box
 from rich.table import Table
 
+from varlen_bench.harness import tables
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, ratio, rounded
 from varlen_bench.kernels.encoder import ENCODER
@@ -18,6 +19,8 @@ from varlen_bench.kernels.op_peers import LIGHTSEQ
 LARGE_BYTES = 32_000_000
 # The beam step of the BENCH line: sequences, beams and vocabulary.
 BEAM_SHAPE = "8x4x32000"
+# The columns of a listing.
+_LISTED = "shape dtype system graph_us eager_us tokens_per_second note".split()
 
 
 def bench_figures(results: Sequence[Result], gpu: str, copy: float) -> dict[str, Cell]:
@@ -96,7 +99,9 @@ def table(results: Sequence[Result], op: str, copy: float) -> Table:
     rows = [r for r in results if r.op == op]
     peers = list(dict.fromkeys(r.system for r in rows if r.is_peer))
     figures = (OURS, "GB/s", "TFLOP/s", "of copy", "of its copy", *peers, "x best")
-    view = _view(_title(results, op), ("shape", "dtype"), figures)
+    view = Table("shape", title=_title(results, op), title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("dtype", *figures):
+        view.add_column(heading, justify="right")
     for ours in (r for r in rows if r.system == OURS):
         same = {r.system: r for r in _same_call(rows, ours)}
         times = [r.graph.median if r and r.graph else None for r in (same.get(COPY), ours)]
@@ -116,14 +121,8 @@ def table(results: Sequence[Result], op: str, copy: float) -> Table:
 
 def listing(results: Sequence[Result], op: str) -> Table:
     """Return an op's results one below the other, with tokens per second if they have a meaning."""
-    figures = ("us in a graph", "us by Python", "tokens/s")
-    view = _view(_title(results, op), ("shape", "dtype", "what"), figures)
-    view.add_column("note")
-    for r in (r for r in results if r.op == op):
-        graph, eager = (_shown(t.median if t else None, ",.1f") for t in (r.graph, r.eager))
-        tokens = _shown(_per_second(r.tokens, r.graph or r.eager, 1.0), ",.0f")
-        view.add_row(r.shape, r.dtype, r.system, graph, eager, tokens, r.note)
-    return view
+    rows = csv_rows([r for r in results if r.op == op], gpu="", driver="", copy=0.0)
+    return tables.table(_title(results, op), _LISTED, rows)
 
 
 def missing(results: Iterable[Result]) -> list[str]:
@@ -137,13 +136,6 @@ def missing(results: Iterable[Result]) -> list[str]:
         + (f" and {len(shapes) - 1} more)" if shapes[1:] else ")")
         for (op, system, note), shapes in lines.items()
     ]
-
-
-def _view(title: str, words: Iterable[str], figures: Iterable[str]) -> Table:
-    view = Table(*words, title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in figures:
-        view.add_column(heading, justify="right")
-    return view
 
 
 def _title(results: Sequence[Result], op: str) -> str:
