@@ -97,19 +97,6 @@ def check_ids(count: int, **vectors: Tensor) -> None:
             raise ValueError(f"{name} is {vector.dtype}; allowed: {allowed}")
 
 
-def check_seqlens(batch: int, seqlens: Tensor) -> None:
-    """Check that `seqlens` is `[batch]` int32, contiguous.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if seqlens.shape != (batch,) or seqlens.dtype != torch.int32 or not seqlens.is_contiguous():
-        raise ValueError(
-            f"seqlens is {list(seqlens.shape)} {seqlens.dtype}, strides {seqlens.stride()};"
-            f" it must be [{batch}] torch.int32, contiguous"
-        )
-
-
 def check_cu_seqlens(cu_seqlens: Tensor, batch: int | None = None) -> None:
     """Check that `cu_seqlens` is `[batch + 1]` int32, contiguous.
 

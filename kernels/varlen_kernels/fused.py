@@ -10,11 +10,9 @@ from varlen_kernels.beam import beam_step
 from varlen_kernels.embedding import embed_layer_norm
 from varlen_kernels.gate import silu_gate
 from varlen_kernels.layer_norm import add_layer_norm
-from varlen_kernels.packing import pack, unpack
 from varlen_kernels.pooling import first_tokens, pool
 from varlen_kernels.reference import linear, tanh, to_fp32
 from varlen_kernels.rms_norm import rms_norm
-from varlen_kernels.softmax import masked_softmax
 
 __all__ = [
     "activate",
@@ -24,12 +22,9 @@ __all__ = [
     "embed_layer_norm",
     "first_tokens",
     "linear",
-    "masked_softmax",
-    "pack",
     "pool",
     "rms_norm",
     "silu_gate",
     "tanh",
     "to_fp32",
-    "unpack",
 ]

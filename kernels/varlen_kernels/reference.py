@@ -4,8 +4,6 @@ All tokens of a batch are in one `[tokens, ...]` tensor, sequence after sequence
 `[batch + 1]` int32 holds the start of each sequence and the end of the last. Each op computes in fp32 for
 every dtype, writes into `out=` if it is given, and returns the tensor it wrote. `IN_PLACE` lists the ops
 whose `out` may be one of their arguments.
-
-`masked_softmax`, `pack` and `unpack` serve the padded form that everything here is compared with.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +18,7 @@ from varlen_kernels.beam_reference import beam_step as beam_step  # noqa: PLC041
 
 # For each output of an op, the position of the argument that may be its `out`.
 IN_PLACE: Mapping[str, tuple[int, ...]] = dict.fromkeys(
-    ("activate", "add_layer_norm", "rms_norm", "masked_softmax", "tanh"), (0,)
+    ("activate", "add_layer_norm", "rms_norm", "tanh"), (0,)
 )
 
 # Rows per step of ops for which torch allocates a temporary result before it is copied into `out`.
@@ -167,35 +165,6 @@ def rms_norm(
     return _write(normed.to(x.dtype), out)
 
 
-def masked_softmax(
-    x: Tensor,
-    seqlens: Tensor,
-    *,
-    scale: float,
-    causal: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return softmax(x · scale) over the keys that each query may read, 0 on the others.
-
-    A query that may read no key gets a row of zeros.
-
-    Args:
-        x: `[batch, num_heads, queries, keys]`.
-        seqlens: `[batch]` int32; a sequence's keys from this one on are padding.
-        scale: multiplies the scores.
-        causal: query i reads keys 0 to i + keys - queries alone.
-    """
-    queries, keys = x.shape[-2:]
-    key = torch.arange(keys, device=x.device)
-    readable = (key < seqlens[:, None])[:, None, None, :]
-    if causal:
-        last = torch.arange(queries, device=x.device)[:, None] + (keys - queries)
-        readable = readable & (key <= last)
-    scores = (x.float() * scale).masked_fill(~readable, -torch.inf)
-    # a row of -inf alone gives NaN, and becomes zeros
-    return _write(scores.softmax(dim=-1).masked_fill(~readable, 0.0).to(x.dtype), out)
-
-
 def attention_varlen(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -278,34 +247,6 @@ def to_fp32(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return _write(x.to(torch.float32, copy=out is None), out)
 
 
-def unpack(x: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, out: Tensor | None = None) -> Tensor:
-    """Return the padded form of packed tokens, `[batch, max_seqlen, hidden]`, 0 past each sequence's end.
-
-    Args:
-        x: `[tokens, hidden]`.
-        cu_seqlens: `[batch + 1]` int32, ascending from 0 to tokens.
-        max_seqlen: the width of the result, at least the longest sequence.
-    """
-    if out is None:
-        out = x.new_empty(len(cu_seqlens) - 1, max_seqlen, x.shape[1])
-    out[~_inside(cu_seqlens, max_seqlen)] = 0
-    out[_inside(cu_seqlens, max_seqlen)] = x
-    return out
-
-
-def pack(x: Tensor, cu_seqlens: Tensor, *, tokens: int, out: Tensor | None = None) -> Tensor:
-    """Return the packed form of padded sequences, `[tokens, hidden]`.
-
-    Args:
-        x: `[batch, max_seqlen, hidden]`.
-        cu_seqlens: `[batch + 1]` int32, ascending from 0 to tokens.
-        tokens: the last of `cu_seqlens`, which the host knows.
-    """
-    if out is None:
-        out = x.new_empty(tokens, x.shape[2])
-    return out.copy_(x[_inside(cu_seqlens, x.shape[1])])
-
-
 def _row_slices(rows: int) -> Iterator[slice]:
     """Yield consecutive slices of the rows, so that temporary results stay small."""
     for begin in range(0, rows, _ROWS_PER_STEP):
@@ -345,11 +286,6 @@ def _tokens_or_zeros(x: Tensor, cu_seqlens: Tensor, of: Pooling) -> Tensor:
     # the index of an empty sequence is clamped to any token, which is then masked
     index = (starts if of == "cls" else ends - 1).clamp(0, len(x) - 1)
     return x.index_select(0, index).masked_fill_((starts == ends)[:, None], 0.0)
-
-
-def _inside(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Return which places of the padded form hold a token, `[batch, max_seqlen]` bool."""
-    return torch.arange(max_seqlen, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]
 
 
 def _bias_by_distance(distance_bias: Tensor, length: int) -> Tensor:

@@ -88,15 +88,6 @@ def sum_of_squares(tiles):
     return tl.sum(total, axis=1, keep_dims=True)
 
 
-@triton.jit
-def max_row(tiles):
-    """Return the maximum of each row, [ROWS, 1]."""
-    peak = tiles[0]
-    for i in tl.static_range(1, len(tiles)):
-        peak = tl.maximum(peak, tiles[i])
-    return tl.max(peak, axis=1, keep_dims=True)
-
-
 def vector_width(dtype: torch.dtype, *sizes: int) -> int:
     """Return the elements of one load, for rows that start at multiples of all `sizes`."""
     return math.gcd(_LOAD_BYTES // dtype.itemsize, *sizes)

@@ -189,42 +189,6 @@ def test_the_sum_of_rms_norm_may_replace_the_residual():
     assert torch.equal(residual, total)
 
 
-def softmax64(x, seqlens, scale, causal):
-    """Row by row, over the keys that may be read alone."""
-    batch, _, queries, keys = x.shape
-    out = np.zeros_like(x)
-    for i in range(batch):
-        for query in range(queries):
-            last = query + keys - queries if causal else keys - 1
-            readable = max(0, min(int(seqlens[i]), last + 1))
-            scores = x[i, :, query, :readable] * scale
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=-np.inf))
-            out[i, :, query, :readable] = weights / weights.sum(axis=1, keepdims=True)
-    return out
-
-
-@DTYPES
-@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
-@pytest.mark.parametrize("queries, keys", [(1, 1), (3, 5), (5, 3), (63, 63), (2, 501)], ids=str)
-def test_masked_softmax_matches_float64(queries, keys, causal, dtype):
-    x = 4 * rand(4, 2, queries, keys, dtype=dtype)
-    seqlens = torch.tensor([keys, 0, 1, keys // 2], dtype=torch.int32)
-
-    actual = reference.masked_softmax(x, seqlens, scale=0.4, causal=causal)
-
-    check(actual, softmax64(f64(x), seqlens, 0.4, causal), dtype)
-    assert actual.dtype == dtype
-
-
-def test_masked_softmax_never_reads_padding():
-    x, seqlens = rand(2, 1, 3, 8), torch.tensor([5, 0], dtype=torch.int32)
-    fresh = reference.masked_softmax(x, seqlens, scale=1.0)
-    x[0, ..., 5:] = torch.nan
-    x[1] = torch.inf
-
-    assert torch.equal(reference.masked_softmax(x, seqlens, scale=1.0), fresh)
-
-
 @DTYPES
 def test_to_fp32_copies(dtype):
     x = rand(3, 5, dtype=dtype)
@@ -242,7 +206,6 @@ def calls(dtype):
     x, other = rand(tokens, hidden, dtype=dtype), rand(tokens, hidden, dtype=dtype, seed=1)
     weight, bias = rand(hidden, dtype=dtype, seed=2), rand(hidden, dtype=dtype, seed=3)
     ids = torch.arange(tokens, dtype=torch.int32)
-    scores, seqlens = x.view(2, 3, 6, 6), torch.tensor([6, 4], dtype=torch.int32)
     return {
         "embed_layer_norm": lambda out: reference.embed_layer_norm(
             ids, ids, ids, x, other, x, weight, bias, eps=EPS, out=out
@@ -266,9 +229,6 @@ def calls(dtype):
             x, weight, eps=EPS, residual=other, out=out
         ),
         "silu_gate": lambda out: reference.silu_gate(x, out=out),
-        "masked_softmax": lambda out: reference.masked_softmax(
-            scores, seqlens, scale=0.5, causal=True, out=out
-        ),
         "to_fp32": lambda out: reference.to_fp32(x, out=out),
     }
 
@@ -286,7 +246,6 @@ def test_a_poisoned_out_is_fully_overwritten_with_the_same_bits(op, dtype):
     assert torch.equal(out, fresh)
 
 
-LENGTHS = torch.tensor([60], dtype=torch.int32)
 IN_PLACE_CALLS = {
     "activate": lambda x, other, out: reference.activate(x, kind="gelu", out=out),
     "add_layer_norm": lambda x, other, out: reference.add_layer_norm(
@@ -295,9 +254,6 @@ IN_PLACE_CALLS = {
     "rms_norm": lambda x, other, out: reference.rms_norm(
         x, other[0], eps=EPS, residual=other, out=out
     ),
-    "masked_softmax": lambda x, other, out: reference.masked_softmax(
-        x[None, None], LENGTHS, scale=0.5, out=out if out is None else out[None, None]
-    ).view_as(x),
     "tanh": lambda x, other, out: reference.tanh(x, out=out),
 }
 

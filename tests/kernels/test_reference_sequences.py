@@ -254,35 +254,11 @@ def test_first_tokens_gives_zeros_for_an_empty_sequence(lengths):
     np.testing.assert_array_equal(f64(actual), pool64(f64(x), lengths, "cls"))
 
 
-def padded64(x, lengths, max_seqlen):
-    out = np.zeros((len(lengths), max_seqlen, x.shape[1]))
-    for row, sequence in zip(out, sequences_of(x, lengths), strict=True):
-        row[: len(sequence)] = sequence
-    return out
-
-
-@DTYPES
-@pytest.mark.parametrize("extra", [0, 3])
-@pytest.mark.parametrize("lengths", [[1], [0], [5, 1, 5, 0, 2], [0, 63, 0], [3, 3]], ids=str)
-def test_unpack_puts_each_sequence_in_a_row_and_pack_takes_it_out(lengths, extra, dtype):
-    x = rand(sum(lengths), 33, dtype=dtype)
-    bounds, max_seqlen = bounds_of(lengths), max(lengths) + extra
-
-    padded = reference.unpack(x, bounds, max_seqlen=max_seqlen)
-    packed = reference.pack(padded, bounds, tokens=len(x))
-
-    assert padded.dtype == dtype
-    np.testing.assert_array_equal(f64(padded), padded64(f64(x), lengths, max_seqlen))
-    assert packed.dtype == dtype
-    assert torch.equal(packed, x)
-
-
 def calls(dtype):
     """Return a call for each op, as a function of `out`."""
     lengths = [5, 1, 5, 0, 5, 2]
-    tokens, hidden, longest = sum(lengths), 12, max(lengths)
+    tokens, hidden = sum(lengths), 12
     x, qkv = rand(tokens, hidden, dtype=dtype), rand(tokens, 3 * hidden, dtype=dtype, seed=1)
-    padded = rand(len(lengths), longest, hidden, dtype=dtype, seed=2)
     bounds, chosen = bounds_of(lengths), torch.arange(len(lengths)) % 3 == 0
     pools = {
         f"pool_{mode}": lambda out, mode=mode: reference.pool(x, bounds, chosen, mode=mode, out=out)
@@ -293,8 +269,6 @@ def calls(dtype):
             qkv, bounds, num_heads=3, scale=0.5, causal=True, out=out
         ),
         "first_tokens": lambda out: reference.first_tokens(x, bounds, out=out),
-        "unpack": lambda out: reference.unpack(x, bounds, max_seqlen=longest, out=out),
-        "pack": lambda out: reference.pack(padded, bounds, tokens=tokens, out=out),
     }
 
 

@@ -1,37 +1,41 @@
-"""The kernel benchmark without a GPU: its cases, what it does with systems that fail, and a dry run."""
+"""The kernel benchmark without a GPU: its calls, its handling of systems that fail, and a dry run."""
 
 import csv
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from varlen_bench.kernels import peers, report, rows
-from varlen_bench.kernels.case import Peer, Unavailable, relative_error
+from varlen_bench.kernels import peers, report
 from varlen_bench.kernels.encoder import OneOp
 from varlen_bench.kernels.grid import FULL, TINY, packed_lengths
-from varlen_bench.kernels.groups import GROUPS, chosen_groups, served_attention
+from varlen_bench.kernels.groups import GROUPS, is_compiled, served_attention
 from varlen_bench.kernels.machine import Budget, DeviceLostError, stand_in_machine
 from varlen_bench.kernels.measure import COPY, OURS, measure
+from varlen_bench.kernels.op_peers import peers_of
+from varlen_bench.kernels.peers import Peer, Peers, Unavailable
+from varlen_bench.ops import padded, rows
+from varlen_bench.ops.any_batch import ANY_BATCH
+from varlen_bench.ops.call import kernels, relative_error
 
-CPU = torch.device("cpu")
 LONG = Budget(1e6)
+CALL = rows.add_layer_norm(4, 8, torch.float32)
+TORCH = peers_of(CALL).systems[0]
 
 
-def results_of(case, machine=None, budget=LONG):
-    return {r.system: r for r in measure(case, machine or stand_in_machine(), budget)}
+def results_of(call=CALL, *systems, peers=None, budget=LONG, machine=None):
+    machine = machine or stand_in_machine()
+    peers = peers or Peers((TORCH, *systems))
+    found = measure(call, partial(call.run, machine.kernels), peers, machine, budget)
+    return {r.system: r for r in found}
 
 
-def tiny_case(*extra):
-    case = rows.add_layer_norm_case(4, 8, torch.float32)
-    return replace(case, peers=(case.peers[0], *extra))
-
-
-# workloads
+# calls
 
 
 def test_packed_lengths_add_up_and_repeat_for_a_seed():
@@ -43,163 +47,146 @@ def test_packed_lengths_add_up_and_repeat_for_a_seed():
     assert lengths == packed_lengths(8192, 5, 500, seed=3)
 
 
-def test_the_full_grid_has_the_shapes_that_were_asked_for():
-    shapes = {case.shape for case in GROUPS["softmax"](FULL, torch.bfloat16)}
-    norms = {case.shape for case in GROUPS["layernorm"](FULL, torch.bfloat16)}
-    beams = {case.shape for case in GROUPS["beam"](FULL, torch.bfloat16)}
+def test_the_full_grid_has_the_shapes_of_the_paper_and_of_servers():
+    softmax, norms, beams = (
+        {call.shape for call in GROUPS[group](FULL, torch.bfloat16)}
+        for group in ("softmax", "layernorm", "beam")
+    )
 
     for length in (10, 20, 40, 60, 80, 100, 200, 300, 400, 500):
         for batch in (1, 20):
-            assert f"{batch}x12x{length}x{length}" in shapes
+            assert f"{batch}x12x{length}x{length}" in softmax
             assert f"{batch}x{length}x768" in norms
     assert norms >= {"8192x384", "8192x768", "8192x1024"}
     assert beams == {f"{n}x4x{v}" for n in (1, 8, 32, 128) for v in (32_000, 250_000)}
     assert report.BEAM_SHAPE in beams
 
 
-@pytest.mark.parametrize("group", sorted(GROUPS))
-def test_our_ops_and_torch_compute_what_a_case_calls_exact(group):
-    for case in GROUPS[group](TINY, torch.float32):
-        found = results_of(case)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("op", ANY_BATCH)
+def test_the_reference_computes_what_a_call_names_exact(op, dtype):
+    call = ANY_BATCH[op]([5, 1, 9], dtype)
+    inputs = call.make("cpu", 0)
 
-        assert found[OURS].error <= case.most_error(), found[OURS]
-        assert found[OURS].graph is not None
-        assert found[OURS].note == ""
+    error = call.error(call.run(kernels("reference"), inputs), inputs, call.exact(inputs))
+
+    assert error <= call.max_error
+
+
+@pytest.mark.parametrize("group", sorted(GROUPS))
+def test_our_ops_and_torch_are_right_on_every_call(group):
+    for call in GROUPS[group](TINY, torch.float32):
+        found = results_of(call, peers=peers_of(call))
+
         for system, row in found.items():
-            if system.startswith(("torch", "compile")) or system == "sdpa":
+            if system == OURS or system.startswith(("torch", "compile")) or system == "sdpa":
                 assert row.note == "", row
-                assert row.error <= case.most_error()
+                assert row.error <= call.max_error
+                assert row.graph is not None
 
 
 def test_attention_as_served_has_room_for_sequences_that_are_not_there():
-    for case in served_attention(TINY, torch.float32):
-        inputs = case.make(CPU, 0)
+    for call in served_attention(TINY, torch.float32):
+        assert call.make("cpu", 0)["cu_seqlens"][-1] == TINY.serving_tokens
+        assert results_of(call, peers=peers_of(call, compiled=False))[OURS].note == ""
 
-        assert inputs["cu_seqlens"][-1] == TINY.serving_tokens
-        assert results_of(replace(case, peers=()))[OURS].error <= case.most_error()
+
+def test_torch_compile_is_a_peer_where_it_is_worth_its_seconds():
+    calls = [call for group in GROUPS.values() for call in group(FULL, torch.bfloat16)]
+    shapes = [call.shape for call in calls if is_compiled(call, FULL)]
+
+    assert [shape for shape in shapes if " 12x64" in shape] == ["8192 packed 12x64"]
+    assert "8192x3072" in shapes
+    assert "20x500x3072" not in shapes
+    assert "20x500x768" in shapes
 
 
 def test_bytes_are_the_fewest_that_must_move():
-    norm = rows.add_layer_norm_case(10_000, 768, torch.bfloat16)
-    full = rows.softmax_case([500] * 20, 500, 12, torch.bfloat16)
-    padded = rows.softmax_case([1, 3], 4, 2, torch.bfloat16)
+    norm = rows.add_layer_norm(10_000, 768, torch.bfloat16)
+    full = padded.masked_softmax([500] * 20, 500, 12, torch.bfloat16)
+    part = padded.masked_softmax([1, 3], 4, 2, torch.bfloat16)
 
     assert norm.bytes_moved == 3 * 10_000 * 768 * 2 + 2 * 768 * 2
     assert full.bytes_moved == 2 * 20 * 12 * 500 * 500 * 2
-    # keys that are hidden are written, as zeros, and need not be read
-    assert padded.bytes_moved == (2 * 4 * (1 + 3) + 2 * 2 * 4 * 4) * 2
-
-
-def test_groups_are_chosen_by_name():
-    assert chosen_groups("") == [*GROUPS, "encoder"]
-    assert chosen_groups("encoder, softmax") == ["softmax", "encoder"]
-    with pytest.raises(ValueError, match="'conv' is no group"):
-        chosen_groups("conv")
+    # hidden keys are written, as zeros, and need not be read
+    assert part.bytes_moved == (2 * 4 * (1 + 3) + 2 * 2 * 4 * 4) * 2
 
 
 # measuring
 
 
-def test_a_peer_that_fails_is_a_row_and_the_others_are_measured():
+def raising(error):
     def build(_):
-        raise RuntimeError("no kernel image\nfor this device")
+        raise error
 
-    def missing(_):
-        raise Unavailable("ModuleNotFoundError: liger_kernel")
-
-    found = results_of(tiny_case(Peer("broken", build), Peer("absent", missing)))
-
-    assert found["broken"].note == "failed: RuntimeError: no kernel image"
-    assert found["absent"].note == "not here: ModuleNotFoundError: liger_kernel"
-    assert found["broken"].best is None
-    assert found[OURS].graph
-    assert found["torch"].graph
-    assert found[COPY].graph
+    return build
 
 
-@pytest.mark.parametrize("wrong", [0.0, float("nan"), float("inf")])
-def test_a_wrong_peer_gets_no_time(wrong):
-    def build(_):
-        return lambda inputs: torch.full_like(inputs["x"], wrong)
+def late(_):
+    """Return a call that is right the first time alone."""
+    calls = []
+    return lambda inputs: calls.append(1) or CALL.exact(inputs).float() + (len(calls) > 1)
 
-    row = results_of(tiny_case(Peer("wrong", build)))["wrong"]
 
-    assert row.note.startswith("wrong: an error of ")
-    assert row.graph is None
-    assert row.eager is None
+def constant(value):
+    return lambda _: lambda inputs: torch.full_like(inputs["x"], value)
+
+
+@pytest.mark.parametrize(
+    "peer, note, times",
+    [
+        (Peer("", raising(RuntimeError("no\nkernel"))), "failed: RuntimeError: no", []),
+        (Peer("", raising(Unavailable("ImportError: x"))), "not here: ImportError: x", []),
+        (Peer("", constant(0.0)), "wrong: an error of 1, allowed 5e-06", []),
+        (Peer("", constant(torch.nan)), "wrong: an error of inf, allowed 5e-06", []),
+        (Peer("", late), "in a graph failed: ValueError: replayed with an error of", ["eager"]),
+        (replace(TORCH, no_graph="the host waits"), "not in a graph: the host waits", ["eager"]),
+        (replace(TORCH, compile_seconds=2e6), "skipped: less than 2000000 s of the budget", []),
+    ],
+    ids="raises missing zeros nan late waits slow".split(),
+)
+def test_a_peer_that_fails_is_a_row_with_the_reason_and_the_others_are_measured(peer, note, times):
+    found = results_of(CALL, replace(peer, name="peer"))
+    row = found["peer"]
+
+    assert row.note.startswith(note)
+    assert [name for name in ("graph", "eager") if getattr(row, name)] == times
+    assert (row.best is None) == (not times)
+    assert all(found[system].graph for system in (OURS, "torch", COPY))
 
 
 def test_a_result_of_another_shape_is_wrong():
     assert relative_error(torch.ones(2), torch.ones(3).double()) == float("inf")
 
 
-def test_a_graph_that_replays_something_else_has_no_time_in_a_graph():
-    calls = []
-
-    def build(_):
-        def call(inputs):
-            calls.append(1)
-            # right the first time alone
-            exact = tiny_case().exact(inputs).float()
-            return exact if len(calls) == 1 else exact + 1
-
-        return call
-
-    row = results_of(tiny_case(Peer("late", build)))["late"]
-
-    assert row.graph is None
-    assert row.eager is not None
-    assert row.note.startswith("in a graph failed: ValueError: replayed with an error")
-
-
-def test_a_peer_that_no_graph_can_hold_says_why_and_is_timed_by_python():
-    torch_peer = tiny_case().peers[0]
-    waits = replace(torch_peer, name="waits", no_graph="the host waits")
-
-    row = results_of(tiny_case(waits))["waits"]
-
-    assert row.graph is None
-    assert row.eager
-    assert row.note == "not in a graph: the host waits"
-
-
-def test_a_spent_budget_says_what_was_skipped():
+def test_a_spent_budget_is_the_note_of_ours():
     now = [0.0]
     budget = Budget(100, clock=lambda: now[0])
-    case = tiny_case(Peer("compile", lambda compile_: None, compile_seconds=30))
-
-    now[0] = 80
-    found = results_of(case, budget=budget)
-    assert found["torch"].graph
-    assert found["compile"].note == "skipped: less than 30 s of the budget of 100 s left"
-
     now[0] = 101
-    assert list(results_of(case, budget=budget)) == [OURS]
-    assert results_of(case, budget=budget)[OURS].note == "skipped: the budget of 100 s is spent"
+
+    found = results_of(budget=budget)
+
+    assert {s: r.note for s, r in found.items()} == {OURS: "skipped: the budget of 100 s is spent"}
 
 
-def test_a_lost_device_ends_the_run_after_the_row_that_says_so():
+def test_a_lost_device_ends_the_run_after_the_row_with_the_reason():
     class Lost(SimpleNamespace):
         def stop_if_lost(self, after):
             raise DeviceLostError(after)
 
     machine = stand_in_machine()
-    lost = Lost(**{name: getattr(machine, name) for name in ("device", "timer", "kernels")})
-    found = measure(tiny_case(), lost, LONG)
+    lost = Lost(device=machine.device, timer=machine.timer, compile=machine.compile)
+    found = measure(CALL, partial(CALL.run, machine.kernels), Peers(), lost, LONG)
 
     assert next(found).system == OURS
     with pytest.raises(DeviceLostError, match="add_layer_norm 4x8 float32, varlen"):
         next(found)
 
 
-def test_a_missing_library_makes_a_peer_unavailable():
-    liger = peers.liger_peer("no_such_function", lambda function, inputs: function(inputs))
-
+def test_liger_is_called_with_the_tensors_of_a_call(monkeypatch):
+    missing = peers.liger_peer("no_such_function", lambda function, inputs: function(inputs))
     with pytest.raises(Unavailable, match="liger_kernel|no_such_function"):
-        liger.build(lambda function: function)
-
-
-def test_liger_is_called_with_the_tensors_of_a_case(monkeypatch):
+        missing.build(lambda function: function)
     fake = SimpleNamespace(
         liger_softmax=lambda x: x.softmax(-1),
         liger_layer_norm=lambda x, w, b, eps: torch.layer_norm(x, w.shape, w, b, eps),
@@ -211,16 +198,18 @@ def test_liger_is_called_with_the_tensors_of_a_case(monkeypatch):
     )
     monkeypatch.setattr(peers.importlib, "import_module", lambda name: fake)
     for group in ("softmax", "layernorm", "rmsnorm", "activation"):
-        for case in GROUPS[group](TINY, torch.float32):
-            liger = tuple(peer for peer in case.peers if peer.name == "liger")
+        for call in GROUPS[group](TINY, torch.float32):
+            known = peers_of(call)
+            liger = tuple(peer for peer in known.systems if peer.name == "liger")
             if liger:
-                assert results_of(replace(case, peers=liger))["liger"].graph
+                found = results_of(call, peers=replace(known, systems=liger))
+                assert found["liger"].graph
 
 
 def test_one_op_runs_and_the_others_leave_their_results_alone():
     ran = []
-    kernels = SimpleNamespace(linear=lambda *_, out, **__: ran.append("linear") or out)
-    only, x = OneOp(kernels, "linear"), torch.ones(1)
+    fake = SimpleNamespace(linear=lambda *_, out, **__: ran.append("linear") or out)
+    only, x = OneOp(fake, "linear"), torch.ones(1)
 
     assert only.linear(x, out=x) is x
     assert only.activate(x, kind="gelu", out=x) is x
@@ -245,7 +234,7 @@ def run_command(*arguments, cwd):
     )
 
 
-def test_without_a_gpu_it_says_so_and_succeeds(tmp_path):
+def test_without_a_gpu_it_prints_so_and_succeeds(tmp_path):
     done = run_command(cwd=tmp_path)
 
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
-"""Machine code that is not as it should be is told so, and ceilings live in a CSV."""
+"""Each fault of machine code is reported, and ceilings live in a CSV."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,12 @@ from varlen_bench.kernel_limits import (
     write_ceilings,
 )
 from varlen_bench.machine_code import MachineCode
-from varlen_bench.ops.call import Call
-from varlen_kernels.layer_norm import add_layer_norm
+from varlen_bench.ops.compiled import CompiledCall
+from varlen_bench.ops.rows import add_layer_norm
 
-CALL = Call("norm-768", run=lambda dtype: dtype, narrow_loads=2)
 DTYPE = torch.bfloat16
+NORM = CompiledCall("256", partial(add_layer_norm, 8, 256), dtypes=(DTYPE,))
+CALL = replace(NORM, narrow_loads=2)
 GOOD = MachineCode(
     kernel="_norm_kernel",
     arch=90,
@@ -43,15 +45,6 @@ GOOD = MachineCode(
 CEILINGS = {place(CALL, DTYPE, replace(GOOD, arch=arch)): 40 for arch in (80, 90)}
 
 
-def norm(dtype: torch.dtype) -> None:
-    x, vector = torch.zeros(8, 256, dtype=dtype), torch.ones(256, dtype=dtype)
-    add_layer_norm(x, x, vector, vector, eps=1e-5)
-
-
-def test_good_code_has_no_problems() -> None:
-    assert problems(CALL, DTYPE, [GOOD], CEILINGS) == []
-
-
 @pytest.mark.parametrize(
     "change, problem",
     [
@@ -67,20 +60,20 @@ def test_good_code_has_no_problems() -> None:
 def test_each_problem_is_named(change: dict[str, int], problem: str) -> None:
     code = replace(GOOD, **change)  # type: ignore[arg-type]
 
+    assert problems(CALL, DTYPE, [GOOD], CEILINGS) == []
     assert problems(CALL, DTYPE, [code], CEILINGS) == [f"_norm_kernel: {problem}"]
 
 
 def test_loads_of_an_odd_width_may_be_narrow() -> None:
-    call = replace(CALL, narrow_loads=None)
+    code = replace(GOOD, wide_loads=0, narrow_loads=99)
 
-    assert problems(call, DTYPE, [replace(GOOD, wide_loads=0, narrow_loads=99)], CEILINGS) == []
+    assert problems(replace(CALL, narrow_loads=None), DTYPE, [code], CEILINGS) == []
 
 
 def test_a_missing_ceiling_says_how_to_write_one() -> None:
-    found = problems(CALL, torch.float32, [GOOD], CEILINGS)
+    (found,) = problems(CALL, torch.float32, [GOOD], CEILINGS)
 
-    assert len(found) == 1
-    assert "python -m varlen_bench.inspect_kernels --write" in found[0]
+    assert "python -m varlen_bench.inspect_kernels --write" in found
 
 
 def test_a_call_that_compiles_nothing_is_a_problem() -> None:
@@ -88,25 +81,28 @@ def test_a_call_that_compiles_nothing_is_a_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    "arch, mma, wgmma, enough", [(80, 1, 0, True), (90, 1, 0, False), (90, 0, 1, True)]
+    "dtype, arch, mma, wgmma, enough",
+    [
+        (DTYPE, 80, 1, 0, True),
+        (DTYPE, 90, 1, 0, False),
+        (DTYPE, 90, 0, 1, True),
+        (torch.float32, 90, 0, 0, True),
+    ],
+    ids=str,
 )
-def test_each_gpu_has_its_own_tensor_cores(arch: int, mma: int, wgmma: int, enough: bool) -> None:
-    call = replace(CALL, tensor_cores=True)
+def test_each_gpu_has_its_own_tensor_cores_and_fp32_needs_none(
+    dtype: torch.dtype, arch: int, mma: int, wgmma: int, enough: bool
+) -> None:
     other = replace(GOOD, arch=arch)
     code = replace(other, mma=mma, wgmma=wgmma)
+    ceilings = {place(CALL, dtype, code): 40}
 
-    found = problems(call, DTYPE, [other, code], CEILINGS)
+    found = problems(replace(CALL, tensor_cores=True), dtype, [other, code], ceilings)
 
     assert found == ([] if enough else ["no kernel multiplies on tensor cores"])
 
 
-def test_fp32_may_multiply_without_tensor_cores() -> None:
-    ceilings = {place(CALL, torch.float32, GOOD): 40}
-
-    assert problems(replace(CALL, tensor_cores=True), torch.float32, [GOOD], ceilings) == []
-
-
-def test_ceilings_are_what_the_gpu_hands_out_for_the_largest_form() -> None:
+def test_a_ceiling_is_the_allocation_of_the_largest_form() -> None:
     where = place(CALL, DTYPE, GOOD)
     forms = [(where, replace(GOOD, registers=registers)) for registers in (17, 41, 32)]
 
@@ -120,6 +116,7 @@ def test_ceilings_are_read_as_they_were_written(tmp_path: Path) -> None:
         Place("gate-768", "_gate_kernel", "float32", "triton 3.9 sm_90"): 56,
     }
     path = tmp_path / "registers.csv"
+    assert read_ceilings(path) == {}
 
     write_ceilings(path, ceilings)
 
@@ -131,59 +128,42 @@ def test_ceilings_are_read_as_they_were_written(tmp_path: Path) -> None:
     ]
 
 
-def test_without_a_file_there_are_no_ceilings(tmp_path: Path) -> None:
-    assert read_ceilings(tmp_path / "none.csv") == {}
-
-
 def test_a_call_becomes_machine_code() -> None:
-    codes = compile_call(Call("add_layer_norm-256", norm), DTYPE, 90)
+    codes = compile_call(NORM, DTYPE, 90)
 
     assert [code.kernel for code in codes] == ["_add_layer_norm_kernel"]
 
 
-def test_the_command_prints_what_is_wrong_until_ceilings_are_written(
+def test_the_command_reports_problems_until_ceilings_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = [Call("add_layer_norm-256", norm, dtypes=(DTYPE,))]
-    monkeypatch.setattr(inspect_kernels, "all_calls", lambda: calls)
     path = tmp_path / "registers.csv"
+    monkeypatch.setattr(inspect_kernels, "COMPILED", [NORM])
     monkeypatch.setattr(inspect_kernels, "CEILINGS", path)
+    # the ceiling of a call that is gone is dropped
+    write_ceilings(path, {Place("gone-1", "_gone_kernel", "float32", "triton 3.6 sm_80"): 8})
 
-    before = run(inspect_kernels.main, "add_layer_norm", "--arch", "90")
-    written = run(inspect_kernels.main, "--write", str(path))
-    after = run(inspect_kernels.main, "--dtype", "bfloat16")
+    before = run("add_layer_norm", "--arch", "90")
+    written = run("--write", str(path))
+    after = run("--dtype", "bfloat16")
 
     assert (before.exit_code, written.exit_code, after.exit_code) == (1, 0, 0)
-    assert (
-        "add_layer_norm-256 torch.bfloat16 sm_90: _add_layer_norm_kernel: has no" in before.stdout
-    )
+    line = "add_layer_norm-256 torch.bfloat16 sm_90: _add_layer_norm_kernel: has no"
+    assert line in before.stdout
     assert "_add_layer_norm_kernel" in after.stdout
-    assert {where.column[-5:] for where in read_ceilings(path)} == {"sm_80", "sm_90"}
+    ceilings = read_ceilings(path)
+    assert {where.call for where in ceilings} == {"add_layer_norm-256"}
+    assert {where.column[-5:] for where in ceilings} == {"sm_80", "sm_90"}
 
 
-def test_the_command_refuses_an_op_that_has_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect_kernels, "all_calls", list)
-
-    refused = run(inspect_kernels.main, "no_such_op")
+def test_the_command_refuses_an_op_that_has_no_call() -> None:
+    refused = run("no_such_op")
 
     assert refused.exit_code == 2
     assert "no call of no_such_op is listed" in refused.output
 
 
-def test_writing_drops_the_ceilings_of_calls_that_are_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = [Call("add_layer_norm-256", norm, dtypes=(DTYPE,))]
-    monkeypatch.setattr(inspect_kernels, "all_calls", lambda: calls)
-    path = tmp_path / "registers.csv"
-    write_ceilings(path, {Place("gone-1", "_gone_kernel", "float32", "triton 3.6 sm_80"): 8})
-
-    run(inspect_kernels.main, "--write", str(path))
-
-    assert {where.call for where in read_ceilings(path)} == {"add_layer_norm-256"}
-
-
-def run(command: object, *arguments: str) -> Result:
+def run(*arguments: str) -> Result:
     app = typer.Typer()
-    app.command()(command)  # type: ignore[arg-type]
+    app.command()(inspect_kernels.main)
     return CliRunner().invoke(app, arguments)

@@ -1,4 +1,4 @@
-"""The tuner picks what is faster by its clock, and only that; here the clock reads what a test says."""
+"""The tuner picks what is faster by its timer, and only that; here a test sets the times."""
 
 import json
 from types import SimpleNamespace
@@ -12,11 +12,9 @@ pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 import typer
 
 from varlen_bench import tune_kernels
-from varlen_bench.kernels import rows
-from varlen_bench.kernels.grid import FULL
-from varlen_bench.kernels.groups import GROUPS
+from varlen_bench.harness.summary import Spread
 from varlen_bench.kernels.machine import Budget
-from varlen_bench.kernels.timing import Timing
+from varlen_bench.ops import beam, rows
 from varlen_bench.tune_kernels import Bench, choices_of, tune, tune_all, updated_tables
 from varlen_kernels import tuning
 
@@ -47,12 +45,11 @@ class Kernels:
         return out.copy_(total + (self.launch["ROWS"] == 9))
 
 
-class Clock:
+class Timer:
     """A timer whose microseconds are `of(ROWS, tokens)`."""
 
     def __init__(self, kernels, of):
         self.kernels, self.of = kernels, of
-        self.asked = []
 
     def num_sets(self, bytes_moved):
         return 2
@@ -62,101 +59,91 @@ class Clock:
         if verify is not None:
             verify(results[0])
         rows_chosen, tokens = self.kernels.launch["ROWS"], len(sets[0]["x"])
-        self.asked.append(rows_chosen)
         time = self.of(rows_chosen, tokens)
-        return Timing(time, time, time, 1)
+        return Spread(time, time, time, 1)
 
 
 def bench_of(of, launches=LAUNCHES):
-    kernels, said = Kernels(launches), []
-    bench = Bench(kernels, CPU, Clock(kernels, of), said.append)
-    return bench, said
+    kernels, reported = Kernels(launches), []
+    bench = Bench(kernels, CPU, Timer(kernels, of), reported.append)
+    return bench, reported
 
 
-def cases(*tokens, hidden=8):
-    return [rows.add_layer_norm_case(count, hidden, torch.float32) for count in tokens]
+def calls(*tokens, hidden=8):
+    return [rows.add_layer_norm(count, hidden, torch.float32) for count in tokens]
 
 
-def test_keys_are_those_that_the_cases_ask_for_each_with_its_largest_middle_and_smallest_case():
+def test_keys_come_from_the_calls_each_with_its_largest_middle_and_smallest_call():
     bench, _ = bench_of(lambda rows, tokens: 1.0)
 
-    found = choices_of([*cases(1, 5, 2, 4, 3), *cases(6, hidden=16)], bench)
+    found = choices_of([*calls(1, 5, 2, 4, 3), *calls(6, hidden=16)], bench)
 
     assert [(choice.op, choice.key) for choice in found] == [
         ("add_layer_norm", (8, torch.float32)),
         ("add_layer_norm", (16, torch.float32)),
     ]
-    assert [case.tokens for case in found[0].cases] == [5, 3, 1]
+    assert [call.tokens for call in found[0].calls] == [5, 3, 1]
     assert found[0].launches == LAUNCHES
 
 
-def test_a_case_that_cannot_run_leaves_the_others_alone():
-    bench, said = bench_of(lambda rows, tokens: 1.0)
+def test_a_call_that_cannot_run_leaves_the_others_alone():
+    bench, reported = bench_of(lambda rows, tokens: 1.0)
 
-    found = choices_of([*GROUPS["beam"](FULL, torch.float32)[:1], *cases(3)], bench)
+    found = choices_of([beam.beam_step(8, 4, 320, torch.float32), *calls(3)], bench)
 
     assert len(found) == 1
-    assert said[0].startswith("beam_step 8x4x32000 float32: AttributeError")
+    assert reported[0].startswith("beam_step 8x4x320 float32: failed: AttributeError")
 
 
-def test_the_fastest_launch_wins_if_it_beats_the_default_by_three_percent():
-    bench, said = bench_of(lambda rows, tokens: {4: 10.0, 1: 9.0, 8: 9.5}[rows])
-    (choice,) = choices_of(cases(4), bench)
+FAILS, WRONG = {"ROWS": 7, "num_warps": 1}, {"ROWS": 9, "num_warps": 1}
 
-    assert tune(choice, bench) == {"ROWS": 1, "num_warps": 2}
-    assert "1.111x" in said[-1]
+
+@pytest.mark.parametrize(
+    "launches, times, best, text",
+    [
+        (LAUNCHES, {4: 10.0, 1: 9.0, 8: 9.5}, LAUNCHES[1], "1.111x"),
+        (LAUNCHES, {4: 10.0, 1: 9.8, 8: 12.0}, None, "the default stays"),
+        ([LAUNCHES[0], FAILS, LAUNCHES[2]], {4: 10.0, 8: 9.0}, LAUNCHES[2], "out of resource"),
+        ([LAUNCHES[0], WRONG, LAUNCHES[2]], {4: 10.0, 8: 9.0}, LAUNCHES[2], "an error of"),
+        (LAUNCHES[:1], {}, None, ""),
+    ],
+    ids="fastest small_gain fails wrong one_candidate".split(),
+)
+def test_the_fastest_right_launch_wins_if_it_beats_the_default_by_three_percent(
+    launches, times, best, text
+):
+    bench, reported = bench_of(lambda rows, tokens: times[rows], launches)
+    (choice,) = choices_of(calls(4), bench)
+
+    assert tune(choice, bench) == best
+    assert text in "".join(reported)
     # nothing stays forced
     assert tuning.pick("add_layer_norm", choice.key, lambda *_: LAUNCHES)["ROWS"] == 4
 
 
-def test_a_small_gain_keeps_the_default():
-    bench, said = bench_of(lambda rows, tokens: {4: 10.0, 1: 9.8, 8: 12.0}[rows])
-    (choice,) = choices_of(cases(4), bench)
-
-    assert tune(choice, bench) is None
-    assert "the default stays" in said[-1]
-
-
 def test_a_gain_that_does_not_come_twice_keeps_the_default():
-    times = iter([10.0, 8.0, 9.0, 10.0, 9.9])
-    bench, _ = bench_of(lambda rows, tokens: next(times))
-    (choice,) = choices_of(cases(4), bench)
+    left = iter([10.0, 8.0, 9.0, 10.0, 9.9])
+    bench, _ = bench_of(lambda rows, tokens: next(left))
+    (choice,) = choices_of(calls(4), bench)
 
     assert tune(choice, bench) is None
+    assert list(left) == []
 
 
 def test_a_launch_that_is_slower_on_smaller_batches_is_not_taken():
     def of(rows, tokens):
         return {4: 10.0, 1: 8.0 if tokens == 100 else 11.0, 8: 12.0}[rows]
 
-    bench, said = bench_of(of)
-    (choice,) = choices_of(cases(100, 2), bench)
+    bench, reported = bench_of(of)
+    (choice,) = choices_of(calls(100, 2), bench)
 
     assert tune(choice, bench) is None
-    assert "0.909x on add_layer_norm 2x8 float32" in said[-1]
-
-
-@pytest.mark.parametrize("rows_chosen, why", [(7, "out of resource"), (9, "an error of")])
-def test_a_launch_that_fails_or_is_wrong_is_passed_over(rows_chosen, why):
-    launches = [LAUNCHES[0], {"ROWS": rows_chosen, "num_warps": 1}, LAUNCHES[2]]
-    bench, said = bench_of(lambda rows, tokens: {4: 10.0, 8: 9.0, 9: 1.0}[rows], launches)
-    (choice,) = choices_of(cases(4), bench)
-
-    assert tune(choice, bench) == LAUNCHES[2]
-    assert why in said[0]
-
-
-def test_one_candidate_is_not_timed():
-    bench, _ = bench_of(lambda rows, tokens: 1.0, LAUNCHES[:1])
-    (choice,) = choices_of(cases(4), bench)
-
-    assert tune(choice, bench) is None
-    assert bench.timer.asked == []
+    assert "0.909x on add_layer_norm 2x8 float32" in reported[-1]
 
 
 def test_a_spent_budget_leaves_the_rest_as_the_table_has_it():
     now = [0.0]
-    bench, said = bench_of(lambda rows, tokens: {4: 10.0, 1: 9.0, 8: 9.5}[rows])
+    bench, reported = bench_of(lambda rows, tokens: {4: 10.0, 1: 9.0, 8: 9.5}[rows])
     written = []
 
     def done(found):
@@ -164,11 +151,11 @@ def test_a_spent_budget_leaves_the_rest_as_the_table_has_it():
         now[0] = 10.0
 
     budget = Budget(5, clock=lambda: now[0])
-    found = tune_all([*cases(4), *cases(4, hidden=16)], bench, budget, done)
+    found = tune_all([*calls(4), *calls(4, hidden=16)], bench, budget, done)
 
     assert found == {("add_layer_norm", "8/float32"): LAUNCHES[1]}
     assert written == [found]
-    assert said[-1].endswith("is spent: add_layer_norm 16/float32")
+    assert reported[-1].endswith("is spent: add_layer_norm 16/float32")
 
 
 def test_a_table_keeps_other_gpus_and_loses_what_is_no_gain_any_more():
@@ -191,50 +178,34 @@ def test_a_table_keeps_other_gpus_and_loses_what_is_no_gain_any_more():
     assert updated_tables(text, "Mine", "3.6", {}) == text
 
 
-def test_what_was_written_is_what_pick_reads(monkeypatch):
-    text = updated_tables("{}", "Mine", "3.6", {("add_layer_norm", "8/float32"): LAUNCHES[1]})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Mine")
-    monkeypatch.setattr(tuning, "minor_version", lambda: "3.6")
-    monkeypatch.setattr(tuning, "_text", lambda: text)
-
-    chosen = tuning.pick("add_layer_norm", (8, torch.float32), lambda *_: LAUNCHES)
-
-    assert chosen.items() >= LAUNCHES[1].items()
-
-
 def command(*arguments):
     app = typer.Typer()
     app.command()(tune_kernels.main)
     return CliRunner().invoke(app, arguments)
 
 
-def test_without_a_gpu_it_says_so_and_succeeds(monkeypatch):
+def test_without_a_gpu_it_prints_so_and_refuses_an_unknown_group(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    done = command()
+    done, refused = command(), command("--only", "conv")
 
     assert done.exit_code == 0
     assert done.output.strip() == "tune-kernels: skipped, since torch sees no CUDA GPU here"
-
-
-def test_an_unknown_group_is_refused():
-    done = command("--only", "conv")
-
-    assert done.exit_code == 2
-    assert "'conv'" in done.output
+    assert refused.exit_code == 2
+    assert "'conv'" in refused.output
 
 
 def test_the_whole_command_writes_the_table(monkeypatch, tmp_path):
     kernels = Kernels()
-    clock = Clock(kernels, lambda rows, tokens: {4: 10.0, 1: 9.0, 8: 9.5}[rows])
-    machine = SimpleNamespace(gpu="Mine", driver="1", device=CPU, kernels=kernels, timer=clock)
+    timer = Timer(kernels, lambda rows, tokens: {4: 10.0, 1: 9.0, 8: 9.5}[rows])
+    machine = SimpleNamespace(gpu="Mine", driver="1", device=CPU, kernels=kernels, timer=timer)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Mine")
     monkeypatch.setattr(tune_kernels, "gpu_machine", lambda passes: machine)
-    monkeypatch.setattr(tune_kernels, "cases_in_use", lambda grid, groups, dtype: cases(4))
+    monkeypatch.setattr(tune_kernels, "calls_in_use", lambda grid, groups, dtype: calls(4))
     monkeypatch.chdir(tmp_path)
     output = tmp_path / "tuning.json"
+    monkeypatch.setattr(tuning, "_text", lambda: output.read_text() if output.exists() else "{}")
 
     done = command("--dtypes", "bf16", "--output", str(output))
 
@@ -246,3 +217,7 @@ def test_the_whole_command_writes_the_table(monkeypatch, tmp_path):
     assert (
         done.output.splitlines()[-1] == f"BENCH tuning: gpu=Mine triton={version} keys=1 faster=1"
     )
+    # and the table is what `pick` reads
+    tuning.forget()
+    chosen = tuning.pick("add_layer_norm", (8, torch.float32), lambda *_: LAUNCHES)
+    assert chosen.items() >= LAUNCHES[1].items()

@@ -1,8 +1,7 @@
-"""Run launchers against a GPU that is not here: every kernel they ask for is compiled, and none runs.
+"""Compile what launchers launch for a GPU that is not here, and run nothing.
 
-A stand-in takes the place of Triton's driver: the compiler that comes with Triton needs no GPU, so what
-a launcher called on CPU tensors asks for becomes the machine code that the GPU would get. All that
-rests on Triton's private interfaces is in this file; it fits versions 3.6 to 3.9.
+A stand-in replaces Triton's driver. The compiler of Triton needs no GPU, so a launcher called on CPU tensors gets the
+machine code of the GPU. All use of Triton's private interfaces is in this file; it fits versions 3.6 to 3.9.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,14 +25,12 @@ _devices = count(1000)
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """A kernel that a launcher asked for.
+    """A compiled kernel.
 
     Attributes:
-        kernel: its name.
-        arch: the compute capability it was compiled for, such as 90.
-        num_warps: of one program.
-        shared_bytes: shared memory of one program.
-        ptx: the assembly of NVIDIA's virtual machine, which the machine code was made of.
+        arch: the compute capability, such as 90.
+        num_warps, shared_bytes: of one program.
+        ptx: the assembly that the machine code was made of.
         cubin: the machine code.
         cached: whether it came from the compiler's cache on disk.
     """
@@ -49,15 +46,9 @@ class Compilation:
 
 @contextmanager
 def dry_run(arch: int) -> Iterator[list[Compilation]]:
-    """Compile for `arch` what launchers ask for inside the context, and run nothing.
+    """Compile what launchers launch on CPU tensors inside the context; yield the growing list of compilations.
 
-    Launchers are called on CPU tensors. What was compiled in an earlier dry run is asked for again.
-
-    Args:
-        arch: the compute capability, such as 80 or 90.
-
-    Yields:
-        A list that grows by one entry for each compilation.
+    Each dry run compiles anew, from the cache if it can.
 
     Raises:
         ValueError: `arch` is not in SHARED_MEMORY_LIMITS.
@@ -113,7 +104,7 @@ def _compilation(
 
 
 class _StandInDriver:
-    """As much of a CUDA driver as a launch needs; the launch itself does nothing."""
+    """The part of a CUDA driver that a launch needs; the launch does nothing."""
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
@@ -127,7 +118,7 @@ class _StandInDriver:
         return self._device
 
     def set_current_device(self, device: int) -> None:
-        """Do nothing: there is one device."""
+        pass
 
     def get_current_stream(self, device: int | None = None) -> int:  # noqa: ARG002
         return 0
@@ -142,11 +133,11 @@ class _StandInDriver:
         return name
 
     def launcher_cls(self, src: object, metadata: object) -> Callable[..., None]:  # noqa: ARG002
-        return _launch_nothing
+        return lambda *arguments: None  # noqa: ARG005
 
 
 class _StandInUtils:
-    """What a compiled kernel asks of the driver before its first launch."""
+    """The part of the driver that a compiled kernel needs before its first launch."""
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
@@ -154,17 +145,7 @@ class _StandInUtils:
     def get_device_properties(self, device: int) -> dict[str, int]:  # noqa: ARG002
         return {"max_shared_mem": SHARED_MEMORY_LIMITS[self._arch], "multiprocessor_count": 132}
 
-    def load_binary(
-        self,
-        name: str,  # noqa: ARG002
-        binary: bytes,  # noqa: ARG002
-        shared: int,  # noqa: ARG002
-        device: int,  # noqa: ARG002
-    ) -> tuple[None, int, int, int, int]:
+    def load_binary(self, *arguments: object) -> tuple[None, int, int, int, int]:  # noqa: ARG002
         """Return a module, a function, its registers, its spills, and the most threads of a program."""
         # without a module there is nothing to unload when the kernel is dropped
         return (None, 0, 0, 0, 1024)
-
-
-def _launch_nothing(*arguments: object) -> None:
-    pass

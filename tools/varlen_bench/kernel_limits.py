@@ -1,7 +1,7 @@
-"""What the machine code of a kernel is held to: no spills, shared memory that fits, wide loads, tensor cores.
+"""Limits of a kernel's machine code: no spills, shared memory that fits, wide loads, tensor cores.
 
-And registers under a ceiling, by version of Triton and compute capability, in a CSV that is checked in: more
-registers than before is how a kernel gets slow without a test failing. The GPU hands them out in eights.
+Registers have ceilings by version of Triton and compute capability, in a CSV that is checked in: more registers
+than before make a kernel slow without a failing test. A GPU allocates registers in units of eight.
 """
 
 import csv
@@ -13,7 +13,7 @@ import torch
 
 from varlen_bench.dry_run import SHARED_MEMORY_LIMITS, dry_run
 from varlen_bench.machine_code import MachineCode, read_machine_code
-from varlen_bench.ops.call import Call
+from varlen_bench.ops.compiled import CompiledCall
 from varlen_kernels.tuning import minor_version
 
 # Compute capabilities that every call is compiled for: A100; H100 and H200.
@@ -25,7 +25,7 @@ _REGISTER_UNIT = 8
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """Where a ceiling stands: its row, and its column."""
+    """The row and the column of a ceiling in the CSV."""
 
     call: str
     kernel: str
@@ -33,15 +33,15 @@ class Place:
     column: str
 
 
-def compile_call(call: Call, dtype: torch.dtype, arch: int) -> list[MachineCode]:
-    """Return what the kernels became that the call asked for, in their order."""
+def compile_call(call: CompiledCall, dtype: torch.dtype, arch: int) -> list[MachineCode]:
+    """Return the machine code of the kernels that the call launches, in their order."""
     with dry_run(arch) as compiled:
         call.run(dtype)
     return [read_machine_code(compilation) for compilation in compiled]
 
 
 def problems(
-    call: Call, dtype: torch.dtype, codes: Iterable[MachineCode], ceilings: dict[Place, int]
+    call: CompiledCall, dtype: torch.dtype, codes: Iterable[MachineCode], ceilings: dict[Place, int]
 ) -> list[str]:
     """Return what is wrong with the machine code of a call's kernels, one line each."""
     codes = list(codes)
@@ -53,12 +53,14 @@ def problems(
             found.append(f"{code.kernel}: has no ceiling for its registers; write one: {_WRITE}")
         elif code.registers > ceiling:
             found.append(f"{code.kernel}: {code.registers} registers; its ceiling is {ceiling}")
-    if call.tensor_cores and dtype != torch.float32 and not any(map(_multiplies, codes)):
+    # HGMMA on sm_90, HMMA before
+    multiplies = any(code.wgmma if code.arch == 90 else code.mma for code in codes)
+    if call.tensor_cores and dtype != torch.float32 and not multiplies:
         found.append("no kernel multiplies on tensor cores")
     return found
 
 
-def _problems(call: Call, code: MachineCode) -> Iterator[str]:
+def _problems(call: CompiledCall, code: MachineCode) -> Iterator[str]:
     if code.stack_bytes:
         yield f"registers spill: {code.stack_bytes} bytes of stack"
     limit = SHARED_MEMORY_LIMITS[code.arch]
@@ -71,24 +73,19 @@ def _problems(call: Call, code: MachineCode) -> Iterator[str]:
             yield "no load of 128 bits"
 
 
-def _multiplies(code: MachineCode) -> bool:
-    """Return whether a kernel uses the tensor cores as its GPU is best used."""
-    return (code.wgmma if code.arch == 90 else code.mma) > 0
-
-
-def place(call: Call, dtype: torch.dtype, code: MachineCode) -> Place:
-    """Return where the ceiling of a kernel stands, for the Triton of this process."""
+def place(call: CompiledCall, dtype: torch.dtype, code: MachineCode) -> Place:
+    """Return the place of a kernel's ceiling for the Triton of this process."""
     column = f"triton {minor_version()} sm_{code.arch}"
     return Place(call.name, code.kernel, str(dtype).removeprefix("torch."), column)
 
 
 def ceilings_of(codes: Iterable[tuple[Place, MachineCode]]) -> dict[Place, int]:
-    """Return ceilings that these kernels just keep: their registers, as the GPU hands them out."""
+    """Return the lowest ceilings that these kernels keep."""
     ceilings: dict[Place, int] = {}
     for where, code in codes:
-        handed_out = -(-code.registers // _REGISTER_UNIT) * _REGISTER_UNIT
+        allocated = -(-code.registers // _REGISTER_UNIT) * _REGISTER_UNIT
         # a call may compile one kernel in several forms
-        ceilings[where] = max(handed_out, ceilings.get(where, 0))
+        ceilings[where] = max(allocated, ceilings.get(where, 0))
     return ceilings
 
 
@@ -106,7 +103,7 @@ def read_ceilings(path: Path) -> dict[Place, int]:
 
 
 def write_ceilings(path: Path, ceilings: dict[Place, int]) -> None:
-    """Write ceilings as a CSV: a row for each call, kernel and dtype, a column for each compiler and GPU."""
+    """Write ceilings: a row for each call, kernel and dtype, a column for each compiler and GPU."""
     columns = sorted({where.column for where in ceilings})
     rows = sorted({(where.call, where.kernel, where.dtype) for where in ceilings})
     with path.open("w", newline="") as file:

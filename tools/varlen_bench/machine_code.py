@@ -1,14 +1,13 @@
-"""What the compiler made of a kernel: registers, spills, widths of loads and stores, tensor cores.
+"""Figures of a kernel's machine code: registers, spills, widths of loads and stores, tensor cores.
 
-Registers and stack are read from the machine code, the rest from the PTX it was made of, each of whose loads,
-stores and multiplications becomes one of the machine's: a tool to print the machine code itself takes
-half a second for each kernel. Counts are of instructions in the code, not of executions.
+Registers and stack come from the machine code. The rest comes from its PTX, each of whose loads, stores and
+multiplications becomes one of the machine's: to print the machine code takes half a second for each kernel.
+Counts are of instructions in the code, not of executions.
 """
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from triton import knobs
@@ -26,18 +25,14 @@ _WIDE_BITS = 128
 
 @dataclass(frozen=True, slots=True)
 class MachineCode:
-    """What a kernel's machine code needs and does.
+    """Figures of a kernel's machine code.
 
     Attributes:
-        registers: of one thread.
-        stack_bytes: of one thread: registers that did not fit and were spilled, if it is not 0.
+        registers, stack_bytes: of one thread; a stack holds spilled registers.
         shared_bytes: of one program.
-        wide_loads: loads of 128 bits from global memory, those straight into shared memory too.
+        wide_loads: loads of 128 bits from global memory, also those straight into shared memory.
         narrow_loads: loads of fewer bits from global memory.
-        wide_stores, narrow_stores: the same for stores.
-        mma: multiplications on tensor cores by a warp (HMMA in machine code).
-        wgmma: multiplications on tensor cores by four warps (HGMMA).
-        barriers: where the warps of a program wait for each other.
+        mma, wgmma: multiplications on tensor cores by one warp (HMMA) and by four (HGMMA).
     """
 
     kernel: str
@@ -56,20 +51,19 @@ class MachineCode:
 
 
 def read_machine_code(compilation: Compilation) -> MachineCode:
-    """Return what the machine code of a compiled kernel needs and does.
+    """Return the figures of a compiled kernel.
 
     Raises:
-        RuntimeError: it cannot be read.
+        RuntimeError: the machine code cannot be read.
     """
     ptx = compilation.ptx
-    listing = _cuobjdump(compilation.cubin, "--dump-resource-usage")
+    listing = cuobjdump(compilation, "--dump-resource-usage")
     resources = _RESOURCES.search(listing)
     if resources is None:
         raise RuntimeError(f"cuobjdump tells no resources of {compilation.kernel}:\n{listing}")
     registers, stack, local = map(int, resources.groups())
     loads = [*_bits(_LOAD, ptx), *(8 * int(count, 0) for count in _COPY.findall(ptx))]
     stores = _bits(_STORE, ptx)
-    wide_loads, wide_stores = _wide(loads), _wide(stores)
     return MachineCode(
         kernel=compilation.kernel,
         arch=compilation.arch,
@@ -77,29 +71,24 @@ def read_machine_code(compilation: Compilation) -> MachineCode:
         registers=registers,
         stack_bytes=stack + local,
         shared_bytes=compilation.shared_bytes,
-        wide_loads=wide_loads,
-        narrow_loads=len(loads) - wide_loads,
-        wide_stores=wide_stores,
-        narrow_stores=len(stores) - wide_stores,
+        wide_loads=sum(bits >= _WIDE_BITS for bits in loads),
+        narrow_loads=sum(bits < _WIDE_BITS for bits in loads),
+        wide_stores=sum(bits >= _WIDE_BITS for bits in stores),
+        narrow_stores=sum(bits < _WIDE_BITS for bits in stores),
         mma=len(re.findall(r"\bmma\.sync\b", ptx)),
         wgmma=len(re.findall(r"\bwgmma\.mma_async\b", ptx)),
         barriers=len(re.findall(r"\bbar(?:rier)?\.(?:cta\.)?sync\b", ptx)),
     )
 
 
-def disassemble(compilation: Compilation) -> str:
-    """Return the instructions of a compiled kernel as NVIDIA writes them, one a line, in half a second.
+def cuobjdump(compilation: Compilation, what: str) -> str:
+    """Return the output of NVIDIA's tool, which comes with Triton: "--dump-sass" prints the instructions.
 
     Raises:
-        RuntimeError: they cannot be read.
+        RuntimeError: the machine code cannot be read.
     """
-    return _cuobjdump(compilation.cubin, "--dump-sass")
-
-
-def _cuobjdump(cubin: bytes, what: str) -> str:
-    """Return what NVIDIA's tool, which comes with Triton, prints of machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compilation.cubin)
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, what, file.name]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -111,7 +100,3 @@ def _cuobjdump(cubin: bytes, what: str) -> str:
 def _bits(access: re.Pattern[str], ptx: str) -> list[int]:
     """Return the bits of each load or store."""
     return [int(count or 1) * int(bits) for count, bits in access.findall(ptx)]
-
-
-def _wide(bits: Iterable[int]) -> int:
-    return sum(width >= _WIDE_BITS for width in bits)

@@ -1,60 +1,58 @@
-"""Finds the fastest launch of every kernel on this GPU: `python -m varlen_bench.tune_kernels`.
+"""Find the fastest launch of every kernel on this GPU: `python -m varlen_bench.tune_kernels`.
 
-Runs the benchmark's cases and asks which launches they chose among. Every candidate is tried on the largest case of
-its key, by the benchmark's own clock. One that beats the default by more than 3 %, twice, and is no more than 3 %
-slower on smaller cases of the key, is written into the table of this GPU and this version of Triton; where none
-does, the default stays and the table says nothing. A candidate that is wrong or does not start is passed over.
+Runs the benchmark's calls and collects the launches that each could use. Every candidate is timed on the largest call
+of its key, by the benchmark's own timer. A candidate that beats the default by more than 3 %, twice, and is at most
+3 % slower on smaller calls of the key, is written into the table of this GPU and this version of Triton. Otherwise
+the default stays and the table has no entry. A candidate that is wrong or fails is skipped.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import torch
 import typer
 
-from varlen_bench.harness import rows as bench_report
-from varlen_bench.kernels.case import Case, Inputs, as_tensor
+from varlen_bench.harness.command import Only, select
+from varlen_bench.harness.rows import Cell, bench_line
 from varlen_bench.kernels.grid import FULL, Grid
-from varlen_bench.kernels.groups import GROUPS, served_attention
+from varlen_bench.kernels.groups import DTYPES, GROUPS, served_attention
 from varlen_bench.kernels.machine import Budget, gpu_machine
+from varlen_bench.kernels.measure import failed_note
 from varlen_bench.kernels.timing import Timer
+from varlen_bench.ops.call import OpCall
 from varlen_kernels import tuning
 from varlen_kernels.tuning import Key, Launch
 
 TABLE = Path("kernels/varlen_kernels/tuning.json")
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# How much faster a launch must be than the default, and how much slower it may be elsewhere.
+# Least time of the default over that of a better launch, and the least elsewhere.
 GAIN = 1.03
 _LOSS = 0.97
-_MOST_CASES = 3
+_MAX_CALLS = 3
 
-Say = Callable[[str], None]
 # By op and by key as the table spells it.
 Found = dict[tuple[str, str], Launch | None]
 
 
 @dataclass(slots=True)
 class Choice:
-    """A key of an op, and where it matters.
+    """A key of an op, its candidate launches, and the calls that ask for it.
 
     Attributes:
-        op: the launcher's name.
-        key: what its launch depends on.
-        launches: its candidates, the default first.
-        cases: that ask for it, the largest first.
+        launches: the default first.
+        calls: the largest first.
     """
 
     op: str
     key: Key
     launches: Sequence[Launch]
-    cases: list[Case] = field(default_factory=list)
+    calls: list[OpCall] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -64,36 +62,34 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What candidates are timed with."""
+    """What candidates are timed with, and where progress is printed."""
 
-    kernels: ModuleType
+    kernels: object
     device: torch.device
     timer: Timer
-    say: Say
+    report: Callable[[str], None]
 
 
 @torch.inference_mode()
-def choices_of(cases: Sequence[Case], bench: Bench) -> list[Choice]:
-    """Return every key that the cases ask for, each with its largest, its middle and its smallest case."""
+def choices_of(calls: Iterable[OpCall], bench: Bench) -> list[Choice]:
+    """Return every key that the calls ask for, each with its largest, its middle and its smallest call."""
     found: dict[tuple[str, Key], Choice] = {}
-    for case in cases:
+    for call in calls:
         try:
-            inputs = case.make(bench.device, 0)
             with tuning.watch() as asked:
-                case.call(bench.kernels, inputs)
-        except Exception as error:  # the other cases may do
-            bench.say(f"{case.name}: {_first_line(error)}")
+                call.run(bench.kernels, call.make(bench.device, 0))
+        except Exception as error:  # other calls may succeed
+            bench.report(f"{call.name}: {failed_note(error)}")
             continue
         for op, key, candidates in asked:
-            if (op, key) not in found:
-                found[op, key] = Choice(op, key, candidates(*key))
-            if case not in found[op, key].cases:
-                found[op, key].cases.append(case)
+            choice = found.setdefault((op, key), Choice(op, key, candidates(*key)))
+            if call not in choice.calls:
+                choice.calls.append(call)
     for choice in found.values():
-        choice.cases.sort(key=lambda case: -case.bytes_moved)
-        if len(choice.cases) > _MOST_CASES:
-            middle = choice.cases[len(choice.cases) // 2]
-            choice.cases = [choice.cases[0], middle, choice.cases[-1]]
+        choice.calls.sort(key=lambda call: -call.bytes_moved)
+        if len(choice.calls) > _MAX_CALLS:
+            middle = choice.calls[len(choice.calls) // 2]
+            choice.calls = [choice.calls[0], middle, choice.calls[-1]]
     return list(found.values())
 
 
@@ -102,12 +98,12 @@ def tune(choice: Choice, bench: Bench) -> Launch | None:
     """Return the launch that beats the default, or None."""
     if len(choice.launches) < 2:
         return None
-    largest = _Stopwatch(choice, choice.cases[0], bench)
+    largest = _Stopwatch(choice, choice.calls[0], bench)
     default = largest.time(choice.launches[0])
     times = {at: largest.time(launch) for at, launch in enumerate(choice.launches[1:], start=1)}
     measured = {at: time for at, time in times.items() if time is not None}
     if default is None or not measured:
-        bench.say(f"{choice.name}: nothing to compare")
+        bench.report(f"{choice.name}: nothing to compare")
         return None
     best = min(measured, key=lambda at: measured[at])
     launch = choice.launches[best]
@@ -115,123 +111,105 @@ def tune(choice: Choice, bench: Bench) -> Launch | None:
     if gain > GAIN:
         gain = min(gain, largest.gain(launch))
     if gain <= GAIN:
-        bench.say(f"{choice.name}: the default stays, the best of the others has {gain:.3f}x")
+        bench.report(f"{choice.name}: the default stays, the best of the others has {gain:.3f}x")
         return None
-    for case in choice.cases[1:]:
-        elsewhere = _Stopwatch(choice, case, bench).gain(launch)
+    for call in choice.calls[1:]:
+        elsewhere = _Stopwatch(choice, call, bench).gain(launch)
         if elsewhere < _LOSS:
-            bench.say(
-                f"{choice.name}: the default stays, {launch} has {elsewhere:.3f}x on {case.name}"
-            )
+            text = f"the default stays, {launch} has {elsewhere:.3f}x on {call.name}"
+            bench.report(f"{choice.name}: {text}")
             return None
-    bench.say(
-        f"{choice.name}: {launch} has {gain:.3f}x, {measured[best]:.2f} us on {case_name(choice)}"
-    )
+    text = f"{launch} has {gain:.3f}x, {measured[best]:.2f} us on {choice.calls[0].name}"
+    bench.report(f"{choice.name}: {text}")
     return launch
 
 
-def case_name(choice: Choice) -> str:
-    """Return what a choice's largest case is called."""
-    return choice.cases[0].name
-
-
 class _Stopwatch:
-    """Times the launches of a choice on one case, whose inputs it makes once."""
+    """Times the launches of a choice on one call, whose inputs it makes once."""
 
-    def __init__(self, choice: Choice, case: Case, bench: Bench) -> None:
+    def __init__(self, choice: Choice, call: OpCall, bench: Bench) -> None:
         self._choice = choice
-        self._case = case
+        self._call = call
         self._bench = bench
-        count = bench.timer.num_sets(case.bytes_moved)
-        self._sets = [case.make(bench.device, seed) for seed in range(count)]
-        self._exact = case.exact(self._sets[0])
+        count = bench.timer.num_sets(call.bytes_moved)
+        self._sets = [call.make(bench.device, seed) for seed in range(count)]
+        self._exact = call.exact(self._sets[0])
 
     def time(self, launch: Launch) -> float | None:
         """Return the microseconds of a call; None, with a line, if the launch is wrong or fails."""
-        case, choice = self._case, self._choice
-        read = case.read or as_tensor
-
-        def check(result: object) -> None:
-            error = case.error(read(result, self._sets[0]), self._exact)
-            if not error <= case.most_error():
-                raise ValueError(f"an error of {error:.2g}, allowed {case.most_error():.2g}")
-
-        def call(inputs: Inputs) -> object:
-            return case.call(self._bench.kernels, inputs)
-
+        call, choice, timer = self._call, self._choice, self._bench.timer
+        run = partial(call.run, self._bench.kernels)
         try:
             with tuning.forced(choice.op, choice.key, launch):
-                timing = self._bench.timer.graph(call, self._sets, case.bytes_moved, verify=check)
-        except Exception as error:  # the other launches may do
-            self._bench.say(f"{choice.name}: {launch} on {case.name}: {_first_line(error)}")
+                spread = timer.graph(run, self._sets, call.bytes_moved, verify=self._check)
+        except Exception as error:  # other launches may succeed
+            note = failed_note(error)
+            self._bench.report(f"{choice.name}: {launch} on {call.name}: {note}")
             return None
-        return timing.median
+        return spread.median
 
     def gain(self, launch: Launch) -> float:
         """Return the default's time over the launch's, 0 if either fails."""
         default, other = self.time(self._choice.launches[0]), self.time(launch)
         return 0.0 if default is None or other is None else default / other
 
+    def _check(self, result: object) -> None:
+        error = self._call.error(result, self._sets[0], self._exact)
+        if not error <= self._call.max_error:
+            raise ValueError(f"an error of {error:.2g}, allowed {self._call.max_error:.2g}")
+
 
 def updated_tables(
     text: str, gpu: str, version: str, found: Mapping[tuple[str, str], Launch | None]
 ) -> str:
-    """Return the text of tuning.json with what was found for one GPU and version of Triton.
+    """Return the text of tuning.json with the launches found for one GPU and version of Triton.
 
     Args:
         text: of the file before.
-        gpu: its name.
         version: of Triton, such as "3.6".
-        found: by op and spelled key; None removes what the table had.
+        found: by op and spelled key; None removes an entry.
 
     Raises:
         ValueError: the text is no table.
     """
-    tables = {
-        name: {
-            number: {op: dict(keys) for op, keys in table.items()} for number, table in of.items()
-        }
-        for name, of in tuning.parse_tables(text).items()
-    }
-    table = tables.setdefault(gpu, {}).setdefault(version, {})
+    tuning.parse_tables(text)
+    tables = json.loads(text)
+    versions = tables.setdefault(gpu, {})
+    table = versions.setdefault(version, {})
     for (op, key), launch in found.items():
         table.setdefault(op, {}).pop(key, None)
         if launch is not None:
             table[op][key] = dict(launch)
-    tables[gpu][version] = {op: keys for op, keys in table.items() if keys}
+    versions[version] = {op: keys for op, keys in table.items() if keys}
     return json.dumps(tables, indent=2, sort_keys=True) + "\n"
 
 
-def cases_in_use(grid: Grid, groups: Sequence[str], dtype: torch.dtype) -> list[Case]:
-    """Return the cases of these groups, and attention as a server calls it."""
-    cases = [case for group in groups for case in GROUPS[group](grid, dtype)]
-    if "attention" in groups:
-        cases += served_attention(grid, dtype)
-    return cases
+def calls_in_use(grid: Grid, groups: Sequence[str], dtype: torch.dtype) -> list[OpCall]:
+    """Return the calls of these groups, and attention as a server calls it."""
+    calls = [call for group in groups for call in GROUPS[group](grid, dtype)]
+    return calls + (served_attention(grid, dtype) if "attention" in groups else [])
 
 
 def tune_all(
-    cases: Sequence[Case], bench: Bench, budget: Budget, done: Callable[[Found], None]
+    calls: Iterable[OpCall], bench: Bench, budget: Budget, done: Callable[[Found], None]
 ) -> Found:
-    """Return the best launch of every key that the cases ask for, None where the default is.
+    """Return the best launch of every key that the calls ask for, None for the default.
 
     Args:
-        cases: what is timed.
-        bench: with what.
-        budget: keys that it has no time for keep what the table has, and a line says so.
-        done: gets what was found so far, after each key.
+        budget: keys beyond it keep their entry of the table, and a line names them.
+        done: receives what was found so far, after each key.
     """
     found: Found = {}
-    choices = choices_of(cases, bench)
+    choices = choices_of(calls, bench)
     for at, choice in enumerate(choices):
         if not budget.allows():
             left = ", ".join(skipped.name for skipped in choices[at:])
-            bench.say(f"skipped, since the budget of {budget.seconds:.0f} s is spent: {left}")
+            bench.report(f"skipped, since the budget of {budget.seconds:.0f} s is spent: {left}")
             break
         try:
             found[choice.op, tuning.spell(choice.key)] = tune(choice, bench)
-        except Exception as error:  # the other keys may do
-            bench.say(f"{choice.name}: {_first_line(error)}")
+        except Exception as error:  # other keys may succeed
+            bench.report(f"{choice.name}: {failed_note(error)}")
             if bench.device.type == "cuda":
                 # raises if the device is lost
                 torch.cuda.synchronize()
@@ -241,50 +219,37 @@ def tune_all(
 
 
 def main(
-    only: Annotated[
-        str, typer.Option(help=f"Of {', '.join(GROUPS)}, by comma; all when empty.")
-    ] = "",
-    dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(_DTYPES)}.")] = "bf16,fp16",
+    only: Only = "",
+    dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")] = "bf16,fp16",
     budget: Annotated[float, typer.Option(min=1, help="Seconds.")] = 3000,
-    passes: Annotated[int, typer.Option(min=1, help="Timed passes, of which the median.")] = 50,
-    output: Annotated[Path, typer.Option(help="The table that is written.")] = TABLE,
+    passes: Annotated[int, typer.Option(min=1, help="Timed passes of each call.")] = 50,
+    output: Annotated[Path, typer.Option(help="The table to write.")] = TABLE,
 ) -> None:
     """Time every candidate launch on this GPU and keep those that beat the default."""
-    groups = [name.strip() for name in only.split(",") if name.strip()] or list(GROUPS)
-    kinds = [name.strip() for name in dtypes.split(",") if name.strip()]
-    if unknown := [name for name in groups if name not in GROUPS]:
-        raise typer.BadParameter(f"{unknown[0]!r} is no group; there are {', '.join(GROUPS)}")
-    if unknown := [name for name in kinds if name not in _DTYPES]:
-        raise typer.BadParameter(f"{unknown[0]!r} is no dtype; there are {', '.join(_DTYPES)}")
+    try:
+        groups, kinds = select(only, GROUPS), select(dtypes, DTYPES)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if not torch.cuda.is_available():
         print("tune-kernels: skipped, since torch sees no CUDA GPU here")
         return
     machine = gpu_machine(passes)
-    bench = Bench(machine.kernels, machine.device, machine.timer, _print)
+    bench = Bench(machine.kernels, machine.device, machine.timer, partial(print, flush=True))
     version = tuning.minor_version()
-    print(f"{machine.gpu}, driver {machine.driver}, triton {version}", flush=True)
+    bench.report(f"{machine.gpu}, driver {machine.driver}, triton {version}")
     before = TABLE.read_text(encoding="utf-8") if TABLE.is_file() else "{}"
 
     def write(found: Found) -> None:
         # after each key, so that a run that is cut short keeps what it found
         output.write_text(updated_tables(before, machine.gpu, version, found), encoding="utf-8")
 
-    cases = [case for kind in kinds for case in cases_in_use(FULL, groups, _DTYPES[kind])]
-    found = tune_all(cases, bench, Budget(budget), write)
+    calls = [call for kind in kinds for call in calls_in_use(FULL, groups, DTYPES[kind])]
+    found = tune_all(calls, bench, Budget(budget), write)
     faster = sum(launch is not None for launch in found.values())
     print(f"written: {output}")
-    figures: dict[str, bench_report.Cell] = {"gpu": machine.gpu.replace(" ", "_")}
-    figures |= {"triton": version, "keys": len(found), "faster": faster}
-    print(bench_report.bench_line("tuning", figures))
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {text[0][:160]}"
+    gpu = machine.gpu.replace(" ", "_")
+    figures: dict[str, Cell] = {"gpu": gpu, "triton": version, "keys": len(found), "faster": faster}
+    print(bench_line("tuning", figures))
 
 
 if __name__ == "__main__":

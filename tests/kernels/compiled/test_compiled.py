@@ -9,12 +9,12 @@ import pytest
 from varlen_bench.dry_run import dry_run
 from varlen_bench.kernel_limits import ARCHES, CEILINGS, compile_call, problems, read_ceilings
 from varlen_bench.machine_code import read_machine_code
-from varlen_bench.ops import all_calls
 from varlen_bench.ops.any_batch import ANY_BATCH
-from varlen_kernels import fused, reference, tuning
+from varlen_bench.ops.call import kernels
+from varlen_bench.ops.compiled import COMPILED as CALLS
+from varlen_kernels import reference, tuning
 from varlen_tools.setup_server import PROJECT
 
-CALLS = all_calls()
 CASES = [
     pytest.param(call, dtype, arch, id=f"{call.name}-{str(dtype)[6:]}-sm_{arch}")
     for call in CALLS
@@ -59,14 +59,14 @@ def test_names_are_used_once():
 
 
 def test_every_op_that_has_a_kernel_is_called():
-    kernels = {
+    launchers = {
         name
-        for name, op in vars(fused).items()
+        for name, op in vars(kernels("fused")).items()
         if isfunction(op) and op is not getattr(reference, name, None)
     }
 
-    assert {call.op for call in CALLS} == kernels
-    assert set(ANY_BATCH) == kernels
+    assert {call.op for call in CALLS} == launchers
+    assert set(ANY_BATCH) == launchers
 
 
 def test_no_ceiling_is_left_of_a_call_that_is_gone():

@@ -8,6 +8,7 @@ import torch
 
 from varlen_bench.dry_run import dry_run
 from varlen_bench.ops.any_batch import ANY_BATCH
+from varlen_bench.ops.call import kernels
 
 # Of the sequences of a batch. Attention has a launch for batches whose sequences are long on average.
 LONGEST = {op: 300 if op == "attention_varlen" else 64 for op in ANY_BATCH}
@@ -36,13 +37,18 @@ def random_lengths(count: int, most: int) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("op", ANY_BATCH)
 def test_after_the_warm_up_nothing_is_compiled(op):
-    prepare = ANY_BATCH[op]
+    fused = kernels("fused")
+
+    def run(lengths: list[int]) -> None:
+        call = ANY_BATCH[op](lengths, torch.bfloat16)
+        call.run(fused, call.make_empty())
+
     with dry_run(90) as compiled:
         for lengths in warm_up_lengths(LONGEST[op]):
-            prepare(lengths, torch.bfloat16)()
+            run(lengths)
         in_warm_up = len(compiled)
         for lengths in random_lengths(100, LONGEST[op]):
-            prepare(lengths, torch.bfloat16)()
+            run(lengths)
             assert len(compiled) == in_warm_up, f"compiled again for lengths {lengths}"
 
     assert in_warm_up > 0

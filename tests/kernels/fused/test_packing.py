@@ -5,8 +5,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from varlen_kernels import packing, reference
-from varlen_kernels.packing import pack, unpack
+from varlen_bench.padded import packing, reference
+from varlen_bench.padded.packing import pack, unpack
 from varlen_kernels.tuning import forced
 
 from .compare import DTYPES, rand, spread

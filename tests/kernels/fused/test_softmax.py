@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from varlen_kernels import reference, softmax
+from varlen_bench.padded import reference, softmax
+from varlen_bench.padded.softmax import MAX_HELD, masked_softmax
 from varlen_kernels.rows import vector_width
-from varlen_kernels.softmax import MAX_HELD, masked_softmax
 from varlen_kernels.tuning import forced
 
 from .compare import DTYPES, assert_close, rand, spread

@@ -1,6 +1,6 @@
 """On a CUDA GPU: kernels at the sizes that are served, which the interpreter is too slow for.
 
-Every case of the kernel benchmark is right against float64, twice the same, the same in a CUDA graph, and
+Every call of the kernel benchmark is right against float64, twice the same, the same in a CUDA graph, and
 right with every launch that the tuner may choose.
 """
 
@@ -10,16 +10,15 @@ import torch
 pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 from tests.closeness import relative_error
-from varlen_bench.kernels.case import as_tensor
 from varlen_bench.kernels.grid import FULL
-from varlen_bench.kernels.groups import GROUPS, served_attention
-from varlen_bench.kernels.timing import WARM, GpuTimer, poison
+from varlen_bench.kernels.groups import DTYPES, GROUPS, served_attention
+from varlen_bench.kernels.timing import WARM, GpuTimer
+from varlen_bench.ops.call import kernels, poison
 from varlen_bench.tune_kernels import Bench, choices_of
 from varlen_kernels import tuning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ALL = {**GROUPS, "served attention": served_attention}
 MIB = 1024**2
 
@@ -31,9 +30,7 @@ def device():
 
 @pytest.fixture(scope="module")
 def fused():
-    from varlen_kernels import fused
-
-    return fused
+    return kernels("fused")
 
 
 @pytest.fixture(scope="module")
@@ -49,64 +46,61 @@ def without_gradients_or_leftovers():
     torch.cuda.empty_cache()
 
 
-def result_of(case, kernels, inputs):
-    return (case.read or as_tensor)(case.call(kernels, inputs), inputs)
-
-
 def bits(result):
     return [tensor.clone() for tensor in (result if isinstance(result, tuple) else (result,))]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("group", ALL)
-def test_every_case_is_right(group, kind, fused, device):
-    for case in ALL[group](FULL, KINDS[kind]):
-        inputs = case.make(device, seed=1)
+def test_every_call_is_right(group, kind, fused, device):
+    for call in ALL[group](FULL, DTYPES[kind]):
+        inputs = call.make(device, seed=1)
 
-        error = case.error(result_of(case, fused, inputs), case.exact(inputs))
+        error = call.error(call.run(fused, inputs), inputs, call.exact(inputs))
 
-        assert error <= case.most_error(), case.name
+        assert error <= call.max_error, call.name
 
 
 @pytest.mark.parametrize("group", ALL)
 def test_a_second_run_gives_the_same_bits(group, fused, device):
-    for case in ALL[group](FULL, torch.bfloat16):
-        inputs = case.make(device, seed=2)
-        first = case.call(fused, inputs)
+    for call in ALL[group](FULL, torch.bfloat16):
+        inputs = call.make(device, seed=2)
+        first = call.run(fused, inputs)
         before = bits(first)
         for _ in range(3):
             poison(first)
-            again = bits(case.call(fused, inputs))
-            assert all(map(torch.equal, before, again)), case.name
+            again = bits(call.run(fused, inputs))
+            assert all(map(torch.equal, before, again)), call.name
 
 
 @pytest.mark.parametrize("group", ALL)
 def test_a_graph_replays_the_right_result(group, fused, device, timer):
-    for case in ALL[group](FULL, torch.bfloat16)[:4]:
-        inputs = case.make(device, seed=3)
-        exact, read, checked = case.exact(inputs), case.read or as_tensor, []
+    for call in ALL[group](FULL, torch.bfloat16)[:4]:
+        inputs, results = call.make(device, seed=3), []
 
-        def verify(result, *, case=case, inputs=inputs, exact=exact, read=read, checked=checked):
-            checked.append(case.error(read(result, inputs), exact))
+        def keep(result, results=results):
+            results.append(bits(result))
 
-        timer.graph(lambda i, case=case: case.call(fused, i), [inputs], WARM, verify=verify)
+        timer.graph(lambda i, call=call: call.run(fused, i), [inputs], WARM, verify=keep)
 
-        assert checked[0] <= case.most_error(), case.name
+        (replayed,) = results
+        result = tuple(replayed) if len(replayed) > 1 else replayed[0]
+        assert call.error(result, inputs, call.exact(inputs)) <= call.max_error, call.name
 
 
 @pytest.mark.parametrize("group", ALL)
 def test_every_launch_that_may_be_tuned_is_right(group, fused, device, timer):
-    said = []
-    bench = Bench(fused, device, timer, said.append)
+    reported = []
+    bench = Bench(fused, device, timer, reported.append)
     for choice in choices_of(ALL[group](FULL, torch.bfloat16), bench):
-        case = choice.cases[-1]
-        inputs = case.make(device, seed=4)
-        exact = case.exact(inputs)
+        call = choice.calls[-1]
+        inputs = call.make(device, seed=4)
+        exact = call.exact(inputs)
         for launch in choice.launches:
             with tuning.forced(choice.op, choice.key, launch):
-                error = case.error(result_of(case, fused, inputs), exact)
-            assert error <= case.most_error(), (choice.name, launch)
-    assert said == []
+                error = call.error(call.run(fused, inputs), inputs, exact)
+            assert error <= call.max_error, (choice.name, launch)
+    assert reported == []
 
 
 def test_rows_past_two_to_the_31_elements_are_found(fused, device):

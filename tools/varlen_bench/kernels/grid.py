@@ -1,6 +1,6 @@
-"""The shapes: those of the TurboTransformers paper, those of a server's batches, and tiny ones for a dry run.
+"""The measured shapes: those of the TurboTransformers paper, those of a server's batches, and tiny ones for a dry run.
 
-Source of the first: Fang et al. 2021, arXiv:2010.05680, section 6: 12 heads, hidden 768, batches of 1 and 20.
+Source of the paper's shapes: Fang et al. 2021, arXiv:2010.05680, section 6: 12 heads, hidden 768, batches of 1 and 20.
 """
 
 from __future__ import annotations
@@ -8,36 +8,23 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class EncoderShape:
-    """An encoder with random weights, of the shape of a known one."""
-
-    name: str
-    hidden: int
-    layers: int
-    heads: int
-    features: int
-    vocabulary: int = 30_522
+from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is measured.
+    """The measured shapes.
 
     Attributes:
-        batches, lengths: of the paper; every length of a batch is the same.
-        heads, hidden: of the paper.
+        batches, lengths, heads, hidden: of the paper; all sequences of a batch have one length.
         serving_tokens: packed tokens of a server's batch.
-        shortest, longest: its sequences' lengths are uniform between.
+        shortest, longest: bounds of its sequences' lengths, which are uniform.
         serving_widths: hidden size and heads.
-        sequences: batches of the beam step.
-        beams: of each sequence.
-        vocabularies: of the beam step.
+        sequences, beams, vocabularies: of the beam step.
         vocabulary, positions: rows of the embedding tables.
         encoders: measured end to end on a server's batch.
-        small_batches: number of sequences and their length, where the host's time counts.
-        copy_bytes: read, and written, by the copy that bandwidths are compared with.
+        small_batches: number of sequences and their length, for the time of the host.
+        copy_bytes: size of the copy that bandwidths are compared with.
     """
 
     batches: tuple[int, ...]
@@ -59,14 +46,12 @@ class Grid:
 
     def paper(self) -> list[tuple[int, int]]:
         """Return (batch, length) of the paper, the largest first: a run may end before the last."""
-        return sorted(
-            ((batch, length) for batch in self.batches for length in self.lengths),
-            key=lambda shape: -shape[0] * shape[1],
-        )
+        shapes = [(batch, length) for batch in self.batches for length in self.lengths]
+        return sorted(shapes, key=lambda shape: -shape[0] * shape[1])
 
-    def serving_lengths(self, seed: int = 0) -> list[int]:
-        """Return random lengths of `serving_tokens` together; the last is cut to fit."""
-        return packed_lengths(self.serving_tokens, self.shortest, self.longest, seed)
+    def serving_lengths(self) -> list[int]:
+        """Return the lengths of a server's batch."""
+        return packed_lengths(self.serving_tokens, self.shortest, self.longest)
 
 
 FULL = Grid(
@@ -83,10 +68,7 @@ FULL = Grid(
     vocabularies=(32_000, 250_000),
     vocabulary=30_522,
     positions=512,
-    encoders=(
-        EncoderShape("bert-base", hidden=768, layers=12, heads=12, features=3072),
-        EncoderShape("minilm", hidden=384, layers=6, heads=12, features=1536),
-    ),
+    encoders=(BERT_BASE, MINILM),
     small_batches=((1, 20), (8, 20)),
     copy_bytes=1024**3,
 )
@@ -113,7 +95,7 @@ TINY = Grid(
 
 
 def packed_lengths(tokens: int, shortest: int, longest: int, seed: int = 0) -> list[int]:
-    """Return lengths uniform in [shortest, longest], in order of arrival; the last is cut to make the sum `tokens`."""
+    """Return lengths uniform in [shortest, longest] whose sum is `tokens`; the last is cut to fit."""
     draw = random.Random(seed)
     lengths: list[int] = []
     left = tokens

@@ -1,4 +1,4 @@
-"""The cases of each op, by the name that `--only` takes; the largest and most telling ones come first."""
+"""The calls of each op by the name that `--only` takes; the largest and most telling ones come first."""
 
 from __future__ import annotations
 
@@ -7,162 +7,120 @@ from collections.abc import Callable
 import torch
 
 from varlen.execution.buckets import Buckets
-from varlen_bench.kernels import beams, rows, sequences
-from varlen_bench.kernels.case import Case
 from varlen_bench.kernels.grid import Grid, packed_lengths
+from varlen_bench.ops import beam, padded, rows, sequences
+from varlen_bench.ops.call import OpCall
 
-_FEATURES = 4  # a feed-forward block is so many times wider than its encoder
+# Width of a feed-forward block over that of its encoder.
+_FEATURES = 4
 
 
-def softmax(grid: Grid, dtype: torch.dtype) -> list[Case]:
+def softmax(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return softmax over the paper's scores, and over those of a server's batch, padded."""
-    cases = [
-        rows.softmax_case([length] * batch, length, grid.heads, dtype)
-        for batch, length in grid.paper()
-    ]
-    lengths = grid.serving_lengths()
-    for heads in dict.fromkeys(heads for _, heads in grid.serving_widths):
-        cases.insert(1, rows.softmax_case(lengths, max(lengths), heads, dtype))
-    return cases
+    lengths, make = grid.serving_lengths(), padded.masked_softmax
+    largest, *others = [make([n] * batch, n, grid.heads, dtype) for batch, n in grid.paper()]
+    all_heads = dict.fromkeys(heads for _, heads in grid.serving_widths)
+    return [largest, *(make(lengths, max(lengths), heads, dtype) for heads in all_heads), *others]
 
 
-def layer_norm(grid: Grid, dtype: torch.dtype) -> list[Case]:
+def layer_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return residual and layer norm for a server's batch, and for the paper's."""
-    served = [
-        rows.add_layer_norm_case(grid.serving_tokens, width, dtype)
-        for width, _ in grid.serving_widths
-    ]
+    shapes = _served_and_paper(grid)
+    return [rows.add_layer_norm(tokens, w, dtype, shape=shape) for tokens, w, shape in shapes]
+
+
+def attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
+    """Return attention for a server's batch, and for the paper's."""
+    make, lengths = sequences.attention_varlen, grid.serving_lengths()
+    heads, head_dim = grid.heads, grid.hidden // grid.heads
+    served = [make(lengths, count, width // count, dtype) for width, count in grid.serving_widths]
     return served + [
-        rows.add_layer_norm_case(
-            batch * length, grid.hidden, dtype, shape=f"{batch}x{length}x{grid.hidden}"
-        )
+        make([length] * batch, heads, head_dim, dtype, shape=f"{batch}x{length} {heads}x{head_dim}")
         for batch, length in grid.paper()
     ]
 
 
-def attention(grid: Grid, dtype: torch.dtype) -> list[Case]:
-    """Return attention for a server's batch, and for the paper's."""
-    lengths = grid.serving_lengths()
-    cases = [
-        sequences.attention_case(
-            lengths,
-            heads,
-            width // heads,
-            dtype,
-            shape=f"{grid.serving_tokens} packed {heads}x{width // heads}",
-            compiled=width == grid.hidden,
-        )
-        for width, heads in grid.serving_widths
-    ]
-    for batch, length in grid.paper():
-        head_dim = grid.hidden // grid.heads
-        shape = f"{batch}x{length} {grid.heads}x{head_dim}"
-        cases.append(
-            sequences.attention_case([length] * batch, grid.heads, head_dim, dtype, shape=shape)
-        )
-    return cases
-
-
-def served_attention(grid: Grid, dtype: torch.dtype) -> list[Case]:
+def served_attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return attention as a server calls it: with room for more sequences than there are, by their mean length."""
-    cases = []
+    calls = []
     for shortest, longest in ((grid.shortest, grid.longest), (3, 30), (3, 20)):
         lengths = packed_lengths(grid.serving_tokens, shortest, longest)
         room = Buckets(grid.serving_tokens).smallest(grid.serving_tokens, len(lengths)).sequences
         for width, heads in grid.serving_widths:
-            shape = f"{grid.serving_tokens} of {shortest}-{longest} {heads}x{width // heads}"
-            cases.append(
-                sequences.attention_case(
-                    lengths, heads, width // heads, dtype, shape=shape, room=room
-                )
+            head_dim = width // heads
+            shape = f"{grid.serving_tokens} of {shortest}-{longest} {heads}x{head_dim}"
+            calls.append(
+                sequences.attention_varlen(lengths, heads, head_dim, dtype, shape=shape, room=room)
             )
-    return cases
+    return calls
 
 
-def activation(grid: Grid, dtype: torch.dtype) -> list[Case]:
+def activation(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return bias and GELU, and the gate of SwiGLU."""
-    served = [
-        make(grid.serving_tokens, _FEATURES * width, dtype)
-        for width, _ in grid.serving_widths
-        for make in (rows.activate_case, rows.silu_gate_case)
-    ]
-    features = _FEATURES * grid.hidden
-    return served + [
-        rows.activate_case(
-            batch * length, features, dtype, shape=f"{batch}x{length}x{features}"
-        ).without_compilation()
-        for batch, length in grid.paper()
-    ]
+    calls = []
+    for tokens, features, shape in _served_and_paper(grid, _FEATURES):
+        calls.append(rows.activate(tokens, features, dtype, shape=shape))
+        if not shape:
+            calls.append(rows.silu_gate(tokens, features, dtype))
+    return calls
 
 
-def rms_norm(grid: Grid, dtype: torch.dtype) -> list[Case]:
+def rms_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return residual and RMS norm for a server's batch."""
-    return [
-        rows.rms_norm_case(grid.serving_tokens, width, dtype) for width, _ in grid.serving_widths
-    ]
+    return [rows.rms_norm(grid.serving_tokens, width, dtype) for width, _ in grid.serving_widths]
 
 
-def embedding(grid: Grid, dtype: torch.dtype) -> list[Case]:
+def embedding(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return embeddings and their norm for a server's batch, and for the paper's."""
-    tables = (grid.vocabulary, grid.positions)
-    served = [
-        rows.embed_case(grid.serving_tokens, width, *tables, dtype)
-        for width, _ in grid.serving_widths
-    ]
-    return served + [
-        rows.embed_case(
-            batch * length,
-            grid.hidden,
-            *tables,
-            dtype,
-            shape=f"{batch}x{length}x{grid.hidden}",
-        ).without_compilation()
-        for batch, length in grid.paper()
-    ]
-
-
-def packing(grid: Grid, dtype: torch.dtype) -> list[Case]:
-    """Return pooling, and the way to padding and back, for a server's batch."""
-    lengths = grid.serving_lengths()
+    tables = {"vocabulary": grid.vocabulary, "positions": grid.positions}
     return [
-        make(lengths, width, dtype)
-        for width, _ in grid.serving_widths
-        for make in (sequences.pool_case, sequences.unpack_case, sequences.pack_case)
+        rows.embed_layer_norm(tokens, width, dtype, **tables, shape=shape)
+        for tokens, width, shape in _served_and_paper(grid)
     ]
 
 
-def beam(grid: Grid, dtype: torch.dtype) -> list[Case]:
+def packing(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
+    """Return pooling, and the copies to padded tokens and back, for a server's batch."""
+    lengths = grid.serving_lengths()
+    makers = (sequences.pool, padded.unpack, padded.pack)
+    return [make(lengths, width, dtype) for width, _ in grid.serving_widths for make in makers]
+
+
+def beams(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return the beam step."""
     return [
-        beams.beam_case(count, grid.beams, vocabulary, dtype)
+        beam.beam_step(count, grid.beams, vocabulary, dtype)
         for vocabulary in grid.vocabularies
         for count in grid.sequences
     ]
 
 
-GROUPS: dict[str, Callable[[Grid, torch.dtype], list[Case]]] = {
+def _served_and_paper(grid: Grid, factor: int = 1) -> list[tuple[int, int, str]]:
+    """Return tokens, `factor` times the width, and for the paper's batches the name of the shape."""
+    served = [(grid.serving_tokens, factor * width, "") for width, _ in grid.serving_widths]
+    width = factor * grid.hidden
+    paper = [(batch * n, width, f"{batch}x{n}x{width}") for batch, n in grid.paper()]
+    return served + paper
+
+
+GROUPS: dict[str, Callable[[Grid, torch.dtype], list[OpCall]]] = {
     "softmax": softmax,
     "layernorm": layer_norm,
     "attention": attention,
-    "beam": beam,
+    "beam": beams,
     "activation": activation,
     "rmsnorm": rms_norm,
     "embedding": embedding,
     "packing": packing,
 }
-# Measured in a way of its own; see encoder.py.
-ENCODER = "encoder"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def chosen_groups(only: str) -> list[str]:
-    """Return the names in the comma-separated `only`, all if it is empty.
-
-    Raises:
-        ValueError: a name is none of them.
-    """
-    known = [*GROUPS, ENCODER]
-    wanted = [name.strip() for name in only.split(",") if name.strip()]
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"{name!r} is no group; there are {', '.join(known)}")
-    return [name for name in known if not wanted or name in wanted]
+def is_compiled(call: OpCall, grid: Grid) -> bool:
+    """Return whether torch.compile is a peer: it takes seconds a shape, so some ops have it at few shapes."""
+    if call.op == "attention_varlen":
+        head_dim = grid.hidden // grid.heads
+        return call.shape == f"{grid.serving_tokens} packed {grid.heads}x{head_dim}"
+    if call.op in {"activate", "embed_layer_norm"}:
+        return call.tokens == grid.serving_tokens
+    return True

@@ -1,11 +1,11 @@
-"""LightSeq's own selection rule, to be timed beside `beam_step`; nothing else uses it.
+"""LightSeq's selection rule, which the benchmark times beside `beam_step`.
 
 Written anew after the description in Wang et al. 2021, arXiv:2010.13887, section 3.2: a row is split into as many
-groups as candidates are wanted, the least of the groups' maxima is a bound that at least as many logits reach, and
-whatever reaches it goes into one queue that is sorted. One program reads a row three times and appends by an atomic
-counter; the host waits to learn how long the queue is. Two things are not LightSeq's: 2K candidates are kept instead
-of K, so that the result can be compared with that of our own `beam_step`, and sequences are kept apart in the sort by
-integers instead of by numbers added to the scores, which costs precision.
+groups as candidates are wanted. The least of the groups' maxima is a bound that at least as many logits reach. All
+logits that reach it go into one queue, which is sorted. One program reads a row three times and appends by an atomic
+counter; the host waits for the length of the queue. Two things differ from LightSeq: 2K candidates are kept instead
+of K, to compare the result with `beam_step`, and integers keep sequences apart in the sort, not numbers added to the
+scores, which cost precision.
 """
 
 # ruff: noqa: N803  # constants of a kernel are in capitals

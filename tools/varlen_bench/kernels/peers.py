@@ -1,59 +1,75 @@
-"""How peers are made: plain torch, torch.compile, liger-kernel, and torch's attention over packed tokens.
+"""The kinds of peers: plain torch, torch.compile and liger-kernel.
 
-A peer that is not installed, or lacks the function, raises Unavailable, and its rows say so.
+A peer that is not installed, or has no such function, raises Unavailable, and its rows give the reason.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import Any, TypeAlias
 
-from torch import Tensor
+from varlen_bench.ops.call import Inputs, Read, as_tensor
 
-from varlen_bench.kernels.case import Call, Compile, Inputs, Peer, Unavailable
+Call: TypeAlias = Callable[[Inputs], object]
+Function: TypeAlias = Callable[..., Any]
+Compile: TypeAlias = Callable[[Function], Function]
 
-# To compile one op and to try its configurations takes less.
-_COMPILE_SECONDS = 30.0
-
-Read = Callable[[object, Inputs], Tensor]
-
-
-def torch_peer(
-    function: Callable[..., object],
-    *names: str,
-    name: str = "torch",
-    read: Read | None = None,
-) -> Peer:
-    """Return a peer that calls `function` on the inputs of these names."""
-
-    def build(_: Compile) -> Call:
-        return lambda inputs: function(*(inputs[n] for n in names))
-
-    return Peer(name, build, read)
+# More than the compilation of one op and the trial of its configurations take.
+COMPILE_SECONDS = 30.0
 
 
-def compiled_peer(
-    function: Callable[..., object], *names: str, name: str = "compile", read: Read | None = None
-) -> Peer:
+class Unavailable(Exception):  # noqa: N818  # nothing went wrong
+    """A system cannot run here; the text is the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another implementation of an op.
+
+    Attributes:
+        build: returns the call, given a function that compiles; may raise Unavailable.
+        read: brings a result of the call into the form of the exact one.
+        compile_seconds: what must be left of a run's time before `build` and the first call may start.
+        no_graph: why a CUDA graph cannot hold the call; empty if it can.
+    """
+
+    name: str
+    build: Callable[[Compile], Call]
+    read: Read = as_tensor
+    compile_seconds: float = 0.0
+    no_graph: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The peers of a call, and the inputs that they need beside those of our op."""
+
+    systems: tuple[Peer, ...] = ()
+    prepare: Callable[[Inputs], Inputs] = lambda inputs: {}  # noqa: ARG005
+
+
+def torch_peer(function: Function, *, name: str = "torch", read: Read = as_tensor) -> Peer:
+    """Return a peer that calls `function` on the inputs that its parameters without default name."""
+    return Peer(name, lambda _: _on_named(function, function), read)
+
+
+def compiled_peer(function: Function, *, name: str = "compile", read: Read = as_tensor) -> Peer:
     """Return a peer that calls `function`, compiled for these shapes alone."""
-
-    def build(compile_: Compile) -> Call:
-        compiled = compile_(function)
-        return lambda inputs: compiled(*(inputs[n] for n in names))
-
-    return Peer(name, build, read, compile_seconds=_COMPILE_SECONDS)
+    return Peer(
+        name,
+        lambda compile_: _on_named(function, compile_(function)),
+        read,
+        compile_seconds=COMPILE_SECONDS,
+    )
 
 
 def liger_peer(
-    name: str, call: Callable[[Any, Inputs], object], *, read: Read | None = None
+    name: str, call: Callable[[Function, Inputs], object], read: Read = as_tensor
 ) -> Peer:
-    """Return a peer that calls a function of liger-kernel.
-
-    Args:
-        name: its name in `liger_kernel.transformers.functional`.
-        call: applies it to inputs.
-    """
+    """Return a peer whose `call` applies a function of liger-kernel to inputs."""
 
     def build(_: Compile) -> Call:
         function = attribute("liger_kernel.transformers.functional", name)
@@ -62,35 +78,20 @@ def liger_peer(
     return Peer("liger", build, read)
 
 
-def varlen_attention_peer(num_heads: int, longest: int) -> Peer:
-    """Return torch's own attention over packed tokens; its scale is head_dim ** -0.5."""
-
-    def build(_: Compile) -> Call:
-        function = attribute("torch.nn.attention.varlen", "varlen_attn")
-
-        def call(inputs: Inputs) -> object:
-            qkv, bounds = inputs["qkv"], inputs["cu_seqlens"]
-            q, k, v = qkv.view(len(qkv), 3, num_heads, -1).unbind(1)
-            return function(q, k, v, bounds, bounds, longest, longest)
-
-        return call
-
-    def read(result: object, inputs: Inputs) -> Tensor:
-        # with the logarithms of the sums, in versions that return them
-        context = result[0] if isinstance(result, tuple) else result
-        assert isinstance(context, Tensor)
-        return context.reshape(len(inputs["qkv"]), -1)
-
-    return Peer("varlen_attn", build, read)
-
-
 def attribute(module: str, name: str) -> Any:
-    """Return what a module that may be missing calls `name`.
+    """Return a member of a module that may be missing.
 
     Raises:
-        Unavailable: there is none.
+        Unavailable: the module or the member is missing.
     """
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise Unavailable(f"{type(error).__name__}: {error}") from error
+
+
+def _on_named(named: Function, function: Function) -> Call:
+    """Return a call of `function` on the inputs that the parameters of `named` name."""
+    parameters = signature(named).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.default is Parameter.empty]
+    return lambda inputs: function(*(inputs[name] for name in names))

@@ -2,86 +2,62 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from statistics import geometric_mean
 
 from rich import box
 from rich.table import Table
 
+from varlen_bench.harness import tables
 from varlen_bench.harness.rows import Cell
-from varlen_bench.kernels.beams import LIGHTSEQ
+from varlen_bench.harness.summary import Spread, ratio, rounded
 from varlen_bench.kernels.encoder import ENCODER
 from varlen_bench.kernels.measure import COPY, OURS, Result
-from varlen_bench.kernels.timing import Timing
+from varlen_bench.kernels.op_peers import LIGHTSEQ
 
-# A shape is large if its bytes are at least as many: its kernel runs several times as long as it takes to start.
+# A large shape: its kernel runs several times as long as it takes to start.
 LARGE_BYTES = 32_000_000
-# The beam step that is quoted: sequences, beams and vocabulary.
+# The beam step of the BENCH line: sequences, beams and vocabulary.
 BEAM_SHAPE = "8x4x32000"
-
-_MICROSECONDS = 1e6
-Better = Callable[[Result], bool]
+# The columns of a listing.
+_LISTED = "shape dtype system graph_us eager_us tokens_per_second note".split()
 
 
 def bench_figures(results: Sequence[Result], gpu: str, copy: float) -> dict[str, Cell]:
     """Return the keys of the BENCH line; what was not measured is None.
 
     Args:
-        results: of the whole run.
-        gpu: its name.
         copy: GB/s of a copy on the device.
     """
     figures: dict[str, Cell] = {"gpu": gpu.replace(" ", "_")}
-    names = {"softmax": "masked_softmax", "layernorm": "add_layer_norm"}
-    for key, op in names.items():
-        figures[f"{key}_frac"] = _rounded(least_fraction(results, op, copy))
-    names |= {"attention": "attention_varlen", "encoder": ENCODER}
-    for key, op in names.items():
-        figures[f"{key}_vs_best"] = _rounded(min(ratios(results, op), default=None))
-    quoted = [r for r in results if r.op == "beam_step" and r.system == OURS and r.graph]
-    figures["beam_us"] = next(
-        (_rounded(r.graph.median) for r in quoted if r.graph and r.shape == BEAM_SHAPE), None
-    )
-    against_torch = ratios(results, "beam_step", lambda r: r.system != LIGHTSEQ)
-    figures["beam_vs_torch"] = _rounded(min(against_torch, default=None))
+    ops = {"softmax": "masked_softmax", "layernorm": "add_layer_norm"}
+    for key, op in ops.items():
+        figures[f"{key}_frac"] = rounded(least_fraction(results, op, copy), 3)
+    ops |= {"attention": "attention_varlen", "encoder": ENCODER}
+    for key, op in ops.items():
+        figures[f"{key}_vs_best"] = rounded(min(ratios(results, op), default=None), 3)
+    quoted = [r for r in results if (r.op, r.shape, r.system) == ("beam_step", BEAM_SHAPE, OURS)]
+    figures["beam_us"] = next((rounded(r.graph.median, 3) for r in quoted if r.graph), None)
+    against_torch = ratios(results, "beam_step", without=LIGHTSEQ)
+    figures["beam_vs_torch"] = rounded(min(against_torch, default=None), 3)
     return figures
 
 
-def ratios(results: Sequence[Result], op: str, counts: Better = lambda r: True) -> list[float]:  # noqa: ARG005
-    """Return for each shape the time of the fastest peer over ours, where both were measured.
+def ratios(results: Sequence[Result], op: str, *, without: str = "") -> list[float]:
+    """Return for each shape the time of the fastest peer over ours, if both were measured.
 
-    A peer counts with the shorter of its two times, ours with that in a graph.
+    Args:
+        without: a peer that does not count.
     """
-    found = []
-    for ours in results:
-        if ours.op != op or ours.system != OURS or ours.graph is None:
-            continue
-        best = best_peer(results, ours, counts)
-        if best is not None and best.best is not None:
-            found.append(best.best / ours.graph.median)
-    return found
-
-
-def best_peer(
-    results: Sequence[Result],
-    ours: Result,
-    counts: Better = lambda r: True,  # noqa: ARG005
-) -> Result | None:
-    """Return the fastest peer at the op, shape and dtype of `ours`."""
-    peers = [r for r in _same_case(results, ours) if r.is_peer and r.best is not None and counts(r)]
-    return min(peers, key=lambda r: r.best or math.inf, default=None)
+    found = [_vs_best(results, r, without) for r in results if r.op == op]
+    return [value for value in found if value is not None]
 
 
 def least_fraction(results: Sequence[Result], op: str, copy: float) -> float | None:
     """Return the least part of the copy's bandwidth that ours reaches in a graph, over all large shapes."""
     large = [r for r in results if r.op == op and r.system == OURS and r.bytes_moved >= LARGE_BYTES]
-    rates = [rate for r in large if (rate := _rate(r, r.graph)) is not None]
-    return min(rates) / copy if rates and copy else None
-
-
-def geometric_mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean; None of nothing."""
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+    fractions = [ratio(_rate(r), copy) for r in large]
+    return min((fraction for fraction in fractions if fraction is not None), default=None)
 
 
 def csv_rows(
@@ -90,9 +66,7 @@ def csv_rows(
     """Return one row per result.
 
     Args:
-        results: of the whole run: ratios need all of a case.
-        gpu: its name.
-        driver: its version.
+        results: all of a call, for the ratios.
         copy: GB/s of a copy on the device.
     """
     return [
@@ -105,14 +79,14 @@ def csv_rows(
             "dtype": r.dtype,
             "system": r.system,
             "sets": r.sets or None,
-            **_timing_cells("graph", r.graph),
-            **_timing_cells("eager", r.eager),
+            **_spread_cells("graph", r.graph),
+            **_spread_cells("eager", r.eager),
             "bytes": r.bytes_moved or None,
-            "gb_per_s": _rate(r, r.graph),
-            "copy_fraction": _fraction(r, copy),
+            "gb_per_s": _rate(r),
+            "copy_fraction": ratio(_rate(r), copy),
             "tflops": _per_second(r.flops, r.graph, 1e12),
             "tokens_per_second": _per_second(r.tokens, r.graph or r.eager, 1.0),
-            "vs_best_peer": _ratio_of(results, r),
+            "vs_best_peer": _vs_best(results, r),
             "error": r.error,
             "note": r.note,
         }
@@ -121,55 +95,38 @@ def csv_rows(
 
 
 def table(results: Sequence[Result], op: str, copy: float) -> Table:
-    """Return one op's table: a line for each shape, a column for each peer; times in microseconds, graph | eager."""
+    """Return an op's table: a line for each shape, a column for each peer; microseconds in a graph | eager."""
     rows = [r for r in results if r.op == op]
     peers = list(dict.fromkeys(r.system for r in rows if r.is_peer))
-    view = Table(title=_title(results, op), title_justify="left", box=box.SIMPLE_HEAD)
-    view.add_column("shape")
-    for heading in ("dtype", OURS, "GB/s", "TFLOP/s", "of copy", "of its copy", *peers, "x best"):
+    figures = (OURS, "GB/s", "TFLOP/s", "of copy", "of its copy", *peers, "x best")
+    view = Table("shape", title=_title(results, op), title_justify="left", box=box.SIMPLE_HEAD)
+    for heading in ("dtype", *figures):
         view.add_column(heading, justify="right")
     for ours in (r for r in rows if r.system == OURS):
-        same = {r.system: r for r in _same_case(rows, ours)}
+        same = {r.system: r for r in _same_call(rows, ours)}
+        times = [r.graph.median if r and r.graph else None for r in (same.get(COPY), ours)]
         view.add_row(
             ours.shape,
             ours.dtype,
             _times(ours),
-            _shown(_rate(ours, ours.graph), "{:,.0f}"),
-            _shown(_per_second(ours.flops, ours.graph, 1e12), "{:.0f}"),
-            _shown(_fraction(ours, copy), "{:.2f}"),
-            _shown(_over(same.get(COPY), ours), "{:.2f}"),
+            _shown(_rate(ours), ",.0f"),
+            _shown(_per_second(ours.flops, ours.graph, 1e12), ".0f"),
+            _shown(ratio(_rate(ours), copy), ".2f"),
+            _shown(ratio(*times), ".2f"),
             *(_times(same.get(peer)) for peer in peers),
-            _shown(_ratio_of(results, ours), "{:.2f}"),
+            _shown(_vs_best(results, ours), ".2f"),
         )
     return view
 
 
 def listing(results: Sequence[Result], op: str) -> Table:
-    """Return an op's rows one below the other, with the rate of tokens where there is one."""
-    view = Table(title=_title(results, op), title_justify="left", box=box.SIMPLE_HEAD)
-    view.add_column("shape")
-    view.add_column("dtype")
-    view.add_column("what")
-    for heading in ("us in a graph", "us by Python", "tokens/s"):
-        view.add_column(heading, justify="right")
-    view.add_column("note")
-    for r in (r for r in results if r.op == op):
-        graph, eager = (_shown(t.median if t else None, "{:,.1f}") for t in (r.graph, r.eager))
-        tokens = _shown(_per_second(r.tokens, r.graph or r.eager, 1.0), "{:,.0f}")
-        view.add_row(r.shape, r.dtype, r.system, graph, eager, tokens, r.note)
-    return view
-
-
-def _title(results: Sequence[Result], op: str) -> str:
-    title = f"{op}: us in a graph | launched by Python"
-    found = ratios(results, op)
-    if found:
-        title += f"; x best peer: {min(found):.2f} at worst, {geometric_mean(found):.2f} in the geometric mean"
-    return title
+    """Return an op's results one below the other, with tokens per second if they have a meaning."""
+    rows = csv_rows([r for r in results if r.op == op], gpu="", driver="", copy=0.0)
+    return tables.table(_title(results, op), _LISTED, rows)
 
 
 def missing(results: Iterable[Result]) -> list[str]:
-    """Return a line for each system that lacks a time, those of one reason in one line."""
+    """Return a line for each system that lacks a time; shapes with the same reason share a line."""
     lines: dict[tuple[str, str, str], list[str]] = {}
     for r in results:
         if r.note and (r.graph is None or r.eager is None) and not r.op.startswith("encoder-"):
@@ -181,56 +138,46 @@ def missing(results: Iterable[Result]) -> list[str]:
     ]
 
 
-def _same_case(results: Iterable[Result], ours: Result) -> list[Result]:
+def _title(results: Sequence[Result], op: str) -> str:
+    title = f"{op}: us in a graph | launched by Python"
+    if found := ratios(results, op):
+        mean = geometric_mean(found)
+        title += f"; x best peer: {min(found):.2f} at worst, {mean:.2f} in the geometric mean"
+    return title
+
+
+def _same_call(results: Iterable[Result], ours: Result) -> list[Result]:
     return [r for r in results if (r.op, r.shape, r.dtype) == (ours.op, ours.shape, ours.dtype)]
 
 
-def _ratio_of(results: Sequence[Result], r: Result) -> float | None:
+def _vs_best(results: Sequence[Result], r: Result, without: str = "") -> float | None:
+    """Return the better time of the fastest peer over ours in a graph; None for other systems."""
     if r.system != OURS or r.graph is None:
         return None
-    best = best_peer(results, r)
-    return None if best is None or best.best is None else best.best / r.graph.median
+    peers = [p.best for p in _same_call(results, r) if p.is_peer and p.best and p.system != without]
+    return ratio(min(peers, default=None), r.graph.median)
 
 
-def _rate(r: Result, timing: Timing | None) -> float | None:
-    return _per_second(r.bytes_moved, timing, 1e9)
+def _rate(r: Result) -> float | None:
+    """Return GB/s in a graph."""
+    return _per_second(r.bytes_moved, r.graph, 1e9)
 
 
-def _fraction(r: Result, copy: float) -> float | None:
-    rate = _rate(r, r.graph)
-    return rate / copy if rate is not None and copy else None
+def _per_second(amount: int, time: Spread | None, unit: float) -> float | None:
+    return amount * 1e6 / time.median / unit if amount and time else None
 
 
-def _per_second(amount: int, timing: Timing | None, unit: float) -> float | None:
-    if not amount or timing is None:
-        return None
-    return amount * _MICROSECONDS / timing.median / unit
-
-
-def _over(a: Result | None, b: Result) -> float | None:
-    if a is None or a.graph is None or b.graph is None:
-        return None
-    return a.graph.median / b.graph.median
-
-
-def _timing_cells(name: str, timing: Timing | None) -> dict[str, Cell]:
-    return {
-        f"{name}_us": timing.median if timing else None,
-        f"{name}_us_p20": timing.p20 if timing else None,
-        f"{name}_us_p80": timing.p80 if timing else None,
-        f"{name}_passes": timing.passes if timing else None,
-    }
+def _spread_cells(name: str, time: Spread | None) -> dict[str, Cell]:
+    columns = ("us", "us_p20", "us_p80", "passes")
+    figures = (time.median, time.p20, time.p80, time.count) if time else (None,) * 4
+    return {f"{name}_{column}": figure for column, figure in zip(columns, figures, strict=True)}
 
 
 def _times(r: Result | None) -> str:
     if r is None:
         return ""
-    return " | ".join(_shown(t.median if t else None, "{:,.1f}") for t in (r.graph, r.eager))
+    return " | ".join(_shown(t.median if t else None, ",.1f") for t in (r.graph, r.eager))
 
 
 def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
+    return "-" if value is None else format(value, form)

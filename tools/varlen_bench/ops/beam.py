@@ -1,32 +1,54 @@
-"""Calls of the step of beam search, at the vocabularies of real models and at the limits."""
+"""Calls of the beam step: the best 2K continuations of sequences with K beams."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from varlen_bench.ops.call import Call
-from varlen_kernels.beam import beam_step
-
-
-def _call(sequences: int, beams: int, vocabulary: int) -> Callable[[torch.dtype], object]:
-    def run(dtype: torch.dtype) -> object:
-        logits = torch.empty(sequences * beams, vocabulary, dtype=dtype)
-        scores = torch.empty(sequences, beams)
-        return beam_step(logits, scores, torch.zeros(sequences, dtype=torch.bool))
-
-    return run
+from varlen_bench.ops.call import Inputs, OpCall, poison
+from varlen_kernels.beam_reference import BeamCandidates
 
 
-_HALF = (torch.float16,)
-_BOTH = (torch.float32, torch.float16)
+def beam_step(
+    sequences: int, beams: int, vocabulary: int, dtype: torch.dtype, *, has_finished: bool = False
+) -> OpCall:
+    """Return one beam step.
 
-# The loads that look into a group again are narrow, and so are most of the second launch.
-CALLS = [
-    Call("beam_step-4x32000", _call(8, 4, 32_000)),
-    Call("beam_step-4x32000-128", _call(128, 4, 32_000), dtypes=_HALF),
-    Call("beam_step-4x50257", _call(8, 4, 50_257), dtypes=_BOTH),
-    Call("beam_step-4x250000", _call(8, 4, 250_000), dtypes=_BOTH),
-    Call("beam_step-5x300000", _call(1, 5, 300_000), dtypes=_HALF),
-    Call("beam_step-64x32000", _call(2, 64, 32_000), dtypes=_HALF),
-    Call("beam_step-64x300000", _call(1, 64, 300_000), dtypes=_BOTH),
-]
+    A result is right if both the scores that it reports and the exact scores of its candidates are the best, in order.
+
+    Args:
+        has_finished: whether the kernel is told which sequences are finished; none is.
+    """
+    rows, best = sequences * beams, 2 * beams
+
+    def total(logits: Tensor, scores: Tensor) -> Tensor:
+        log_prob = torch.log_softmax(logits.double(), dim=-1)
+        return (log_prob.view(*scores.shape, -1) + scores.double()[..., None]).flatten(1)
+
+    def formula(logits: Tensor, scores: Tensor, finished: Tensor | None) -> Tensor:  # noqa: ARG001
+        top = total(logits, scores).topk(best, dim=1).values
+        return torch.stack((top, top))
+
+    def read(result: object, inputs: Inputs) -> Tensor:
+        assert isinstance(result, tuple)
+        tokens, parents, scores = result
+        # the score shows that a candidate was never written; without the clamp it would crash
+        at = (parents.long() * vocabulary + tokens.long()).clamp(0, beams * vocabulary - 1)
+        named = total(inputs["logits"], inputs["scores"]).gather(1, at)
+        return torch.stack((scores.double(), named))
+
+    return OpCall(
+        op="beam_step",
+        shape=f"{sequences}x{beams}x{vocabulary}",
+        dtype=dtype,
+        inputs=lambda make: {
+            "logits": make.random(rows, vocabulary).mul_(3),
+            "scores": make.random(sequences, beams, dtype=torch.float32) - 10,
+            "finished": make.ints([0] * sequences).bool() if has_finished else None,
+            "out": poison(BeamCandidates.empty(sequences, beams, make.device)),
+        },
+        formula=formula,
+        bytes_moved=rows * vocabulary * dtype.itemsize,
+        read=read,
+        threshold=1e-5,
+    )

@@ -1,81 +1,158 @@
-"""Calls of the row-wise ops: norms, softmax, activations and embeddings, at the widths of served models."""
+"""Calls of the ops that work on rows alone: norms, activations, embeddings."""
 
-from functools import partial
-from typing import get_args
+from __future__ import annotations
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor
 
-from varlen_bench.ops.call import Call
-from varlen_kernels import Activation, fused
+from varlen_bench.ops.call import Inputs, OpCall, Tensors
+from varlen_kernels import Activation
 
-_TOKENS = 64
-_EPS = 1e-5
-
-
-def _add_layer_norm(hidden: int, dtype: torch.dtype) -> Tensor:
-    x, vector = torch.zeros(_TOKENS, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
-    return fused.add_layer_norm(x, x, vector, vector, eps=_EPS, x_bias=vector)
+LAYER_NORM_EPS = 1e-12
+RMS_NORM_EPS = 1e-6
 
 
-def _rms_norm(hidden: int, dtype: torch.dtype) -> Tensor:
-    x, weight = torch.zeros(_TOKENS, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
-    return fused.rms_norm(x, weight, eps=_EPS, residual=x, sum_out=x)
+def add_layer_norm(
+    tokens: int, hidden: int, dtype: torch.dtype, *, has_bias: bool = False, shape: str = ""
+) -> OpCall:
+    """Return the residual add and layer norm at the end of a sublayer, with `x_bias` or without."""
+    vectors = ["weight", "bias"] + ["x_bias"] * has_bias
+
+    def formula(
+        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor | None = None
+    ) -> Tensor:
+        total = x + residual if x_bias is None else x + x_bias + residual
+        return F.layer_norm(total, (hidden,), weight, bias, LAYER_NORM_EPS)
+
+    return OpCall(
+        op="add_layer_norm",
+        shape=shape or f"{tokens}x{hidden}",
+        dtype=dtype,
+        inputs=lambda make: {
+            "x": make.random(tokens, hidden),
+            "residual": make.random(tokens, hidden),
+            **{name: make.random(hidden) for name in vectors},
+            "out": make.unwritten(tokens, hidden),
+        },
+        formula=formula,
+        bytes_moved=(3 * tokens + len(vectors)) * hidden * dtype.itemsize,
+        options={"eps": LAYER_NORM_EPS},
+        tokens=tokens,
+    )
 
 
-def _embed_layer_norm(hidden: int, dtype: torch.dtype) -> Tensor:
-    ids = torch.zeros(_TOKENS, dtype=torch.int32)
-    table, vector = torch.zeros(_TOKENS, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
-    return fused.embed_layer_norm(ids, ids, ids, table, table, table, vector, vector, eps=_EPS)
+def rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
+    """Return the residual add and RMS norm at the start of a decoder's sublayer; the sum is kept."""
+    return OpCall(
+        op="rms_norm",
+        shape=f"{tokens}x{hidden}",
+        dtype=dtype,
+        inputs=lambda make: {
+            "x": make.random(tokens, hidden),
+            "residual": make.random(tokens, hidden),
+            "weight": make.random(hidden),
+            "sum_out": make.unwritten(tokens, hidden),
+            "out": make.unwritten(tokens, hidden),
+        },
+        formula=lambda x, residual, weight: F.rms_norm(
+            x + residual, (hidden,), weight, RMS_NORM_EPS
+        ),
+        bytes_moved=(4 * tokens + 1) * hidden * dtype.itemsize,
+        options={"eps": RMS_NORM_EPS},
+        tokens=tokens,
+    )
 
 
-def _masked_softmax(
-    keys: int, dtype: torch.dtype, *, queries: int = 16, causal: bool = False
-) -> Tensor:
-    x = torch.zeros(2, 16, queries, keys, dtype=dtype)
-    seqlens = torch.zeros(2, dtype=torch.int32)
-    return fused.masked_softmax(x, seqlens, scale=1.0, causal=causal)
+def activate(
+    tokens: int, features: int, dtype: torch.dtype, *, kind: Activation = "gelu", shape: str = ""
+) -> OpCall:
+    """Return bias and activation, between the two layers of a feed-forward block."""
+
+    def formula(x: Tensor, bias: Tensor) -> Tensor:
+        if kind == "relu":
+            return F.relu(x + bias)
+        return F.gelu(x + bias, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+    return OpCall(
+        op="activate",
+        shape=shape or f"{tokens}x{features}",
+        dtype=dtype,
+        inputs=lambda make: {
+            "x": make.random(tokens, features),
+            "bias": make.random(features),
+            "out": make.unwritten(tokens, features),
+        },
+        formula=formula,
+        bytes_moved=(2 * tokens + 1) * features * dtype.itemsize,
+        options={"kind": kind},
+        tokens=tokens,
+    )
 
 
-def _activate(features: int, kind: Activation, dtype: torch.dtype) -> Tensor:
-    x, bias = torch.zeros(_TOKENS, features, dtype=dtype), torch.zeros(features, dtype=dtype)
-    return fused.activate(x, bias, kind=kind)
+def silu_gate(tokens: int, features: int, dtype: torch.dtype) -> OpCall:
+    """Return the gate of a SwiGLU block."""
+
+    def formula(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=1)
+        return F.silu(gate) * up
+
+    return OpCall(
+        op="silu_gate",
+        shape=f"{tokens}x{features}",
+        dtype=dtype,
+        inputs=lambda make: {
+            "x": make.random(tokens, 2 * features),
+            "out": make.unwritten(tokens, features),
+        },
+        formula=formula,
+        bytes_moved=3 * tokens * features * dtype.itemsize,
+        tokens=tokens,
+    )
 
 
-def _silu_gate(features: int, dtype: torch.dtype) -> Tensor:
-    return fused.silu_gate(torch.zeros(_TOKENS, 2 * features, dtype=dtype))
+def embed_layer_norm(
+    tokens: int,
+    hidden: int,
+    dtype: torch.dtype,
+    *,
+    vocabulary: int,
+    positions: int,
+    shape: str = "",
+) -> OpCall:
+    """Return the sum of three embeddings and its layer norm; positions and types count as cached."""
+    tables = {"token": vocabulary, "position": positions, "type": 2}
 
+    def inputs(make: Tensors) -> Inputs:
+        return {
+            **{f"{name}_ids": make.ids(rows, tokens) for name, rows in tables.items()},
+            **{f"{name}_table": make.random(rows, hidden) for name, rows in tables.items()},
+            "weight": make.random(hidden),
+            "bias": make.random(hidden),
+            "out": make.unwritten(tokens, hidden),
+        }
 
-# fp16 takes the loads and registers of bf16; one width shows it
-_TWO = (torch.float32, torch.bfloat16)
+    def formula(
+        token_ids: Tensor,
+        position_ids: Tensor,
+        type_ids: Tensor,
+        token_table: Tensor,
+        position_table: Tensor,
+        type_table: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+    ) -> Tensor:
+        summed = F.embedding(token_ids, token_table) + F.embedding(position_ids, position_table)
+        summed = summed + F.embedding(type_ids, type_table)
+        return F.layer_norm(summed, (hidden,), weight, bias, LAYER_NORM_EPS)
 
-CALLS = [
-    # BERT-base, MiniLM, the widest, and one that allows no vectors
-    Call("add_layer_norm-768", partial(_add_layer_norm, 768), narrow_loads=0),
-    Call("add_layer_norm-384", partial(_add_layer_norm, 384), _TWO, narrow_loads=0),
-    Call("add_layer_norm-16384", partial(_add_layer_norm, 16_384), _TWO, narrow_loads=0),
-    Call("add_layer_norm-501", partial(_add_layer_norm, 501), _TWO),
-    Call("rms_norm-768", partial(_rms_norm, 768), _TWO, narrow_loads=0),
-    Call("rms_norm-4096", partial(_rms_norm, 4096), _TWO, narrow_loads=0),
-    # three loads of ids for each row of a lane
-    Call("embed_layer_norm-768", partial(_embed_layer_norm, 768), _TWO, narrow_loads=3),
-    Call("embed_layer_norm-384", partial(_embed_layer_norm, 384), _TWO, narrow_loads=6),
-    # one load of a length; 10 and 500 keys allow vectors of 2 and 4
-    Call("masked_softmax-10", partial(_masked_softmax, 10), _TWO),
-    Call("masked_softmax-80", partial(_masked_softmax, 80), _TWO, narrow_loads=1),
-    Call("masked_softmax-500", partial(_masked_softmax, 500)),
-    Call("masked_softmax-501", partial(_masked_softmax, 501), _TWO),
-    Call("masked_softmax-4096", partial(_masked_softmax, 4096), _TWO, narrow_loads=1),
-    Call("masked_softmax-16384", partial(_masked_softmax, 16_384), _TWO, narrow_loads=2),
-    Call(
-        "masked_softmax-large_causal",
-        partial(_masked_softmax, 1024, queries=1024, causal=True),
-        _TWO,
-        narrow_loads=1,
-    ),
-    *(
-        Call(f"activate-{kind}", partial(_activate, 3072, kind), _TWO, narrow_loads=0)
-        for kind in get_args(Activation)
-    ),
-    Call("silu_gate-3072", partial(_silu_gate, 3072), _TWO, narrow_loads=0),
-]
+    return OpCall(
+        op="embed_layer_norm",
+        shape=shape or f"{tokens}x{hidden}",
+        dtype=dtype,
+        inputs=inputs,
+        formula=formula,
+        bytes_moved=2 * tokens * hidden * dtype.itemsize + 3 * tokens * 4,
+        options={"eps": LAYER_NORM_EPS},
+        tokens=tokens,
+    )

@@ -1,113 +1,125 @@
-"""Calls of the ops that look at whole sequences: attention, pooling, and the way between packed and padded."""
+"""Calls of the ops that know where a sequence begins: attention and pooling."""
 
-from functools import partial
+from __future__ import annotations
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor
 
-from varlen_bench.ops.call import Call
+from varlen_bench.ops.call import OpCall
 from varlen_kernels import Pooling
-from varlen_kernels.attention_varlen import attention_varlen
-from varlen_kernels.packing import pack, unpack
-from varlen_kernels.pooling import first_tokens, pool
-
-_HEADS = 12
-_BATCH = 4
 
 
-def _cu_seqlens(length: int) -> Tensor:
-    return torch.arange(_BATCH + 1, dtype=torch.int32) * length
-
-
-def _attention(
+def attention_varlen(
+    lengths: list[int],
+    heads: int,
     head_dim: int,
     dtype: torch.dtype,
     *,
-    length: int = 64,
+    shape: str = "",
     causal: bool = False,
     biased: bool = False,
-) -> Tensor:
-    qkv = torch.zeros(_BATCH * length, 3 * _HEADS * head_dim, dtype=dtype)
-    bias = torch.zeros(_HEADS, 2 * length - 1) if biased else None
-    return attention_varlen(
-        qkv,
-        _cu_seqlens(length),
-        num_heads=_HEADS,
-        scale=head_dim**-0.5,
-        causal=causal,
-        distance_bias=bias,
+    room: int = 0,
+) -> OpCall:
+    """Return attention over packed tokens.
+
+    Args:
+        biased: whether there is a bias by the distance of query and key.
+        room: number of sequences in `cu_seqlens`, as in a server's batch; those past the last are empty.
+    """
+    tokens, hidden, span = sum(lengths), heads * head_dim, max(lengths)
+
+    def attended(qkv: Tensor, bias: Tensor | None) -> Tensor:
+        length = len(qkv)
+        q, k, v = qkv.view(length, 3, heads, head_dim).permute(1, 2, 0, 3)
+        scores = q @ k.transpose(1, 2) * head_dim**-0.5
+        place = torch.arange(length, device=qkv.device)
+        distance = place - place[:, None]
+        if bias is not None:
+            scores += bias[:, distance + span - 1]
+        if causal:
+            scores.masked_fill_(distance > 0, -torch.inf)
+        context: Tensor = scores.softmax(-1) @ v
+        return context.transpose(0, 1).flatten(1)
+
+    def formula(qkv: Tensor, cu_seqlens: Tensor, distance_bias: Tensor | None) -> Tensor:  # noqa: ARG001
+        return torch.cat([attended(rows, distance_bias) for rows in torch.split(qkv, lengths)])
+
+    return OpCall(
+        op="attention_varlen",
+        shape=shape or f"{tokens} packed {heads}x{head_dim}",
+        dtype=dtype,
+        inputs=lambda make: {
+            "qkv": make.random(tokens, 3 * hidden),
+            "cu_seqlens": make.cu_seqlens(lengths, room),
+            "distance_bias": (
+                make.random(heads, 2 * span - 1, dtype=torch.float32) if biased else None
+            ),
+            "out": make.unwritten(tokens, hidden),
+        },
+        formula=formula,
+        bytes_moved=4 * tokens * hidden * dtype.itemsize,
+        options={"num_heads": heads, "scale": head_dim**-0.5, "causal": causal},
+        lengths=tuple(lengths),
+        flops=4 * hidden * sum(length * length for length in lengths),
+        tokens=tokens,
     )
 
 
-def _pool(hidden: int, mode: Pooling, dtype: torch.dtype, *, normalized: bool = True) -> Tensor:
-    normalize = torch.ones(_BATCH, dtype=torch.bool) if normalized else None
-    x = torch.zeros(_BATCH * 16, hidden, dtype=dtype)
-    return pool(x, _cu_seqlens(16), normalize, mode=mode)
+def pool(
+    lengths: list[int],
+    hidden: int,
+    dtype: torch.dtype,
+    *,
+    mode: Pooling = "mean",
+    normalized: bool = True,
+) -> OpCall:
+    """Return one vector for each sequence."""
+    tokens, batch = sum(lengths), len(lengths)
+
+    def pooled(rows: Tensor) -> Tensor:
+        if mode == "mean":
+            return rows.mean(0)
+        return rows.amax(0) if mode == "max" else rows[0 if mode == "cls" else -1]
+
+    def formula(x: Tensor, cu_seqlens: Tensor, normalize: Tensor | None) -> Tensor:  # noqa: ARG001
+        vectors = torch.stack([pooled(rows) for rows in torch.split(x, lengths)])
+        return vectors if normalize is None else F.normalize(vectors, dim=1)
+
+    return OpCall(
+        op="pool",
+        shape=f"{tokens}x{hidden} {mode}",
+        dtype=dtype,
+        inputs=lambda make: {
+            "x": make.random(tokens, hidden),
+            "cu_seqlens": make.cu_seqlens(lengths),
+            "normalize": make.ints([1] * batch).bool() if normalized else None,
+            "out": make.unwritten(batch, hidden, dtype=torch.float32),
+        },
+        formula=formula,
+        bytes_moved=tokens * hidden * dtype.itemsize + 4 * batch * hidden,
+        options={"mode": mode},
+        lengths=tuple(lengths),
+        tokens=tokens,
+        # sums of many terms that nearly cancel
+        threshold=1e-4,
+    )
 
 
-def _first_tokens(hidden: int, dtype: torch.dtype) -> Tensor:
-    return first_tokens(torch.zeros(_BATCH * 16, hidden, dtype=dtype), _cu_seqlens(16))
-
-
-def _unpack(hidden: int, dtype: torch.dtype) -> Tensor:
-    x = torch.zeros(_BATCH * 16, hidden, dtype=dtype)
-    return unpack(x, _cu_seqlens(16), max_seqlen=16)
-
-
-def _pack(hidden: int, dtype: torch.dtype) -> Tensor:
-    x = torch.zeros(_BATCH, 16, hidden, dtype=dtype)
-    return pack(x, _cu_seqlens(16), tokens=_BATCH * 16)
-
-
-_TWO = (torch.float32, torch.bfloat16)
-_BFLOAT16 = (torch.bfloat16,)
-# Loads under 128 bits: of cu_seqlens, whose vectors start at odd places, by how many warps share them; and of a
-# bias, one for each score.
-_STARTS = 8
-
-CALLS = [
-    Call("attention_varlen-64", partial(_attention, 64), narrow_loads=_STARTS, tensor_cores=True),
-    Call(
-        "attention_varlen-64_long",
-        partial(_attention, 64, length=256),
-        _TWO,
-        narrow_loads=_STARTS,
-        tensor_cores=True,
-    ),
-    # tiles of fewer than 64 queries, which wgmma does not take
-    Call("attention_varlen-64_short", partial(_attention, 64, length=16), _TWO),
-    Call("attention_varlen-64_shortest", partial(_attention, 64, length=4), _BFLOAT16),
-    Call(
-        "attention_varlen-64_causal",
-        partial(_attention, 64, causal=True),
-        _TWO,
-        narrow_loads=_STARTS,
-        tensor_cores=True,
-    ),
-    Call(
-        "attention_varlen-64_biased",
-        partial(_attention, 64, causal=True, biased=True),
-        _TWO,
-        tensor_cores=True,
-    ),
-    *(
-        Call(
-            f"attention_varlen-{head_dim}",
-            partial(_attention, head_dim),
-            _TWO,
-            narrow_loads=_STARTS,
-            tensor_cores=True,
-        )
-        for head_dim in (32, 96, 128, 256)
-    ),
-    Call("attention_varlen-80", partial(_attention, 80), _BFLOAT16, tensor_cores=True),
-    # two of cu_seqlens, and the flag
-    Call("pool-mean", partial(_pool, 768, "mean"), _TWO, narrow_loads=3),
-    Call("pool-max", partial(_pool, 384, "max"), _TWO, narrow_loads=3),
-    Call("pool-cls", partial(_pool, 768, "cls", normalized=False), _TWO, narrow_loads=2),
-    Call("pool-widest", partial(_pool, 16_384, "mean"), _TWO, narrow_loads=3),
-    Call("pool-501", partial(_pool, 501, "max"), _BFLOAT16),
-    Call("first_tokens-768", partial(_first_tokens, 768), _TWO, narrow_loads=2),
-    Call("unpack-768", partial(_unpack, 768), _TWO, narrow_loads=2),
-    Call("pack-768", partial(_pack, 768), _TWO, narrow_loads=2),
-]
+def first_tokens(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
+    """Return the first token of each sequence."""
+    tokens, batch = sum(lengths), len(lengths)
+    return OpCall(
+        op="first_tokens",
+        shape=f"{batch} of {tokens}x{hidden}",
+        dtype=dtype,
+        inputs=lambda make: {
+            "x": make.random(tokens, hidden),
+            "cu_seqlens": make.cu_seqlens(lengths),
+            "out": make.unwritten(batch, hidden),
+        },
+        formula=lambda x, cu_seqlens: x[cu_seqlens[:-1]],
+        bytes_moved=2 * batch * hidden * dtype.itemsize,
+        lengths=tuple(lengths),
+        threshold=0.0,
+    )

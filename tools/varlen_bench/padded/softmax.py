@@ -8,13 +8,16 @@ Source: Fang et al. 2021, arXiv:2010.05680, section 4.1.2 (rows together); Milak
 arXiv:1805.02867 (running maximum).
 """
 
+# ruff: noqa: N803  # constants of a kernel are in capitals
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.checks import check_rows, check_seqlens, row_strides
-from varlen_kernels.rows import load_row, max_row, row_launches, store_row, sum_row, vector_width
+from varlen_kernels.checks import check_rows, row_strides
+from varlen_kernels.rows import load_row, row_launches, store_row, sum_row, vector_width
 from varlen_kernels.tuning import Launch, pick
 
 # Most keys of a row held in registers.
@@ -23,6 +26,15 @@ MAX_HELD = 4096
 _SKIP_FROM_BYTES = 32 * 1024**2
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _max_row(tiles):
+    """Return the maximum of each row, [ROWS, 1]."""
+    peak = tiles[0]
+    for i in tl.static_range(1, len(tiles)):
+        peak = tl.maximum(peak, tiles[i])
+    return tl.max(peak, axis=1, keep_dims=True)
 
 
 @triton.jit
@@ -70,7 +82,7 @@ def _masked_softmax_kernel(
         unmasked = i * BLOCK + tl.arange(0, BLOCK)[None, :] < readable
         # base 2: the exponential that a GPU has
         scores += (tl.where(unmasked, x[i] * (scale * _LOG2_E), float("-inf")),)
-    top = max_row(scores)
+    top = _max_row(scores)
     weights = tl.tuple(())
     for i in tl.static_range(TILES):
         weights += (tl.exp2(scores[i] - top),)
@@ -134,12 +146,7 @@ def _wide_softmax_kernel(
 
 
 def masked_softmax(
-    x: Tensor,
-    seqlens: Tensor,
-    *,
-    scale: float,
-    causal: bool = False,
-    out: Tensor | None = None,
+    x: Tensor, seqlens: Tensor, *, scale: float, causal: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """Return softmax(x · scale) over the keys that each query may read, as `reference.masked_softmax` does.
 
@@ -151,7 +158,7 @@ def masked_softmax(
     if x.ndim != 4:
         raise ValueError(f"x is {list(x.shape)}; it must be [batch, num_heads, queries, keys]")
     batch, num_heads, queries, keys = x.shape
-    check_seqlens(batch, seqlens)
+    _check_seqlens(batch, seqlens)
     if x.numel() == 0:
         return out
     x_stride, out_stride = row_strides(x=x, out=out)
@@ -188,3 +195,16 @@ def candidates(bucket: int, vector: int, dtype: torch.dtype) -> list[Launch]:  #
         tiles = ((4096, 8), (8192, 16), (2048, 4))
         return [{"BLOCK": block, "num_warps": warps} for block, warps in tiles]
     return row_launches(bucket, vector)
+
+
+def _check_seqlens(batch: int, seqlens: Tensor) -> None:
+    """Check that `seqlens` is `[batch]` int32, contiguous.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if seqlens.shape != (batch,) or seqlens.dtype != torch.int32 or not seqlens.is_contiguous():
+        raise ValueError(
+            f"seqlens is {list(seqlens.shape)} {seqlens.dtype}, strides {seqlens.stride()};"
+            f" it must be [{batch}] torch.int32, contiguous"
+        )

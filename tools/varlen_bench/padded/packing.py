@@ -1,8 +1,11 @@
-"""Between the packed form and the padded one: what systems that pad do around attention, here for comparison.
+"""Copies between packed and padded tokens, which systems that pad make around attention.
 
 One program owns ROWS places of one padded sequence by BLOCK features. It finds the tokens that belong there from the
 sequence's start, so no list of indices is made.
 """
+
+# ruff: noqa: N803, N806  # constants of a kernel are in capitals
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 import torch
 import triton
@@ -101,24 +104,13 @@ def unpack(x: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, out: Tensor | None
     check_dtype(x=x)
     check_row_layout(x=x)
     check_cu_seqlens(cu_seqlens)
-    hidden = x.shape[1]
-    shape = (len(cu_seqlens) - 1, max_seqlen, hidden)
+    shape = (len(cu_seqlens) - 1, max_seqlen, x.shape[1])
     out = x.new_empty(shape) if out is None else out
     check_out(out, shape, x.dtype)
-    if out.numel() == 0:
-        return out
-    (out_stride,) = row_strides(out=out)
-    launch = pick("unpack", (hidden, x.dtype), candidates)
-    _unpack_kernel[(_programs(shape, launch),)](
-        x,
-        cu_seqlens,
-        out,
-        max_seqlen,
-        X_STRIDE=x.stride(0),
-        OUT_STRIDE=out_stride,
-        HIDDEN=hidden,
-        **launch,
-    )
+    if out.numel():
+        launch, grid = _launch("unpack", shape, x.dtype)
+        strides = {"X_STRIDE": x.stride(0), "OUT_STRIDE": row_strides(out=out)[0]}
+        _unpack_kernel[grid](x, cu_seqlens, out, max_seqlen, **strides, **launch)
     return out
 
 
@@ -136,21 +128,10 @@ def pack(x: Tensor, cu_seqlens: Tensor, *, tokens: int, out: Tensor | None = Non
     check_cu_seqlens(cu_seqlens, batch)
     out = x.new_empty(tokens, hidden) if out is None else out
     check_out(out, (tokens, hidden), x.dtype)
-    if out.numel() == 0 or x.numel() == 0:
-        return out
-    (x_stride,) = row_strides(x=x)
-    launch = pick("pack", (hidden, x.dtype), candidates)
-    _pack_kernel[(_programs((batch, max_seqlen, hidden), launch),)](
-        x,
-        cu_seqlens,
-        out,
-        tokens,
-        max_seqlen,
-        X_STRIDE=x_stride,
-        OUT_STRIDE=out.stride(0),
-        HIDDEN=hidden,
-        **launch,
-    )
+    if out.numel() and x.numel():
+        launch, grid = _launch("pack", (batch, max_seqlen, hidden), x.dtype)
+        strides = {"X_STRIDE": row_strides(x=x)[0], "OUT_STRIDE": out.stride(0)}
+        _pack_kernel[grid](x, cu_seqlens, out, tokens, max_seqlen, **strides, **launch)
     return out
 
 
@@ -159,7 +140,9 @@ def candidates(hidden: int, dtype: torch.dtype) -> list[Launch]:
     return tile_launches(hidden, vector_width(dtype, hidden))
 
 
-def _programs(padded: tuple[int, int, int], launch: Launch) -> int:
+def _launch(op: str, padded: tuple[int, int, int], dtype: torch.dtype) -> tuple[Launch, tuple[int]]:
+    """Return the launch, with the width of a row, and the grid for a padded shape."""
     batch, max_seqlen, hidden = padded
+    launch = pick(op, (hidden, dtype), candidates)
     tiles: int = triton.cdiv(max_seqlen, launch["ROWS"]) * triton.cdiv(hidden, launch["BLOCK"])
-    return batch * tiles
+    return {**launch, "HIDDEN": hidden}, (batch * tiles,)

@@ -1,0 +1,235 @@
+"""The peers of each op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # as everyone writes it
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from varlen_bench.kernels.peers import (
+    Call,
+    Compile,
+    Peer,
+    Peers,
+    attribute,
+    compiled_peer,
+    liger_peer,
+    torch_peer,
+)
+from varlen_bench.ops.call import Inputs, OpCall, as_tensor
+from varlen_bench.ops.padded import places
+from varlen_bench.padded import reference as padded
+
+LIGHTSEQ = "lightseq"
+
+
+def peers_of(call: OpCall, *, compiled: bool = True) -> Peers:
+    """Return the peers of a call, with those that compile or without."""
+    peers = _PEERS[call.op](call)
+    kept = tuple(peer for peer in peers.systems if compiled or not peer.compile_seconds)
+    return Peers(kept, peers.prepare)
+
+
+def _softmax(call: OpCall) -> Peers:
+    scale = call.options["scale"]
+
+    def masked(x: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax(x * scale + mask, dim=-1)
+
+    def plain(x: Tensor) -> Tensor:
+        return torch.softmax(x, dim=-1)
+
+    def prepare(inputs: Inputs) -> Inputs:
+        x = inputs["x"]
+        hidden = torch.arange(x.shape[-1], device=x.device) >= inputs["seqlens"][:, None]
+        mask = x.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(x.dtype).min)
+        return {"mask": mask[:, None, None, :]}
+
+    peers = [torch_peer(masked, name="torch-masked")]
+    if scale == 1.0:
+        # no key is masked
+        liger = liger_peer("liger_softmax", lambda function, inputs: function(inputs["x"]))
+        peers += [torch_peer(plain), liger, compiled_peer(plain)]
+    else:
+        peers.append(compiled_peer(masked))
+    return Peers(tuple(peers), prepare)
+
+
+def _formula(call: OpCall) -> Peers:
+    return Peers((torch_peer(call.formula), compiled_peer(call.formula)))
+
+
+def _add_layer_norm(call: OpCall) -> Peers:
+    eps = call.options["eps"]
+    liger = liger_peer(
+        "liger_layer_norm",
+        lambda function, i: function(i["x"] + i["residual"], i["weight"], i["bias"], eps),
+    )
+    return Peers((torch_peer(call.formula), liger, compiled_peer(call.formula)))
+
+
+def _rms_norm(call: OpCall) -> Peers:
+    eps = call.options["eps"]
+
+    def plain(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return F.rms_norm(total, weight.shape, weight, eps), total
+
+    liger = liger_peer(
+        "liger_fused_add_rms_norm",
+        lambda function, i: function(i["x"], i["residual"], i["weight"], eps),
+        _first,
+    )
+    return Peers((torch_peer(plain, read=_first), liger, compiled_peer(plain, read=_first)))
+
+
+def _first(result: object, inputs: Inputs) -> Tensor:
+    """Return the first tensor of a result."""
+    return as_tensor(result[0] if isinstance(result, tuple) else result, inputs)
+
+
+def _silu_gate(call: OpCall) -> Peers:
+    def prepare(inputs: Inputs) -> Inputs:
+        gate, up = inputs["x"].chunk(2, dim=1)
+        return {"gate": gate.contiguous(), "up": up.contiguous()}
+
+    liger = liger_peer("liger_swiglu", lambda function, i: function(i["gate"], i["up"]))
+    return Peers((torch_peer(call.formula), liger, compiled_peer(call.formula)), prepare)
+
+
+def _attention(call: OpCall) -> Peers:
+    """Return torch's attention over packed tokens, and peers whose tensors are padded ahead, unmeasured."""
+    heads, scale = call.options["num_heads"], call.options["scale"]
+    batch, longest = len(call.lengths), max(call.lengths)
+    is_full = min(call.lengths) == longest
+
+    def build_varlen(_: Compile) -> Call:
+        function = attribute("torch.nn.attention.varlen", "varlen_attn")
+
+        def run(inputs: Inputs) -> object:
+            qkv, bounds = inputs["qkv"], inputs["cu_seqlens"]
+            # its scale is head_dim ** -0.5, as ours
+            q, k, v = qkv.view(len(qkv), 3, heads, -1).unbind(1)
+            return function(q, k, v, bounds, bounds, longest, longest)
+
+        return run
+
+    def read_varlen(result: object, inputs: Inputs) -> Tensor:
+        # some versions return the logarithms of the sums too
+        return _first(result, inputs).flatten(1)
+
+    def unfused(q: Tensor, k: Tensor, v: Tensor, inside: Tensor) -> Tensor:
+        scores = (q @ k.transpose(2, 3)) * scale
+        if not is_full:
+            scores = scores.masked_fill(~inside, torch.finfo(q.dtype).min)
+        return torch.matmul(scores.softmax(-1), v)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, inside: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=None if is_full else inside)
+
+    def cudnn(q: Tensor, k: Tensor, v: Tensor, inside: Tensor) -> Tensor:
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+            return sdpa(q, k, v, inside)
+
+    def read(result: object, inputs: Inputs) -> Tensor:
+        return as_tensor(result, inputs).transpose(1, 2)[inputs["inside"][:, 0, 0]].flatten(1)
+
+    def prepare(inputs: Inputs) -> Inputs:
+        bounds = inputs["cu_seqlens"][: batch + 1]
+        whole = padded.unpack(inputs["qkv"], bounds, max_seqlen=longest)
+        q, k, v = whole.view(batch, longest, 3, heads, -1).permute(2, 0, 3, 1, 4).contiguous()
+        inside = torch.arange(longest, device=q.device) < bounds.diff()[:, None]
+        return {"q": q, "k": k, "v": v, "inside": inside[:, None, None, :]}
+
+    peers = (
+        Peer("varlen_attn", build_varlen, read_varlen),
+        torch_peer(sdpa, name="sdpa", read=read),
+        torch_peer(cudnn, name="sdpa-cudnn", read=read),
+        torch_peer(unfused, read=read),
+        compiled_peer(unfused, read=read),
+    )
+    return Peers(peers, prepare)
+
+
+def _pool(call: OpCall) -> Peers:
+    batch = len(call.lengths)
+
+    def added(x: Tensor, owner: Tensor, cu_seqlens: Tensor) -> Tensor:
+        sums = torch.zeros(batch, x.shape[1], dtype=torch.float32, device=x.device)
+        sums = sums.index_add(0, owner, x.float())
+        return F.normalize(sums / cu_seqlens.diff()[:, None], dim=1)
+
+    def prepare(inputs: Inputs) -> Inputs:
+        lengths = inputs["cu_seqlens"].diff().long()
+        owner = torch.arange(batch, device=lengths.device).repeat_interleave(lengths)
+        return {"owner": owner}
+
+    return Peers((torch_peer(added), compiled_peer(added)), prepare)
+
+
+def _unpack(call: OpCall) -> Peers:
+    batch, longest = len(call.lengths), call.options["max_seqlen"]
+
+    def copied(x: Tensor, place: Tensor) -> Tensor:
+        out = x.new_zeros(batch * longest, x.shape[1])
+        return out.index_copy_(0, place, x).view(batch, longest, -1)
+
+    return Peers((torch_peer(copied),), lambda i: {"place": places(i["cu_seqlens"], longest)})
+
+
+def _pack(call: OpCall) -> Peers:
+    longest = max(call.lengths)
+
+    def selected(x: Tensor, place: Tensor) -> Tensor:
+        return x.flatten(0, 1).index_select(0, place)
+
+    return Peers((torch_peer(selected),), lambda i: {"place": places(i["cu_seqlens"], longest)})
+
+
+def _beam_step(call: OpCall) -> Peers:
+    def plain(logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        total = torch.log_softmax(logits.float(), dim=-1) + scores.view(-1, 1)
+        top = total.view(len(scores), -1).topk(2 * scores.shape[1], dim=1)
+        vocabulary = logits.shape[1]
+        return top.indices % vocabulary, top.indices // vocabulary, top.values
+
+    def by_rows(logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Search each row alone first, so that no log-softmax is written."""
+        best = 2 * scores.shape[1]
+        found = logits.topk(min(best, logits.shape[1]), dim=1)
+        offset = scores.view(-1, 1) - logits.float().logsumexp(1, keepdim=True)
+        width = found.values.shape[1]
+        top = (found.values.float() + offset).view(len(scores), -1).topk(best, dim=1)
+        tokens = found.indices.view(len(scores), -1).gather(1, top.indices)
+        return tokens, top.indices // width, top.values
+
+    def build_lightseq(_: Compile) -> Call:
+        step = attribute("varlen_bench.kernels.lightseq_rule", "beam_step")
+        return lambda inputs: step(inputs["logits"], inputs["scores"])
+
+    peers = (
+        torch_peer(plain, read=call.read),
+        torch_peer(by_rows, name="torch-by-rows", read=call.read),
+        Peer(LIGHTSEQ, build_lightseq, call.read, no_graph="the host waits for the queue"),
+        compiled_peer(plain, read=call.read),
+        compiled_peer(by_rows, name="compile-by-rows", read=call.read),
+    )
+    return Peers(peers)
+
+
+_PEERS: dict[str, Callable[[OpCall], Peers]] = {
+    "masked_softmax": _softmax,
+    "add_layer_norm": _add_layer_norm,
+    "rms_norm": _rms_norm,
+    "activate": _formula,
+    "silu_gate": _silu_gate,
+    "embed_layer_norm": _formula,
+    "attention_varlen": _attention,
+    "pool": _pool,
+    "unpack": _unpack,
+    "pack": _pack,
+    "beam_step": _beam_step,
+}

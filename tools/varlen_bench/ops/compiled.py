@@ -1,0 +1,130 @@
+"""The calls that the compile checks compile, and what the machine code of each must be like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import get_args
+
+import torch
+
+from varlen_bench.ops.beam import beam_step
+from varlen_bench.ops.call import OpCall, kernels
+from varlen_bench.ops.padded import masked_softmax, pack, unpack
+from varlen_bench.ops.rows import activate, add_layer_norm, embed_layer_norm, rms_norm, silu_gate
+from varlen_bench.ops.sequences import attention_varlen, first_tokens, pool
+from varlen_kernels import Activation
+
+_FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCall:
+    """A call of a launcher on CPU tensors, which compiles kernels inside `dry_run`.
+
+    Attributes:
+        label: what is special about the call.
+        make: makes the call, but for its dtype.
+        dtypes: those worth a compilation; fp16 takes the loads and registers of bf16, and one width shows it.
+        narrow_loads: most global loads of less than 128 bits; None if the width of the rows allows no others.
+        tensor_cores: whether kernels for 16-bit dtypes use tensor cores: HMMA on sm_80, HGMMA on sm_90.
+    """
+
+    label: str
+    make: partial[OpCall]
+    narrow_loads: int | None = None
+    dtypes: tuple[torch.dtype, ...] = (_FP32, _BF16)
+    tensor_cores: bool = False
+
+    @property
+    def op(self) -> str:
+        """The launcher's name."""
+        return self.make.func.__name__
+
+    @property
+    def name(self) -> str:
+        """Op and label, the name in registers.csv."""
+        return f"{self.op}-{self.label}"
+
+    def run(self, dtype: torch.dtype) -> None:
+        """Call the launcher."""
+        call = self.make(dtype)
+        call.run(kernels("fused"), call.make_empty())
+
+
+def _softmax(keys: int, narrow_loads: int | None = None) -> CompiledCall:
+    make = partial(masked_softmax, [keys] * 2, keys, 16, queries=16)
+    return CompiledCall(str(keys), make, narrow_loads)
+
+
+def _attention(
+    label: str, head_dim: int, length: int = 64, *, causal: bool = False, biased: bool = False
+) -> CompiledCall:
+    make = partial(attention_varlen, [length] * 4, 12, head_dim, causal=causal, biased=biased)
+    # narrow loads read cu_seqlens, whose vectors start anywhere; their number depends on the warps
+    return CompiledCall(label, make, narrow_loads=8, tensor_cores=True)
+
+
+def _beam(label: str, sequences: int, beams: int, vocabulary: int) -> CompiledCall:
+    # loads that look into a group again are narrow, and so are most of the second launch
+    make = partial(beam_step, sequences, beams, vocabulary, has_finished=True)
+    return CompiledCall(label, make, dtypes=(_FP16,))
+
+
+_EMBED = partial(embed_layer_norm, vocabulary=64, positions=64)
+_LENGTHS = [16] * 4
+
+COMPILED = [
+    # BERT-base, MiniLM, the widest, and one that allows no vectors
+    CompiledCall("768", partial(add_layer_norm, 64, 768, has_bias=True), 0, (_FP32, _FP16, _BF16)),
+    CompiledCall("384", partial(add_layer_norm, 64, 384, has_bias=True), 0),
+    CompiledCall("16384", partial(add_layer_norm, 64, 16_384, has_bias=True), 0),
+    CompiledCall("501", partial(add_layer_norm, 64, 501, has_bias=True)),
+    CompiledCall("768", partial(rms_norm, 64, 768), 0),
+    CompiledCall("4096", partial(rms_norm, 64, 4096), 0),
+    # three loads of ids for each row of a lane
+    CompiledCall("768", partial(_EMBED, 64, 768), 3),
+    CompiledCall("384", partial(_EMBED, 64, 384), 6),
+    *(
+        CompiledCall(kind, partial(activate, 64, 3072, kind=kind), 0)
+        for kind in get_args(Activation)
+    ),
+    CompiledCall("3072", partial(silu_gate, 64, 3072), 0),
+    # one load of a length; 10 and 500 keys allow vectors of 2 and 4
+    _softmax(10),
+    _softmax(80, 1),
+    replace(_softmax(500), dtypes=(_FP32, _FP16, _BF16)),
+    _softmax(501),
+    _softmax(4096, 1),
+    _softmax(16_384, 2),
+    CompiledCall("large_causal", partial(masked_softmax, [1024] * 2, 1024, 16, causal=True), 1),
+    replace(_attention("64", 64), dtypes=(_FP32, _FP16, _BF16)),
+    _attention("64_long", 64, 256),
+    # tiles of fewer than 64 queries, which wgmma does not take
+    replace(_attention("64_short", 64, 16), narrow_loads=None, tensor_cores=False),
+    replace(
+        _attention("64_shortest", 64, 4), dtypes=(_BF16,), narrow_loads=None, tensor_cores=False
+    ),
+    _attention("64_causal", 64, causal=True),
+    # one narrow load of a bias for each score
+    replace(_attention("64_biased", 64, causal=True, biased=True), narrow_loads=None),
+    *(_attention(str(head_dim), head_dim) for head_dim in (32, 96, 128, 256)),
+    replace(_attention("80", 80), dtypes=(_BF16,), narrow_loads=None),
+    # two of cu_seqlens, and the flag
+    CompiledCall("mean", partial(pool, _LENGTHS, 768, mode="mean"), 3),
+    CompiledCall("max", partial(pool, _LENGTHS, 384, mode="max"), 3),
+    CompiledCall("cls", partial(pool, _LENGTHS, 768, mode="cls", normalized=False), 2),
+    CompiledCall("widest", partial(pool, _LENGTHS, 16_384, mode="mean"), 3),
+    CompiledCall("501", partial(pool, _LENGTHS, 501, mode="max"), dtypes=(_BF16,)),
+    CompiledCall("768", partial(first_tokens, _LENGTHS, 768), 2),
+    CompiledCall("768", partial(unpack, _LENGTHS, 768), 2),
+    CompiledCall("768", partial(pack, _LENGTHS, 768), 2),
+    # vocabularies of real models, and the limits
+    replace(_beam("4x32000", 8, 4, 32_000), dtypes=(_FP32, _FP16, _BF16)),
+    _beam("4x32000-128", 128, 4, 32_000),
+    replace(_beam("4x50257", 8, 4, 50_257), dtypes=(_FP32, _FP16)),
+    replace(_beam("4x250000", 8, 4, 250_000), dtypes=(_FP32, _FP16)),
+    _beam("5x300000", 1, 5, 300_000),
+    _beam("64x32000", 2, 64, 32_000),
+    replace(_beam("64x300000", 1, 64, 300_000), dtypes=(_FP32, _FP16)),
+]

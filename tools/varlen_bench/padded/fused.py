@@ -1,0 +1,6 @@
+"""The padded ops as Triton kernels; names and signatures are those of `reference`."""
+
+from varlen_bench.padded.packing import pack, unpack
+from varlen_bench.padded.softmax import masked_softmax
+
+__all__ = ["masked_softmax", "pack", "unpack"]
