@@ -1,6 +1,6 @@
-"""Small random BERT checkpoints, saved as Hugging Face saves them, and changes of their files.
+"""Small random BERT checkpoints in Hugging Face format, and edits of their files.
 
-Nothing here knows the product: a checkpoint is what transformers, tokenizers and safetensors write.
+This module does not use varlen: transformers, tokenizers and safetensors write the checkpoints.
 """
 
 import json
@@ -25,7 +25,7 @@ KIND_OF_TASK = {
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,!?'-"
-# Three words, and pieces for any other text.
+# Three words, and word pieces for any other text.
 LETTERS = ("the", "cat", "river", *_CHARACTERS, *(f"##{letter}" for letter in _CHARACTERS))
 # One token each, so that the number of words in a text is its length.
 WORDS = tuple(f"word{number}" for number in range(195))
@@ -61,11 +61,11 @@ def save_checkpoint(
     """
     vocabulary = (*SPECIAL_TOKENS, *words)
     settings = {"vocab_size": len(vocabulary), **SMALL, **config}
-    # so large that a wrong layer shows, so small that rounding is not magnified
+    # large enough that a wrong layer shows, small enough not to magnify rounding
     settings.setdefault("initializer_range", settings["hidden_size"] ** -0.5)
     torch.manual_seed(0)
     made = getattr(transformers, kind)(transformers.BertConfig(**settings), **(model or {}))
-    # transformers starts biases at zero and norms at one, which would hide a mix-up
+    # transformers initializes biases to zero and norms to one, which would hide mistakes
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim == 1:
@@ -78,7 +78,7 @@ def save_checkpoint(
 
 
 def pooling_files(**pooling: Any) -> dict[str, Any]:
-    """Return the files of sentence-transformers that ask for a pooling, given its fields."""
+    """Return the sentence-transformers files that select a pooling, given its fields."""
     modules = [module("Transformer"), module("Pooling", "1_Pooling")]
     return {"modules.json": modules, "1_Pooling/config.json": pooling}
 
@@ -89,7 +89,7 @@ def module(kind: str, path: str = "") -> dict[str, str]:
 
 
 def write_file(folder: Path, name: str, content: Any) -> None:
-    """Write a file of a checkpoint: a string as it is, anything else as JSON."""
+    """Write a file of a checkpoint: a string unchanged, anything else as JSON."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content if isinstance(content, str) else json.dumps(content))

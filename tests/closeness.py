@@ -1,4 +1,4 @@
-"""How far two computations of one result may differ, from its dtype and its number of roundings."""
+"""Bounds on the difference of two results, from dtype and number of roundings."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def assert_rows_close(
     roundings: int,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Compare rows of different shapes as `assert_close` does, by the largest magnitude in all of them."""
+    """Compare rows of different shapes, relative to their common largest magnitude."""
     assert [np.shape(row) for row in actual] == [np.shape(row) for row in expected]
     flat = [np.concatenate([_float64(row).ravel() for row in rows]) for rows in (actual, expected)]
     assert_close(*flat, roundings=roundings, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What all tests share: the MiniLM folder, skips without a GPU, a cache of their own, one core per xdist worker."""
+"""Setup of all tests: MiniLM folder, GPU skips, cost cache, one core per worker."""
 
 import os
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _SERVER_TESTS = "tests/server/"
-# They start servers of their own; the other files there share one.
+# These start their own servers; the other files there share one.
 _OWN_SERVERS = ("test_ending.py", "test_gpu.py", "test_second_start.py")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Send tests to the next free worker one by one, those that share a server all to the same.
+    """Distribute tests to free workers; tests that share a server go to one worker.
 
     This is what `--dist loadgroup` is for, but pytest-xdist 3.8 finds no groups under pytest 9.2. A machine with a
     GPU may run its tests without pytest-xdist.
@@ -44,7 +44,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of kernels too, which a GPU runs unless the interpreter does."""
+    """Mark kernel tests as GPU tests too, unless the interpreter runs them."""
     kernel_tests = [item for item in items if item.path.is_relative_to(_KERNEL_TESTS)]
     if kernel_tests and not _interpreted():
         for item in kernel_tests:
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep costs that tests measure in a folder of their own; servers that they start inherit it."""
+    """Store measured costs in a temporary folder; servers started by tests inherit it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield

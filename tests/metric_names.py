@@ -28,7 +28,7 @@ SERIES = {
         "COUNTER",
     ),
 }
-# Series of one name, by their further label.
+# Series of one name, by their additional label.
 LABELS = {
     "varlen_requests_total": ("ok", "invalid", "refused", "cancelled", "failed"),
     "varlen_refused_requests_total": ("queue_full", "deadline", "expired"),

@@ -1,4 +1,4 @@
-"""A program run as plain torch would: every op makes results of its own, without an arena."""
+"""Running a program in plain torch: every op allocates its results."""
 
 from collections.abc import Mapping, Sequence
 from types import ModuleType

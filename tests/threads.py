@@ -1,4 +1,4 @@
-"""Work in many threads at once, whose failures fail the test."""
+"""Running a function in many threads; an error in any thread fails the test."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +6,7 @@ from threading import Barrier
 
 
 def run_in_threads(count: int, work: Callable[[int], object]) -> None:
-    """Run `work(index)` in threads that begin together; raise what any of them raises."""
+    """Run `work(index)` in threads that start together; raise any thread's error."""
     barrier = Barrier(count)
 
     def begin(index: int) -> None:

@@ -46,12 +46,12 @@ def costs_for(runner: Runner, checkpoint: Checkpoint, config: EngineConfig) -> C
         config: its settings.
     """
     if not config.warmup_seconds:
-        _log.info("costs are assumed, as warmup_seconds is 0; batches that run correct them")
+        _log.info("warmup_seconds is 0; using assumed costs, which batches correct as they run")
         return assumed_costs(runner, config)
     try:
         return measured_costs(runner, checkpoint, config).measurement.model(config.execution)
     except MemoryError:
-        _log.warning("too little memory to measure costs: they are assumed")
+        _log.warning("too little memory to measure costs; using assumed costs")
         return assumed_costs(runner, config)
 
 
@@ -145,7 +145,7 @@ def _load(store: CostStore, key: CostKey, config: EngineConfig) -> StoredCosts |
     if not stored.measurement.is_complete and stored.allowed_seconds < config.warmup_seconds:
         return None
     if not stored.measurement.batches:
-        _log.warning("the costs in the cache have no batches, and are measured again")
+        _log.warning("the costs in the cache have no batches; measuring them again")
         return None
     return stored
 
@@ -169,7 +169,7 @@ def _measure(runner: Runner, config: EngineConfig) -> Measurement:
     )
     errors = measurement.errors(measurement.model(config.execution))
     _log.info(
-        "costs measured in %.1f s (%d batches%s); the fit is off by %.1f%% in the median, %.1f%% at most",
+        "costs measured in %.1f s (%d batches%s); the fit's median error is %.1f%%, its largest %.1f%%",
         measurement.seconds,
         len(measurement.batches),
         "" if measurement.is_complete else ", cut short",

@@ -165,7 +165,7 @@ def _row(row: int, ids: object) -> npt.NDArray[np.int64]:
         # rows of different lengths inside one row
         array = np.empty((), dtype=object)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-        raise RequestError(f"row {row}: token ids are no list of whole numbers; send one")
+        raise RequestError(f"row {row}: token ids are not a list of whole numbers; send one")
     return array.astype(np.int64)
 
 

@@ -44,7 +44,7 @@ from varlen.sequence import (
 
 _log = logging.getLogger(__name__)
 
-_UNREADABLE = "the answer could not be read; the server's log says why"
+_UNDELIVERED = "the answer could not be delivered; the server's log says why"
 _ENGINE_FAILED = "the engine failed; the server's log says why"
 _FAULT = "the model has stopped after a fault of its device and cannot run requests; reload it"
 
@@ -306,15 +306,15 @@ class Engine:
         try:
             request.reply.send(event.sequence.row, event.output)
         except Exception:
-            _log.exception("a reply failed to take a part of its answer")
-            self._fail(request, EngineError(_UNREADABLE))
+            _log.exception("sending a part of an answer failed; its request fails")
+            self._fail(request, EngineError(_UNDELIVERED))
 
     def _finish(self, request: RequestState) -> None:
         try:
             request.reply.finish()
         except Exception:
-            _log.exception("a reply failed to take the end of its answer")
-            self._fail(request, EngineError(_UNREADABLE))
+            _log.exception("finishing an answer failed; its request fails")
+            self._fail(request, EngineError(_UNDELIVERED))
         else:
             self._forget(request)
 
@@ -326,7 +326,7 @@ class Engine:
         try:
             request.reply.fail(error)
         except Exception:
-            _log.exception("a reply failed to take its error")
+            _log.exception("sending an error failed")
         self._forget(request)
 
     def _forget(self, request: RequestState) -> None:
@@ -359,5 +359,5 @@ def _is_cancelled(request: RequestState) -> bool:
     try:
         return request.reply.is_cancelled()
     except Exception:
-        _log.exception("a reply failed to say whether it is cancelled; its request runs")
+        _log.exception("checking for cancellation failed; the request runs")
         return False

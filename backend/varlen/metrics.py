@@ -262,4 +262,4 @@ class Exporter:
             try:
                 self.flush()
             except Exception:
-                _log.exception("metrics could not be exported; the next export is tried")
+                _log.exception("metrics could not be exported; trying again at the next export")

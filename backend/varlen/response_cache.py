@@ -480,7 +480,7 @@ def _has_cancelled(pending: _Pending) -> bool:
     try:
         pending.is_cancelled = pending.is_cancelled or pending.reply.is_cancelled()
     except Exception:
-        _log.exception("a reply failed to say whether it is cancelled; its request goes on")
+        _log.exception("checking for cancellation failed; the request continues")
     return pending.is_cancelled
 
 
@@ -490,12 +490,12 @@ def _succeed(pending: _Pending) -> None:
             pending.reply.send(row, output)
         pending.reply.finish()
     except Exception:
-        _log.exception("a reply failed to take its answer")
-        _fail(pending, EngineError("the answer could not be read; the server's log says why"))
+        _log.exception("sending an answer failed; its request fails")
+        _fail(pending, EngineError("the answer could not be delivered; the server's log says why"))
 
 
 def _fail(pending: _Pending, error: Exception) -> None:
     try:
         pending.reply.fail(error)
     except Exception:
-        _log.exception("a reply failed to take its answer")
+        _log.exception("sending an error failed")

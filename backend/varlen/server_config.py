@@ -82,7 +82,7 @@ def check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Ta
             expected = allowed.get(entry["name"])
             if expected is None:
                 raise ConfigError(
-                    f'{section} "{name}" is not one of the task {task}; allowed: {", ".join(allowed)}'
+                    f'{section} "{name}" is not a tensor of the task {task}; allowed: {", ".join(allowed)}'
                 )
             came = {"data_type": entry["data_type"], "dims": [int(dim) for dim in entry["dims"]]}
             wanted = {"data_type": expected["data_type"], "dims": expected["dims"]}

@@ -87,7 +87,7 @@ class TritonPythonModel:
                 reply = self._outbox.reply_to(request)
             except Exception:
                 # without a sender there is no way to answer
-                _log.exception("a request came without a response sender")
+                _log.exception("a request has no response sender")
                 continue
             self._submit(request, reply)
 

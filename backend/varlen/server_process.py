@@ -44,13 +44,13 @@ done
 
 
 def check_numpy() -> None:
-    """Refuse a numpy whose arrays this server's python backend garbles.
+    """Refuse a numpy whose arrays this server's python backend corrupts.
 
     Backends built before numpy 2 give its arrays a wrong stride: token ids are wrong, and text ends
     the process.
 
     Raises:
-        ConfigError: the backend garbles arrays of this numpy.
+        ConfigError: the backend corrupts arrays of this numpy.
     """
     import torch
 
@@ -58,7 +58,7 @@ def check_numpy() -> None:
     made = pb_utils.Tensor.from_dlpack("numbers", torch.arange(4)).as_numpy()
     if made.tolist() != [0, 1, 2, 3]:
         raise ConfigError(
-            f"this server's python backend garbles arrays of numpy {np.__version__}: install numpy<2"
+            f"this server's python backend corrupts arrays of numpy {np.__version__}: install numpy<2"
         )
 
 

@@ -98,7 +98,7 @@ class Service:
         engine = Engine(scheduler, executor, stats)
         engine.start()
         _log.info(
-            "serving %s in %s on %s, sequences to %d tokens, batches to %d; arena to %.1f MB, weights %.1f MB;"
+            "serving %s in %s on %s, sequences up to %d tokens, batches up to %d; arena up to %.1f MB, weights %.1f MB;"
             " loaded in %.1f s",
             runner.task,
             str(runner.dtype).removeprefix("torch."),

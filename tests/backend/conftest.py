@@ -1,4 +1,4 @@
-"""Small random checkpoints, random numbers, the server's module, and a machine without a GPU."""
+"""Fixtures: small random checkpoints, random numbers, a stand-in for the server's module, no GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MakeCheckpoint = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """Return `save_checkpoint`, into a new folder."""
+    """Return a function that saves a checkpoint into a new folder."""
 
     def make(*kind: str, **settings: Any) -> Path:
         return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), *kind, **settings)
@@ -34,13 +34,13 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 
 @pytest.fixture(scope="session")
 def small_bert(make_checkpoint: MakeCheckpoint) -> Path:
-    """Return one plain checkpoint that tests read and do not change."""
+    """Return a shared checkpoint that tests must not change."""
     return make_checkpoint()
 
 
 @pytest.fixture
 def folder(small_bert: Path, tmp_path: Path) -> Path:
-    """Return a copy of the plain checkpoint, for a test to change."""
+    """Return a copy of `small_bert` that a test may change."""
     return shutil.copytree(small_bert, tmp_path / "copy")
 
 
@@ -64,7 +64,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the same on a machine with a GPU; `tests/kernels/fused/test_encoder.py` is what uses one."""
+    """Hide the machine's GPU; `tests/kernels/fused/test_encoder.py` runs on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

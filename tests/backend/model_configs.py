@@ -1,4 +1,4 @@
-"""Configurations of models as the server hands them over: config.pbtxt in its JSON form."""
+"""Model configurations as the server passes them: config.pbtxt as JSON."""
 
 from varlen import wire
 from varlen.server_config import tensor_entry

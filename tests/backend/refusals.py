@@ -1,4 +1,4 @@
-"""Errors that tests expect, by their exact words."""
+"""Expected errors, matched by their exact text."""
 
 import re
 from functools import partial
@@ -9,7 +9,7 @@ from varlen.errors import CheckpointError, ConfigError, RequestError
 
 
 def raises(error, message):
-    """Expect an error whose message holds `message`, taken literally."""
+    """Expect an error whose message contains `message` literally."""
     return pytest.raises(error, match=re.escape(message))
 
 

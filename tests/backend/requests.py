@@ -1,4 +1,4 @@
-"""Prompts and requests of given token ids."""
+"""Prompts and requests for tests, built from token ids."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from varlen.request import Prompt, Request, RequestOptions
 
 
 def prompt_of(ids, types=None):
-    """Return a prompt of these token ids, or of this one."""
+    """Return a prompt of these token ids, or of a single one."""
     ids = np.array(ids, dtype=np.int32, ndmin=1)
     return Prompt(ids, None if types is None else np.array(types, dtype=np.int32))
 

@@ -1,4 +1,4 @@
-"""Settings: defaults, types, and messages that name the key, the value and what is allowed."""
+"""Settings: defaults, types, and errors that name key, value and allowed values."""
 
 from dataclasses import fields
 

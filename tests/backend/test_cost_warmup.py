@@ -1,4 +1,4 @@
-"""Costs when a model is loaded: measured once, read after that, assumed where nothing may be measured."""
+"""Costs at model load: measured once, then read from the cache, or assumed."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ VOCAB_SIZE = 50
 
 
 class FakeRunner:
-    """Takes as long as its tokens on a clock of its own."""
+    """Runs batches on a virtual clock, in time proportional to their tokens."""
 
     task = "embed"
     device = torch.device("cpu")
@@ -101,7 +101,9 @@ def test_the_first_start_measures_and_the_second_one_reads(
 
     assert len(progress) == 3
     assert all(line.startswith("measured ") for line in progress)
-    assert re.match(r"costs measured in \d+\.\d s \(\d+ batches\); the fit is off by \d", done)
+    assert re.match(
+        r"costs measured in \d+\.\d s \(\d+ batches\); the fit's median error is \d", done
+    )
     assert again.ran == []
     (said,) = lines(caplog)
     assert re.fullmatch(r"costs read from the cache, measured \d{4}-\d\d-\d\d \d\d:\d\d UTC", said)
@@ -137,7 +139,7 @@ def test_without_warm_up_nothing_runs_and_nothing_is_read_or_written(
     assert runner.ran == []
     assert not Path(config.cache_folder).exists()
     assert lines(caplog) == [
-        "costs are assumed, as warmup_seconds is 0; batches that run correct them"
+        "warmup_seconds is 0; using assumed costs, which batches correct as they run"
     ]
     assert costs.seconds(BatchShape.of([64])) == pytest.approx(1.5e-3 + 30e-6 * 64 + 20e-9 * 64**2)
 
@@ -150,7 +152,7 @@ def test_costs_are_assumed_for_one_sequence_a_batch_and_on_a_gpu(runner, config,
     runner.device = torch.device("cuda")
     on_gpu = assumed_costs(runner, alone)
     assert on_gpu.execution == execution
-    # as if it had 256 tokens at least
+    # a GPU batch counts as at least 256 tokens
     assert on_gpu.seconds(BatchShape.of([32])) == pytest.approx(3.0e-3, rel=0.01)
 
 
@@ -270,7 +272,7 @@ def test_stored_costs_without_batches_are_measured_again(runner, clock, checkpoi
     costs_for(again, checkpoint, config)
 
     assert again.ran
-    assert any("measured again" in line for line in lines(caplog))
+    assert any("measuring them again" in line for line in lines(caplog))
 
 
 def test_too_little_memory_to_measure_anything_leaves_assumed_costs(
@@ -285,7 +287,7 @@ def test_too_little_memory_to_measure_anything_leaves_assumed_costs(
 
     shape = BatchShape.of([3, 60])
     assert costs.seconds(shape) == assumed_costs(runner, config).seconds(shape)
-    assert "too little memory to measure costs: they are assumed" in lines(caplog)
+    assert "too little memory to measure costs; using assumed costs" in lines(caplog)
 
 
 def test_a_model_that_fails_is_not_served(runner, checkpoint, config):
@@ -296,7 +298,7 @@ def test_a_model_that_fails_is_not_served(runner, checkpoint, config):
 
     with pytest.raises(RuntimeError, match="broken"):
         costs_for(runner, checkpoint, config)
-    # and the next one may measure
+    # the next load may measure
     runner.run = lambda prompts, options: FakeRunner.run(runner, prompts, options)
     costs_for(runner, checkpoint, config)
 
@@ -326,7 +328,7 @@ def test_a_real_model_is_measured(small_bert, tmp_path, execution):
     assert key["threads"] == str(torch.get_num_threads())
     assert key.keys() >= {"checkpoint", "device", "task", "varlen", "torch", "plan"}
     assert all(isinstance(value, str) for value in key.values())
-    # a key names no folder: another one may hold the same checkpoint
+    # a key holds no path: another folder may hold the same checkpoint
     assert str(small_bert) not in json.dumps(dict(key))
 
 

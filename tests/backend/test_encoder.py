@@ -1,4 +1,4 @@
-"""The engine in process: from lists to arrays, from many threads, without the cost of torch until it is asked for."""
+"""The in-process `Encoder`: inputs, threads, cache, errors and lazy import of torch."""
 
 import subprocess
 import sys
@@ -147,7 +147,7 @@ def test_many_threads_with_a_cache_get_what_they_asked_for(small_bert, encoder, 
     rows = random_rows(rng, 30)
     expected = encoder.embed(rows)
     plans = [rng.integers(0, len(rows), rng.integers(1, 9)) for _ in range(200)]
-    # room for a third of them, so that all of it happens: hits, joins, runs and evictions
+    # room for a third of them, so hits, joins, runs and evictions all happen
     with Encoder.from_pretrained(small_bert, dtype="fp32", response_cache_bytes=6000) as cached:
 
         def work(plan):

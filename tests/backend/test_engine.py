@@ -1,6 +1,6 @@
-"""Every submitted request is answered exactly once, on every path, and what waits is counted right.
+"""The engine answers each request exactly once, and its counters return to zero.
 
-By hand (`step`) on a virtual clock where order matters, with the engine's own thread where closing does.
+Tests of order call `step` on a virtual clock; tests of closing run the engine's own thread.
 """
 
 import contextlib
@@ -37,7 +37,10 @@ SECONDS = 10.0
 
 
 class FakeExecutor(HeldExecutor):
-    """Answers the sum of a prompt's ids; fails on `poison` and `fault`, and on more tokens than `fits`."""
+    """Returns the sum of each prompt's ids, or a failure.
+
+    `poison` and `fault` are ids that fail; `fits` is the largest batch in tokens.
+    """
 
     def __init__(self, poison=None, fits=10_000, slots=1, fault=None):
         super().__init__(slots)
@@ -67,7 +70,7 @@ class FakeExecutor(HeldExecutor):
 
 
 class ThreadedExecutor(FakeExecutor):
-    """Completes batches from threads of its own, when the gate is open."""
+    """Completes batches in other threads, while the gate is open."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -93,7 +96,7 @@ class ThreadedExecutor(FakeExecutor):
 def make_scheduler(
     budget=8, kind=OneShotScheduler, max_requests=1000, max_tokens=10_000, slots=1, **settings
 ):
-    """Return a scheduler of batches to `budget` tokens; in order of arrival unless the settings name a policy."""
+    """Return a scheduler with batches of `budget` tokens, by default in order of arrival."""
     costs = cost_table(lambda n, length: 1.0 + n * length, max_sequences=8, max_length=16)
     settings = {"policy": "token_budget", **settings}
     limits = {"max_queued_requests": max_requests, "max_queued_tokens": max_tokens}
@@ -117,7 +120,7 @@ class Bench:
         return reply
 
     def step(self):
-        """Let the engine fill its slots, complete what runs, and let it see that."""
+        """Fill the engine's slots, complete the batches, and process the results."""
         wake_at = self.engine.step()
         while self.executor.in_flight:
             self.executor.complete()
@@ -272,7 +275,7 @@ def test_a_part_that_fails_fails_its_request_once_and_the_rest_is_dropped():
 
     assert isinstance(reply.only, EngineError)
     assert after.only == [[5]]
-    # its rows behind the failure did not run
+    # its rows after the failure did not run
     assert [len(batch[0]) for batch in bench.executor.batches] == [8, 8, 1]
     assert bench.admission.depth == (0, 0)
 
@@ -430,7 +433,7 @@ def test_close_runs_what_is_queued(started):
 
 
 def test_close_right_after_submit_loses_nothing(started):
-    # the sentinel of close() may be met at any point of the loop
+    # the sentinel of close() may arrive at any point of the loop
     for _ in range(50):
         bench = started(Bench(ThreadedExecutor()))
         replies = [bench.submit([n]) for n in range(3)]
@@ -468,7 +471,7 @@ def test_close_while_others_submit_answers_or_refuses_each(started):
 
 
 class FailingScheduler(OneShotScheduler):
-    """Raises once: in `schedule`, before or after it has a batch, or in `update`."""
+    """Raises once: in `update`, or in `schedule` before or after it has a batch."""
 
     when = None
 
@@ -586,7 +589,7 @@ ACTIONS = st.lists(
 def test_any_order_of_events_answers_each_request_once(
     actions, slots, budget, max_requests, max_tokens, fits, policy, trigger
 ):
-    """Batches complete in any order while requests come, are cancelled, fail and run out of memory."""
+    """Batches complete in any order; requests arrive, fail and are cancelled."""
     bench = Bench(
         FakeExecutor(poison=13, fits=fits, slots=slots),
         budget=budget,
@@ -713,13 +716,13 @@ def test_the_thread_answers_each_request_once_whatever_fails(
 
     close_in_time(bench.engine)
 
-    # finish() may have raised after it was called; then nothing else is
+    # finish() may have raised; then no other method is called
     assert all(len(reply.answers) == 1 for reply in replies)
     assert bench.admission.depth == (0, 0)
 
 
 def test_an_expired_request_is_answered_as_soon_as_something_happens():
-    """Not when its turn comes: other requests need its place in the queue."""
+    """It does not wait for its turn: other requests need its place in the queue."""
     bench = Bench(FakeExecutor())
     bench.submit([1] * 8)
     bench.engine.step()
@@ -750,7 +753,7 @@ def test_a_request_that_runs_when_its_deadline_passes_gets_its_answer():
 
 
 def test_answered_and_refused_requests_are_not_kept_alive():
-    """Their replies hold outputs, and each output may be a view of a whole batch."""
+    """Replies hold outputs, and each output may be a view of a whole batch."""
     bench = Bench(FakeExecutor(fault=13))
     replies = []
     gc.disable()

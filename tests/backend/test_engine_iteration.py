@@ -1,7 +1,7 @@
-"""A model that answers step by step runs through the same engine: the proof that iteration fits the contract.
+"""The same engine serves a model that answers step by step.
 
-The toy model counts: a prompt `[n]` needs n steps, and step k puts out k. Its scheduler is iteration-level first come,
-first served: running sequences go on before waiting ones start, and one that finishes makes room at the next step.
+The toy model counts: a prompt `[n]` needs n steps, and step k outputs k. Its scheduler is iteration-level first come,
+first served: running sequences go before waiting ones, and one that finishes frees its place at the next step.
 """
 
 import math
@@ -24,7 +24,7 @@ POISON = 13
 
 
 class StepScheduler:
-    """Schedules up to `width` sequences a step; each goes on until it has run as often as its prompt says."""
+    """Schedules up to `width` sequences per step, each for the steps in its prompt."""
 
     def __init__(self, width, max_requests=1000):
         self.width = width
@@ -98,7 +98,7 @@ class StepScheduler:
 
 
 class StepExecutor(HeldExecutor):
-    """Puts out the number of each sequence's step when a test completes the batch."""
+    """Outputs each sequence's step number, when a test completes the batch."""
 
     def __init__(self, scheduler, slots):
         super().__init__(slots)
@@ -167,7 +167,7 @@ def test_parts_come_at_every_step_and_the_end_with_the_last():
 
 
 def test_a_sequence_that_finishes_makes_room_at_the_next_step():
-    """Orca's iteration-level scheduling: a short request behind long ones does not wait for their ends."""
+    """As in Orca, a short request does not wait until long ones end."""
     bench = Bench(width=2)
     long, short, later = bench.submit(9), bench.submit(1), bench.submit(1)
 

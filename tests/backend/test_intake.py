@@ -1,4 +1,4 @@
-"""The edge: each message says the row, what came and what is allowed."""
+"""Input checks: each error names the row, the value and the allowed values."""
 
 import shutil
 from dataclasses import replace
@@ -153,7 +153,7 @@ def test_refuses_a_damaged_tokenizer(tmp_path):
 
 
 def test_refuses_a_text_without_tokens(small_bert, tmp_path):
-    # a tokenizer that adds no special tokens, and a character that its normalizer removes
+    # the tokenizer adds no special tokens, and its normalizer removes the character
     shutil.copy(small_bert / "tokenizer.json", tmp_path)
     set_fields(tmp_path, "tokenizer.json", post_processor=None)
     intake = Intake(Tokenizer(tmp_path, 12), LIMITS)
@@ -182,7 +182,7 @@ def test_refuses_a_sequence_that_does_not_fit_the_arena(tokenizer):
         "row 1: 4 tokens need 400 bytes of memory to run; this model has 300, enough for 3 tokens (arena_bytes)"
     ):
         intake.token_ids([ids(2), ids(2, 5, 6, 3)])
-    # cutting a text where memory ends would change what it means
+    # truncating a text to fit memory would change its meaning
     for truncate in (False, True):
         with refused("row 0: 4 tokens need 400 bytes"):
             intake.texts(["the cat"], truncate=truncate)

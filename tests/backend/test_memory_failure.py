@@ -1,4 +1,4 @@
-"""Memory that runs out in the middle of a batch: the batch runs in parts, and every request is answered."""
+"""Running out of memory in a batch: it runs in parts, and requests are answered."""
 
 import logging
 
@@ -11,7 +11,7 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import EngineError
 
-# More than any machine has addresses.
+# More than the address space of any machine.
 TOO_MANY_BYTES = 1 << 60
 
 
@@ -24,22 +24,22 @@ def numpy_refuses():
 
 
 def onednn_refuses():
-    # oneDNN's error when addresses ran out; a test cannot cause it at will
+    # oneDNN's error without address space, which a test cannot provoke reliably
     raise RuntimeError("could not create a primitive")
 
 
 @pytest.fixture
-def hungry(monkeypatch):
-    """Return a function that makes linear layers run out of memory above a number of tokens."""
+def limit_memory(monkeypatch):
+    """Return a function that makes linear layers fail above a number of tokens."""
     linear = varlen_kernels.reference.linear
 
-    def make(refuse, most_tokens):
-        def hungry_linear(x, *args, **kwargs):
-            if len(x) > most_tokens:
+    def make(refuse, max_tokens):
+        def limited_linear(x, *args, **kwargs):
+            if len(x) > max_tokens:
                 refuse()
             return linear(x, *args, **kwargs)
 
-        monkeypatch.setattr(varlen_kernels.reference, "linear", hungry_linear)
+        monkeypatch.setattr(varlen_kernels.reference, "linear", limited_linear)
 
     return make
 
@@ -63,11 +63,11 @@ def random_rows(count):
 
 @pytest.mark.parametrize("refuse", [torch_refuses, numpy_refuses, onednn_refuses])
 def test_a_batch_that_runs_out_of_memory_is_answered_in_parts(
-    encoder, roundings, hungry, caplog, refuse
+    encoder, roundings, limit_memory, caplog, refuse
 ):
     rows = random_rows(100)
     expected = encoder.embed(rows)
-    hungry(refuse, 500)
+    limit_memory(refuse, 500)
 
     with caplog.at_level(logging.WARNING):
         answers = encoder.embed(rows)
@@ -77,11 +77,11 @@ def test_a_batch_that_runs_out_of_memory_is_answered_in_parts(
 
 
 def test_a_sequence_that_runs_out_of_memory_alone_fails_and_no_other_does(
-    encoder, roundings, hungry
+    encoder, roundings, limit_memory
 ):
     rows = random_rows(50)
     expected = encoder.embed(rows)
-    hungry(torch_refuses, 60)
+    limit_memory(torch_refuses, 60)
 
     with pytest.raises(EngineError, match="too little memory to run this request"):
         encoder.embed([[5] * 61])

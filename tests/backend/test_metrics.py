@@ -1,4 +1,4 @@
-"""Counts reach the server's series, once each, from a thread of their own."""
+"""Metrics: a thread exports each count to the server's series once."""
 
 from time import monotonic, sleep
 
@@ -14,7 +14,7 @@ from .fakes.triton_python_backend_utils import Metric
 INSTANCE = {"model": "m", "version": "1", "instance": "m_0"}
 REQUESTS = "varlen_requests_total"
 REFUSALS = "varlen_refused_requests_total"
-# any numbers, all different
+# arbitrary, distinct numbers
 GAUGES = {
     name: float(value)
     for value, name in enumerate((n for n in SERIES if SERIES[n] == "GAUGE"), start=3)
@@ -32,7 +32,7 @@ SNAPSHOT = {**GAUGES, **TOTALS}
 
 
 class FakeServer:
-    """Makes series, and looks them up by name and by outcome or reason."""
+    """Creates series, and finds them by name and by outcome or reason."""
 
     def __init__(self):
         self.series = {}
@@ -63,7 +63,7 @@ def stats():
 
 @pytest.fixture
 def exporter(server, stats, monkeypatch):
-    # a flush happens when a test asks for it
+    # tests call flush themselves
     monkeypatch.setattr(metrics, "_FLUSH_SECONDS", 3600)
     exporter = Exporter(stats, SNAPSHOT.copy, server.make_series, INSTANCE)
     yield exporter

@@ -1,6 +1,6 @@
-"""The cache in front of the engine: what it keeps and what it shares; sharing affects no other request.
+"""The response cache: entries that it keeps, and runs that equal requests share.
 
-By hand on a virtual clock, with an engine that answers when a test asks it to; and with many threads.
+Most tests use a virtual clock and a fake engine driven by hand; the last ones use many threads.
 """
 
 import gc
@@ -32,31 +32,31 @@ from .requests import prompt_of, request_of
 
 SECONDS = 10.0
 WIDTH = 4
-# of one entry of the fake engine
+# bytes of one entry of the fake engine
 SIZE = 4 * WIDTH + ENTRY_BYTES
 ANY = JoinLimits(max_flight_tokens=1000, max_requests=1000, max_tokens=100_000)
 
 
 def answer(sequence, normalize, run=0):
-    """Return the engine's answer: it identifies the inputs and the run."""
+    """Return the engine's answer, which identifies the inputs and the run."""
     kind = -1 if sequence.type_ids is None else sequence.type_ids.sum()
     values = [sequence.token_ids.sum(), kind, normalize, run]
     return np.array(values, dtype=np.float32)
 
 
 def succeed(reply, rows):
-    """Answer as the engine does: a part that cannot be sent fails the request."""
+    """Answer like the engine: a part that cannot be sent fails the request."""
     try:
         for row, output in enumerate(rows):
             reply.send(row, output)
     except Exception:
-        reply.fail(EngineError("the answer could not be read; the server's log says why"))
+        reply.fail(EngineError("the answer could not be delivered; the server's log says why"))
     else:
         reply.finish()
 
 
 class FakeEngine:
-    """Holds requests until a test runs or fails them."""
+    """An engine that holds requests until a test runs or fails them."""
 
     def __init__(self):
         self.refusal = None
@@ -73,11 +73,11 @@ class FakeEngine:
 
     @property
     def waiting(self):
-        """The token ids of what waits, by flight."""
+        """Token ids of the waiting requests, by flight."""
         return [[s.token_ids.tolist() for s in request.prompts] for request, _ in self.flights]
 
     def run(self, index=0):
-        """Answer as the real engine does: not a request that is cancelled."""
+        """Answer a request like the engine, unless it is cancelled."""
         request, reply = self.flights.pop(index)
         if reply.is_cancelled():
             reply.fail(RequestCancelled("cancelled before it ran"))
@@ -98,7 +98,7 @@ class FakeEngine:
 
 
 class CacheReply(FakeReply):
-    """Fails unless rows come in their order. `answer` says what is in a row."""
+    """A reply that fails unless rows arrive in order; see `answer` for their contents."""
 
     def send(self, row, output):
         assert row == len(self.outputs), "rows in order"
@@ -112,7 +112,7 @@ class CacheReply(FakeReply):
 
     @property
     def runs(self):
-        """By which run each row was brought."""
+        """The run that produced each row."""
         return [row[3] for row in self.only]
 
 
@@ -131,7 +131,7 @@ class Bench:
         return reply
 
     def get(self, *rows, **given):
-        """Ask, run whatever is needed, and return the reply."""
+        """Submit a request, run the engine as needed, and return the reply."""
         reply = self.ask(*rows, **given)
         self.engine.run_all()
         return reply
@@ -141,7 +141,7 @@ class Bench:
 
 
 def holds_nothing(cache):
-    """Return whether nothing is left of requests that were answered."""
+    """Return whether no state of answered requests is left."""
     return (cache._flights, cache._followers, cache._follower_tokens) == ({}, 0, 0)
 
 
@@ -150,7 +150,7 @@ def bench():
     return Bench()
 
 
-# What is kept
+# Entries
 
 
 def test_an_answer_is_given_again_without_running(bench):
@@ -304,7 +304,7 @@ def test_an_answer_is_given_until_it_is_too_old():
     bench.get(1)
     bench.clock.now += 59.0
     assert bench.get(1).runs == [1]
-    # being used does not make it younger
+    # a hit does not extend its age limit
     bench.clock.now += 2.0
     assert bench.get(1).runs == [2]
     assert bench.cache.use() == CacheUse(SIZE, 1, hits=1, misses=2, evictions=1)
@@ -342,7 +342,7 @@ STEPS = st.lists(
 
 
 class Model:
-    """A model of the cache: a dict in order of use."""
+    """Model of the cache for comparison: a dict in order of use."""
 
     def __init__(self, entries, max_seconds):
         self.entries, self.max_seconds = entries, max_seconds
@@ -411,7 +411,7 @@ def test_its_bound_is_never_passed_whatever_the_sizes(answers, max_bytes):
         assert cache.use().held_bytes == sum(len(a.values) + ENTRY_BYTES for a in kept) <= max_bytes
 
 
-# What is shared
+# Sharing
 
 
 def test_equal_sequences_of_one_request_run_once(bench):
@@ -511,13 +511,13 @@ def test_the_number_of_joined_requests_is_limited(joins):
     assert [len(reply.answers) for reply in replies] == [1, 1, 1, 0]
     bench.engine.run()
     assert bench.is_idle()
-    # others may wait again
+    # others may join again
     bench.ask([2, 2])
     bench.ask([2, 2])
     assert len(bench.engine.flights) == 1
 
 
-# What becomes of requests that wait for another
+# Followers and their leaders
 
 
 def test_followers_of_a_refused_leader_restart(bench):
@@ -647,7 +647,7 @@ def test_a_leader_that_is_dropped_for_itself_leaves_its_followers_alone(bench, e
     bench.engine.fail(error)
 
     assert leader.only is error
-    # the first of them leads now, with what is left of its own time
+    # the first follower now leads, with its own remaining time
     assert bench.engine.waiting == [[[2]], [[1]]]
     assert [request.options.deadline_seconds for request, _ in bench.engine.flights] == [1.5, None]
     bench.engine.run()
@@ -664,7 +664,7 @@ def test_a_restarted_request_does_not_join_a_later_one(bench):
 
     bench.engine.fail(DeadlineError("late"))
 
-    # otherwise requests that miss their deadlines could delay it for ever
+    # otherwise requests that miss their deadlines could delay it forever
     assert [request.options.deadline_seconds for request, _ in bench.engine.flights] == [0.5, None]
     bench.engine.fail(DeadlineError("late"))
     assert isinstance(late.only, DeadlineError)
@@ -693,7 +693,7 @@ def test_a_failed_batch_fails_all_its_requests_and_is_not_kept(bench, error):
 
     assert all(reply.only is error for reply in replies)
     assert bench.cache.use().entries == 0
-    # no request waits for what the third one sent
+    # no other request waits for the third one's sequences
     [(_, flight)] = bench.engine.flights
     assert flight.is_cancelled()
     bench.engine.run()
@@ -824,7 +824,7 @@ def test_any_order_of_events_answers_each_request_once_and_rightly(
 
 
 class ThreadedEngine:
-    """Answers from a thread of its own; refuses and fails a random part of the requests."""
+    """Answers in a thread; refuses and fails random requests."""
 
     def __init__(self, chance=0.0, seed=0):
         self._chance = chance

@@ -1,4 +1,4 @@
-"""Settings of config.pbtxt with which the server would give wrong answers are refused, with the reason."""
+"""Settings of config.pbtxt that would cause wrong answers are refused with a reason."""
 
 import pytest
 
@@ -80,7 +80,7 @@ TEXT = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
     [
         (
             {"input": [{**TEXT, "name": "TEXT"}]},
-            'input "TEXT" is not one of the task embed; allowed: text, input_ids',
+            'input "TEXT" is not a tensor of the task embed; allowed: text, input_ids',
         ),
         (
             {"input": [{"name": "input_ids", "data_type": "TYPE_INT32", "dims": [-1]}]},

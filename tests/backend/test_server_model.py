@@ -1,4 +1,4 @@
-"""The server's entry against a stand-in for the server that punishes what the real one dies of."""
+"""The server's entry point, against a strict stand-in for the server."""
 
 import copy
 import importlib
@@ -29,7 +29,7 @@ OUR_THREADS = ("varlen-engine", "varlen-sender", "varlen-metrics")
 
 @pytest.fixture
 def server_model(pb_utils, monkeypatch):
-    """Return a fresh import of the entry, whose watchdog ends at once."""
+    """Return a fresh import of the entry point; its watchdog ends immediately."""
     logger = logging.getLogger("varlen")
     kept = logger.level, logger.propagate, list(logger.handlers)
     for name in SERVER_MODULES:
@@ -61,7 +61,7 @@ def our_threads():
 
 @pytest.fixture
 def load(server_model, pb_utils, small_bert):
-    """Return a function that loads a model; what is loaded is finalized when the test ends."""
+    """Return a function that loads a model until the test ends."""
     loaded = []
 
     def load(folder=small_bert, given=None, **parameters):
@@ -83,7 +83,7 @@ def load(server_model, pb_utils, small_bert):
 
 @pytest.fixture
 def ask(pb_utils):
-    """Return a function that makes a request; it knows when it is answered."""
+    """Return a function that makes a request and can wait for its answer."""
 
     def ask(parameters=None, *, timeout=0, **tensors):
         answered = Event()
@@ -127,7 +127,7 @@ def failure(request):
 
 
 def start_and_hold(model, request):
-    """Execute a request; return, while its batch runs, the event that lets the batch go on."""
+    """Execute a request; return the event that lets its running batch continue."""
     runner = model._service.runner
     begun, go_on, run = Event(), Event(), runner.run
 
@@ -642,7 +642,7 @@ def test_an_unexpected_load_error_goes_to_the_log_alone(
 
 
 def test_no_frame_of_a_load_error_names_a_path(load, server_model, pb_utils, tmp_path):
-    # the server adds the frames, with their files, to the message
+    # the server adds the stack frames, with file names, to the message
     pb_utils.model_dir = str(tmp_path)
     made = pb_utils.ModelConfig(json.dumps(EMPTY))
     model = server_model.TritonPythonModel()
@@ -672,10 +672,10 @@ def test_what_the_server_fills_in_loads(load):
     assert load(given=model_config(parameters={"dtype": "fp32"}, **filled)).is_ready()
 
 
-def test_refuses_a_numpy_that_the_server_garbles(load, pb_utils):
-    pb_utils.garbles_arrays = True
+def test_refuses_a_numpy_that_the_server_corrupts(load, pb_utils):
+    pb_utils.corrupts_arrays = True
 
-    message = f"garbles arrays of numpy {np.__version__}: install numpy<2"
+    message = f"corrupts arrays of numpy {np.__version__}: install numpy<2"
     with pytest.raises(pb_utils.TritonModelException, match=re.escape(message)):
         load()
 
@@ -742,7 +742,7 @@ def test_auto_complete_refuses_what_it_cannot_read(complete, pb_utils, small_ber
 
 
 def import_entry(folder, code):
-    """Import the entry in a process of its own, where `folder` holds the server's module."""
+    """Import the entry point in a new process, with the server's module in `folder`."""
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     subprocess.run(
         [sys.executable, "-c", f"import sys, varlen.model; {code}"],

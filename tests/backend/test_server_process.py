@@ -1,4 +1,4 @@
-"""The server's stub process: its watchdog ends it with the server, and freed memory goes back to the system."""
+"""The server's stub process: its watchdog, and returning freed memory to the system."""
 
 import contextlib
 import importlib
@@ -39,7 +39,7 @@ def parent_and_child():
 
 @pytest.fixture
 def watch(server_process):
-    """Return a function that starts a watchdog of a process and its parent."""
+    """Return a function that starts a watchdog for a process and its parent."""
 
     def watch(parent, child, proc="/proc"):
         script = server_process._WATCHDOG.replace("/proc", str(proc))
@@ -51,7 +51,7 @@ def watch(server_process):
 
 
 def runs(pid):
-    """Return whether a process runs: it exists, and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     return False
@@ -71,7 +71,7 @@ def test_the_watchdog_ends_a_process_whose_parent_was_killed(watch, parent_and_c
 
 @pytest.fixture
 def zombie():
-    """Return a process that was killed and that its parent, this one, has not waited for."""
+    """Return a killed process that its parent has not waited for."""
     process = subprocess.Popen(["/bin/sh", "-c", "sleep 300"])
     yield process
     process.kill()
@@ -90,7 +90,7 @@ def test_the_watchdog_ends_beside_a_zombie(watch, zombie):
 
 
 def test_the_watchdog_spares_another_process_of_the_same_id(watch, tmp_path):
-    # a /proc of our own: nothing can make the system use an id again
+    # a fake /proc, since a test cannot make the system reuse an id
     process = tmp_path / "77"
     process.mkdir()
     stat = "77 (a name (1) of it) S {parent} " + "0 " * 17 + "{started} 0 0\n"
@@ -99,7 +99,7 @@ def test_the_watchdog_spares_another_process_of_the_same_id(watch, tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         watchdog.wait(timeout=2)
 
-    # with another parent, for which the first process would be killed
+    # another parent: a watchdog that ignored the start time would kill the process
     (process / "next").write_text(stat.format(parent=6, started=2000))
     (process / "next").rename(process / "stat")
 
@@ -117,7 +117,7 @@ def test_the_watchdog_ends_with_the_process_it_watches(watch, parent_and_child):
     assert not runs(child)
 
 
-# Of a process of its own: what it holds, and the C library's memory.
+# Start of the scripts that run in a new process.
 PRELUDE = """
 import ctypes, resource, sys, time
 from pathlib import Path
@@ -133,7 +133,7 @@ libc.malloc.restype = ctypes.c_void_p
 libc.free.argtypes = [ctypes.c_void_p]
 """
 
-# Frees large blocks between small ones that stay: what a heap cannot give back.
+# Frees large blocks between small ones that stay, which a heap cannot return.
 FREE_LARGE_BLOCKS = """
 return_large_memory()
 libc.free(libc.malloc(4 << 20))
@@ -148,7 +148,7 @@ for block in blocks:
 print(resident() - before)
 """
 
-# Frees small blocks between a few that stay, and goes on working.
+# Frees small blocks between a few that stay, and keeps working.
 FREE_SMALL_BLOCKS = """
 before, blocks = resident(), []
 for _ in range(1000):

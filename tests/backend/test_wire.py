@@ -1,4 +1,4 @@
-"""The wire: what tensors and parameters may hold, and that padding leaves no trace."""
+"""The wire format: valid tensors and parameters, and removal of padding."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The scripts of .ci, which are in no package, as modules."""
+"""Import of the scripts in .ci as modules."""
 
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path

@@ -205,7 +205,7 @@ def test_fails_after_the_last_retry_with_the_number_of_attempts(client, server, 
 
 
 def test_a_missed_deadline_is_not_retried(client, server, fault):
-    message = "deadline missed: the answer would come in 9 ms; 5 were given"
+    message = "deadline missed: the answer is expected in 9 ms, the deadline is in 5 ms"
     server.model.faults = [fault("unavailable", message)]
 
     with pytest.raises(DeadlineMissed, match=f"^{message}$"):

@@ -1,4 +1,4 @@
-"""The plainest clients of the server's two protocols: they check nothing, so a test can send what no library would.
+"""Minimal gRPC and HTTP clients that check nothing, so tests can send invalid requests.
 
 Both raise `AnswerError` with the gRPC name of its code, whatever the protocol. Safe to use from several threads.
 """
@@ -21,8 +21,8 @@ from varlen_tools.local_server import LOOPBACK, LocalServer
 
 Array: TypeAlias = npt.NDArray[Any]
 
-# Longer than any answer takes on a busy machine; a request that reaches it is counted as lost.
-PATIENCE_SECONDS = 100.0
+# Longer than any answer takes on a busy machine; a request that times out counts as lost.
+TIMEOUT_SECONDS = 100.0
 
 _DTYPES: dict[str, type[np.generic]] = {"FP32": np.float32}
 _CODE_OF_STATUS = {
@@ -45,7 +45,7 @@ class AnswerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An input as it goes over the wire; nothing says that its bytes fit its shape."""
+    """An input on the wire; its bytes need not fit its shape."""
 
     datatype: str
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class Client(ABC):
         model: str,
         inputs: Mapping[str, Tensor],
         parameters: Mapping[str, Any] | None = None,
-        timeout: float = PATIENCE_SECONDS,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> Array:
         """Return the request's only output, or raise AnswerError."""
 
@@ -97,9 +97,9 @@ class Client(ABC):
         model: str,
         inputs: Mapping[str, Tensor],
         parameters: Mapping[str, Any] | None = None,
-        timeout: float = PATIENCE_SECONDS,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> "Future[Array]":
-        """Send the request and return its answer to come."""
+        """Send the request and return a future of its answer."""
         return self._pool.submit(self.infer, model, inputs, parameters, timeout)
 
 
@@ -123,7 +123,7 @@ class GrpcClient(Client):
         model: str,
         inputs: Mapping[str, Tensor],
         parameters: Mapping[str, Any] | None = None,
-        timeout: float = PATIENCE_SECONDS,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> Array:
         try:
             answer = self._infer(_grpc_request(model, inputs, parameters or {}), timeout=timeout)
@@ -135,14 +135,14 @@ class GrpcClient(Client):
         )
 
     def call(
-        self, model: str, inputs: Mapping[str, Tensor], timeout: float = PATIENCE_SECONDS
+        self, model: str, inputs: Mapping[str, Tensor], timeout: float = TIMEOUT_SECONDS
     ) -> grpc.Future:
         """Send a request and return gRPC's own handle, which can cancel it."""
         return self._infer.future(_grpc_request(model, inputs, {}), timeout=timeout)
 
 
 class HttpClient(Client):
-    """Requests over HTTP with binary tensors, each on a connection of its own."""
+    """Requests over HTTP with binary tensors, one connection per request."""
 
     def __init__(self, server: LocalServer) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class HttpClient(Client):
         model: str,
         inputs: Mapping[str, Tensor],
         parameters: Mapping[str, Any] | None = None,
-        timeout: float = PATIENCE_SECONDS,
+        timeout: float = TIMEOUT_SECONDS,
     ) -> Array:
         connection = http.client.HTTPConnection(LOOPBACK, self._port, timeout=timeout)
         try:

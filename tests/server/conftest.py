@@ -1,4 +1,4 @@
-"""One server with several models for most tests, clients of both protocols, and oracles that run in this process."""
+"""Fixtures: one server with several models, clients of both protocols, and oracles in process."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +19,7 @@ LOADED = ("minilm", "classifier", "tagger", "encoder", "slow", "capped")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark the tests in this folder; a first test may wait for a server and its oracles."""
+    """Mark the tests in this folder, with a longer timeout for the server's start."""
     item.add_marker(pytest.mark.server)
     item.add_marker(pytest.mark.timeout(300))
 
@@ -45,14 +45,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "classifier": save("classifier", "BertForSequenceClassification", num_labels=3),
         "tagger": save("tagger", "BertForTokenClassification", num_labels=5),
         "encoder": save("encoder"),
-        # A request of many long rows keeps it busy while a test does something else.
+        # A request of many long rows keeps it busy during a test.
         "slow": save("slow", hidden_size=128),
     }
 
 
 @pytest.fixture(scope="session")
 def roundings(minilm: Path, checkpoints: dict[str, Path]) -> dict[str, int]:
-    """Number of roundings in a forward pass, by model name: what `assert_close` takes."""
+    """Roundings in a forward pass by model name, as `assert_close` needs them."""
     folders = {"minilm": minilm, **checkpoints}
     return {name: encoder_roundings(folder) for name, folder in folders.items()}
 
@@ -102,7 +102,7 @@ def http_client(server: LocalServer) -> Iterator[HttpClient]:
 
 @pytest.fixture(params=["grpc", "http"])
 def client(request: pytest.FixtureRequest) -> Client:
-    """A client of either protocol: what uses it runs for both."""
+    """A client; each test that uses it runs once per protocol."""
     found: Client = request.getfixturevalue(f"{request.param}_client")
     return found
 
@@ -116,5 +116,5 @@ def in_process(minilm: Path) -> Iterator[Encoder]:
 
 @pytest.fixture(scope="session")
 def sentence_transformer(minilm: Path) -> SentenceTransformer:
-    """MiniLM as its authors run it."""
+    """MiniLM in sentence-transformers."""
     return SentenceTransformer(str(minilm), device="cpu", local_files_only=True)

@@ -1,4 +1,4 @@
-"""Model repositories, and what a test looks at from outside: processes, metrics, the model control API."""
+"""Model repositories, server processes, metrics, and the model control API, for tests."""
 
 import http.client
 import json
@@ -12,14 +12,14 @@ from typing import Any
 
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
-# Longer than anything takes on a busy machine. Tests wait for conditions; only a failing one waits this long.
-PATIENCE_SECONDS = 100.0
+# Longer than any condition takes on a busy machine. Only a failing test waits this long.
+TIMEOUT_SECONDS = 100.0
 
 
 def add_model(
     repository: Path, name: str, checkpoint: Path, *, text: str = "", **parameters: str
 ) -> None:
-    """Put a model that serves `checkpoint` into a repository.
+    """Add a model that serves `checkpoint` to a repository.
 
     Args:
         text: of config.pbtxt, besides backend and parameters.
@@ -39,8 +39,8 @@ def add_model(
     (folder / "config.pbtxt").write_text("\n".join(lines))
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout: float = PATIENCE_SECONDS) -> None:
-    """Return once `condition` holds; fail the test when it does not come true."""
+def wait_until(condition: Callable[[], bool], what: str, timeout: float = TIMEOUT_SECONDS) -> None:
+    """Wait until `condition` holds; fail the test after a timeout."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"after {timeout:g} s still not: {what}"
@@ -48,8 +48,8 @@ def wait_until(condition: Callable[[], bool], what: str, timeout: float = PATIEN
 
 
 def http_call(server: LocalServer, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-    """Return status and parsed answer of a call of the server's HTTP API."""
-    connection = http.client.HTTPConnection(LOOPBACK, server.http_port, timeout=PATIENCE_SECONDS)
+    """Return status and parsed body of a call of the server's HTTP API."""
+    connection = http.client.HTTPConnection(LOOPBACK, server.http_port, timeout=TIMEOUT_SECONDS)
     try:
         connection.request(method, path, None if body is None else json.dumps(body))
         response = connection.getresponse()
@@ -71,13 +71,13 @@ def load(server: LocalServer, model: str, config: Mapping[str, Any] | None = Non
 
 
 def unload(server: LocalServer, model: str) -> None:
-    """Ask the server to unload a model; it may go on answering what it holds."""
+    """Ask the server to unload a model; it may still answer accepted requests."""
     status, answer = http_call(server, "POST", f"/v2/repository/models/{model}/unload", {})
     assert status == 200, answer
 
 
 def model_state(server: LocalServer, model: str) -> str:
-    """Return what the server says of a model: READY, LOADING, UNLOADING, UNAVAILABLE."""
+    """Return the server's state of a model: READY, LOADING, UNLOADING or UNAVAILABLE."""
     _, models = http_call(server, "POST", "/v2/repository/index", {})
     states = [entry.get("state", "UNAVAILABLE") for entry in models if entry["name"] == model]
     return states[0] if states else "UNAVAILABLE"
@@ -85,7 +85,7 @@ def model_state(server: LocalServer, model: str) -> str:
 
 def metrics(server: LocalServer, model: str) -> dict[str, float]:
     """Return a model's series, without the labels that say whose they are: {"varlen_requests_total ok": 3.0}."""
-    with urllib.request.urlopen(server.metrics_url, timeout=PATIENCE_SECONDS) as page:
+    with urllib.request.urlopen(server.metrics_url, timeout=TIMEOUT_SECONDS) as page:
         lines = page.read().decode().splitlines()
     found = {}
     for line in lines:
@@ -101,9 +101,9 @@ def metrics(server: LocalServer, model: str) -> dict[str, float]:
 
 
 def outcomes(server: LocalServer, model: str) -> dict[str, int]:
-    """Return a model's answered requests by outcome, once all that has reached it is counted.
+    """Return a model's answered requests by outcome, once all of them are counted.
 
-    The server's own `success` says how many have: it counts what was handed over, whatever became of it.
+    The server's own `success` is the number of requests it passed on, whatever their outcome.
     """
     series: dict[str, float] = {}
 
@@ -125,7 +125,7 @@ def _by_outcome(series: Mapping[str, float]) -> dict[str, int]:
 
 
 def wait_until_idle(server: LocalServer, model: str) -> None:
-    """Return once nothing waits in the model's queue."""
+    """Wait until the model's queue is empty."""
 
     def is_idle() -> bool:
         series = metrics(server, model)
@@ -135,7 +135,7 @@ def wait_until_idle(server: LocalServer, model: str) -> None:
 
 
 def stubs(server_pid: int) -> list[int]:
-    """Return the process ids of the Python processes that a server has started, also when it is gone."""
+    """Return the process ids of a server's Python processes, even after its end."""
     return [
         int(entry.name)
         for entry in Path("/proc").iterdir()
@@ -150,7 +150,7 @@ def stub_of(server: LocalServer, model: str) -> int:
 
 
 def watchdogs(stub_pid: int) -> list[int]:
-    """Return the process ids of the watchdogs of a stub, also when the stub is dead."""
+    """Return the process ids of a stub's watchdogs, even after its end."""
     return [
         int(entry.name)
         for entry in Path("/proc").iterdir()
@@ -163,25 +163,28 @@ def _is_watchdog(arguments: list[str], stub_pid: int) -> bool:
 
 
 def shared_memory(server_pid: int) -> list[Path]:
-    """Return the regions that a server shares with its Python processes; they outlive a kill of either."""
+    """Return the shared memory regions of a server and its Python processes.
+
+    They remain after a kill of either.
+    """
     arguments = [argument for pid in stubs(server_pid) for argument in _stub_arguments(pid)]
     return [Path("/dev/shm", name) for name in arguments if "_shm_region_" in name]
 
 
 def remove_shared_memory(regions: list[Path]) -> None:
-    """Remove what is left of these regions."""
+    """Remove these regions, if they still exist."""
     for region in regions:
         region.unlink(missing_ok=True)
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the memory that a process holds now."""
+    """Return the resident memory of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _stub_arguments(pid: int) -> list[str]:
-    """Return the command line of a stub, empty for any other process. A zombie has none either."""
+    """Return the command line of a stub; empty for zombies and other processes."""
     arguments = _command_line(pid)
     return arguments if arguments[0].endswith("triton_python_backend_stub") else []
 

@@ -1,4 +1,4 @@
-"""Right answers through the real server: every input form, every task, both protocols, against independent oracles."""
+"""Answers of the real server match independent oracles for all inputs, tasks and protocols."""
 
 import random
 from pathlib import Path
@@ -28,14 +28,14 @@ SENTENCES = (
     "A man is eating food.",
     "ok",
     "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich 🥊",
-    "The stock market fell sharply on Monday, after a week in which nobody had wanted to sell.",
+    "The stock market fell sharply on Monday, after a week in which few investors had wanted to sell.",
     "深層学習",
     " ".join(["seventeen"] * 120),
 )
 
 
 def words(count: int, seed: int) -> str:
-    """Return a text of that many of the made-up words."""
+    """Return a text of `count` random words of the test vocabulary."""
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
@@ -219,7 +219,7 @@ def _ids(folder: Path, text: str) -> list[int]:
 def _run(
     model: torch.nn.Module, folder: Path, firsts: list[str], seconds: list[str] | None = None
 ) -> list[torch.Tensor]:
-    """Return the model's first output for each text or pair, each run alone and so without padding."""
+    """Return the model's first output for each text or pair, run alone."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     answers = []
     for index, first in enumerate(firsts):
@@ -236,7 +236,7 @@ def _run(
 def _assert_rows_then_zeros(
     answer: Array, expected: list[torch.Tensor], *, width: int, roundings: int
 ) -> None:
-    """Check rows of different lengths, filled up with zeros to the longest."""
+    """Check rows of different lengths, padded with zeros."""
     assert answer.shape == (len(expected), max(row.shape[1] for row in expected), width)
     for row, wanted in zip(answer, expected, strict=True):
         tokens = wanted.shape[1]

@@ -1,4 +1,4 @@
-"""Streams of bad input: each one is refused with the right code, and no good request beside it is harmed."""
+"""Invalid requests get the right error code, and no valid request is affected."""
 
 import http.client
 import json
@@ -17,9 +17,9 @@ from varlen import Encoder
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
 from .clients import AnswerError, Array, Client, GrpcClient, Tensor, integers, strings, texts
-from .serving import PATIENCE_SECONDS, outcomes, stub_of
+from .serving import TIMEOUT_SECONDS, outcomes, stub_of
 
-# Nothing of the server's inside belongs into a message for its clients.
+# Text about the server's internals, which messages for clients must not contain.
 LEAKS = ("/", "Traceback", ".py", "shm", "numpy", "0x")
 
 
@@ -28,13 +28,13 @@ class Case:
     """A bad request.
 
     Attributes:
-        story: what is wrong with it, for the test's id.
-        word: that the error's message has. Our messages are tested in tests/backend/test_intake.py and test_wire.py.
-        inputs: by name, as they go over the wire.
+        description: what is wrong with it, for the test's id.
+        word: part of the error's message. Our messages are tested in tests/backend/test_intake.py and test_wire.py.
+        inputs: by name, as on the wire.
         parameters: of the request.
     """
 
-    story: str
+    description: str
     word: str
     inputs: Mapping[str, Tensor]
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -111,7 +111,7 @@ CASES = (*OURS, *THEIRS)
 GOOD = ("A good request.", "ok", "The rest of the world does not concern this text. " * 9)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.story)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.description)
 def test_bad_input_is_refused_and_the_message_leaks_nothing(client: Client, case: Case) -> None:
     with pytest.raises(AnswerError) as caught:
         client.infer("minilm", case.inputs, case.parameters)
@@ -127,7 +127,7 @@ def test_a_text_pair_needs_a_text_and_as_many_rows(client: Client) -> None:
 
 
 def test_a_parameter_that_is_not_a_number_is_ignored_or_refused(grpc_client: GrpcClient) -> None:
-    # JSON has no NaN, and the server hands parameters to its backends as JSON
+    # JSON has no NaN, and the server passes parameters to its backends as JSON
     for odd in (float("nan"), float("inf")):
         answer = grpc_client.infer("minilm", texts("hello"), {"odd": odd})
         np.testing.assert_array_equal(answer, grpc_client.infer("minilm", texts("hello")))
@@ -142,7 +142,7 @@ def test_bytes_that_are_not_utf_8_in_a_parameter_are_refused_without_a_traceback
     tracebacks = server.log().count("Traceback")
     text = b'{"name": "text", "datatype": "BYTES", "shape": [1, 1], "data": ["hello"]}'
     body = b'{"inputs": [' + text + b'], "parameters": {' + member + b"}}"
-    connection = http.client.HTTPConnection(LOOPBACK, server.http_port, timeout=PATIENCE_SECONDS)
+    connection = http.client.HTTPConnection(LOOPBACK, server.http_port, timeout=TIMEOUT_SECONDS)
 
     connection.request("POST", "/v2/models/minilm/infer", body)
     response = connection.getresponse()
@@ -171,7 +171,7 @@ def test_good_requests_between_bad_ones_are_right_and_none_is_lost(
     for item, answer in sent:
         if isinstance(item, Case):
             error = answer.exception()
-            assert isinstance(error, AnswerError), f"{item.story}: {error!r}"
+            assert isinstance(error, AnswerError), f"{item.description}: {error!r}"
             _check_refusal(error, item)
         else:
             assert_close(answer.result(), expected[[item]], roundings=roundings["minilm"])

@@ -1,4 +1,4 @@
-"""How it ends: the server is stopped with a full queue, or a process is killed. No client waits for ever."""
+"""Stopping the server with a full queue, and killed processes: no client waits forever."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ from .serving import (
     watchdogs,
 )
 
-# 32,000 tokens: a second or so of work.
+# 32,000 tokens: about a second of work.
 BULK = {"input_ids": integers(np.ones((64, 500)))}
 SMALL = {"input_ids": integers([[2, 3]])}
 
@@ -38,13 +38,13 @@ StartServer = Callable[..., tuple[LocalServer, list[Client]]]
 
 @pytest.fixture
 def start_server(tmp_path: Path, checkpoints: dict[str, Path]) -> Iterator[StartServer]:
-    """Starts a server that the test may break; returns it with a client of each protocol."""
+    """Return a function that starts a server and a client of each protocol."""
     add_model(tmp_path, "slow", checkpoints["slow"])
     with ExitStack() as stack:
 
         def start(*arguments: str) -> tuple[LocalServer, list[Client]]:
             server = stack.enter_context(LocalServer(tmp_path, arguments=arguments))
-            # first to leave: what hangs on a server that no longer answers must not hold up its end
+            # runs before the stack's other exits, which may hang on a server that no longer answers
             stack.callback(server.stop, timeout=5)
             server.wait_ready()
             stack.callback(remove_shared_memory, shared_memory(server.pid))
@@ -82,8 +82,8 @@ def test_sigterm_with_too_little_time_leaves_no_client_waiting_and_no_process(
 
     os.kill(server.pid, signal.SIGTERM)
 
-    # This version ends with 1 when it gives up on its models, or crashes, its heap corrupted, or
-    # hangs in the handler of that crash: then its operator ends it.
+    # This version exits with 1 when it gives up on its models, crashes with a corrupted heap, or
+    # hangs in the handler of that crash: then its operator kills it.
     deadline = time.monotonic() + 15
     while server.is_running and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -101,7 +101,7 @@ def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(
         "--model-control-mode=explicit", "--load-model=slow", "--exit-timeout-secs=2"
     )
     expected = clients[0].infer("slow", SMALL)
-    # this server never answers what a killed process held, so the clients' own deadlines end it
+    # this server never answers requests of a killed process, so only the clients' deadlines end them
     held = [client.start("slow", BULK, timeout=3) for client in clients for _ in range(2)]
 
     stub = stub_of(server, "slow")
@@ -116,7 +116,7 @@ def test_a_killed_model_process_gives_errors_until_the_model_is_loaded_again(
         assert error is None or isinstance(error, AnswerError)
     assert http_call(server, "GET", "/v2/health/live")[0] == 200
 
-    # no waiting in between: a model that has lost requests is never quite unloaded
+    # do not wait in between: a model that has lost requests is never fully unloaded
     unload(server, "slow")
     assert load(server, "slow") is None
     for client in clients:
@@ -141,14 +141,14 @@ def test_model_processes_end_themselves_when_the_server_is_killed(
 
 
 def _fill_the_queue(server: LocalServer, clients: list[Client]) -> list[Future[Array]]:
-    """Send more than a batch, and return the answers to come once some of it waits."""
+    """Send more than a batch, wait until the queue fills, and return the futures."""
     sent = [client.start("slow", BULK) for _ in range(3) for client in clients]
     wait_until(lambda: metrics(server, "slow")["varlen_queued_tokens"] > 0, "the queue fills")
     return sent
 
 
 def _answered(sent: list[Future[Array]], expected: Array, roundings: int) -> int:
-    """Return how many got their answer, which must be right; the others must have got an error."""
+    """Return the number of answers, which must be right; others must be errors."""
     answered = 0
     for answer in sent:
         error = answer.exception()

@@ -1,4 +1,4 @@
-"""A model on a GPU through the real server: the answers of the CPU, for single texts and for crowds of every length."""
+"""The real server on a GPU gives the answers of the CPU, alone and batched."""
 
 import random
 from collections.abc import Iterator
@@ -45,10 +45,10 @@ def test_every_text_gets_the_vector_of_the_cpu(
     rows = [" ".join(chance.choices(WORDS, k=chance.randint(1, 40))) for _ in range(50)]
     expected = in_process.embed(rows)
 
-    crowd = gpu_client.infer(dtype, texts(*rows))
+    batched = gpu_client.infer(dtype, texts(*rows))
     alone = np.concatenate([gpu_client.infer(dtype, texts(row)) for row in rows[:10]])
 
     precision = DTYPES[dtype]
     roundings = encoder_roundings(minilm, precision)
-    assert_close(crowd, expected, roundings=roundings, dtype=precision)
+    assert_close(batched, expected, roundings=roundings, dtype=precision)
     assert_close(alone, expected[:10], roundings=roundings, dtype=precision)

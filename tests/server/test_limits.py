@@ -1,4 +1,4 @@
-"""Caps: past one, the caller hears at once what came and what is allowed."""
+"""Limits: a request past one is refused with its value and the allowed one."""
 
 from collections import Counter
 from concurrent.futures import Future
@@ -47,13 +47,13 @@ def test_a_full_queue_refuses_at_once_and_serves_what_it_took(
     sent: list[tuple[Future[Array], Array]] = []
 
     def send(inputs: dict[str, Tensor]) -> Future[Array]:
-        """Send a request, and keep its answer to come beside the one that is right."""
+        """Send a request, and record its future with the expected answer."""
         answer = client.start("capped", inputs)
         sent.append((answer, small if inputs is SMALL else bulk))
         return answer
 
     def is_refused() -> bool:
-        """Send a few more beside what runs, and return whether that cap was hit."""
+        """Send a few more requests, and return whether the limit refused one."""
         burst = [send(extra) for _ in range(4)]
         refused = any(word in str(answer.exception()) for answer in burst)
         if not refused:

@@ -1,4 +1,4 @@
-"""Loading and unloading while the server runs, and what a configuration may say."""
+"""Loading and unloading while the server runs, and refused configurations."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from .clients import AnswerError, Client, GrpcClient, HttpClient, texts
 from .serving import add_model, http_call, load, model_state, unload, wait_until
 
 TEXT = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
-# What a server without auto-completion needs to know about the model `spare`.
+# Complete configuration of the model `spare`, for a server without auto-completion.
 COMPLETE: dict[str, Any] = {
     "name": "spare",
     "backend": "varlen",
@@ -85,7 +85,7 @@ def test_the_reason_of_a_refusal_is_shown_as_it_was_worded(server: LocalServer) 
 
 
 def _check_no_path(reason: str) -> None:
-    """Fail if a load error names a file of the server's machine."""
+    """Fail if a load error contains a path of the server's machine."""
     assert "/" not in reason, reason
     assert ".py" not in reason, reason
 
@@ -101,7 +101,7 @@ def test_a_load_error_names_no_path(
     config = COMPLETE | {"name": "broken"} if complete else None
     add_model(loading.model_repository, "broken", tmp_path)
 
-    # an empty folder, then a file that cannot be read at all
+    # an empty folder, then an unreadable file
     reason = load(loading, "broken", config)
     assert reason is not None
     assert "config.json" in reason
@@ -139,7 +139,7 @@ def test_requests_during_unload_and_reload_are_answered_or_refused(
     askers = [(client, Counter[str]()) for client in (grpc_client, http_client) * 2]
 
     def ask_on(client: Client, seen: Counter[str]) -> None:
-        """Send requests until told to stop, counting how many were answered and how many refused."""
+        """Send requests until told to stop; count answered and refused ones."""
         while not stop.is_set():
             answer = client.start("spare", inputs)
             error = answer.exception()
@@ -151,7 +151,7 @@ def test_requests_during_unload_and_reload_are_answered_or_refused(
             assert error.code in ("NOT_FOUND", "UNAVAILABLE"), error
             assert "spare" in error.message
             seen["refused"] += 1
-            # leave the server some of the machine to load with
+            # leave the server some CPU time for loading
             stop.wait(0.05)
 
     def wait_until_each_was(outcome: str) -> None:

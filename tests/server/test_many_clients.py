@@ -1,4 +1,4 @@
-"""Many clients at once, of both protocols and mixed lengths: each gets its own answer."""
+"""Many concurrent clients, both protocols, mixed lengths: each gets its own answers."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ def test_every_client_among_many_gets_its_own_answer(
     expected = in_process.embed(pool)
 
     def talk(number: int) -> int:
-        """Send one client's requests, one after the other, and return how many were right."""
+        """Send a client's requests one by one; return the number of right answers."""
         client: Client = (grpc_client, http_client)[number % 2]
         chance = random.Random(number)
         for _ in range(REQUESTS_EACH):
@@ -35,7 +35,7 @@ def test_every_client_among_many_gets_its_own_answer(
 
 
 def _text(seed: int) -> str:
-    """Return a text of 1 to 200 words, short ones more often."""
+    """Return a text of 1 to 200 words, more often short than long."""
     chance = random.Random(seed)
     count = int(200 ** chance.random())
     return " ".join(chance.choices(("tea", "river", "seven", "of", "blue", "running"), k=count))

@@ -1,4 +1,4 @@
-"""The arena behind the real server: what it refuses, what it says of itself, and that it changes no bit."""
+"""The arena in the real server: refusals, metrics, and answers equal to the bit."""
 
 import random
 from collections.abc import Iterator
@@ -24,14 +24,16 @@ from .serving import add_model, load, metrics, unload
 PLAIN = RequestOptions()
 VOCAB_SIZE = len(SPECIAL_TOKENS) + len(WORDS)
 
-# Room for 150 tokens of the checkpoint `encoder`: six results of 32 numbers each.
+# Fits 150 tokens of the checkpoint `encoder`: six results of 32 numbers each.
 ARENA_BYTES = 150 * 6 * 32 * 4
 
 
 @pytest.fixture
-def tight(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) -> Iterator[str]:
-    """A model with little room for intermediates."""
-    name = "tight"
+def small_arena(
+    server: LocalServer, repository: Path, checkpoints: dict[str, Path]
+) -> Iterator[str]:
+    """A model with a small arena."""
+    name = "small_arena"
     if not (repository / name).exists():
         add_model(repository, name, checkpoints["encoder"], arena_bytes=str(ARENA_BYTES))
     assert load(server, name) is None
@@ -39,16 +41,16 @@ def tight(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) -
     unload(server, name)
 
 
-def test_a_sequence_without_room_is_refused(tight: str, client: Client) -> None:
+def test_a_sequence_without_room_is_refused(small_arena: str, client: Client) -> None:
     fitting = integers(np.full((1, 150), 9))
-    assert client.infer(tight, {"input_ids": fitting}).shape == (1, 32)
+    assert client.infer(small_arena, {"input_ids": fitting}).shape == (1, 32)
 
     with pytest.raises(AnswerError, match="^INVALID_ARGUMENT: .*enough for 150 tokens"):
-        client.infer(tight, {"input_ids": integers(np.full((1, 151), 9))})
+        client.infer(small_arena, {"input_ids": integers(np.full((1, 151), 9))})
 
 
 def test_many_rows_run_in_batches_that_fit(
-    tight: str,
+    small_arena: str,
     server: LocalServer,
     grpc_client: GrpcClient,
     checkpoints: dict[str, Path],
@@ -60,10 +62,10 @@ def test_many_rows_run_in_batches_that_fit(
     expected = runner.run(sequences, [PLAIN] * 40)
     runner.close()
 
-    answers = grpc_client.infer(tight, {"input_ids": integers(rows)})
+    answers = grpc_client.infer(small_arena, {"input_ids": integers(rows)})
 
     assert_close(answers[:40], expected, roundings=roundings["encoder"])
-    seen = metrics(server, tight)
+    seen = metrics(server, small_arena)
     assert seen["varlen_arena_reserved_bytes"] <= seen["varlen_arena_capacity_bytes"] <= ARENA_BYTES
 
 
@@ -93,7 +95,7 @@ def test_answers_are_bit_equal_to_those_of_a_forward_pass_without_an_arena(
 
 @pytest.fixture
 def one_core() -> Iterator[None]:
-    """Compute as the served model does: on one core."""
+    """Run torch on one core, like the served model."""
     kept = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -101,7 +103,7 @@ def one_core() -> Iterator[None]:
 
 
 def padded(rows: list[list[int]]) -> dict[str, Tensor]:
-    """Return rows of token ids as the wire takes them: of one length, with a mask."""
+    """Return token ids as inputs: rows padded to one length, with a mask."""
     width = max(map(len, rows))
     return {
         "input_ids": integers([row + [0] * (width - len(row)) for row in rows]),
@@ -110,7 +112,10 @@ def padded(rows: list[list[int]]) -> dict[str, Tensor]:
 
 
 def without_arena(program: Program, rows: list[list[int]]) -> Array:
-    """Return the answers by row when every op makes a tensor of its own, in the order of packing that is served."""
+    """Return the answers of a program run without an arena, by row.
+
+    The rows are packed in the same order as in the server.
+    """
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     prompts = [Prompt(np.array(rows[index], dtype=np.int32)) for index in order]
     (output,) = run_without_arena(program, pack(program, prompts, PLAIN).inputs)

@@ -1,4 +1,4 @@
-"""The backend's series on the server's own /metrics: their names, their labels, and what they say of known traffic."""
+"""The backend's series on /metrics: names, labels, and values after known traffic."""
 
 import re
 import urllib.request

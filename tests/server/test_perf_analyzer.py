@@ -1,4 +1,4 @@
-"""NVIDIA's own load generator against the server, over both protocols, with texts of every length."""
+"""NVIDIA's load generator against the server, over both protocols, with texts of every length."""
 
 import json
 import subprocess
@@ -9,10 +9,10 @@ import pytest
 from varlen_tools.fetch import fetch
 from varlen_tools.local_server import LOOPBACK, LocalServer, find_command
 
-from .serving import PATIENCE_SECONDS, outcomes
+from .serving import TIMEOUT_SECONDS, outcomes
 
 REQUESTS = 60
-# Random integers are no token ids, so it sends zeros, in rows of one length.
+# Random integers are not valid token ids, so it sends zeros, in rows of one length.
 IDS_OPTIONS = ["--shape", "input_ids:16", "--input-data", "zero"]
 
 
@@ -75,10 +75,10 @@ def run_perf_analyzer(
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=PATIENCE_SECONDS,
+            timeout=TIMEOUT_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        # `outcomes` fails with other words if the model has not answered a request that reached it
+        # `outcomes` fails if the model has not answered a request that reached it
         answered = outcomes(server, model)
         pytest.fail(f"perf_analyzer does not end; the model has answered all it got: {answered}")

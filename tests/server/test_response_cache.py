@@ -1,4 +1,4 @@
-"""Our response cache behind the real server, and the request parameters that the answer does not depend on."""
+"""The response cache in the real server, and request deadlines and priorities."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +23,7 @@ CACHE_BYTES = 200_000
 @pytest.fixture
 def cached(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) -> Iterator[str]:
     """A model with an empty cache."""
-    # a new one: some series outlive a model, and some do not
+    # a new model: some series outlive a model, and some do not
     name = f"cached{len(list(repository.glob('cached*')))}"
     add_model(repository, name, checkpoints["slow"], response_cache_bytes=str(CACHE_BYTES))
     assert load(server, name) is None
@@ -32,20 +32,20 @@ def cached(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) 
 
 
 class Watch:
-    """How a model's series have grown since it was made."""
+    """Growth of a model's series since this object was created."""
 
     def __init__(self, server: LocalServer, model: str) -> None:
         self._server, self._model = server, model
         self._before = self._now()
 
     def _now(self) -> dict[str, float]:
-        # what is answered is counted, and then carried over with the rest
+        # answers are counted first, and then exported with all other series
         outcomes(self._server, self._model)
         wait_until_idle(self._server, self._model)
         return metrics(self._server, self._model)
 
     def grown(self) -> dict[str, float]:
-        """Return what has come to each series of the cache, and the sequences that ran."""
+        """Return the growth of the cache's series, and the sequences that ran."""
         prefix = "varlen_response_cache_"
         return {
             name.removeprefix(prefix).removesuffix("_total"): value - self._before[name]
@@ -97,7 +97,7 @@ def test_what_the_answer_depends_on_is_in_the_key(cached: str, client: Client) -
     assert_close(np.linalg.norm(normalized), 1.0, roundings=2 * 128)
     assert abs(plain - normalized).max() > 0.01
     assert abs(plain - with_types).max() > 0.01
-    # asked again, each gives its own; padding and urgency make no difference
+    # each hit gives its own answer; padding and urgency make no difference
     for inputs, parameters, expected in [
         (ids, {}, plain),
         (padded, {"request_priority": 9}, plain),
@@ -122,7 +122,7 @@ def test_an_error_is_not_kept(
     answer = client.infer(cached, inputs)
 
     assert_close(answer, client.infer("slow", inputs), roundings=roundings["slow"])
-    # what is kept can be answered in no time
+    # a hit needs no time
     again = client.infer(cached, inputs, {"deadline_ms": NO_TIME})
     np.testing.assert_array_equal(again, answer)
     assert watch.grown()["varlen_sequences"] == 1

@@ -1,4 +1,4 @@
-"""A model that starts again measures nothing: what its batches cost is in the cache, and a bad cache is no failure."""
+"""A second start reads costs from the cache; a damaged cache is no error."""
 
 import re
 import subprocess
@@ -26,7 +26,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def repository(tmp_path: Path, cache: Path, checkpoints: dict[str, Path]) -> Path:
-    """A repository whose only model measures its costs, a second or two, and keeps them in `cache`."""
+    """A repository whose only model measures costs, and stores them in `cache`."""
     add_model(
         tmp_path / "models",
         "encoder",
@@ -41,7 +41,7 @@ def repository(tmp_path: Path, cache: Path, checkpoints: dict[str, Path]) -> Pat
 
 @contextmanager
 def started(repository: Path) -> Iterator[LocalServer]:
-    """Start a server, and see that it answers."""
+    """Start a server and check that it answers."""
     with LocalServer(repository) as server:
         server.wait_ready()
         with GrpcClient(server) as client:

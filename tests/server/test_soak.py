@@ -1,4 +1,4 @@
-"""Thousands of requests of every length: all answered, and no memory kept."""
+"""Thousands of requests of every length: all answered, and no memory leak."""
 
 import random
 from concurrent.futures import Future
@@ -13,7 +13,7 @@ from .serving import resident_bytes, stub_of
 ROUNDS = 5
 REQUESTS_A_ROUND = 400
 IN_FLIGHT = 8
-# What one answer holds is 64 KiB on average: keeping every fifth one would pass this.
+# An answer has 64 KiB on average: a leak of every fifth one would exceed this.
 MOST_GROWTH_BYTES = 24 << 20
 
 

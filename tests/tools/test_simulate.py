@@ -257,7 +257,7 @@ def test_requests_with_a_deadline_keep_it_or_are_refused_at_once():
     # and no more are refused than have to be
     assert run.served_per_second >= 0.85 * rate / 2
     assert re.fullmatch(
-        r"deadline missed: the answer would come in about \d+ ms, and is wanted within 500 ms",
+        r"deadline missed: the answer is expected in about \d+ ms, the deadline is in 500 ms",
         str(at_once[0].error),
     )
 

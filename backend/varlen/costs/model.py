@@ -64,7 +64,7 @@ class CostModel:
             raise ValueError("at least one batch has to be measured")
         for batch in measured:
             if not 0.0 < batch.seconds < math.inf:
-                raise ValueError(f"a batch took {batch.seconds} s; all take more than 0")
+                raise ValueError(f"a batch took {batch.seconds} s; allowed: more than 0")
         shapes = [batch.shape for batch in measured]
         columns = [
             np.array([float(getattr(shape, name)) for shape in shapes])

@@ -110,9 +110,7 @@ class CostStore:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context((self._folder / _LOCK).open("w"))
                 if not _lock(file, timeout):
-                    _log.warning(
-                        "another model is still being measured; costs may come out too high"
-                    )
+                    _log.warning("another model is still being measured; costs may be too high")
             except OSError:
                 # load and save say what is wrong with the folder
                 pass

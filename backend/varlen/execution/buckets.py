@@ -50,7 +50,7 @@ class Buckets:
             ValueError: the batch has more tokens than the largest bucket.
         """
         if tokens > self._tokens[-1]:
-            raise ValueError(f"a batch of {tokens} tokens; allowed: to {self._tokens[-1]}")
+            raise ValueError(f"a batch of {tokens} tokens; allowed: up to {self._tokens[-1]}")
         size = self._tokens[bisect_left(self._tokens, tokens)]
         return Bucket(size, next(n for n in _sequence_sizes(size) if n >= sequences))
 

@@ -79,7 +79,7 @@ def _run(runner: BatchRunner, batch: Batch) -> BatchResult:
             [sequence.options for sequence in batch.sequences],
         )
         if len(outputs) != len(batch.sequences):
-            raise RuntimeError(f"{len(outputs)} outputs of {len(batch.sequences)} sequences")
+            raise RuntimeError(f"{len(outputs)} outputs for {len(batch.sequences)} sequences")
         padding = runner.padding_tokens(batch.shape)
     except MemoryError:
         failure = "memory"

@@ -184,8 +184,8 @@ def _make_arena(program: Program, config: EngineConfig, device: torch.device) ->
     except MemoryError:
         footprint = layout.plan(largest_dims(most)).footprint
         raise ConfigError(
-            f"the intermediates of {most} tokens take {footprint} bytes, and the device "
-            "has not as much to spare: lower max_batch_tokens or arena_bytes"
+            f"the intermediates of {most} tokens need {footprint} bytes, more than the device "
+            "has free: lower max_batch_tokens or arena_bytes"
         ) from None
 
 

@@ -67,7 +67,9 @@ def check_config(config: Json) -> None:
     norm_eps_of(config)
     heads, hidden = read_int(config, "num_attention_heads"), read_int(config, "hidden_size")
     if hidden % heads:
-        raise CheckpointError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+        raise CheckpointError(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+        )
     for key in ("intermediate_size", "max_position_embeddings", "type_vocab_size", "vocab_size"):
         read_int(config, key)
     read_int(config, "num_hidden_layers", lowest=0)
@@ -126,7 +128,7 @@ def check_tensors(
     ]
     if unused:
         raise CheckpointError(
-            f'the checkpoint has the tensor "{min(unused)}", for which the model in config.json has no use'
+            f'the checkpoint has the tensor "{min(unused)}", which the model in config.json does not use'
             f" ({len(unused)} such tensors); scales of quantized weights, adapters and added layers are not served"
         )
 

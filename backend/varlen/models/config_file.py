@@ -30,7 +30,7 @@ def read_json(folder: Path, name: str) -> Any:
     """Return the content of a JSON file, or raise CheckpointError that names the file."""
     path = (folder / name).resolve()
     if not path.is_relative_to(folder.resolve()) and not (folder / name).is_symlink():
-        raise CheckpointError(f"{name} leads out of the checkpoint folder")
+        raise CheckpointError(f"{name} is outside the checkpoint folder")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -189,13 +189,13 @@ class Recorder:
     ) -> None:
         for operand in operands:
             if isinstance(operand, Value | State) and self._declared.get(operand.name) != operand:
-                raise ValueError(f'{kernel} reads "{operand.name}", which was not recorded here')
+                raise ValueError(f'{kernel} reads "{operand.name}", which another recorder made')
         states = {operand for operand in operands if isinstance(operand, State)}
         for state in writes:
             if state not in states:
                 raise ValueError(f'{kernel} writes "{state.name}", which is not among its operands')
         if len(set(in_place)) < len(in_place) or not set(in_place) <= set(range(len(operands))):
-            raise ValueError(f"{kernel} has in_place {in_place}; allowed: one operand a result")
+            raise ValueError(f"{kernel} has in_place {in_place}; allowed: one operand per result")
 
 
 def _symbolic(shape: Axes) -> Shape:

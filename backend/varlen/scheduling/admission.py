@@ -60,13 +60,13 @@ class Admission:
         with self._lock:
             if self._requests >= self._max_requests:
                 raise QueueFullError(
-                    f"the queue is full: {self._requests} requests wait and {self._max_requests} may;"
+                    f"the queue is full: {self._requests} requests wait, at most {self._max_requests} may;"
                     " try again later"
                 )
             if self._tokens + tokens > self._max_tokens:
                 raise QueueFullError(
-                    f"the queue is full: {self._tokens} tokens wait, {tokens} came and {self._max_tokens} may wait;"
-                    " try again later"
+                    f"the queue is full: {self._tokens} tokens wait, the request has {tokens},"
+                    f" at most {self._max_tokens} may wait; try again later"
                 )
             self._check_deadline(request.options.deadline_seconds, forecast, now)
             self._requests += 1
@@ -109,5 +109,5 @@ class Admission:
         expected = wait + forecast.seconds + min(wait, forecast.batch_seconds)
         if expected > allowed:
             raise DeadlineError(
-                f"the answer would come in about {1000 * expected:.0f} ms, and is wanted within {1000 * allowed:.0f} ms"
+                f"the answer is expected in about {1000 * expected:.0f} ms, the deadline is in {1000 * allowed:.0f} ms"
             )

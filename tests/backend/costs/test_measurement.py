@@ -1,4 +1,4 @@
-"""Measuring on a virtual clock: the bound is kept, any stop leaves a usable model, and drift is taken out."""
+"""Measuring costs on a virtual clock: time limits, early stop and drift in speed."""
 
 import math
 import re
@@ -24,7 +24,7 @@ REFERENCE = (128,)
 
 
 class Machine:
-    """Runs batches on a clock of its own, which nothing else moves."""
+    """Runs batches on a virtual clock."""
 
     def __init__(self, fixed=1.5e-3, token=3e-5, square=2e-8, noise=(1.0,)):
         self.costs = fixed, token, square
@@ -107,7 +107,7 @@ def test_whatever_the_machine_the_bound_is_kept_and_there_is_a_table(
 
     measured = machine.measure(limits, max_length, seconds)
 
-    # the needed batches and the reference run once at least, and the last one may end late
+    # the required batches and the reference run at least once, and the last batch may end late
     runs = [2 * machine.cost(machine.ran[0]), *map(machine.cost, needed)]
     slack = max(map(machine.cost, machine.ran))
     assert machine.now - 100.0 <= max(seconds, sum(runs)) + sum(runs) + slack
@@ -190,10 +190,10 @@ def test_a_first_run_that_is_slow_does_not_count():
 
 
 class DriftingMachine(Machine):
-    """Its speed goes up and down, as where others use it too."""
+    """A machine whose speed changes, as under other load."""
 
     def run(self, lengths):
-        # in steps as short as a slice of time
+        # in steps no longer than a time slice
         left = self.cost(lengths)
         while left > 0:
             step = min(left, 5e-3)

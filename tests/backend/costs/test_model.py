@@ -1,4 +1,4 @@
-"""The cost model: exact where costs have its form, close where they nearly have, and hard to mislead."""
+"""The cost model: accuracy, robustness to outliers, and learning from batches that ran."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Costs on disk: what was measured comes back, and nothing that is wrong with the file is a failure."""
+"""The cost store: entries survive a restart, and a damaged file is never an error."""
 
 import logging
 import os
@@ -212,7 +212,7 @@ def test_a_locked_file_costs_a_warning(folder, monkeypatch, caplog):
     assert store.load(KEY) is None
     assert not store.save(costs())
 
-    # of the same trouble once
+    # one warning per cause
     assert len(warnings(caplog)) == 1
     assert "locked" in warnings(caplog)[0]
     other.close()
@@ -288,7 +288,7 @@ def test_a_folder_where_the_file_should_be_costs_a_warning(folder, caplog):
 
 
 def save_some(arguments):
-    """Save entries from a process of its own, and return whether each was saved and found."""
+    """Save entries in another process; return whether each was saved and found."""
     folder, process = arguments
     store = CostStore(folder)
     keys = [KEY | {"process": str(process), "entry": str(entry)} for entry in range(5)]
@@ -317,7 +317,7 @@ def test_a_corrupt_file_that_another_process_has_replaced_is_left_alone(
             return work(task)
         finally:
             if not calls:
-                # another process is faster
+                # another process replaces it first
                 path.rename(path.with_suffix(".theirs"))
                 path.write_bytes(good)
             calls.append(task)

@@ -1,4 +1,4 @@
-"""Which captured size a batch runs in, for every batch there can be."""
+"""The captured size (bucket) that each possible batch runs in."""
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +19,7 @@ def test_a_batch_runs_in_a_bucket_that_holds_it_and_was_captured(data, most):
     assert bucket in set(buckets)
     assert tokens <= bucket.tokens <= most
     assert sequences <= bucket.sequences
-    # no bucket of as many tokens and fewer sequences holds the batch
+    # no bucket with the same tokens and fewer sequences holds the batch
     assert not any(
         b.tokens == bucket.tokens and sequences <= b.sequences < bucket.sequences for b in buckets
     )
@@ -47,5 +47,5 @@ def test_the_default_batch_needs_few_graphs():
 
 
 def test_refuses_a_batch_past_the_largest():
-    with pytest.raises(ValueError, match="a batch of 17 tokens; allowed: to 16"):
+    with pytest.raises(ValueError, match="a batch of 17 tokens; allowed: up to 16"):
         Buckets(16).smallest(17, 1)

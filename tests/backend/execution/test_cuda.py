@@ -1,7 +1,7 @@
-"""Batches through captured graphs, with a stand-in that repeats the work on the CPU in place of a graph.
+"""The CUDA graph executor on a CPU, with a stand-in that repeats the captured work.
 
-What is real here: buckets, unused room in inputs, memory that stays where it is, answers by
-sequence. `tests/kernels/fused/test_encoder.py` runs the same on a GPU.
+Buckets, padding of inputs, fixed addresses and answers by sequence are real.
+`tests/kernels/fused/test_encoder.py` tests the executor on a GPU.
 """
 
 import gc
@@ -36,7 +36,7 @@ prompts = partial(random_prompts, types=2)
 
 
 class RepeatedWork:
-    """In place of CUDA graphs: does the captured work again. Counts what was captured and replayed."""
+    """Stand-in for CUDA graphs: repeats the captured work, and counts captures and replays."""
 
     def __init__(self):
         self.captured = 0
@@ -68,7 +68,7 @@ def folder(task, make_checkpoint):
 
 @pytest.fixture
 def runner(task, folder):
-    """Return a runner on the CPU, whose program and answers the executor is compared with."""
+    """Return a CPU runner; the executor must give the same answers."""
     return Runner(Checkpoint.open(folder), EngineConfig(task=task, dtype="fp32"))
 
 
@@ -129,7 +129,7 @@ def test_memory_stays_where_graphs_left_it(executor):
 def test_what_is_in_use_is_the_footprint_of_the_bucket(executor):
     executor.run(prompts([10, 7]), [NORMALIZED] * 2)
 
-    # the smallest bucket of 17 tokens has 32, and room for 2 sequences
+    # the smallest bucket for 17 tokens holds 32 tokens and 2 sequences
     arena = executor._arena
     expected = arena.layout.plan({"tokens": 32, "sequences": 2}).footprint
     assert arena.use().footprint_bytes == expected

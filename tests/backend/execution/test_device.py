@@ -1,4 +1,4 @@
-"""What device and dtype a configured one becomes, on machines with and without GPUs."""
+"""The device and dtype that a setting selects, on machines with and without GPUs."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Return a function that makes torch see a number of GPUs of one compute capability."""
+    """Return a function that makes torch report `count` GPUs of one compute capability."""
 
     def see(count, capability=(9, 0)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)

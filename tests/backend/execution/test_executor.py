@@ -1,4 +1,4 @@
-"""Batches run in threads, one per runner, and every one of them completes with a result."""
+"""The executor: each runner has a thread, and each batch completes with a result."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ SECONDS = 10.0
 
 
 class FakeRunner:
-    """Answers each prompt's length, or raises `error`; `check` raises it too if it `lasts`."""
+    """Returns each prompt's length, or raises `error`; `check` raises it too if it `lasts`."""
 
     def __init__(self, error=None, lasts=False, missing=0, meet=None):
         self.error = error
@@ -137,7 +137,7 @@ def test_even_a_batch_that_cannot_be_counted_completes(run):
 
 
 def test_a_result_keeps_nothing_of_a_batch_that_ran_out_of_memory(run):
-    """What the batch had allocated is free before its halves run."""
+    """The batch's memory must be free before its halves run."""
 
     class Temporary:
         pass

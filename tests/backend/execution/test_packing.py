@@ -1,4 +1,4 @@
-"""How sequences are laid into the inputs of a batch, with and without room to spare."""
+"""Packing sequences into the inputs of a batch, with and without padding."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ ALL_INPUTS = [
 
 
 def inputs_for(tokens, sequences, declared=ALL_INPUTS):
-    """Return the inputs of a batch in memory that holds something else."""
+    """Return the inputs of a batch, packed into memory with other contents."""
     dims = {"tokens": tokens, "sequences": sequences}
     buffer = torch.full((input_bytes(declared, dims),), 0xAB, dtype=torch.uint8)
     return input_views(buffer, declared, dims)

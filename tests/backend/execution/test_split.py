@@ -1,4 +1,4 @@
-"""A batch is split by whole sequences, evenly, or not at all."""
+"""Splitting a batch into sub-batches of whole sequences and nearly equal cost."""
 
 from itertools import product
 

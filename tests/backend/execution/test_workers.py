@@ -1,4 +1,4 @@
-"""Worker threads run in parallel on one core each, and leave torch's own setting as it was."""
+"""Worker threads: parallel, one core each, and torch's thread setting unchanged."""
 
 from threading import Barrier, get_ident
 

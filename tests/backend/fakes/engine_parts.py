@@ -1,4 +1,4 @@
-"""Parts of an engine for tests: replies that record, a clock and an executor that tests move by hand."""
+"""Fakes for engine tests: a recording reply, and a clock and executor driven by hand."""
 
 import math
 from collections import deque
@@ -6,7 +6,7 @@ from threading import Event
 
 
 class Clock:
-    """A clock that stands still until a test moves it."""
+    """A clock that a test advances."""
 
     def __init__(self, now=100.0):
         self.now = now
@@ -16,11 +16,11 @@ class Clock:
 
 
 class FakeReply:
-    """Records the parts and the end of an answer; fails if the engine breaks the contract of `Reply`.
+    """Records an answer; fails if the engine breaks the contract of `Reply`.
 
     Args:
         cancelled: what `is_cancelled` returns, call by call; False after that.
-        cancelled_after: number of parts after which the client has gone away.
+        cancelled_after: number of parts after which the client disconnects.
         raises: names of methods that raise. `finish` raises before the answer counts, the others after it.
     """
 
@@ -86,7 +86,10 @@ class FakeReply:
 
 
 class HeldExecutor:
-    """Holds each batch until a test completes it. A subclass decides the result, when the batch starts."""
+    """Holds each batch until a test completes it.
+
+    A subclass computes the result, when the batch starts.
+    """
 
     def __init__(self, slots=1):
         self.slots = slots

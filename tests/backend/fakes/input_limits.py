@@ -1,10 +1,10 @@
-"""Limits of input for a model of 12 tokens, whose arena is as large as its longest sequence needs."""
+"""Input limits of a model of 12 tokens, whose arena fits its longest sequence."""
 
 from varlen.intake import InputLimits
 
 
 class FakeArena:
-    """Fits sequences up to a length, a hundred bytes per token."""
+    """An arena for sequences up to a length, at a hundred bytes per token."""
 
     def __init__(self, max_tokens):
         self.max_tokens = max_tokens
@@ -15,7 +15,7 @@ class FakeArena:
 
 
 def input_limits(max_text_bytes=4000):
-    """Return limits of a model with 60 tokens of two types."""
+    """Return limits of a model with 60 token ids and two token types."""
     return InputLimits(
         max_sequence_tokens=12,
         max_text_bytes=max_text_bytes,

@@ -1,7 +1,6 @@
-"""A stand-in for the module that the server puts into its stub process.
+"""A stand-in for the module that the server provides to its stub process.
 
-It is as strict as the server is unforgiving: what would crash it raises `Crash` here and is kept in
-`crashes`.
+A call that would crash the real server raises `Crash` here and is recorded in `crashes`.
 """
 
 import json
@@ -17,11 +16,11 @@ logged: list[tuple[str, str]] = []
 model_dir = ""
 metrics_enabled = True
 # as a backend built before numpy 2 does under it
-garbles_arrays = False
+corrupts_arrays = False
 
 
 class Crash(BaseException):
-    """What the real server would have died of."""
+    """A call that would crash the real server."""
 
 
 def crash(what):
@@ -63,7 +62,7 @@ class Tensor:
     @staticmethod
     def from_dlpack(name, tensor):
         array = np.from_dlpack(tensor)
-        return Tensor(name, array * 3 if garbles_arrays else array)
+        return Tensor(name, array * 3 if corrupts_arrays else array)
 
     def name(self):
         return self._name
@@ -87,7 +86,7 @@ class InferenceResponse:
 
 
 class ResponseSender:
-    """Takes one answer. Asking it anything afterwards ends the server."""
+    """Accepts one answer. Any later call crashes the server."""
 
     def __init__(self, request):
         self._request = request

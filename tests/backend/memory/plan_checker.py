@@ -1,10 +1,10 @@
-"""Checks of plans by brute force: which usage owns which byte at which op, however the plan was made."""
+"""Brute-force checks of memory plans, independent of how a plan was made."""
 
 from itertools import pairwise
 
 
 def overlaps(usages, offsets, sizes):
-    """Return pairs of usages that own one byte at one op, judged cell by cell of time and space.
+    """Return pairs of usages that occupy the same byte at the same op.
 
     Args:
         usages: with `first_op` and `last_op`, inclusive.
@@ -24,7 +24,7 @@ def overlaps(usages, offsets, sizes):
 
 
 def peak_live(usages, sizes):
-    """Return the most bytes that are live at one op, counted op by op."""
+    """Return the most bytes that are live at any op."""
     return max(
         (
             sum(

@@ -1,4 +1,4 @@
-"""The arena: regions side by side, the limit, and memory errors told apart from other faults."""
+"""The arena: regions, its size limit, and out-of-memory errors."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 WIDE = 4096
 # a chain of results, each read by the next op
 CHAIN = [Usage(f"v{op}", op, op + 1, Size(tokens=row)) for op, row in enumerate([96, 288, 96, 384])]
-# three results live at once, which greedy by size lays out worse when sequences are few
+# three results live at once; greedy by size plans them worse for few sequences
 MIXED = [
     Usage("a", 0, 2, Size(tokens=96)),
     Usage("b", 1, 3, Size(sequences=1000)),

@@ -1,4 +1,4 @@
-"""Memory of the host: taken as it is reached, given back from the end, and never more than there is room for."""
+"""Host memory chunks: allocated on reserve, released from the end, bounded by capacity."""
 
 import mmap
 import resource

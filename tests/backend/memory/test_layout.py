@@ -1,4 +1,4 @@
-"""Layouts: plans by shape, valid for every batch, and the same whatever was planned before."""
+"""Layouts: cached plans by batch shape, valid for every batch."""
 
 import random
 
@@ -16,7 +16,7 @@ DIMS = ["tokens", "sequences", "logit_rows"]
 
 @st.composite
 def programs(draw):
-    """Draw the usages of a program: one per op at most, each of one dimension or none."""
+    """Draw a program's usages: at most one per op, with at most one dimension."""
     usages = []
     for op in range(draw(st.integers(1, 14))):
         if not draw(st.integers(0, 3)):

@@ -1,4 +1,4 @@
-"""Plans: no two live buffers overlap, whatever the sizes, lifetimes and alignment."""
+"""Memory plans: live buffers never overlap, for any sizes, lifetimes and alignment."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +62,7 @@ def test_the_same_question_has_the_same_answer(records, alignment):
 
 
 def test_a_gap_that_fits_best_is_taken_before_a_wider_one_and_the_tail():
-    # live together at op 1: a wall, then gaps of 30 and 20 that are left by buffers dead by then
+    # at op 1, dead buffers leave gaps of 30 and 20 bytes between live ones
     lifetimes = [[(0, 1)], [(0, 0)], [(0, 1)], [(0, 0)], [(0, 1)], [(1, 1)]]
     sizes = [50, 30, 29, 20, 19, 18]
 

@@ -1,4 +1,4 @@
-"""Usage records: folding, conflicts and the bound, each against a count by brute force."""
+"""Usage records: folding, conflicts and the lower bound, each checked by brute force."""
 
 import pytest
 from hypothesis import given

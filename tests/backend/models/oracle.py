@@ -1,4 +1,4 @@
-"""What transformers answers, one sequence at a time, in fp32."""
+"""Reference outputs of transformers, one sequence at a time, in fp32."""
 
 import numpy as np
 import torch
@@ -9,14 +9,14 @@ from varlen import Encoder
 
 
 def load_oracle(folder, kind="BertModel", **settings):
-    """Return the model of a checkpoint, of the transformers class `kind`."""
+    """Return the checkpoint loaded by the transformers class `kind`."""
     loader = getattr(transformers, kind)
     return loader.from_pretrained(folder, dtype=torch.float32, **settings).eval()
 
 
 @torch.inference_mode()
 def one_by_one(model, rows, types=None):
-    """Return transformers' output object of each row of token ids, each run alone."""
+    """Return transformers' output for each row of token ids, run alone."""
     types = types or [[0] * len(row) for row in rows]
     return [
         model(input_ids=torch.tensor([row]), token_type_ids=torch.tensor([kinds]))
@@ -30,7 +30,7 @@ def hidden_states(model, rows, types=None):
 
 
 def assert_hidden_states_match(folder, model, rows):
-    """Compare what our encoder makes of a checkpoint with what a model of transformers makes of its own."""
+    """Compare our encoder's hidden states with those of a transformers model."""
     with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
         actual = encoder.hidden(rows)
     assert all(row.dtype == np.float32 for row in actual)

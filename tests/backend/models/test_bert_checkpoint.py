@@ -1,4 +1,4 @@
-"""Every field and tensor of a BERT checkpoint is served right or refused by name, before a weight is loaded."""
+"""BERT checkpoints: unsupported fields and tensors are refused before weights are loaded."""
 
 import dataclasses
 
@@ -92,7 +92,7 @@ def test_takes_an_unknown_feature_that_is_off(folder, value):
         ),
         ("hidden_act", ["gelu"], "allowed: gelu, gelu_new"),
         ("hidden_act", "silu", 'has hidden_act "silu"; allowed: gelu, gelu_new'),
-        ("num_attention_heads", 5, "hidden_size 24 is no multiple of num_attention_heads 5"),
+        ("num_attention_heads", 5, "hidden_size 24 is not a multiple of num_attention_heads 5"),
         ("layer_norm_eps", "small", "has layer_norm_eps 'small'; allowed: numbers from 0"),
         ("layer_norm_eps", True, "has layer_norm_eps True; allowed: numbers from 0"),
         (
@@ -121,7 +121,7 @@ def test_refuses_a_number_of_labels_that_is_not_positive(make_checkpoint, count)
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64])
 def test_refuses_weights_that_are_quantized(folder, dtype):
-    """Found in review: integers with their scales beside them were loaded as if they were the weights."""
+    """Integers were once loaded as weights, without their scales."""
     name = "encoder.layer.1.output.dense.weight"
 
     def quantize(tensors):
@@ -152,7 +152,9 @@ def test_refuses_weights_that_are_quantized(folder, dtype):
 def test_refuses_a_tensor_that_the_model_does_not_use(folder, name):
     change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(3)}))
 
-    with refused(f'the checkpoint has the tensor "{name}", for which the model in config.json has'):
+    with refused(
+        f'the checkpoint has the tensor "{name}", which the model in config.json does not use'
+    ):
         check(folder)
 
 
@@ -245,7 +247,7 @@ def test_a_task_with_a_pooler_needs_it(make_checkpoint):
 
 
 def test_old_names_of_a_layer_norm_match_transformers(folder):
-    """Checkpoints converted from TensorFlow call the weight of a layer norm gamma and its bias beta."""
+    """Checkpoints converted from TensorFlow use the names gamma and beta."""
 
     def rename(tensors):
         for name in [name for name in tensors if "LayerNorm" in name]:

@@ -1,4 +1,4 @@
-"""What a checkpoint folder says, and every reason for which one is refused."""
+"""Reading a checkpoint folder, and every reason to refuse one."""
 
 import shutil
 from pathlib import Path
@@ -231,12 +231,12 @@ def test_refuses_a_module_outside_the_folder(folder, path):
     write_file(folder.parent, "outside/config.json", {"pooling_mode": "cls"})
     write_file(folder, "modules.json", [module("Transformer"), module("Pooling", path)])
 
-    with refused("leads out of the checkpoint folder"):
+    with refused("is outside the checkpoint folder"):
         Checkpoint.open(folder)
 
 
 def test_reads_a_snapshot_whose_files_are_links(folder, tmp_path):
-    # as huggingface_hub lays its cache out
+    # as in the cache of huggingface_hub
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
     for file in folder.iterdir():

@@ -1,4 +1,4 @@
-"""The real MiniLM weights: as sentence-transformers in fp32, close to it in bf16, and independent of company."""
+"""The real MiniLM weights match sentence-transformers, whatever else is in the batch."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ TEXTS = [
     "!!! ... ???",
 ]
 LONG_TEXTS = ["word " * 400, "one two, three. " * 300, "unbelievabilities " * 260]
-# 1 to 512, close together where blocks and vector registers end
+# 1 to 512, dense around the sizes of blocks and vector registers
 LENGTHS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 129, 200, 257, 400, 511, 512]
 
 

@@ -1,4 +1,4 @@
-"""Random checkpoints saved by transformers answer as transformers answers, one sequence at a time, in fp32."""
+"""Random checkpoints of every kind match transformers in fp32."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What sentence-transformers' files ask for is done, with its vectors as the oracle, or refused by name."""
+"""Settings in sentence-transformers' files are followed, or refused with their name."""
 
 import json
 
@@ -23,7 +23,7 @@ MODEL = "config_sentence_transformers.json"
 
 @pytest.fixture
 def saved(small_bert, tmp_path):
-    """Return a checkpoint as today's sentence-transformers saves it, for a test to change."""
+    """Return a checkpoint saved by sentence-transformers, which a test may change."""
     folder = tmp_path / "saved"
     SentenceTransformer(str(small_bert), device="cpu").save_pretrained(str(folder))
     return folder
@@ -40,7 +40,7 @@ def test_serves_the_logits_of_a_cross_encoder(make_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("truncate", [False, True])
 def test_a_default_prompt_gives_the_vectors_of_sentence_transformers(saved, truncate):
-    """Found in review: the prompt was ignored, and vectors differed by 0.48."""
+    """The prompt was once ignored, and vectors differed by 0.48."""
     set_fields(saved, MODEL, **DEFAULT_PROMPT)
     texts = [*TEXTS, "x" * 80] if truncate else TEXTS
     expected = SentenceTransformer(str(saved), device="cpu").encode(texts)

@@ -1,4 +1,4 @@
-"""tokenizer.json and tokenizer_config.json either agree on what changes token ids, or are refused."""
+"""tokenizer.json and tokenizer_config.json must agree on everything that changes token ids."""
 
 import pytest
 from transformers import AutoTokenizer

@@ -1,4 +1,4 @@
-"""Kernels that show when an op reads memory of the arena that holds nothing live."""
+"""Kernels that detect an op that reads dead arena memory."""
 
 import torch
 
@@ -7,9 +7,9 @@ POISON = 0xFF
 
 
 class PoisonBetweenOps:
-    """Kernels; before each op, every byte of the arena that no later op reads is overwritten.
+    """Overwrites all dead arena memory with NaN before each op.
 
-    What is live is searched for in the op list each time: values of earlier ops that this op or a later one reads.
+    A value is live if an earlier op made it and this op or a later one reads it; the op list is searched each time.
     """
 
     def __init__(self, program, memory, kernels):

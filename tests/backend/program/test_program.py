@@ -1,4 +1,4 @@
-"""The recorded forward pass of an encoder: its lifetimes, and what running it may and may not touch."""
+"""The recorded forward pass of an encoder: lifetimes, and the memory that it may touch."""
 
 import random
 
@@ -46,7 +46,7 @@ def make_arena(program, max_tokens=100):
 
 
 def spans(program):
-    """Return (first op, last op) of each value that ops write, found by searching the whole list for each."""
+    """Return (first op, last op) of each value, found by brute-force search."""
     names = [op.results[0].name for op in program.ops]
     found = {}
     for name in names:
@@ -74,7 +74,7 @@ def test_usages_match_a_search_of_the_op_list(runner):
     for index, op in enumerate(program.ops[:-1]):
         parent = getattr(op.operands[0], "name", None)
         if op.kernel in reference.IN_PLACE and parent in expected and expected[parent][1] == index:
-            # the parent's bytes live on as the result's
+            # the result reuses the parent's bytes
             in_place[op.results[0].name] = parent
     for name, parent in reversed(in_place.items()):
         expected[parent] = expected[parent][0], expected[name][1]
@@ -204,7 +204,7 @@ def test_a_batch_does_not_depend_on_the_ones_before(runner):
 def test_a_batch_whose_sub_batches_do_not_fit_side_by_side_runs_as_a_whole(make_checkpoint):
     folder = make_checkpoint()
     roomy = Runner(Checkpoint.open(folder), EngineConfig(dtype="fp32"))
-    # just enough for 64 tokens in one piece: sub-batches begin at multiples of 64 bytes, and need more
+    # just enough for 64 tokens as a whole: sub-batches start at multiples of 64 bytes, and need more
     enough = roomy.arena.layout.plan(dims_of([1] * 64)).footprint
     config = EngineConfig(dtype="fp32", max_batch_tokens=64, arena_bytes=enough)
     tight = Runner(Checkpoint.open(folder), config)
@@ -239,7 +239,7 @@ def test_a_value_read_by_two_ops_lives_until_the_second():
 
     assert program.usages[:2] == (
         Usage(first.name, 0, 3, Size(tokens=16)),
-        # may not take the memory of the first, which is read again
+        # must not reuse the memory of the first, which is read again
         Usage(second.name, 1, 2, Size(tokens=16)),
     )
     batch = PackedBatch({"x": torch.randn(3, 4)}, THREE)

@@ -1,4 +1,4 @@
-"""Programs of any shape: dimensions of any name, several results an op, and state that outlives runs."""
+"""Recorded programs: any dimensions, ops with several results, and state kept between runs."""
 
 from itertools import pairwise
 
@@ -57,7 +57,7 @@ def plain_run(program, dims, *, seed=0, states=None):
 
 @st.composite
 def programs(draw):
-    """Draw a program over three dimensions, with ops of several results, in place, and with state."""
+    """Draw a program with three dimensions, several results per op, and state."""
     ops = Recorder()
     state = ops.state("state", (WIDTH,), INT)
     values = [ops.input(name, (name, WIDTH), INT) for name in DIMS]
@@ -212,7 +212,7 @@ def test_two_results_take_the_places_of_the_operands_that_they_may_overwrite():
     (last,) = ops.call("add_columns", (x, residual), [(x.shape, INT)])
     program = ops.finish(last)
 
-    # x, residual, and the one of them that is being made anew
+    # x, residual, and the new value of one of them
     assert len(program.buffers) == 3
     dims = {"tokens": 5}
     (answer,) = run(program, dims, make_arena(program, dims))
@@ -255,7 +255,7 @@ def test_sizes_follow_every_dimension_of_the_batch():
 
 
 def cache_program(capacity):
-    """Return a program that appends tokens to a cache, and reads what was appended before and by now."""
+    """Return a program that appends tokens to a cache and attends to all of them."""
     ops = Recorder()
     x = ops.input("x", ("tokens", WIDTH), INT)
     slots = ops.input("slots", ("tokens",), INT)
@@ -333,7 +333,7 @@ def test_refuses_a_name_that_is_declared_as_something_else():
 def test_refuses_an_operand_of_another_recorder():
     x = Recorder().input("x", ("tokens", 4), torch.float32)
 
-    with refused('tanh reads "x", which was not recorded here'):
+    with refused('tanh reads "x", which another recorder made'):
         Recorder().tanh(x)
 
 

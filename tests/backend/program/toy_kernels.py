@@ -1,6 +1,6 @@
-"""Small exact ops on int64, for programs that no model needs: several results, state, any dimension.
+"""Small exact int64 ops: several results, state, any dimension.
 
-Each makes its results without `out`, so that a program can be run without an arena, and writes into it otherwise.
+Without `out`, an op allocates its results, so a program can run without an arena; otherwise it writes into `out`.
 """
 
 import torch
@@ -20,18 +20,18 @@ def sum_and_difference(x, y, *, out=None):
 
 
 def add_columns(x, y, *, out=None):
-    """Return x plus the sums of the columns of y, which may have other rows."""
+    """Return x plus the column sums of y; row counts may differ."""
     return _write([(x + y.sum(0)) % MODULUS], out)
 
 
 def spread(x, like, *, out=None):
-    """Return the sums of the columns of x, once for each row of `like`, and their doubles."""
+    """Return the column sums of x for each row of `like`, and their doubles."""
     sums = (x.sum(0) % MODULUS).expand(len(like), -1)
     return _write([sums, 2 * sums], out)
 
 
 def remember(state, x):
-    """Add the sums of the columns of x to the state."""
+    """Add the column sums of x to the state."""
     state.copy_((state + x.sum(0)) % MODULUS)
 
 
@@ -46,7 +46,10 @@ def append(cache, slots, x):
 
 
 def attend(x, cache, slots, *, out=None):
-    """Return for each row of x the sum of the cache's rows up to its slot, weighted by their products with x."""
+    """Return, per row of x, the weighted sum of cache rows up to its slot.
+
+    The weights are the products of x and the cache rows.
+    """
     weights = (x @ cache.T) % MODULUS
     weights[torch.arange(len(cache)) > slots[:, None]] = 0
     return _write([(weights @ cache) % MODULUS], out)
@@ -55,7 +58,7 @@ def attend(x, cache, slots, *, out=None):
 def _write(results, out):
     if out is None:
         return results[0] if len(results) == 1 else tuple(results)
-    # all results are made before any is written: `out` may be an operand
+    # compute all results before writing any: `out` may be an operand
     into = (out,) if len(results) == 1 else out
     for tensor, result in zip(into, results, strict=True):
         tensor.copy_(result)

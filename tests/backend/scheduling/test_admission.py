@@ -1,4 +1,4 @@
-"""Caps on what waits, and counters that return to zero."""
+"""Limits on queued requests and tokens, and counters that return to zero."""
 
 import re
 
@@ -34,7 +34,7 @@ def test_refuses_one_request_too_many():
     admission = Admission(1, 100)
     enter(admission, 3)
 
-    message = "the queue is full: 1 requests wait and 1 may; try again later"
+    message = "the queue is full: 1 requests wait, at most 1 may; try again later"
     with raises(QueueFullError, message):
         enter(admission, 3)
     assert admission.depth == (1, 3)
@@ -44,7 +44,7 @@ def test_refuses_tokens_past_the_cap():
     admission = Admission(10, 100)
     enter(admission, 60)
 
-    message = "the queue is full: 60 tokens wait, 41 came and 100 may wait; try again later"
+    message = "the queue is full: 60 tokens wait, the request has 41, at most 100 may wait; try again later"
     with raises(QueueFullError, message):
         enter(admission, 40, 1)
     assert admission.depth == (1, 60)

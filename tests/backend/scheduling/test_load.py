@@ -1,4 +1,4 @@
-"""The pressure of future requests, against what was sent."""
+"""The estimated pressure of future requests, from past arrivals."""
 
 import random
 

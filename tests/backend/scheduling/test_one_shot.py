@@ -1,4 +1,4 @@
-"""When a batch starts, what a request is expected to take, and what the table learns."""
+"""One-shot scheduling: when batches start, forecasts, and learned costs."""
 
 import math
 import random
@@ -97,7 +97,7 @@ def test_priority_goes_ahead_of_requests_that_came_a_little_before():
 
     order = [lengths_of(scheduler.schedule(0.6))[0] for _ in range(5)]
 
-    # as if two requests waited, not four
+    # the priority counts as a queue of two requests, not four
     assert order == [1, 2, 3, 5, 4]
 
 
@@ -142,7 +142,7 @@ def test_forecasts_of_all_batches_follow_a_machine_that_is_busy_elsewhere():
         batch = scheduler.schedule(0.0)
         run(scheduler, batch, 2 * cost_table().seconds(batch.shape))
 
-    # lengths that did not run are slower too, but part of the change counts for those that ran only
+    # lengths that did not run are slower too, but some of the change applies only to those that ran
     assert 1.6 * before < forecast(scheduler, 8) < 2.2 * before
 
 
@@ -157,7 +157,7 @@ def test_forecasts_are_of_slow_moments_where_the_speed_changes():
         run(scheduler, batch, table_seconds * (1.5 if number % 3 == 0 else 1.0))
 
     assert forecast(scheduler, 128) == pytest.approx(1.5 * before, rel=0.1)
-    # the expected time of a batch is the usual one
+    # the predicted time of a batch is the usual one
     add(scheduler, 128)
     assert scheduler.schedule(40.0).seconds == pytest.approx(table_seconds, rel=0.1)
 
@@ -239,7 +239,7 @@ def forecast(scheduler, length):
 
 
 def test_waiting_work_is_subtracted_row_by_row():
-    """Of a large request that has nearly run, only the rest counts as waiting."""
+    """Rows of a large request that have run no longer count as waiting."""
     scheduler = make_scheduler(policy="token_budget", max_batch_tokens=10)
     request = add(scheduler, *[5] * 100)
     admission = scheduler._admission

@@ -1,4 +1,4 @@
-"""Cuts by dynamic programming: the paper's example, every partition there is, and the limits of a batch."""
+"""Partitions by dynamic programming: the article's example, brute force, and batch limits."""
 
 import math
 from functools import lru_cache
@@ -16,7 +16,7 @@ from .waiting import cost_table
 
 ANY = BatchLimits(max_sequences=64, max_tokens=1 << 20, execution="padded")
 
-# Of the article's five lengths, at a cost of c0 + sequences * longest: c0, sizes of the best batches, their total.
+# The article's five lengths at a cost of c0 + sequences * longest: c0, best batch sizes, total cost.
 ARTICLE = [
     (0, [1, 1, 1, 1, 1], 227),
     (5, [2, 1, 1, 1], 248),
@@ -29,7 +29,7 @@ ARTICLE = [
 
 @pytest.mark.parametrize("fixed, sizes, total", ARTICLE, ids=[f"c0={row[0]}" for row in ARTICLE])
 def test_the_article_s_five_lengths(fixed, sizes, total):
-    # just above 0: a cost is positive
+    # just above 0, since costs are positive
     costs = cost_table(lambda n, length: fixed + n * length + 1e-9, "padded")
 
     found, seconds = partition([17, 18, 52, 63, 77], costs, ANY, pressure=math.inf)
@@ -50,7 +50,7 @@ def set_partitions(items):
 
 
 class Table:
-    """Any costs that grow with the number of sequences and their length, also those that no model fits."""
+    """Costs from an array that grows with the number of sequences and their length."""
 
     def __init__(self, seconds, execution):
         self._seconds = seconds
@@ -70,7 +70,7 @@ class Table:
 
 @st.composite
 def tables(draw, execution, most=8):
-    """A table of random steps, for every number of sequences and length."""
+    """Draw a table that grows by random steps."""
     seconds = np.zeros((most + 1, most + 1))
     for n in range(1, most + 1):
         for length in range(1, most + 1):
@@ -95,7 +95,7 @@ def test_no_partition_of_any_kind_takes_less_time(lengths, costs):
 
 
 def cuts(count):
-    """Sizes of all consecutive batches of `count` sequences."""
+    """Yield the batch sizes of every way to cut `count` sequences."""
     for inner in range(count):
         for bounds in combinations(range(1, count), inner):
             edges = [0, *bounds, count]
@@ -159,7 +159,7 @@ def test_a_request_of_many_rows_waits_for_its_last_and_gains_nothing_from_two_ba
     limits = BatchLimits(64, 4096)
 
     assert partition([1, 1, 1, 500], costs, limits, pressure=0.0, ends=[0, 0, 0, 1])[0] == [4]
-    # the three rows of one request, then a request of its own
+    # three rows of one request, then another request
     assert partition([1, 1, 1, 500], costs, limits, pressure=0.0, ends=[0, 0, 1, 1])[0] == [3, 1]
 
 

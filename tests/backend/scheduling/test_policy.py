@@ -1,4 +1,4 @@
-"""What policies choose: within the limits, nothing lost, and no sequence passed over for too long."""
+"""Scheduling policies: batch limits, no lost sequences, and bounded waiting."""
 
 import pytest
 from hypothesis import given, settings
@@ -121,7 +121,7 @@ def test_padded_batches_hold_sequences_of_like_length():
 
 
 def test_packed_batches_in_order_where_nothing_is_gained_by_another():
-    # a batch costs nearly the same whatever it holds
+    # batches of any size cost nearly the same
     policy = least_cost(cost_table(lambda n, length: 1.0 + 1e-6 * n * length))
 
     batch = policy.choose(queue_of([500, 5, 490, 6]), 0.0)
@@ -131,7 +131,7 @@ def test_packed_batches_in_order_where_nothing_is_gained_by_another():
 
 
 def test_a_deadline_that_could_be_kept_is_kept():
-    # by length, the long one would run last and end after its deadline
+    # in order of length, the long one would run last and miss its deadline
     policy = least_cost()
     alone = cost_table().seconds(BatchShape.of([512]))
     queue = queue_of([100] * 30)
@@ -154,7 +154,7 @@ def test_only_the_first_of_a_long_queue_are_planned():
     st.floats(0.01, 0.3),
 )
 def test_no_sequence_is_passed_over_for_longer_than_allowed(arrivals, max_wait):
-    """The first of the queue runs in the next batch once it has waited for `max_wait`."""
+    """After `max_wait`, the queue's first sequence runs in the next batch."""
     policy = least_cost(max_wait=max_wait)
     queue, now = RequestQueue(), 0.0
     coming = []

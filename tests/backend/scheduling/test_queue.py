@@ -1,4 +1,4 @@
-"""The order of the queue: first come, first served for equals, fair by served work for others, deadlines kept."""
+"""Queue order: arrival for equal requests, fairness by served work otherwise, and deadlines."""
 
 import math
 from itertools import count
@@ -18,7 +18,7 @@ def lengths(sequences):
 
 
 def serve_all(queue, at_once=1):
-    """Run everything, some sequences at a time; return the requests in the order in which they finish."""
+    """Run all sequences, `at_once` at a time; return requests in order of completion."""
     order = []
     while queue:
         batch = queue.first(at_once)
@@ -29,7 +29,7 @@ def serve_all(queue, at_once=1):
 
 @given(st.lists(st.sampled_from([True, False, None]), max_size=60), st.integers(0, 9))
 def test_requests_of_one_row_and_one_priority_are_served_in_order_of_arrival(actions, priority):
-    """Whatever is served or dropped between arrivals."""
+    """The order holds whatever is served or dropped between arrivals."""
     queue, numbers, served = RequestQueue(), count(1), []
     for serve in actions:
         if serve and queue:
@@ -56,7 +56,7 @@ def test_equal_requests_of_many_rows_are_not_interleaved():
 
 
 def test_one_row_passes_nearly_all_of_a_crowd_of_large_requests():
-    """57,600 rows wait; a single row is served after a few requests of them, not after all."""
+    """A single row does not wait for all of 57,600 queued rows."""
     queue = RequestQueue()
     for _ in range(900):
         queue.add(state_of(*[1] * 64))
@@ -71,7 +71,7 @@ def test_one_row_passes_nearly_all_of_a_crowd_of_large_requests():
 
 
 def test_a_large_request_is_not_overtaken_for_ever():
-    """Single rows keep coming as fast as they are served; the large request waits for twice what it found."""
+    """Single rows arrive as fast as they are served, yet the wait is bounded."""
     queue = RequestQueue()
     for _ in range(10):
         queue.add(state_of(1))
@@ -99,7 +99,7 @@ def test_priority_counts_as_a_shorter_queue(rows):
 
 
 def test_mixed_priorities_of_many_rows():
-    """600 requests of 64 rows, half of them at priority 9: inserting them once took minutes."""
+    """Inserting 600 such requests, half at priority 9, once took minutes."""
     queue = RequestQueue()
     for number in range(600):
         queue.add(state_of(*[1] * 64, priority=9 * (number % 2)))
@@ -129,7 +129,7 @@ def test_what_misses_its_deadline_otherwise_goes_first():
 
 
 def test_an_earlier_deadline_is_promoted_with_a_later_one_that_has_to_start():
-    """A long request has to start sooner than a short one that is due before it."""
+    """A long request must start before a short one with an earlier deadline."""
     queue = RequestQueue()
     queue.add(state_of(1))
     queue.add(state_of(500, deadline=6.0), latest_start=1.0)
@@ -180,7 +180,7 @@ def test_a_discarded_request_leaves_with_all_that_waits():
 
 
 def test_a_request_that_has_been_served_is_not_remembered_for_its_deadline():
-    """A served request once moved its deadline's neighbours to the front, and was kept until then."""
+    """A served request once stayed in the deadline list and promoted its neighbours."""
     queue = RequestQueue()
     served = state_of(1, deadline=100.0)
     queue.add(served, latest_start=10.0)

@@ -1,4 +1,4 @@
-"""Requests that wait, and costs by formula, for tests of scheduling."""
+"""Waiting requests and costs by formula, for scheduling tests."""
 
 import math
 
