@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from varlen_bench.encoder import run
 from varlen_bench.encoder.__main__ import app
 from varlen_bench.encoder.report import Result, bench_figures, csv_rows, tables
-from varlen_bench.encoder.systems import BASELINE, SYSTEMS, Batching, split
+from varlen_bench.encoder.systems import BASELINE, SYSTEMS, System
 from varlen_bench.encoder.worker import Worker
 from varlen_bench.encoder.workload import Workload, short_workload, uniform_workload
 from varlen_bench.peers.engines import pad
@@ -38,7 +38,6 @@ def result(name, speeds, *, cosine=1.0, workload="uniform", note=""):
         cosine_mean=cosine,
         cosine_min=cosine,
         note=note,
-        has_failed=bool(note),
     )
 
 
@@ -87,23 +86,23 @@ def test_a_thinned_workload_spans_the_lengths_and_keeps_the_order_of_arrival():
 
 
 @pytest.mark.parametrize("order", ["arrival", "sorted"])
-@pytest.mark.parametrize(
-    "batching", [Batching("whole"), Batching("sequences", 3), Batching("tokens", 10)], ids=str
-)
-def test_a_split_has_every_sequence_once(order, batching):
-    lengths = [4, 1, 9, 30, 2, 2, 7]
+@pytest.mark.parametrize("kind, size", [("whole", 0), ("sequences", 3), ("tokens", 10)])
+def test_a_split_has_every_sequence_once(order, kind, size):
+    sequences = [[0] * length for length in (4, 1, 9, 30, 2, 2, 7)]
 
-    batches = split(lengths, order, batching)
+    batches = System("", "varlen", "fp32", order, kind).split(sequences, size)
 
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    if batching.kind == "tokens":
-        padded = [max(lengths[i] for i in b) * len(b) for b in batches if len(b) > 1]
-        assert all(tokens <= batching.size for tokens in padded)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(sequences)))
+    if kind == "tokens":
+        padded = [max(len(sequences[i]) for i in b) * len(b) for b in batches if len(b) > 1]
+        assert all(tokens <= size for tokens in padded)
 
 
 def test_a_sorted_split_goes_from_the_longest_to_the_shortest():
-    assert split([4, 1, 9], "sorted", Batching("sequences", 2)) == [[2, 0], [1]]
-    assert split([4, 1, 9], "arrival", Batching("sequences", 2)) == [[0, 1], [2]]
+    sequences = [[0] * length for length in (4, 1, 9)]
+
+    assert SYSTEMS["onnxruntime-fp32-sorted"].split(sequences, 2) == [[2, 0], [1]]
+    assert SYSTEMS["onnxruntime-fp32-arrival"].split(sequences, 2) == [[0, 1], [2]]
 
 
 def test_padding_is_masked():
@@ -125,7 +124,7 @@ def test_a_worker_returns_vectors_in_order_of_arrival_whatever_the_batches():
     seen.clear()
 
     assert set(speeds) == {"1 sequences", "2 sequences"}
-    made.batchings["uniform"] = Batching("sequences", 2)
+    made.sizes["uniform"] = 2
     assert made.embed_all("uniform").tolist() == [[3], [1], [2], [5]]
     assert seen == [[5, 3], [2, 1]]
 
@@ -134,7 +133,7 @@ def test_a_fixed_batch_is_not_calibrated():
     made = worker(BASELINE, lambda batch: np.ones((len(batch), 1)), [1], [2])
 
     assert made.calibrate("uniform") == {}
-    assert made.batchings["uniform"] == Batching("sequences", 20)
+    assert made.sizes["uniform"] == 20
 
 
 def test_bench_figures_compare_only_systems_of_equal_quality():
@@ -170,8 +169,8 @@ def test_a_system_that_did_not_run_keeps_a_row_with_its_reason():
     assert rows[1]["ratio_to_fifo"] == 1.0
     assert rows[1]["sequences_per_second"] == pytest.approx(4.4)
     uniform, short = tables(rows)
-    assert list(uniform.columns[0].cells) == [BASELINE, "ctranslate2-fp32-sorted"]
-    assert short.row_count == 0
+    assert [line[0] for line in uniform.lines] == [BASELINE, "ctranslate2-fp32-sorted"]
+    assert short.lines == []
 
 
 @pytest.mark.parametrize(
@@ -198,7 +197,7 @@ def test_a_model_that_does_not_pool_by_mean_is_refused(encoder):
 def test_a_small_run_measures_appends_and_ends_with_the_bench_line(
     checkpoint, tmp_path, monkeypatch
 ):
-    def export(model, engine, precision, cache):
+    def export(model, engine, precision):
         if engine == "onnxruntime":
             raise RuntimeError("export failed")
         return model

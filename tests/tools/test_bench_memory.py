@@ -17,12 +17,13 @@ from typer.testing import CliRunner
 from tests.closeness import assert_close, encoder_roundings
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
+from varlen_bench.harness.resident import MIB
 from varlen_bench.harness.worker import WorkerError
 from varlen_bench.memory import cases
 from varlen_bench.memory.__main__ import app
 from varlen_bench.memory.cases import ENCODERS, NO_ARENA, OURS, PEER, Case
 from varlen_bench.memory.measure import allocated_bytes, asked_bytes, compare
-from varlen_bench.memory.rows import EXACT, MIB, SERVER, STUB
+from varlen_bench.memory.rows import EXACT, SERVER, STUB
 from varlen_bench.memory.run import ask_worker, measure_server
 from varlen_bench.memory.soak import Soak, soak
 from varlen_bench.memory.systems import load
@@ -96,7 +97,7 @@ def test_all_systems_give_the_same_vectors(folder):
     ids = a_case().longest()
 
     ours, without, theirs = (
-        load(name, folder, "cpu", ids.size).run(ids) for name in (OURS, NO_ARENA, PEER)
+        load(name, folder, "cpu", ids.size).embed(ids) for name in (OURS, NO_ARENA, PEER)
     )
 
     assert np.array_equal(ours, without)

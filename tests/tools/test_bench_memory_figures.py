@@ -3,9 +3,10 @@
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from varlen_bench.harness.resident import MIB
 from varlen_bench.harness.worker import WorkerError
 from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Case
-from varlen_bench.memory.rows import EXACT, MIB, STUB, Row, bench_figures, shown
+from varlen_bench.memory.rows import EXACT, STUB, Row, bench_figures, notes, tables
 from varlen_bench.memory.run import measure_case
 from varlen_bench.memory.soak import Soak
 from varlen_bench.peers.checkpoints import MINILM
@@ -69,7 +70,7 @@ def test_a_peer_that_fails_leaves_its_reason_and_no_ratio():
 
     assert rows[0].peak_mib == 20
     assert [row.vs_pytorch for row in rows] == [None] * 4
-    assert shown(rows)[-1] == "minilm 2 transformers: did not run: transformers is broken"
+    assert notes(rows)[-1] == "minilm 2 transformers: did not run: transformers is broken"
     assert bench_figures(rows)["vs_pytorch"] is None
     assert bench_figures(rows)["speed_vs_no_arena"] == 1.2
 
@@ -83,7 +84,7 @@ def test_our_own_failure_leaves_a_row_too():
 
 
 def test_tables_show_the_systems_that_ran_and_the_exact_arena():
-    systems, arenas, _ = shown(measured(PEER))
+    systems, arenas = tables(measured(PEER))
 
-    assert list(systems.columns[3].cells) == [OURS, NO_ARENA]
-    assert list(arenas.columns[3].cells) == [OURS, EXACT]
+    assert [line[3] for line in systems.lines] == [OURS, NO_ARENA]
+    assert [line[3] for line in arenas.lines] == [OURS, EXACT]

@@ -216,7 +216,7 @@ def test_a_repository_holds_a_complete_configuration(system, checkpoint, tmp_pat
         assert config.input[0].allow_ragged_batch == is_dynamic
         assert config.max_batch_size == (12 if is_dynamic else 1)
         assert parameters["checkpoint"] == f"/{parameters['engine']}"
-        assert "{engine}-{dtype}".format(**parameters) in system.name
+        assert "{engine}-{precision}".format(**parameters) in system.name
 
 
 def test_systems_are_chosen_by_name_and_a_quick_run_leaves_some_out():
@@ -237,7 +237,7 @@ def imported(name, path, monkeypatch):
 
 def fake_onnxruntime(checkpoint):
     """Return a library whose graph has the inputs of the exported one and uses its mask."""
-    embed = engines.load("transformers", checkpoint, checkpoint, "fp32", threads=1)
+    embed = engines.load("transformers", checkpoint, "fp32", threads=1)
 
     def run(outputs, feeds):
         ids, mask = feeds["input_ids"], feeds["attention_mask"]
@@ -256,16 +256,17 @@ def fake_onnxruntime(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "engine, dtype", [("transformers", "fp32"), ("transformers", "bf16"), ("onnxruntime", "fp32")]
+    "engine, precision",
+    [("transformers", "fp32"), ("transformers", "bf16"), ("onnxruntime", "fp32")],
 )
-def test_a_peer_answers_as_we_do(monkeypatch, checkpoint, engine, dtype):
+def test_a_peer_answers_as_we_do(monkeypatch, checkpoint, engine, precision):
     pb_utils = imported(UTILS, ROOT / "tests/backend/fakes" / f"{UTILS}.py", monkeypatch)
     monkeypatch.setitem(sys.modules, "onnxruntime", fake_onnxruntime(checkpoint))
     batch = [[2, 5, 6, 7, 3], [2, 3], [2, *([5, 8] * 18), 3]]
     two_rows = [batch[0], batch[0][::-1]]
     arrays = [np.array([ids]) for ids in batch] + [np.array(two_rows)]
-    parameters = {"engine": engine, "checkpoint": str(checkpoint), "dtype": dtype, "threads": "1"}
-    strings = {name: {"string_value": value} for name, value in parameters.items()}
+    values = {"engine": engine, "checkpoint": str(checkpoint), "precision": precision}
+    strings = {k: {"string_value": v} for k, v in (values | {"threads": "1"}).items()}
     model = imported("peer", repository.PEER, monkeypatch).TritonPythonModel()
 
     model.initialize({"model_config": json.dumps({"parameters": strings})})
@@ -277,10 +278,10 @@ def test_a_peer_answers_as_we_do(monkeypatch, checkpoint, engine, dtype):
     assert [one.shape for one in vectors] == [(len(array), 16) for array in arrays]
     with Encoder.from_pretrained(checkpoint, device="cpu", dtype="fp32") as encoder:
         expected = encoder.embed([*batch, *two_rows], normalize=True)
-    precision = torch.bfloat16 if dtype == "bf16" else torch.float32
-    roundings = encoder_roundings(checkpoint, precision)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    roundings = encoder_roundings(checkpoint, dtype)
     vectors = np.concatenate(vectors)
-    assert_close(vectors, expected, roundings=roundings, dtype=precision)
+    assert_close(vectors, expected, roundings=roundings, dtype=dtype)
     # the peer sums 16 squares in fp32, and so does this
     assert_close(np.linalg.norm(vectors, axis=1), np.ones(len(vectors)), roundings=2 * 16)
 
@@ -300,7 +301,7 @@ def invoke(checkpoint, monkeypatch, tmp_path):
         latency = {"mean_ms": p99 / 2, "p99_ms": p99, "kept_deadline": 0.99}
         return Row(load.mix.label, system.name, load.kind, offered=load.rate, **figures, **latency)
 
-    embed = engines.load("transformers", checkpoint, checkpoint, "fp32", threads=1)
+    embed = engines.load("transformers", checkpoint, "fp32", threads=1)
     served = SimpleNamespace(
         address="127.0.0.1:9",
         measure=measure,

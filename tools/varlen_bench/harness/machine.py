@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on: its CPU, its speed at this moment, its GPU driver."""
+"""The machine of a benchmark: its CPU, its speed at this moment, its GPU driver."""
 
 from __future__ import annotations
 

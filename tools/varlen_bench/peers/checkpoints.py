@@ -1,4 +1,4 @@
-"""Checkpoints of the benchmarks: their limits, and random ones with the shape of known encoders."""
+"""Checkpoints of the benchmarks: their limits, their loading, and random ones."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from varlen_bench.harness.worker import last_line
-from varlen_bench.peers.checkpoints import max_positions
+from varlen_bench.peers.checkpoints import load_bert, max_positions
 from varlen_bench.peers.engines import EngineName, Precision
 
 _MODULE = "varlen_bench.peers.exports"
@@ -28,20 +28,15 @@ _TOOLS = {
 }
 
 
-def cache_folder() -> Path:
-    """Return the folder in which exports are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "varlen" / "bench_encoder"
-
-
-def exported(model: Path, engine: EngineName, precision: Precision, cache: Path) -> Path:
-    """Return the checkpoint in an engine's format: `model` itself, or a cached export of it.
+def exported(model: Path, engine: EngineName, precision: Precision) -> Path:
+    """Return a checkpoint in the format of an engine: `model` itself, or a cached export.
 
     Raises:
         RuntimeError: the export failed; the message ends with its last line.
     """
     if engine not in _TOOLS:
         return model
+    cache = _cache_folder()
     target = cache / f"{_key(model, engine)}-{engine}-{precision}"
     if target.exists():
         return target
@@ -65,15 +60,14 @@ def exported(model: Path, engine: EngineName, precision: Precision, cache: Path)
 def export_onnx(model: Path, folder: Path, precision: Precision) -> None:
     """Write model.onnx: token ids and mask in, mean-pooled normalized vectors out.
 
-    int8 is onnxruntime's dynamic quantization of linear layers: weights per output channel, activations per tensor.
+    int8 is onnxruntime's dynamic quantization of linear layers.
     """
     import torch
-    from transformers import AutoModel
 
     class Embedder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.encoder = AutoModel.from_pretrained(model, attn_implementation="sdpa")
+            self.encoder = load_bert(model, torch.float32, torch.device("cpu"), "sdpa")
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask)[0]
@@ -126,8 +120,13 @@ def export_ctranslate2(model: Path, folder: Path, precision: Precision) -> None:
     TransformersConverter(str(model)).convert(str(folder), quantization=quantization)
 
 
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "varlen" / "bench_encoder"
+
+
 def _key(model: Path, engine: EngineName) -> str:
-    """Return a key that changes with the checkpoint, the tools and this file."""
+    """Return a hash of the checkpoint's files, the versions of the tools and this file."""
     files = [*sorted(model.glob("*.safetensors")), model / "config.json"]
     stamps = [f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     tools = [f"{tool} {_version(tool)}" for tool in _TOOLS[engine]]

@@ -11,7 +11,7 @@ import typer
 from varlen_bench.harness.command import Only, Output, Quick, Revision, Run, Seed, csv_path
 from varlen_bench.harness.machine import cpu_count
 from varlen_bench.peers.checkpoints import max_positions
-from varlen_bench.serving import page, tables
+from varlen_bench.serving import report
 from varlen_bench.serving.figures import bench_figures, overload_figures
 from varlen_bench.serving.run import LoadTest
 from varlen_bench.serving.settings import Settings
@@ -56,7 +56,7 @@ def main(
     revision: Revision = "",
     output: Output = None,
 ) -> None:
-    """Load real servers, ours and plain ones, until they cannot keep up, and compare what they sustain."""
+    """Load real servers, ours and plain ones, until they cannot keep up."""
     lengths = lengths or ("uniform" if quick or overload else "uniform,short")
     try:
         settings = Settings(
@@ -79,8 +79,11 @@ def main(
         output=csv_path("serving", output, is_trial=quick),
         revision=revision,
     )
-    with tempfile.TemporaryDirectory(prefix="varlen-serving-") as scratch, run.progress() as report:
-        load_test = LoadTest(settings, Path(scratch), report=report, append=run.append)
+    with (
+        tempfile.TemporaryDirectory(prefix="varlen-serving-") as scratch,
+        run.progress() as progress,
+    ):
+        load_test = LoadTest(settings, Path(scratch), report=progress, append=run.append)
         if overload:
             load_test.overload()
         elif paired:
@@ -89,11 +92,11 @@ def main(
             load_test.compare()
     rows = load_test.rows
     figures = overload_figures(rows) if overload else bench_figures(rows, settings.mixes)
-    run.show(*(table.for_console() for table in tables.summary_tables(rows)), *tables.notes(rows))
+    run.show(*report.tables(rows), *report.notes(rows))
     folder = run.output.parent if run.output else Path(tempfile.mkdtemp(prefix="varlen-serving-"))
     stem = run.output.stem if run.output else "serving"
     path = folder / f"{stem}{'-overload' if overload else '-paired' if paired else ''}.html"
-    path.write_text(page.render(rows, figures, run.provenance), encoding="utf-8")
+    path.write_text(report.page(rows, figures, run.provenance), encoding="utf-8")
     run.show(f"report: {path}")
     run.finish("serving_overload" if overload else "serving", figures)
     if figures["lost"] or any(row.kind == "failed" and "varlen" in row.system for row in rows):

@@ -1,4 +1,4 @@
-"""The picture of a run: what each system serves of what it is offered, and the latency of its answers.
+"""The picture of a run: requests served and latency, by requests offered.
 
 The left column is figure 7 of the TurboTransformers authors' report in Chinese: a system leaves the diagonal where it
 is saturated.
@@ -56,7 +56,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 def curve(
     rows: Sequence[Row], label: str, system: str, attribute: str
 ) -> list[tuple[float, float]]:
-    """Return (offered, figure) of a system's open loads on one mix, without those that were given up."""
+    """Return (offered, figure) of a system's open loads on one mix, if not given up."""
     return sorted(
         (row.offered, value)
         for row in rows

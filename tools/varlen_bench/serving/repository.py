@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from varlen_bench.peers.checkpoints import config_field, max_positions
-from varlen_bench.peers.exports import cache_folder, exported
+from varlen_bench.peers.exports import exported
 from varlen_bench.serving.settings import Settings
 from varlen_bench.serving.systems import INPUT, OUTPUT, System
 
 PEER = Path(__file__).with_name("padded_model.py")
-_DYNAMIC_BATCHING = "dynamic_batching { max_queue_delay_microseconds: 0 }"
 
 
 def write_model(repository: Path, system: System, settings: Settings) -> None:
@@ -43,15 +42,15 @@ def write_model(repository: Path, system: System, settings: Settings) -> None:
     else:
         (model / "1").mkdir()
         shutil.copy(PEER, model / "1" / "model.py")
-        folder = exported(settings.model, system.engine, "fp32", cache_folder())
+        # transformers converts to bf16 when it loads
+        checkpoint = exported(settings.model, system.engine, "fp32")
         parameters = {
             "engine": system.engine,
-            "checkpoint": str(folder.resolve()),
-            "dtype": system.dtype,
+            "checkpoint": str(checkpoint.resolve()),
+            "precision": system.precision,
             "threads": str(settings.threads),
         }
-    config = _config(system, settings, parameters)
-    (model / "config.pbtxt").write_text(config, encoding="utf-8")
+    (model / "config.pbtxt").write_text(_config(system, settings, parameters), encoding="utf-8")
 
 
 def _config(system: System, settings: Settings, parameters: Mapping[str, str]) -> str:
@@ -64,7 +63,7 @@ def _config(system: System, settings: Settings, parameters: Mapping[str, str]) -
         f'input [ {{ name: "{INPUT}" data_type: TYPE_INT64 dims: [ -1 ] {ragged} }} ]',
         f'output [ {{ name: "{OUTPUT}" data_type: TYPE_FP32 dims: [ {hidden} ] }} ]',
         "instance_group [ { count: 1 kind: KIND_CPU } ]",
-        _DYNAMIC_BATCHING if system.dynamic else "",
+        "dynamic_batching { max_queue_delay_microseconds: 0 }" if system.dynamic else "",
     ]
     lines += [
         f'parameters {{ key: "{key}" value: {{ string_value: {json.dumps(value)} }} }}'

@@ -1,4 +1,4 @@
-"""The order of a run: each system on a server of its own, then two systems in turns."""
+"""The order of a run: each system on its own server, then two systems in turns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 
 from varlen_bench.harness.accuracy import EQUAL_QUALITY, Vectors, cosines
 from varlen_bench.harness.command import Progress
-from varlen_bench.harness.resident import ResidentSamples
+from varlen_bench.harness.resident import sampled_memory
 from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.summary import flatness
 from varlen_bench.harness.worker import WorkerError
 from varlen_bench.peers import engines
 from varlen_bench.serving import perf_analyzer
@@ -36,6 +37,8 @@ _CROSS_CHECK_LONGER = 1.5
 _OVERLOAD_CLOSED_SECONDS, _DEADLINE_MS = 4.0, 500
 # Requests that may wait in an overload, in seconds of capacity: more than fit into their deadline.
 _OVERLOAD_BACKLOG_SECONDS = 10.0
+# Time between two samples of memory, and the share of the first samples that do not count: queues fill.
+_SAMPLE_SECONDS, _FILLING = 1.0, 0.1
 
 
 class LoadTest:
@@ -43,7 +46,7 @@ class LoadTest:
 
     Args:
         scratch: folder for logs and for the costs that servers measure.
-        append: appends the rows of each part of the run to the CSV.
+        append: gets the rows of each part of the run.
     """
 
     def __init__(
@@ -183,9 +186,10 @@ class LoadTest:
                 max_waiting=int(_OVERLOAD_BACKLOG_SECONDS * capacity),
                 deadline_ms=_DEADLINE_MS,
             )
-            with ResidentSamples(served.process(system)) as resident:
+            with sampled_memory(served.process(system), _SAMPLE_SECONDS) as samples:
                 row = served.measure(system, overload)
-            self.rows.append(replace(row, rss_flatness=resident.flatness()))
+            full = samples[int(_FILLING * len(samples)) :]
+            self.rows.append(replace(row, rss_flatness=flatness(full) if full else None))
 
     def _load(
         self, kind: Kind, mix: Mix, seconds: float, capacity: float, *, rate: float, seed: int = 0
@@ -215,20 +219,16 @@ def is_hopeless(system: System, capacity: float, rows: Sequence[Row]) -> bool:
 
 
 def reference(settings: Settings) -> tuple[list[list[int]], Vectors]:
-    """Return requests of all lengths and their vectors: transformers, fp32, each request alone."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
+    """Return requests of all lengths, and their vectors by transformers fp32, each alone."""
     longest = max(max(mix.lengths) for mix in settings.mixes)
     lengths = [max(1, longest * (i + 1) // _CHECKED_REQUESTS) for i in range(_CHECKED_REQUESTS)]
     requests = token_ids(lengths, settings.vocabulary, settings.seed)
-    model = settings.model
-    embed = engines.load("transformers", model, model, "fp32", threads=settings.threads)
+    embed = engines.load("transformers", settings.model, "fp32", threads=settings.threads)
     return requests, np.concatenate([embed([ids]) for ids in requests])
 
 
 def reason(error: Exception) -> str:
-    """Return the line of an error that explains most: the server's own reason if it has one."""
+    """Return the line of an error that explains most, such as the server's own reason."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if "failed to load '" in line and ": " in line]
     text = reasons[0].split("version 1: ")[-1] if reasons else (lines or [type(error).__name__])[0]

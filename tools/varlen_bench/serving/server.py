@@ -14,7 +14,7 @@ import numpy as np
 
 from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.harness.machine import gflops
-from varlen_bench.harness.resident import model_process, resident_bytes
+from varlen_bench.harness.resident import MIB, model_process, resident_bytes
 from varlen_bench.harness.summary import ratio
 from varlen_bench.harness.worker import WorkerProcess
 from varlen_bench.serving.loads import Load
@@ -27,7 +27,6 @@ from varlen_tools.local_server import LocalServer
 
 _WORKER = "varlen_bench.serving.worker"
 _READY_SECONDS = 240.0
-_ANSWER_SECONDS = 600.0
 # Our backend updates its metrics twice a second.
 _FLUSH_SECONDS = 1.5
 _POLL_SECONDS = 0.05
@@ -67,8 +66,8 @@ class Served:
         return model_process(self.server.pid, system.name)
 
     def resident_mib(self, system: System) -> float:
-        """Return the resident memory of that process, in MiB."""
-        return resident_bytes(self.process(system)) / (1 << 20)
+        """Return the resident memory of the process that runs a system's model, in MiB."""
+        return resident_bytes(self.process(system)) / MIB
 
     def _series(self, system: System) -> dict[str, float]:
         page = fetch_metrics(self.server.metrics_url, timeout=10)
@@ -108,10 +107,7 @@ def serve(systems: Sequence[System], settings: Settings, scratch: Path) -> Itera
             address = server.grpc_url.removeprefix("grpc://")
             argument = {"address": address, "vocabulary": settings.vocabulary}
             log = scratch / "generator.log"
-            with WorkerProcess(
-                _WORKER, argument, log, threads=1, timeout_seconds=_ANSWER_SECONDS
-            ) as generator:
-                generator.answer()
+            with WorkerProcess(_WORKER, argument, log, threads=1) as generator:
                 yield Served(server, generator, address)
 
 

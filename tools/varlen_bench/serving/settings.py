@@ -1,4 +1,4 @@
-"""The settings of a run, and the time of each load: key systems are searched finely, the others for a curve."""
+"""The settings of a run, and the time of each load."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Settings:
         return self.seconds if self.quick else 1.25 * self.seconds
 
     def search_effort(self, system: System, *, is_hopeless: bool) -> tuple[float, int]:
-        """Return the measured seconds of each load of a search, and the number of its steps."""
+        """Return the measured seconds of each load of a search, and its number of steps."""
         if self.quick:
             return self.seconds, 2 if system.is_key and not is_hopeless else 0
         if is_hopeless:

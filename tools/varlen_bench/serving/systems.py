@@ -1,14 +1,12 @@
-"""The systems: our backend by policy and execution, and plain python-backend models as people write them."""
+"""The systems: our backend by policy and execution, and plain python-backend models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 from varlen_bench.harness.command import select
-
-Engine: TypeAlias = Literal["varlen", "transformers", "onnxruntime"]
+from varlen_bench.peers.engines import EngineName, Precision
 
 # The tensors of every model.
 INPUT, OUTPUT = "input_ids", "sentence_embedding"
@@ -21,18 +19,15 @@ DP_PADDED, FIFO_PADDED = "varlen-dp-padded", "varlen-fifo-padded"
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One way to serve the model.
-
-    Attributes:
-        name: also the name of its model.
-        dynamic: whether the server's dynamic batcher joins requests. Our backend has a scheduler instead.
-        parameters: parameters of our backend.
-    """
+    """One way to serve the model; its name is also that of its model."""
 
     name: str
-    engine: Engine
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    engine: EngineName
+    # of a peer
+    precision: Precision = "fp32"
+    # whether the server's dynamic batcher joins requests; our backend has a scheduler instead
     dynamic: bool = False
+    # of our backend
     parameters: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -61,10 +56,10 @@ _ALL = (
     _ours(DP_PADDED, "dp"),
     _ours(FIFO_PADDED, "fifo"),
     _ours("varlen-none", "none"),
-    System(DYNAMIC_BATCHER, "transformers", "fp32", dynamic=True),
-    System("onnxruntime-fp32-single", "onnxruntime", "fp32"),
-    System("onnxruntime-fp32-dynamic", "onnxruntime", "fp32", dynamic=True),
-    System("transformers-fp32-single", "transformers", "fp32"),
+    System(DYNAMIC_BATCHER, "transformers", dynamic=True),
+    System("onnxruntime-fp32-single", "onnxruntime"),
+    System("onnxruntime-fp32-dynamic", "onnxruntime", dynamic=True),
+    System("transformers-fp32-single", "transformers"),
     System("transformers-bf16-dynamic", "transformers", "bf16", dynamic=True),
     System("transformers-bf16-single", "transformers", "bf16"),
 )
