@@ -307,7 +307,6 @@ def invoke(checkpoint, monkeypatch, tmp_path):
         measure=measure,
         embed=lambda system, requests: embed(requests),
         process=lambda system: os.getpid(),
-        resident_mib=lambda system: 400.0,
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "serve", lambda systems, settings, scratch: nullcontext(served))

@@ -348,7 +348,7 @@ def test_perf_analyzer_gets_our_lengths_and_its_last_line_is_reported(monkeypatc
     monkeypatch.setattr(perf_analyzer, "find_command", lambda name: name)
     load = Load("load", mix, 4.0, seed=0, rate=3.0)
 
-    with pytest.raises(perf_analyzer.AnalyzerError, match="error: no such model"):
-        perf_analyzer.measure("127.0.0.1:1", OURS, load, 100)
+    with pytest.raises(RuntimeError, match="error: no such model"):
+        perf_analyzer.measure("127.0.0.1:1", OURS, load, load.token_ids(100))
 
     assert sorted(one["input_ids"]["shape"][0] for one in sent) == sorted(mix.take(15, 0))

@@ -115,14 +115,9 @@ def _loaded(name: SystemName, program: Program, arena: Arena, runner: DeviceRunn
         alone = _cpu_runner(program, arena)
         torch.set_num_threads(cores)
     operands = (operand for op in program.ops for operand in op.operands)
-    return LoadedSystem(
-        name,
-        _embedder(runner),
-        _embedder(alone),
-        [operand for operand in operands if isinstance(operand, Tensor)],
-        arena.device,
-        arena if name == OURS else None,
-    )
+    weights = [operand for operand in operands if isinstance(operand, Tensor)]
+    embed, measured = _embedder(runner), arena if name == OURS else None
+    return LoadedSystem(name, embed, _embedder(alone), weights, arena.device, measured)
 
 
 def _embedder(runner: DeviceRunner) -> EmbedIds:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 Outcome: TypeAlias = Literal["ok", "refused", "failed", "unanswered"]
-# Sends the request of a number; returns its outcome, and the reason if it is not "ok".
+# Sends the request of a number; returns its outcome and the reason of a failure.
 Send: TypeAlias = Callable[[int], Awaitable[tuple[Outcome, str]]]
 
 # A request that takes longer is late.

@@ -1,9 +1,7 @@
 """Model repositories of the systems, written from a checkpoint.
 
-The dynamic batcher joins requests of different lengths only if the input says `allow_ragged_batch`. The peer then pads
-to the longest request of the batch. Clients that pad to the model's longest sequence would compute more, so this is
-better for the peer. `max_queue_delay_microseconds: 0`: no request waits while the model is idle; the requests that
-arrive while it is busy are its next batch.
+`allow_ragged_batch` lets the dynamic batcher join requests of different lengths; the peer pads them to the longest.
+`max_queue_delay_microseconds: 0`: no request waits while the model is idle.
 """
 
 from __future__ import annotations
@@ -22,11 +20,7 @@ PEER = Path(__file__).with_name("padded_model.py")
 
 
 def write_model(repository: Path, system: System, settings: Settings) -> None:
-    """Write the model of a system; it has the system's name.
-
-    Raises:
-        RuntimeError: the checkpoint cannot be exported for the system's engine.
-    """
+    """Write the model of a system; it has the system's name."""
     model = repository / system.name
     model.mkdir(parents=True)
     if system.is_ours:

@@ -129,19 +129,12 @@ class LoadTest:
             rate, number = search.next_rate(), number + 1
         rows = self._rows_of(mix)
         best = max(row.capacity for row in rows if row.kind in {"closed", "most"})
-        seconds = self._settings.most_seconds
+        seconds = 2.0 if self._settings.quick else 0.75 * self._settings.seconds
         load = self._load("most", mix, seconds, capacity, rate=_SATURATING * best)
         most = self._measure(served, system, load)
-        result = Row(
-            mix.label,
-            system.name,
-            "result",
-            rss_mib=served.resident_mib(system),
-            cosine_min=self._cosines[system.name],
-            sustained=search.sustained if steps else None,
-            saturated=most.served,
-        )
-        self.rows.append(result)
+        result = Row(mix.label, system.name, "result", rss_mib=most.rss_mib, saturated=most.served)
+        cosine, sustained = self._cosines[system.name], search.sustained if steps else None
+        self.rows.append(replace(result, cosine_min=cosine, sustained=sustained))
 
     def _cross_check(self, served: Served, system: System) -> None:
         """Measure one load with our generator, then with perf_analyzer."""
@@ -153,15 +146,17 @@ class LoadTest:
         load = self._load("load", mix, seconds, capacity, rate=_CROSS_CHECKED * capacity)
         self._measure(served, system, load)
         try:
-            vocabulary = self._settings.vocabulary
-            row = perf_analyzer.measure(served.address, system.name, load, vocabulary)
-        except (perf_analyzer.AnalyzerError, ServerError) as error:
+            requests = load.token_ids(self._settings.vocabulary)
+            row = perf_analyzer.measure(served.address, system.name, load, requests)
+        except (RuntimeError, ServerError) as error:
             row = Row(mix.label, system.name, "failed", note=f"perf_analyzer: {reason(error)}")
         self.rows.append(row)
 
     def _measure_in_turns(self, served: Served, *systems: System) -> None:
         """Measure two systems under the same arrivals: A B, B A and so on."""
-        turns, seconds = self._settings.turns, self._settings.paired_seconds
+        turns, seconds = self._settings.turns, self._settings.seconds
+        # the two systems are nearly equal
+        seconds *= 1.0 if self._settings.quick else 1.25
         for mix in self._settings.mixes:
             for turn in range(turns):
                 self._report(f"{mix.label}: turn {turn + 1} of {turns}")
@@ -195,11 +190,10 @@ class LoadTest:
         self, kind: Kind, mix: Mix, seconds: float, capacity: float, *, rate: float, seed: int = 0
     ) -> Load:
         """Return an open load for a system of this capacity; `seed` is added to the run's."""
-        waiting = max_waiting(capacity)
-        return Load(kind, mix, seconds, self._settings.seed + seed, rate, waiting)
+        return Load(kind, mix, seconds, self._settings.seed + seed, rate, max_waiting(capacity))
 
     def _capacity(self, served: Served, system: System, mix: Mix) -> float:
-        load = Load("closed", mix, self._settings.closed_seconds, self._settings.seed)
+        load = Load("closed", mix, 2.0 if self._settings.quick else 3.0, self._settings.seed)
         return self._measure(served, system, load).capacity
 
     def _measure(self, served: Served, system: System, load: Load, **columns: Any) -> Row:

@@ -36,21 +36,6 @@ class Settings:
         """Number of token ids."""
         return config_field(self.model, "vocab_size")
 
-    @property
-    def closed_seconds(self) -> float:
-        """Measured seconds of a closed loop that finds a capacity."""
-        return 2.0 if self.quick else 3.0
-
-    @property
-    def most_seconds(self) -> float:
-        """Measured seconds of the load that saturates every system."""
-        return 2.0 if self.quick else 0.75 * self.seconds
-
-    @property
-    def paired_seconds(self) -> float:
-        """Measured seconds of a paired load: longer, since the two systems are nearly equal."""
-        return self.seconds if self.quick else 1.25 * self.seconds
-
     def search_effort(self, system: System, *, is_hopeless: bool) -> tuple[float, int]:
         """Return the measured seconds of each load of a search, and its number of steps."""
         if self.quick:

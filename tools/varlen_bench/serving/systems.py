@@ -70,10 +70,6 @@ _NOT_QUICK = ("varlen-none", "transformers-bf16", "transformers-fp32-single")
 
 
 def chosen_systems(only: str, *, quick: bool) -> list[System]:
-    """Return the systems that `only` names; by default all, or the important ones if `quick`.
-
-    Raises:
-        ValueError: a name selects nothing.
-    """
+    """Return the systems that `only` names; by default all, or the important ones if `quick`."""
     excluded = _NOT_QUICK if quick and not only else ()
     return [SYSTEMS[name] for name in select(only, SYSTEMS) if not name.startswith(excluded)]
