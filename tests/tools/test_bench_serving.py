@@ -30,8 +30,7 @@ from varlen_bench.serving.generator import offer, saturate
 from varlen_bench.serving.loads import Load
 from varlen_bench.serving.repository import write_model
 from varlen_bench.serving.rows import Row
-from varlen_bench.serving.settings import Settings
-from varlen_bench.serving.systems import SYSTEMS, chosen_systems
+from varlen_bench.serving.systems import SYSTEMS, Settings, chosen_systems
 from varlen_tools.local_server import ServerError
 from varlen_tools.workloads import uniform_mix
 

@@ -49,11 +49,7 @@ class Workload:
 
 
 def uniform_workload(model: Path, count: int, seed: int = 0) -> Workload:
-    """Return sequences of random words, 5-500 tokens or the model's limit.
-
-    Raises:
-        ValueError: the tokenizer has no [CLS] and [SEP].
-    """
+    """Return sequences of random words, 5-500 tokens or the model's limit."""
     tokenizer = _tokenizer(model)
     cls, sep = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
     if cls is None or sep is None:

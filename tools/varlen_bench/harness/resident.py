@@ -39,11 +39,7 @@ def reset_peak() -> bool:
 
 
 def model_process(server_pid: int, model: str) -> int:
-    """Return the id of the Python process in which a server runs a model.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Return the id of the Python process in which a server runs a model."""
     # the name of its one instance, without and with an instance group in the configuration
     instances = {f"{model}_0", f"{model}_0_0"}
     for process in Path("/proc").iterdir():

@@ -141,9 +141,10 @@ def compare(systems: tuple[EmbedIds, EmbedIds], ids: Ids, turn: int) -> tuple[fl
 def asked_bytes(system: LoadedSystem, ids: Ids) -> int:
     """Return the bytes that one request asks of torch's allocator, freed ones included."""
     if system.device.type == "cuda":
-        before = _asked_of_device(system.device)
+        asked = "allocated_bytes.all.allocated"
+        before = torch.cuda.memory_stats(system.device)[asked]
         system.embed(ids)
-        return _asked_of_device(system.device) - before
+        return int(torch.cuda.memory_stats(system.device)[asked] - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         system.embed_in_one_thread(ids)
     with TemporaryDirectory() as folder:
@@ -162,10 +163,6 @@ def _settle(system: LoadedSystem, case: Case) -> None:
     shape = case.batch, min(_TINY_TOKENS, *case.lengths)
     system.embed(np.zeros(shape, dtype=np.int32))
     gc.collect()
-
-
-def _asked_of_device(device: torch.device) -> int:
-    return int(torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"])
 
 
 if __name__ == "__main__":

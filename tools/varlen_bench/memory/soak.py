@@ -31,18 +31,15 @@ _REST_SECONDS = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """Requests to a server.
-
-    Attributes:
-        every: number of requests between two samples.
-        longest: most tokens of a request.
-    """
+    """Requests to a server."""
 
     repository: Path
     model: str
     requests: int = 20_000
     warmup: int = 1_000
+    # number of requests between two samples
     every: int = 500
+    # in tokens
     longest: int = 256
 
     def row(self, process: str) -> Row:

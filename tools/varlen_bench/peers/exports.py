@@ -1,8 +1,7 @@
 """Checkpoints in the formats of the peers, exported once and kept in a cache folder.
 
 The ONNX graph has opset 23, where attention is one operator: onnxruntime runs it a quarter faster than the graph of
-single matrix products. An export is a process of its own, so that its memory does not count for the system that
-uses it: `python -m varlen_bench.peers.exports MODEL TARGET ENGINE PRECISION`.
+single matrix products. An export runs in a worker process: it prints much and keeps memory.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ import hashlib
 import importlib.metadata
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from varlen_bench.harness.worker import last_line
+from varlen_bench.harness.machine import cpu_count
+from varlen_bench.harness.worker import Message, WorkerError, WorkerProcess, run_worker
 from varlen_bench.peers.checkpoints import load_bert, max_positions
 from varlen_bench.peers.engines import EngineName, Precision
 
@@ -43,16 +42,14 @@ def exported(model: Path, engine: EngineName, precision: Precision) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = Path(folder) / "export"
-        done = subprocess.run(
-            [sys.executable, "-m", _MODULE, str(model), str(made), engine, precision],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"export for {engine} failed: {last_line(done.stdout)}")
+        argument = {"model": str(model), "target": str(made), "engine": engine}
+        argument["precision"] = precision
+        log = Path(folder) / "log"
+        try:
+            with WorkerProcess(_MODULE, argument, log, threads=cpu_count()) as process:
+                process.ask()
+        except WorkerError as error:
+            raise RuntimeError(f"export for {engine} failed: {error}") from error
         shutil.move(made, target)
     return target
 
@@ -141,7 +138,12 @@ def _version(package: str) -> str:
         raise RuntimeError(f"{package} is not installed; pip install 'varlen[bench]'") from error
 
 
+def start(argument: Message) -> Callable[[Message], Message]:
+    """Export a checkpoint; every order is answered after that."""
+    export = export_onnx if argument["engine"] == "onnxruntime" else export_ctranslate2
+    export(Path(argument["model"]), Path(argument["target"]), argument["precision"])
+    return lambda order: order
+
+
 if __name__ == "__main__":
-    _model, _folder, _engine, _precision = sys.argv[1:]
-    _export = export_onnx if _engine == "onnxruntime" else export_ctranslate2
-    _export(Path(_model), Path(_folder), "int8" if _precision == "int8" else "fp32")
+    run_worker(start)

@@ -13,8 +13,7 @@ from varlen_bench.peers.checkpoints import max_positions
 from varlen_bench.serving import report
 from varlen_bench.serving.figures import bench_figures, overload_figures
 from varlen_bench.serving.run import LoadTest
-from varlen_bench.serving.settings import Settings
-from varlen_bench.serving.systems import OURS, chosen_systems
+from varlen_bench.serving.systems import OURS, Settings, chosen_systems
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.workloads import Mix, trace_mix, uniform_mix
 

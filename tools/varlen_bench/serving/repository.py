@@ -13,8 +13,7 @@ from pathlib import Path
 
 from varlen_bench.peers.checkpoints import config_field, max_positions
 from varlen_bench.peers.exports import exported
-from varlen_bench.serving.settings import Settings
-from varlen_bench.serving.systems import INPUT, OUTPUT, System
+from varlen_bench.serving.systems import INPUT, OUTPUT, Settings, System
 
 PEER = Path(__file__).with_name("padded_model.py")
 

@@ -22,8 +22,14 @@ from varlen_bench.serving.loads import Kind, Load, max_waiting, seconds_at
 from varlen_bench.serving.rows import Row
 from varlen_bench.serving.search import Search
 from varlen_bench.serving.server import Served, serve
-from varlen_bench.serving.settings import Settings
-from varlen_bench.serving.systems import DYNAMIC_BATCHER, OURS, SYSTEMS, TOKEN_BUDGET, System
+from varlen_bench.serving.systems import (
+    DYNAMIC_BATCHER,
+    OURS,
+    SYSTEMS,
+    TOKEN_BUDGET,
+    Settings,
+    System,
+)
 from varlen_tools.local_server import ServerError
 from varlen_tools.workloads import Mix, token_ids
 

@@ -20,8 +20,7 @@ from varlen_bench.harness.worker import WorkerProcess
 from varlen_bench.serving.loads import Load
 from varlen_bench.serving.repository import write_model
 from varlen_bench.serving.rows import Row
-from varlen_bench.serving.settings import Settings
-from varlen_bench.serving.systems import System
+from varlen_bench.serving.systems import Settings, System
 from varlen_client.metrics import fetch_metrics, model_series
 from varlen_tools.local_server import LocalServer
 
@@ -50,11 +49,7 @@ class Served:
         return replace(row, rss_mib=memory, machine_gflops=speed, **counted(growth))
 
     def embed(self, system: System, requests: Sequence[Sequence[int]]) -> Vectors:
-        """Return a system's vectors of requests that are sent at once, [requests, hidden].
-
-        Raises:
-            RuntimeError: a request failed.
-        """
+        """Return a system's vectors of requests that are sent at once, [requests, hidden]."""
         answer = self.generator.ask(model=system.name, requests=requests)
         if "error" in answer:
             raise RuntimeError(answer["error"])
