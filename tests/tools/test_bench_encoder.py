@@ -1,8 +1,5 @@
 """The encoder benchmark: its workloads, its batches, its figures, and a small run of the whole."""
 
-import csv
-from pathlib import Path
-
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
@@ -16,10 +13,9 @@ from varlen_bench.encoder.worker import Worker
 from varlen_bench.encoder.workload import Workload, short_workload, uniform_workload
 from varlen_bench.peers.engines import pad
 
-from .conftest import save_encoder
+from .conftest import committed_columns, read_csv, save_encoder
 
 POSITIONS = 40
-DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 @pytest.fixture(scope="module")
@@ -178,20 +174,17 @@ def test_a_system_that_did_not_run_keeps_a_row_with_its_reason():
     [
         (["--only", "tensorflow"], "unknown name 'tensorflow'"),
         (["--model", "none"], "not a folder"),
+        # the fixture's pooling is cls
+        ([], "does not pool by mean"),
     ],
 )
-def test_options_that_cannot_be_are_refused(checkpoint, options, message):
-    done = CliRunner().invoke(app, ["--model", str(checkpoint), *options])
+def test_options_that_cannot_be_are_refused(checkpoint, encoder, options, message):
+    model = checkpoint if options else encoder
+
+    done = CliRunner().invoke(app, ["--model", str(model), *options], env={"COLUMNS": "200"})
 
     assert done.exit_code == 2
     assert message in done.output
-
-
-def test_a_model_that_does_not_pool_by_mean_is_refused(encoder):
-    done = CliRunner().invoke(app, ["--model", str(encoder)], env={"COLUMNS": "200"})
-
-    assert done.exit_code == 2
-    assert "does not pool by mean" in done.output
 
 
 def test_a_small_run_measures_appends_and_ends_with_the_bench_line(
@@ -216,9 +209,8 @@ def test_a_small_run_measures_appends_and_ends_with_the_bench_line(
     assert keys["ours"] == "varlen-fp32"
     assert keys["best_peer"] == BASELINE
     assert float(keys["cosine"]) > 0.99999
-    with output.open() as file, (DOCS / "encoder.csv").open() as kept:
-        rows, columns = list(csv.DictReader(file)), next(csv.reader(kept))
-    assert list(rows[0]) == columns
+    rows = read_csv(output)
+    assert list(rows[0]) == committed_columns("encoder")
     assert len(rows) == 6
     assert {row["note"] for row in rows[4:]} == {"did not run: export failed"}
     assert all(float(row["tokens_per_second"]) > 0 for row in rows[:4])

@@ -1,7 +1,6 @@
 """The serving benchmark: its generator on a virtual clock, its repositories, its peers, and small runs."""
 
 import asyncio
-import csv
 import importlib.util
 import json
 import os
@@ -34,7 +33,7 @@ from varlen_bench.serving.systems import SYSTEMS, Settings, chosen_systems
 from varlen_tools.local_server import ServerError
 from varlen_tools.workloads import uniform_mix
 
-from .conftest import save_encoder
+from .conftest import committed_columns, read_csv, save_encoder
 from .virtual_clock import on_virtual_clock
 
 ROOT = Path(__file__).parents[2]
@@ -43,15 +42,8 @@ UTILS = "triton_python_backend_utils"
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Return the folder of a tiny encoder that pools by mean and normalises; it takes 40 tokens."""
-    folder = save_encoder(tmp_path / "tiny")
-    pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
-    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
-    modules = json.loads((folder / "modules.json").read_text())
-    kind = "sentence_transformers.models.Normalize"
-    modules.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": kind})
-    (folder / "modules.json").write_text(json.dumps(modules))
-    return folder
+    """Return the folder of a tiny encoder that pools by mean; it takes 40 tokens."""
+    return save_encoder(tmp_path / "tiny", pooling="mean_tokens")
 
 
 def answering(seconds, outcome="ok"):
@@ -314,17 +306,12 @@ def invoke(checkpoint, monkeypatch, tmp_path):
     return lambda *options: CliRunner().invoke(app, ["--model", str(checkpoint), *options])
 
 
-def rows_in(path):
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def test_a_quick_run_appends_rows_of_the_committed_columns(invoke, tmp_path):
     done = invoke("--quick", "--only", ",".join(CAPACITY), "--output", "rows/serving.csv")
 
     assert done.exit_code == 0, done.output
-    rows = rows_in("rows/serving.csv")
-    assert list(rows[0]) == list(rows_in(ROOT / "docs/benchmarks/serving.csv")[0])
+    rows = read_csv("rows/serving.csv")
+    assert list(rows[0]) == committed_columns("serving")
     kinds = {name: [row["kind"] for row in rows if row["system"] == name] for name in CAPACITY}
     searched, paired = ["closed", "load", "load", "load", "most", "result"], ["paired"] * 2
     assert kinds["varlen-token-budget"] == [*searched, "closed", *paired]
@@ -351,7 +338,7 @@ def test_turns_are_in_the_order_a_b_b_a(invoke):
     done = invoke("--paired", "2", "--lengths", "short", "--output", "serving.csv")
 
     assert done.exit_code == 0, done.output
-    rows = [row for row in rows_in("serving.csv") if row["kind"] == "paired"]
+    rows = [row for row in read_csv("serving.csv") if row["kind"] == "paired"]
     order = ["varlen-token-budget", "varlen-dp"]
     assert [row["system"] for row in rows] == order * 2 + order[::-1] * 2
     assert [row["turn"] for row in rows] == ["0"] * 4 + ["1"] * 4
@@ -364,7 +351,7 @@ def test_an_overload_is_twice_the_capacity_with_deadlines(invoke):
     done = invoke("--overload", "--quick", "--output", "serving.csv")
 
     assert done.exit_code == 0, done.output
-    closed, overload = rows_in("serving.csv")
+    closed, overload = read_csv("serving.csv")
     columns = ("kind", "seconds", "offered")
     assert [closed[name] for name in columns] == ["closed", "4", "n/a"]
     assert [overload[name] for name in columns] == ["overload", "10", "44"]
@@ -431,7 +418,7 @@ def test_a_small_run_against_real_servers(kit, checkpoint, tmp_path, monkeypatch
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[-1].endswith("lost=0")
     kinds = {"closed", "load", "most", "result"}
-    rows = [row for row in rows_in("serving.csv") if row["kind"] in kinds]
+    rows = [row for row in read_csv("serving.csv") if row["kind"] in kinds]
     assert {(row["system"], row["kind"]) for row in rows} == set(product(names, kinds))
     for row in rows:
         if row["kind"] == "result":

@@ -1,6 +1,5 @@
 """The arithmetic of the serving benchmark: rows, the search, metrics, the BENCH lines, the page."""
 
-import asyncio
 import base64
 import html
 import json
@@ -13,7 +12,7 @@ import pytest
 from varlen_bench.harness.rows import Provenance, bench_line
 from varlen_bench.serving import perf_analyzer, picture, report, server
 from varlen_bench.serving.figures import bench_figures, overload_figures
-from varlen_bench.serving.generator import LoadRecord, RequestRecord, offer
+from varlen_bench.serving.generator import LoadRecord, RequestRecord
 from varlen_bench.serving.loads import Load, max_waiting, seconds_at
 from varlen_bench.serving.rows import Row, load_row
 from varlen_bench.serving.run import is_hopeless
@@ -21,8 +20,6 @@ from varlen_bench.serving.search import Search
 from varlen_bench.serving.server import Served, counted
 from varlen_bench.serving.systems import DYNAMIC_BATCHER, OURS, SYSTEMS, TOKEN_BUDGET
 from varlen_tools.workloads import Mix, uniform_mix
-
-from .virtual_clock import on_virtual_clock
 
 UNIFORM, SHORT = Mix("uniform", "uniform 5-500", (5,)), Mix("short", "uniform 2-100", (2,))
 RUN = Provenance("2026-01-01T00:00:00Z", "abc", "a <fast> cpu x2", 2, "python=3.11", "python -m x")
@@ -110,30 +107,6 @@ def test_the_search_tries_no_more_than_it_may():
     search.record(8.0, is_sustained=False)
     assert search.next_rate() is None
     assert search.sustained == 3.0
-
-
-class OneByOne:
-    """A server that answers a request 100 ms after the one before."""
-
-    free = 0.0
-
-    async def send(self, number):
-        now = asyncio.get_running_loop().time()
-        self.free = max(self.free, now) + 0.1
-        await asyncio.sleep(self.free - now)
-        return "ok", ""
-
-
-def test_the_generator_and_the_search_find_what_a_server_sustains():
-    search = Search(10.0, 5)
-    while (rate := search.next_rate()) is not None:
-        due_times = [n / rate for n in range(int(30 * rate))]
-        offered = offer(due_times, OneByOne().send, max_waiting=40, max_late=3)
-        load = Load("load", UNIFORM, 29.0, seed=0, rate=rate)
-        row = load_row(load, OURS, on_virtual_clock(offered))
-        search.record(rate, is_sustained=row.is_sustained)
-
-    assert search.sustained == pytest.approx(10.0, rel=0.06)
 
 
 def test_a_slow_system_is_measured_for_longer_and_holds_fewer_requests():

@@ -1,6 +1,5 @@
 """The harness of the benchmarks: the command line, rows, worker processes, summaries and resident memory."""
 
-import csv
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,8 @@ from varlen_bench.harness.accuracy import cosines
 from varlen_bench.harness.resident import MIB, resident_peak, sampled_memory
 from varlen_bench.harness.tables import Table
 from varlen_bench.harness.worker import WorkerError, WorkerProcess
+
+from .conftest import read_csv
 
 WORKER = """
 import os, sys, time
@@ -53,11 +54,8 @@ def test_names_are_selected_in_their_own_order():
     assert command.select("layernorm, softmax", known) == ["softmax", "layernorm"]
     assert command.select("soft", known) == ["softmax", "softmax-bf16"]
     assert command.select(" , ", known) == known
-
-
-def test_an_unknown_name_is_refused():
-    with pytest.raises(ValueError, match="unknown name 'gelu'; allowed: softmax, layernorm"):
-        command.select("softmax,gelu", ["softmax", "layernorm"])
+    with pytest.raises(ValueError, match="unknown name 'gelu'; allowed: softmax, softmax-bf16"):
+        command.select("softmax,gelu", known)
 
 
 def benchmark_app(rows_of_run=()):
@@ -100,8 +98,7 @@ def test_a_run_reports_appends_and_ends_with_the_bench_line(tmp_path):
     assert lines[2] == expected
     assert lines[3].startswith("rows appended to ")
     assert lines[-1] == "BENCH fake: speed=1.5 peer=n/a"
-    with output.open() as file:
-        (row,) = csv.DictReader(file)
+    (row,) = read_csv(output)
     assert (row["revision"], row["threads"], row["speed"]) == ("abc", "3", "1.5")
     assert row["command"] == expected
 
@@ -132,8 +129,7 @@ def test_rows_are_appended_under_one_header_and_other_columns_are_refused(tmp_pa
     rows.append_rows(path, run, [{"a": 1.23456789, "b": None}])
     rows.append_rows(path, run, [{"a": 2, "b": "two"}])
 
-    with path.open() as file:
-        found = list(csv.DictReader(file))
+    found = read_csv(path)
     assert [(row["a"], row["b"]) for row in found] == [("1.23457", "n/a"), ("2", "two")]
     assert found[0]["revision"] == "uncommitted"
     assert "no-such-package=absent" in found[0]["versions"]
