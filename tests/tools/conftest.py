@@ -1,4 +1,4 @@
-"""A kit that `make setup` has assembled, a small backend to run on it, and small checkpoints."""
+"""The kit of `make setup`, a small backend for it, small checkpoints, and CSV files."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""The encoder benchmark: its workloads, its batches, its figures, and a small run of the whole."""
+"""The encoder benchmark: workloads, batches, figures, and a small run of the whole."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The memory benchmark: its requests, its systems, a tiny run of the whole, and a real server."""
+"""The memory benchmark: requests, systems, a tiny run of the whole, a real server."""
 
 import re
 import weakref

@@ -1,4 +1,4 @@
-"""The figures of the memory benchmark: rows of a case, the worst of each figure, and what did not run."""
+"""The figures of the memory benchmark: rows of a case, and BENCH keys."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The serving benchmark: its generator on a virtual clock, its repositories, its peers, and small runs."""
+"""The serving benchmark: generator, repositories, peers, and small runs."""
 
 import asyncio
 import importlib.util
@@ -227,7 +227,7 @@ def imported(name, path, monkeypatch):
 
 
 def fake_onnxruntime(checkpoint):
-    """Return a library whose graph has the inputs of the exported one and uses its mask."""
+    """Return a library whose graph has the inputs of the exported one."""
     embed = engines.load("transformers", checkpoint, "fp32", threads=1)
 
     def run(outputs, feeds):

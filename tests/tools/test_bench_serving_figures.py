@@ -81,7 +81,7 @@ def test_a_sustained_load_is_a_quick_answer_to_nearly_all_and_some_answer_to_all
 
 
 def searched(capacity, truth, steps):
-    """Return what a search finds of a system that sustains all up to `truth`, and the rates that it tried."""
+    """Return what a search finds if loads up to `truth` are sustained, and its rates."""
     search, tried = Search(capacity, steps), []
     while (rate := search.next_rate()) is not None:
         tried.append(rate)

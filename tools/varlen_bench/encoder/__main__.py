@@ -66,7 +66,7 @@ def main(
 
 
 def _model_name(model: Path) -> str:
-    """Return the name of a model; its folder may be a version in a model repository."""
+    """Return the name of a model; its folder may be a version of it."""
     path = model.resolve()
     return path.parent.name if path.name.isdigit() else path.name
 

@@ -115,7 +115,7 @@ def _fastest(results: Iterable[Result]) -> Result | None:
 
 
 def _baseline(results: Iterable[Result], workload: str) -> Result | None:
-    found = (r for r in results if r.workload == workload and r.system.name == BASELINE)
+    found = (r for r in results if (r.workload, r.system.name) == (workload, BASELINE))
     return next((result for result in found if result.speeds), None)
 
 

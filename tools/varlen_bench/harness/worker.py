@@ -65,7 +65,7 @@ class WorkerProcess:
         self._answers.close()
 
     def ask(self, **order: object) -> Message:
-        """Send an order and return its answer; the first order waits until the worker is ready.
+        """Send an order and return its answer, once the worker is ready.
 
         Raises:
             WorkerError: the process ended, or gave no answer in time and was killed.

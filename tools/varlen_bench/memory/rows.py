@@ -61,7 +61,7 @@ def empty_row(case: Case, system: str, device: str, note: str = "") -> Row:
 
 
 def finish_rows(rows: list[Row], speed: dict[str, Any] | str) -> list[Row]:
-    """Return the rows of a case with their ratios; `speed` is columns of ours, or an error."""
+    """Return the rows of a case with ratios; `speed`: our columns, or an error."""
     ours, *others = rows
     if isinstance(speed, str):
         speed = {"note": "; ".join(filter(None, [ours.note, speed]))}

@@ -1,4 +1,4 @@
-"""Requests in an open loop, where arrivals do not wait for answers, or a closed loop.
+"""Requests in an open loop, where arrivals wait for no answers, or closed.
 
 In an open loop a slow answer delays no arrival, as with real callers. A closed loop slows down with the system and
 hides how long callers would wait; it measures capacity. All times are the loop's own clock, so that tests can run on
@@ -38,7 +38,7 @@ class RequestRecord:
     outcome: Outcome = "unanswered"
 
     def latency(self, *, since_sent: bool = False) -> float:
-        """Return the seconds to its answer, from when it was due or from when it was sent."""
+        """Return the seconds to its answer, since it was due or sent."""
         assert self.done is not None, "answered"
         return self.done - (self.sent if since_sent else self.due)
 

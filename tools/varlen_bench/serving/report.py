@@ -49,7 +49,7 @@ def notes(rows: Iterable[Row]) -> list[str]:
 
 
 def page(rows: Sequence[Row], figures: Mapping[str, Cell], run: Provenance) -> str:
-    """Return the page of a run: figures of the BENCH line, picture, tables and every load."""
+    """Return the page: figures of the BENCH line, picture, tables, every load."""
     origin = f"{run.date}, {run.revision}, {run.cpu}; {run.versions}; {run.command}"
     keys = [[key, cell(value)] for key, value in figures.items()]
     parts = [html_page.paragraph(origin), html_page.table(["key", "value"], keys)]

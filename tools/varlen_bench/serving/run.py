@@ -1,4 +1,4 @@
-"""The order of a run: each system on its own server, then two systems in turns."""
+"""The order of a run: each system on its server, then two in turns."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class LoadTest:
     def _load(
         self, kind: Kind, mix: Mix, seconds: float, capacity: float, *, rate: float, seed: int = 0
     ) -> Load:
-        """Return an open load for a system of this capacity; `seed` is added to the run's."""
+        """Return an open load for a system; `seed` is added to the run's."""
         return Load(kind, mix, seconds, self._settings.seed + seed, rate, max_waiting(capacity))
 
     def _capacity(self, served: Served, system: System, mix: Mix) -> float:
