@@ -1,5 +1,8 @@
 """The encoder benchmark: workloads, batches, figures, and a small run of the whole."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
@@ -106,6 +109,14 @@ def test_padding_is_masked():
 
     assert ids.tolist() == [[5, 6, 7], [8, 0, 0]]
     assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+def test_a_worker_imports_only_the_libraries_of_its_engine():
+    names = "{'torch', 'transformers', 'onnxruntime', 'ctranslate2', 'varlen'}"
+    code = f"import sys, varlen_bench.encoder.worker; print({names} & set(sys.modules))"
+
+    # an engine that another system imports would count in its memory
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
 def test_a_worker_returns_vectors_in_order_of_arrival_whatever_the_batches():
