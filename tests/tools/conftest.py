@@ -1,5 +1,6 @@
-"""A kit that `make setup` has assembled, a small backend to run on it, and small checkpoints."""
+"""The kit of `make setup`, a small backend for it, small checkpoints, and CSV files."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from varlen_tools.setup_server import SERVER_FOLDER
 
+BENCHMARKS = Path(__file__).parents[2] / "docs/benchmarks"
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "text", "##s", "."]
 
 IDENTITY_MODEL = """
@@ -77,6 +79,18 @@ def encoder(tmp_path: Path) -> Path:
 def classifier(tmp_path: Path) -> Path:
     """The folder of a BertForSequenceClassification with three labels and random weights."""
     return save_classifier(tmp_path / "classifier", labels=3)
+
+
+def read_csv(path: Path | str) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
+    with Path(path).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def committed_columns(benchmark: str) -> list[str]:
+    """Return the columns of a benchmark's CSV in docs/benchmarks."""
+    with (BENCHMARKS / f"{benchmark}.csv").open(newline="", encoding="utf-8") as file:
+        return next(csv.reader(file))
 
 
 def save_encoder(folder: Path, pooling: str = "cls_token") -> Path:

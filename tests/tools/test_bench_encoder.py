@@ -1,7 +1,7 @@
-"""The encoder benchmark: its workloads, its batches, its figures, and a small run of the whole."""
+"""The encoder benchmark: workloads, batches, figures, and a small run of the whole."""
 
-import csv
-from pathlib import Path
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,15 +11,14 @@ from typer.testing import CliRunner
 from varlen_bench.encoder import run
 from varlen_bench.encoder.__main__ import app
 from varlen_bench.encoder.report import Result, bench_figures, csv_rows, tables
-from varlen_bench.encoder.systems import BASELINE, SYSTEMS, Batching, split
+from varlen_bench.encoder.systems import BASELINE, SYSTEMS, System
 from varlen_bench.encoder.worker import Worker
 from varlen_bench.encoder.workload import Workload, short_workload, uniform_workload
 from varlen_bench.peers.engines import pad
 
-from .conftest import save_encoder
+from .conftest import committed_columns, read_csv, save_encoder
 
 POSITIONS = 40
-DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,6 @@ def result(name, speeds, *, cosine=1.0, workload="uniform", note=""):
         cosine_mean=cosine,
         cosine_min=cosine,
         note=note,
-        has_failed=bool(note),
     )
 
 
@@ -87,23 +85,23 @@ def test_a_thinned_workload_spans_the_lengths_and_keeps_the_order_of_arrival():
 
 
 @pytest.mark.parametrize("order", ["arrival", "sorted"])
-@pytest.mark.parametrize(
-    "batching", [Batching("whole"), Batching("sequences", 3), Batching("tokens", 10)], ids=str
-)
-def test_a_split_has_every_sequence_once(order, batching):
-    lengths = [4, 1, 9, 30, 2, 2, 7]
+@pytest.mark.parametrize("kind, size", [("whole", 0), ("sequences", 3), ("tokens", 10)])
+def test_a_split_has_every_sequence_once(order, kind, size):
+    sequences = [[0] * length for length in (4, 1, 9, 30, 2, 2, 7)]
 
-    batches = split(lengths, order, batching)
+    batches = System("", "varlen", "fp32", order, kind).split(sequences, size)
 
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    if batching.kind == "tokens":
-        padded = [max(lengths[i] for i in b) * len(b) for b in batches if len(b) > 1]
-        assert all(tokens <= batching.size for tokens in padded)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(sequences)))
+    if kind == "tokens":
+        padded = [max(len(sequences[i]) for i in b) * len(b) for b in batches if len(b) > 1]
+        assert all(tokens <= size for tokens in padded)
 
 
 def test_a_sorted_split_goes_from_the_longest_to_the_shortest():
-    assert split([4, 1, 9], "sorted", Batching("sequences", 2)) == [[2, 0], [1]]
-    assert split([4, 1, 9], "arrival", Batching("sequences", 2)) == [[0, 1], [2]]
+    sequences = [[0] * length for length in (4, 1, 9)]
+
+    assert SYSTEMS["onnxruntime-fp32-sorted"].split(sequences, 2) == [[2, 0], [1]]
+    assert SYSTEMS["onnxruntime-fp32-arrival"].split(sequences, 2) == [[0, 1], [2]]
 
 
 def test_padding_is_masked():
@@ -111,6 +109,14 @@ def test_padding_is_masked():
 
     assert ids.tolist() == [[5, 6, 7], [8, 0, 0]]
     assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+def test_a_worker_imports_only_the_libraries_of_its_engine():
+    names = "{'torch', 'transformers', 'onnxruntime', 'ctranslate2', 'varlen'}"
+    code = f"import sys, varlen_bench.encoder.worker; print({names} & set(sys.modules))"
+
+    # an engine that another system imports would count in its memory
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
 def test_a_worker_returns_vectors_in_order_of_arrival_whatever_the_batches():
@@ -125,7 +131,7 @@ def test_a_worker_returns_vectors_in_order_of_arrival_whatever_the_batches():
     seen.clear()
 
     assert set(speeds) == {"1 sequences", "2 sequences"}
-    made.batchings["uniform"] = Batching("sequences", 2)
+    made.sizes["uniform"] = 2
     assert made.embed_all("uniform").tolist() == [[3], [1], [2], [5]]
     assert seen == [[5, 3], [2, 1]]
 
@@ -134,7 +140,7 @@ def test_a_fixed_batch_is_not_calibrated():
     made = worker(BASELINE, lambda batch: np.ones((len(batch), 1)), [1], [2])
 
     assert made.calibrate("uniform") == {}
-    assert made.batchings["uniform"] == Batching("sequences", 20)
+    assert made.sizes["uniform"] == 20
 
 
 def test_bench_figures_compare_only_systems_of_equal_quality():
@@ -170,8 +176,8 @@ def test_a_system_that_did_not_run_keeps_a_row_with_its_reason():
     assert rows[1]["ratio_to_fifo"] == 1.0
     assert rows[1]["sequences_per_second"] == pytest.approx(4.4)
     uniform, short = tables(rows)
-    assert list(uniform.columns[0].cells) == [BASELINE, "ctranslate2-fp32-sorted"]
-    assert short.row_count == 0
+    assert [line[0] for line in uniform.lines] == [BASELINE, "ctranslate2-fp32-sorted"]
+    assert short.lines == []
 
 
 @pytest.mark.parametrize(
@@ -179,26 +185,23 @@ def test_a_system_that_did_not_run_keeps_a_row_with_its_reason():
     [
         (["--only", "tensorflow"], "unknown name 'tensorflow'"),
         (["--model", "none"], "not a folder"),
+        # the fixture's pooling is cls
+        ([], "does not pool by mean"),
     ],
 )
-def test_options_that_cannot_be_are_refused(checkpoint, options, message):
-    done = CliRunner().invoke(app, ["--model", str(checkpoint), *options])
+def test_options_that_cannot_be_are_refused(checkpoint, encoder, options, message):
+    model = checkpoint if options else encoder
+
+    done = CliRunner().invoke(app, ["--model", str(model), *options], env={"COLUMNS": "200"})
 
     assert done.exit_code == 2
     assert message in done.output
 
 
-def test_a_model_that_does_not_pool_by_mean_is_refused(encoder):
-    done = CliRunner().invoke(app, ["--model", str(encoder)], env={"COLUMNS": "200"})
-
-    assert done.exit_code == 2
-    assert "does not pool by mean" in done.output
-
-
 def test_a_small_run_measures_appends_and_ends_with_the_bench_line(
     checkpoint, tmp_path, monkeypatch
 ):
-    def export(model, engine, precision, cache):
+    def export(model, engine, precision):
         if engine == "onnxruntime":
             raise RuntimeError("export failed")
         return model
@@ -217,9 +220,8 @@ def test_a_small_run_measures_appends_and_ends_with_the_bench_line(
     assert keys["ours"] == "varlen-fp32"
     assert keys["best_peer"] == BASELINE
     assert float(keys["cosine"]) > 0.99999
-    with output.open() as file, (DOCS / "encoder.csv").open() as kept:
-        rows, columns = list(csv.DictReader(file)), next(csv.reader(kept))
-    assert list(rows[0]) == columns
+    rows = read_csv(output)
+    assert list(rows[0]) == committed_columns("encoder")
     assert len(rows) == 6
     assert {row["note"] for row in rows[4:]} == {"did not run: export failed"}
     assert all(float(row["tokens_per_second"]) > 0 for row in rows[:4])

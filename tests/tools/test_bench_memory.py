@@ -1,12 +1,8 @@
-"""The memory benchmark: its requests, its systems, a tiny run of the whole, and a real server."""
+"""The memory benchmark: requests, systems, a tiny run of the whole, a real server."""
 
-import csv
-import json
 import re
 import weakref
 from contextlib import nullcontext
-from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,20 +13,22 @@ from typer.testing import CliRunner
 from tests.closeness import assert_close, encoder_roundings
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
+from varlen_bench.harness.resident import MIB
 from varlen_bench.harness.worker import WorkerError
 from varlen_bench.memory import cases
 from varlen_bench.memory.__main__ import app
 from varlen_bench.memory.cases import ENCODERS, NO_ARENA, OURS, PEER, Case
 from varlen_bench.memory.measure import allocated_bytes, asked_bytes, compare
-from varlen_bench.memory.rows import EXACT, MIB, SERVER, STUB
+from varlen_bench.memory.rows import EXACT, SERVER, STUB
 from varlen_bench.memory.run import ask_worker, measure_server
 from varlen_bench.memory.soak import Soak, soak
 from varlen_bench.memory.systems import load
 from varlen_bench.memory.unplanned import NoArena, UnplannedProgram
 from varlen_bench.peers.checkpoints import EncoderShape, save_random_checkpoint
 
+from .conftest import committed_columns, read_csv
+
 ENCODER = EncoderShape("tiny", hidden=32, layers=2, heads=2, features=64, vocabulary=50)
-DOCS = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +77,6 @@ def test_rounds_hold_every_request_once(count):
     assert count < 20 or {len(numbers) for numbers in rounds} == {10}
 
 
-def test_a_case_survives_its_json():
-    case = a_case(3, 4)
-
-    assert Case.from_json(json.loads(json.dumps(asdict(case)))) == case
-
-
 def test_an_unknown_encoder_is_refused():
     done = CliRunner().invoke(app, ["--only", "minilm, gpt"])
 
@@ -96,7 +88,7 @@ def test_all_systems_give_the_same_vectors(folder):
     ids = a_case().longest()
 
     ours, without, theirs = (
-        load(name, folder, "cpu", ids.size).run(ids) for name in (OURS, NO_ARENA, PEER)
+        load(name, folder, "cpu", ids.size).embed(ids) for name in (OURS, NO_ARENA, PEER)
     )
 
     assert np.array_equal(ours, without)
@@ -156,18 +148,13 @@ def test_systems_take_turns_and_each_keeps_its_own_seconds():
 
         return answer
 
-    runs, ids = (system("with"), system("without")), np.zeros((1, 2), dtype=np.int32)
-    spent = [compare(runs, ids, turn) for turn in range(2)]
+    systems, ids = (system("with"), system("without")), np.zeros((1, 2), dtype=np.int32)
+    spent = [compare(systems, ids, turn) for turn in range(2)]
 
     assert order == ["with", "without", "without", "with"]
     assert all(seconds > 0 for pair in spent for seconds in pair)
-
-
-def test_answers_that_differ_are_an_error():
-    runs = tuple(lambda ids, value=value: ids + value for value in (0, 1))
-
     with pytest.raises(RuntimeError, match=r"a request of shape \(1, 2\) differ"):
-        compare(runs, np.zeros((1, 2), dtype=np.int32), turn=0)
+        compare((systems[0], lambda ids: ids + 1), ids, turn=0)
 
 
 def test_the_whole_benchmark_on_a_tiny_encoder(monkeypatch, tmp_path):
@@ -184,9 +171,8 @@ def test_the_whole_benchmark_on_a_tiny_encoder(monkeypatch, tmp_path):
     assert last.startswith("BENCH memory: ")
     keys = "footprint_vs_bound vs_pytorch plan_share speed_vs_no_arena new_bytes_per_request rss_flatness"
     assert re.findall(r"(\w+)=", last) == keys.split()
-    with output.open() as file, (DOCS / "memory.csv").open() as kept:
-        found, columns = list(csv.DictReader(file)), next(csv.reader(kept))
-    assert list(found[0]) == columns
+    found = read_csv(output)
+    assert list(found[0]) == committed_columns("memory")
     assert [row["system"] for row in found] == [OURS, NO_ARENA, PEER, EXACT]
     assert [row["requests"] for row in found] == ["12", "4", "12", "12"]
     assert [row["note"] for row in found] == [""] * 4

@@ -1,11 +1,12 @@
-"""The figures of the memory benchmark: rows of a case, the worst of each figure, and what did not run."""
+"""The figures of the memory benchmark: rows of a case, and BENCH keys."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from varlen_bench.harness.resident import MIB
 from varlen_bench.harness.worker import WorkerError
 from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Case
-from varlen_bench.memory.rows import EXACT, MIB, STUB, Row, bench_figures, shown
+from varlen_bench.memory.rows import EXACT, STUB, Row, bench_figures, notes, tables
 from varlen_bench.memory.run import measure_case
 from varlen_bench.memory.soak import Soak
 from varlen_bench.peers.checkpoints import MINILM
@@ -69,9 +70,12 @@ def test_a_peer_that_fails_leaves_its_reason_and_no_ratio():
 
     assert rows[0].peak_mib == 20
     assert [row.vs_pytorch for row in rows] == [None] * 4
-    assert shown(rows)[-1] == "minilm 2 transformers: did not run: transformers is broken"
+    assert notes(rows)[-1] == "minilm 2 transformers: did not run: transformers is broken"
     assert bench_figures(rows)["vs_pytorch"] is None
     assert bench_figures(rows)["speed_vs_no_arena"] == 1.2
+    systems, arenas = tables(rows)
+    assert [line[3] for line in systems.lines] == [OURS, NO_ARENA]
+    assert [line[3] for line in arenas.lines] == [OURS, EXACT]
 
 
 def test_our_own_failure_leaves_a_row_too():
@@ -80,10 +84,3 @@ def test_our_own_failure_leaves_a_row_too():
     assert [row.system for row in rows] == [OURS, NO_ARENA, PEER]
     assert rows[0].note == "did not run: varlen is broken; no speed: speed is broken"
     assert set(bench_figures(rows).values()) == {None}
-
-
-def test_tables_show_the_systems_that_ran_and_the_exact_arena():
-    systems, arenas, _ = shown(measured(PEER))
-
-    assert list(systems.columns[3].cells) == [OURS, NO_ARENA]
-    assert list(arenas.columns[3].cells) == [OURS, EXACT]

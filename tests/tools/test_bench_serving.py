@@ -1,7 +1,6 @@
-"""The serving benchmark: its generator on a virtual clock, its repositories, its peers, and small runs."""
+"""The serving benchmark: generator, repositories, peers, and small runs."""
 
 import asyncio
-import csv
 import importlib.util
 import json
 import os
@@ -30,12 +29,11 @@ from varlen_bench.serving.generator import offer, saturate
 from varlen_bench.serving.loads import Load
 from varlen_bench.serving.repository import write_model
 from varlen_bench.serving.rows import Row
-from varlen_bench.serving.settings import Settings
-from varlen_bench.serving.systems import SYSTEMS, chosen_systems
+from varlen_bench.serving.systems import SYSTEMS, Settings, chosen_systems
 from varlen_tools.local_server import ServerError
 from varlen_tools.workloads import uniform_mix
 
-from .conftest import save_encoder
+from .conftest import committed_columns, read_csv, save_encoder
 from .virtual_clock import on_virtual_clock
 
 ROOT = Path(__file__).parents[2]
@@ -44,15 +42,8 @@ UTILS = "triton_python_backend_utils"
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Return the folder of a tiny encoder that pools by mean and normalises; it takes 40 tokens."""
-    folder = save_encoder(tmp_path / "tiny")
-    pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
-    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
-    modules = json.loads((folder / "modules.json").read_text())
-    kind = "sentence_transformers.models.Normalize"
-    modules.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": kind})
-    (folder / "modules.json").write_text(json.dumps(modules))
-    return folder
+    """Return the folder of a tiny encoder that pools by mean; it takes 40 tokens."""
+    return save_encoder(tmp_path / "tiny", pooling="mean_tokens")
 
 
 def answering(seconds, outcome="ok"):
@@ -216,7 +207,7 @@ def test_a_repository_holds_a_complete_configuration(system, checkpoint, tmp_pat
         assert config.input[0].allow_ragged_batch == is_dynamic
         assert config.max_batch_size == (12 if is_dynamic else 1)
         assert parameters["checkpoint"] == f"/{parameters['engine']}"
-        assert "{engine}-{dtype}".format(**parameters) in system.name
+        assert "{engine}-{precision}".format(**parameters) in system.name
 
 
 def test_systems_are_chosen_by_name_and_a_quick_run_leaves_some_out():
@@ -236,8 +227,8 @@ def imported(name, path, monkeypatch):
 
 
 def fake_onnxruntime(checkpoint):
-    """Return a library whose graph has the inputs of the exported one and uses its mask."""
-    embed = engines.load("transformers", checkpoint, checkpoint, "fp32", threads=1)
+    """Return a library whose graph has the inputs of the exported one."""
+    embed = engines.load("transformers", checkpoint, "fp32", threads=1)
 
     def run(outputs, feeds):
         ids, mask = feeds["input_ids"], feeds["attention_mask"]
@@ -256,16 +247,17 @@ def fake_onnxruntime(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "engine, dtype", [("transformers", "fp32"), ("transformers", "bf16"), ("onnxruntime", "fp32")]
+    "engine, precision",
+    [("transformers", "fp32"), ("transformers", "bf16"), ("onnxruntime", "fp32")],
 )
-def test_a_peer_answers_as_we_do(monkeypatch, checkpoint, engine, dtype):
+def test_a_peer_answers_as_we_do(monkeypatch, checkpoint, engine, precision):
     pb_utils = imported(UTILS, ROOT / "tests/backend/fakes" / f"{UTILS}.py", monkeypatch)
     monkeypatch.setitem(sys.modules, "onnxruntime", fake_onnxruntime(checkpoint))
     batch = [[2, 5, 6, 7, 3], [2, 3], [2, *([5, 8] * 18), 3]]
     two_rows = [batch[0], batch[0][::-1]]
     arrays = [np.array([ids]) for ids in batch] + [np.array(two_rows)]
-    parameters = {"engine": engine, "checkpoint": str(checkpoint), "dtype": dtype, "threads": "1"}
-    strings = {name: {"string_value": value} for name, value in parameters.items()}
+    values = {"engine": engine, "checkpoint": str(checkpoint), "precision": precision}
+    strings = {k: {"string_value": v} for k, v in (values | {"threads": "1"}).items()}
     model = imported("peer", repository.PEER, monkeypatch).TritonPythonModel()
 
     model.initialize({"model_config": json.dumps({"parameters": strings})})
@@ -277,10 +269,10 @@ def test_a_peer_answers_as_we_do(monkeypatch, checkpoint, engine, dtype):
     assert [one.shape for one in vectors] == [(len(array), 16) for array in arrays]
     with Encoder.from_pretrained(checkpoint, device="cpu", dtype="fp32") as encoder:
         expected = encoder.embed([*batch, *two_rows], normalize=True)
-    precision = torch.bfloat16 if dtype == "bf16" else torch.float32
-    roundings = encoder_roundings(checkpoint, precision)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    roundings = encoder_roundings(checkpoint, dtype)
     vectors = np.concatenate(vectors)
-    assert_close(vectors, expected, roundings=roundings, dtype=precision)
+    assert_close(vectors, expected, roundings=roundings, dtype=dtype)
     # the peer sums 16 squares in fp32, and so does this
     assert_close(np.linalg.norm(vectors, axis=1), np.ones(len(vectors)), roundings=2 * 16)
 
@@ -300,13 +292,12 @@ def invoke(checkpoint, monkeypatch, tmp_path):
         latency = {"mean_ms": p99 / 2, "p99_ms": p99, "kept_deadline": 0.99}
         return Row(load.mix.label, system.name, load.kind, offered=load.rate, **figures, **latency)
 
-    embed = engines.load("transformers", checkpoint, checkpoint, "fp32", threads=1)
+    embed = engines.load("transformers", checkpoint, "fp32", threads=1)
     served = SimpleNamespace(
         address="127.0.0.1:9",
         measure=measure,
         embed=lambda system, requests: embed(requests),
         process=lambda system: os.getpid(),
-        resident_mib=lambda system: 400.0,
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "serve", lambda systems, settings, scratch: nullcontext(served))
@@ -315,17 +306,12 @@ def invoke(checkpoint, monkeypatch, tmp_path):
     return lambda *options: CliRunner().invoke(app, ["--model", str(checkpoint), *options])
 
 
-def rows_in(path):
-    with Path(path).open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def test_a_quick_run_appends_rows_of_the_committed_columns(invoke, tmp_path):
     done = invoke("--quick", "--only", ",".join(CAPACITY), "--output", "rows/serving.csv")
 
     assert done.exit_code == 0, done.output
-    rows = rows_in("rows/serving.csv")
-    assert list(rows[0]) == list(rows_in(ROOT / "docs/benchmarks/serving.csv")[0])
+    rows = read_csv("rows/serving.csv")
+    assert list(rows[0]) == committed_columns("serving")
     kinds = {name: [row["kind"] for row in rows if row["system"] == name] for name in CAPACITY}
     searched, paired = ["closed", "load", "load", "load", "most", "result"], ["paired"] * 2
     assert kinds["varlen-token-budget"] == [*searched, "closed", *paired]
@@ -352,7 +338,7 @@ def test_turns_are_in_the_order_a_b_b_a(invoke):
     done = invoke("--paired", "2", "--lengths", "short", "--output", "serving.csv")
 
     assert done.exit_code == 0, done.output
-    rows = [row for row in rows_in("serving.csv") if row["kind"] == "paired"]
+    rows = [row for row in read_csv("serving.csv") if row["kind"] == "paired"]
     order = ["varlen-token-budget", "varlen-dp"]
     assert [row["system"] for row in rows] == order * 2 + order[::-1] * 2
     assert [row["turn"] for row in rows] == ["0"] * 4 + ["1"] * 4
@@ -365,7 +351,7 @@ def test_an_overload_is_twice_the_capacity_with_deadlines(invoke):
     done = invoke("--overload", "--quick", "--output", "serving.csv")
 
     assert done.exit_code == 0, done.output
-    closed, overload = rows_in("serving.csv")
+    closed, overload = read_csv("serving.csv")
     columns = ("kind", "seconds", "offered")
     assert [closed[name] for name in columns] == ["closed", "4", "n/a"]
     assert [overload[name] for name in columns] == ["overload", "10", "44"]
@@ -432,7 +418,7 @@ def test_a_small_run_against_real_servers(kit, checkpoint, tmp_path, monkeypatch
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[-1].endswith("lost=0")
     kinds = {"closed", "load", "most", "result"}
-    rows = [row for row in rows_in("serving.csv") if row["kind"] in kinds]
+    rows = [row for row in read_csv("serving.csv") if row["kind"] in kinds]
     assert {(row["system"], row["kind"]) for row in rows} == set(product(names, kinds))
     for row in rows:
         if row["kind"] == "result":

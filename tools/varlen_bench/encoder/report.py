@@ -1,4 +1,4 @@
-"""From tokens/s per round to CSV rows, the keys of the BENCH line, and the tables on the screen."""
+"""CSV rows, keys of the BENCH line, and tables, from the tokens/s of each round."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rich.table import Table
-
 from varlen_bench.encoder.systems import BASELINE, System
 from varlen_bench.harness.accuracy import EQUAL_QUALITY
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, paired_ratio, rounded
-from varlen_bench.harness.tables import table
+from varlen_bench.harness.tables import Table
 
 _KEY_PREFIXES = {"uniform": "", "short": "short_"}
 _FIGURES = (
@@ -23,7 +21,7 @@ _FIGURES = (
 
 @dataclass(slots=True)
 class Result:
-    """Measurements of one system on one workload; `speeds` are tokens/s, one per round."""
+    """Measurements of one system on one workload; one that failed has no speeds."""
 
     system: System
     workload: str
@@ -31,12 +29,12 @@ class Result:
     tokens: int
     batching: str = ""
     calibration: dict[str, float] = field(default_factory=dict)
+    # tokens/s, one per round
     speeds: list[float] = field(default_factory=list)
     cosine_mean: float = 0.0
     cosine_min: float = 0.0
     peak_rss_mib: float = 0.0
     note: str = ""
-    has_failed: bool = False
 
     @property
     def speed(self) -> float:
@@ -88,13 +86,13 @@ def tables(rows: Sequence[Mapping[str, Cell]]) -> list[Table]:
     columns = ("system", "batch", "sequences", *_FIGURES, "note")
     fastest_first = sorted(rows, key=lambda row: -float(row["tokens_per_second"] or 0))
     return [
-        table(name, columns, (row for row in fastest_first if row["workload"] == name))
+        Table.of(name, columns, (row for row in fastest_first if row["workload"] == name))
         for name in _KEY_PREFIXES
     ]
 
 
 def _figures(result: Result, baseline: Result | None) -> dict[str, Cell]:
-    if result.has_failed:
+    if not result.speeds:
         return dict.fromkeys(_FIGURES)
     spread = Spread.of(result.speeds)
     figures = (
@@ -111,14 +109,14 @@ def _figures(result: Result, baseline: Result | None) -> dict[str, Cell]:
 
 
 def _fastest(results: Iterable[Result]) -> Result | None:
-    """Return the fastest result of equal quality."""
-    equal = (r for r in results if not r.has_failed and r.cosine_mean >= EQUAL_QUALITY)
+    """Return the fastest result of equal quality; a mean of NaN is none."""
+    equal = (r for r in results if r.speeds and r.cosine_mean >= EQUAL_QUALITY)
     return max(equal, key=lambda r: r.speed, default=None)
 
 
 def _baseline(results: Iterable[Result], workload: str) -> Result | None:
-    found = (r for r in results if r.workload == workload and r.system.name == BASELINE)
-    return next((result for result in found if not result.has_failed), None)
+    found = (r for r in results if (r.workload, r.system.name) == (workload, BASELINE))
+    return next((result for result in found if result.speeds), None)
 
 
 def _ratio(result: Result | None, base: Result | None) -> float | None:

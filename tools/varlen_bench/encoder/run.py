@@ -1,4 +1,4 @@
-"""The order of a run: reference vectors, systems prepared one by one, then rounds in turn."""
+"""The order of a run: reference vectors, preparation of each system, rounds in turn."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from varlen_bench.harness.accuracy import Vectors, cosines
 from varlen_bench.harness.command import Progress
 from varlen_bench.harness.machine import has_native_bf16
 from varlen_bench.harness.worker import WorkerError, WorkerProcess
-from varlen_bench.peers.exports import cache_folder, exported
+from varlen_bench.peers.exports import exported
 
 # Emulated bf16 embeds every eighth sequence by length.
 _EMULATED_STEP = 8
 # Threads of the last system stop spinning in this time.
 _PAUSE_SECONDS = 0.2
-_TIMEOUT_SECONDS = 600.0
 
 
 def run(
@@ -42,10 +41,10 @@ def run(
     """
     with TemporaryDirectory(prefix="varlen-bench-") as scratch, ExitStack() as processes:
         report("reference vectors: transformers fp32, one sequence at a time")
-        alone = _Measured(REFERENCE, workloads, Path(scratch))
+        alone = _MeasuredSystem(REFERENCE, workloads, Path(scratch))
         with alone.start(model, threads):
             reference = alone.prepare()
-        measured = [_Measured(system, workloads, Path(scratch)) for system in systems]
+        measured = [_MeasuredSystem(system, workloads, Path(scratch)) for system in systems]
         for system in measured:
             report(f"prepare {system.name}")
             with system.failures(report):
@@ -61,7 +60,7 @@ def run(
     return [result for system in measured for result in system.results.values()]
 
 
-class _Measured:
+class _MeasuredSystem:
     """A system in its process, and its results on each workload."""
 
     def __init__(self, system: System, workloads: Sequence[Workload], scratch: Path) -> None:
@@ -87,18 +86,12 @@ class _Measured:
         engine, precision = self._system.engine, self._system.precision
         argument = {
             "system": asdict(self._system),
-            "model": str(model.resolve()),
-            "checkpoint": str(exported(model, engine, precision, cache_folder())),
+            "checkpoint": str(exported(model, engine, precision).resolve()),
             "threads": threads,
         }
         self._folder.mkdir()
-        self._process = WorkerProcess(
-            "varlen_bench.encoder.worker",
-            argument,
-            self._folder / "log",
-            threads=threads,
-            timeout_seconds=_TIMEOUT_SECONDS,
-        )
+        log = self._folder / "log"
+        self._process = WorkerProcess("varlen_bench.encoder.worker", argument, log, threads=threads)
         return self._process
 
     def prepare(self, reference: dict[str, Vectors] | None = None) -> dict[str, Vectors]:
@@ -132,4 +125,5 @@ class _Measured:
             note = f"did not run: {error}".replace(str(Path.home()), "~")
             report(f"{self.name} {note}")
             for result in self.results.values():
-                result.has_failed, result.note = True, note
+                result.note = note
+                result.speeds.clear()

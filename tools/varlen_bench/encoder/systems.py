@@ -1,7 +1,8 @@
-"""The systems that the benchmark compares, and how each splits a workload into batches."""
+"""The systems that the benchmark compares."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,19 +17,13 @@ _FIFO_BATCH = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Batching:
-    """How a workload becomes batches: as a whole, or by a number of sequences or padded tokens."""
-
-    kind: Kind
-    size: int = 0
-
-    def __str__(self) -> str:
-        return self.kind if self.kind == "whole" else f"{self.size} {self.kind}"
-
-
-@dataclass(frozen=True, slots=True)
 class System:
-    """An engine at a precision, with its batching; a batching without a size is calibrated."""
+    """An engine at a precision, and how it splits a workload into batches.
+
+    Attributes:
+        kind: what the batch size counts: sequences, or tokens with their padding.
+        size: batch size; 0: calibrated, unless the workload is one batch.
+    """
 
     name: str
     engine: EngineName
@@ -37,12 +32,39 @@ class System:
     kind: Kind
     size: int = 0
 
-    def batchings(self, workload: Workload) -> list[Batching]:
-        """Return the batchings to try on a workload; a single one needs no calibration."""
+    def batch_sizes(self, workload: Workload) -> Sequence[int]:
+        """Return the batch sizes to try on a workload."""
         if self.kind == "whole" or self.size:
-            return [Batching(self.kind, self.size)]
-        sizes = workload.batch_sizes if self.kind == "sequences" else workload.batch_tokens
-        return [Batching(self.kind, size) for size in sizes]
+            return [self.size]
+        return workload.batch_sizes if self.kind == "sequences" else workload.batch_tokens
+
+    def batching(self, size: int) -> str:
+        """Return the batching of this size, such as "8 sequences"."""
+        return self.kind if self.kind == "whole" else f"{size} {self.kind}"
+
+    def split(self, sequences: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+        """Return the indices of each batch.
+
+        A sequence that is longer than a limit in tokens is a batch of its own.
+        """
+        lengths = list(map(len, sequences))
+        indices = list(range(len(lengths)))
+        if self.order == "sorted":
+            indices.sort(key=lambda i: -lengths[i])
+        if self.kind == "whole":
+            return [indices]
+        if self.kind == "sequences":
+            return [indices[at : at + size] for at in range(0, len(indices), size)]
+        batches: list[list[int]] = []
+        longest = 0
+        for i in indices:
+            longest = max(longest, lengths[i])
+            if batches and longest * (len(batches[-1]) + 1) <= size:
+                batches[-1].append(i)
+            else:
+                batches.append([i])
+                longest = lengths[i]
+        return batches
 
 
 _ALL = (
@@ -62,28 +84,3 @@ _ALL = (
 SYSTEMS = {system.name: system for system in _ALL}
 # Each sequence alone and so unpadded: every system's vectors are compared with these.
 REFERENCE = System("transformers-fp32-alone", "transformers", "fp32", "arrival", "sequences", 1)
-
-
-def split(lengths: list[int], order: Order, batching: Batching) -> list[list[int]]:
-    """Return batches of indices into `lengths`.
-
-    The tokens of a batch count with their padding, as in CTranslate2: longest times sequences. A sequence that is
-    longer than the limit is a batch of its own.
-    """
-    indices = list(range(len(lengths)))
-    if order == "sorted":
-        indices.sort(key=lambda i: -lengths[i])
-    if batching.kind == "whole":
-        return [indices]
-    if batching.kind == "sequences":
-        return [indices[at : at + batching.size] for at in range(0, len(indices), batching.size)]
-    batches: list[list[int]] = []
-    longest = 0
-    for i in indices:
-        longest = max(longest, lengths[i])
-        if batches and longest * (len(batches[-1]) + 1) <= batching.size:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-            longest = lengths[i]
-    return batches

@@ -1,17 +1,18 @@
-"""The worker process of one system: it calibrates, saves its vectors, and times passes over a workload."""
+"""The worker process of one system: calibration, vectors, and timed passes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from varlen_bench.encoder.systems import Batching, System, split
+from varlen_bench.encoder.systems import System
 from varlen_bench.encoder.workload import Workload
 from varlen_bench.harness.accuracy import Vectors
-from varlen_bench.harness.resident import peak_resident_bytes, reset_peak
+from varlen_bench.harness.resident import MIB, peak_resident_bytes, reset_peak
 from varlen_bench.harness.worker import Message, run_worker
 from varlen_bench.peers import engines
 from varlen_bench.peers.engines import Embed
@@ -19,18 +20,17 @@ from varlen_bench.peers.engines import Embed
 # Each candidate size is timed on every sixth batch, three times; its best pass counts.
 _CALIBRATION_STEP = 6
 _CALIBRATION_PASSES = 3
-_MIB = 1 << 20
 
 
 class Worker:
-    """An engine, its workloads, and the best batching of each."""
+    """An engine, its workloads, and its batch size on each."""
 
     def __init__(self, system: System, load: Callable[[], Embed]) -> None:
         self._system = system
         self._load = load
         self._embed = load()
         self.workloads: dict[str, Workload] = {}
-        self.batchings: dict[str, Batching] = {}
+        self.sizes: dict[str, int] = {}
 
     def prepare(self, workloads: list[Workload], folder: Path) -> Message:
         """Calibrate, warm up, and save the vectors of each workload."""
@@ -41,7 +41,7 @@ class Worker:
             self._embed = self._load()
         for name in self.workloads:
             np.save(folder / f"{name}.npy", self.embed_all(name))
-        batchings = {name: str(batching) for name, batching in self.batchings.items()}
+        batchings = {name: self._system.batching(size) for name, size in self.sizes.items()}
         return {"calibration": calibrations, "batching": batchings}
 
     def measure(self, name: str) -> Message:
@@ -50,43 +50,39 @@ class Worker:
         began = time.perf_counter()
         self.embed_all(name)
         seconds = time.perf_counter() - began
-        return {"seconds": seconds, "peak_rss_mib": peak_resident_bytes() / _MIB}
+        return {"seconds": seconds, "peak_rss_mib": peak_resident_bytes() / MIB}
 
     def calibrate(self, name: str) -> dict[str, float]:
-        """Choose the batching of a workload; return tokens/s of each candidate.
+        """Choose the batch size of a workload; return tokens/s of each candidate.
 
         Candidates are timed in turn, so that a drift of the machine affects all of them.
         """
         workload = self.workloads[name]
-        candidates = self._system.batchings(workload)
-        speeds: dict[str, float] = {}
-        if len(candidates) > 1:
-            samples = {str(b): self._sample(workload.sequences, b) for b in candidates}
+        sizes = self._system.batch_sizes(workload)
+        speeds = dict.fromkeys(sizes, 0.0)
+        if len(sizes) > 1:
+            samples = {size: self._sample(workload.sequences, size) for size in sizes}
             for _ in range(_CALIBRATION_PASSES):
-                for text, batches in samples.items():
-                    speeds[text] = max(self._speed(batches), speeds.get(text, 0.0))
-        self.batchings[name] = max(candidates, key=lambda b: speeds.get(str(b), 0.0))
-        return speeds
+                for size, batches in samples.items():
+                    speeds[size] = max(self._speed(batches), speeds[size])
+        self.sizes[name] = max(sizes, key=speeds.__getitem__)
+        return {self._system.batching(size): speed for size, speed in speeds.items() if speed}
 
     def embed_all(self, name: str) -> Vectors:
         """Return the vectors of a whole workload, in order of arrival."""
         sequences = self.workloads[name].sequences
-        batching = self.batchings[name]
-        if batching.kind == "whole":
+        if self._system.kind == "whole":
             return self._embed(sequences)
-        batches = self._split(sequences, batching)
+        batches = self._system.split(sequences, self.sizes[name])
         vectors = [self._embed([sequences[i] for i in batch]) for batch in batches]
         out = np.empty((len(sequences), vectors[0].shape[1]), dtype=np.float32)
         for batch, rows in zip(batches, vectors, strict=True):
             out[batch] = rows
         return out
 
-    def _split(self, sequences: list[list[int]], batching: Batching) -> list[list[int]]:
-        return split([len(sequence) for sequence in sequences], self._system.order, batching)
-
-    def _sample(self, sequences: list[list[int]], batching: Batching) -> list[list[list[int]]]:
+    def _sample(self, sequences: list[list[int]], size: int) -> list[list[list[int]]]:
         """Return every sixth batch."""
-        batches = self._split(sequences, batching)
+        batches = self._system.split(sequences, size)
         step = min(_CALIBRATION_STEP, len(batches))
         return [[sequences[i] for i in batch] for batch in batches[step // 2 :: step]]
 
@@ -101,12 +97,13 @@ class Worker:
 def start(argument: Message) -> Callable[[Message], Message]:
     """Load a system; return the function that answers its orders."""
     system = System(**argument["system"])
-    model, checkpoint = Path(argument["model"]), Path(argument["checkpoint"])
-
-    def load() -> Embed:
-        threads = argument["threads"]
-        return engines.load(system.engine, model, checkpoint, system.precision, threads=threads)
-
+    load = partial(
+        engines.load,
+        system.engine,
+        Path(argument["checkpoint"]),
+        system.precision,
+        threads=argument["threads"],
+    )
     worker = Worker(system, load)
 
     def handle(order: Message) -> Message:

@@ -1,4 +1,4 @@
-"""The two workloads: lists of sequences that are the same for a seed on every machine."""
+"""The two workloads: sequences that are the same for a seed on every machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _QUERIES: dict[str, list[str]] = json.loads(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Sequences of token ids in order of arrival, and the batch sizes worth trying on them."""
+    """Token ids of sequences in order of arrival, and the batch sizes to try."""
 
     name: str
     sequences: list[list[int]]
@@ -49,11 +49,7 @@ class Workload:
 
 
 def uniform_workload(model: Path, count: int, seed: int = 0) -> Workload:
-    """Return sequences of random vocabulary ids, lengths uniform from 5 to 500 or the model's limit.
-
-    Raises:
-        ValueError: the tokenizer has no [CLS] and [SEP].
-    """
+    """Return sequences of random words, 5-500 tokens or the model's limit."""
     tokenizer = _tokenizer(model)
     cls, sep = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
     if cls is None or sep is None:

@@ -11,7 +11,7 @@ EQUAL_QUALITY = 0.999
 
 
 def cosines(vectors: Vectors, reference: Vectors) -> Vectors:
-    """Return the cosine of each row with its row of `reference`, [rows].
+    """Return the cosine of each row with its reference, [rows]; NaN for a zero row.
 
     Raises:
         ValueError: the shapes differ, or a value is not finite.

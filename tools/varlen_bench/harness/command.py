@@ -1,4 +1,4 @@
-"""The command line that all benchmarks share: options, selection by name, progress, and the output of a run.
+"""The command line of all benchmarks: options, selection by name, progress, and output.
 
 A run prints progress, appends rows to its CSV while it measures, prints tables, and ends with the BENCH line.
 `--quick` is a short run for a look: it appends rows only if `--output` is given.
@@ -18,7 +18,7 @@ from typing import Annotated, TypeAlias
 import typer
 from rich.console import Console, RenderableType
 
-from varlen_bench.harness.rows import Cell, Provenance, append_rows, bench_line, provenance
+from varlen_bench.harness.rows import Cell, append_rows, bench_line, provenance
 
 try:
     # newer versions of typer bring their own click
@@ -41,17 +41,15 @@ Output: TypeAlias = Annotated[
     Path | None, typer.Option(help="CSV file to append rows to; by default in docs/benchmarks.")
 ]
 
-# Prints one line of progress.
+# Prints a line.
 Progress: TypeAlias = Callable[[str], None]
 _WIDTH = 200
 
 
 def select(wanted: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that are wanted, in their order; all if `wanted` is empty.
+    """Return the names selected by a comma-separated list; all if it is empty.
 
-    Args:
-        wanted: comma-separated names. A whole name selects itself, a beginning every name that starts with it.
-        known: all names.
+    A whole name selects itself, a beginning every name that starts with it.
 
     Raises:
         ValueError: a wanted name selects nothing.
@@ -67,25 +65,6 @@ def select(wanted: str, known: Iterable[str]) -> list[str]:
     return [name for name in known if name in chosen]
 
 
-def command_line(module: str) -> str:
-    """Return the command of this run: the module and every option that is not the default.
-
-    An absolute path is cut to its last part, so that no row tells where files are.
-    """
-    context = get_current_context()
-    words = ["python", "-m", module]
-    for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if value in (None, "", parameter.get_default(context)) or not parameter.opts:
-            continue
-        name = parameter.opts[0]
-        if value is True:
-            words.append(name)
-        else:
-            words += [name, value.name if _is_absolute(value) else str(value)]
-    return shlex.join(words)
-
-
 class Run:
     """One run of a benchmark: its provenance, its CSV, its console."""
 
@@ -98,28 +77,20 @@ class Run:
         output: Path | None,
         revision: str = "",
     ) -> None:
-        """Start a run now, inside the typer command of `module`.
-
-        Args:
-            module: name after `python -m`.
-            threads: threads of the measured systems.
-            packages: packages whose versions matter.
-            output: the CSV; None appends no rows.
-            revision: commit id, for a copy without git.
-        """
+        """Start a run inside the typer command of `module`; without `output` it appends no rows."""
         self.output = output
         self.console = Console(width=None if os.isatty(1) else _WIDTH)
-        self.provenance: Provenance = provenance(
+        self.provenance = provenance(
             threads=threads,
             packages=packages,
-            command=command_line(module),
+            command=_command_line(module),
             root=Path.cwd(),
             revision=revision,
         )
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """Yield a function that prints a line: one that changes in a terminal, a log line elsewhere."""
+        """Yield a function that prints a line; in a terminal it replaces the last one."""
         began = time.monotonic()
         with self.console.status("start") as status:
 
@@ -150,11 +121,25 @@ class Run:
 
 
 def csv_path(name: str, output: Path | None, *, is_trial: bool) -> Path | None:
-    """Return the CSV of a run: `output`, or that of docs/benchmarks unless the run is a trial."""
-    if output is None and not is_trial:
-        return Path("docs/benchmarks", f"{name}.csv")
-    return output
+    """Return `output`; by default the CSV in docs/benchmarks, or None for a trial."""
+    return output or (None if is_trial else Path("docs/benchmarks", f"{name}.csv"))
 
 
-def _is_absolute(value: object) -> bool:
-    return isinstance(value, Path) and value.is_absolute()
+def _command_line(module: str) -> str:
+    """Return the command of this run: the module and the options without their default.
+
+    An absolute path is cut to its last part, so that no row tells where files are.
+    """
+    context = get_current_context()
+    words = ["python", "-m", module]
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if value in (None, "", parameter.get_default(context)) or not parameter.opts:
+            continue
+        name = parameter.opts[0]
+        if value is True:
+            words.append(name)
+        else:
+            is_absolute = isinstance(value, Path) and value.is_absolute()
+            words += [name, value.name if is_absolute else str(value)]
+    return shlex.join(words)

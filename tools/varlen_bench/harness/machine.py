@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on: its CPU, its speed at this moment, its GPU driver."""
+"""The machine of a benchmark: its CPU, its speed at this moment, its GPU driver."""
 
 from __future__ import annotations
 
@@ -20,17 +20,12 @@ _SIDE = 512
 
 def cpu_count() -> int:
     """Return the number of CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def cpu_name() -> str:
     """Return the name of the CPU and its instruction sets for bf16 and int8."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     fields = {key.strip(): value.strip() for key, _, value in (li.partition(":") for li in lines)}
     flags = set(fields.get("flags", "").split())
     present = [name for name in _INSTRUCTION_SETS if name in flags]

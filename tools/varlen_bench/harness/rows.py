@@ -34,37 +34,16 @@ class Provenance:
 def provenance(
     *, threads: int, packages: Sequence[str], command: str, root: Path, revision: str = ""
 ) -> Provenance:
-    """Return the provenance of a run that starts now.
-
-    Args:
-        threads: threads of the measured systems.
-        packages: packages whose versions matter.
-        command: command line of the run.
-        root: the working tree.
-        revision: commit id, for a copy without git; empty asks git.
-    """
+    """Return the provenance of a run that starts now; without a revision, git is asked."""
+    found = [f"{package}={_version(package)}" for package in packages]
     return Provenance(
         date=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        revision=revision or git_revision(root),
+        revision=revision or _git_revision(root),
         cpu=f"{cpu_name()} x{cpu_count()}",
         threads=threads,
-        versions=versions(packages),
+        versions=" ".join([f"python={platform.python_version()}", *found]),
         command=command,
     )
-
-
-def versions(packages: Sequence[str]) -> str:
-    """Return "python=3.11.2 torch=2.13.0 …"; a missing package is "absent"."""
-    found = [f"{package}={_version(package)}" for package in packages]
-    return " ".join([f"python={platform.python_version()}", *found])
-
-
-def git_revision(root: Path) -> str:
-    """Return the short commit id of `root`, with "+changes" if tracked files differ."""
-    head = _git(root, "rev-parse", "--short=12", "HEAD")
-    if not head:
-        return "uncommitted"
-    return f"{head}+changes" if _git(root, "status", "--porcelain", "-uno") else head
 
 
 def append_rows(path: Path, run: Provenance, rows: Sequence[Mapping[str, Cell]]) -> None:
@@ -108,6 +87,14 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
+
+
+def _git_revision(root: Path) -> str:
+    """Return the short commit id of `root`, with "+changes" if tracked files differ."""
+    head = _git(root, "rev-parse", "--short=12", "HEAD")
+    if not head:
+        return "uncommitted"
+    return f"{head}+changes" if _git(root, "status", "--porcelain", "-uno") else head
 
 
 def _git(root: Path, *arguments: str) -> str:

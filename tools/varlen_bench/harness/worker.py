@@ -17,28 +17,20 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
+# Longest time of one answer: all requests of a large encoder.
+_ANSWER_SECONDS = 1800.0
 _CLOSE_SECONDS = 5.0
 
 
 class WorkerError(Exception):
-    """A worker ended, failed or took too long; the message is the last line of its log."""
+    """A worker failed or gave no answer in time; the last line of its log."""
 
 
 class WorkerProcess:
-    """A worker process, used inside `with`.
+    """A process that runs `python -m module`, which calls `run_worker`; used inside `with`."""
 
-    Args:
-        module: module that calls `run_worker`.
-        argument: the worker's argument.
-        log: file for what the worker prints.
-        threads: threads of its math libraries.
-        timeout_seconds: longest time of one answer.
-    """
-
-    def __init__(
-        self, module: str, argument: Message, log: Path, *, threads: int, timeout_seconds: float
-    ) -> None:
-        self._timeout = timeout_seconds
+    def __init__(self, module: str, argument: Message, log: Path, *, threads: int) -> None:
+        self._timeout = _ANSWER_SECONDS
         self._log = log
         self._is_ready = False
         environment = {
@@ -58,61 +50,50 @@ class WorkerProcess:
                 env=environment,
                 text=True,
             )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._orders, self._answers = self._process.stdin, self._process.stdout
 
     def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        # an order that a dead worker did not read is flushed again
+        with suppress(BrokenPipeError):
+            self._orders.close()
+        self._wait()
+        self._answers.close()
 
     def ask(self, **order: object) -> Message:
-        """Send an order and return its answer; the first order waits until the worker is ready.
+        """Send an order and return its answer, once the worker is ready.
 
         Raises:
             WorkerError: the process ended, or gave no answer in time and was killed.
         """
-        assert self._process.stdin is not None
         if not self._is_ready:
-            self.answer()
-        try:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # answer() reports why it ended
-        return self.answer()
+            self._answer()
+            self._is_ready = True
+        # if the pipe is broken, reading the answer finds out why
+        with suppress(BrokenPipeError):
+            self._orders.write(json.dumps(order) + "\n")
+            self._orders.flush()
+        return self._answer()
 
-    def answer(self) -> Message:
-        """Return the next answer; the first one says that the worker is ready.
-
-        Raises:
-            WorkerError: see `ask`.
-        """
-        assert self._process.stdout is not None
+    def _answer(self) -> Message:
         timer = threading.Timer(self._timeout, self._process.kill)
         timer.start()
         try:
-            line = self._process.stdout.readline()
+            line = self._answers.readline()
         finally:
             expired = not timer.is_alive()
             timer.cancel()
         if line:
-            self._is_ready = True
             answer: Message = json.loads(line)
             return answer
         if expired:
             raise WorkerError(f"no answer within {self._timeout:g} s")
         self._wait()  # its log is complete only then
         raise WorkerError(last_line(self._log.read_text(encoding="utf-8", errors="replace")))
-
-    def close(self) -> None:
-        """End the process and wait for it."""
-        if self._process.stdin is not None:
-            # an order that a dead worker did not read is flushed again
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
-        self._wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
 
     def _wait(self) -> None:
         try:

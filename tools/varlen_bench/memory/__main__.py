@@ -11,7 +11,7 @@ import typer
 
 from varlen_bench.harness import command, machine
 from varlen_bench.memory.cases import ENCODERS, OURS, cases
-from varlen_bench.memory.rows import Row, bench_figures, shown
+from varlen_bench.memory.rows import Row, bench_figures, notes, tables
 from varlen_bench.memory.run import Device, measure_cases, measure_server
 from varlen_bench.memory.soak import Soak
 from varlen_tools.local_server import end_on_sigterm
@@ -36,7 +36,7 @@ def main(
     revision: command.Revision = "",
     output: command.Output = None,
 ) -> None:
-    """Compare the memory of a forward pass with its bound and with transformers, and watch a server's."""
+    """Compare the memory of a forward pass with that of transformers, and watch a server's."""
     try:
         encoders = [ENCODERS[name] for name in command.select(only, ENCODERS)]
     except ValueError as error:
@@ -65,7 +65,7 @@ def main(
         for found in measure(progress):
             bench.append([asdict(row) for row in found])
             rows += found
-    bench.show(*shown(rows))
+    bench.show(*tables(rows), *notes(rows))
     bench.finish("memory", bench_figures(rows))
     if any(row.note for row in rows if row.system == OURS):
         raise typer.Exit(1)

@@ -14,10 +14,10 @@ from varlen_tools.show_plan.paper import lengths
 # Token ids of one request, [batch, length].
 Ids: TypeAlias = npt.NDArray[np.int32]
 # Systems, each measured in its own process.
-Name: TypeAlias = Literal["varlen", "varlen-no-arena", "transformers"]
-OURS: Name = "varlen"
-NO_ARENA: Name = "varlen-no-arena"
-PEER: Name = "transformers"
+SystemName: TypeAlias = Literal["varlen", "varlen-no-arena", "transformers"]
+OURS: SystemName = "varlen"
+NO_ARENA: SystemName = "varlen-no-arena"
+PEER: SystemName = "transformers"
 
 POSITIONS = 512
 ENCODERS = {shape.name: shape for shape in (MINILM, BERT_BASE)}

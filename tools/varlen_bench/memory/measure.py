@@ -1,4 +1,4 @@
-"""The worker process of one measurement: memory of a system above its weights, or speed with and without the arena.
+"""The worker process of one measurement: memory above weights, or speed.
 
 The order {"measure": name of a system} gives rows, {"measure": "speed"} gives columns of a row.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -20,12 +21,19 @@ from torch.profiler import ProfilerActivity, profile
 
 from varlen.execution.packing import dims_of
 from varlen_bench.harness.accuracy import Vectors
-from varlen_bench.harness.resident import ResidentPeak
+from varlen_bench.harness.resident import MIB, resident_peak
 from varlen_bench.harness.summary import Spread
 from varlen_bench.harness.worker import Message, run_worker
 from varlen_bench.memory.cases import Case, Ids
-from varlen_bench.memory.rows import EXACT, MIB, Row, empty_row
-from varlen_bench.memory.systems import Loaded, Run, load, load_runner, planned, unplanned
+from varlen_bench.memory.rows import EXACT, Row, empty_row
+from varlen_bench.memory.systems import (
+    EmbedIds,
+    LoadedSystem,
+    load,
+    load_runner,
+    planned,
+    unplanned,
+)
 
 _TINY_TOKENS = 2
 # The speed is measured on every third round of a case.
@@ -47,21 +55,20 @@ def start(argument: Message) -> Callable[[Message], Message]:
     return handle
 
 
-def measure_memory(system: Loaded, case: Case) -> list[Row]:
-    """Return the row of a system that has run nothing yet; of varlen, also that of the exact arena."""
+def measure_memory(system: LoadedSystem, case: Case) -> list[Row]:
+    """Return the row of a fresh system, and for varlen that of the exact arena."""
     _settle(system, case)
-    device, weights = system.device, system.weight_bytes
-    arena = system.arena
+    device, weights, arena = system.device, system.weight_bytes, system.arena
     held = [arena.use().reserved_bytes] if arena else []
     planned_before = arena.layout.plan_seconds if arena else 0.0
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     seconds = 0.0
-    with ResidentPeak() as resident:
+    with resident_peak() as resident:
         for ids in map(case.ids, range(len(case.lengths))):
             began = time.perf_counter()
-            system.run(ids)
+            system.embed(ids)
             seconds += time.perf_counter() - began
             if arena:
                 held.append(arena.use().reserved_bytes)
@@ -83,10 +90,9 @@ def measure_memory(system: Loaded, case: Case) -> list[Row]:
     plans = [arena.layout.plan(dims_of([length] * case.batch)) for length in case.lengths]
     ratios = [plan.footprint / plan.peak_live for plan in plans]
     bound = max(plan.peak_live for plan in plans)
-    exact = float(np.mean([plan.footprint for plan in plans]))
     row = replace(
         row,
-        footprint_vs_bound=float(np.mean(ratios)),
+        footprint_vs_bound=statistics.fmean(ratios),
         footprint_vs_bound_max=max(ratios),
         bound_largest_mib=bound / MIB,
         reserved_mib=max(held) / MIB,
@@ -94,7 +100,8 @@ def measure_memory(system: Loaded, case: Case) -> list[Row]:
         new_mib_per_request=allocated_bytes(held) / len(case.lengths) / MIB,
         plan_share=planned / seconds,
     )
-    return [row, replace(empty_row(case, EXACT, device.type), new_mib_per_request=exact / MIB)]
+    exact = statistics.fmean(plan.footprint for plan in plans) / MIB
+    return [row, replace(empty_row(case, EXACT, device.type), new_mib_per_request=exact)]
 
 
 def allocated_bytes(held: Sequence[int]) -> int:
@@ -107,41 +114,39 @@ def measure_speed(folder: Path, device: str, case: Case) -> dict[str, float]:
     """Return the columns of the speed with the arena over that without it."""
     runner = load_runner(folder, device, case.max_tokens)
     without = unplanned(runner.program, runner.device, case.max_tokens)
-    runs = planned(runner).run, without.run
-    compare(runs, case.longest(), turn=0)
+    systems = planned(runner).embed, without.embed
+    compare(systems, case.longest(), turn=0)
     ratios = []
     for numbers in case.rounds()[::_ROUND_STEP]:
-        seconds = [compare(runs, case.ids(number), turn) for turn, number in enumerate(numbers)]
+        seconds = [compare(systems, case.ids(number), turn) for turn, number in enumerate(numbers)]
         ours, fresh = map(sum, zip(*seconds, strict=True))
         ratios.append(fresh / ours)
     spread = Spread.of(ratios)
-    return {
-        "vs_no_arena": spread.median,
-        "vs_no_arena_p20": spread.p20,
-        "vs_no_arena_p80": spread.p80,
-    }
+    names = ("vs_no_arena", "vs_no_arena_p20", "vs_no_arena_p80")
+    return dict(zip(names, (spread.median, spread.p20, spread.p80), strict=True))
 
 
-def compare(runs: tuple[Run, Run], ids: Ids, turn: int) -> tuple[float, float]:
+def compare(systems: tuple[EmbedIds, EmbedIds], ids: Ids, turn: int) -> tuple[float, float]:
     """Return the seconds of both systems on one request; they take turns in going first."""
     seconds, answers = [0.0, 0.0], dict[int, Vectors]()
     for which in (0, 1) if turn % 2 == 0 else (1, 0):
         began = time.perf_counter()
-        answers[which] = runs[which](ids)
+        answers[which] = systems[which](ids)
         seconds[which] = time.perf_counter() - began
     if not np.array_equal(answers[0], answers[1]):
         raise RuntimeError(f"the answers to a request of shape {ids.shape} differ")
     return seconds[0], seconds[1]
 
 
-def asked_bytes(system: Loaded, ids: Ids) -> int:
+def asked_bytes(system: LoadedSystem, ids: Ids) -> int:
     """Return the bytes that one request asks of torch's allocator, freed ones included."""
     if system.device.type == "cuda":
-        before = _asked_of_device(system.device)
-        system.run(ids)
-        return _asked_of_device(system.device) - before
+        asked = "allocated_bytes.all.allocated"
+        before = torch.cuda.memory_stats(system.device)[asked]
+        system.embed(ids)
+        return int(torch.cuda.memory_stats(system.device)[asked] - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        system.run_in_one_thread(ids)
+        system.embed_in_one_thread(ids)
     with TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         profiled.export_chrome_trace(str(trace))
@@ -150,18 +155,14 @@ def asked_bytes(system: Loaded, ids: Ids) -> int:
     return sum(size for size in sizes if size > 0)
 
 
-def _settle(system: Loaded, case: Case) -> None:
-    """Read every weight and run a tiny request, so that only requests count from now on."""
+def _settle(system: LoadedSystem, case: Case) -> None:
+    """Read every weight and run a tiny request, which the peak does not include."""
     with torch.inference_mode():
         for weight in system.weights:
             weight.sum()
     shape = case.batch, min(_TINY_TOKENS, *case.lengths)
-    system.run(np.zeros(shape, dtype=np.int32))
+    system.embed(np.zeros(shape, dtype=np.int32))
     gc.collect()
-
-
-def _asked_of_device(device: torch.device) -> int:
-    return int(torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"])
 
 
 if __name__ == "__main__":

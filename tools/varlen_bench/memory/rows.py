@@ -1,4 +1,4 @@
-"""The CSV rows, the keys of the BENCH line, and the tables; docs/benchmarks/memory.md describes the columns."""
+"""CSV rows, keys of the BENCH line, and tables; see docs/benchmarks/memory.md."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich.console import RenderableType
-
+from varlen_bench.harness.resident import MIB
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import ratio, rounded, worst
-from varlen_bench.harness.tables import table
+from varlen_bench.harness.tables import Table
 from varlen_bench.memory.cases import OURS, PEER, Case
 
-MIB = 1 << 20
 EXACT, STUB, SERVER = "exact-arena", "stub", "server"
 _NAMES = ("encoder", "batch", "requests", "system")
-# Columns of each table after the names; its rows are those that have the first one.
+# Columns of each table after the names; it has the rows that have the first of them.
 _TABLES = {
     "memory above weights": "weights_mib peak_mib allocated_mib vs_pytorch asked_mib_longest seconds",
     "the arena": "new_mib_per_request bound_largest_mib reserved_mib reserved_vs_bound footprint_vs_bound "
@@ -63,7 +61,7 @@ def empty_row(case: Case, system: str, device: str, note: str = "") -> Row:
 
 
 def finish_rows(rows: list[Row], speed: dict[str, Any] | str) -> list[Row]:
-    """Return the rows of a case, ours first, with its ratios; `speed` is columns of ours, or an error."""
+    """Return the rows of a case with ratios; `speed`: our columns, or an error."""
     ours, *others = rows
     if isinstance(speed, str):
         speed = {"note": "; ".join(filter(None, [ours.note, speed]))}
@@ -90,14 +88,17 @@ def bench_figures(rows: Sequence[Row]) -> dict[str, Cell]:
     }
 
 
-def shown(rows: Sequence[Row]) -> list[RenderableType]:
-    """Return the tables, and a line for each note."""
-    cells = [asdict(row) for row in rows]
-    parts: list[RenderableType] = []
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """Return the tables that have rows."""
+    found = []
     for title, names in _TABLES.items():
-        columns = names.split()
-        found = [row for row in cells if row[columns[0]] is not None]
-        if found:
-            parts.append(table(title, (*_NAMES, *columns), found))
+        first, *_ = columns = names.split()
+        cells = [asdict(row) for row in rows if getattr(row, first) is not None]
+        found.append(Table.of(title, (*_NAMES, *columns), cells))
+    return [table for table in found if table.lines]
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Return what did not run, and why."""
     noted = (row for row in rows if row.note)
-    return [*parts, *(f"{row.encoder} {row.batch or ''} {row.system}: {row.note}" for row in noted)]
+    return [f"{row.encoder} {row.batch or ''} {row.system}: {row.note}" for row in noted]

@@ -1,4 +1,4 @@
-"""The order of a run: the cases of an encoder, each system in its own process, then a server."""
+"""The order of a run: each system in its own process, then a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from varlen_tools.local_server import ServerError
 
 # Without an arena, every third request by length is run.
 _NO_ARENA_STEP = 3
-_TIMEOUT_SECONDS = 1800.0
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 # Measures a system, or "speed", on a case.
@@ -60,20 +59,15 @@ def measure_case(case: Case, device: Device, ask: Ask, report: Progress) -> list
 def ask_worker(what: str, case: Case, folder: Path, device: Device, threads: int) -> Message:
     """Return the answer of a process that measures `what`, with the checkpoint in `folder`."""
     argument = {"case": asdict(case), "folder": str(folder), "device": device, "threads": threads}
-    with WorkerProcess(
-        "varlen_bench.memory.measure",
-        argument,
-        folder / "worker.log",
-        threads=threads,
-        timeout_seconds=_TIMEOUT_SECONDS,
-    ) as process:
+    log = folder / "worker.log"
+    with WorkerProcess("varlen_bench.memory.measure", argument, log, threads=threads) as process:
         return process.ask(measure=what)
 
 
-def measure_server(order: Soak, report: Progress) -> list[Row]:
+def measure_server(settings: Soak, report: Progress) -> list[Row]:
     """Return the rows of a server's processes, or one with the reason why it failed."""
-    report(f"{order.requests:,} requests to a server with {order.model}")
+    report(f"{settings.requests:,} requests to a server with {settings.model}")
     try:
-        return soak(order)
+        return soak(settings)
     except (ServerError, VarlenClientError, RuntimeError, OSError) as error:
-        return [replace(order.row(STUB), note=f"did not run: {str(error).splitlines()[0]}")]
+        return [replace(settings.row(STUB), note=f"did not run: {str(error).splitlines()[0]}")]

@@ -1,4 +1,4 @@
-"""Resident memory of a model behind a real tritonserver, over thousands of requests of random lengths.
+"""Resident memory of a model behind a real tritonserver, over thousands of requests.
 
 Requests are single sequences of random ids over gRPC, 16 in flight. Memory is read while no request is in flight,
 after a rest in which the process releases what it freed.
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from varlen_bench.harness.resident import model_process, peak_resident_bytes, resident_bytes
+from varlen_bench.harness.resident import MIB, model_process, peak_resident_bytes, resident_bytes
 from varlen_bench.harness.summary import flatness
-from varlen_bench.memory.rows import MIB, SERVER, STUB, Row
+from varlen_bench.memory.rows import SERVER, STUB, Row
 from varlen_bench.peers.checkpoints import config_field
 from varlen_client import Client, RetryPolicy
 from varlen_tools.local_server import LocalServer
@@ -31,13 +31,15 @@ _REST_SECONDS = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Soak:
-    """Requests to a server; `every` is their number between two samples, lengths are in tokens."""
+    """Requests to a server."""
 
     repository: Path
     model: str
     requests: int = 20_000
     warmup: int = 1_000
+    # number of requests between two samples
     every: int = 500
+    # in tokens
     longest: int = 256
 
     def row(self, process: str) -> Row:
@@ -45,20 +47,20 @@ class Soak:
         return Row(self.model, None, self.requests, process, "as served")
 
 
-def soak(order: Soak) -> list[Row]:
+def soak(settings: Soak) -> list[Row]:
     """Return the rows of the process that serves the model and of the server."""
-    arguments = ["--model-control-mode=explicit", f"--load-model={order.model}"]
-    with LocalServer(order.repository, arguments=arguments) as server:
+    arguments = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
+    with LocalServer(settings.repository, arguments=arguments) as server:
         server.wait_ready(_READY_SECONDS)
-        pids = {STUB: model_process(server.pid, order.model), SERVER: server.pid}
+        pids = {STUB: model_process(server.pid, settings.model), SERVER: server.pid}
         samples: dict[str, list[int]] = {process: [] for process in pids}
-        for _ in _send(order, server.grpc_url):
+        for _ in _send(settings, server.grpc_url):
             time.sleep(_REST_SECONDS)
             for process, pid in pids.items():
                 samples[process].append(resident_bytes(pid))
         return [
             replace(
-                order.row(process),
+                settings.row(process),
                 peak_mib=peak_resident_bytes(pid) / MIB,
                 rss_least_mib=min(samples[process]) / MIB,
                 rss_median_mib=statistics.median(samples[process]) / MIB,
@@ -69,18 +71,18 @@ def soak(order: Soak) -> list[Row]:
         ]
 
 
-def _send(order: Soak, url: str) -> Iterator[None]:
+def _send(settings: Soak, url: str) -> Iterator[None]:
     """Send all requests; yield when a sample is due and none is in flight."""
     draw, numbers = random.Random(0), np.random.default_rng(0)
-    vocabulary = config_field(order.repository / order.model / "1", "vocab_size")
+    vocabulary = config_field(settings.repository / settings.model / "1", "vocab_size")
 
     def lengths(count: int) -> list[int]:
-        return [draw.randint(_SHORTEST, order.longest) for _ in range(count)]
+        return [draw.randint(_SHORTEST, settings.longest) for _ in range(count)]
 
-    stream, warmup = lengths(order.requests), lengths(order.warmup)
-    parts = [stream[at : at + order.every] for at in range(0, len(stream), order.every)]
+    stream, warmup = lengths(settings.requests), lengths(settings.warmup)
+    parts = [stream[at : at + settings.every] for at in range(0, len(stream), settings.every)]
     once = RetryPolicy(max_retries=0)
-    client = Client(url, order.model, rows_per_request=1, concurrency=_IN_FLIGHT, retry=once)
+    client = Client(url, settings.model, rows_per_request=1, concurrency=_IN_FLIGHT, retry=once)
     with client:
         for part in (warmup, *parts):
             client.embed([numbers.integers(0, vocabulary, length) for length in part])

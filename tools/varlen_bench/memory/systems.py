@@ -1,4 +1,4 @@
-"""The systems behind one function: token ids in, one vector per sequence out."""
+"""The systems: token ids in, one vector per sequence out."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.program.program import Program
 from varlen.request import Prompt, RequestOptions
 from varlen_bench.harness.accuracy import Vectors
-from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Ids, Name
+from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Ids, SystemName
 from varlen_bench.memory.unplanned import NoArena, UnplannedProgram
 from varlen_bench.peers.checkpoints import load_bert
 from varlen_kernels.dispatch import kernels_for
 
-Run: TypeAlias = Callable[[Ids], Vectors]
+# Returns the vector of each sequence of a request.
+EmbedIds: TypeAlias = Callable[[Ids], Vectors]
 
 # The served precision; on a CPU the one that every CPU computes in.
 _DTYPES: dict[str, DType] = {"cpu": "fp32", "cuda": "bf16"}
@@ -34,16 +35,17 @@ _TORCH_DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A system that is ready; `run` answers a request on all cores."""
+class LoadedSystem:
+    """A system that is ready to embed requests."""
 
-    name: Name
-    run: Run
+    name: SystemName
+    # on all cores
+    embed: EmbedIds
     # in the calling thread, the only one that torch's profiler sees
-    run_in_one_thread: Run
+    embed_in_one_thread: EmbedIds
     weights: Sequence[Tensor]
     device: torch.device
-    # that of varlen
+    # None of systems without one
     arena: Arena | None = None
 
     @property
@@ -52,7 +54,7 @@ class Loaded:
         return sum({weight.data_ptr(): weight.nbytes for weight in self.weights}.values())
 
 
-def load(name: Name, folder: Path, device: str, max_tokens: int) -> Loaded:
+def load(name: SystemName, folder: Path, device: str, max_tokens: int) -> LoadedSystem:
     """Return a system with the checkpoint in `folder`, for requests of at most `max_tokens`."""
     if name == PEER:
         return _load_transformers(folder, torch.device(device))
@@ -79,12 +81,12 @@ def load_runner(folder: Path, device: str, max_tokens: int) -> Runner:
     return Runner(checkpoint, config)
 
 
-def planned(runner: Runner) -> Loaded:
+def planned(runner: Runner) -> LoadedSystem:
     """Return varlen as it is served."""
     return _loaded(OURS, runner.program, runner.arena, runner.device_runner)
 
 
-def unplanned(planned_program: Program, device: torch.device, max_tokens: int) -> Loaded:
+def unplanned(planned_program: Program, device: torch.device, max_tokens: int) -> LoadedSystem:
     """Return the same program and weights without an arena."""
     program, arena = UnplannedProgram(planned_program), NoArena(largest_dims(max_tokens), device)
     if device.type == "cpu":
@@ -92,20 +94,20 @@ def unplanned(planned_program: Program, device: torch.device, max_tokens: int) -
     return _loaded(NO_ARENA, program, arena, CudaRunner(program, kernels_for(device), arena))
 
 
-def _load_transformers(folder: Path, device: torch.device) -> Loaded:
+def _load_transformers(folder: Path, device: torch.device) -> LoadedSystem:
     model = load_bert(folder, _TORCH_DTYPES[device.type], device, "sdpa")
 
     @torch.inference_mode()
-    def run(ids: Ids) -> Vectors:
+    def embed(ids: Ids) -> Vectors:
         on_device = torch.from_numpy(ids.astype(np.int64)).to(device)
         pooled = model(input_ids=on_device).last_hidden_state.float().mean(1)
         vectors: Vectors = torch.nn.functional.normalize(pooled, dim=1).cpu().numpy()
         return vectors
 
-    return Loaded(PEER, run, run, [*model.parameters(), *model.buffers()], device)
+    return LoadedSystem(PEER, embed, embed, [*model.parameters(), *model.buffers()], device)
 
 
-def _loaded(name: Name, program: Program, arena: Arena, runner: DeviceRunner) -> Loaded:
+def _loaded(name: SystemName, program: Program, arena: Arena, runner: DeviceRunner) -> LoadedSystem:
     alone = runner
     if arena.device.type == "cpu":
         cores = torch.get_num_threads()
@@ -113,22 +115,17 @@ def _loaded(name: Name, program: Program, arena: Arena, runner: DeviceRunner) ->
         alone = _cpu_runner(program, arena)
         torch.set_num_threads(cores)
     operands = (operand for op in program.ops for operand in op.operands)
-    return Loaded(
-        name,
-        _caller(runner),
-        _caller(alone),
-        [operand for operand in operands if isinstance(operand, Tensor)],
-        arena.device,
-        arena if name == OURS else None,
-    )
+    weights = [operand for operand in operands if isinstance(operand, Tensor)]
+    embed, measured = _embedder(runner), arena if name == OURS else None
+    return LoadedSystem(name, embed, _embedder(alone), weights, arena.device, measured)
 
 
-def _caller(runner: DeviceRunner) -> Run:
-    def run(ids: Ids) -> Vectors:
+def _embedder(runner: DeviceRunner) -> EmbedIds:
+    def embed(ids: Ids) -> Vectors:
         options = [RequestOptions(normalize=True)] * len(ids)
         return np.stack(runner.run([Prompt(row) for row in ids], options))
 
-    return run
+    return embed
 
 
 def _cpu_runner(program: Program, arena: Arena) -> CpuRunner:

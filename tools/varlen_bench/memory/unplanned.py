@@ -1,4 +1,4 @@
-"""The same program without its arena: each op allocates its results, as a model in plain PyTorch does.
+"""The same program without its arena: each op allocates its results.
 
 The engine's runners run it, so threads and CUDA graphs are the same.
 """

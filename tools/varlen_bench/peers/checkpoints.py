@@ -1,13 +1,14 @@
-"""Checkpoints of the benchmarks: their limits, and random ones with the shape of known encoders."""
+"""Checkpoints of the benchmarks: their limits, their loading, and random ones."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Attention = Literal["eager", "sdpa"]
 
@@ -42,6 +43,7 @@ def save_random_checkpoint(
     shape: EncoderShape, folder: Path, positions: int, seed: int = 0
 ) -> None:
     """Save a BertModel with random weights, and an empty tokenizer, which varlen requires."""
+    import torch
     from transformers import BertConfig, BertModel
     from transformers.utils import logging
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen_bench.harness.accuracy import Vectors
-from varlen_bench.peers.checkpoints import max_positions
+from varlen_bench.peers.checkpoints import load_bert, max_positions
 
 EngineName = Literal["varlen", "transformers", "onnxruntime", "ctranslate2"]
 Precision = Literal["fp32", "bf16", "int8"]
@@ -21,22 +21,15 @@ Precision = Literal["fp32", "bf16", "int8"]
 Embed: TypeAlias = Callable[[list[list[int]]], Vectors]
 
 
-def load(
-    engine: EngineName, model: Path, checkpoint: Path, precision: Precision, *, threads: int
-) -> Embed:
-    """Return a function that embeds one batch.
-
-    Args:
-        model: the Hugging Face folder.
-        checkpoint: the same model in the engine's format; see exports.py.
-    """
-    if engine == "varlen":
-        return _varlen(model, precision, threads)
-    if engine == "transformers":
-        return _transformers(model, precision, threads)
-    if engine == "onnxruntime":
-        return _onnxruntime(checkpoint, threads)
-    return _ctranslate2(checkpoint, precision, threads)
+def load(engine: EngineName, checkpoint: Path, precision: Precision, *, threads: int) -> Embed:
+    """Return a function that embeds one batch; `checkpoint` is from `exports.exported`."""
+    loaders = {
+        "varlen": _varlen,
+        "transformers": _transformers,
+        "onnxruntime": _onnxruntime,
+        "ctranslate2": _ctranslate2,
+    }
+    return loaders[engine](checkpoint, precision, threads)
 
 
 def pad(batch: list[list[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -49,27 +42,26 @@ def pad(batch: list[list[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.i
     return ids, mask
 
 
-def _varlen(model: Path, precision: Precision, threads: int) -> Embed:
+def _varlen(checkpoint: Path, precision: Precision, threads: int) -> Embed:
     from varlen import Encoder
 
     encoder = Encoder.from_pretrained(
-        str(model),
+        str(checkpoint),
         task="embed",
         device="cpu",
         dtype="bf16" if precision == "bf16" else "fp32",
         threads=threads,
-        max_sequence_tokens=max_positions(model),
+        max_sequence_tokens=max_positions(checkpoint),
     )
     return lambda batch: encoder.embed(batch, normalize=True)
 
 
-def _transformers(model: Path, precision: Precision, threads: int) -> Embed:
+def _transformers(checkpoint: Path, precision: Precision, threads: int) -> Embed:
     import torch
-    from transformers import AutoModel
 
     torch.set_num_threads(threads)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    encoder = AutoModel.from_pretrained(model, dtype=dtype, attn_implementation="sdpa").eval()
+    encoder = load_bert(checkpoint, dtype, torch.device("cpu"), "sdpa")
 
     @torch.inference_mode()
     def embed(batch: list[list[int]]) -> Vectors:
@@ -83,7 +75,7 @@ def _transformers(model: Path, precision: Precision, threads: int) -> Embed:
     return embed
 
 
-def _onnxruntime(checkpoint: Path, threads: int) -> Embed:
+def _onnxruntime(checkpoint: Path, _: Precision, threads: int) -> Embed:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -1,8 +1,7 @@
 """Checkpoints in the formats of the peers, exported once and kept in a cache folder.
 
 The ONNX graph has opset 23, where attention is one operator: onnxruntime runs it a quarter faster than the graph of
-single matrix products. An export is a process of its own, so that its memory does not count for the system that
-uses it: `python -m varlen_bench.peers.exports MODEL TARGET ENGINE PRECISION`.
+single matrix products. An export runs in a worker process: it prints much and keeps memory.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import hashlib
 import importlib.metadata
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-from varlen_bench.harness.worker import last_line
-from varlen_bench.peers.checkpoints import max_positions
+from varlen_bench.harness.machine import cpu_count
+from varlen_bench.harness.worker import Message, WorkerError, WorkerProcess, run_worker
+from varlen_bench.peers.checkpoints import load_bert, max_positions
 from varlen_bench.peers.engines import EngineName, Precision
 
 _MODULE = "varlen_bench.peers.exports"
@@ -28,36 +27,29 @@ _TOOLS = {
 }
 
 
-def cache_folder() -> Path:
-    """Return the folder in which exports are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "varlen" / "bench_encoder"
-
-
-def exported(model: Path, engine: EngineName, precision: Precision, cache: Path) -> Path:
-    """Return the checkpoint in an engine's format: `model` itself, or a cached export of it.
+def exported(model: Path, engine: EngineName, precision: Precision) -> Path:
+    """Return a checkpoint in the format of an engine: `model` itself, or a cached export.
 
     Raises:
         RuntimeError: the export failed; the message ends with its last line.
     """
     if engine not in _TOOLS:
         return model
+    cache = _cache_folder()
     target = cache / f"{_key(model, engine)}-{engine}-{precision}"
     if target.exists():
         return target
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = Path(folder) / "export"
-        done = subprocess.run(
-            [sys.executable, "-m", _MODULE, str(model), str(made), engine, precision],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"export for {engine} failed: {last_line(done.stdout)}")
+        argument = {"model": str(model), "target": str(made), "engine": engine}
+        argument["precision"] = precision
+        log = Path(folder) / "log"
+        try:
+            with WorkerProcess(_MODULE, argument, log, threads=cpu_count()) as process:
+                process.ask()
+        except WorkerError as error:
+            raise RuntimeError(f"export for {engine} failed: {error}") from error
         shutil.move(made, target)
     return target
 
@@ -65,15 +57,14 @@ def exported(model: Path, engine: EngineName, precision: Precision, cache: Path)
 def export_onnx(model: Path, folder: Path, precision: Precision) -> None:
     """Write model.onnx: token ids and mask in, mean-pooled normalized vectors out.
 
-    int8 is onnxruntime's dynamic quantization of linear layers: weights per output channel, activations per tensor.
+    int8 is onnxruntime's dynamic quantization of linear layers.
     """
     import torch
-    from transformers import AutoModel
 
     class Embedder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.encoder = AutoModel.from_pretrained(model, attn_implementation="sdpa")
+            self.encoder = load_bert(model, torch.float32, torch.device("cpu"), "sdpa")
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask)[0]
@@ -126,8 +117,13 @@ def export_ctranslate2(model: Path, folder: Path, precision: Precision) -> None:
     TransformersConverter(str(model)).convert(str(folder), quantization=quantization)
 
 
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "varlen" / "bench_encoder"
+
+
 def _key(model: Path, engine: EngineName) -> str:
-    """Return a key that changes with the checkpoint, the tools and this file."""
+    """Return a hash of the checkpoint's files, the versions of the tools and this file."""
     files = [*sorted(model.glob("*.safetensors")), model / "config.json"]
     stamps = [f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     tools = [f"{tool} {_version(tool)}" for tool in _TOOLS[engine]]
@@ -142,7 +138,12 @@ def _version(package: str) -> str:
         raise RuntimeError(f"{package} is not installed; pip install 'varlen[bench]'") from error
 
 
+def start(argument: Message) -> Callable[[Message], Message]:
+    """Export a checkpoint; every order is answered after that."""
+    export = export_onnx if argument["engine"] == "onnxruntime" else export_ctranslate2
+    export(Path(argument["model"]), Path(argument["target"]), argument["precision"])
+    return lambda order: order
+
+
 if __name__ == "__main__":
-    _model, _folder, _engine, _precision = sys.argv[1:]
-    _export = export_onnx if _engine == "onnxruntime" else export_ctranslate2
-    _export(Path(_model), Path(_folder), "int8" if _precision == "int8" else "fp32")
+    run_worker(start)

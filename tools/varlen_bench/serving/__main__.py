@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Annotated
 
 import typer
 
-from varlen_bench.harness.command import Only, Output, Quick, Revision, Run, Seed, csv_path
-from varlen_bench.harness.machine import cpu_count
+from varlen_bench.harness import command, machine
 from varlen_bench.peers.checkpoints import max_positions
-from varlen_bench.serving import page, tables
+from varlen_bench.serving import report
 from varlen_bench.serving.figures import bench_figures, overload_figures
 from varlen_bench.serving.run import LoadTest
-from varlen_bench.serving.settings import Settings
-from varlen_bench.serving.systems import OURS, chosen_systems
+from varlen_bench.serving.systems import OURS, Settings, chosen_systems
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.workloads import Mix, trace_mix, uniform_mix
 
-DEFAULT_MODEL = Path("model_repository/minilm/1")
-PACKAGES = ("torch", "transformers", "onnxruntime", "tritonclient", "varlen")
+_PACKAGES = ("torch", "transformers", "onnxruntime", "tritonclient", "varlen")
 # By overload, then quick.
 _SECONDS = ((6.0, 2.5), (120.0, 10.0))
 
@@ -29,10 +26,10 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
-    model: Annotated[
-        Path, typer.Option(help="Hugging Face folder of a mean-pooled BERT.")
-    ] = DEFAULT_MODEL,
-    only: Only = "",
+    model: Annotated[Path, typer.Option(help="Hugging Face folder of a mean-pooled BERT.")] = Path(
+        "model_repository/minilm/1"
+    ),
+    only: command.Only = "",
     lengths: Annotated[
         str, typer.Option(help="uniform and short, comma-separated; by default both.")
     ] = "",
@@ -51,12 +48,12 @@ def main(
     paired: Annotated[
         int, typer.Option(min=0, help="Only dp and token_budget, in this number of turns.")
     ] = 0,
-    seed: Seed = 0,
-    quick: Quick = False,
-    revision: Revision = "",
-    output: Output = None,
+    seed: command.Seed = 0,
+    quick: command.Quick = False,
+    revision: command.Revision = "",
+    output: command.Output = None,
 ) -> None:
-    """Load real servers, ours and plain ones, until they cannot keep up, and compare what they sustain."""
+    """Load real servers, ours and plain ones, until they cannot keep up."""
     lengths = lengths or ("uniform" if quick or overload else "uniform,short")
     try:
         settings = Settings(
@@ -67,20 +64,20 @@ def main(
             turns=paired or (1 if quick else 2),
             quick=quick,
             peer_batch=peer_batch,
-            threads=cpu_count(),
+            threads=machine.cpu_count(),
             seed=seed,
         )
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    run = Run(
+    bench = command.Run(
         "varlen_bench.serving",
         threads=settings.threads,
-        packages=PACKAGES,
-        output=csv_path("serving", output, is_trial=quick),
+        packages=_PACKAGES,
+        output=command.csv_path("serving", output, is_trial=quick),
         revision=revision,
     )
-    with tempfile.TemporaryDirectory(prefix="varlen-serving-") as scratch, run.progress() as report:
-        load_test = LoadTest(settings, Path(scratch), report=report, append=run.append)
+    with TemporaryDirectory(prefix="varlen-serving-") as scratch, bench.progress() as progress:
+        load_test = LoadTest(settings, Path(scratch), report=progress, append=bench.append)
         if overload:
             load_test.overload()
         elif paired:
@@ -89,13 +86,13 @@ def main(
             load_test.compare()
     rows = load_test.rows
     figures = overload_figures(rows) if overload else bench_figures(rows, settings.mixes)
-    run.show(*(table.for_console() for table in tables.summary_tables(rows)), *tables.notes(rows))
-    folder = run.output.parent if run.output else Path(tempfile.mkdtemp(prefix="varlen-serving-"))
-    stem = run.output.stem if run.output else "serving"
-    path = folder / f"{stem}{'-overload' if overload else '-paired' if paired else ''}.html"
-    path.write_text(page.render(rows, figures, run.provenance), encoding="utf-8")
-    run.show(f"report: {path}")
-    run.finish("serving_overload" if overload else "serving", figures)
+    bench.show(*report.tables(rows), *report.notes(rows))
+    csv = bench.output or Path(mkdtemp(prefix="varlen-serving-"), "serving.csv")
+    kind = "-overload" if overload else "-paired" if paired else ""
+    page = csv.with_name(f"{csv.stem}{kind}.html")
+    page.write_text(report.page(rows, figures, bench.provenance), encoding="utf-8")
+    bench.show(f"report: {page}")
+    bench.finish("serving_overload" if overload else "serving", figures)
     if figures["lost"] or any(row.kind == "failed" and "varlen" in row.system for row in rows):
         raise typer.Exit(1)
 

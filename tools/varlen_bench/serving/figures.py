@@ -20,7 +20,7 @@ from varlen_tools.workloads import Mix
 
 
 def bench_figures(rows: Sequence[Row], mixes: Sequence[Mix]) -> dict[str, Cell]:
-    """Return the keys of the BENCH line; those of other mixes than `uniform` begin with the mix."""
+    """Return the keys of the BENCH line; a mix other than `uniform` is a prefix."""
     figures: dict[str, Cell] = {}
     for mix in sorted(mixes, key=lambda mix: mix.name != "uniform"):
         prefix = "" if mix.name == "uniform" else f"{mix.name}_"

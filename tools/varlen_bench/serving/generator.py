@@ -1,4 +1,4 @@
-"""Requests on an event loop: open, where arrivals do not wait for answers, or a closed loop.
+"""Requests in an open loop, where arrivals wait for no answers, or closed.
 
 In an open loop a slow answer delays no arrival, as with real callers. A closed loop slows down with the system and
 hides how long callers would wait; it measures capacity. All times are the loop's own clock, so that tests can run on
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 Outcome: TypeAlias = Literal["ok", "refused", "failed", "unanswered"]
-# Sends the request of a number; returns its outcome, and the reason if it is not "ok".
+# Sends the request of a number; returns its outcome and the reason of a failure.
 Send: TypeAlias = Callable[[int], Awaitable[tuple[Outcome, str]]]
 
 # A request that takes longer is late.
@@ -27,40 +27,33 @@ _REASONS_KEPT = 3
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request that was sent; times in seconds since the load began.
+    """One request that was sent; times in seconds since the load began."""
 
-    Attributes:
-        number: position among the arrivals.
-        due: when it should have been sent.
-        done: when it was answered, with whatever outcome; None: never.
-    """
-
+    # position among the arrivals
     number: int
     due: float
     sent: float
+    # when it was answered, with any outcome; None: never
     done: float | None = None
     outcome: Outcome = "unanswered"
 
     def latency(self, *, since_sent: bool = False) -> float:
-        """Return the seconds to its answer, from when it was due or from when it was sent."""
+        """Return the seconds to its answer, since it was due or sent."""
         assert self.done is not None, "answered"
         return self.done - (self.sent if since_sent else self.due)
 
 
 @dataclass(slots=True)
 class LoadRecord:
-    """All arrivals of a load; times in seconds since it began.
+    """All arrivals of a load; times in seconds since it began."""
 
-    Attributes:
-        requests: requests that were sent, in order.
-        not_sent: due times of the requests that were not sent.
-        end: when the last arrival was due, or when the load was given up.
-        reasons: why requests failed, the first few.
-    """
-
+    # in the order of sending
     requests: list[RequestRecord] = field(default_factory=list)
+    # due times of the requests that were not sent
     not_sent: list[float] = field(default_factory=list)
+    # when the last arrival was due, or when the load was given up
     end: float = 0.0
+    # why the first failed requests failed
     reasons: list[str] = field(default_factory=list)
 
     @property
@@ -76,14 +69,13 @@ async def offer(
 
     Args:
         due_times: seconds from the beginning, ascending.
-        send: sends one request.
         max_waiting: limit on requests without an answer; a request that is due beyond it is not sent.
         max_late: the load is given up once more requests are late; None: never.
     """
     flight = _Flight(send)
     for number, due in enumerate(due_times):
         await flight.sleep_until(due)
-        if max_late is not None and flight.has_more_late_than(max_late):
+        if max_late is not None and flight.late(max_late) > max_late:
             flight.record.not_sent += due_times[number:]
             break
         if len(flight.waiting) >= max_waiting:
@@ -133,15 +125,15 @@ class _Flight:
         if (left := moment - self.now()) > 0:
             await asyncio.sleep(left)
 
-    def has_more_late_than(self, limit: int) -> bool:
-        """Return whether more than `limit` requests were answered late or are late already."""
+    def late(self, enough: int) -> int:
+        """Return how many requests are or were late; counting stops above `enough`."""
         latest_due, late = self.now() - LATE_SECONDS, self._late
         for request in self.waiting.values():
-            if request.due > latest_due or late > limit:
+            if request.due > latest_due or late > enough:
                 break
             # a request that has just been answered is in `_late`
             late += request.done is None
-        return late > limit
+        return late
 
     def start(self, number: int, due: float) -> asyncio.Task[None]:
         """Send a request; the returned task ends with its answer."""

@@ -72,10 +72,10 @@ class Load:
 
 
 def max_waiting(capacity: float) -> int:
-    """Return how many requests may wait in a system of `capacity` requests/s."""
+    """Return how many requests may wait for a system of `capacity` requests/s."""
     return max(_MIN_WAITING, math.ceil(_BACKLOG_SECONDS * capacity))
 
 
 def seconds_at(rate: float, seconds: float) -> float:
-    """Return the measured seconds at `rate`: up to half as long again, to see 100 requests."""
+    """Return the measured seconds at `rate`: up to 50 % more, to see 100 requests."""
     return min(max(seconds, _ENOUGH_REQUESTS / rate), _LONGEST * seconds)

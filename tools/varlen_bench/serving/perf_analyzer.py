@@ -1,8 +1,7 @@
-"""A second opinion: the server's own load generator, perf_analyzer, at one of our loads.
+"""A cross-check: one of our loads, sent by the server's own load generator.
 
-It sends the same lengths at the same mean rate, Poisson too. Its own report omits what it calls unstable, and
-understates throughput if it is told the number of requests, so figures are taken from its record of every request.
-Its latency begins when a request is sent, not when it was due.
+Its report omits what it calls unstable, and understates throughput if it is told the number of requests, so figures
+are from its record of every request. Its latency begins when a request is sent, not when it was due.
 """
 
 from __future__ import annotations
@@ -26,18 +25,13 @@ _NANOSECONDS = 1e9
 _COLUMNS = ("offered", "seconds", "warmup", "sent", "ok", "served", "mean_ms", "p50_ms", "p99_ms")
 
 
-class AnalyzerError(Exception):
-    """perf_analyzer gave no figures; the message is its last line."""
-
-
-def measure(address: str, model: str, load: Load, vocabulary: int) -> Row:
+def measure(address: str, model: str, load: Load, requests: list[list[int]]) -> Row:
     """Return the row of a load that perf_analyzer offers.
 
     Raises:
-        AnalyzerError: it failed.
+        RuntimeError: it failed; the message is its last line.
         ServerError: it is not installed.
     """
-    requests = load.token_ids(vocabulary)
     data = [{INPUT: {"content": ids, "shape": [len(ids)]}} for ids in requests]
     with TemporaryDirectory(prefix="varlen-perf-") as scratch:
         folder = Path(scratch)
@@ -79,6 +73,6 @@ def _run(folder: Path, address: str, model: str, rate: float, count: int) -> Non
             command, cwd=folder, capture_output=True, text=True, timeout=_MAX_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise AnalyzerError(f"perf_analyzer did not end within {_MAX_SECONDS:.0f} s") from None
+        raise RuntimeError(f"perf_analyzer did not end within {_MAX_SECONDS:.0f} s") from None
     if done.returncode != 0:
-        raise AnalyzerError(last_line(done.stderr + done.stdout))
+        raise RuntimeError(last_line(done.stderr + done.stdout))

@@ -1,4 +1,4 @@
-"""The picture of a run: what each system serves of what it is offered, and the latency of its answers.
+"""The picture of a run: requests served and latency, by requests offered.
 
 The left column is figure 7 of the TurboTransformers authors' report in Chinese: a system leaves the diagonal where it
 is saturated.
@@ -45,7 +45,9 @@ def draw(rows: Sequence[Row]) -> Figure:
     drawn: dict[str, Any] = {}
     for line, label in zip(panels, labels, strict=True):
         for axes, (title, attribute) in zip(line, _PANELS, strict=True):
-            drawn |= _draw_curves(axes, rows, label, attribute)
+            for system in SYSTEMS.values():
+                if points := curve(rows, label, system.name, attribute):
+                    (drawn[system.name],) = axes.plot(*zip(*points, strict=True), **_style(system))
             _finish_panel(axes, rows, label, attribute)
             axes.set_title(f"{label} tokens: {title}")
     names = [name for name in SYSTEMS if name in drawn]
@@ -56,7 +58,7 @@ def draw(rows: Sequence[Row]) -> Figure:
 def curve(
     rows: Sequence[Row], label: str, system: str, attribute: str
 ) -> list[tuple[float, float]]:
-    """Return (offered, figure) of a system's open loads on one mix, without those that were given up."""
+    """Return (offered, figure) of a system's open loads on one mix, if not given up."""
     return sorted(
         (row.offered, value)
         for row in rows
@@ -65,15 +67,6 @@ def curve(
         and row.offered is not None
         and (value := getattr(row, attribute)) is not None
     )
-
-
-def _draw_curves(axes: Any, rows: Sequence[Row], label: str, attribute: str) -> dict[str, Any]:
-    """Draw the curve of each system and return the lines by name."""
-    return {
-        system.name: axes.plot(*zip(*points, strict=True), **_style(system))[0]
-        for system in SYSTEMS.values()
-        if (points := curve(rows, label, system.name, attribute))
-    }
 
 
 def _finish_panel(axes: Any, rows: Sequence[Row], label: str, attribute: str) -> None:

@@ -1,9 +1,7 @@
 """Model repositories of the systems, written from a checkpoint.
 
-The dynamic batcher joins requests of different lengths only if the input says `allow_ragged_batch`. The peer then pads
-to the longest request of the batch. Clients that pad to the model's longest sequence would compute more, so this is
-better for the peer. `max_queue_delay_microseconds: 0`: no request waits while the model is idle; the requests that
-arrive while it is busy are its next batch.
+`allow_ragged_batch` lets the dynamic batcher join requests of different lengths; the peer pads them to the longest.
+`max_queue_delay_microseconds: 0`: no request waits while the model is idle.
 """
 
 from __future__ import annotations
@@ -14,20 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from varlen_bench.peers.checkpoints import config_field, max_positions
-from varlen_bench.peers.exports import cache_folder, exported
-from varlen_bench.serving.settings import Settings
-from varlen_bench.serving.systems import INPUT, OUTPUT, System
+from varlen_bench.peers.exports import exported
+from varlen_bench.serving.systems import INPUT, OUTPUT, Settings, System
 
 PEER = Path(__file__).with_name("padded_model.py")
-_DYNAMIC_BATCHING = "dynamic_batching { max_queue_delay_microseconds: 0 }"
 
 
 def write_model(repository: Path, system: System, settings: Settings) -> None:
-    """Write the model of a system; it has the system's name.
-
-    Raises:
-        RuntimeError: the checkpoint cannot be exported for the system's engine.
-    """
+    """Write the model of a system; it has the system's name."""
     model = repository / system.name
     model.mkdir(parents=True)
     if system.is_ours:
@@ -43,15 +35,15 @@ def write_model(repository: Path, system: System, settings: Settings) -> None:
     else:
         (model / "1").mkdir()
         shutil.copy(PEER, model / "1" / "model.py")
-        folder = exported(settings.model, system.engine, "fp32", cache_folder())
+        # transformers converts to bf16 when it loads
+        checkpoint = exported(settings.model, system.engine, "fp32")
         parameters = {
             "engine": system.engine,
-            "checkpoint": str(folder.resolve()),
-            "dtype": system.dtype,
+            "checkpoint": str(checkpoint.resolve()),
+            "precision": system.precision,
             "threads": str(settings.threads),
         }
-    config = _config(system, settings, parameters)
-    (model / "config.pbtxt").write_text(config, encoding="utf-8")
+    (model / "config.pbtxt").write_text(_config(system, settings, parameters), encoding="utf-8")
 
 
 def _config(system: System, settings: Settings, parameters: Mapping[str, str]) -> str:
@@ -64,7 +56,7 @@ def _config(system: System, settings: Settings, parameters: Mapping[str, str]) -
         f'input [ {{ name: "{INPUT}" data_type: TYPE_INT64 dims: [ -1 ] {ragged} }} ]',
         f'output [ {{ name: "{OUTPUT}" data_type: TYPE_FP32 dims: [ {hidden} ] }} ]',
         "instance_group [ { count: 1 kind: KIND_CPU } ]",
-        _DYNAMIC_BATCHING if system.dynamic else "",
+        "dynamic_batching { max_queue_delay_microseconds: 0 }" if system.dynamic else "",
     ]
     lines += [
         f'parameters {{ key: "{key}" value: {{ string_value: {json.dumps(value)} }} }}'

@@ -66,11 +66,7 @@ class Row:
 
 
 def load_row(load: Load, system: str, record: LoadRecord, end: float | None = None) -> Row:
-    """Return the row of a load as its clients see it.
-
-    Args:
-        end: end of the measured seconds; by default that of the load, or the moment at which it was given up.
-    """
+    """Return the row of a load; `end` is that of its measured seconds."""
     if end is None:
         end = max(WARMUP_SECONDS, record.end) if record.is_given_up else load.end
     outcomes = Counter(request.outcome for request in record.requests)

@@ -1,4 +1,4 @@
-"""The order of a run: each system on a server of its own, then two systems in turns."""
+"""The order of a run: each system on its server, then two in turns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 
 from varlen_bench.harness.accuracy import EQUAL_QUALITY, Vectors, cosines
 from varlen_bench.harness.command import Progress
-from varlen_bench.harness.resident import ResidentSamples
+from varlen_bench.harness.resident import sampled_memory
 from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.summary import flatness
 from varlen_bench.harness.worker import WorkerError
 from varlen_bench.peers import engines
 from varlen_bench.serving import perf_analyzer
@@ -21,8 +22,14 @@ from varlen_bench.serving.loads import Kind, Load, max_waiting, seconds_at
 from varlen_bench.serving.rows import Row
 from varlen_bench.serving.search import Search
 from varlen_bench.serving.server import Served, serve
-from varlen_bench.serving.settings import Settings
-from varlen_bench.serving.systems import DYNAMIC_BATCHER, OURS, SYSTEMS, TOKEN_BUDGET, System
+from varlen_bench.serving.systems import (
+    DYNAMIC_BATCHER,
+    OURS,
+    SYSTEMS,
+    TOKEN_BUDGET,
+    Settings,
+    System,
+)
 from varlen_tools.local_server import ServerError
 from varlen_tools.workloads import Mix, token_ids
 
@@ -36,6 +43,8 @@ _CROSS_CHECK_LONGER = 1.5
 _OVERLOAD_CLOSED_SECONDS, _DEADLINE_MS = 4.0, 500
 # Requests that may wait in an overload, in seconds of capacity: more than fit into their deadline.
 _OVERLOAD_BACKLOG_SECONDS = 10.0
+# Time between two samples of memory, and the share of the first samples that do not count: queues fill.
+_SAMPLE_SECONDS, _FILLING = 1.0, 0.1
 
 
 class LoadTest:
@@ -43,7 +52,7 @@ class LoadTest:
 
     Args:
         scratch: folder for logs and for the costs that servers measure.
-        append: appends the rows of each part of the run to the CSV.
+        append: gets the rows of each part of the run.
     """
 
     def __init__(
@@ -126,19 +135,12 @@ class LoadTest:
             rate, number = search.next_rate(), number + 1
         rows = self._rows_of(mix)
         best = max(row.capacity for row in rows if row.kind in {"closed", "most"})
-        seconds = self._settings.most_seconds
+        seconds = 2.0 if self._settings.quick else 0.75 * self._settings.seconds
         load = self._load("most", mix, seconds, capacity, rate=_SATURATING * best)
         most = self._measure(served, system, load)
-        result = Row(
-            mix.label,
-            system.name,
-            "result",
-            rss_mib=served.resident_mib(system),
-            cosine_min=self._cosines[system.name],
-            sustained=search.sustained if steps else None,
-            saturated=most.served,
-        )
-        self.rows.append(result)
+        result = Row(mix.label, system.name, "result", rss_mib=most.rss_mib, saturated=most.served)
+        cosine, sustained = self._cosines[system.name], search.sustained if steps else None
+        self.rows.append(replace(result, cosine_min=cosine, sustained=sustained))
 
     def _cross_check(self, served: Served, system: System) -> None:
         """Measure one load with our generator, then with perf_analyzer."""
@@ -150,15 +152,17 @@ class LoadTest:
         load = self._load("load", mix, seconds, capacity, rate=_CROSS_CHECKED * capacity)
         self._measure(served, system, load)
         try:
-            vocabulary = self._settings.vocabulary
-            row = perf_analyzer.measure(served.address, system.name, load, vocabulary)
-        except (perf_analyzer.AnalyzerError, ServerError) as error:
+            requests = load.token_ids(self._settings.vocabulary)
+            row = perf_analyzer.measure(served.address, system.name, load, requests)
+        except (RuntimeError, ServerError) as error:
             row = Row(mix.label, system.name, "failed", note=f"perf_analyzer: {reason(error)}")
         self.rows.append(row)
 
     def _measure_in_turns(self, served: Served, *systems: System) -> None:
         """Measure two systems under the same arrivals: A B, B A and so on."""
-        turns, seconds = self._settings.turns, self._settings.paired_seconds
+        turns, seconds = self._settings.turns, self._settings.seconds
+        # the two systems are nearly equal
+        seconds *= 1.0 if self._settings.quick else 1.25
         for mix in self._settings.mixes:
             for turn in range(turns):
                 self._report(f"{mix.label}: turn {turn + 1} of {turns}")
@@ -183,19 +187,19 @@ class LoadTest:
                 max_waiting=int(_OVERLOAD_BACKLOG_SECONDS * capacity),
                 deadline_ms=_DEADLINE_MS,
             )
-            with ResidentSamples(served.process(system)) as resident:
+            with sampled_memory(served.process(system), _SAMPLE_SECONDS) as samples:
                 row = served.measure(system, overload)
-            self.rows.append(replace(row, rss_flatness=resident.flatness()))
+            full = samples[int(_FILLING * len(samples)) :]
+            self.rows.append(replace(row, rss_flatness=flatness(full) if full else None))
 
     def _load(
         self, kind: Kind, mix: Mix, seconds: float, capacity: float, *, rate: float, seed: int = 0
     ) -> Load:
-        """Return an open load for a system of this capacity; `seed` is added to the run's."""
-        waiting = max_waiting(capacity)
-        return Load(kind, mix, seconds, self._settings.seed + seed, rate, waiting)
+        """Return an open load for a system; `seed` is added to the run's."""
+        return Load(kind, mix, seconds, self._settings.seed + seed, rate, max_waiting(capacity))
 
     def _capacity(self, served: Served, system: System, mix: Mix) -> float:
-        load = Load("closed", mix, self._settings.closed_seconds, self._settings.seed)
+        load = Load("closed", mix, 2.0 if self._settings.quick else 3.0, self._settings.seed)
         return self._measure(served, system, load).capacity
 
     def _measure(self, served: Served, system: System, load: Load, **columns: Any) -> Row:
@@ -215,20 +219,16 @@ def is_hopeless(system: System, capacity: float, rows: Sequence[Row]) -> bool:
 
 
 def reference(settings: Settings) -> tuple[list[list[int]], Vectors]:
-    """Return requests of all lengths and their vectors: transformers, fp32, each request alone."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
+    """Return requests of all lengths, and their vectors by transformers fp32, each alone."""
     longest = max(max(mix.lengths) for mix in settings.mixes)
     lengths = [max(1, longest * (i + 1) // _CHECKED_REQUESTS) for i in range(_CHECKED_REQUESTS)]
     requests = token_ids(lengths, settings.vocabulary, settings.seed)
-    model = settings.model
-    embed = engines.load("transformers", model, model, "fp32", threads=settings.threads)
+    embed = engines.load("transformers", settings.model, "fp32", threads=settings.threads)
     return requests, np.concatenate([embed([ids]) for ids in requests])
 
 
 def reason(error: Exception) -> str:
-    """Return the line of an error that explains most: the server's own reason if it has one."""
+    """Return the line of an error that explains most, such as the server's own reason."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     reasons = [line for line in lines if "failed to load '" in line and ": " in line]
     text = reasons[0].split("version 1: ")[-1] if reasons else (lines or [type(error).__name__])[0]

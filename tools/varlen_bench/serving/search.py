@@ -14,15 +14,16 @@ _DOWN, _UP = 0.6, 1.25
 class Search:
     """Bisection between the loads that were sustained and the smallest that was not."""
 
-    # requests/s of a closed loop, and the number of loads left to try
+    # requests/s of a closed loop
     capacity: float
+    # number of loads left to try
     steps: int
     _passed: list[float] = field(default_factory=list)
     _failed: list[float] = field(default_factory=list)
 
     @property
     def sustained(self) -> float:
-        """The largest load that was sustained below every one that was not; 0 if there is none."""
+        """The largest sustained load below every load that was not, or 0."""
         least = min(self._failed, default=float("inf"))
         return max((rate for rate in self._passed if rate < least), default=0.0)
 
@@ -40,6 +41,6 @@ class Search:
         return (sustained + too_much) / 2 if _UP * sustained < too_much else _UP * sustained
 
     def record(self, rate: float, *, is_sustained: bool, is_step: bool = True) -> None:
-        """Record the result of a load; the light load before the search is not a step."""
+        """Record whether a load was sustained; the light load is not a step."""
         self.steps -= is_step
         (self._passed if is_sustained else self._failed).append(rate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,20 +14,18 @@ import numpy as np
 
 from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.harness.machine import gflops
-from varlen_bench.harness.resident import model_process, resident_bytes
+from varlen_bench.harness.resident import MIB, model_process, resident_bytes
 from varlen_bench.harness.summary import ratio
 from varlen_bench.harness.worker import WorkerProcess
 from varlen_bench.serving.loads import Load
 from varlen_bench.serving.repository import write_model
 from varlen_bench.serving.rows import Row
-from varlen_bench.serving.settings import Settings
-from varlen_bench.serving.systems import System
+from varlen_bench.serving.systems import Settings, System
 from varlen_client.metrics import fetch_metrics, model_series
 from varlen_tools.local_server import LocalServer
 
 _WORKER = "varlen_bench.serving.worker"
 _READY_SECONDS = 240.0
-_ANSWER_SECONDS = 600.0
 # Our backend updates its metrics twice a second.
 _FLUSH_SECONDS = 1.5
 _POLL_SECONDS = 0.05
@@ -45,18 +43,13 @@ class Served:
     def measure(self, system: System, load: Load) -> Row:
         """Return the row of a load."""
         before, speed = self._series(system), gflops()
-        columns = self.generator.ask(model=system.name, load=asdict(load))
-        growth = self._growth(system, before, columns["sent"] - columns["lost"])
-        columns |= counted(growth)
-        columns |= {"rss_mib": self.resident_mib(system), "machine_gflops": speed}
-        return Row(**columns)
+        row = Row(**self.generator.ask(model=system.name, load=asdict(load)))
+        growth = self._growth(system, before, (row.sent or 0) - (row.lost or 0))
+        memory = resident_bytes(self.process(system)) / MIB
+        return replace(row, rss_mib=memory, machine_gflops=speed, **counted(growth))
 
     def embed(self, system: System, requests: Sequence[Sequence[int]]) -> Vectors:
-        """Return a system's vectors of requests that are sent at once, [requests, hidden].
-
-        Raises:
-            RuntimeError: a request failed.
-        """
+        """Return a system's vectors of requests that are sent at once, [requests, hidden]."""
         answer = self.generator.ask(model=system.name, requests=requests)
         if "error" in answer:
             raise RuntimeError(answer["error"])
@@ -65,10 +58,6 @@ class Served:
     def process(self, system: System) -> int:
         """Return the id of the process that runs a system's model."""
         return model_process(self.server.pid, system.name)
-
-    def resident_mib(self, system: System) -> float:
-        """Return the resident memory of that process, in MiB."""
-        return resident_bytes(self.process(system)) / (1 << 20)
 
     def _series(self, system: System) -> dict[str, float]:
         page = fetch_metrics(self.server.metrics_url, timeout=10)
@@ -91,27 +80,17 @@ class Served:
 
 @contextmanager
 def serve(systems: Sequence[System], settings: Settings, scratch: Path) -> Iterator[Served]:
-    """Yield a server of these systems; it keeps the costs that it measures in `scratch`.
-
-    Raises:
-        ServerError: the server does not get ready.
-        RuntimeError: an export failed.
-    """
+    """Yield a server of these systems; it keeps the costs that it measures in `scratch`."""
     environment = {"XDG_CACHE_HOME": str(scratch), "HF_HUB_OFFLINE": "1"}
     with TemporaryDirectory(prefix="varlen-serving-") as folder:
         for system in systems:
             write_model(Path(folder), system, settings)
-        # the configurations are complete
         arguments = ["--disable-auto-complete-config"]
         with LocalServer(folder, arguments=arguments, environment=environment) as server:
             server.wait_ready(_READY_SECONDS)
             address = server.grpc_url.removeprefix("grpc://")
             argument = {"address": address, "vocabulary": settings.vocabulary}
-            log = scratch / "generator.log"
-            with WorkerProcess(
-                _WORKER, argument, log, threads=1, timeout_seconds=_ANSWER_SECONDS
-            ) as generator:
-                generator.answer()
+            with WorkerProcess(_WORKER, argument, scratch / "log", threads=1) as generator:
                 yield Served(server, generator, address)
 
 

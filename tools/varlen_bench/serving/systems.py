@@ -1,14 +1,15 @@
-"""The systems: our backend by policy and execution, and plain python-backend models as people write them."""
+"""What a run measures: systems, ours and plain python-backend models, and its settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from pathlib import Path
 
 from varlen_bench.harness.command import select
-
-Engine: TypeAlias = Literal["varlen", "transformers", "onnxruntime"]
+from varlen_bench.peers.checkpoints import config_field
+from varlen_bench.peers.engines import EngineName, Precision
+from varlen_tools.workloads import Mix
 
 # The tensors of every model.
 INPUT, OUTPUT = "input_ids", "sentence_embedding"
@@ -21,18 +22,15 @@ DP_PADDED, FIFO_PADDED = "varlen-dp-padded", "varlen-fifo-padded"
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One way to serve the model.
-
-    Attributes:
-        name: also the name of its model.
-        dynamic: whether the server's dynamic batcher joins requests. Our backend has a scheduler instead.
-        parameters: parameters of our backend.
-    """
+    """One way to serve the model; its name is also that of its model."""
 
     name: str
-    engine: Engine
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    engine: EngineName
+    # of a peer
+    precision: Precision = "fp32"
+    # whether the server's dynamic batcher joins requests; our backend has a scheduler instead
     dynamic: bool = False
+    # of our backend
     parameters: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -46,7 +44,41 @@ class System:
         return not self.is_ours or self.name in {OURS, TOKEN_BUDGET}
 
 
-# The world of the paper: at most 20 requests a batch, and no token limit below that.
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a run measures.
+
+    Attributes:
+        seconds: measured seconds of a load of a key system, or of an overload.
+        turns: turns of the paired comparison.
+        peer_batch: largest batch of the server's dynamic batcher.
+    """
+
+    model: Path
+    systems: Sequence[System]
+    mixes: Sequence[Mix]
+    seconds: float
+    turns: int
+    quick: bool
+    peer_batch: int
+    threads: int
+    seed: int
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return config_field(self.model, "vocab_size")
+
+    def search_effort(self, system: System, *, is_hopeless: bool) -> tuple[float, int]:
+        """Return the measured seconds of each load of a search, and its number of steps."""
+        if self.quick:
+            return self.seconds, 2 if system.is_key and not is_hopeless else 0
+        if is_hopeless:
+            return 0.75 * self.seconds, 1
+        return (self.seconds, 4) if system.is_key else (0.75 * self.seconds, 2)
+
+
+# The conditions of the paper: at most 20 requests a batch, and no token limit below that.
 _PADDED = {"execution": "padded", "max_batch_sequences": "20", "max_batch_tokens": "10240"}
 
 
@@ -61,10 +93,10 @@ _ALL = (
     _ours(DP_PADDED, "dp"),
     _ours(FIFO_PADDED, "fifo"),
     _ours("varlen-none", "none"),
-    System(DYNAMIC_BATCHER, "transformers", "fp32", dynamic=True),
-    System("onnxruntime-fp32-single", "onnxruntime", "fp32"),
-    System("onnxruntime-fp32-dynamic", "onnxruntime", "fp32", dynamic=True),
-    System("transformers-fp32-single", "transformers", "fp32"),
+    System(DYNAMIC_BATCHER, "transformers", dynamic=True),
+    System("onnxruntime-fp32-single", "onnxruntime"),
+    System("onnxruntime-fp32-dynamic", "onnxruntime", dynamic=True),
+    System("transformers-fp32-single", "transformers"),
     System("transformers-bf16-dynamic", "transformers", "bf16", dynamic=True),
     System("transformers-bf16-single", "transformers", "bf16"),
 )
@@ -75,10 +107,6 @@ _NOT_QUICK = ("varlen-none", "transformers-bf16", "transformers-fp32-single")
 
 
 def chosen_systems(only: str, *, quick: bool) -> list[System]:
-    """Return the systems that `only` names; by default all, or the important ones if `quick`.
-
-    Raises:
-        ValueError: a name selects nothing.
-    """
+    """Return the systems that `only` names; by default all, or the important ones if `quick`."""
     excluded = _NOT_QUICK if quick and not only else ()
     return [SYSTEMS[name] for name in select(only, SYSTEMS) if not name.startswith(excluded)]

@@ -34,11 +34,7 @@ def outcome_of(error: InferenceServerException) -> Outcome:
 
 
 def start(argument: Message) -> Callable[[Message], Message]:
-    """Return the function that carries out an order: a `load`, or `requests` to embed, for a `model`.
-
-    Args:
-        argument: `address` of the server and `vocabulary` of its models.
-    """
+    """Return the function that answers orders for a `model`: a `load`, or `requests` to embed."""
     address, vocabulary = argument["address"], argument["vocabulary"]
 
     def handle(order: Message) -> Message:
