@@ -119,10 +119,10 @@ def table(results: Sequence[Result], op: str, copy: float) -> Table:
     return view
 
 
-def listing(results: Sequence[Result], op: str) -> Table:
+def listing(results: Sequence[Result], op: str) -> tables.Table:
     """Return an op's results one below the other, with tokens per second if they have a meaning."""
     rows = csv_rows([r for r in results if r.op == op], gpu="", driver="", copy=0.0)
-    return tables.table(_title(results, op), _LISTED, rows)
+    return tables.Table.of(_title(results, op), _LISTED, rows)
 
 
 def missing(results: Iterable[Result]) -> list[str]:
