@@ -1,4 +1,4 @@
-"""Workloads: lengths and arrival times, the same for a seed whoever asks and whenever."""
+"""Workloads: lengths and arrival times, always the same for a seed."""
 
 import random
 
@@ -10,7 +10,6 @@ from varlen_tools.workloads import (
     burst_arrivals,
     poisson_arrivals,
     poisson_times,
-    read_lengths,
     sampled_lengths,
     token_ids,
     trace_mix,
@@ -82,7 +81,6 @@ def test_a_trace_is_its_first_column_of_whole_numbers_in_order(tmp_path):
 
     assert mix == Mix("trace", "trace azure", (7, 1), in_order=True)
     assert mix.take(5, seed=0) in ([7, 1, 7, 1, 7], [1, 7, 1, 7, 1])
-    assert read_lengths(path, "Tokens") == [7]
     assert {sampled_lengths([7, 9])(random.Random(i)) for i in range(20)} == {7, 9}
 
 
@@ -98,15 +96,8 @@ def test_a_trace_of_long_requests_is_divided_and_its_tail_clamped(tmp_path):
 
 def test_a_file_without_lengths_is_refused(tmp_path):
     path = tmp_path / "words.csv"
-    path.write_text("a,b\nx,0\n")
-
-    with pytest.raises(ValueError, match=r"words\.csv has no column c; it has a, b"):
-        read_lengths(path, "c")
-    with pytest.raises(ValueError, match=r"column a of words\.csv does not hold whole numbers"):
-        read_lengths(path, "a")
-    with pytest.raises(ValueError, match=r"words\.csv has no lengths in column b"):
-        read_lengths(path, "b")
     path.write_text("a\nx\n")
+
     with pytest.raises(ValueError, match=r"words\.csv has no column of whole numbers"):
         trace_mix(path, 512)
 

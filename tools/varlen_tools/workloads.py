@@ -1,4 +1,4 @@
-"""Workloads: lengths of requests and arrival times. Everything follows from a seed, the same on any machine.
+"""Workloads: lengths and arrival times of requests, the same on any machine for a seed.
 
 Benchmarks use a `Mix` with `poisson_times`: loads of one size hold the same work.
 The simulator draws each `Arrival` independently: `poisson_arrivals` and `burst_arrivals`.
@@ -76,7 +76,7 @@ def trace_mix(path: Path, limit: int) -> Mix:
     Raises:
         ValueError: the file has no such column.
     """
-    lengths = _column(path, None)
+    lengths = _first_whole_column(path)
     fitting = sorted(lengths)[math.ceil(_FITTING * len(lengths)) - 1]
     divisor = max(1.0, fitting / limit)
     scaled = tuple(min(limit, max(1, round(length / divisor))) for length in lengths)
@@ -154,28 +154,11 @@ def with_deadline(arrivals: Sequence[Arrival], seconds: float | None) -> list[Ar
     return [replace(arrival, deadline_seconds=seconds) for arrival in arrivals]
 
 
-def read_lengths(path: Path, column: str) -> list[int]:
-    """Return the positive lengths in a column of a CSV file.
-
-    Raises:
-        ValueError: the file has no such column, or no length in it.
-    """
-    lengths = [length for length in _column(path, column) if length > 0]
-    if not lengths:
-        raise ValueError(f"{path.name} has no lengths in column {column}")
-    return lengths
-
-
-def _column(path: Path, name: str | None) -> list[int]:
-    """Return a column of a CSV file; without a name the first one that holds only whole numbers."""
+def _first_whole_column(path: Path) -> list[int]:
+    """Return the first column of a CSV file that holds only whole numbers."""
     with path.open(newline="", encoding="utf-8") as file:
         headings, *rows = [row for row in csv.reader(file) if row] or [[]]
-    if name is not None and name not in headings:
-        raise ValueError(f"{path.name} has no column {name}; it has {', '.join(headings)}")
-    for heading, *cells in zip(headings, *rows, strict=False):
-        is_whole = all(cell.strip().isdecimal() for cell in cells)
-        if is_whole and cells and name in {None, heading}:
+    for _, *cells in zip(headings, *rows, strict=False):
+        if cells and all(cell.strip().isdecimal() for cell in cells):
             return [int(cell) for cell in cells]
-    if name is None:
-        raise ValueError(f"{path.name} has no column of whole numbers below its heading")
-    raise ValueError(f"column {name} of {path.name} does not hold whole numbers")
+    raise ValueError(f"{path.name} has no column of whole numbers below its heading")
