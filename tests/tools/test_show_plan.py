@@ -128,7 +128,7 @@ def test_the_command_writes_a_picture_and_a_page(encoder, tmp_path):
         (["--lengths", "many"], "lengths from 1"),
         (["--lengths", "41"], "at most 40"),
         (["--lengths", ",".join(["40"] * 103)], "4120 tokens together; a batch has at most 4096"),
-        (["--output", "plan.pdf"], "neither .svg, .png nor .html"),
+        (["--output", "plan.pdf"], "neither .svg nor .html"),
         (["--output", "nowhere/plan.svg"], "there is no folder nowhere"),
     ],
 )

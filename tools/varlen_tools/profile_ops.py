@@ -1,4 +1,4 @@
-"""Time of a forward pass by op: `python -m varlen_tools.profile_ops FOLDER`.
+"""Time of a forward pass by op: `python -m varlen_tools.profile_ops SOURCE`.
 
 The recorded program runs with timed kernels, so the measured program is the served one.
 Worker threads run in parallel: the seconds of an op are the sum over all of them.
@@ -7,6 +7,7 @@ Worker threads run in parallel: the seconds of an op are the sum over all of the
 import random
 import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Annotated
@@ -17,12 +18,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from varlen.config import DEFAULT_MAX_BATCH_TOKENS, EngineConfig
 from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import DEFAULT_OPTIONS, Prompt
 from varlen_kernels import reference
+from varlen_tools.model_source import SettingsOption, find_source, parse_settings
 
 
 class TimedKernels:
@@ -53,7 +54,7 @@ class TimedKernels:
 def random_batches(
     lengths: list[int], max_batch_tokens: int, vocab_size: int, seed: int = 0
 ) -> list[list[Prompt]]:
-    """Return sequences of random ids, sorted by length and split into batches of at most `max_batch_tokens`."""
+    """Return batches of random sequences, sorted by length, within `max_batch_tokens`."""
     numbers = np.random.default_rng(seed)
     batches: list[list[Prompt]] = [[]]
     room = max_batch_tokens
@@ -87,37 +88,30 @@ def profile(runner: Runner, timed: TimedKernels, batches: list[list[Prompt]], ro
     return time.perf_counter() - began
 
 
-def _runner(
-    folder: Path, dtype: str, longest: int, max_batch_tokens: int
-) -> tuple[Runner, TimedKernels]:
-    checkpoint = Checkpoint.open(folder)
-    config = EngineConfig(
-        # a GPU runs whole graphs, in which no op can be timed by itself
-        device="cpu",
-        dtype=dtype,  # type: ignore[arg-type]  # checked by EngineConfig
-        max_batch_tokens=max_batch_tokens,
-        max_sequence_tokens=min(longest, checkpoint.position_limit),
-    )
-    timed = TimedKernels(reference)
-    return Runner(checkpoint, config, kernels=timed), timed
-
-
 def main(
-    folder: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="Model of a model repository, with its settings, or a checkpoint folder."
+        ),
+    ],
+    settings: SettingsOption = None,
     sequences: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 100,
     shortest: Annotated[int, typer.Option(min=1, help="Shortest length, in tokens.")] = 5,
     longest: Annotated[int, typer.Option(min=1, help="Longest length, in tokens.")] = 500,
-    dtype: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
-    max_batch_tokens: Annotated[
-        int, typer.Option(min=1, help="As in config.pbtxt.")
-    ] = DEFAULT_MAX_BATCH_TOKENS,
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of every batch.")] = 3,
 ) -> None:
-    """Print the share of time of each op on a CPU, for sequences of uniformly random lengths."""
+    """Print each op's part of the time on a CPU, for uniformly random lengths."""
+    timed = TimedKernels(reference)
     try:
-        runner, timed = _runner(folder, dtype, longest, max_batch_tokens)
+        found = find_source(source, parse_settings(settings))
+        checkpoint = Checkpoint.open(found.checkpoint)
+        limit = min(longest, checkpoint.position_limit)
+        # a GPU runs whole graphs, in which no op can be timed by itself
+        config = replace(found.config, device="cpu", max_sequence_tokens=limit)
+        runner = Runner(checkpoint, config, kernels=timed)
     except VarlenError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     longest = runner.max_sequence_tokens
     if shortest > longest:
         raise typer.BadParameter(
@@ -125,7 +119,7 @@ def main(
         )
     generator = random.Random(0)
     lengths = [generator.randint(shortest, longest) for _ in range(sequences)]
-    batches = random_batches(lengths, max_batch_tokens, runner.vocab_size)
+    batches = random_batches(lengths, config.max_batch_tokens, runner.vocab_size)
     seconds = profile(runner, timed, batches, rounds)
     table = Table("op", "calls", "seconds", "share", title=f"{rounds} x {len(batches)} batches")
     in_ops = sum(timed.seconds.values())

@@ -19,7 +19,7 @@ from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen_tools import pictures
-from varlen_tools.model_source import ModelSource, SourceError, find_source
+from varlen_tools.model_source import ModelSource, SettingsOption, find_source, parse_settings
 from varlen_tools.profile_costs.page import render
 from varlen_tools.profile_costs.picture import draw
 from varlen_tools.profile_costs.profile import Profile
@@ -35,10 +35,7 @@ def main(
             help="Model of a model repository, with its settings, or a checkpoint folder."
         ),
     ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Engine parameter, key=value. May be repeated."),
-    ] = None,
+    settings: SettingsOption = None,
     seconds: Annotated[
         int | None,
         typer.Option(
@@ -60,7 +57,7 @@ def main(
         typer.Option(help=pictures.OUTPUT_HELP, callback=pictures.check_outputs),
     ] = None,
 ) -> None:
-    """Measure the cost of a model's batches, unless the cache has it; print and draw it."""
+    """Measure the cost of a model's batches unless it is cached; print and draw it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     console = Console()
     if source is None:
@@ -71,12 +68,13 @@ def main(
         print(folder)
         return
     try:
-        found = find_source(source, _parameters(settings or [], cache))
+        cache_setting = {} if cache is None else {"cache_folder": cache}
+        found = find_source(source, parse_settings(settings) | cache_setting)
         if show:
             console.print(entries(CostStore(cache_folder(found.config.cache_folder)).entries()))
             return
         costs = _costs(found, seconds, gpu=gpu, again=again)
-    except (VarlenError, SourceError) as error:
+    except VarlenError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     profile = Profile.of(found.name, costs)
     for table in tables(profile):
@@ -96,14 +94,6 @@ def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -
         return measured_costs(runner, checkpoint, config, again=again)
     finally:
         runner.close()
-
-
-def _parameters(settings: list[str], cache: str | None) -> dict[str, str]:
-    wrong = [setting for setting in settings if "=" not in setting]
-    if wrong:
-        raise typer.BadParameter(f'"{wrong[0]}"; allowed: key=value', param_hint="--set")
-    parameters = dict(setting.split("=", 1) for setting in settings)
-    return parameters if cache is None else parameters | {"cache_folder": cache}
 
 
 if __name__ == "__main__":
