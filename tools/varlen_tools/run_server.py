@@ -19,7 +19,7 @@ ENDPOINTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 
 
 def tritonserver() -> NoReturn:
-    """Run the kit's server; the first argument is the kit's folder, the others are the server's."""
+    """Run the kit's server; the first argument is the kit's folder."""
     kit, arguments = Path(sys.argv[1]), sys.argv[2:]
     if not (kit / "bin/tritonserver").is_file():
         _stop(f"no server in {kit}; run `make setup`")
@@ -65,7 +65,7 @@ def options(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def check_numpy(version: str) -> None:
-    """Raise ValueError for numpy 2, with which this server's python backend misreads texts and dies.
+    """Raise ValueError for numpy 2, with which the python backend misreads texts.
 
     Its stub was built for numpy 1: it reads the item size of numpy 2's arrays from the wrong place.
     """
@@ -77,7 +77,7 @@ def check_numpy(version: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError if the working folder has a model.py: it comes first on the python backend's path."""
+    """Raise ValueError if the working folder has a model.py, which would be loaded first."""
     if (folder / "model.py").exists():
         raise ValueError(
             f"{folder} has a model.py, which would be loaded in place of every python-based"
@@ -86,7 +86,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_ports(arguments: Sequence[str]) -> None:
-    """Raise ValueError if a port is taken or not a number; the message names the option."""
+    """Raise ValueError if a port is taken or not a number."""
     given = options(arguments)
     for endpoint, default in ENDPOINTS.items():
         is_off = given.get(f"allow-{endpoint}", "true").lower() in {"false", "0"}
