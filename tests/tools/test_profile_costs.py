@@ -210,30 +210,10 @@ def test_the_command_measures_once_prints_and_draws(model, tmp_path):
     assert new.allowed_seconds == 20
 
 
-def test_the_command_lists_the_cache(model, tmp_path, costs):
-    store = CostStore(tmp_path / "cache")
-    store.save(costs)
-    cut_short = replace(MEASUREMENT, is_complete=False)
-    store.save(replace(costs, key={**KEY, "dtype": "bfloat16"}, measurement=cut_short))
-
-    for arguments in (["--list", "--cache", tmp_path / "cache"], ["--list", model]):
-        listed = invoke(*arguments)
-
-        assert listed.exit_code == 0, listed.output
-        text = " ".join(listed.output.split())
-        assert "bert, 2 layers of 16" in text
-        assert "01234567" in text
-        assert "float32" in text
-        assert "bfloat16" in text
-        assert "cut short" in text
-
-    assert invoke("--list", "--cache", tmp_path / "empty").exit_code == 0
-
-
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ([], "give a model, or --list"),
+        ([], "Missing argument"),
         (["nowhere"], "neither config.pbtxt nor config.json"),
         (["MODEL", "--set", "threads"], "allowed: key=value"),
         (["MODEL", "--set", "threads=many"], "allowed: whole numbers"),

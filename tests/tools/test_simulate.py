@@ -25,11 +25,10 @@ from varlen_tools.workloads import (
     Arrival,
     burst_arrivals,
     poisson_arrivals,
-    uniform_lengths,
     with_deadline,
 )
 
-MIX = uniform_lengths(5, 500)
+MIX = range(5, 501)
 SEQUENCES = 20
 NO_CAP = 10**9
 
@@ -186,7 +185,7 @@ def test_a_run_is_a_function_of_its_seed():
 def adversary(count, rate, seed):
     """Return short requests near full load, with a few long ones that every plan would postpone."""
     numbers = random.Random(seed)
-    short = poisson_arrivals(count, rate, uniform_lengths(4, 8), seed)
+    short = poisson_arrivals(count, rate, range(4, 9), seed)
     return [Arrival(arrival.at, 500) if numbers.random() < 0.02 else arrival for arrival in short]
 
 
@@ -207,10 +206,7 @@ def test_the_long_do_not_starve_among_the_short(seed):
 @pytest.mark.parametrize("rows", [16, 64])
 def test_a_large_request_waits_at_most_about_twice_as_long_as_single_rows_at_overload(policy, rows):
     """The queue lets single rows pass a large request, but not for ever."""
-    single = [
-        Arrival(each.at, 64)
-        for each in poisson_arrivals(9000, 900.0, uniform_lengths(64, 64), seed=0)
-    ]
+    single = [Arrival(each.at, 64) for each in poisson_arrivals(9000, 900.0, [64], seed=0)]
     large = [Arrival(at, 64, rows=rows) for at in (2.0, 4.0, 6.0)]
     arrivals = sorted([*single, *large], key=lambda arrival: arrival.at)
 

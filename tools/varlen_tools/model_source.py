@@ -16,6 +16,10 @@ from varlen.errors import CheckpointError
 
 _CONFIG = "config.pbtxt"
 
+SourceArgument: TypeAlias = Annotated[
+    Path,
+    typer.Argument(help="Model of a model repository, with its settings, or a checkpoint folder."),
+]
 SettingsOption: TypeAlias = Annotated[
     list[str] | None, typer.Option("--set", help="Engine parameter, key=value. May be repeated.")
 ]

@@ -8,7 +8,6 @@ import random
 import time
 from collections import Counter, defaultdict
 from dataclasses import replace
-from pathlib import Path
 from threading import Lock
 from typing import Annotated
 
@@ -23,7 +22,7 @@ from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import DEFAULT_OPTIONS, Prompt
 from varlen_kernels import reference
-from varlen_tools.model_source import SettingsOption, find_source, parse_settings
+from varlen_tools.model_source import SettingsOption, SourceArgument, find_source, parse_settings
 
 
 class TimedKernels:
@@ -89,12 +88,7 @@ def profile(runner: Runner, timed: TimedKernels, batches: list[list[Prompt]], ro
 
 
 def main(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            help="Model of a model repository, with its settings, or a checkpoint folder."
-        ),
-    ],
+    source: SourceArgument,
     settings: SettingsOption = None,
     sequences: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 100,
     shortest: Annotated[int, typer.Option(min=1, help="Shortest length, in tokens.")] = 5,

@@ -1,7 +1,7 @@
 """Workloads: lengths and arrival times of requests, the same on any machine for a seed.
 
 Benchmarks use a `Mix` with `poisson_times`: loads of one size hold the same work.
-The simulator draws each `Arrival` independently: `poisson_arrivals` and `burst_arrivals`.
+The simulator draws each `Arrival` and its length independently: `poisson_arrivals` and `burst_arrivals`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import csv
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 # Mixes of uniform lengths by name: shortest and longest, in tokens.
 UNIFORM = {"uniform": (5, 500), "short": (2, 100)}
@@ -20,9 +19,6 @@ UNIFORM = {"uniform": (5, 500), "short": (2, 100)}
 _FITTING = 0.99
 # Mean number of arrivals in a burst.
 _BURST = 20
-
-# Draws the length of one request, in tokens.
-DrawLength: TypeAlias = Callable[[random.Random], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,26 +114,16 @@ class Arrival:
     rows: int = 1
 
 
-def uniform_lengths(shortest: int, longest: int) -> DrawLength:
-    """Return draws of uniform lengths, both limits included."""
-    return lambda numbers: numbers.randint(shortest, longest)
-
-
-def sampled_lengths(lengths: Sequence[int]) -> DrawLength:
-    """Return draws from the given lengths."""
-    return lambda numbers: numbers.choice(lengths)
-
-
-def poisson_arrivals(count: int, rate: float, length: DrawLength, seed: int) -> list[Arrival]:
+def poisson_arrivals(count: int, rate: float, lengths: Sequence[int], seed: int) -> list[Arrival]:
     """Return independent arrivals at `rate` per second."""
     numbers, at, arrivals = random.Random(seed), 0.0, []
     for _ in range(count):
         at += numbers.expovariate(rate)
-        arrivals.append(Arrival(at, length(numbers)))
+        arrivals.append(Arrival(at, numbers.choice(lengths)))
     return arrivals
 
 
-def burst_arrivals(count: int, rate: float, length: DrawLength, seed: int) -> list[Arrival]:
+def burst_arrivals(count: int, rate: float, lengths: Sequence[int], seed: int) -> list[Arrival]:
     """Return arrivals at `rate` per second on average, in bursts that are a Poisson process."""
     numbers, at = random.Random(seed), 0.0
     arrivals: list[Arrival] = []
@@ -145,7 +131,7 @@ def burst_arrivals(count: int, rate: float, length: DrawLength, seed: int) -> li
         at += numbers.expovariate(rate / _BURST)
         size = 1 + int(numbers.expovariate(1 / (_BURST - 1)))
         size = min(size, count - len(arrivals))
-        arrivals += [Arrival(at, length(numbers)) for _ in range(size)]
+        arrivals += [Arrival(at, numbers.choice(lengths)) for _ in range(size)]
     return arrivals
 
 

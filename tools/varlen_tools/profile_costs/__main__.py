@@ -13,28 +13,29 @@ import torch
 import typer
 from rich.console import Console
 
-from varlen.cost_warmup import cache_folder, measured_costs
-from varlen.costs.store import CostStore, StoredCosts
+from varlen.cost_warmup import measured_costs
+from varlen.costs.store import StoredCosts
 from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen_tools import pictures
-from varlen_tools.model_source import ModelSource, SettingsOption, find_source, parse_settings
+from varlen_tools.model_source import (
+    ModelSource,
+    SettingsOption,
+    SourceArgument,
+    find_source,
+    parse_settings,
+)
 from varlen_tools.profile_costs.page import render
 from varlen_tools.profile_costs.picture import draw
 from varlen_tools.profile_costs.profile import Profile
-from varlen_tools.profile_costs.tables import entries, tables
+from varlen_tools.profile_costs.tables import tables
 
 _DEFAULT_SECONDS = 20
 
 
 def main(
-    source: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Model of a model repository, with its settings, or a checkpoint folder."
-        ),
-    ] = None,
+    source: SourceArgument,
     settings: SettingsOption = None,
     seconds: Annotated[
         int | None,
@@ -44,9 +45,6 @@ def main(
     ] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Measure again what is in the cache.")
-    ] = False,
-    show: Annotated[
-        bool, typer.Option("--list", help="Print the entries of the cache and measure nothing.")
     ] = False,
     cache: Annotated[
         str | None, typer.Option(help="Cache folder; default: the model's cache_folder.")
@@ -60,19 +58,9 @@ def main(
     """Measure the cost of a model's batches unless it is cached; print and draw it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     console = Console()
-    if source is None:
-        if not show:
-            raise typer.BadParameter("give a model, or --list", param_hint="SOURCE")
-        folder = cache_folder(cache or "auto")
-        console.print(entries(CostStore(folder).entries()))
-        print(folder)
-        return
     try:
         cache_setting = {} if cache is None else {"cache_folder": cache}
         found = find_source(source, parse_settings(settings) | cache_setting)
-        if show:
-            console.print(entries(CostStore(cache_folder(found.config.cache_folder)).entries()))
-            return
         costs = _costs(found, seconds, gpu=gpu, again=again)
     except VarlenError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None

@@ -23,7 +23,7 @@ from varlen.errors import ConfigError
 from varlen_tools import workloads
 from varlen_tools.simulate.costs import CostSource, cost_models
 from varlen_tools.simulate.study import PolicyResult, compare, full_load, most_within, with_policy
-from varlen_tools.workloads import Arrival, DrawLength
+from varlen_tools.workloads import Arrival
 
 _NO_CAP = 10**9
 # Lengths drawn to find the mean and the longest.
@@ -97,10 +97,10 @@ def main(
     )
     try:
         configs = [with_policy(base, name) for name in policies.split(",")]
-        length = _draw_length(lengths, trace, max_batch_tokens)
+        population = _lengths(lengths, trace, max_batch_tokens)
         factors = _loads(loads)
         numbers = random.Random(seed)
-        drawn = [length(numbers) for _ in range(_DRAWN)]
+        drawn = [numbers.choice(population) for _ in range(_DRAWN)]
         longest = max(drawn)
         if longest > max_batch_tokens:
             raise ValueError(
@@ -120,7 +120,7 @@ def main(
         return partial(make_model, config.execution)
 
     def make_arrivals(rate: float) -> list[Arrival]:
-        arrivals = _STREAMS[stream](count, rate, length, seed)
+        arrivals = _STREAMS[stream](count, rate, population, seed)
         return workloads.with_deadline(arrivals, deadline_ms / _MILLISECONDS or None)
 
     one = full_load(make_model("packed"), drawn, max_batch_sequences)
@@ -147,13 +147,13 @@ def _loads(text: str) -> list[float]:
         raise ValueError(f'loads are "{text}"; allowed: numbers with commas between') from None
 
 
-def _draw_length(text: str, trace: Path | None, limit: int) -> DrawLength:
+def _lengths(text: str, trace: Path | None, limit: int) -> Sequence[int]:
     if trace is not None:
-        return workloads.sampled_lengths(workloads.trace_mix(trace, limit).lengths)
+        return workloads.trace_mix(trace, limit).lengths
     low, _, high = text.partition("-")
     if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
         raise ValueError(f'lengths are "{text}"; allowed: two whole numbers, such as 5-500')
-    return workloads.uniform_lengths(int(low), int(high))
+    return range(int(low), int(high) + 1)
 
 
 def _write(path: Path, results: Sequence[PolicyResult]) -> None:

@@ -88,16 +88,14 @@ def simulate(
     costs: CostModel,
     *,
     actual: CostModel | None = None,
-    slots: int = 1,
 ) -> Run:
     """Return the run of an engine over arrivals, which are in order of time.
 
     Args:
         costs: the scheduler's cost model, which it refines.
         actual: the real costs; None if the scheduler's are right.
-        slots: batches that run at the same time, each as fast as one alone.
     """
-    return _Simulation(arrivals, config, costs, actual or costs, slots).complete()
+    return _Simulation(arrivals, config, costs, actual or costs).complete()
 
 
 @dataclass(slots=True)
@@ -135,8 +133,9 @@ class _Reply:
 class _Executor:
     """Ends each batch after its cost, on the virtual clock."""
 
-    def __init__(self, clock: _Clock, costs: CostModel, slots: int) -> None:
-        self.slots = slots
+    slots = 1
+
+    def __init__(self, clock: _Clock, costs: CostModel) -> None:
         self.batches: list[BatchShape] = []
         self._clock = clock
         self._costs = costs
@@ -169,14 +168,13 @@ class _Simulation:
         config: EngineConfig,
         costs: CostModel,
         actual: CostModel,
-        slots: int,
     ) -> None:
         self._arrivals = arrivals
         self._is_padded = config.execution == "padded"
         self._clock = _Clock(arrivals[0].at if arrivals else 0.0)
         self._outcomes: list[Outcome] = []
-        self._executor = _Executor(self._clock, actual, slots)
-        admission = Admission(config.max_queued_requests, config.max_queued_tokens, slots=slots)
+        self._executor = _Executor(self._clock, actual)
+        admission = Admission(config.max_queued_requests, config.max_queued_tokens, slots=1)
         scheduler = OneShotScheduler(config, costs, admission, config.max_batch_tokens)
         self._engine = Engine(scheduler, self._executor, Stats(), self._clock)
 
