@@ -1,4 +1,4 @@
-"""Profiles of costs: measured under the server's settings, kept where it looks, and shown as they are."""
+"""Costs are measured under the server's settings, cached where it looks, and shown."""
 
 from dataclasses import replace
 from pathlib import Path

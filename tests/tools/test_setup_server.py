@@ -1,4 +1,4 @@
-"""The server is assembled once, whole or not at all, or an error says why not."""
+"""The server is assembled whole or not at all; an error says why not."""
 
 import json
 import os

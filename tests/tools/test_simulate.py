@@ -83,7 +83,7 @@ def test_packed_dp_answers_sooner_where_tokens_are_costly(load, least):
 
 @pytest.mark.parametrize("believed", [0.5, 1.5, 3.0])
 def test_packed_dp_is_not_much_worse_where_costs_are_known_badly(believed):
-    """A first start on a busy machine leaves such costs. The usual wait must not grow with their error."""
+    """A first start on a busy machine leaves such costs."""
     rate = 0.9 * full_load(table(), [252, 253], SEQUENCES)
     arrivals = poisson_arrivals(3000, rate, MIX, seed=0)
 
@@ -112,7 +112,7 @@ def test_a_rush_does_not_make_long_waits_usual_for_those_who_come_after():
 
 
 def test_a_load_that_rises_and_falls_costs_the_slowest_nothing():
-    """Every 100 requests have another load. Long requests must not wait for what was usual before."""
+    """The wait that was usual under a heavy load must not delay later requests."""
     full = full_load(table(), [252, 253], SEQUENCES)
     arrivals: list[Arrival] = []
     for number in range(30):
@@ -183,7 +183,7 @@ def test_a_run_is_a_function_of_its_seed():
 
 
 def adversary(count, rate, seed):
-    """Return short requests near full load, with a few long ones that every plan would postpone."""
+    """Return short requests near full load, with a few long ones among them."""
     numbers = random.Random(seed)
     short = poisson_arrivals(count, rate, range(4, 9), seed)
     return [Arrival(arrival.at, 500) if numbers.random() < 0.02 else arrival for arrival in short]

@@ -210,7 +210,7 @@ def _is_allowed(file: str) -> bool:
 
 
 def _resolve_inside(source: Path, path: Path) -> Path:
-    """Return the real path of a file; links that lead out of the checkpoint are refused."""
+    """Return the real path of a file; refuse a link out of the checkpoint."""
     real = path.resolve()
     roots = [source.resolve()]
     if roots[0].parent.name == "snapshots":

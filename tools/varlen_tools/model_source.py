@@ -1,4 +1,4 @@
-"""The model that a command is given: a checkpoint folder, or a model of a repository."""
+"""The model of a command: a checkpoint folder, or a model of a repository."""
 
 from __future__ import annotations
 

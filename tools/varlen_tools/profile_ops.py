@@ -68,22 +68,15 @@ def random_batches(
 
 
 def profile(runner: Runner, timed: TimedKernels, batches: list[list[Prompt]], rounds: int) -> float:
-    """Run the batches once unmeasured and then `rounds` times; return the seconds of these rounds.
-
-    Args:
-        timed: the kernels of `runner`; they hold the measured rounds afterwards.
-    """
-
-    def run_once() -> None:
+    """Run the batches `rounds` times, after one unmeasured run; return the seconds."""
+    began = 0.0
+    for number in range(1 + rounds):
+        if number == 1:
+            timed.seconds.clear()
+            timed.calls.clear()
+            began = time.perf_counter()
         for batch in batches:
             runner.run(batch, [DEFAULT_OPTIONS] * len(batch))
-
-    run_once()
-    timed.seconds.clear()
-    timed.calls.clear()
-    began = time.perf_counter()
-    for _ in range(rounds):
-        run_once()
     return time.perf_counter() - began
 
 
@@ -106,13 +99,10 @@ def main(
         runner = Runner(checkpoint, config, kernels=timed)
     except VarlenError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
-    longest = runner.max_sequence_tokens
-    if shortest > longest:
-        raise typer.BadParameter(
-            f"{shortest} tokens; the longest are {longest}", param_hint="--shortest"
-        )
+    if shortest > limit:
+        raise typer.BadParameter(f"{shortest}; the longest is {limit}", param_hint="--shortest")
     generator = random.Random(0)
-    lengths = [generator.randint(shortest, longest) for _ in range(sequences)]
+    lengths = [generator.randint(shortest, limit) for _ in range(sequences)]
     batches = random_batches(lengths, config.max_batch_tokens, runner.vocab_size)
     seconds = profile(runner, timed, batches, rounds)
     table = Table("op", "calls", "seconds", "share", title=f"{rounds} x {len(batches)} batches")

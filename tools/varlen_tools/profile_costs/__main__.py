@@ -46,9 +46,6 @@ def main(
     again: Annotated[
         bool, typer.Option("--again", help="Measure again what is in the cache.")
     ] = False,
-    cache: Annotated[
-        str | None, typer.Option(help="Cache folder; default: the model's cache_folder.")
-    ] = None,
     gpu: Annotated[int, typer.Option(min=0, help="Number of the GPU, if the model uses one.")] = 0,
     output: Annotated[
         list[Path] | None,
@@ -57,23 +54,20 @@ def main(
 ) -> None:
     """Measure the cost of a model's batches unless it is cached; print and draw it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    console = Console()
     try:
-        cache_setting = {} if cache is None else {"cache_folder": cache}
-        found = find_source(source, parse_settings(settings) | cache_setting)
+        found = find_source(source, parse_settings(settings))
         costs = _costs(found, seconds, gpu=gpu, again=again)
     except VarlenError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     profile = Profile.of(found.name, costs)
-    for table in tables(profile):
-        console.print(table)
+    Console().print(*tables(profile), sep="\n")
     pictures.write_outputs(output or [], partial(draw, profile), partial(render, profile))
 
 
 def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -> StoredCosts:
     """Return the costs of batches, measured as the server measures them."""
-    config = source.config
-    config = replace(config, warmup_seconds=seconds or config.warmup_seconds or _DEFAULT_SECONDS)
+    allowed = seconds or source.config.warmup_seconds or _DEFAULT_SECONDS
+    config = replace(source.config, warmup_seconds=allowed)
     if config.threads:
         torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.open(source.checkpoint)
