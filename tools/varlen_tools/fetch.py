@@ -12,14 +12,13 @@ import shutil
 import tempfile
 import textwrap
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from varlen.config import SETTINGS, EngineConfig, Task
 from varlen.errors import CheckpointError, ConfigError
@@ -190,17 +189,17 @@ def _copy_checkpoint(source: Path, into: Path) -> None:
                 shutil.copyfile(_resolve_inside(source, path), into / folder / path.name)
 
 
-def _module_folders(source: Path) -> Iterator[str]:
+def _module_folders(source: Path) -> list[str]:
+    """Return the folders that modules.json names; Checkpoint.open refuses a damaged file."""
     try:
-        names = [module["path"] for module in json.loads((source / "modules.json").read_text())]
+        modules = json.loads((source / "modules.json").read_text())
+        names = [str(module["path"]) for module in modules if module["path"]]
     except (OSError, ValueError, KeyError, TypeError):
-        # No modules, or not readable: Checkpoint.open reports it.
-        return
+        return []
     for name in names:
-        if name and not _NAME.fullmatch(str(name)):
+        if not _NAME.fullmatch(name):
             raise FetchError(f"modules.json names the folder {name!r}; allowed: a folder beside it")
-        if name:
-            yield str(name)
+    return names
 
 
 def _is_allowed(file: str) -> bool:
@@ -331,10 +330,9 @@ def main(
     force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
 ) -> None:
     """Put a checkpoint into a model repository and write its config.pbtxt."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
     engine = parse_settings(settings) | ({} if task is None else {"task": task})
     try:
-        console.print(f"fetching {source}", markup=False)
+        typer.echo(f"fetching {source}", err=True)
         target = fetch(
             source,
             repository=repository,
@@ -344,9 +342,9 @@ def main(
             force=force,
         )
     except FetchError as error:
-        console.print(f"fetch: {error}", style="red", markup=False)
+        typer.secho(f"fetch: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
-    console.print(f"{target} is ready: tritonserver --model-repository {repository}", markup=False)
+    typer.echo(f"{target} is ready: tritonserver --model-repository {repository}", err=True)
 
 
 if __name__ == "__main__":

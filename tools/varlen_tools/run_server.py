@@ -21,8 +21,6 @@ ENDPOINTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 def tritonserver() -> NoReturn:
     """Run the kit's server; the first argument is the kit's folder."""
     kit, arguments = Path(sys.argv[1]), sys.argv[2:]
-    if not (kit / "bin/tritonserver").is_file():
-        _stop(f"no server in {kit}; run `make setup`")
     try:
         arguments = server_arguments(arguments, kit)
         if not {"--help", "-h", "--version"} & set(arguments):
@@ -37,8 +35,6 @@ def tritonserver() -> NoReturn:
 def perf_analyzer() -> NoReturn:
     """Run the kit's perf_analyzer; the first argument is the kit's folder."""
     kit, arguments = Path(sys.argv[1]), sys.argv[2:]
-    if not (kit / "bin/perf_analyzer").is_file():
-        _stop(f"no perf_analyzer in {kit}; run `make setup`")
     folders = library_path(kit, for_perf_analyzer=True)
     _become(kit / "bin/perf_analyzer", arguments, os.environ | {"LD_LIBRARY_PATH": folders})
 
@@ -124,16 +120,16 @@ def server_environment(kit: Path, environment: Mapping[str, str]) -> dict[str, s
 
     Without PYTHONHOME, the stub finds packages from the first `python3` on PATH.
     """
-    bin_folder = str(Path(sys.executable).parent)
-    changed = dict(environment)
-    changed.pop("PYTHONHOME", None)
-    changed["PATH"] = os.pathsep.join([bin_folder, *filter(None, [environment.get("PATH")])])
-    changed["LD_LIBRARY_PATH"] = library_path(kit)
-    return changed
+    kept = {name: value for name, value in environment.items() if name != "PYTHONHOME"}
+    folders = [str(Path(sys.executable).parent), environment.get("PATH")]
+    path = os.pathsep.join(filter(None, folders))
+    return kept | {"PATH": path, "LD_LIBRARY_PATH": library_path(kit)}
 
 
 def _become(binary: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Replace this process, so that its process id is the server's."""
+    if not binary.is_file():
+        _stop(f"there is no {binary}; run `make setup`")
     os.execve(binary, [binary.name, *arguments], dict(environment))
 
 
