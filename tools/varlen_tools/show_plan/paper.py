@@ -44,7 +44,7 @@ class ChunkPlan:
 
 
 def plan_chunks(usages: Sequence[Usage], chunks: Sequence[int] = ()) -> ChunkPlan:
-    """Return a place for each usage: in the first chunk with room, else a new one.
+    """Return the place of each usage: the first chunk with room, else a new one.
 
     Args:
         usages: of fixed size.
