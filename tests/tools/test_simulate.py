@@ -31,6 +31,10 @@ from varlen_tools.workloads import (
 MIX = range(5, 501)
 SEQUENCES = 20
 NO_CAP = 10**9
+# seconds since the last arrival, tokens, priority, deadline
+ARRIVAL = st.tuples(
+    st.floats(0, 0.2), st.integers(1, 500), st.integers(0, 9), st.none() | st.floats(0.01, 1)
+)
 
 
 def table(seconds=cpu_seconds, execution="packed"):
@@ -265,18 +269,19 @@ def test_a_deadline_is_kept_although_costs_are_known_badly():
     assert len(served) >= 0.4 * 1000
 
 
-def test_priority_is_answered_sooner_under_load():
+@pytest.mark.parametrize("policy", ["token_budget", "dp"])
+def test_priority_is_answered_sooner_under_load(policy):
     numbers = random.Random(4)
     arrivals = [
         Arrival(arrival.at, arrival.tokens, priority=9 if numbers.random() < 0.1 else 0)
         for arrival in poisson_arrivals(3000, 100.0, MIX, seed=4)
     ]
 
-    for policy in ("token_budget", "dp"):
-        run = simulate(arrivals, config(policy), table())
-        urgent = fmean(o.seconds for o in run.outcomes if o.arrival.priority)
-        usual = fmean(o.seconds for o in run.outcomes if not o.arrival.priority)
-        assert urgent < 0.8 * usual, policy
+    run = simulate(arrivals, config(policy), table())
+
+    urgent = fmean(o.seconds for o in run.outcomes if o.arrival.priority)
+    usual = fmean(o.seconds for o in run.outcomes if not o.arrival.priority)
+    assert urgent < 0.8 * usual
 
 
 def test_lazy_batches_are_larger_and_wait_no_longer_than_the_delay():
@@ -292,16 +297,7 @@ def test_lazy_batches_are_larger_and_wait_no_longer_than_the_delay():
 
 @settings(deadline=None, max_examples=25)
 @given(
-    st.lists(
-        st.tuples(
-            st.floats(0, 0.2),
-            st.integers(1, 500),
-            st.integers(0, 9),
-            st.none() | st.floats(0.01, 1),
-        ),
-        min_size=1,
-        max_size=60,
-    ),
+    st.lists(ARRIVAL, min_size=1, max_size=60),
     st.sampled_from(["none", "fifo", "token_budget", "dp"]),
     st.sampled_from(["hungry", "lazy"]),
     st.sampled_from(["packed", "padded"]),
