@@ -1,15 +1,21 @@
-"""The kit of `make setup`, a small backend for it, small checkpoints, and CSV files."""
+"""The assembled server, a small backend for it, small checkpoints, and CSV files."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoints import pooling_files, save_checkpoint
 from varlen_tools.setup_server import SERVER_FOLDER
 
 BENCHMARKS = Path(__file__).parents[2] / "docs/benchmarks"
-VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "text", "##s", "."]
+TINY = {
+    "words": ("a", "text", "##s", "."),
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+}
 
 IDENTITY_MODEL = """
 import sys
@@ -32,11 +38,11 @@ class TritonPythonModel:
 """
 
 IDENTITY_CONFIG = """
-backend: "{backend}"
+backend: "identity"
 max_batch_size: 8
-input [ {{ name: "IN" data_type: TYPE_FP32 dims: [ -1 ] }} ]
-output [ {{ name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] }} ]
-instance_group [ {{ count: 1 kind: KIND_CPU }} ]
+input [ { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } ]
+output [ { name: "OUT" data_type: TYPE_FP32 dims: [ -1 ] } ]
+instance_group [ { count: 1 kind: KIND_CPU } ]
 """
 
 
@@ -58,27 +64,29 @@ def backends(kit: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    return repository_of(tmp_path, backend="identity")
-
-
-def repository_of(folder: Path, backend: str) -> Path:
-    """Make a model repository in `folder` whose only model, `echo`, is of that backend."""
-    repository = folder / "repository"
+    """A model repository whose only model, `echo`, is of the backend `identity`."""
+    repository = tmp_path / "repository"
     (repository / "echo/1").mkdir(parents=True)
-    (repository / "echo/config.pbtxt").write_text(IDENTITY_CONFIG.format(backend=backend))
+    (repository / "echo/config.pbtxt").write_text(IDENTITY_CONFIG)
     return repository
 
 
 @pytest.fixture
 def encoder(tmp_path: Path) -> Path:
-    """The folder of a BertModel with random weights, and sentence-transformers' modules."""
     return save_encoder(tmp_path / "Tiny-Encoder")
+
+
+def save_encoder(folder: Path, pooling: str = "cls_token") -> Path:
+    """Save a BertModel of 40 positions with sentence-transformers' modules beside it."""
+    files = pooling_files(word_embedding_dimension=16, **{f"pooling_mode_{pooling}": True})
+    return save_checkpoint(folder, files=files, **TINY)
 
 
 @pytest.fixture
 def classifier(tmp_path: Path) -> Path:
-    """The folder of a BertForSequenceClassification with three labels and random weights."""
-    return save_classifier(tmp_path / "classifier", labels=3)
+    """The folder of a BertForSequenceClassification with three labels."""
+    kind = "BertForSequenceClassification"
+    return save_checkpoint(tmp_path / "classifier", kind, num_labels=3, **TINY)
 
 
 def read_csv(path: Path | str) -> list[dict[str, str]]:
@@ -91,59 +99,3 @@ def committed_columns(benchmark: str) -> list[str]:
     """Return the columns of a benchmark's CSV in docs/benchmarks."""
     with (BENCHMARKS / f"{benchmark}.csv").open(newline="", encoding="utf-8") as file:
         return next(csv.reader(file))
-
-
-def save_encoder(folder: Path, pooling: str = "cls_token") -> Path:
-    """Save a BertModel with sentence-transformers' modules beside it."""
-    from transformers import BertModel
-
-    BertModel(_config()).save_pretrained(folder)
-    _save_tokenizer(folder)
-    modules = [
-        {
-            "idx": index,
-            "name": str(index),
-            "path": path,
-            "type": f"sentence_transformers.models.{kind}",
-        }
-        for index, (path, kind) in enumerate([("", "Transformer"), ("1_Pooling", "Pooling")])
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    config = {"word_embedding_dimension": 16, f"pooling_mode_{pooling}": True}
-    (folder / "1_Pooling/config.json").write_text(json.dumps(config))
-    return folder
-
-
-def save_classifier(folder: Path, labels: int) -> Path:
-    """Save a BertForSequenceClassification with that many labels."""
-    from transformers import BertForSequenceClassification
-
-    BertForSequenceClassification(_config(num_labels=labels)).save_pretrained(folder)
-    _save_tokenizer(folder)
-    return folder
-
-
-def _config(**changes: int) -> object:
-    from transformers import BertConfig
-
-    return BertConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=40,
-        **changes,
-    )
-
-
-def _save_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    tokenizer = Tokenizer(
-        models.WordPiece({word: at for at, word in enumerate(VOCABULARY)}, unk_token="[UNK]")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,36 +1,48 @@
 """The demo ends well only when both protocols answered, and answered alike."""
 
-import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from tests.closeness import relative_error
-from varlen_tools.demo import SENTENCES, Answer, DemoError, check
+from varlen_client import VarlenClientError
+from varlen_tools import demo
+from varlen_tools.demo import SENTENCES
+from varlen_tools.local_server import ServerError
 from varlen_tools.setup_server import PROJECT
 
-
-def vectors(seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=(len(SENTENCES), 8)).astype(np.float32)
-
-
-def test_answers_that_agree_pass_whatever_their_length():
-    worst = check([Answer("gRPC", vectors(), 0.1), Answer("HTTP", 3 * vectors(), 0.1)])
-
-    assert 0 <= worst <= relative_error(2 * 8)
+VECTORS = np.eye(len(SENTENCES), 8, dtype=np.float32)
+SERVER = SimpleNamespace(grpc_url="grpc", http_url="http", log_tail=lambda: "the log")
 
 
-def test_answers_that_differ_do_not_pass():
-    with pytest.raises(DemoError, match="gRPC and HTTP differ by"):
-        check([Answer("gRPC", vectors(0), 0.1), Answer("HTTP", vectors(1), 0.1)])
+def test_answers_that_agree_pass(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "embed", lambda protocol, url, model: VECTORS)
+
+    demo.compare(SERVER, "minilm")
+
+    assert "both protocols agree (largest cosine distance: 0e+00)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [vectors()[:2], vectors()[0], vectors() * np.nan])
-def test_what_is_not_a_vector_a_sentence_does_not_pass(wrong):
-    with pytest.raises(DemoError, match="HTTP returned"):
-        check([Answer("gRPC", vectors(), 0.1), Answer("HTTP", wrong, 0.1)])
+@pytest.mark.parametrize("other", [VECTORS[::-1], VECTORS * np.nan], ids=["different", "NaN"])
+def test_answers_that_differ_do_not_pass(monkeypatch, other):
+    monkeypatch.setattr(
+        demo, "embed", lambda protocol, url, model: {"grpc": VECTORS}.get(url, other)
+    )
+
+    with pytest.raises(ServerError, match="gRPC and HTTP differ by"):
+        demo.compare(SERVER, "minilm")
+
+
+def test_a_request_that_fails_is_shown_with_the_log(monkeypatch):
+    def fail(*arguments):
+        raise VarlenClientError("no answer")
+
+    monkeypatch.setattr(demo, "embed", fail)
+
+    with pytest.raises(ServerError, match="no answer\nthe log"):
+        demo.compare(SERVER, "minilm")
 
 
 @pytest.mark.server
@@ -47,7 +59,7 @@ def test_without_a_checkpoint_it_says_what_to_run(tmp_path):
     run = run_demo("--repository", str(tmp_path))
 
     assert run.returncode == 1
-    assert re.search("minilm has no checkpoint; run `make setup`", run.stdout)
+    assert "minilm has no checkpoint; run `make setup`" in run.stdout
 
 
 @pytest.mark.server

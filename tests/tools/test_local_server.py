@@ -1,4 +1,4 @@
-"""A server of one's own starts, answers, says why it did not start, and always ends."""
+"""A local server starts, answers, reports why it did not start, and always ends."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""`make help` tells of every target, and a wrong Python is told so before anything is made."""
+"""`make help` lists every target; a wrong Python is refused before anything is made."""
 
 import re
 import shutil

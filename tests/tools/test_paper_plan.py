@@ -47,14 +47,6 @@ def test_a_new_chunk_is_a_fifth_larger_in_steps_and_has_two_megabytes_at_least(s
     assert plan_chunks([Usage("v", 0, 0, Size(fixed=size))]).chunks == (chunk,)
 
 
-def test_from_200_to_240_tokens_one_chunk_is_added():
-    short = plan_chunks(bert_usages(1, 200))
-    long = plan_chunks(bert_usages(1, 240), short.chunks)
-
-    assert short.chunks == (2_949_120, 2_097_152)
-    assert long.chunks == (2_949_120, 2_097_152, 2_097_152)
-
-
 @pytest.mark.parametrize(
     "batch, length, total, peak_live, one_chunk, chunks",
     [

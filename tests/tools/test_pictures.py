@@ -1,4 +1,4 @@
-"""Pictures and pages: both themes, the same bytes each time, and one line where matplotlib is missing."""
+"""Pictures and pages in both themes, the same bytes each time."""
 
 import base64
 import re
@@ -61,7 +61,7 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize(
     "name, message",
-    [("x.pdf", "neither .svg, .png nor .html"), ("nowhere/x.svg", "there is no folder")],
+    [("x.pdf", "neither .svg nor .html"), ("nowhere/x.svg", "there is no folder")],
 )
 def test_an_output_that_cannot_be_written_is_refused(tmp_path, name, message):
     with pytest.raises(typer.BadParameter, match=message):

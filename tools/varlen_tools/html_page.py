@@ -1,4 +1,4 @@
-"""The HTML page of a report: one file, nothing to fetch, light and dark by the reader's setting."""
+"""The HTML page of a report: one file, light or dark by the reader's setting."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 _STYLE = """
-:root { color-scheme: light dark; --text: #1a1a1a; --page: #fff; --line: #ddd; --box: #f6f6f6 }
-@media (prefers-color-scheme: dark) { :root { --text: #e6e6e6; --page: #16181c; --line: #3a3d42; --box: #22252a } }
+:root { color-scheme: light dark; --text: #1a1a1a; --page: #fff; --line: #ddd }
+@media (prefers-color-scheme: dark) { :root { --text: #e6e6e6; --page: #16181c; --line: #3a3d42 } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page) }
 body { max-width: 84rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }
@@ -16,7 +16,6 @@ th:first-child, td:first-child { text-align: left }
 figure { margin: 1.5rem 0; overflow-x: auto }
 img { max-width: 100%; height: auto }
 details, .wide { overflow-x: auto; font-size: 13px }
-pre { white-space: pre-wrap; font-size: 13px; background: var(--box); padding: 1rem }
 """
 
 
@@ -52,11 +51,6 @@ def heading(text: str) -> str:
 def paragraph(text: str) -> str:
     """Return a paragraph of plain text."""
     return f"<p>{escape(text)}</p>"
-
-
-def preformatted(text: str) -> str:
-    """Return text with its line breaks kept."""
-    return f"<pre>{escape(text)}</pre>"
 
 
 def bullets(lines: Iterable[str]) -> str:

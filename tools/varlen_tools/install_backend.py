@@ -27,13 +27,10 @@ class InstallError(Exception):
     """The backend cannot be installed; the message says why."""
 
 
-def install(backends: Path, *, link: bool = False, project: Path = PROJECT) -> Path:
+def install(backends: Path) -> Path:
     """Copy the backend and the kernels into `backends`, and return the new folder.
 
     An older copy is replaced as a whole; a running server keeps the loaded one.
-
-    Args:
-        link: make symbolic links into `project` instead, for development in a container.
 
     Raises:
         InstallError: `backends` is not a backends folder, or has another backend of this name.
@@ -43,12 +40,19 @@ def install(backends: Path, *, link: bool = False, project: Path = PROJECT) -> P
     # Beside the target, so that the last step is a rename on one file system.
     with tempfile.TemporaryDirectory(prefix=".varlen-", dir=backends) as scratch:
         made = Path(scratch, "varlen")
-        made.mkdir()
-        # A temporary folder is private to its owner; the server may run as another user.
-        made.chmod(0o755)
-        _place(project / PACKAGES[0] / "model.py", made / "model.py", link=link)
+        unwanted = shutil.ignore_patterns("__pycache__", "*.pyc")
         for package in PACKAGES:
-            _place(project / package, made / package.name, link=link)
+            # copyfile sets modes by the umask: the checkout's files may be private to their owner.
+            shutil.copytree(
+                PROJECT / package,
+                made / package.name,
+                ignore=unwanted,
+                copy_function=shutil.copyfile,
+            )
+        shutil.copyfile(PROJECT / PACKAGES[0] / "model.py", made / "model.py")
+        # The server may run as another user.
+        for folder in (made, *filter(Path.is_dir, made.rglob("*"))):
+            folder.chmod(0o755)
         if target.is_symlink():
             target.unlink()
         elif target.exists():
@@ -69,19 +73,6 @@ def _check(backends: Path, target: Path) -> None:
         raise InstallError(f"{target} was not made by this command; move it away first")
 
 
-def _place(source: Path, target: Path, *, link: bool) -> None:
-    if link:
-        target.symlink_to(source)
-    elif source.is_dir():
-        # copyfile sets modes by the umask: the checkout's files may be private to their owner.
-        unwanted = shutil.ignore_patterns("__pycache__", "*.pyc")
-        shutil.copytree(source, target, ignore=unwanted, copy_function=shutil.copyfile)
-        for folder in (target, *filter(Path.is_dir, target.rglob("*"))):
-            folder.chmod(0o755)
-    else:
-        shutil.copyfile(source, target)
-
-
 def missing_packages() -> list[str]:
     """Return the packages that the backend imports and this Python lacks."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -91,12 +82,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Install the backend, or report in one line why not."""
     parser = argparse.ArgumentParser(prog="install_backend", description=__doc__.splitlines()[0])
     parser.add_argument("backends", type=Path, help="backends folder of the server")
-    parser.add_argument(
-        "--link", action="store_true", help="link to this checkout instead of copying it"
-    )
-    options = parser.parse_args(arguments)
     try:
-        target = install(options.backends, link=options.link)
+        target = install(parser.parse_args(arguments).backends)
     except (InstallError, OSError) as error:
         print(f"install-backend: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -22,12 +22,12 @@ START_ATTEMPTS = 3
 
 
 def end_on_sigterm() -> None:
-    """Make SIGTERM unwind this process as Ctrl-C does, so that a server inside `with` ends with it."""
+    """Make SIGTERM raise SystemExit, so that a server inside `with` ends too."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 class ServerError(Exception):
-    """The server did not start, is not ready, or has ended; the message ends with its log."""
+    """The server cannot be used; the message ends with its log."""
 
 
 class LocalServer:
@@ -36,7 +36,6 @@ class LocalServer:
     Args:
         model_repository: folder to serve.
         arguments: for tritonserver, such as `["--model-control-mode=explicit"]`.
-        log_file: file for its output; by default a temporary one that `stop` removes.
         environment: variables added to this process's own.
         command: the tritonserver to run; by default the one of this Python's environment.
 
@@ -54,7 +53,6 @@ class LocalServer:
         model_repository: str | Path,
         *,
         arguments: Sequence[str] = (),
-        log_file: str | Path | None = None,
         environment: Mapping[str, str] | None = None,
         command: str | Path | None = None,
     ) -> None:
@@ -64,7 +62,7 @@ class LocalServer:
         self._command = str(command or find_command("tritonserver"))
         # Also the server's working folder: the python backend imports from there first.
         self._folder = tempfile.TemporaryDirectory(prefix="varlen-server-")
-        self.log_file = Path(log_file or Path(self._folder.name, "server.log")).resolve()
+        self.log_file = Path(self._folder.name, "server.log")
         self._process: subprocess.Popen[bytes] | None = None
         self.http_port, self.grpc_port, self.metrics_port = 0, 0, 0
 
@@ -94,33 +92,27 @@ class LocalServer:
         return self._process is not None and self._process.poll() is None
 
     def __enter__(self) -> "LocalServer":
+        """Start the process; it loads models after this returns.
+
+        Raises:
+            ServerError: its ports were taken every time.
+        """
         try:
-            self.start()
+            for _ in range(START_ATTEMPTS):
+                process = self._start_once()
+                # The command refuses a taken port within this time, before the server starts.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=0.3)
+                if self.is_running or "is in use" not in self.log():
+                    return self
+            raise ServerError(f"no free ports in {START_ATTEMPTS} attempts\n{self.log_tail()}")
         except BaseException:
             self._folder.cleanup()
             raise
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.stop()
         self._folder.cleanup()
-
-    def start(self) -> None:
-        """Start the process; it loads models after this returns.
-
-        Raises:
-            ServerError: it is running already, or its ports were taken every time.
-        """
-        if self.is_running:
-            raise ServerError("the server is already running")
-        for _ in range(START_ATTEMPTS):
-            process = self._start_once()
-            # The command refuses a taken port within this time, before the server starts.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=0.3)
-            if self.is_running or "is in use" not in self.log():
-                return
-        raise ServerError(f"no free ports in {START_ATTEMPTS} attempts\n{self.log_tail()}")
 
     def _start_once(self) -> subprocess.Popen[bytes]:
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
@@ -160,7 +152,7 @@ class LocalServer:
         """Return when the server is ready.
 
         Raises:
-            ServerError: it has ended, or is not ready after `timeout` seconds; with the end of its log.
+            ServerError: it has ended, or is not ready after `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while not self.is_ready():
@@ -191,10 +183,7 @@ class LocalServer:
 
     def log(self) -> str:
         """Return everything the server has printed so far."""
-        try:
-            return self.log_file.read_text(errors="replace")
-        except FileNotFoundError:
-            return ""
+        return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
 
     def log_tail(self, lines: int = 25) -> str:
         """Return the last lines the server has printed, without its tables of options."""
@@ -217,7 +206,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def find_command(name: str) -> str:
-    """Return the path of `tritonserver` or `perf_analyzer`: of this Python's environment, else on PATH.
+    """Return the path of a command: of this Python's environment, else on PATH.
 
     Raises:
         ServerError: there is none.

@@ -1,21 +1,28 @@
-"""The model of a command: a checkpoint folder, or a model of a repository with its settings."""
+"""The model of a command: a checkpoint folder, or a model of a repository."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
+import typer
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from varlen.config import EngineConfig
+from varlen.errors import CheckpointError
 
 _CONFIG = "config.pbtxt"
 
-
-class SourceError(Exception):
-    """The folder has no model; the message says why."""
+SourceArgument: TypeAlias = Annotated[
+    Path,
+    typer.Argument(help="Model of a model repository, with its settings, or a checkpoint folder."),
+]
+SettingsOption: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--set", help="Engine parameter, key=value. May be repeated.")
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,7 @@ def find_source(folder: Path, settings: Mapping[str, str]) -> ModelSource:
         settings: engine parameters that replace the configured ones.
 
     Raises:
-        SourceError: the folder is neither.
+        CheckpointError: the folder is neither.
         ConfigError: a setting is unknown or not allowed.
     """
     resolved = folder.resolve()
@@ -43,7 +50,7 @@ def find_source(folder: Path, settings: Mapping[str, str]) -> ModelSource:
         config = EngineConfig.from_parameters({**_parameters(folder / _CONFIG), **settings})
         return ModelSource(resolved.name, _latest_version(folder), config)
     if not (folder / "config.json").is_file():
-        raise SourceError(f"{folder} has neither {_CONFIG} nor config.json")
+        raise CheckpointError(f"{folder} has neither {_CONFIG} nor config.json")
     # a checkpoint in a repository is a numbered version
     name = resolved.parent.name if resolved.name.isdecimal() else resolved.name
     return ModelSource(name, folder, EngineConfig.from_parameters(settings))
@@ -53,7 +60,7 @@ def _parameters(path: Path) -> dict[str, str]:
     try:
         config = text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
     except text_format.ParseError as error:
-        raise SourceError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
     return {key: value.string_value for key, value in config.parameters.items()}
 
 
@@ -61,5 +68,16 @@ def _latest_version(folder: Path) -> Path:
     """Return the version that the server loads by default."""
     versions = [entry for entry in folder.iterdir() if entry.name.isdecimal() and entry.is_dir()]
     if not versions:
-        raise SourceError(f"{folder} has no version: a folder whose name is a number")
+        raise CheckpointError(f"{folder} has no version: a folder whose name is a number")
     return max(versions, key=lambda entry: int(entry.name))
+
+
+def parse_settings(pairs: Iterable[str] | None) -> dict[str, str]:
+    """Return the engine parameters of `--set`."""
+    settings = {}
+    for pair in pairs or ():
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise typer.BadParameter(f'"{pair}"; allowed: key=value', param_hint="--set")
+        settings[key] = value
+    return settings

@@ -24,7 +24,7 @@ Draw: TypeAlias = Callable[[], "Figure"]
 # Okabe and Ito 2008, apart for every kind of color vision; readable on both themes.
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#8f8f8f", "#b3a600")
 # Help of `--output`.
-OUTPUT_HELP = "Picture to write: .svg, .png or .html. May be repeated."
+OUTPUT_HELP = "Picture (.svg) or page (.html) to write. May be repeated."
 _PAGE = {"light": "#ffffff", "dark": "#16181c"}
 _TEXT = {"light": "#1a1a1a", "dark": "#e6e6e6"}
 _GRID = {"light": "#e0e0e0", "dark": "#3a3d42"}
@@ -64,8 +64,8 @@ def settings(theme: Theme) -> dict[str, Any]:
     }
 
 
-def render(draw: Draw, theme: Theme, kind: Literal["svg", "png"] = "svg") -> bytes:
-    """Return a picture in one theme.
+def render(draw: Draw, theme: Theme) -> bytes:
+    """Return a picture in one theme, as SVG.
 
     Raises:
         PictureError: matplotlib is not installed.
@@ -76,22 +76,15 @@ def render(draw: Draw, theme: Theme, kind: Literal["svg", "png"] = "svg") -> byt
         raise PictureError("pictures need matplotlib: pip install 'varlen[pictures]'") from None
     with rc_context(settings(theme)):
         held = io.BytesIO()
-        draw().savefig(held, format=kind, metadata={"Date": None} if kind == "svg" else None)
+        draw().savefig(held, format="svg", metadata={"Date": None})
     return held.getvalue()
 
 
 def write(draw: Draw, path: Path) -> list[Path]:
-    """Write a picture for light pages to `path` and one for dark pages beside it, `…-dark`.
-
-    Raises:
-        ValueError: the file is neither .svg nor .png.
-    """
-    if path.suffix not in {".svg", ".png"}:
-        raise ValueError(f"{path.name} is neither .svg nor .png")
-    kind: Literal["svg", "png"] = "svg" if path.suffix == ".svg" else "png"
+    """Write a picture for light pages, and one for dark pages beside it as `…-dark`."""
     paths = [path, path.with_stem(f"{path.stem}-dark")]
-    paths[0].write_bytes(render(draw, "light", kind))
-    paths[1].write_bytes(render(draw, "dark", kind))
+    paths[0].write_bytes(render(draw, "light"))
+    paths[1].write_bytes(render(draw, "dark"))
     return paths
 
 
@@ -104,28 +97,22 @@ def embedded(draw: Draw, description: str) -> str:
     )
 
 
-def check_output(path: Path | None) -> Path | None:
-    """Return the path of a command's `--output`; the option's callback.
+def check_outputs(paths: list[Path] | None) -> list[Path] | None:
+    """Return the paths of a command's `--output`; the option's callback.
 
     Raises:
-        typer.BadParameter: the file has another suffix, or its folder does not exist.
+        typer.BadParameter: a file has another suffix, or its folder does not exist.
     """
-    if path is not None and path.suffix not in {".svg", ".png", ".html"}:
-        raise typer.BadParameter(f"{path} is neither .svg, .png nor .html")
-    if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}")
-    return path
-
-
-def check_outputs(paths: list[Path] | None) -> list[Path] | None:
-    """Return the paths of a repeated `--output`; the option's callback."""
     for path in paths or []:
-        check_output(path)
+        if path.suffix not in {".svg", ".html"}:
+            raise typer.BadParameter(f"{path} is neither .svg nor .html")
+        if not path.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}")
     return paths
 
 
 def write_outputs(paths: Iterable[Path], draw: Draw, render_page: Callable[[], str]) -> None:
-    """Write a page to each .html and pictures to other paths, and print what was written.
+    """Write a page to each .html and a picture to each .svg; print the paths.
 
     Raises:
         typer.Exit: matplotlib is not installed; the error is printed.

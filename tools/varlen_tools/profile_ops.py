@@ -1,4 +1,4 @@
-"""Time of a forward pass by op: `python -m varlen_tools.profile_ops FOLDER`.
+"""Time of a forward pass by op: `python -m varlen_tools.profile_ops SOURCE`.
 
 The recorded program runs with timed kernels, so the measured program is the served one.
 Worker threads run in parallel: the seconds of an op are the sum over all of them.
@@ -7,7 +7,7 @@ Worker threads run in parallel: the seconds of an op are the sum over all of the
 import random
 import time
 from collections import Counter, defaultdict
-from pathlib import Path
+from dataclasses import replace
 from threading import Lock
 from typing import Annotated
 
@@ -17,12 +17,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from varlen.config import DEFAULT_MAX_BATCH_TOKENS, EngineConfig
 from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import DEFAULT_OPTIONS, Prompt
 from varlen_kernels import reference
+from varlen_tools.model_source import SettingsOption, SourceArgument, find_source, parse_settings
 
 
 class TimedKernels:
@@ -53,7 +53,7 @@ class TimedKernels:
 def random_batches(
     lengths: list[int], max_batch_tokens: int, vocab_size: int, seed: int = 0
 ) -> list[list[Prompt]]:
-    """Return sequences of random ids, sorted by length and split into batches of at most `max_batch_tokens`."""
+    """Return batches of random sequences, sorted by length, within `max_batch_tokens`."""
     numbers = np.random.default_rng(seed)
     batches: list[list[Prompt]] = [[]]
     room = max_batch_tokens
@@ -68,64 +68,42 @@ def random_batches(
 
 
 def profile(runner: Runner, timed: TimedKernels, batches: list[list[Prompt]], rounds: int) -> float:
-    """Run the batches once unmeasured and then `rounds` times; return the seconds of these rounds.
-
-    Args:
-        timed: the kernels of `runner`; they hold the measured rounds afterwards.
-    """
-
-    def run_once() -> None:
+    """Run the batches `rounds` times, after one unmeasured run; return the seconds."""
+    began = 0.0
+    for number in range(1 + rounds):
+        if number == 1:
+            timed.seconds.clear()
+            timed.calls.clear()
+            began = time.perf_counter()
         for batch in batches:
             runner.run(batch, [DEFAULT_OPTIONS] * len(batch))
-
-    run_once()
-    timed.seconds.clear()
-    timed.calls.clear()
-    began = time.perf_counter()
-    for _ in range(rounds):
-        run_once()
     return time.perf_counter() - began
 
 
-def _runner(
-    folder: Path, dtype: str, longest: int, max_batch_tokens: int
-) -> tuple[Runner, TimedKernels]:
-    checkpoint = Checkpoint.open(folder)
-    config = EngineConfig(
-        # a GPU runs whole graphs, in which no op can be timed by itself
-        device="cpu",
-        dtype=dtype,  # type: ignore[arg-type]  # checked by EngineConfig
-        max_batch_tokens=max_batch_tokens,
-        max_sequence_tokens=min(longest, checkpoint.position_limit),
-    )
-    timed = TimedKernels(reference)
-    return Runner(checkpoint, config, kernels=timed), timed
-
-
 def main(
-    folder: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    source: SourceArgument,
+    settings: SettingsOption = None,
     sequences: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 100,
     shortest: Annotated[int, typer.Option(min=1, help="Shortest length, in tokens.")] = 5,
     longest: Annotated[int, typer.Option(min=1, help="Longest length, in tokens.")] = 500,
-    dtype: Annotated[str, typer.Option(help="auto, fp32 or bf16.")] = "auto",
-    max_batch_tokens: Annotated[
-        int, typer.Option(min=1, help="As in config.pbtxt.")
-    ] = DEFAULT_MAX_BATCH_TOKENS,
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of every batch.")] = 3,
 ) -> None:
-    """Print the share of time of each op on a CPU, for sequences of uniformly random lengths."""
+    """Print each op's part of the time on a CPU, for uniformly random lengths."""
+    timed = TimedKernels(reference)
     try:
-        runner, timed = _runner(folder, dtype, longest, max_batch_tokens)
+        found = find_source(source, parse_settings(settings))
+        checkpoint = Checkpoint.open(found.checkpoint)
+        limit = min(longest, checkpoint.position_limit)
+        # a GPU runs whole graphs, in which no op can be timed by itself
+        config = replace(found.config, device="cpu", max_sequence_tokens=limit)
+        runner = Runner(checkpoint, config, kernels=timed)
     except VarlenError as error:
-        raise typer.BadParameter(str(error)) from None
-    longest = runner.max_sequence_tokens
-    if shortest > longest:
-        raise typer.BadParameter(
-            f"{shortest} tokens; the longest are {longest}", param_hint="--shortest"
-        )
+        raise typer.BadParameter(str(error), param_hint="SOURCE") from None
+    if shortest > limit:
+        raise typer.BadParameter(f"{shortest}; the longest is {limit}", param_hint="--shortest")
     generator = random.Random(0)
-    lengths = [generator.randint(shortest, longest) for _ in range(sequences)]
-    batches = random_batches(lengths, max_batch_tokens, runner.vocab_size)
+    lengths = [generator.randint(shortest, limit) for _ in range(sequences)]
+    batches = random_batches(lengths, config.max_batch_tokens, runner.vocab_size)
     seconds = profile(runner, timed, batches, rounds)
     table = Table("op", "calls", "seconds", "share", title=f"{rounds} x {len(batches)} batches")
     in_ops = sum(timed.seconds.values())

@@ -19,10 +19,8 @@ ENDPOINTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
 
 
 def tritonserver() -> NoReturn:
-    """Run the kit's server; the first argument is the kit's folder, the others are the server's."""
+    """Run the kit's server; the first argument is the kit's folder."""
     kit, arguments = Path(sys.argv[1]), sys.argv[2:]
-    if not (kit / "bin/tritonserver").is_file():
-        _stop(f"no server in {kit}; run `make setup`")
     try:
         arguments = server_arguments(arguments, kit)
         if not {"--help", "-h", "--version"} & set(arguments):
@@ -37,8 +35,6 @@ def tritonserver() -> NoReturn:
 def perf_analyzer() -> NoReturn:
     """Run the kit's perf_analyzer; the first argument is the kit's folder."""
     kit, arguments = Path(sys.argv[1]), sys.argv[2:]
-    if not (kit / "bin/perf_analyzer").is_file():
-        _stop(f"no perf_analyzer in {kit}; run `make setup`")
     folders = library_path(kit, for_perf_analyzer=True)
     _become(kit / "bin/perf_analyzer", arguments, os.environ | {"LD_LIBRARY_PATH": folders})
 
@@ -65,7 +61,7 @@ def options(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def check_numpy(version: str) -> None:
-    """Raise ValueError for numpy 2, with which this server's python backend misreads texts and dies.
+    """Raise ValueError for numpy 2, with which the python backend misreads texts.
 
     Its stub was built for numpy 1: it reads the item size of numpy 2's arrays from the wrong place.
     """
@@ -77,7 +73,7 @@ def check_numpy(version: str) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError if the working folder has a model.py: it comes first on the python backend's path."""
+    """Raise ValueError if the working folder has a model.py, which would be loaded first."""
     if (folder / "model.py").exists():
         raise ValueError(
             f"{folder} has a model.py, which would be loaded in place of every python-based"
@@ -86,7 +82,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_ports(arguments: Sequence[str]) -> None:
-    """Raise ValueError if a port is taken or not a number; the message names the option."""
+    """Raise ValueError if a port is taken or not a number."""
     given = options(arguments)
     for endpoint, default in ENDPOINTS.items():
         is_off = given.get(f"allow-{endpoint}", "true").lower() in {"false", "0"}
@@ -124,16 +120,16 @@ def server_environment(kit: Path, environment: Mapping[str, str]) -> dict[str, s
 
     Without PYTHONHOME, the stub finds packages from the first `python3` on PATH.
     """
-    bin_folder = str(Path(sys.executable).parent)
-    changed = dict(environment)
-    changed.pop("PYTHONHOME", None)
-    changed["PATH"] = os.pathsep.join([bin_folder, *filter(None, [environment.get("PATH")])])
-    changed["LD_LIBRARY_PATH"] = library_path(kit)
-    return changed
+    kept = {name: value for name, value in environment.items() if name != "PYTHONHOME"}
+    folders = [str(Path(sys.executable).parent), environment.get("PATH")]
+    path = os.pathsep.join(filter(None, folders))
+    return kept | {"PATH": path, "LD_LIBRARY_PATH": library_path(kit)}
 
 
 def _become(binary: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Replace this process, so that its process id is the server's."""
+    if not binary.is_file():
+        _stop(f"there is no {binary}; run `make setup`")
     os.execve(binary, [binary.name, *arguments], dict(environment))
 
 

@@ -7,14 +7,12 @@ environment. For development and tests: in production the server comes from NVID
 """
 
 import contextlib
-import ctypes
 import fcntl
 import fnmatch
 import hashlib
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -28,7 +26,6 @@ from pathlib import Path
 from varlen_tools.pip_download import DownloadError, download_wheel, last_lines
 from varlen_tools.run_server import library_path
 
-SUPPORTED_PYTHONS = ((3, 10), (3, 11), (3, 12))
 # The server's binary needs symbols of this version.
 OLDEST_GLIBC = (2, 35)
 # Incremented when the layout of the kit changes, so that old kits are built again.
@@ -47,7 +44,7 @@ _COMMANDS = ("tritonserver", "perf_analyzer")
 
 
 class SetupError(Exception):
-    """The server cannot be assembled here; the message says what is missing and how to fix it."""
+    """The server cannot be assembled here; the message says how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,33 +90,23 @@ def server_wheels(python: tuple[int, int]) -> tuple[Wheel, ...]:
     )
 
 
-def check_machine(
-    *,
-    python: tuple[int, int],
-    system: str,
-    machine: str,
-    glibc: tuple[int, int] | None,
-    in_venv: bool,
-) -> None:
-    """Raise SetupError if the wheels' binaries cannot run here; `glibc` is None for another C library."""
-    if python not in SUPPORTED_PYTHONS:
-        raise SetupError(
-            f"this is Python {python[0]}.{python[1]}; varlen supports 3.10, 3.11 and 3.12"
-            " (choose one with `make setup PYTHON=python3.11`)"
-        )
+def check_machine(*, system: str, machine: str, libc: tuple[str, str], in_venv: bool) -> None:
+    """Raise SetupError if the wheels' binaries cannot run here.
+
+    Args:
+        system, machine, libc: as `platform` names them.
+        in_venv: whether this is the Python of a virtual environment.
+    """
     if (system, machine) != ("Linux", "x86_64"):
         raise SetupError(
             f"this is {system} on {machine}; the server from pip runs on Linux x86_64 only"
             " (elsewhere use NVIDIA's container, see README)"
         )
-    if glibc is None:
+    name, version = libc
+    if name != "glibc" or tuple(map(int, version.split(".")[:2])) < OLDEST_GLIBC:
         raise SetupError(
-            "the server from pip needs the GNU C library (a musl system cannot run it)"
-        )
-    if glibc < OLDEST_GLIBC:
-        raise SetupError(
-            f"this system has glibc {glibc[0]}.{glibc[1]}; the server from pip needs 2.35 or newer"
-            " (Debian 12, Ubuntu 22.04; elsewhere use NVIDIA's container, see README)"
+            f"this system has {' '.join(libc).strip() or 'no glibc'}; the server from pip needs glibc 2.35"
+            " or newer (Debian 12, Ubuntu 22.04; elsewhere use NVIDIA's container, see README)"
         )
     if not in_venv:
         raise SetupError(
@@ -144,8 +131,8 @@ def assemble(folder: Path = SERVER_FOLDER, bin_folder: Path | None = None) -> bo
     with _exclusive(folder.parent):
         commands = _commands(folder, bin_folder)
         backend = folder / "backends" / "varlen"
-        has_kit = _text(folder / "stamp.json") == _stamp()
-        has_commands = all(_text(path) == text for path, text in commands.items())
+        has_kit = _holds(folder / "stamp.json", _stamp())
+        has_commands = all(_holds(path, text) for path, text in commands.items())
         if has_kit and has_commands and backend.is_symlink():
             return False
         if not has_kit:
@@ -169,21 +156,16 @@ def _stamp() -> str:
     return json.dumps(stamp, indent=2) + "\n"
 
 
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError):
-        return None
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()
 
 
 def _build(folder: Path) -> None:
-    python = sys.version_info[:2]
     libpython = find_libpython()
     partial = folder.with_name(folder.name + ".partial")
     kept = _keep_wheels(folder, partial)
-    wheels = [(wheel, download(wheel, kept)) for wheel in server_wheels(python)]
-    for wheel, path in wheels:
-        _unpack(wheel, path, partial)
+    for wheel in server_wheels(sys.version_info[:2]):
+        _unpack(wheel, download(wheel, kept), partial)
     _link_by_soname(partial)
     # A link to the one file that the stub needs: adding its folder would add other libraries.
     (partial / "lib" / libpython.name).unlink(missing_ok=True)
@@ -214,7 +196,7 @@ def download(wheel: Wheel, into: Path) -> Path:
         SetupError: pip does not find it; the message ends with pip's last lines.
     """
     for path in into.glob(f"{wheel.project.replace('-', '_')}-{wheel.version}-*.whl"):
-        if _sha256(path) == wheel.sha256:
+        if hashlib.sha256(path.read_bytes()).hexdigest() == wheel.sha256:
             return path
         path.unlink()
     print(f"setup: downloading {wheel.requirement}", file=sys.stderr, flush=True)
@@ -222,14 +204,6 @@ def download(wheel: Wheel, into: Path) -> Path:
         return download_wheel(wheel.requirement, into, sha256=wheel.sha256)
     except DownloadError as error:
         raise SetupError(str(error)) from None
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def _unpack(wheel: Wheel, path: Path, into: Path) -> None:
@@ -242,14 +216,9 @@ def _unpack(wheel: Wheel, path: Path, into: Path) -> None:
             for info in matching:
                 target = into / folder / Path(info.filename).name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with archive.open(info) as source, target.open("wb") as out:
-                    shutil.copyfileobj(source, out)
-                target.chmod(0o755 if _head(target) == b"\x7fELF" else 0o644)
-
-
-def _head(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(4)
+                content = archive.read(info)
+                target.write_bytes(content)
+                target.chmod(0o755 if content.startswith(b"\x7fELF") else 0o644)
 
 
 def _link_by_soname(kit: Path) -> None:
@@ -261,13 +230,13 @@ def _link_by_soname(kit: Path) -> None:
     folder = kit / "lib-perf_analyzer"
     folder.mkdir()
     for soname, hashed in {
-        "libb64.so.0d": r"libb64-[0-9a-f]+\.so\.0d",
-        "libcudart.so.12": r"libcudart-[0-9a-f]+\.so\.12\..*",
+        "libb64.so.0d": "libb64-*.so.0d",
+        "libcudart.so.12": "libcudart-*.so.12.*",
     }.items():
-        found = [path.name for path in (kit / "lib").iterdir() if re.fullmatch(hashed, path.name)]
+        found = list((kit / "lib").glob(hashed))
         if len(found) != 1:
             raise SetupError(f"the wheel has {len(found)} files for {soname}; expected 1")
-        (folder / soname).symlink_to(Path("..", "lib", found[0]))
+        (folder / soname).symlink_to(Path("..", "lib", found[0].name))
 
 
 def find_libpython() -> Path:
@@ -277,13 +246,11 @@ def find_libpython() -> Path:
         SetupError: this Python has none.
     """
     name = f"libpython{sys.version_info[0]}.{sys.version_info[1]}.so.1.0"
-    for folder in (sysconfig.get_config_var("LIBDIR"), Path(sys.base_prefix, "lib")):
+    own = [sysconfig.get_config_var("LIBDIR") or "", f"{sys.base_prefix}/lib"]
+    multiarch = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
+    for folder in (*own, f"/usr/lib/{multiarch}", "/lib64", "/usr/lib64", "/usr/lib"):
         if folder and Path(folder, name).is_file():
             return Path(folder, name).resolve()
-    multiarch = sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"
-    for system in (f"/usr/lib/{multiarch}", "/lib64", "/usr/lib64", "/usr/lib"):
-        if Path(system, name).is_file():
-            return Path(system, name).resolve()
     raise SetupError(
         f"{name} is not on this machine, and the server embeds Python through it; install"
         f" {name.removesuffix('.so.1.0')} (Debian, Ubuntu) or a Python built with --enable-shared"
@@ -320,7 +287,7 @@ def _commands(folder: Path, bin_folder: Path) -> dict[Path, str]:
 
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[None]:
-    """Hold a lock on `folder`, without a lock file: one process at a time assembles there."""
+    """Hold a lock on `folder`, without a lock file: one process assembles there."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -329,24 +296,13 @@ def _exclusive(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _glibc() -> tuple[int, int] | None:
-    try:
-        version = ctypes.CDLL(None).gnu_get_libc_version
-    except AttributeError:
-        return None
-    version.restype = ctypes.c_char_p
-    major, minor = version().decode().split(".")[:2]
-    return int(major), int(minor)
-
-
 def main() -> None:
     """Assemble the server, or report in one line why not."""
     try:
         check_machine(
-            python=sys.version_info[:2],
             system=platform.system(),
             machine=platform.machine(),
-            glibc=_glibc() if platform.system() == "Linux" else None,
+            libc=platform.libc_ver(),
             in_venv=sys.prefix != sys.base_prefix,
         )
         if not (PROJECT / BACKEND_SOURCE).is_dir():

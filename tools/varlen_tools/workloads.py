@@ -1,7 +1,7 @@
-"""Workloads: lengths of requests and arrival times. Everything follows from a seed, the same on any machine.
+"""Workloads: lengths and arrival times of requests, the same on any machine for a seed.
 
 Benchmarks use a `Mix` with `poisson_times`: loads of one size hold the same work.
-The simulator draws each `Arrival` independently: `poisson_arrivals` and `burst_arrivals`.
+The simulator draws each `Arrival` and its length independently: `poisson_arrivals` and `burst_arrivals`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import csv
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 # Mixes of uniform lengths by name: shortest and longest, in tokens.
 UNIFORM = {"uniform": (5, 500), "short": (2, 100)}
@@ -20,9 +19,6 @@ UNIFORM = {"uniform": (5, 500), "short": (2, 100)}
 _FITTING = 0.99
 # Mean number of arrivals in a burst.
 _BURST = 20
-
-# Draws the length of one request, in tokens.
-DrawLength: TypeAlias = Callable[[random.Random], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +72,7 @@ def trace_mix(path: Path, limit: int) -> Mix:
     Raises:
         ValueError: the file has no such column.
     """
-    lengths = _column(path, None)
+    lengths = _first_whole_column(path)
     fitting = sorted(lengths)[math.ceil(_FITTING * len(lengths)) - 1]
     divisor = max(1.0, fitting / limit)
     scaled = tuple(min(limit, max(1, round(length / divisor))) for length in lengths)
@@ -118,26 +114,16 @@ class Arrival:
     rows: int = 1
 
 
-def uniform_lengths(shortest: int, longest: int) -> DrawLength:
-    """Return draws of uniform lengths, both limits included."""
-    return lambda numbers: numbers.randint(shortest, longest)
-
-
-def sampled_lengths(lengths: Sequence[int]) -> DrawLength:
-    """Return draws from the given lengths."""
-    return lambda numbers: numbers.choice(lengths)
-
-
-def poisson_arrivals(count: int, rate: float, length: DrawLength, seed: int) -> list[Arrival]:
+def poisson_arrivals(count: int, rate: float, lengths: Sequence[int], seed: int) -> list[Arrival]:
     """Return independent arrivals at `rate` per second."""
     numbers, at, arrivals = random.Random(seed), 0.0, []
     for _ in range(count):
         at += numbers.expovariate(rate)
-        arrivals.append(Arrival(at, length(numbers)))
+        arrivals.append(Arrival(at, numbers.choice(lengths)))
     return arrivals
 
 
-def burst_arrivals(count: int, rate: float, length: DrawLength, seed: int) -> list[Arrival]:
+def burst_arrivals(count: int, rate: float, lengths: Sequence[int], seed: int) -> list[Arrival]:
     """Return arrivals at `rate` per second on average, in bursts that are a Poisson process."""
     numbers, at = random.Random(seed), 0.0
     arrivals: list[Arrival] = []
@@ -145,7 +131,7 @@ def burst_arrivals(count: int, rate: float, length: DrawLength, seed: int) -> li
         at += numbers.expovariate(rate / _BURST)
         size = 1 + int(numbers.expovariate(1 / (_BURST - 1)))
         size = min(size, count - len(arrivals))
-        arrivals += [Arrival(at, length(numbers)) for _ in range(size)]
+        arrivals += [Arrival(at, numbers.choice(lengths)) for _ in range(size)]
     return arrivals
 
 
@@ -154,28 +140,11 @@ def with_deadline(arrivals: Sequence[Arrival], seconds: float | None) -> list[Ar
     return [replace(arrival, deadline_seconds=seconds) for arrival in arrivals]
 
 
-def read_lengths(path: Path, column: str) -> list[int]:
-    """Return the positive lengths in a column of a CSV file.
-
-    Raises:
-        ValueError: the file has no such column, or no length in it.
-    """
-    lengths = [length for length in _column(path, column) if length > 0]
-    if not lengths:
-        raise ValueError(f"{path.name} has no lengths in column {column}")
-    return lengths
-
-
-def _column(path: Path, name: str | None) -> list[int]:
-    """Return a column of a CSV file; without a name the first one that holds only whole numbers."""
+def _first_whole_column(path: Path) -> list[int]:
+    """Return the first column of a CSV file that holds only whole numbers."""
     with path.open(newline="", encoding="utf-8") as file:
         headings, *rows = [row for row in csv.reader(file) if row] or [[]]
-    if name is not None and name not in headings:
-        raise ValueError(f"{path.name} has no column {name}; it has {', '.join(headings)}")
-    for heading, *cells in zip(headings, *rows, strict=False):
-        is_whole = all(cell.strip().isdecimal() for cell in cells)
-        if is_whole and cells and name in {None, heading}:
+    for _, *cells in zip(headings, *rows, strict=False):
+        if cells and all(cell.strip().isdecimal() for cell in cells):
             return [int(cell) for cell in cells]
-    if name is None:
-        raise ValueError(f"{path.name} has no column of whole numbers below its heading")
-    raise ValueError(f"column {name} of {path.name} does not hold whole numbers")
+    raise ValueError(f"{path.name} has no column of whole numbers below its heading")

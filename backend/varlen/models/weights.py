@@ -142,7 +142,8 @@ def shards(folder: Path) -> list[Path]:
         return [folder / _SINGLE]
     if not (folder / _INDEX).is_file():
         raise CheckpointError(
-            f"{folder} has no {_SINGLE} and no {_INDEX}; pickled weights (*.bin) are not read"
+            f"{folder} has no {_SINGLE} and no {_INDEX}; pickled weights (*.bin) are not read;"
+            " save the model with save_pretrained(..., safe_serialization=True)"
         )
     try:
         names = set(

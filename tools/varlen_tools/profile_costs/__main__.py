@@ -13,32 +13,30 @@ import torch
 import typer
 from rich.console import Console
 
-from varlen.cost_warmup import cache_folder, measured_costs
-from varlen.costs.store import CostStore, StoredCosts
+from varlen.cost_warmup import measured_costs
+from varlen.costs.store import StoredCosts
 from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen_tools import pictures
-from varlen_tools.model_source import ModelSource, SourceError, find_source
+from varlen_tools.model_source import (
+    ModelSource,
+    SettingsOption,
+    SourceArgument,
+    find_source,
+    parse_settings,
+)
 from varlen_tools.profile_costs.page import render
 from varlen_tools.profile_costs.picture import draw
 from varlen_tools.profile_costs.profile import Profile
-from varlen_tools.profile_costs.tables import entries, tables
+from varlen_tools.profile_costs.tables import tables
 
 _DEFAULT_SECONDS = 20
 
 
 def main(
-    source: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Model of a model repository, with its settings, or a checkpoint folder."
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Engine parameter, key=value. May be repeated."),
-    ] = None,
+    source: SourceArgument,
+    settings: SettingsOption = None,
     seconds: Annotated[
         int | None,
         typer.Option(
@@ -48,46 +46,28 @@ def main(
     again: Annotated[
         bool, typer.Option("--again", help="Measure again what is in the cache.")
     ] = False,
-    show: Annotated[
-        bool, typer.Option("--list", help="Print the entries of the cache and measure nothing.")
-    ] = False,
-    cache: Annotated[
-        str | None, typer.Option(help="Cache folder; default: the model's cache_folder.")
-    ] = None,
     gpu: Annotated[int, typer.Option(min=0, help="Number of the GPU, if the model uses one.")] = 0,
     output: Annotated[
         list[Path] | None,
         typer.Option(help=pictures.OUTPUT_HELP, callback=pictures.check_outputs),
     ] = None,
 ) -> None:
-    """Measure the cost of a model's batches, unless the cache has it; print and draw it."""
+    """Measure the cost of a model's batches unless it is cached; print and draw it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    console = Console()
-    if source is None:
-        if not show:
-            raise typer.BadParameter("give a model, or --list", param_hint="SOURCE")
-        folder = cache_folder(cache or "auto")
-        console.print(entries(CostStore(folder).entries()))
-        print(folder)
-        return
     try:
-        found = find_source(source, _parameters(settings or [], cache))
-        if show:
-            console.print(entries(CostStore(cache_folder(found.config.cache_folder)).entries()))
-            return
+        found = find_source(source, parse_settings(settings))
         costs = _costs(found, seconds, gpu=gpu, again=again)
-    except (VarlenError, SourceError) as error:
+    except VarlenError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     profile = Profile.of(found.name, costs)
-    for table in tables(profile):
-        console.print(table)
+    Console().print(*tables(profile), sep="\n")
     pictures.write_outputs(output or [], partial(draw, profile), partial(render, profile))
 
 
 def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -> StoredCosts:
     """Return the costs of batches, measured as the server measures them."""
-    config = source.config
-    config = replace(config, warmup_seconds=seconds or config.warmup_seconds or _DEFAULT_SECONDS)
+    allowed = seconds or source.config.warmup_seconds or _DEFAULT_SECONDS
+    config = replace(source.config, warmup_seconds=allowed)
     if config.threads:
         torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.open(source.checkpoint)
@@ -96,14 +76,6 @@ def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -
         return measured_costs(runner, checkpoint, config, again=again)
     finally:
         runner.close()
-
-
-def _parameters(settings: list[str], cache: str | None) -> dict[str, str]:
-    wrong = [setting for setting in settings if "=" not in setting]
-    if wrong:
-        raise typer.BadParameter(f'"{wrong[0]}"; allowed: key=value', param_hint="--set")
-    parameters = dict(setting.split("=", 1) for setting in settings)
-    return parameters if cache is None else parameters | {"cache_folder": cache}
 
 
 if __name__ == "__main__":

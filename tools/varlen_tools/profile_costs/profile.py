@@ -1,4 +1,4 @@
-"""A measured cost model, ready to be shown: its costs on a grid, and measured batches with their predictions."""
+"""A measured cost model on a grid, and measured batches with their predictions."""
 
 from __future__ import annotations
 

@@ -1,20 +1,15 @@
-"""Tables for the terminal: costs of batches, and the entries of a cache. The page shows the same rows."""
+"""Tables of costs for the terminal; the page shows the same rows."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from varlen.costs.store import StoredCosts
 from varlen_tools.profile_costs.profile import Profile
 
 BATCHES_TITLE = "measured batches, in milliseconds"
 BATCH_HEADINGS = ("sequences", "tokens", "longest", "measured", "predicted", "error")
-_CACHE_HEADINGS = (
-    "measured", "model", "task", "runs on", "execution", "limits", "batches", "seconds", "spread"
-)  # fmt: skip
 _CAPTION = "struck out: beyond the limits of a batch"
 
 
@@ -48,27 +43,6 @@ def batch_rows(profile: Profile) -> list[list[str]]:
         ]
         for batch, predicted in profile.batches
     ]
-
-
-def entries(stored: Sequence[StoredCosts]) -> Table:
-    """Return the entries of a cache, one line each."""
-    table = Table(*_CACHE_HEADINGS)
-    for costs in stored:
-        # older entries may lack a property
-        key, measurement = defaultdict(lambda: "?", costs.key), costs.measurement
-        threads = f", {key['threads']} threads" if "threads" in key else ""
-        table.add_row(
-            f"{costs.measured_at:%Y-%m-%d %H:%M %Z}",
-            f"{key['model']} ({key['checkpoint'][:8]})",
-            key["task"],
-            f"{key['device']}{threads}, {key['dtype']}; torch {key['torch']}, varlen {key['varlen']}",
-            key["execution"],
-            f"{key['max_batch_sequences']} sequences, {key['max_batch_tokens']} tokens",
-            f"{len(measurement.batches)}{'' if measurement.is_complete else ', cut short'}",
-            f"{measurement.seconds:.1f}",
-            f"{measurement.spread:.2f}",
-        )
-    return table
 
 
 def three_digits(value: float) -> str:

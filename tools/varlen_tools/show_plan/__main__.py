@@ -10,7 +10,7 @@ from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen_tools import pictures
-from varlen_tools.model_source import SourceError, find_source
+from varlen_tools.model_source import find_source
 from varlen_tools.show_plan.maps import Map, paper_maps, program_map
 from varlen_tools.show_plan.page import render
 from varlen_tools.show_plan.picture import draw, in_units
@@ -70,7 +70,7 @@ def _model_maps(folder: Path, batches: list[list[int]]) -> tuple[str, list[Map]]
     try:
         source = find_source(folder, {"device": "cpu"})
         runner = Runner(Checkpoint.open(source.checkpoint), source.config)
-    except (VarlenError, SourceError) as error:
+    except VarlenError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     runner.close()
     longest, most = max(map(max, batches)), max(map(sum, batches))

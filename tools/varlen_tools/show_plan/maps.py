@@ -1,4 +1,4 @@
-"""Space-time maps: where every usage of a batch lies, and when, by a program's plan or the paper's rules."""
+"""Space-time maps of a batch, by a program's plan or the paper's rules."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class Map:
 
 
 def program_map(program: Program, layout: Layout, lengths: Sequence[int]) -> Map:
-    """Return the map of one batch, given by the lengths of its sequences, as the arena plans it."""
+    """Return the map of one batch, as the arena plans it."""
     dims = dims_of(lengths)
     made = layout.plan(dims)
     results: dict[str, list[str]] = {}
@@ -78,7 +78,7 @@ def program_map(program: Program, layout: Layout, lengths: Sequence[int]) -> Map
 
 
 def paper_maps(lengths: Sequence[int]) -> list[Map]:
-    """Return maps of the paper's records by its rules: each request finds the chunks of the one before."""
+    """Return maps of the paper's records; each request finds the chunks before it."""
     maps: list[Map] = []
     for length in lengths:
         usages = paper.bert_usages(1, length)

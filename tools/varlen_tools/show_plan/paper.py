@@ -1,4 +1,4 @@
-"""The memory of TurboTransformers' paper: usage records of BERT-base, its list of chunks, and streams of lengths.
+"""Usage records, chunk planner and request streams of TurboTransformers' paper.
 
 What is published about the paper's allocator rests on these, so our planner is compared with them.
 The records are one encoder layer of 12 heads in fp32, which all layers share.
@@ -22,7 +22,7 @@ _LEAST_BYTES = 2 << 20
 
 
 class Place(NamedTuple):
-    """The place of a buffer: number of its chunk, and offset in bytes from the chunk's start."""
+    """The place of a buffer: number of its chunk, and offset in bytes."""
 
     chunk: int
     offset: int
@@ -44,7 +44,7 @@ class ChunkPlan:
 
 
 def plan_chunks(usages: Sequence[Usage], chunks: Sequence[int] = ()) -> ChunkPlan:
-    """Return a place for each usage: the best offset in the first chunk that has room, else a new chunk.
+    """Return the place of each usage: the first chunk with room, else a new one.
 
     Args:
         usages: of fixed size.
@@ -81,7 +81,7 @@ def _new_chunk(size: int) -> int:
 
 
 def bert_usages(batch: int, length: int) -> list[Usage]:
-    """Return the records of `batch` sequences of `length` tokens, padding included.
+    """Return the records of `batch` padded sequences of `length` tokens.
 
     Two sizes are as the published code has them, not as its ops need: `batch_gemm4` is recorded as large as
     the scores, and `seqpool` without the batch.

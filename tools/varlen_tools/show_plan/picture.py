@@ -1,4 +1,4 @@
-"""The picture of maps: bytes across at one scale, ops down, a rectangle for each usage."""
+"""The picture of maps: bytes across, ops down, a rectangle for each usage."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The scheduler on a virtual clock: the engine's own code, with a model that takes the time a cost table says."""
+"""The engine's own scheduler on a virtual clock; batches take the predicted time."""

@@ -20,11 +20,10 @@ from rich.table import Table
 from varlen.config import EngineConfig
 from varlen.costs.model import CostModel
 from varlen.errors import ConfigError
-from varlen_tools import html_page, pictures, workloads
+from varlen_tools import workloads
 from varlen_tools.simulate.costs import CostSource, cost_models
-from varlen_tools.simulate.picture import draw
 from varlen_tools.simulate.study import PolicyResult, compare, full_load, most_within, with_policy
-from varlen_tools.workloads import Arrival, DrawLength
+from varlen_tools.workloads import Arrival
 
 _NO_CAP = 10**9
 # Lengths drawn to find the mean and the longest.
@@ -69,9 +68,12 @@ def main(
     ] = "5-500",
     trace: Annotated[
         Path | None,
-        typer.Option(help="CSV file of lengths; replaces --lengths.", exists=True, dir_okay=False),
+        typer.Option(
+            help="CSV file; its first column of whole numbers replaces --lengths.",
+            exists=True,
+            dir_okay=False,
+        ),
     ] = None,
-    column: Annotated[str, typer.Option(help="Column of the trace.")] = "tokens",
     count: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 4000,
     deadline_ms: Annotated[
         float, typer.Option(min=0, help="Deadline of each request; 0: none.")
@@ -83,10 +85,6 @@ def main(
         float, typer.Option(min=0, help="Also find the highest rate with this p99; 0: do not.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = 0,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Picture to write: .svg, .png or .html.", callback=pictures.check_output),
-    ] = None,
     table: Annotated[Path | None, typer.Option(help="CSV file of all results to write.")] = None,
 ) -> None:
     """Run the scheduler on a virtual clock and compare policies under load."""
@@ -99,10 +97,10 @@ def main(
     )
     try:
         configs = [with_policy(base, name) for name in policies.split(",")]
-        length = _draw_length(lengths, trace, column)
+        population = _lengths(lengths, trace, max_batch_tokens)
         factors = _loads(loads)
         numbers = random.Random(seed)
-        drawn = [length(numbers) for _ in range(_DRAWN)]
+        drawn = [numbers.choice(population) for _ in range(_DRAWN)]
         longest = max(drawn)
         if longest > max_batch_tokens:
             raise ValueError(
@@ -122,17 +120,14 @@ def main(
         return partial(make_model, config.execution)
 
     def make_arrivals(rate: float) -> list[Arrival]:
-        arrivals = _STREAMS[stream](count, rate, length, seed)
+        arrivals = _STREAMS[stream](count, rate, population, seed)
         return workloads.with_deadline(arrivals, deadline_ms / _MILLISECONDS or None)
 
     one = full_load(make_model("packed"), drawn, max_batch_sequences)
-    results = list(
-        compare(configs, make_costs, make_arrivals, [factor * one for factor in factors])
-    )
-    title = f"{stream.value} arrivals, costs: {costs.value}"
-    scale = f"load 1 is {one:.1f} requests per second; {count:,} requests per run"
+    rates = [factor * one for factor in factors]
+    results = list(compare(configs, make_costs, make_arrivals, rates))
     console = Console(width=None if os.isatty(1) else _WIDTH)
-    console.print(scale)
+    console.print(f"load 1 is {one:.1f} requests per second; {count:,} requests per run")
     console.print(_table(results))
     if table is not None:
         _write(table, results)
@@ -143,17 +138,6 @@ def main(
         console.print(
             f"{config.policy}, {config.execution}: {most:.1f} requests per second with a p99 of {goal_ms:g} ms"
         )
-    if output is not None:
-        picture = partial(draw, results, title)
-        rows = html_page.table(_HEADINGS, [_row(result) for result in results])
-        pictures.write_outputs(
-            [output],
-            picture,
-            lambda: html_page.page(
-                "Policies under load",
-                [html_page.paragraph(scale), pictures.embedded(picture, title), rows],
-            ),
-        )
 
 
 def _loads(text: str) -> list[float]:
@@ -163,13 +147,13 @@ def _loads(text: str) -> list[float]:
         raise ValueError(f'loads are "{text}"; allowed: numbers with commas between') from None
 
 
-def _draw_length(text: str, trace: Path | None, column: str) -> DrawLength:
+def _lengths(text: str, trace: Path | None, limit: int) -> Sequence[int]:
     if trace is not None:
-        return workloads.sampled_lengths(workloads.read_lengths(trace, column))
+        return workloads.trace_mix(trace, limit).lengths
     low, _, high = text.partition("-")
     if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
         raise ValueError(f'lengths are "{text}"; allowed: two whole numbers, such as 5-500')
-    return workloads.uniform_lengths(int(low), int(high))
+    return range(int(low), int(high) + 1)
 
 
 def _write(path: Path, results: Sequence[PolicyResult]) -> None:
@@ -189,23 +173,19 @@ def _table(results: Sequence[PolicyResult]) -> Table:
         is_name = heading == "policy"
         table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
     for result, following in zip_longest(results, results[1:]):
-        is_last = following is not None and following.offered != result.offered
-        table.add_row(*_row(result), end_section=is_last)
+        times = (result.mean, result.p50, result.p95, result.p99)
+        table.add_row(
+            f"{result.policy}, {result.execution}",
+            f"{result.offered:.1f}",
+            f"{result.served:.1f}",
+            *(f"{_MILLISECONDS * seconds:.1f}" for seconds in times),
+            f"{result.mean_batch:.1f}",
+            f"{result.padding:.0%}",
+            str(result.refused),
+            str(result.lost),
+            end_section=following is not None and following.offered != result.offered,
+        )
     return table
-
-
-def _row(result: PolicyResult) -> list[str]:
-    times = (result.mean, result.p50, result.p95, result.p99)
-    return [
-        f"{result.policy}, {result.execution}",
-        f"{result.offered:.1f}",
-        f"{result.served:.1f}",
-        *(f"{_MILLISECONDS * seconds:.1f}" for seconds in times),
-        f"{result.mean_batch:.1f}",
-        f"{result.padding:.0%}",
-        str(result.refused),
-        str(result.lost),
-    ]
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ class CostSource(str, Enum):
 
 
 def cpu_seconds(count: int, length: int) -> float:
-    """Return made-up seconds of a small encoder on a CPU: tokens are costly, a batch is not."""
+    """Return made-up seconds of a batch on a CPU, where tokens are costly."""
     return 1.5e-3 + 30e-6 * count * length + 20e-9 * count * length**2
 
 
 def gpu_seconds(count: int, length: int) -> float:
-    """Return made-up seconds of a small encoder on a GPU: few tokens cost as much as 256."""
+    """Return made-up seconds of a batch on a GPU; few tokens cost like 256."""
     return 2e-3 + 4e-6 * max(256, count * length) + 2e-9 * count * length**2
 
 

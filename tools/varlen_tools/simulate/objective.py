@@ -16,7 +16,7 @@ import typer
 from varlen.costs.batch_shape import BatchLimits
 from varlen.costs.model import CostModel
 from varlen.scheduling.partition import partition
-from varlen_tools import html_page, pictures
+from varlen_tools import pictures
 from varlen_tools.simulate.costs import cpu_seconds
 
 if TYPE_CHECKING:
@@ -34,18 +34,10 @@ _WAITING, _LATER = pictures.COLORS[0], pictures.COLORS[4]
 
 
 def main(
-    output: Annotated[
-        Path,
-        typer.Argument(
-            help="Picture to write: .svg, .png or .html.", callback=pictures.check_output
-        ),
-    ] = Path("docs/scheduling.svg"),
+    output: Annotated[Path, typer.Argument(help="Picture to write.")] = Path("docs/scheduling.svg"),
 ) -> None:
     """Draw what the scheduler minimizes."""
-    title = "The scheduler's objective"
-    pictures.write_outputs(
-        [output], draw, lambda: html_page.page(title, [pictures.embedded(draw, title)])
-    )
+    print(*pictures.write(draw, output), sep="\n")
 
 
 def draw() -> Figure:

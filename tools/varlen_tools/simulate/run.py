@@ -6,10 +6,10 @@ Only the executor is simulated: a batch ends after its cost, and requests arrive
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from heapq import heappop, heappush
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -88,16 +88,37 @@ def simulate(
     costs: CostModel,
     *,
     actual: CostModel | None = None,
-    slots: int = 1,
 ) -> Run:
     """Return the run of an engine over arrivals, which are in order of time.
 
     Args:
         costs: the scheduler's cost model, which it refines.
         actual: the real costs; None if the scheduler's are right.
-        slots: batches that run at the same time, each as fast as one alone.
     """
-    return _Simulation(arrivals, config, costs, actual or costs, slots).complete()
+    clock = _Clock(arrivals[0].at if arrivals else 0.0)
+    executor = _Executor(clock, actual or costs)
+    admission = Admission(config.max_queued_requests, config.max_queued_tokens, slots=1)
+    scheduler = OneShotScheduler(config, costs, admission, config.max_batch_tokens)
+    engine = Engine(scheduler, executor, Stats(), clock)
+    outcomes: list[Outcome] = []
+    coming = deque(arrivals)
+    began = clock.now
+    wake_at: float | None = None
+    while True:
+        arrival = coming[0].at if coming else math.inf
+        wake = math.inf if wake_at is None else wake_at
+        clock.now = max(clock.now, min(arrival, executor.end, wake))
+        if math.isinf(clock.now):
+            break
+        if executor.end <= clock.now:
+            executor.complete()
+        elif arrival <= clock.now:
+            outcomes.append(_submit(engine, coming.popleft(), clock))
+        wake_at = engine.step()
+    end = max((o.end for o in outcomes if o.end is not None), default=began)
+    padding = [b.sequences * b.longest - b.tokens for b in executor.batches]
+    is_padded = config.execution == "padded"
+    return Run(outcomes, end - began, executor.batches, sum(padding) if is_padded else 0)
 
 
 @dataclass(slots=True)
@@ -135,87 +156,38 @@ class _Reply:
 class _Executor:
     """Ends each batch after its cost, on the virtual clock."""
 
-    def __init__(self, clock: _Clock, costs: CostModel, slots: int) -> None:
-        self.slots = slots
+    slots = 1
+
+    def __init__(self, clock: _Clock, costs: CostModel) -> None:
         self.batches: list[BatchShape] = []
+        # of the running batch; infinity if none runs
+        self.end = math.inf
         self._clock = clock
         self._costs = costs
-        # (end, number, callback)
-        self._running: list[tuple[float, int, Callable[[], None]]] = []
-
-    @property
-    def next_end(self) -> float:
-        """Time at which the next batch ends; infinity if none runs."""
-        return self._running[0][0] if self._running else math.inf
 
     def start(self, batch: Batch, completed: Callable[[Batch, BatchResult], None]) -> None:
         self.batches.append(batch.shape)
         seconds = self._costs.seconds(batch.shape)
         result = BatchResult([_NOTHING] * len(batch.sequences), seconds)
-        end = self._clock.now + seconds
-        heappush(self._running, (end, len(self.batches), lambda: completed(batch, result)))
+        self.end = self._clock.now + seconds
+        self._complete = partial(completed, batch, result)
 
-    def complete_next(self) -> None:
-        """Complete the batch that ends first."""
-        heappop(self._running)[2]()
+    def complete(self) -> None:
+        """Complete the running batch."""
+        self.end = math.inf
+        self._complete()
 
 
-class _Simulation:
-    """The engine, its arrivals and its executor."""
-
-    def __init__(
-        self,
-        arrivals: Sequence[Arrival],
-        config: EngineConfig,
-        costs: CostModel,
-        actual: CostModel,
-        slots: int,
-    ) -> None:
-        self._arrivals = arrivals
-        self._is_padded = config.execution == "padded"
-        self._clock = _Clock(arrivals[0].at if arrivals else 0.0)
-        self._outcomes: list[Outcome] = []
-        self._executor = _Executor(self._clock, actual, slots)
-        admission = Admission(config.max_queued_requests, config.max_queued_tokens, slots=slots)
-        scheduler = OneShotScheduler(config, costs, admission, config.max_batch_tokens)
-        self._engine = Engine(scheduler, self._executor, Stats(), self._clock)
-
-    def complete(self) -> Run:
-        """Return the run once every request is answered."""
-        began = self._clock.now
-        wake_at: float | None = None
-        while True:
-            arrival = self._next_arrival.at if self._next_arrival else math.inf
-            wake = math.inf if wake_at is None else wake_at
-            self._clock.now = max(self._clock.now, min(arrival, self._executor.next_end, wake))
-            if math.isinf(self._clock.now):
-                break
-            if self._executor.next_end <= self._clock.now:
-                self._executor.complete_next()
-            elif self._next_arrival and arrival <= self._clock.now:
-                self._submit(self._next_arrival)
-            wake_at = self._engine.step()
-        batches = self._executor.batches
-        padding = [b.sequences * b.longest - b.tokens for b in batches if self._is_padded]
-        end = max((o.end for o in self._outcomes if o.end is not None), default=began)
-        return Run(self._outcomes, end - began, batches, sum(padding))
-
-    @property
-    def _next_arrival(self) -> Arrival | None:
-        coming = len(self._outcomes)
-        return self._arrivals[coming] if coming < len(self._arrivals) else None
-
-    def _submit(self, arrival: Arrival) -> None:
-        outcome = Outcome(arrival)
-        self._outcomes.append(outcome)
-        reply = _Reply(outcome, self._clock)
-        deadline = arrival.deadline_seconds
-        options = RequestOptions(priority=arrival.priority, deadline_seconds=deadline)
-        request = Request((_prompt(arrival.tokens),) * arrival.rows, options)
-        try:
-            self._engine.submit(request, reply)
-        except VarlenError as error:
-            reply.fail(error)
+def _submit(engine: Engine, arrival: Arrival, clock: _Clock) -> Outcome:
+    outcome = Outcome(arrival)
+    reply = _Reply(outcome, clock)
+    options = RequestOptions(priority=arrival.priority, deadline_seconds=arrival.deadline_seconds)
+    request = Request((_prompt(arrival.tokens),) * arrival.rows, options)
+    try:
+        engine.submit(request, reply)
+    except VarlenError as error:
+        reply.fail(error)
+    return outcome
 
 
 @lru_cache(maxsize=4096)

@@ -97,7 +97,7 @@ def most_within(
     p99: float,
     upper: float,
 ) -> float:
-    """Return the highest rate that is served with this p99 latency, in seconds; at most `upper`, by bisection."""
+    """Return the highest rate up to `upper` that is served with this p99."""
 
     def sustains(rate: float) -> bool:
         result = measure(config, make_costs, make_arrivals(rate), rate)
@@ -113,7 +113,7 @@ def most_within(
 
 
 def full_load(costs: CostModel, lengths: Sequence[int], max_sequences: int) -> float:
-    """Return the rate of a load of 1: requests per second in full batches of the mean length."""
+    """Return requests per second in full batches of the mean length: a load of 1."""
     mean = round(statistics.fmean(lengths))
     shape = BatchShape.of([mean] * max_sequences)
     return max_sequences / costs.seconds(shape)

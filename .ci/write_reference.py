@@ -1,4 +1,4 @@
-"""Write docs/configuration.md and docs/metrics.md: `python -m varlen_tools.write_reference`.
+"""Write docs/configuration.md and docs/metrics.md: `python .ci/write_reference.py`.
 
 The tables are made from `EngineConfig` and the metric catalogue, so they always agree with the code.
 """
@@ -13,8 +13,8 @@ from varlen.encoder import Encoder
 from varlen.metrics import METRICS, Metric
 from varlen.wire import DEFAULT_MAX_ROWS
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-COMMAND = "python -m varlen_tools.write_reference"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+COMMAND = "python .ci/write_reference.py"
 
 # The first setting of each section, in the order of the class.
 _SECTIONS = {
