@@ -1,6 +1,4 @@
-"""Calls of the ops that work on rows alone: norms, activations, embeddings."""
-
-from __future__ import annotations
+"""Calls of the ops that compute each token alone: norms, activations, embeddings."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
@@ -16,7 +14,7 @@ RMS_NORM_EPS = 1e-6
 def add_layer_norm(
     tokens: int, hidden: int, dtype: torch.dtype, *, has_bias: bool = False, shape: str = ""
 ) -> OpCall:
-    """Return the residual add and layer norm at the end of a sublayer, with `x_bias` or without."""
+    """Return the bias, residual and layer norm at the end of a sublayer."""
     vectors = ["weight", "bias"] + ["x_bias"] * has_bias
 
     def formula(
@@ -43,7 +41,7 @@ def add_layer_norm(
 
 
 def rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
-    """Return the residual add and RMS norm at the start of a decoder's sublayer; the sum is kept."""
+    """Return the residual add and RMS norm of a decoder, which also stores the sum."""
     return OpCall(
         op="rms_norm",
         shape=f"{tokens}x{hidden}",
@@ -67,7 +65,7 @@ def rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
 def activate(
     tokens: int, features: int, dtype: torch.dtype, *, kind: Activation = "gelu", shape: str = ""
 ) -> OpCall:
-    """Return bias and activation, between the two layers of a feed-forward block."""
+    """Return the bias and activation inside a feed-forward block."""
 
     def formula(x: Tensor, bias: Tensor) -> Tensor:
         if kind == "relu":
@@ -120,7 +118,10 @@ def embed_layer_norm(
     positions: int,
     shape: str = "",
 ) -> OpCall:
-    """Return the sum of three embeddings and its layer norm; positions and types count as cached."""
+    """Return the sum of three embeddings and its layer norm.
+
+    `bytes_moved` counts token embeddings only, because the small tables stay in the cache.
+    """
     tables = {"token": vocabulary, "position": positions, "type": 2}
 
     def inputs(make: Tensors) -> Inputs:
