@@ -15,7 +15,7 @@ from varlen_bench import tune_kernels
 from varlen_bench.harness.summary import Spread
 from varlen_bench.kernels.machine import Budget
 from varlen_bench.ops import beam, rows
-from varlen_bench.tune_kernels import Bench, collect_choices, tune, tune_all, updated_tables
+from varlen_bench.tune_kernels import collect_choices, tune, tune_all, updated_tables
 from varlen_kernels import tuning
 
 CPU = torch.device("cpu")
@@ -65,22 +65,21 @@ class Timer:
         return Spread(time, time, time, 1)
 
 
-def bench_of(microseconds=lambda rows, tokens: TIMES[rows], launches=LAUNCHES):
-    """Return a bench with these times, and the list of its reports."""
-    kernels, reports = Kernels(launches), []
-    bench = Bench(kernels, CPU, Timer(kernels, microseconds), reports.append)
-    return bench, reports
+def machine_with(microseconds=lambda rows, tokens: TIMES[rows], launches=LAUNCHES):
+    """Return a machine with these times and launches."""
+    kernels = Kernels(launches)
+    timer = Timer(kernels, microseconds)
+    return SimpleNamespace(gpu="Mine", driver="1", device=CPU, kernels=kernels, timer=timer)
 
 
 def calls(*tokens, hidden=8):
     return [rows.add_layer_norm(count, hidden, torch.float32) for count in tokens]
 
 
-def test_each_key_has_its_largest_middle_and_smallest_call_and_a_failed_call_is_reported():
-    bench, reports = bench_of()
+def test_each_key_has_its_largest_middle_and_smallest_call_and_a_failed_call_is_reported(capsys):
     failing = beam.beam_step(8, 4, 320, torch.float32)
 
-    found = collect_choices([failing, *calls(1, 5, 2, 4, 3), *calls(6, hidden=16)], bench)
+    found = collect_choices([failing, *calls(1, 5, 2, 4, 3), *calls(6, hidden=16)], machine_with())
 
     assert [(choice.op, choice.key) for choice in found] == [
         ("add_layer_norm", (8, torch.float32)),
@@ -88,7 +87,8 @@ def test_each_key_has_its_largest_middle_and_smallest_call_and_a_failed_call_is_
     ]
     assert [call.tokens for call in found[0].calls] == [5, 3, 1]
     assert found[0].launches == LAUNCHES
-    assert reports[0].startswith("beam_step 8x4x320 float32: failed: AttributeError")
+    reported = capsys.readouterr().out
+    assert reported.startswith("beam_step 8x4x320 float32: failed: AttributeError")
 
 
 @pytest.mark.parametrize(
@@ -103,39 +103,36 @@ def test_each_key_has_its_largest_middle_and_smallest_call_and_a_failed_call_is_
     ids="fastest small_gain fails wrong one_candidate".split(),
 )
 def test_the_fastest_right_launch_wins_if_it_beats_the_default_by_three_percent(
-    launches, times, best, text
+    launches, times, best, text, capsys
 ):
-    bench, reports = bench_of(lambda rows, tokens: times[rows], launches)
-    (choice,) = collect_choices(calls(4), bench)
+    machine = machine_with(lambda rows, tokens: times[rows], launches)
+    (choice,) = collect_choices(calls(4), machine)
 
-    assert tune(choice, bench) == best
-    assert text in "".join(reports)
+    assert tune(choice, machine) == best
+    assert text in capsys.readouterr().out
     # no launch is forced any more
     assert tuning.pick("add_layer_norm", choice.key, lambda *_: LAUNCHES)["ROWS"] == 4
 
 
 def test_a_speedup_that_does_not_repeat_keeps_the_default():
     times = iter([10.0, 8.0, 9.0, 10.0, 9.9])
-    bench, _ = bench_of(lambda rows, tokens: next(times))
-    (choice,) = collect_choices(calls(4), bench)
+    machine = machine_with(lambda rows, tokens: next(times))
+    (choice,) = collect_choices(calls(4), machine)
 
-    assert tune(choice, bench) is None
+    assert tune(choice, machine) is None
     assert list(times) == []
 
 
-def test_a_launch_that_is_slower_on_smaller_batches_keeps_the_default():
-    bench, reports = bench_of(
-        lambda rows, tokens: 11.0 if (rows, tokens) == (1, 2) else TIMES[rows]
-    )
-    (choice,) = collect_choices(calls(100, 2), bench)
+def test_a_launch_that_is_slower_on_smaller_batches_keeps_the_default(capsys):
+    machine = machine_with(lambda rows, tokens: 11.0 if (rows, tokens) == (1, 2) else TIMES[rows])
+    (choice,) = collect_choices(calls(100, 2), machine)
 
-    assert tune(choice, bench) is None
-    assert "0.909x on add_layer_norm 2x8 float32" in reports[-1]
+    assert tune(choice, machine) is None
+    assert "0.909x on add_layer_norm 2x8 float32" in capsys.readouterr().out
 
 
-def test_keys_past_the_budget_are_skipped_and_reported():
+def test_keys_past_the_budget_are_skipped_and_reported(capsys):
     now = [0.0]
-    bench, reports = bench_of()
     saved = []
 
     def save(best):
@@ -143,11 +140,11 @@ def test_keys_past_the_budget_are_skipped_and_reported():
         now[0] = 10.0
 
     budget = Budget(5, clock=lambda: now[0])
-    best = tune_all([*calls(4), *calls(4, hidden=16)], bench, budget, save)
+    best = tune_all([*calls(4), *calls(4, hidden=16)], machine_with(), budget, save)
 
     assert best == {("add_layer_norm", "8/float32"): LAUNCHES[1]}
     assert saved == [best]
-    assert reports[-1].endswith("is spent: add_layer_norm 16/float32")
+    assert "is spent: add_layer_norm 16/float32\n" in capsys.readouterr().out
 
 
 def test_an_update_keeps_other_entries_and_removes_those_without_a_speedup():
@@ -188,13 +185,9 @@ def test_the_command_skips_without_a_gpu_and_rejects_an_unknown_group(monkeypatc
 
 
 def test_the_command_writes_the_table_that_pick_reads(monkeypatch, tmp_path):
-    bench, _ = bench_of()
-    machine = SimpleNamespace(
-        gpu="Mine", driver="1", device=CPU, kernels=bench.kernels, timer=bench.timer
-    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Mine")
-    monkeypatch.setattr(tune_kernels, "gpu_machine", lambda passes: machine)
+    monkeypatch.setattr(tune_kernels, "gpu_machine", lambda passes: machine_with())
     monkeypatch.setattr(tune_kernels, "benchmark_calls", lambda grid, groups, dtype: calls(4))
     monkeypatch.chdir(tmp_path)
     output = tmp_path / "tuning.json"

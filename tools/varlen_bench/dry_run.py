@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -60,16 +61,25 @@ def dry_run(arch: int) -> Iterator[list[Compilation]]:
         raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted, not compiled")
     compiled: list[Compilation] = []
 
-    # Triton passes these names by keyword
+    # Triton passes its arguments by keyword
     def listener(
         *,
-        src: object,  # noqa: ARG001
-        metadata: Mapping[str, object],
+        metadata: Mapping[str, Any],
         metadata_group: Mapping[str, str],
-        times: object,  # noqa: ARG001
         cache_hit: bool,
+        **_: object,
     ) -> None:
-        compiled.append(_compilation(metadata, metadata_group, cached=cache_hit))
+        files = {Path(name).suffix: Path(path) for name, path in metadata_group.items()}
+        compilation = Compilation(
+            kernel=metadata["name"],
+            arch=metadata["target"].arch,
+            num_warps=metadata["num_warps"],
+            shared_bytes=metadata["shared"],
+            ptx=files[".ptx"].read_text(),
+            cubin=files[".cubin"].read_bytes(),
+            cached=cache_hit,
+        )
+        compiled.append(compilation)
 
     drivers = triton.runtime.driver
     driver_before, listener_before = drivers._active, knobs.compilation.listener
@@ -83,33 +93,16 @@ def dry_run(arch: int) -> Iterator[list[Compilation]]:
         knobs.compilation.listener = listener_before
 
 
-def _compilation(
-    metadata: Mapping[str, object], files: Mapping[str, str], *, cached: bool
-) -> Compilation:
-    target = metadata["target"]
-    shared, warps = metadata["shared"], metadata["num_warps"]
-    assert isinstance(target, GPUTarget)
-    assert isinstance(shared, int)
-    assert isinstance(warps, int)
-    paths = {Path(name).suffix: Path(path) for name, path in files.items()}
-    return Compilation(
-        kernel=str(metadata["name"]),
-        arch=int(target.arch),
-        num_warps=warps,
-        shared_bytes=shared,
-        ptx=paths[".ptx"].read_text(),
-        cubin=paths[".cubin"].read_bytes(),
-        cached=cached,
-    )
-
-
 class _FakeDriver:
-    """The methods of Triton's CUDA driver that a launch calls; the launch does nothing."""
+    """The methods of Triton's CUDA driver that a launch calls; the launch does nothing.
+
+    It is also its own `utils`, which a compiled kernel calls before its first launch.
+    """
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
         self._device = next(_device_numbers)
-        self.utils = _FakeUtils(arch)
+        self.utils = self
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self._arch, 32)
@@ -134,13 +127,6 @@ class _FakeDriver:
 
     def launcher_cls(self, src: object, metadata: object) -> Callable[..., None]:  # noqa: ARG002
         return lambda *arguments: None  # noqa: ARG005
-
-
-class _FakeUtils:
-    """The methods of the driver that a compiled kernel calls before its first launch."""
-
-    def __init__(self, arch: int) -> None:
-        self._arch = arch
 
     def get_device_properties(self, device: int) -> dict[str, int]:  # noqa: ARG002
         return {"max_shared_mem": SHARED_MEMORY_LIMITS[self._arch], "multiprocessor_count": 132}

@@ -20,9 +20,8 @@ from varlen_bench.harness.command import Only, select
 from varlen_bench.harness.rows import Cell, bench_line
 from varlen_bench.kernels.grid import FULL, Grid
 from varlen_bench.kernels.groups import DTYPES, GROUPS, served_attention
-from varlen_bench.kernels.machine import Budget, gpu_machine
+from varlen_bench.kernels.machine import Budget, Machine, gpu_machine
 from varlen_bench.kernels.measure import failed_note
-from varlen_bench.kernels.timing import Timer
 from varlen_bench.ops.call import OpCall
 from varlen_kernels import tuning
 from varlen_kernels.tuning import Key, Launch
@@ -34,6 +33,8 @@ _MIN_SPEEDUP = 1.03
 # It must reach this speedup on smaller calls.
 _MIN_SPEEDUP_ELSEWHERE = 0.97
 _MAX_CALLS = 3
+
+_report = partial(print, flush=True)
 
 # The best launch by op and key text; None for the default.
 BestLaunches: TypeAlias = dict[tuple[str, str], Launch | None]
@@ -59,26 +60,16 @@ class Choice:
         return f"{self.op} {tuning.key_text(self.key)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """The kernels to tune, the device, its timer, and a function that prints progress."""
-
-    kernels: object
-    device: torch.device
-    timer: Timer
-    report: Callable[[str], None]
-
-
 @torch.inference_mode()
-def collect_choices(calls: Iterable[OpCall], bench: Bench) -> list[Choice]:
+def collect_choices(calls: Iterable[OpCall], machine: Machine) -> list[Choice]:
     """Return the keys of these calls, each with its largest, middle and smallest call."""
     found: dict[tuple[str, Key], Choice] = {}
     for call in calls:
         try:
             with tuning.record_picks() as picks:
-                call.run(bench.kernels, call.make(bench.device, 0))
+                call.run(machine.kernels, call.make(machine.device, 0))
         except Exception as error:  # other calls may succeed
-            bench.report(f"{call.name}: {failed_note(error)}")
+            _report(f"{call.name}: {failed_note(error)}")
             continue
         for op, key, candidate_launches in picks:
             choice = found.setdefault((op, key), Choice(op, key, candidate_launches(*key)))
@@ -93,56 +84,55 @@ def collect_choices(calls: Iterable[OpCall], bench: Bench) -> list[Choice]:
 
 
 @torch.inference_mode()
-def tune(choice: Choice, bench: Bench) -> Launch | None:
+def tune(choice: Choice, machine: Machine) -> Launch | None:
     """Return the launch that beats the default, or None."""
     default, *others = choice.launches
     if not others:
         return None
-    largest = _LaunchTimer(choice, choice.calls[0], bench)
+    largest = _LaunchTimer(choice, choice.calls[0], machine)
     default_time = largest.time(default)
     times = [(time, launch) for launch in others if (time := largest.time(launch)) is not None]
     if default_time is None or not times:
-        bench.report(f"{choice.name}: nothing to compare")
+        _report(f"{choice.name}: nothing to compare")
         return None
     time, best = min(times, key=lambda timed: timed[0])
     speedup = default_time / time
     if speedup > _MIN_SPEEDUP:
         speedup = min(speedup, largest.speedup(best))
     if speedup <= _MIN_SPEEDUP:
-        bench.report(f"{choice.name}: the default stays, the best candidate has {speedup:.3f}x")
+        _report(f"{choice.name}: the default stays, the best candidate has {speedup:.3f}x")
         return None
     for call in choice.calls[1:]:
-        elsewhere = _LaunchTimer(choice, call, bench).speedup(best)
+        elsewhere = _LaunchTimer(choice, call, machine).speedup(best)
         if elsewhere < _MIN_SPEEDUP_ELSEWHERE:
             reason = f"{best} has {elsewhere:.3f}x on {call.name}"
-            bench.report(f"{choice.name}: the default stays, {reason}")
+            _report(f"{choice.name}: the default stays, {reason}")
             return None
     figures = f"{speedup:.3f}x, {time:.2f} us on {choice.calls[0].name}"
-    bench.report(f"{choice.name}: {best} has {figures}")
+    _report(f"{choice.name}: {best} has {figures}")
     return best
 
 
 class _LaunchTimer:
     """Times the launches of a choice on the same inputs of one call."""
 
-    def __init__(self, choice: Choice, call: OpCall, bench: Bench) -> None:
+    def __init__(self, choice: Choice, call: OpCall, machine: Machine) -> None:
         self._choice = choice
         self._call = call
-        self._bench = bench
-        count = bench.timer.num_sets(call.bytes_moved)
-        self._sets = [call.make(bench.device, seed) for seed in range(count)]
+        self._machine = machine
+        count = machine.timer.num_sets(call.bytes_moved)
+        self._sets = [call.make(machine.device, seed) for seed in range(count)]
         self._exact = call.exact(self._sets[0])
 
     def time(self, launch: Launch) -> float | None:
         """Return the microseconds of a call; report a wrong or failed launch and return None."""
-        call, choice, timer = self._call, self._choice, self._bench.timer
-        run = partial(call.run, self._bench.kernels)
+        call, choice, timer = self._call, self._choice, self._machine.timer
+        run = partial(call.run, self._machine.kernels)
         try:
             with tuning.forced_launch(choice.op, choice.key, launch):
                 spread = timer.graph(run, self._sets, call.bytes_moved, verify=self._verify)
         except Exception as error:  # other launches may succeed
-            note = failed_note(error)
-            self._bench.report(f"{choice.name}: {launch} on {call.name}: {note}")
+            _report(f"{choice.name}: {launch} on {call.name}: {failed_note(error)}")
             return None
         return spread.median
 
@@ -189,7 +179,7 @@ def benchmark_calls(grid: Grid, groups: Sequence[str], dtype: torch.dtype) -> li
 
 
 def tune_all(
-    calls: Iterable[OpCall], bench: Bench, budget: Budget, save: Callable[[BestLaunches], None]
+    calls: Iterable[OpCall], machine: Machine, budget: Budget, save: Callable[[BestLaunches], None]
 ) -> BestLaunches:
     """Return the best launch of every key of the calls.
 
@@ -198,19 +188,17 @@ def tune_all(
         save: called after each key with the launches so far.
     """
     best: BestLaunches = {}
-    choices = collect_choices(calls, bench)
+    choices = collect_choices(calls, machine)
     for index, choice in enumerate(choices):
         if not budget.allows():
             names = ", ".join(skipped.name for skipped in choices[index:])
-            bench.report(f"{budget.spent_note}: {names}")
+            _report(f"{budget.spent_note}: {names}")
             break
         try:
-            best[choice.op, tuning.key_text(choice.key)] = tune(choice, bench)
+            best[choice.op, tuning.key_text(choice.key)] = tune(choice, machine)
         except Exception as error:  # other keys may succeed
-            bench.report(f"{choice.name}: {failed_note(error)}")
-            if bench.device.type == "cuda":
-                # raises if the device is lost
-                torch.cuda.synchronize()
+            _report(f"{choice.name}: {failed_note(error)}")
+            machine.stop_if_lost(choice.name)
             continue
         save(best)
     return best
@@ -232,16 +220,15 @@ def main(
         print("tune-kernels: skipped, torch finds no CUDA GPU")
         return
     machine = gpu_machine(passes)
-    bench = Bench(machine.kernels, machine.device, machine.timer, partial(print, flush=True))
     version = tuning.minor_version()
-    bench.report(f"{machine.gpu}, driver {machine.driver}, triton {version}")
+    _report(f"{machine.gpu}, driver {machine.driver}, triton {version}")
     before = TABLE.read_text(encoding="utf-8") if TABLE.is_file() else "{}"
 
     def save(best: BestLaunches) -> None:
         output.write_text(updated_tables(before, machine.gpu, version, best), encoding="utf-8")
 
     calls = [call for kind in kinds for call in benchmark_calls(FULL, groups, DTYPES[kind])]
-    best = tune_all(calls, bench, Budget(budget), save)
+    best = tune_all(calls, machine, Budget(budget), save)
     faster = sum(launch is not None for launch in best.values())
     print(f"written: {output}")
     gpu = machine.gpu.replace(" ", "_")

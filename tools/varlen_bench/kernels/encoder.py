@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +36,11 @@ ENCODER, ENCODER_OP, ENCODER_HOST = "encoder", "encoder-share", "encoder-host"
 MAX_ERROR = 0.045
 
 _NORMALIZED = RequestOptions(normalize=True)
-_DTYPES: dict[str, DType] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_DTYPES: dict[torch.dtype, DType] = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
 
 
 class PackedForward:
@@ -82,19 +86,6 @@ class SingleOpKernels:
         if name == self._name:
             return getattr(self._kernels, name)
         return lambda *_, out, **__: out
-
-
-def load_runner(folder: Path, dtype: torch.dtype, machine: Machine, tokens: int) -> Runner:
-    """Return the checkpoint on the machine's device, for batches of up to `tokens`."""
-    checkpoint = Checkpoint.open(folder)
-    device: Literal["cpu", "cuda"] = "cuda" if machine.device.type == "cuda" else "cpu"
-    config = EngineConfig(
-        device=device,
-        dtype=_DTYPES[str(dtype).removeprefix("torch.")],
-        max_batch_tokens=tokens,
-        max_sequence_tokens=min(checkpoint.position_limit, tokens),
-    )
-    return Runner(checkpoint, config)
 
 
 def random_prompts(lengths: list[int], vocabulary: int) -> list[Prompt]:
@@ -166,7 +157,14 @@ def _measure_encoder(
         prompts = random_prompts(grid.serving_lengths(), shape.vocabulary)
         exact = exact_vectors(folder, prompts, machine.device)
         peers = encoder_peers(folder, prompts, dtype, machine.device, machine.compile_model)
-        with closing(load_runner(folder, dtype, machine, tokens)) as runner:
+        checkpoint = Checkpoint.open(folder)
+        config = EngineConfig(
+            device="cuda" if machine.device.type == "cuda" else "cpu",
+            dtype=_DTYPES[dtype],
+            max_batch_tokens=tokens,
+            max_sequence_tokens=min(checkpoint.position_limit, tokens),
+        )
+        with closing(Runner(checkpoint, config)) as runner:
             forward = PackedForward(runner, prompts, tokens)
             call = OpCall(
                 op=ENCODER,

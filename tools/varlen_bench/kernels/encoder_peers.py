@@ -90,11 +90,11 @@ def _split(prompts: list[Prompt], order: Order, count: int) -> list[list[int]]:
     count = min(count, len(indices))
     if order == "sorted":
         indices.sort(key=lambda i: -prompts[i].num_tokens)
-    bounds = [round(sub_batch * len(indices) / count) for sub_batch in range(count + 1)]
+    bounds = [round(i * len(indices) / count) for i in range(count + 1)]
     return [indices[begin:end] for begin, end in pairwise(bounds)]
 
 
 def _output_rows(sub_batches: list[list[int]], device: torch.device) -> Tensor:
     """Return the row of each sequence in the concatenated sub-batches."""
-    flat = torch.tensor([index for sub_batch in sub_batches for index in sub_batch])
+    flat = torch.tensor([i for sub_batch in sub_batches for i in sub_batch])
     return flat.argsort().to(device)

@@ -1,6 +1,8 @@
 """The measured calls by name for `--only`; the most important calls first."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -23,19 +25,18 @@ def softmax(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 
 def layer_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return residual and layer norm for a server's batch and for the paper."""
-    shapes = _served_and_paper(grid)
-    return [rows.add_layer_norm(tokens, w, dtype, shape=shape) for tokens, w, shape in shapes]
+    return _served_and_paper(grid, partial(rows.add_layer_norm, dtype=dtype))
 
 
 def attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return attention for a server's batch and for the paper."""
     make, lengths = sequences.attention_varlen, grid.serving_lengths()
     heads, head_dim = grid.heads, grid.hidden // grid.heads
-    served = [make(lengths, count, width // count, dtype) for width, count in grid.serving_widths]
-    return served + [
-        make([length] * batch, heads, head_dim, dtype, shape=f"{batch}x{length} {heads}x{head_dim}")
-        for batch, length in grid.paper()
-    ]
+    calls = [make(lengths, count, width // count, dtype) for width, count in grid.serving_widths]
+    for batch, n in grid.paper():
+        call = make([n] * batch, heads, head_dim, dtype)
+        calls.append(replace(call, shape=f"{batch}x{n} {heads}x{head_dim}"))
+    return calls
 
 
 def served_attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
@@ -50,22 +51,18 @@ def served_attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
         for width, heads in grid.serving_widths:
             head_dim = width // heads
             shape = f"{grid.serving_tokens} of {shortest}-{longest} {heads}x{head_dim}"
-            calls.append(
-                sequences.attention_varlen(
-                    lengths, heads, head_dim, dtype, shape=shape, slots=slots
-                )
-            )
+            call = sequences.attention_varlen(lengths, heads, head_dim, dtype, slots=slots)
+            calls.append(replace(call, shape=shape))
     return calls
 
 
 def activation(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return bias and GELU, and the gate of SwiGLU."""
-    calls = []
-    for tokens, features, shape in _served_and_paper(grid, _FEATURES_FACTOR):
-        calls.append(rows.activate(tokens, features, dtype, shape=shape))
-        if not shape:
-            calls.append(rows.silu_gate(tokens, features, dtype))
-    return calls
+    """Return bias and GELU for a server's batch and for the paper, and SwiGLU for the server."""
+    calls = _served_and_paper(grid, partial(rows.activate, dtype=dtype), _FEATURES_FACTOR)
+    features = [_FEATURES_FACTOR * width for width, _ in grid.serving_widths]
+    gates = [rows.silu_gate(grid.serving_tokens, count, dtype) for count in features]
+    # the paper last, in case the time runs out
+    return [*calls[: len(gates)], *gates, *calls[len(gates) :]]
 
 
 def rms_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
@@ -76,10 +73,7 @@ def rms_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 def embedding(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return embeddings and layer norm for a server's batch and for the paper."""
     tables = {"vocabulary": grid.vocabulary, "positions": grid.positions}
-    return [
-        rows.embed_layer_norm(tokens, width, dtype, **tables, shape=shape)
-        for tokens, width, shape in _served_and_paper(grid)
-    ]
+    return _served_and_paper(grid, partial(rows.embed_layer_norm, dtype=dtype, **tables))
 
 
 def packing(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
@@ -98,12 +92,13 @@ def beams(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     ]
 
 
-def _served_and_paper(grid: Grid, factor: int = 1) -> list[tuple[int, int, str]]:
-    """Return tokens, `factor` times the width, and for the paper a name of the shape."""
-    served = [(grid.serving_tokens, factor * width, "") for width, _ in grid.serving_widths]
+def _served_and_paper(grid: Grid, make: Callable[..., OpCall], factor: int = 1) -> list[OpCall]:
+    """Return calls of `make(tokens, factor * width)` for a server's batch, then for the paper."""
+    calls = [make(grid.serving_tokens, factor * width) for width, _ in grid.serving_widths]
     width = factor * grid.hidden
-    paper = [(batch * n, width, f"{batch}x{n}x{width}") for batch, n in grid.paper()]
-    return served + paper
+    for batch, n in grid.paper():
+        calls.append(replace(make(batch * n, width), shape=f"{batch}x{n}x{width}"))
+    return calls
 
 
 GROUPS: dict[str, Callable[[Grid, torch.dtype], list[OpCall]]] = {

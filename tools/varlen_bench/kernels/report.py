@@ -8,7 +8,7 @@ from rich.table import Table
 
 from varlen_bench.harness import tables
 from varlen_bench.harness.rows import Cell
-from varlen_bench.harness.summary import Spread, ratio, rounded
+from varlen_bench.harness.summary import Spread, ratio, rounded, shown, worst
 from varlen_bench.kernels.encoder import ENCODER
 from varlen_bench.kernels.measure import COPY, OURS, Result
 from varlen_bench.kernels.op_peers import LIGHTSEQ
@@ -54,7 +54,7 @@ def lowest_fraction(results: Sequence[Result], op: str, copy: float) -> float | 
     """Return our lowest fraction of the copy's bandwidth over all large shapes."""
     large = [r for r in results if r.op == op and r.system == OURS and r.bytes_moved >= LARGE_BYTES]
     fractions = [ratio(_gb_per_s(r), copy) for r in large]
-    return min((fraction for fraction in fractions if fraction is not None), default=None)
+    return worst(min, fractions)
 
 
 def csv_rows(
@@ -106,12 +106,12 @@ def table(results: Sequence[Result], op: str, copy: float) -> Table:
             ours.shape,
             ours.dtype,
             _times(ours),
-            _format(_gb_per_s(ours), ",.0f"),
-            _format(_per_second(ours.flops, ours.graph, 1e12), ".0f"),
-            _format(ratio(_gb_per_s(ours), copy), ".2f"),
-            _format(ratio(*times), ".2f"),
+            shown(_gb_per_s(ours), ",.0f"),
+            shown(_per_second(ours.flops, ours.graph, 1e12), ".0f"),
+            shown(ratio(_gb_per_s(ours), copy), ".2f"),
+            shown(ratio(*times), ".2f"),
             *(_times(same.get(peer)) for peer in peers),
-            _format(_vs_best_peer(results, ours), ".2f"),
+            shown(_vs_best_peer(results, ours), ".2f"),
         )
     return view
 
@@ -175,8 +175,4 @@ def _spread_cells(name: str, time: Spread | None) -> dict[str, Cell]:
 def _times(r: Result | None) -> str:
     if r is None:
         return ""
-    return " | ".join(_format(t.median if t else None, ",.1f") for t in (r.graph, r.eager))
-
-
-def _format(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return " | ".join(shown(t.median if t else None, ",.1f") for t in (r.graph, r.eager))

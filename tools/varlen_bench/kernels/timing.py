@@ -28,7 +28,7 @@ Verify = Callable[[object], None]
 
 
 class GpuTimer:
-    """Times calls with CUDA events, in microseconds; needs the current device."""
+    """Times calls on the current device with CUDA events, in microseconds."""
 
     def __init__(self, device: torch.device, samples: int = SAMPLES) -> None:
         self._samples = samples

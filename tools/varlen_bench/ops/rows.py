@@ -12,7 +12,7 @@ RMS_NORM_EPS = 1e-6
 
 
 def add_layer_norm(
-    tokens: int, hidden: int, dtype: torch.dtype, *, has_bias: bool = False, shape: str = ""
+    tokens: int, hidden: int, dtype: torch.dtype, *, has_bias: bool = False
 ) -> OpCall:
     """Return the bias, residual and layer norm at the end of a sublayer."""
     vectors = ["weight", "bias"] + ["x_bias"] * has_bias
@@ -25,7 +25,7 @@ def add_layer_norm(
 
     return OpCall(
         op="add_layer_norm",
-        shape=shape or f"{tokens}x{hidden}",
+        shape=f"{tokens}x{hidden}",
         dtype=dtype,
         inputs=lambda make: {
             "x": make.random(tokens, hidden),
@@ -63,7 +63,7 @@ def rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
 
 
 def activate(
-    tokens: int, features: int, dtype: torch.dtype, *, kind: Activation = "gelu", shape: str = ""
+    tokens: int, features: int, dtype: torch.dtype, *, kind: Activation = "gelu"
 ) -> OpCall:
     """Return the bias and activation inside a feed-forward block."""
 
@@ -74,7 +74,7 @@ def activate(
 
     return OpCall(
         op="activate",
-        shape=shape or f"{tokens}x{features}",
+        shape=f"{tokens}x{features}",
         dtype=dtype,
         inputs=lambda make: {
             "x": make.random(tokens, features),
@@ -110,13 +110,7 @@ def silu_gate(tokens: int, features: int, dtype: torch.dtype) -> OpCall:
 
 
 def embed_layer_norm(
-    tokens: int,
-    hidden: int,
-    dtype: torch.dtype,
-    *,
-    vocabulary: int,
-    positions: int,
-    shape: str = "",
+    tokens: int, hidden: int, dtype: torch.dtype, *, vocabulary: int, positions: int
 ) -> OpCall:
     """Return the sum of three embeddings and its layer norm.
 
@@ -149,7 +143,7 @@ def embed_layer_norm(
 
     return OpCall(
         op="embed_layer_norm",
-        shape=shape or f"{tokens}x{hidden}",
+        shape=f"{tokens}x{hidden}",
         dtype=dtype,
         inputs=inputs,
         formula=formula,

@@ -14,7 +14,6 @@ def attention_varlen(
     head_dim: int,
     dtype: torch.dtype,
     *,
-    shape: str = "",
     causal: bool = False,
     biased: bool = False,
     slots: int = 0,
@@ -45,7 +44,7 @@ def attention_varlen(
 
     return OpCall(
         op="attention_varlen",
-        shape=shape or f"{tokens} packed {heads}x{head_dim}",
+        shape=f"{tokens} packed {heads}x{head_dim}",
         dtype=dtype,
         inputs=lambda make: {
             "qkv": make.random(tokens, 3 * hidden),
