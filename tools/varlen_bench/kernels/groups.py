@@ -57,7 +57,7 @@ def served_attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 
 
 def activation(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return bias and GELU for a server's batch and for the paper, and SwiGLU for the server."""
+    """Return bias and GELU, and SwiGLU for a server's batch."""
     calls = _served_and_paper(grid, partial(rows.activate, dtype=dtype), _FEATURES_FACTOR)
     features = [_FEATURES_FACTOR * width for width, _ in grid.serving_widths]
     gates = [rows.silu_gate(grid.serving_tokens, count, dtype) for count in features]

@@ -28,7 +28,7 @@ Verify = Callable[[object], None]
 
 
 class GpuTimer:
-    """Times calls on the current device with CUDA events, in microseconds."""
+    """Times calls on the current device by CUDA events, in microseconds."""
 
     def __init__(self, device: torch.device, samples: int = SAMPLES) -> None:
         self._samples = samples
@@ -38,7 +38,7 @@ class GpuTimer:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def num_sets(self, bytes_moved: int) -> int:
-        """Return the number of sets of inputs per pass; 1 if the cache may be warm."""
+        """Return the sets of inputs per pass; 1 if the cache may be warm."""
         if bytes_moved >= WARM:
             return 1
         wanted = -(-_COLD * self._cache_bytes // max(bytes_moved, 1))
