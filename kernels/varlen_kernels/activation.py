@@ -109,7 +109,7 @@ def activate(
     check_vector(features, bias=bias)
     if x.numel() == 0:
         return out
-    launch = pick("activate", (features, x.dtype), candidates)
+    launch = pick("activate", (features, x.dtype), candidate_launches)
     tiles = triton.cdiv(tokens, launch["ROWS"]) * triton.cdiv(features, launch["BLOCK"])
     _activate_kernel[(tiles,)](
         x,
@@ -126,6 +126,6 @@ def activate(
     return out
 
 
-def candidates(features: int, dtype: torch.dtype) -> list[Launch]:
+def candidate_launches(features: int, dtype: torch.dtype) -> list[Launch]:
     """Return the candidate launches for rows of this width; the first is the default."""
     return tile_launches(features, vector_width(dtype, features))

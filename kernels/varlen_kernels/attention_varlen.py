@@ -298,7 +298,7 @@ def attention_varlen(
         distance_bias is not None,
         mean_length_bucket(tokens, batch),
     )
-    launch = pick("attention_varlen", key, candidates)
+    launch = pick("attention_varlen", key, candidate_launches)
     tiles = tokens // launch["BLOCK_M"] + batch
     _attention_varlen_kernel[(tiles * num_heads,)](
         qkv,
@@ -331,7 +331,7 @@ def block_d(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def candidates(
+def candidate_launches(
     head_dim: int,
     dtype: torch.dtype,
     causal: bool,  # noqa: ARG001  # part of the key, because it may change which launch is fastest

@@ -275,7 +275,7 @@ def beam_step(
         return out
 
     key = launch_key(logits, beams)
-    launch = pick("beam_step", key, candidates)
+    launch = pick("beam_step", key, candidate_launches)
     chunks, best = triton.cdiv(vocabulary, launch["CHUNK"]), 2 * beams
     found = torch.empty((rows, 2, chunks, best), dtype=torch.int32, device=logits.device)
     sums = torch.empty((rows, 2, chunks), dtype=torch.float32, device=logits.device)
@@ -314,14 +314,14 @@ def beam_step(
 
 
 def launch_key(logits: Tensor, beams: int) -> tuple[int, int, int, int, torch.dtype]:
-    """Return the launch key, whose entries are the arguments of `candidates`."""
+    """Return the launch key, whose entries are the arguments of `candidate_launches`."""
     rows, vocabulary = logits.shape
     bucket = next((bound for bound in _ROW_BUCKETS if rows <= bound), _ROW_BUCKETS[-1])
     vector = vector_width(logits.dtype, logits.stride(0))
     return beams, vocabulary, bucket, vector, logits.dtype
 
 
-def candidates(
+def candidate_launches(
     beams: int, vocabulary: int, rows: int, vector: int, dtype: torch.dtype
 ) -> list[Launch]:
     """Return the candidate launches of the first kernel; the first is the default.

@@ -119,7 +119,7 @@ def embed_layer_norm(
     check_vector(hidden, weight=weight, bias=bias)
     if tokens == 0:
         return out
-    launch = pick("embed_layer_norm", (hidden, out.dtype), candidates)
+    launch = pick("embed_layer_norm", (hidden, out.dtype), candidate_launches)
     _embed_layer_norm_kernel[(triton.cdiv(tokens, launch["ROWS"]),)](
         token_ids,
         position_ids,
@@ -143,6 +143,6 @@ def embed_layer_norm(
     return out
 
 
-def candidates(hidden: int, dtype: torch.dtype) -> list[Launch]:
+def candidate_launches(hidden: int, dtype: torch.dtype) -> list[Launch]:
     """Return the candidate launches for rows of this width; the first is the default."""
     return row_launches(hidden, vector_width(dtype, hidden))

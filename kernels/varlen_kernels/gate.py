@@ -55,7 +55,7 @@ def silu_gate(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     check_out(out, (tokens, features), x.dtype)
     if out.numel() == 0:
         return out
-    launch = pick("silu_gate", (features, x.dtype), candidates)
+    launch = pick("silu_gate", (features, x.dtype), candidate_launches)
     tiles = triton.cdiv(tokens, launch["ROWS"]) * triton.cdiv(features, launch["BLOCK"])
     _silu_gate_kernel[(tiles,)](
         x,
@@ -69,6 +69,6 @@ def silu_gate(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def candidates(features: int, dtype: torch.dtype) -> list[Launch]:
+def candidate_launches(features: int, dtype: torch.dtype) -> list[Launch]:
     """Return the candidate launches for rows of this width; the first is the default."""
     return tile_launches(features, vector_width(dtype, features))

@@ -107,7 +107,7 @@ def add_layer_norm(
     check_vector(hidden, weight=weight, bias=bias, x_bias=x_bias)
     if tokens == 0:
         return out
-    launch = pick("add_layer_norm", (hidden, x.dtype), candidates)
+    launch = pick("add_layer_norm", (hidden, x.dtype), candidate_launches)
     _add_layer_norm_kernel[(triton.cdiv(tokens, launch["ROWS"]),)](
         x,
         residual,
@@ -128,6 +128,6 @@ def add_layer_norm(
     return out
 
 
-def candidates(hidden: int, dtype: torch.dtype) -> list[Launch]:
+def candidate_launches(hidden: int, dtype: torch.dtype) -> list[Launch]:
     """Return the candidate launches for rows of this width; the first is the default."""
     return row_launches(hidden, vector_width(dtype, hidden))

@@ -139,7 +139,9 @@ def first_tokens(x: Tensor, cu_seqlens: Tensor, *, out: Tensor | None = None) ->
     return _run_kernel("first_tokens", x, cu_seqlens, None, "cls", out)
 
 
-def candidates(hidden: int, dtype: torch.dtype, mode: Pooling, normalized: bool) -> list[Launch]:
+def candidate_launches(
+    hidden: int, dtype: torch.dtype, mode: Pooling, normalized: bool
+) -> list[Launch]:
     """Return the candidate launches for rows of this width; the first is the default."""
     padded = triton.next_power_of_2(hidden)
     block = padded if normalized else min(padded, _MAX_BLOCK)
@@ -165,7 +167,7 @@ def _run_kernel(
     batch, hidden = out.shape
     if batch == 0:
         return out
-    launch = pick(op, (hidden, x.dtype, mode, normalize is not None), candidates)
+    launch = pick(op, (hidden, x.dtype, mode, normalize is not None), candidate_launches)
     tiles = triton.cdiv(hidden, launch["BLOCK"])
     _pool_kernel[(batch * tiles,)](
         x,

@@ -83,7 +83,7 @@ def rms_norm(
     check_vector(hidden, weight=weight)
     if tokens == 0:
         return out
-    launch = pick("rms_norm", (hidden, x.dtype), candidates)
+    launch = pick("rms_norm", (hidden, x.dtype), candidate_launches)
     _rms_norm_kernel[(triton.cdiv(tokens, launch["ROWS"]),)](
         x,
         x if residual is None else residual,
@@ -105,6 +105,6 @@ def rms_norm(
     return out
 
 
-def candidates(hidden: int, dtype: torch.dtype) -> list[Launch]:
+def candidate_launches(hidden: int, dtype: torch.dtype) -> list[Launch]:
     """Return the candidate launches for rows of this width; the first is the default."""
     return row_launches(hidden, vector_width(dtype, hidden))

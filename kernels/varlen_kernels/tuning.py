@@ -19,19 +19,21 @@ import triton
 # Tile sizes by parameter name of the kernel, and compiler options such as num_warps and num_stages.
 Launch: TypeAlias = Mapping[str, int]
 Key: TypeAlias = tuple[int | str | bool | torch.dtype, ...]
-Candidates: TypeAlias = Callable[..., Sequence[Launch]]
-# Tuned launches of one GPU under one Triton version, by op and by key in the form of `spell`.
+CandidateLaunches: TypeAlias = Callable[..., Sequence[Launch]]
+# The arguments of one call of `pick`.
+Pick: TypeAlias = tuple[str, Key, CandidateLaunches]
+# Tuned launches of one GPU under one Triton version, by op and by key in the form of `key_text`.
 Table: TypeAlias = Mapping[str, Mapping[str, Launch]]
 
 # Set explicitly, since Triton 3.10 changes the default.
 _COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
 _chosen: dict[tuple[str, Key], Launch] = {}
-# One list per active `watch`; `pick` appends its arguments to each.
-_watchers: list[list[tuple[str, Key, Candidates]]] = []
+# One list per active `record_picks`; `pick` appends its arguments to each.
+_recordings: list[list[Pick]] = []
 
 
-def pick(op: str, key: Key, candidates: Candidates) -> Launch:
+def pick(op: str, key: Key, candidate_launches: CandidateLaunches) -> Launch:
     """Return the launch for (op, key): the tuned one, else the default.
 
     A tuned launch that is no longer a candidate was measured on an older kernel, so it is ignored.
@@ -39,14 +41,14 @@ def pick(op: str, key: Key, candidates: Candidates) -> Launch:
     Args:
         op: the launcher's name.
         key: the values that the launch may depend on.
-        candidates: returns the launches that are correct for the key; the first is the default.
+        candidate_launches: returns the launches that are correct for the key; the first is the default.
     """
-    for watcher in _watchers:
-        watcher.append((op, key, candidates))
+    for recording in _recordings:
+        recording.append((op, key, candidate_launches))
     launch = _chosen.get((op, key))
     if launch is None:
-        allowed = candidates(*key)
-        tuned = _table().get(op, {}).get(spell(key))
+        allowed = candidate_launches(*key)
+        tuned = _table().get(op, {}).get(key_text(key))
         if tuned is None or tuned not in allowed:
             tuned = allowed[0]
         launch = {**tuned, **_COMPILER_OPTIONS}
@@ -55,7 +57,7 @@ def pick(op: str, key: Key, candidates: Candidates) -> Launch:
 
 
 @contextmanager
-def forced(op: str, key: Key, launch: Launch) -> Iterator[None]:
+def forced_launch(op: str, key: Key, launch: Launch) -> Iterator[None]:
     """Make `pick` return this launch for (op, key) inside the context."""
     before = _chosen.get((op, key))
     _chosen[op, key] = {**launch, **_COMPILER_OPTIONS}
@@ -68,24 +70,24 @@ def forced(op: str, key: Key, launch: Launch) -> Iterator[None]:
 
 
 @contextmanager
-def watch() -> Iterator[list[tuple[str, Key, Candidates]]]:
-    """Yield a list of the calls of `pick` inside the context, as (op, key, candidates)."""
-    calls: list[tuple[str, Key, Candidates]] = []
-    _watchers.append(calls)
+def record_picks() -> Iterator[list[Pick]]:
+    """Yield the growing list of calls of `pick` inside the context."""
+    calls: list[Pick] = []
+    _recordings.append(calls)
     try:
         yield calls
     finally:
-        # by identity: the lists of two watchers may be equal
-        _watchers[:] = [watcher for watcher in _watchers if watcher is not calls]
+        # by identity: the lists of two recordings may be equal
+        _recordings[:] = [recording for recording in _recordings if recording is not calls]
 
 
-def forget() -> None:
+def clear() -> None:
     """Clear the cached launches and the cached table."""
     _chosen.clear()
     _table.cache_clear()
 
 
-def spell(key: Key) -> str:
+def key_text(key: Key) -> str:
     """Return a key in the form of `tuning.json`, such as "768/bfloat16"."""
     return "/".join(str(part).removeprefix("torch.") for part in key)
 

@@ -1,4 +1,4 @@
-"""A launch is that of the tuning table, or else the default."""
+"""`pick` returns the launch of the tuning table, or the default."""
 
 import json
 
@@ -15,16 +15,16 @@ TUNED = {"ROWS": 1, "num_warps": 2}
 OPTIONS = {"enable_fp_fusion": True}
 
 
-def candidates(hidden, dtype):
+def candidate_launches(hidden, dtype):
     assert (hidden, dtype) == KEY
     return [DEFAULT, TUNED]
 
 
 @pytest.fixture(autouse=True)
 def clear_cached_launches():
-    tuning.forget()
+    tuning.clear()
     yield
-    tuning.forget()
+    tuning.clear()
 
 
 @pytest.fixture
@@ -44,32 +44,32 @@ def fake_gpu(monkeypatch):
 def test_the_tuned_launch_is_picked(fake_gpu):
     fake_gpu("Some GPU", "3.6", TUNED)
 
-    assert tuning.pick("norm", KEY, candidates) == TUNED | OPTIONS
+    assert tuning.pick("norm", KEY, candidate_launches) == TUNED | OPTIONS
 
 
 @pytest.mark.parametrize("name, version", [("Another GPU", "3.6"), ("Some GPU", "3.7")])
 def test_launches_of_another_gpu_or_triton_version_are_ignored(name, version, fake_gpu):
     fake_gpu(name, version, TUNED)
 
-    assert tuning.pick("norm", KEY, candidates) == DEFAULT | OPTIONS
+    assert tuning.pick("norm", KEY, candidate_launches) == DEFAULT | OPTIONS
 
 
 def test_a_tuned_launch_that_is_no_longer_a_candidate_is_ignored(fake_gpu):
     fake_gpu("Some GPU", "3.6", {"ROWS": 64, "num_warps": 2})
 
-    assert tuning.pick("norm", KEY, candidates) == DEFAULT | OPTIONS
+    assert tuning.pick("norm", KEY, candidate_launches) == DEFAULT | OPTIONS
 
 
 def test_an_op_without_an_entry_gets_the_default(fake_gpu):
     fake_gpu("Some GPU", "3.6", TUNED)
 
-    assert tuning.pick("softmax", KEY, candidates) == DEFAULT | OPTIONS
+    assert tuning.pick("softmax", KEY, candidate_launches) == DEFAULT | OPTIONS
 
 
 def test_without_a_gpu_the_default_is_picked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    assert tuning.pick("norm", KEY, candidates) == DEFAULT | OPTIONS
+    assert tuning.pick("norm", KEY, candidate_launches) == DEFAULT | OPTIONS
 
 
 def test_candidates_are_listed_once(monkeypatch):
@@ -78,7 +78,7 @@ def test_candidates_are_listed_once(monkeypatch):
 
     def counted(*key):
         calls.append(key)
-        return candidates(*key)
+        return candidate_launches(*key)
 
     for _ in range(3):
         tuning.pick("norm", KEY, counted)
@@ -87,37 +87,37 @@ def test_candidates_are_listed_once(monkeypatch):
 
 
 def test_a_launch_can_be_forced_inside_a_context():
-    before = tuning.pick("norm", KEY, candidates)
+    before = tuning.pick("norm", KEY, candidate_launches)
 
-    with tuning.forced("norm", KEY, {"ROWS": 2}):
-        assert tuning.pick("norm", KEY, candidates) == {"ROWS": 2} | OPTIONS
-        with tuning.forced("norm", KEY, {"ROWS": 8}):
-            assert tuning.pick("norm", KEY, candidates) == {"ROWS": 8} | OPTIONS
-        assert tuning.pick("norm", KEY, candidates) == {"ROWS": 2} | OPTIONS
+    with tuning.forced_launch("norm", KEY, {"ROWS": 2}):
+        assert tuning.pick("norm", KEY, candidate_launches) == {"ROWS": 2} | OPTIONS
+        with tuning.forced_launch("norm", KEY, {"ROWS": 8}):
+            assert tuning.pick("norm", KEY, candidate_launches) == {"ROWS": 8} | OPTIONS
+        assert tuning.pick("norm", KEY, candidate_launches) == {"ROWS": 2} | OPTIONS
 
-    assert tuning.pick("norm", KEY, candidates) == before
+    assert tuning.pick("norm", KEY, candidate_launches) == before
 
 
 def test_an_exception_ends_a_forced_launch():
-    with pytest.raises(RuntimeError), tuning.forced("norm", KEY, {"ROWS": 2}):
+    with pytest.raises(RuntimeError), tuning.forced_launch("norm", KEY, {"ROWS": 2}):
         raise RuntimeError
 
-    assert tuning.pick("norm", KEY, candidates) == DEFAULT | OPTIONS
+    assert tuning.pick("norm", KEY, candidate_launches) == DEFAULT | OPTIONS
 
 
-def test_watch_records_the_calls_of_pick():
-    with tuning.watch() as outer:
-        with tuning.watch() as inner:
-            tuning.pick("norm", KEY, candidates)
-        tuning.pick("norm", KEY, candidates)
+def test_record_picks_records_the_calls_of_pick():
+    with tuning.record_picks() as outer:
+        with tuning.record_picks() as inner:
+            tuning.pick("norm", KEY, candidate_launches)
+        tuning.pick("norm", KEY, candidate_launches)
 
-    tuning.pick("norm", KEY, candidates)
-    assert inner == [("norm", KEY, candidates)]
+    tuning.pick("norm", KEY, candidate_launches)
+    assert inner == [("norm", KEY, candidate_launches)]
     assert outer == inner * 2
 
 
-def test_spell_joins_all_parts_of_a_key():
-    assert tuning.spell((768, torch.float16, "erf", True)) == "768/float16/erf/True"
+def test_key_text_joins_all_parts_of_a_key():
+    assert tuning.key_text((768, torch.float16, "erf", True)) == "768/float16/erf/True"
 
 
 def test_the_shipped_table_is_valid():

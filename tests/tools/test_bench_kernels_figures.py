@@ -1,4 +1,4 @@
-"""The kernel benchmark's clock on a pretended device, and its arithmetic from times to figures."""
+"""The kernel benchmark's timer on a fake GPU, and the figures that it reports."""
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -29,12 +29,15 @@ def result(system, graph, eager=None, *, op="masked_softmax", shape="a", moved=0
     return Result(op, shape, "bfloat16", system, bytes_moved=moved, note=note, **times)
 
 
-# the clock
+# the timer
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch):
-    """Make torch.cuda record what is asked of it: a pass takes 640 us, an L2 cache holds 1,000 bytes."""
+def fake_gpu(monkeypatch):
+    """Fake torch.cuda and return its log.
+
+    A pass takes 640 us; the L2 cache has 1,000 bytes.
+    """
     log = []
 
     class Event:
@@ -74,50 +77,41 @@ def pretended_gpu(monkeypatch):
     return log
 
 
-def test_a_pass_has_so_many_sets_that_nothing_stays_in_the_cache(pretended_gpu):
-    timer = GpuTimer(CPU)
+def test_the_sets_of_a_pass_exceed_the_cache_within_bounds(fake_gpu):
+    sizes = (10_000, 501, 500, 1, WARM)
 
-    assert timer.num_sets(10_000) == 4
-    assert timer.num_sets(500) == 8
-    assert timer.num_sets(501) == 8
-    assert timer.num_sets(1) == 64
-    assert timer.num_sets(WARM) == 1
+    assert [GpuTimer(CPU).num_sets(size) for size in sizes] == [4, 8, 8, 64, 1]
 
 
-def test_a_graph_is_verified_on_memory_that_was_overwritten_and_its_time_is_of_one_call(
-    pretended_gpu,
-):
+def test_a_graph_is_verified_on_poisoned_memory_and_the_time_is_per_call(fake_gpu):
     timer = GpuTimer(CPU, samples=5)
     sets = [{"x": torch.ones(2)} for _ in range(64)]
     verified = []
 
     found = timer.graph(lambda inputs: inputs["x"] + 1, sets, 10_000, verify=verified.append)
 
-    # nothing replays here, so the poison is still there, in every tensor of a result
+    # the fake replays nothing, so the result is still poisoned
     assert verified[0].isnan().all()
     assert poison((torch.ones(2, dtype=torch.int32), torch.ones(2)))[0].tolist() == [-7, -7]
     assert found == Spread(10.0, 10.0, 10.0, 5)
-    # warmed up, then timed
-    assert pretended_gpu.count("replay") == 1 + 3 + 5
-    assert pretended_gpu[:2] == ["capture", "captured"]
-    assert pretended_gpu[-1] == "reset"
+    # verified, warmed up, timed
+    assert fake_gpu.count("replay") == 1 + 3 + 5
+    assert fake_gpu[:2] == ["capture", "captured"]
+    assert fake_gpu[-1] == "reset"
 
 
-def test_the_cache_is_swept_where_the_sets_do_not_fill_it(pretended_gpu, monkeypatch):
+@pytest.mark.parametrize("moved, sweeps", [(1000, 0), (999, 5), (WARM, 0)])
+def test_the_cache_is_swept_if_the_sets_do_not_fill_it(moved, sweeps, fake_gpu, monkeypatch):
     timer = GpuTimer(CPU, samples=5)
     swept = []
-    monkeypatch.setattr(timer, "_swept", SimpleNamespace(sum=lambda: swept.append(1)))
-    sets = [{"x": torch.ones(2)}] * 4
+    monkeypatch.setattr(timer, "_sweep", SimpleNamespace(sum=lambda: swept.append(1)))
 
-    timer.eager(lambda inputs: inputs["x"], sets, moved=1000)
-    assert swept == []
-    timer.eager(lambda inputs: inputs["x"], sets, moved=999)
-    assert len(swept) == 5
-    timer.eager(lambda inputs: inputs["x"], sets, moved=WARM)
-    assert len(swept) == 5
+    timer.eager(lambda inputs: inputs["x"], [{"x": torch.ones(2)}] * 4, moved)
+
+    assert len(swept) == sweeps
 
 
-def test_a_copy_counts_bytes_read_and_written(pretended_gpu):
+def test_a_copy_counts_bytes_read_and_written(fake_gpu):
     # 8 sets of 500 bytes in 640 us
     assert copy_rate(GpuTimer(CPU), CPU, 250) == pytest.approx(2 * 250 / 80 / 1e3)
 
@@ -125,7 +119,7 @@ def test_a_copy_counts_bytes_read_and_written(pretended_gpu):
 # reporting
 
 
-def test_a_ratio_takes_the_fastest_right_peer_by_the_better_of_its_times():
+def test_a_ratio_uses_the_shortest_time_of_all_right_peers():
     found = [
         result(OURS, 10, 30),
         result("torch", 40, 50),
@@ -142,13 +136,13 @@ def test_a_ratio_takes_the_fastest_right_peer_by_the_better_of_its_times():
     assert title.endswith("x best peer: 0.80 at worst, 1.10 in the geometric mean")
 
 
-def test_bench_figures_are_the_worst_of_all_shapes_and_missing_ones_are_not_made_up():
+def test_bench_figures_are_the_worst_of_all_shapes_and_none_if_missing():
     beam = {"op": "beam_step", "shape": report.BEAM_SHAPE}
     found = [
         result(OURS, 10, moved=40_000_000),  # 4,000 GB/s
         result("torch", 12),
         result(OURS, 10, shape="c", moved=32_000_000),  # 3,200 GB/s
-        # too small to count
+        # too small for the bandwidth
         result(OURS, 10, shape="b", moved=31_000_000),
         result("torch", 11, shape="b"),
         result(OURS, 9.5, **beam),
@@ -171,23 +165,23 @@ def test_bench_figures_are_the_worst_of_all_shapes_and_missing_ones_are_not_made
     }
 
 
-def test_rows_hold_rates_and_say_what_was_not_measured():
+def test_rows_have_rates_and_missing_times_are_listed():
     found = [
         result(OURS, 10, 30, moved=40_000_000),
         result("torch", 20, 25),
-        result("liger", None, note="not here: x"),
-        result("liger", None, shape="b", note="not here: x"),
+        result("liger", None, note="not available: x"),
+        result("liger", None, shape="b", note="not available: x"),
     ]
 
-    made = report.csv_rows(found, gpu="G", driver="1", copy=5000)
+    rows = report.csv_rows(found, gpu="G", driver="1", copy=5000)
 
-    assert [row["system"] for row in made] == [OURS, "torch", "liger", "liger"]
-    assert made[0]["gb_per_s"] == pytest.approx(4000)
-    assert made[0]["copy_fraction"] == pytest.approx(0.8)
-    assert made[0]["vs_best_peer"] == 2.0
-    assert made[1]["vs_best_peer"] is None
-    assert made[2]["graph_us"] is None
-    assert {" ".join(row) for row in made} == {COLUMNS}
-    assert report.missing(found) == ["masked_softmax, liger: not here: x (a and 1 more)"]
+    assert [row["system"] for row in rows] == [OURS, "torch", "liger", "liger"]
+    assert rows[0]["gb_per_s"] == pytest.approx(4000)
+    assert rows[0]["copy_fraction"] == pytest.approx(0.8)
+    assert rows[0]["vs_best_peer"] == 2.0
+    assert rows[1]["vs_best_peer"] is None
+    assert rows[2]["graph_us"] is None
+    assert {" ".join(row) for row in rows} == {COLUMNS}
+    assert report.missing_times(found) == ["masked_softmax, liger: not available: x (a and 1 more)"]
     assert report.table(found, "masked_softmax", 5000).row_count == 1
-    assert report.listing(found, "masked_softmax").row_count == 4
+    assert len(report.listing(found, "masked_softmax").lines) == 4

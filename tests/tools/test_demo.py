@@ -1,5 +1,6 @@
 """The demo ends well only when both protocols answered, and answered alike."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -78,4 +79,8 @@ def test_a_server_that_does_not_start_ends_it_with_the_servers_words(tmp_path):
 
 def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "varlen_tools.demo", *arguments]
-    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    # wide enough that the table folds no sentence
+    wide = {**os.environ, "COLUMNS": "160"}
+    return subprocess.run(
+        command, cwd=PROJECT, env=wide, capture_output=True, text=True, check=False
+    )

@@ -1,4 +1,4 @@
-"""Each fault of machine code is reported, and ceilings live in a CSV."""
+"""Exceeded limits of machine code are reported; ceilings are stored in a CSV."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from varlen_bench import inspect_kernels
 from varlen_bench.kernel_limits import (
-    Place,
-    ceilings_of,
-    compile_call,
-    place,
+    CeilingKey,
+    ceiling_key,
+    lowest_ceilings,
     problems,
     read_ceilings,
     write_ceilings,
@@ -42,7 +41,7 @@ GOOD = MachineCode(
     wgmma=0,
     barriers=0,
 )
-CEILINGS = {place(CALL, DTYPE, replace(GOOD, arch=arch)): 40 for arch in (80, 90)}
+CEILINGS = {ceiling_key(CALL, DTYPE, replace(GOOD, arch=arch)): 40 for arch in (80, 90)}
 
 
 @pytest.mark.parametrize(
@@ -57,26 +56,23 @@ CEILINGS = {place(CALL, DTYPE, replace(GOOD, arch=arch)): 40 for arch in (80, 90
     ],
     ids=str,
 )
-def test_each_problem_is_named(change: dict[str, int], problem: str) -> None:
+def test_each_exceeded_limit_is_reported(change: dict[str, int], problem: str) -> None:
     code = replace(GOOD, **change)  # type: ignore[arg-type]
 
     assert problems(CALL, DTYPE, [GOOD], CEILINGS) == []
     assert problems(CALL, DTYPE, [code], CEILINGS) == [f"_norm_kernel: {problem}"]
 
 
-def test_loads_of_an_odd_width_may_be_narrow() -> None:
+def test_a_call_without_a_load_limit_may_have_narrow_loads() -> None:
     code = replace(GOOD, wide_loads=0, narrow_loads=99)
 
     assert problems(replace(CALL, narrow_loads=None), DTYPE, [code], CEILINGS) == []
 
 
-def test_a_missing_ceiling_says_how_to_write_one() -> None:
-    (found,) = problems(CALL, torch.float32, [GOOD], CEILINGS)
+def test_a_missing_ceiling_and_a_missing_kernel_are_reported() -> None:
+    (no_ceiling,) = problems(CALL, torch.float32, [GOOD], CEILINGS)
 
-    assert "python -m varlen_bench.inspect_kernels --write" in found
-
-
-def test_a_call_that_compiles_nothing_is_a_problem() -> None:
+    assert "python -m varlen_bench.inspect_kernels --write" in no_ceiling
     assert problems(CALL, DTYPE, [], CEILINGS) == ["no kernel was compiled"]
 
 
@@ -90,30 +86,30 @@ def test_a_call_that_compiles_nothing_is_a_problem() -> None:
     ],
     ids=str,
 )
-def test_each_gpu_has_its_own_tensor_cores_and_fp32_needs_none(
+def test_16_bit_kernels_must_use_the_tensor_cores_of_their_gpu(
     dtype: torch.dtype, arch: int, mma: int, wgmma: int, enough: bool
 ) -> None:
     other = replace(GOOD, arch=arch)
     code = replace(other, mma=mma, wgmma=wgmma)
-    ceilings = {place(CALL, dtype, code): 40}
+    ceilings = {ceiling_key(CALL, dtype, code): 40}
 
     found = problems(replace(CALL, tensor_cores=True), dtype, [other, code], ceilings)
 
-    assert found == ([] if enough else ["no kernel multiplies on tensor cores"])
+    assert found == ([] if enough else ["no kernel uses tensor cores"])
 
 
-def test_a_ceiling_is_the_allocation_of_the_largest_form() -> None:
-    where = place(CALL, DTYPE, GOOD)
-    forms = [(where, replace(GOOD, registers=registers)) for registers in (17, 41, 32)]
+def test_a_ceiling_is_the_largest_count_rounded_up_to_eight() -> None:
+    key = ceiling_key(CALL, DTYPE, GOOD)
+    codes = [(key, replace(GOOD, registers=registers)) for registers in (17, 41, 32)]
 
-    assert ceilings_of(forms) == {where: 48}
+    assert lowest_ceilings(codes) == {key: 48}
 
 
 def test_ceilings_are_read_as_they_were_written(tmp_path: Path) -> None:
     ceilings = {
-        Place("norm-768", "_norm_kernel", "bfloat16", "triton 3.6 sm_80"): 40,
-        Place("norm-768", "_norm_kernel", "bfloat16", "triton 3.9 sm_90"): 48,
-        Place("gate-768", "_gate_kernel", "float32", "triton 3.9 sm_90"): 56,
+        CeilingKey("norm-768", "_norm_kernel", "bfloat16", "triton 3.6 sm_80"): 40,
+        CeilingKey("norm-768", "_norm_kernel", "bfloat16", "triton 3.9 sm_90"): 48,
+        CeilingKey("gate-768", "_gate_kernel", "float32", "triton 3.9 sm_90"): 56,
     }
     path = tmp_path / "registers.csv"
     assert read_ceilings(path) == {}
@@ -128,39 +124,29 @@ def test_ceilings_are_read_as_they_were_written(tmp_path: Path) -> None:
     ]
 
 
-def test_a_call_becomes_machine_code() -> None:
-    codes = compile_call(NORM, DTYPE, 90)
-
-    assert [code.kernel for code in codes] == ["_add_layer_norm_kernel"]
-
-
 def test_the_command_reports_problems_until_ceilings_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "registers.csv"
     monkeypatch.setattr(inspect_kernels, "COMPILED", [NORM])
     monkeypatch.setattr(inspect_kernels, "CEILINGS", path)
-    # the ceiling of a call that is gone is dropped
-    write_ceilings(path, {Place("gone-1", "_gone_kernel", "float32", "triton 3.6 sm_80"): 8})
+    # the ceiling of a call that is no longer listed is dropped
+    write_ceilings(path, {CeilingKey("gone-1", "_gone_kernel", "float32", "triton 3.6 sm_80"): 8})
 
-    before = run("add_layer_norm", "--arch", "90")
+    before = run("add_layer_norm")
     written = run("--write", str(path))
-    after = run("--dtype", "bfloat16")
+    after = run()
+    rejected = run("no_such_op")
 
+    assert rejected.exit_code == 2
+    assert "no call of no_such_op is listed" in rejected.output
     assert (before.exit_code, written.exit_code, after.exit_code) == (1, 0, 0)
-    line = "add_layer_norm-256 torch.bfloat16 sm_90: _add_layer_norm_kernel: has no"
+    line = "add_layer_norm-256 torch.bfloat16 sm_90: _add_layer_norm_kernel: no register ceiling"
     assert line in before.stdout
     assert "_add_layer_norm_kernel" in after.stdout
     ceilings = read_ceilings(path)
-    assert {where.call for where in ceilings} == {"add_layer_norm-256"}
-    assert {where.column[-5:] for where in ceilings} == {"sm_80", "sm_90"}
-
-
-def test_the_command_refuses_an_op_that_has_no_call() -> None:
-    refused = run("no_such_op")
-
-    assert refused.exit_code == 2
-    assert "no call of no_such_op is listed" in refused.output
+    assert {key.call for key in ceilings} == {"add_layer_norm-256"}
+    assert {key.column[-5:] for key in ceilings} == {"sm_80", "sm_90"}
 
 
 def run(*arguments: str) -> Result:

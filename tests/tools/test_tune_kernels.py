@@ -1,4 +1,4 @@
-"""The tuner picks what is faster by its timer, and only that; here a test sets the times."""
+"""The tuner picks the fastest right launch; the tests set the times."""
 
 import json
 from types import SimpleNamespace
@@ -15,22 +15,25 @@ from varlen_bench import tune_kernels
 from varlen_bench.harness.summary import Spread
 from varlen_bench.kernels.machine import Budget
 from varlen_bench.ops import beam, rows
-from varlen_bench.tune_kernels import Bench, choices_of, tune, tune_all, updated_tables
+from varlen_bench.tune_kernels import collect_choices, tune, tune_all, updated_tables
 from varlen_kernels import tuning
 
 CPU = torch.device("cpu")
 LAUNCHES = [{"ROWS": 4, "num_warps": 4}, {"ROWS": 1, "num_warps": 2}, {"ROWS": 8, "num_warps": 8}]
+FAILS, WRONG = {"ROWS": 7, "num_warps": 1}, {"ROWS": 9, "num_warps": 1}
+# microseconds by ROWS: the second launch is the fastest
+TIMES = {4: 10.0, 1: 9.0, 8: 9.5}
 
 
 @pytest.fixture(autouse=True)
-def forget_what_was_chosen():
-    tuning.forget()
+def clear_cached_launches():
+    tuning.clear()
     yield
-    tuning.forget()
+    tuning.clear()
 
 
 class Kernels:
-    """Layer norm in torch that picks a launch as a kernel would, and remembers it."""
+    """Layer norm that stores its launch; ROWS = 7 fails, 9 is wrong."""
 
     def __init__(self, launches=LAUNCHES):
         self.launches = launches
@@ -46,10 +49,10 @@ class Kernels:
 
 
 class Timer:
-    """A timer whose microseconds are `of(ROWS, tokens)`."""
+    """A timer whose microseconds are `microseconds(ROWS, tokens)`."""
 
-    def __init__(self, kernels, of):
-        self.kernels, self.of = kernels, of
+    def __init__(self, kernels, microseconds):
+        self.kernels, self.microseconds = kernels, microseconds
 
     def num_sets(self, bytes_moved):
         return 2
@@ -58,25 +61,25 @@ class Timer:
         results = [call(inputs) for inputs in sets]
         if verify is not None:
             verify(results[0])
-        rows_chosen, tokens = self.kernels.launch["ROWS"], len(sets[0]["x"])
-        time = self.of(rows_chosen, tokens)
+        time = self.microseconds(self.kernels.launch["ROWS"], len(sets[0]["x"]))
         return Spread(time, time, time, 1)
 
 
-def bench_of(of, launches=LAUNCHES):
-    kernels, reported = Kernels(launches), []
-    bench = Bench(kernels, CPU, Timer(kernels, of), reported.append)
-    return bench, reported
+def machine_with(microseconds=lambda rows, tokens: TIMES[rows], launches=LAUNCHES):
+    """Return a machine with these times and launches."""
+    kernels = Kernels(launches)
+    timer = Timer(kernels, microseconds)
+    return SimpleNamespace(gpu="Mine", driver="1", device=CPU, kernels=kernels, timer=timer)
 
 
 def calls(*tokens, hidden=8):
     return [rows.add_layer_norm(count, hidden, torch.float32) for count in tokens]
 
 
-def test_keys_come_from_the_calls_each_with_its_largest_middle_and_smallest_call():
-    bench, _ = bench_of(lambda rows, tokens: 1.0)
+def test_each_key_has_its_largest_middle_and_smallest_call_and_a_failed_call_is_reported(capsys):
+    failing = beam.beam_step(8, 4, 320, torch.float32)
 
-    found = choices_of([*calls(1, 5, 2, 4, 3), *calls(6, hidden=16)], bench)
+    found = collect_choices([failing, *calls(1, 5, 2, 4, 3), *calls(6, hidden=16)], machine_with())
 
     assert [(choice.op, choice.key) for choice in found] == [
         ("add_layer_norm", (8, torch.float32)),
@@ -84,24 +87,14 @@ def test_keys_come_from_the_calls_each_with_its_largest_middle_and_smallest_call
     ]
     assert [call.tokens for call in found[0].calls] == [5, 3, 1]
     assert found[0].launches == LAUNCHES
-
-
-def test_a_call_that_cannot_run_leaves_the_others_alone():
-    bench, reported = bench_of(lambda rows, tokens: 1.0)
-
-    found = choices_of([beam.beam_step(8, 4, 320, torch.float32), *calls(3)], bench)
-
-    assert len(found) == 1
-    assert reported[0].startswith("beam_step 8x4x320 float32: failed: AttributeError")
-
-
-FAILS, WRONG = {"ROWS": 7, "num_warps": 1}, {"ROWS": 9, "num_warps": 1}
+    reported = capsys.readouterr().out
+    assert reported.startswith("beam_step 8x4x320 float32: failed: AttributeError")
 
 
 @pytest.mark.parametrize(
     "launches, times, best, text",
     [
-        (LAUNCHES, {4: 10.0, 1: 9.0, 8: 9.5}, LAUNCHES[1], "1.111x"),
+        (LAUNCHES, TIMES, LAUNCHES[1], "1.111x"),
         (LAUNCHES, {4: 10.0, 1: 9.8, 8: 12.0}, None, "the default stays"),
         ([LAUNCHES[0], FAILS, LAUNCHES[2]], {4: 10.0, 8: 9.0}, LAUNCHES[2], "out of resource"),
         ([LAUNCHES[0], WRONG, LAUNCHES[2]], {4: 10.0, 8: 9.0}, LAUNCHES[2], "an error of"),
@@ -110,66 +103,62 @@ FAILS, WRONG = {"ROWS": 7, "num_warps": 1}, {"ROWS": 9, "num_warps": 1}
     ids="fastest small_gain fails wrong one_candidate".split(),
 )
 def test_the_fastest_right_launch_wins_if_it_beats_the_default_by_three_percent(
-    launches, times, best, text
+    launches, times, best, text, capsys
 ):
-    bench, reported = bench_of(lambda rows, tokens: times[rows], launches)
-    (choice,) = choices_of(calls(4), bench)
+    machine = machine_with(lambda rows, tokens: times[rows], launches)
+    (choice,) = collect_choices(calls(4), machine)
 
-    assert tune(choice, bench) == best
-    assert text in "".join(reported)
-    # nothing stays forced
+    assert tune(choice, machine) == best
+    assert text in capsys.readouterr().out
+    # no launch is forced any more
     assert tuning.pick("add_layer_norm", choice.key, lambda *_: LAUNCHES)["ROWS"] == 4
 
 
-def test_a_gain_that_does_not_come_twice_keeps_the_default():
-    left = iter([10.0, 8.0, 9.0, 10.0, 9.9])
-    bench, _ = bench_of(lambda rows, tokens: next(left))
-    (choice,) = choices_of(calls(4), bench)
+def test_a_speedup_that_does_not_repeat_keeps_the_default():
+    times = iter([10.0, 8.0, 9.0, 10.0, 9.9])
+    machine = machine_with(lambda rows, tokens: next(times))
+    (choice,) = collect_choices(calls(4), machine)
 
-    assert tune(choice, bench) is None
-    assert list(left) == []
-
-
-def test_a_launch_that_is_slower_on_smaller_batches_is_not_taken():
-    def of(rows, tokens):
-        return {4: 10.0, 1: 8.0 if tokens == 100 else 11.0, 8: 12.0}[rows]
-
-    bench, reported = bench_of(of)
-    (choice,) = choices_of(calls(100, 2), bench)
-
-    assert tune(choice, bench) is None
-    assert "0.909x on add_layer_norm 2x8 float32" in reported[-1]
+    assert tune(choice, machine) is None
+    assert list(times) == []
 
 
-def test_a_spent_budget_leaves_the_rest_as_the_table_has_it():
+def test_a_launch_that_is_slower_on_smaller_batches_keeps_the_default(capsys):
+    machine = machine_with(lambda rows, tokens: 11.0 if (rows, tokens) == (1, 2) else TIMES[rows])
+    (choice,) = collect_choices(calls(100, 2), machine)
+
+    assert tune(choice, machine) is None
+    assert "0.909x on add_layer_norm 2x8 float32" in capsys.readouterr().out
+
+
+def test_keys_past_the_budget_are_skipped_and_reported(capsys):
     now = [0.0]
-    bench, reported = bench_of(lambda rows, tokens: {4: 10.0, 1: 9.0, 8: 9.5}[rows])
-    written = []
+    saved = []
 
-    def done(found):
-        written.append(dict(found))
+    def save(best):
+        saved.append(dict(best))
         now[0] = 10.0
 
     budget = Budget(5, clock=lambda: now[0])
-    found = tune_all([*calls(4), *calls(4, hidden=16)], bench, budget, done)
+    best = tune_all([*calls(4), *calls(4, hidden=16)], machine_with(), budget, save)
 
-    assert found == {("add_layer_norm", "8/float32"): LAUNCHES[1]}
-    assert written == [found]
-    assert reported[-1].endswith("is spent: add_layer_norm 16/float32")
+    assert best == {("add_layer_norm", "8/float32"): LAUNCHES[1]}
+    assert saved == [best]
+    assert "is spent: add_layer_norm 16/float32\n" in capsys.readouterr().out
 
 
-def test_a_table_keeps_other_gpus_and_loses_what_is_no_gain_any_more():
+def test_an_update_keeps_other_entries_and_removes_those_without_a_speedup():
     before = {
         "Other": {"3.6": {"norm": {"8/float32": {"ROWS": 2}}}},
         "Mine": {"3.6": {"norm": {"8/float32": {"ROWS": 2}, "9/float32": {"ROWS": 3}}}},
     }
-    found = {
+    best = {
         ("norm", "8/float32"): None,
         ("gate", "8/float32"): {"ROWS": 5},
         ("beam", "1/float32"): None,
     }
 
-    text = updated_tables(json.dumps(before), "Mine", "3.6", found)
+    text = updated_tables(json.dumps(before), "Mine", "3.6", best)
 
     assert tuning.parse_tables(text) == {
         "Other": before["Other"],
@@ -184,25 +173,22 @@ def command(*arguments):
     return CliRunner().invoke(app, arguments)
 
 
-def test_without_a_gpu_it_prints_so_and_refuses_an_unknown_group(monkeypatch):
+def test_the_command_skips_without_a_gpu_and_rejects_an_unknown_group(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    done, refused = command(), command("--only", "conv")
+    done, rejected = command(), command("--only", "conv")
 
     assert done.exit_code == 0
-    assert done.output.strip() == "tune-kernels: skipped, since torch sees no CUDA GPU here"
-    assert refused.exit_code == 2
-    assert "'conv'" in refused.output
+    assert done.output.strip() == "tune-kernels: skipped, torch finds no CUDA GPU"
+    assert rejected.exit_code == 2
+    assert "'conv'" in rejected.output
 
 
-def test_the_whole_command_writes_the_table(monkeypatch, tmp_path):
-    kernels = Kernels()
-    timer = Timer(kernels, lambda rows, tokens: {4: 10.0, 1: 9.0, 8: 9.5}[rows])
-    machine = SimpleNamespace(gpu="Mine", driver="1", device=CPU, kernels=kernels, timer=timer)
+def test_the_command_writes_the_table_that_pick_reads(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Mine")
-    monkeypatch.setattr(tune_kernels, "gpu_machine", lambda passes: machine)
-    monkeypatch.setattr(tune_kernels, "calls_in_use", lambda grid, groups, dtype: calls(4))
+    monkeypatch.setattr(tune_kernels, "gpu_machine", lambda passes: machine_with())
+    monkeypatch.setattr(tune_kernels, "benchmark_calls", lambda grid, groups, dtype: calls(4))
     monkeypatch.chdir(tmp_path)
     output = tmp_path / "tuning.json"
     monkeypatch.setattr(tuning, "_text", lambda: output.read_text() if output.exists() else "{}")
@@ -217,7 +203,6 @@ def test_the_whole_command_writes_the_table(monkeypatch, tmp_path):
     assert (
         done.output.splitlines()[-1] == f"BENCH tuning: gpu=Mine triton={version} keys=1 faster=1"
     )
-    # and the table is what `pick` reads
-    tuning.forget()
+    tuning.clear()
     chosen = tuning.pick("add_layer_norm", (8, torch.float32), lambda *_: LAUNCHES)
     assert chosen.items() >= LAUNCHES[1].items()

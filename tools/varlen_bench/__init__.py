@@ -1,1 +1,1 @@
-"""Benchmarks, the kernel tuner and the checks of compiled kernels; for development, not in the wheel."""
+"""Benchmarks, the kernel tuner and the checks of compiled kernels; not in the wheel."""

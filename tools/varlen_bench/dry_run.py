@@ -1,7 +1,7 @@
-"""Compile what launchers launch for a GPU that is not here, and run nothing.
+"""Compile kernels for a GPU that this machine does not have, without running them.
 
-A stand-in replaces Triton's driver. The compiler of Triton needs no GPU, so a launcher called on CPU tensors gets the
-machine code of the GPU. All use of Triton's private interfaces is in this file; it fits versions 3.6 to 3.9.
+A fake driver replaces Triton's. Triton's compiler needs no GPU, so a launcher called on CPU tensors compiles for the
+GPU of the fake driver. Only this file uses private interfaces of Triton; it supports versions 3.6 to 3.9.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -9,18 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-# Most shared memory that one program may ask for, by compute capability, in bytes.
+# Largest shared memory of one program in bytes, by compute capability.
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 SHARED_MEMORY_LIMITS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 
-# A number of its own for each dry run: Triton keeps what it compiled by device.
-_devices = count(1000)
+# Each dry run has a new device number, because Triton caches compiled kernels by device.
+_device_numbers = count(1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,11 @@ class Compilation:
     """A compiled kernel.
 
     Attributes:
-        arch: the compute capability, such as 90.
-        num_warps, shared_bytes: of one program.
-        ptx: the assembly that the machine code was made of.
-        cubin: the machine code.
-        cached: whether it came from the compiler's cache on disk.
+        arch: compute capability, such as 90.
+        num_warps, shared_bytes: warps and shared memory of one program.
+        ptx: assembly before the last compiler stage.
+        cubin: machine code.
+        cached: whether it came from the cache on disk.
     """
 
     kernel: str
@@ -46,13 +47,13 @@ class Compilation:
 
 @contextmanager
 def dry_run(arch: int) -> Iterator[list[Compilation]]:
-    """Compile what launchers launch on CPU tensors inside the context; yield the growing list of compilations.
+    """Compile launches on CPU tensors inside the context; yield the growing list of compilations.
 
-    Each dry run compiles anew, from the cache if it can.
+    Each dry run compiles every kernel again; the cache on disk is used.
 
     Raises:
         ValueError: `arch` is not in SHARED_MEMORY_LIMITS.
-        RuntimeError: Triton interprets kernels in this process, and compiles none.
+        RuntimeError: TRITON_INTERPRET is set, so Triton compiles nothing.
     """
     if arch not in SHARED_MEMORY_LIMITS:
         raise ValueError(f"arch is {arch}; allowed: {', '.join(map(str, SHARED_MEMORY_LIMITS))}")
@@ -60,56 +61,48 @@ def dry_run(arch: int) -> Iterator[list[Compilation]]:
         raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted, not compiled")
     compiled: list[Compilation] = []
 
-    # the names are Triton's: it calls by keyword
+    # Triton passes its arguments by keyword
     def listener(
         *,
-        src: object,  # noqa: ARG001
-        metadata: Mapping[str, object],
+        metadata: Mapping[str, Any],
         metadata_group: Mapping[str, str],
-        times: object,  # noqa: ARG001
         cache_hit: bool,
+        **_: object,
     ) -> None:
-        compiled.append(_compilation(metadata, metadata_group, cached=cache_hit))
+        files = {Path(name).suffix: Path(path) for name, path in metadata_group.items()}
+        compilation = Compilation(
+            kernel=metadata["name"],
+            arch=metadata["target"].arch,
+            num_warps=metadata["num_warps"],
+            shared_bytes=metadata["shared"],
+            ptx=files[".ptx"].read_text(),
+            cubin=files[".cubin"].read_bytes(),
+            cached=cache_hit,
+        )
+        compiled.append(compilation)
 
     drivers = triton.runtime.driver
     driver_before, listener_before = drivers._active, knobs.compilation.listener
-    drivers.set_active(_StandInDriver(arch))
+    drivers.set_active(_FakeDriver(arch))
     knobs.compilation.listener = listener
     try:
         yield compiled
     finally:
-        # not reset_active(), which fails without a GPU
+        # reset_active() fails without a GPU
         drivers._active = driver_before
         knobs.compilation.listener = listener_before
 
 
-def _compilation(
-    metadata: Mapping[str, object], files: Mapping[str, str], *, cached: bool
-) -> Compilation:
-    target = metadata["target"]
-    shared, warps = metadata["shared"], metadata["num_warps"]
-    assert isinstance(target, GPUTarget)
-    assert isinstance(shared, int)
-    assert isinstance(warps, int)
-    paths = {Path(name).suffix: Path(path) for name, path in files.items()}
-    return Compilation(
-        kernel=str(metadata["name"]),
-        arch=int(target.arch),
-        num_warps=warps,
-        shared_bytes=shared,
-        ptx=paths[".ptx"].read_text(),
-        cubin=paths[".cubin"].read_bytes(),
-        cached=cached,
-    )
+class _FakeDriver:
+    """The methods of Triton's CUDA driver that a launch calls; the launch does nothing.
 
-
-class _StandInDriver:
-    """The part of a CUDA driver that a launch needs; the launch does nothing."""
+    It is also its own `utils`, which a compiled kernel calls before its first launch.
+    """
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
-        self._device = next(_devices)
-        self.utils = _StandInUtils(arch)
+        self._device = next(_device_numbers)
+        self.utils = self
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self._arch, 32)
@@ -135,17 +128,10 @@ class _StandInDriver:
     def launcher_cls(self, src: object, metadata: object) -> Callable[..., None]:  # noqa: ARG002
         return lambda *arguments: None  # noqa: ARG005
 
-
-class _StandInUtils:
-    """The part of the driver that a compiled kernel needs before its first launch."""
-
-    def __init__(self, arch: int) -> None:
-        self._arch = arch
-
     def get_device_properties(self, device: int) -> dict[str, int]:  # noqa: ARG002
         return {"max_shared_mem": SHARED_MEMORY_LIMITS[self._arch], "multiprocessor_count": 132}
 
     def load_binary(self, *arguments: object) -> tuple[None, int, int, int, int]:  # noqa: ARG002
-        """Return a module, a function, its registers, its spills, and the most threads of a program."""
-        # without a module there is nothing to unload when the kernel is dropped
+        """Return module, function, registers, spills, and the largest number of threads."""
+        # without a module, Triton unloads nothing when it deletes the kernel
         return (None, 0, 0, 0, 1024)

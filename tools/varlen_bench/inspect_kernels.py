@@ -1,8 +1,7 @@
-"""Print the machine code of every kernel in figures: `python -m varlen_bench.inspect_kernels [OP...]`. Needs no GPU.
+"""Print the machine code figures of every kernel: `python -m varlen_bench.inspect_kernels [OP...]`.
 
-Compiles the calls of `ops.compiled` and prints registers, loads and tensor-core instructions. `--write` makes the
-registers the ceilings of the compile tests; use it after a kernel was changed on purpose, under both versions of
-Triton that `make test-kernels` uses.
+Compiles the calls of `ops.compiled` and needs no GPU. `--write` stores the registers as the ceilings of the compile
+tests. Use it after a kernel was changed on purpose, under both Triton versions of `make test-kernels`.
 """
 
 from dataclasses import fields
@@ -17,9 +16,9 @@ from rich.table import Table
 from varlen_bench.kernel_limits import (
     ARCHES,
     CEILINGS,
-    ceilings_of,
+    ceiling_key,
     compile_call,
-    place,
+    lowest_ceilings,
     problems,
     read_ceilings,
     write_ceilings,
@@ -27,17 +26,15 @@ from varlen_bench.kernel_limits import (
 from varlen_bench.machine_code import MachineCode
 from varlen_bench.ops.compiled import COMPILED
 
-# all but kernel and arch
+# all fields but kernel and arch
 _FIGURES = [figure.name for figure in fields(MachineCode)[2:]]
 
 
 def main(
     ops: Annotated[list[str] | None, typer.Argument(help="Launchers; all if none.")] = None,
-    arch: Annotated[list[int] | None, typer.Option(help="Such as 90; may be repeated.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="Such as bfloat16.")] = None,
     write: Annotated[Path | None, typer.Option(help="Write ceilings into this CSV.")] = None,
 ) -> None:
-    """Print the figures of every kernel, and what is wrong with it."""
+    """Print the figures of every kernel, and the limits that it exceeds."""
     calls = [call for call in COMPILED if not ops or call.op in ops]
     if not calls:
         raise typer.BadParameter(f"no call of {', '.join(ops or ())} is listed")
@@ -46,23 +43,20 @@ def main(
         table.add_column(column, no_wrap=True)
     for figure in _FIGURES:
         table.add_column(figure.replace("_", " "), justify="right", max_width=9)
-    names = {call.name for call in COMPILED}
-    read = read_ceilings(write or CEILINGS)
-    ceilings = {where: ceiling for where, ceiling in read.items() if where.call in names}
+    listed = {call.name for call in COMPILED}
+    known = read_ceilings(write or CEILINGS)
+    ceilings = {key: ceiling for key, ceiling in known.items() if key.call in listed}
     found: list[str] = []
-    for call, kind, target in ((c, d, a) for c in calls for d in c.dtypes for a in arch or ARCHES):
-        name = str(kind).removeprefix("torch.")
-        if dtype and name not in dtype:
-            continue
-        codes = compile_call(call, kind, target)
+    for call, dtype, arch in ((c, d, a) for c in calls for d in c.dtypes for a in ARCHES):
+        codes = compile_call(call, dtype, arch)
         for code in codes:
             figures = [str(getattr(code, figure)) for figure in _FIGURES]
-            table.add_row(call.name, code.kernel, name, str(code.arch), *figures)
+            table.add_row(call.name, code.kernel, str(dtype)[6:], str(arch), *figures)
         if write is not None:
-            ceilings |= ceilings_of((place(call, kind, code), code) for code in codes)
-        lines = problems(call, kind, codes, ceilings)
-        found += [f"{call.name} {kind} sm_{target}: {line}" for line in lines]
-    # wide enough that nothing is cut if the output is no terminal
+            ceilings |= lowest_ceilings((ceiling_key(call, dtype, code), code) for code in codes)
+        lines = problems(call, dtype, codes, ceilings)
+        found += [f"{call.name} {dtype} sm_{arch}: {line}" for line in lines]
+    # wide enough for all columns if the output is not a terminal
     Console(width=None if Console().is_terminal else 200).print(table)
     if write is not None:
         write_ceilings(write, ceilings)

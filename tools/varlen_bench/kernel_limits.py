@@ -1,7 +1,7 @@
-"""Limits of a kernel's machine code: no spills, shared memory that fits, wide loads, tensor cores.
+"""Limits of a kernel's machine code: spills, shared memory, registers, loads, tensor cores.
 
-Registers have ceilings by version of Triton and compute capability, in a CSV that is checked in: more registers
-than before make a kernel slow without a failing test. A GPU allocates registers in units of eight.
+A CSV in the repository holds a register ceiling per kernel, Triton version and compute capability, because a change
+that needs more registers makes a kernel slower and no other test fails.
 """
 
 import csv
@@ -16,16 +16,17 @@ from varlen_bench.machine_code import MachineCode, read_machine_code
 from varlen_bench.ops.compiled import CompiledCall
 from varlen_kernels.tuning import minor_version
 
-# Compute capabilities that every call is compiled for: A100; H100 and H200.
+# Compute capabilities to compile for: A100, and H100/H200.
 ARCHES = (80, 90)
 CEILINGS = Path("tests/kernels/compiled/registers.csv")
 _WRITE = f"python -m varlen_bench.inspect_kernels --write {CEILINGS}"
+# A GPU allocates registers in units of eight.
 _REGISTER_UNIT = 8
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
-    """The row and the column of a ceiling in the CSV."""
+class CeilingKey:
+    """Row and column of a ceiling in the CSV."""
 
     call: str
     kernel: str
@@ -34,29 +35,32 @@ class Place:
 
 
 def compile_call(call: CompiledCall, dtype: torch.dtype, arch: int) -> list[MachineCode]:
-    """Return the machine code of the kernels that the call launches, in their order."""
+    """Return the machine code of the kernels that a call launches, in order."""
     with dry_run(arch) as compiled:
         call.run(dtype)
     return [read_machine_code(compilation) for compilation in compiled]
 
 
 def problems(
-    call: CompiledCall, dtype: torch.dtype, codes: Iterable[MachineCode], ceilings: dict[Place, int]
+    call: CompiledCall,
+    dtype: torch.dtype,
+    codes: Iterable[MachineCode],
+    ceilings: dict[CeilingKey, int],
 ) -> list[str]:
-    """Return what is wrong with the machine code of a call's kernels, one line each."""
+    """Return one line per exceeded limit of a call's kernels."""
     codes = list(codes)
     found = [] if codes else ["no kernel was compiled"]
     for code in codes:
         found += [f"{code.kernel}: {line}" for line in _problems(call, code)]
-        ceiling = ceilings.get(place(call, dtype, code))
+        ceiling = ceilings.get(ceiling_key(call, dtype, code))
         if ceiling is None:
-            found.append(f"{code.kernel}: has no ceiling for its registers; write one: {_WRITE}")
+            found.append(f"{code.kernel}: no register ceiling; write one: {_WRITE}")
         elif code.registers > ceiling:
             found.append(f"{code.kernel}: {code.registers} registers; its ceiling is {ceiling}")
-    # HGMMA on sm_90, HMMA before
-    multiplies = any(code.wgmma if code.arch == 90 else code.mma for code in codes)
-    if call.tensor_cores and dtype != torch.float32 and not multiplies:
-        found.append("no kernel multiplies on tensor cores")
+    # sm_90 has HGMMA, sm_80 HMMA
+    uses_tensor_cores = any(code.wgmma if code.arch == 90 else code.mma for code in codes)
+    if call.tensor_cores and dtype != torch.float32 and not uses_tensor_cores:
+        found.append("no kernel uses tensor cores")
     return found
 
 
@@ -73,41 +77,43 @@ def _problems(call: CompiledCall, code: MachineCode) -> Iterator[str]:
             yield "no load of 128 bits"
 
 
-def place(call: CompiledCall, dtype: torch.dtype, code: MachineCode) -> Place:
-    """Return the place of a kernel's ceiling for the Triton of this process."""
+def ceiling_key(call: CompiledCall, dtype: torch.dtype, code: MachineCode) -> CeilingKey:
+    """Return the key of a kernel's ceiling under the installed Triton."""
     column = f"triton {minor_version()} sm_{code.arch}"
-    return Place(call.name, code.kernel, str(dtype).removeprefix("torch."), column)
+    return CeilingKey(call.name, code.kernel, str(dtype).removeprefix("torch."), column)
 
 
-def ceilings_of(codes: Iterable[tuple[Place, MachineCode]]) -> dict[Place, int]:
-    """Return the lowest ceilings that these kernels keep."""
-    ceilings: dict[Place, int] = {}
-    for where, code in codes:
+def lowest_ceilings(codes: Iterable[tuple[CeilingKey, MachineCode]]) -> dict[CeilingKey, int]:
+    """Return the lowest ceilings that these kernels do not exceed."""
+    ceilings: dict[CeilingKey, int] = {}
+    for key, code in codes:
         allocated = -(-code.registers // _REGISTER_UNIT) * _REGISTER_UNIT
-        # a call may compile one kernel in several forms
-        ceilings[where] = max(allocated, ceilings.get(where, 0))
+        # a call may compile a kernel several times, for different constants
+        ceilings[key] = max(allocated, ceilings.get(key, 0))
     return ceilings
 
 
-def read_ceilings(path: Path) -> dict[Place, int]:
-    """Return the ceilings of a CSV; none if it does not exist."""
+def read_ceilings(path: Path) -> dict[CeilingKey, int]:
+    """Return the ceilings of a CSV file, which may be missing."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:
         return {
-            Place(row["call"], row["kernel"], row["dtype"], column): int(row[column])
+            CeilingKey(row["call"], row["kernel"], row["dtype"], column): int(row[column])
             for row in csv.DictReader(file)
             for column in row
             if column.startswith("triton ") and row[column]
         }
 
 
-def write_ceilings(path: Path, ceilings: dict[Place, int]) -> None:
-    """Write ceilings: a row for each call, kernel and dtype, a column for each compiler and GPU."""
-    columns = sorted({where.column for where in ceilings})
-    rows = sorted({(where.call, where.kernel, where.dtype) for where in ceilings})
+def write_ceilings(path: Path, ceilings: dict[CeilingKey, int]) -> None:
+    """Write ceilings: one row per call, kernel and dtype, one column per Triton and GPU."""
+    columns = sorted({key.column for key in ceilings})
+    rows = sorted({(key.call, key.kernel, key.dtype) for key in ceilings})
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["call", "kernel", "dtype", *columns])
         for row in rows:
-            writer.writerow([*row, *(ceilings.get(Place(*row, column), "") for column in columns)])
+            writer.writerow(
+                [*row, *(ceilings.get(CeilingKey(*row, column), "") for column in columns)]
+            )

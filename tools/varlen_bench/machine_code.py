@@ -1,8 +1,8 @@
-"""Figures of a kernel's machine code: registers, spills, widths of loads and stores, tensor cores.
+"""Figures of a kernel's machine code: registers, spills, loads, stores, tensor cores.
 
-Registers and stack come from the machine code. The rest comes from its PTX, each of whose loads, stores and
-multiplications becomes one of the machine's: to print the machine code takes half a second for each kernel.
-Counts are of instructions in the code, not of executions.
+Registers and stack are read from the machine code. The rest is counted in its PTX, because disassembly takes half a
+second per kernel; each load, store and multiplication there becomes one machine instruction. Counts are instructions
+in the code, not executions.
 """
 
 import re
@@ -15,10 +15,10 @@ from triton import knobs
 from varlen_bench.dry_run import Compilation
 
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-# such as ld.global.L1::evict_last.v4.b32: four times 32 bits
+# such as ld.global.L1::evict_last.v4.b32, which loads four times 32 bits
 _LOAD = re.compile(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b")
 _STORE = re.compile(r"\bst\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b")
-# from global to shared memory; the number of bytes follows both addresses
+# global to shared memory; the number of bytes follows the two addresses
 _COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* *\[[^]]*\], *\[[^]]*\], *(\w+)")
 _WIDE_BITS = 128
 
@@ -28,11 +28,10 @@ class MachineCode:
     """Figures of a kernel's machine code.
 
     Attributes:
-        registers, stack_bytes: of one thread; a stack holds spilled registers.
-        shared_bytes: of one program.
-        wide_loads: loads of 128 bits from global memory, also those straight into shared memory.
-        narrow_loads: loads of fewer bits from global memory.
-        mma, wgmma: multiplications on tensor cores by one warp (HMMA) and by four (HGMMA).
+        registers, stack_bytes: per thread; the stack holds spilled registers.
+        shared_bytes: shared memory of one program.
+        wide_loads, narrow_loads: loads from global memory of at least 128 bits, and of fewer.
+        mma, wgmma: tensor-core multiplications by one warp (HMMA) and by four (HGMMA).
     """
 
     kernel: str
@@ -57,10 +56,10 @@ def read_machine_code(compilation: Compilation) -> MachineCode:
         RuntimeError: the machine code cannot be read.
     """
     ptx = compilation.ptx
-    listing = cuobjdump(compilation, "--dump-resource-usage")
-    resources = _RESOURCES.search(listing)
+    usage = cuobjdump(compilation, "--dump-resource-usage")
+    resources = _RESOURCES.search(usage)
     if resources is None:
-        raise RuntimeError(f"cuobjdump tells no resources of {compilation.kernel}:\n{listing}")
+        raise RuntimeError(f"cuobjdump prints no resources of {compilation.kernel}:\n{usage}")
     registers, stack, local = map(int, resources.groups())
     loads = [*_bits(_LOAD, ptx), *(8 * int(count, 0) for count in _COPY.findall(ptx))]
     stores = _bits(_STORE, ptx)
@@ -81,8 +80,8 @@ def read_machine_code(compilation: Compilation) -> MachineCode:
     )
 
 
-def cuobjdump(compilation: Compilation, what: str) -> str:
-    """Return the output of NVIDIA's tool, which comes with Triton: "--dump-sass" prints the instructions.
+def cuobjdump(compilation: Compilation, option: str) -> str:
+    """Return the output of NVIDIA's cuobjdump, which comes with Triton.
 
     Raises:
         RuntimeError: the machine code cannot be read.
@@ -90,7 +89,7 @@ def cuobjdump(compilation: Compilation, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compilation.cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, what, file.name]
+        command = [knobs.nvidia.cuobjdump.path, option, file.name]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         raise RuntimeError(f"cuobjdump failed: {run.stderr.strip()}")
@@ -98,5 +97,5 @@ def cuobjdump(compilation: Compilation, what: str) -> str:
 
 
 def _bits(access: re.Pattern[str], ptx: str) -> list[int]:
-    """Return the bits of each load or store."""
+    """Return the number of bits of each load or store."""
     return [int(count or 1) * int(bits) for count, bits in access.findall(ptx)]

@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not here; where kernels are interpreted there is nothing to compile."""
+"""Setup of the compile tests, which do not run where kernels are interpreted."""
 
 import pytest
 from triton import knobs
@@ -9,9 +9,9 @@ collect_ignore_glob = ["test_*.py"] if knobs.runtime.interpret else []
 
 
 @pytest.fixture(autouse=True)
-def by_rule(monkeypatch):
-    """Launch as on a GPU for which nothing was measured, whatever GPU this machine has."""
+def default_launches(monkeypatch):
+    """Ignore the tuned launches of this machine's GPU."""
     monkeypatch.setattr(tuning, "_text", lambda: "{}")
-    tuning.forget()
+    tuning.clear()
     yield
-    tuning.forget()
+    tuning.clear()

@@ -1,4 +1,4 @@
-"""What every kernel becomes on an A100 and on an H100 or H200, for its listed calls and all its candidate launches."""
+"""Machine code of every kernel for the A100 and the H100/H200, with every candidate launch."""
 
 from contextlib import ExitStack
 from inspect import isfunction
@@ -21,7 +21,7 @@ CASES = [
     for dtype in call.dtypes
     for arch in ARCHES
 ]
-# Of rows that load 128 bits at once, as all that serve do.
+# Calls whose rows allow 128-bit loads, as those of a server do.
 ALIGNED_CALLS = [call for call in CALLS if call.narrow_loads is not None]
 
 
@@ -35,30 +35,33 @@ def test_machine_code_keeps_to_its_limits(call, dtype, arch):
 @pytest.mark.parametrize("call", ALIGNED_CALLS, ids=lambda call: call.name)
 def test_every_candidate_launch_fits_an_h200(call):
     dtype = call.dtypes[-1]
-    with dry_run(90), tuning.watch() as asked:
+    with dry_run(90), tuning.record_picks() as picks:
         call.run(dtype)
-    candidates = [[(op, key, launch) for launch in list_of(*key)] for op, key, list_of in asked]
+    candidates = [
+        [(op, key, launch) for launch in candidate_launches(*key)]
+        for op, key, candidate_launches in picks
+    ]
 
-    # one launch of each op at a time: the first is what the test above compiles
+    # one launch of each op at a time; the test above compiles the first
     for launches in list(zip_longest(*candidates))[1:]:
         with ExitStack() as stack:
-            for choice in launches:
-                if choice is not None:
-                    stack.enter_context(tuning.forced(*choice))
+            for launch in launches:
+                if launch is not None:
+                    stack.enter_context(tuning.forced_launch(*launch))
             with dry_run(90) as compiled:
                 call.run(dtype)
         for compilation in compiled:
-            # what needs more shared memory than there is has failed by now
+            # a launch that needs too much shared memory has failed by now
             assert read_machine_code(compilation).stack_bytes == 0, f"{launches} spill"
 
 
-def test_names_are_used_once():
+def test_call_names_are_unique():
     names = [call.name for call in CALLS]
 
     assert len(set(names)) == len(names)
 
 
-def test_every_op_that_has_a_kernel_is_called():
+def test_every_op_with_a_kernel_has_a_call():
     launchers = {
         name
         for name, op in vars(kernels("fused")).items()
@@ -69,25 +72,26 @@ def test_every_op_that_has_a_kernel_is_called():
     assert set(ANY_BATCH) == launchers
 
 
-def test_no_ceiling_is_left_of_a_call_that_is_gone():
+def test_every_ceiling_belongs_to_a_listed_call():
     listed = {(call.name, str(dtype)[6:]) for call in CALLS for dtype in call.dtypes}
     written = {(where.call, where.dtype) for where in read_ceilings(PROJECT / CEILINGS)}
 
     assert written <= listed
 
 
-def test_the_table_that_is_shipped_holds_candidates_alone(monkeypatch):
+def test_the_shipped_table_holds_only_candidate_launches(monkeypatch):
     monkeypatch.undo()
     tables = tuning.parse_tables(tuning._text())
     if not tables:
         pytest.skip("tuning.json holds no launch yet")
-    with dry_run(90), tuning.watch() as asked:
+    with dry_run(90), tuning.record_picks() as picks:
         for call in CALLS:
             for dtype in call.dtypes:
                 call.run(dtype)
 
-    for op, key, candidates in asked:
+    for op, key, candidate_launches in picks:
         for gpu, versions in tables.items():
             for version, table in versions.items():
-                launch = table.get(op, {}).get(tuning.spell(key))
-                assert launch is None or launch in candidates(*key), f"{gpu}, triton {version}"
+                launch = table.get(op, {}).get(tuning.key_text(key))
+                allowed = [None, *candidate_launches(*key)]
+                assert launch in allowed, f"{gpu}, triton {version}"

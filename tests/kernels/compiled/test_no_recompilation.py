@@ -1,4 +1,4 @@
-"""A live server never waits for the compiler: what a warm-up compiled serves every batch that comes after."""
+"""After the warm-up no batch compiles a kernel, so no request waits for the compiler."""
 
 import random
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ from varlen_bench.dry_run import dry_run
 from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
 
-# Of the sequences of a batch. Attention has a launch for batches whose sequences are long on average.
+# Longest sequence of a batch. Attention needs more, because its launch depends on the mean length.
 LONGEST = {op: 300 if op == "attention_varlen" else 64 for op in ANY_BATCH}
 
 
 def warm_up_lengths(longest: int) -> Iterator[list[int]]:
-    """Yield batches of a few sequences; their lengths are powers of two, or have less to do with 16."""
+    """Yield batches of equal lengths, divisible by different powers of two."""
     power = 1
     while power <= longest:
         for length in {power, power - 1, power - 2, power - 4}:
@@ -26,7 +26,7 @@ def warm_up_lengths(longest: int) -> Iterator[list[int]]:
 
 
 def random_lengths(count: int, most: int) -> Iterator[list[int]]:
-    """Yield batches as they come, those of one token and of multiples of 16 among them."""
+    """Yield fixed edge cases, and `count` random batches of sequences of up to `most` tokens."""
     generator = random.Random(0)
     yield from ([1], [16], [1] * 16, [most] * 4, [1, most])
     for _ in range(count):

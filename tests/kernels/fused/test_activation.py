@@ -5,7 +5,7 @@ import torch
 
 from varlen_kernels import activation, reference
 from varlen_kernels.activation import activate
-from varlen_kernels.tuning import forced
+from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, SIZES, assert_close, rand, spread
 from .guards import write_guarded
@@ -73,8 +73,8 @@ def test_every_candidate_launch_matches_the_reference(width, device):
     x, bias = inputs(5, width, torch.float16, device)
     expected = reference.activate(x.double(), bias.double(), kind="gelu")
 
-    for launch in activation.candidates(width, torch.float16):
-        with forced("activate", (width, torch.float16), launch):
+    for launch in activation.candidate_launches(width, torch.float16):
+        with forced_launch("activate", (width, torch.float16), launch):
             assert_close(activate(x, bias, kind="gelu"), expected, torch.float16)
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from varlen_kernels import attention_varlen as module
 from varlen_kernels import reference
-from varlen_kernels.attention_varlen import attention_varlen, candidates, mean_length_bucket
-from varlen_kernels.tuning import forced
+from varlen_kernels.attention_varlen import attention_varlen, candidate_launches, mean_length_bucket
+from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, assert_close, rand, spread
 from .guards import write_guarded
@@ -95,10 +95,10 @@ def test_every_candidate_launch_matches_the_reference(causal, has_bias, mean, de
     expected = reference64(qkv, cu_seqlens_of(lengths, device), **settings)
     key = (64, torch.float16, causal, has_bias)
 
-    launches = candidates(*key, mean)
+    launches = candidate_launches(*key, mean)
     # in the interpreter a launch takes a second
     for launch in launches if device.type == "cuda" else launches[:1]:
-        with forced("attention_varlen", (*key, mean_length_bucket(len(qkv), 2)), launch):
+        with forced_launch("attention_varlen", (*key, mean_length_bucket(len(qkv), 2)), launch):
             actual = attention_varlen(qkv, cu_seqlens_of(lengths, device), **settings)
         assert_close(actual, expected, torch.float16)
 

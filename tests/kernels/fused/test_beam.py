@@ -24,7 +24,7 @@ SMALL = {"CHUNK": 256, "TILE": 128, "GROUPS": 16, "num_warps": 1}
 
 @contextmanager
 def forced_launch(logits, beams, launch):
-    with tuning.forced("beam_step", launch_key(logits, beams), launch):
+    with tuning.forced_launch("beam_step", launch_key(logits, beams), launch):
         yield
 
 

@@ -5,7 +5,7 @@ import torch
 
 from varlen_kernels import embedding, reference
 from varlen_kernels.embedding import embed_layer_norm
-from varlen_kernels.tuning import forced
+from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, SIZES, assert_close, rand, spread
 from .guards import write_guarded
@@ -72,8 +72,8 @@ def test_every_candidate_launch_matches_the_reference(width, device):
     args = inputs(9, width, torch.bfloat16, device)
     expected = reference64(args)
 
-    for launch in embedding.candidates(width, torch.bfloat16):
-        with forced("embed_layer_norm", (width, torch.bfloat16), launch):
+    for launch in embedding.candidate_launches(width, torch.bfloat16):
+        with forced_launch("embed_layer_norm", (width, torch.bfloat16), launch):
             actual = embed_layer_norm(*args, eps=EPS)
         assert_close(actual, expected, torch.bfloat16)
 

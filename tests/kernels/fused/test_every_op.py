@@ -1,4 +1,4 @@
-"""Every op at the shape of BERT-base: a batch as it is served, against float64."""
+"""Every op at the shape of BERT-base, against float64."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_an_op_is_right_on_a_batch_of_several_lengths(op, dtype, device):
 
 
 @pytest.mark.parametrize("kind", ["causal", "biased"])
-def test_attention_in_its_other_forms_is_right(kind, device):
+def test_causal_and_biased_attention_is_right(kind, device):
     call = attention_varlen([17, 1, 40], 12, 64, torch.float32, **{kind: True})
     inputs = call.make(device, seed=0)
 

@@ -5,7 +5,7 @@ import torch
 
 from varlen_kernels import gate, reference
 from varlen_kernels.gate import silu_gate
-from varlen_kernels.tuning import forced
+from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, SIZES, assert_close, rand, spread
 from .guards import write_guarded
@@ -37,8 +37,8 @@ def test_every_candidate_launch_matches_the_reference(width, device):
     x = rand(5, 2 * width, dtype=torch.bfloat16, device=device)
     expected = reference.silu_gate(x.double())
 
-    for launch in gate.candidates(width, torch.bfloat16):
-        with forced("silu_gate", (width, torch.bfloat16), launch):
+    for launch in gate.candidate_launches(width, torch.bfloat16):
+        with forced_launch("silu_gate", (width, torch.bfloat16), launch):
             assert_close(silu_gate(x), expected, torch.bfloat16)
 
 

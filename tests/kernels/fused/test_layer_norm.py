@@ -6,7 +6,7 @@ import torch
 from varlen_kernels import layer_norm, reference
 from varlen_kernels.layer_norm import add_layer_norm
 from varlen_kernels.rows import MAX_ROW
-from varlen_kernels.tuning import forced
+from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, SIZES, assert_close, rand, spread
 from .guards import write_guarded
@@ -95,8 +95,8 @@ def test_every_candidate_launch_matches_the_reference(width, device):
     *args, x_bias = inputs(9, width, torch.float16, device)
     expected = reference64(*args, x_bias)
 
-    for launch in layer_norm.candidates(width, torch.float16):
-        with forced("add_layer_norm", (width, torch.float16), launch):
+    for launch in layer_norm.candidate_launches(width, torch.float16):
+        with forced_launch("add_layer_norm", (width, torch.float16), launch):
             actual = add_layer_norm(*args, eps=EPS, x_bias=x_bias)
         assert_close(actual, expected, torch.float16)
 

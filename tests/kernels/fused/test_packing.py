@@ -1,4 +1,4 @@
-"""Between the packed and the padded form, on a GPU or in the interpreter: copies, so every bit is the reference's."""
+"""Pack and unpack on a GPU or interpreted: the same bits as the reference."""
 
 from itertools import accumulate
 
@@ -7,7 +7,7 @@ import torch
 
 from varlen_bench.padded import packing, reference
 from varlen_bench.padded.packing import pack, unpack
-from varlen_kernels.tuning import forced
+from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, rand, spread
 from .guards import write_guarded
@@ -55,15 +55,15 @@ def test_every_candidate_launch_is_right(hidden, device):
     x, bounds = rand(40, hidden, dtype=torch.float16, device=device), starts([33, 7], device)
     key = (hidden, torch.float16)
 
-    for launch in packing.candidates(*key):
-        with forced("unpack", key, launch), forced("pack", key, launch):
+    for launch in packing.candidate_launches(*key):
+        with forced_launch("unpack", key, launch), forced_launch("pack", key, launch):
             padded = unpack(x, bounds, max_seqlen=35)
             packed = pack(padded, bounds, tokens=40)
         assert torch.equal(padded, reference.unpack(x, bounds, max_seqlen=35))
         assert torch.equal(packed, x)
 
 
-def test_take_rows_that_lie_apart(device):
+def test_rows_may_have_gaps_between_them(device):
     x, bounds = rand(10, 63, device=device), starts([7, 3], device)
 
     padded = write_guarded(
@@ -85,7 +85,7 @@ def test_take_rows_that_lie_apart(device):
     assert torch.equal(packed, x)
 
 
-def test_what_stands_in_padding_is_not_read(device):
+def test_padding_is_not_read(device):
     padded = torch.full((2, 9, 40), torch.nan, device=device)
     padded[0, :7], padded[1, :3] = 1, 2
 
@@ -94,7 +94,7 @@ def test_what_stands_in_padding_is_not_read(device):
     assert packed.sum() == (7 + 2 * 3) * 40
 
 
-def test_pack_keeps_inside_an_output_that_is_too_small(device):
+def test_pack_does_not_write_past_a_small_output(device):
     padded = rand(2, 9, 40, device=device)
 
     actual = write_guarded(
@@ -129,7 +129,7 @@ def test_no_tokens(lengths, device):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_pack_rejects_what_it_cannot_read(change, message, device):
+def test_pack_rejects_an_invalid_argument(change, message, device):
     arguments = {
         "x": torch.zeros(2, 3, 8),
         "cu_seqlens": torch.tensor([0, 3, 4], dtype=torch.int32),

@@ -7,7 +7,7 @@ import torch
 
 from varlen_kernels import pooling, reference
 from varlen_kernels.pooling import first_tokens, pool
-from varlen_kernels.tuning import forced
+from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, assert_close, rand, spread
 from .guards import write_guarded
@@ -52,8 +52,8 @@ def test_every_candidate_launch_matches_the_reference(mode, device):
     expected = reference.pool(x.float(), bounds, normalize, mode=mode)
     key = (768, torch.float16, mode, True)
 
-    for launch in pooling.candidates(*key):
-        with forced("pool", key, launch):
+    for launch in pooling.candidate_launches(*key):
+        with forced_launch("pool", key, launch):
             actual = pool(x, bounds, normalize, mode=mode)
         assert_close(actual, expected, torch.float32)
 

@@ -6,7 +6,7 @@ import torch
 from varlen_kernels import reference
 from varlen_kernels import rms_norm as module
 from varlen_kernels.rms_norm import rms_norm
-from varlen_kernels.tuning import forced
+from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, SIZES, assert_close, rand, spread
 from .guards import write_guarded
@@ -104,8 +104,8 @@ def test_every_candidate_launch_matches_the_reference(width, device):
     x, weight, residual = inputs(9, width, torch.bfloat16, device)
     expected = reference32(x, weight, residual)
 
-    for launch in module.candidates(width, torch.bfloat16):
-        with forced("rms_norm", (width, torch.bfloat16), launch):
+    for launch in module.candidate_launches(width, torch.bfloat16):
+        with forced_launch("rms_norm", (width, torch.bfloat16), launch):
             actual = rms_norm(x, weight, eps=EPS, residual=residual)
         assert_close(actual, expected, torch.bfloat16)
 

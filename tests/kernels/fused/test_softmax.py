@@ -6,7 +6,7 @@ import torch
 from varlen_bench.padded import reference, softmax
 from varlen_bench.padded.softmax import MAX_HELD, masked_softmax
 from varlen_kernels.rows import vector_width
-from varlen_kernels.tuning import forced
+from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, assert_close, rand, spread
 from .guards import write_guarded
@@ -15,7 +15,7 @@ KEYS = [1, 5, 10, 40, 63, 64, 65, 80, 500, 501, 768, 1000, 2052]
 
 
 def inputs(batch, num_heads, queries, keys, dtype, device):
-    """Return scores and lengths: none, one, all and some of the keys."""
+    """Return random scores, and lengths of none, one, all and some of the keys."""
     x = 4 * rand(batch, num_heads, queries, keys, dtype=dtype, device=device)
     lengths = [0, 1, keys, keys - keys // 3, keys // 2]
     return x, torch.tensor((lengths * batch)[:batch], dtype=torch.int32, device=device)
@@ -102,7 +102,7 @@ def test_in_place_writes_the_same_bits(keys, dtype, device):
 
 
 @pytest.mark.parametrize("keys", [10, 501, 504, MAX_HELD + 8])
-def test_takes_rows_that_lie_apart(keys, device):
+def test_rows_may_have_gaps_between_them(keys, device):
     x, seqlens = inputs(3, 2, 2, keys, torch.float16, device)
 
     actual = write_guarded(
@@ -125,8 +125,8 @@ def test_every_candidate_launch_is_right(keys, device):
     bucket = 1 << (keys - 1).bit_length()
     key = (bucket, vector, torch.float16)
 
-    for launch in softmax.candidates(*key):
-        with forced("masked_softmax", key, launch):
+    for launch in softmax.candidate_launches(*key):
+        with forced_launch("masked_softmax", key, launch):
             actual = masked_softmax(x, seqlens, scale=1.0)
         assert_close(actual, expected, torch.float16)
 
@@ -144,12 +144,12 @@ def test_scores_beyond_the_range_of_exp_are_shifted_into_it(keys, device):
 
 
 @pytest.mark.parametrize("keys", [64, MAX_HELD + 8])
-def test_infinities_and_nan_come_out_as_the_reference_says(keys, device):
+def test_infinities_and_nan_match_the_reference(keys, device):
     x = rand(1, 1, 6, keys, device=device)
     x[0, 0, 0, 3] = torch.inf
     x[0, 0, 1, 3] = torch.nan
     x[0, 0, 2, 3] = -torch.inf
-    # all that the query may read, and then the first half of it
+    # all keys that the query may read, and then their first half
     x[0, 0, 3, :] = -torch.inf
     x[0, 0, 4, : keys // 2] = -torch.inf
     seqlens = torch.tensor([keys - 2], dtype=torch.int32, device=device)
@@ -160,7 +160,7 @@ def test_infinities_and_nan_come_out_as_the_reference_says(keys, device):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
-def test_equal_scores_share_equally(device):
+def test_equal_scores_get_equal_weights(device):
     x = torch.full((1, 1, 2, 500), 7.0, device=device)
     seqlens = torch.tensor([4], dtype=torch.int32, device=device)
 
@@ -171,7 +171,7 @@ def test_equal_scores_share_equally(device):
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 8), (2, 2, 0, 8), (2, 2, 3, 0)], ids=str)
-def test_nothing_to_do(shape, device):
+def test_an_empty_tensor_stays_empty(shape, device):
     x = torch.zeros(shape, device=device)
     seqlens = torch.zeros(shape[0], dtype=torch.int32, device=device)
 
@@ -188,7 +188,7 @@ def test_nothing_to_do(shape, device):
     ],
     ids=["dimensions", "lengths", "heads inside queries", "keys apart"],
 )
-def test_rejects_what_it_cannot_read(x, seqlens, message, device):
+def test_rejects_an_invalid_argument(x, seqlens, message, device):
     seqlens = torch.tensor(seqlens, dtype=torch.int32, device=device)
 
     with pytest.raises(ValueError, match=message):

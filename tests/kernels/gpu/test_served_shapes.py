@@ -1,7 +1,7 @@
-"""On a CUDA GPU: kernels at the sizes that are served, which the interpreter is too slow for.
+"""Kernels on a CUDA GPU at the sizes of a server.
 
-Every call of the kernel benchmark is right against float64, twice the same, the same in a CUDA graph, and
-right with every launch that the tuner may choose.
+Every call of the kernel benchmark matches float64, repeats its bits, is right in a CUDA graph, and is right with every
+candidate launch. The interpreter is too slow for these sizes.
 """
 
 import pytest
@@ -12,9 +12,10 @@ pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 from tests.closeness import relative_error
 from varlen_bench.kernels.grid import FULL
 from varlen_bench.kernels.groups import DTYPES, GROUPS, served_attention
+from varlen_bench.kernels.machine import gpu_machine
 from varlen_bench.kernels.timing import WARM, GpuTimer
 from varlen_bench.ops.call import kernels, poison
-from varlen_bench.tune_kernels import Bench, choices_of
+from varlen_bench.tune_kernels import collect_choices
 from varlen_kernels import tuning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -42,7 +43,7 @@ def timer(device):
 def without_gradients_or_leftovers():
     with torch.inference_mode():
         yield
-    tuning.forget()
+    tuning.clear()
     torch.cuda.empty_cache()
 
 
@@ -89,18 +90,16 @@ def test_a_graph_replays_the_right_result(group, fused, device, timer):
 
 
 @pytest.mark.parametrize("group", ALL)
-def test_every_launch_that_may_be_tuned_is_right(group, fused, device, timer):
-    reported = []
-    bench = Bench(fused, device, timer, reported.append)
-    for choice in choices_of(ALL[group](FULL, torch.bfloat16), bench):
+def test_every_candidate_launch_is_right(group, fused, device, capsys):
+    for choice in collect_choices(ALL[group](FULL, torch.bfloat16), gpu_machine(samples=1)):
         call = choice.calls[-1]
         inputs = call.make(device, seed=4)
         exact = call.exact(inputs)
         for launch in choice.launches:
-            with tuning.forced(choice.op, choice.key, launch):
+            with tuning.forced_launch(choice.op, choice.key, launch):
                 error = call.error(call.run(fused, inputs), inputs, exact)
             assert error <= call.max_error, (choice.name, launch)
-    assert reported == []
+    assert capsys.readouterr().out == ""
 
 
 def test_rows_past_two_to_the_31_elements_are_found(fused, device):
@@ -143,11 +142,11 @@ def test_tokens_past_two_to_the_31_elements_are_attended_to(fused, device):
 
 @pytest.mark.parametrize("beams", [1, 4, 64])
 @pytest.mark.parametrize("vocabulary", [32_000, 50_257, 250_000, 300_000])
-def test_a_beam_step_takes_what_a_stable_full_sort_takes(vocabulary, beams, fused, device):
+def test_a_beam_step_matches_a_stable_full_sort(vocabulary, beams, fused, device):
     sequences, best = 3, 2 * beams
     numbers = torch.Generator(device=device).manual_seed(vocabulary)
     logits = torch.randn(sequences * beams, vocabulary, device=device, generator=numbers)
-    # steps of a quarter tie by the thousand
+    # multiples of a quarter have thousands of ties
     logits = (4 * logits).round() / 4
     where = torch.rand(logits.shape, device=device, generator=numbers)
     logits = logits.masked_fill(where < 0.01, float("nan")).masked_fill(where > 0.9, -torch.inf)
@@ -162,7 +161,7 @@ def test_a_beam_step_takes_what_a_stable_full_sort_takes(vocabulary, beams, fuse
     known = logits.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     order = known.sort(dim=1, descending=True, stable=True)
     exact = order.values.double() - known.double().logsumexp(1, keepdim=True)
-    # a beam of -inf alone has candidates, all of score -inf
+    # the candidates of a beam that is -inf throughout have score -inf
     exact = exact.nan_to_num(nan=-torch.inf).view(sequences, beams, -1)
     exact += running.double()[..., None]
     # the log of a sum turns its relative error into an absolute one; four more roundings are relative
@@ -171,7 +170,7 @@ def test_a_beam_step_takes_what_a_stable_full_sort_takes(vocabulary, beams, fuse
         tokens, parents, scores = (part[sequence].tolist() for part in found)
         rank = dict.fromkeys(range(beams), 0)
         for token, parent, score in zip(tokens, parents, scores, strict=True):
-            # of one beam, exactly its next by a stable sort
+            # the next token of its beam by a stable sort
             row = order.indices[sequence * beams + parent]
             assert token == int(row[rank[parent]])
             expected = float(exact[sequence, parent, rank[parent]])
@@ -180,7 +179,7 @@ def test_a_beam_step_takes_what_a_stable_full_sort_takes(vocabulary, beams, fuse
         assert scores == sorted(scores, reverse=True)
         pairs = zip(scores, scores[1:], parents, parents[1:], strict=False)
         assert all(first < second for a, b, first, second in pairs if a == b and first != second)
-        # of all beams, nothing better was left out
+        # no better candidate of any beam is missing
         top = exact[sequence].flatten().topk(best).values
         torch.testing.assert_close(
             torch.tensor(scores, dtype=torch.float64), top.cpu(), rtol=relative, atol=bound

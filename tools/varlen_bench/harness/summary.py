@@ -54,3 +54,8 @@ def worst(choose: Callable[[list[float]], float], values: Iterable[float | None]
 def rounded(value: float | None, digits: int = 4) -> float | None:
     """Return a rounded figure; None stays None."""
     return None if value is None else round(value, digits)
+
+
+def shown(value: object, form: str) -> str:
+    """Return a figure as a table shows it; empty for None."""
+    return "" if value is None else format(value, form)

@@ -1,1 +1,1 @@
-"""The kernel benchmark: every op and the encoder on a GPU beside their peers; see docs/benchmarks/kernels.md."""
+"""The kernel benchmark: every op and the encoder on a GPU, see docs/benchmarks/kernels.md."""

@@ -1,6 +1,4 @@
-"""Command line of the kernel benchmark; `make bench-kernels` runs it with its defaults."""
-
-from __future__ import annotations
+"""Command line of the kernel benchmark, which `make bench-kernels` runs."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -11,15 +9,15 @@ import typer
 
 from varlen_bench.harness.command import Only, Output, Progress, Revision, Run, csv_path, select
 from varlen_bench.kernels import report
-from varlen_bench.kernels.encoder import ENCODER, HOST, SHARE, measure_encoder
+from varlen_bench.kernels.encoder import ENCODER, ENCODER_HOST, ENCODER_OP, measure_encoder
 from varlen_bench.kernels.grid import FULL, TINY, Grid
 from varlen_bench.kernels.groups import DTYPES, GROUPS, is_compiled
 from varlen_bench.kernels.machine import (
     Budget,
     DeviceLostError,
     Machine,
+    fake_machine,
     gpu_machine,
-    stand_in_machine,
 )
 from varlen_bench.kernels.measure import Result, measure
 from varlen_bench.kernels.op_peers import peers_of
@@ -33,13 +31,13 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     only: Only = "",
-    dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}, by comma.")] = "bf16",
+    dtypes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(DTYPES)}.")] = "bf16",
     budget: Annotated[
-        float, typer.Option(min=1, help="Seconds; what does not fit is skipped and says so.")
+        float, typer.Option(min=1, help="Seconds; calls that do not fit are skipped.")
     ] = 3000,
     passes: Annotated[int, typer.Option(min=1, help="Timed passes of each call.")] = SAMPLES,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Tiny shapes on the CPU, with invented times.")
+        bool, typer.Option("--dry-run", help="Tiny shapes on the CPU, with made-up times.")
     ] = False,
     revision: Revision = "",
     output: Output = None,
@@ -50,10 +48,10 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if not dry_run and not torch.cuda.is_available():
-        print("bench-kernels: skipped, since torch sees no CUDA GPU here; --dry-run needs none")
+        print("bench-kernels: skipped, torch finds no CUDA GPU; --dry-run needs none")
         return
     grid = TINY if dry_run else FULL
-    machine = stand_in_machine() if dry_run else gpu_machine(passes)
+    machine = fake_machine() if dry_run else gpu_machine(passes)
     run = Run(
         "varlen_bench.kernels",
         threads=torch.get_num_threads(),
@@ -78,11 +76,11 @@ def main(
                         report.csv_rows(rows, gpu=machine.gpu, driver=machine.driver, copy=copy)
                     )
         except DeviceLostError as error:
-            lost.append(f"stopped: {error}; the rest was not measured")
+            lost.append(f"stopped: {error}; the remaining calls were not measured")
     for op in dict.fromkeys(result.op for result in results):
-        is_list = op in {ENCODER, SHARE, HOST}
-        run.show(report.listing(results, op) if is_list else report.table(results, op, copy))
-    run.show(*report.missing(results), *lost)
+        is_encoder = op in {ENCODER, ENCODER_OP, ENCODER_HOST}
+        run.show(report.listing(results, op) if is_encoder else report.table(results, op, copy))
+    run.show(*report.missing_times(results), *lost)
     run.finish("kernels", report.bench_figures(results, machine.gpu, copy))
     if lost:
         raise typer.Exit(1)
@@ -95,7 +93,7 @@ def _calls(
     machine: Machine,
     budget: Budget,
 ) -> Iterator[Iterator[Result]]:
-    """Yield the results of each call or encoder."""
+    """Yield the measurement of each call or encoder."""
     for dtype in dtypes:
         for group in groups:
             if group == ENCODER:
@@ -108,15 +106,12 @@ def _calls(
 
 
 def _until_lost(results: Iterator[Result], progress: Progress) -> Iterator[list[Result]]:
-    """Yield all results at once; if the device is lost, those before it."""
+    """Yield the list of results, also if the device is lost on the way."""
     rows: list[Result] = []
     try:
         for r in results:
             rows.append(r)
-            ways = {"in a graph": r.graph, "by Python": r.eager}
-            times = [f"{time.median:.1f} us {way}" for way, time in ways.items() if time]
-            figures = ", ".join([*times, *filter(None, [r.note])])
-            progress(f"{r.op} {r.shape} {r.dtype} {r.system}: {figures}")
+            progress(f"{r.op} {r.shape} {r.dtype} {r.system}: {r.summary}")
     except DeviceLostError:
         yield rows
         raise

@@ -1,17 +1,15 @@
-"""Our encoder on a server's batch: its forward pass, the call that serves it, and the time of each op.
+"""Our encoder on a server's batch: forward pass, single ops, host time.
 
-The forward pass is the served one: the recorded program, in the bucket of the batch. It is timed warm, since the
-weights that a small encoder finds in the cache are those its last batch left.
+The forward pass is the recorded program in the bucket of the batch, as in a server. It is timed with a warm cache,
+because a small encoder finds the weights of its last batch there.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,25 +25,30 @@ from varlen.request import Prompt, RequestOptions
 from varlen_bench.kernels.encoder_peers import encoder_peers, exact_vectors
 from varlen_bench.kernels.grid import Grid
 from varlen_bench.kernels.machine import Budget, DeviceLostError, Machine
-from varlen_bench.kernels.measure import OURS, RUN, Result, failed_note, measure
+from varlen_bench.kernels.measure import OURS, OURS_ON_HOST, Result, failed_note, measure
 from varlen_bench.kernels.timing import WARM, host_time
 from varlen_bench.ops.call import Inputs, OpCall, as_tensor
 from varlen_bench.peers.checkpoints import EncoderShape, save_random_checkpoint
 
-ENCODER, SHARE, HOST = "encoder", "encoder-share", "encoder-host"
+# Values of the column `op`.
+ENCODER, ENCODER_OP, ENCODER_HOST = "encoder", "encoder-share", "encoder-host"
 # Relative error of unit vectors at a cosine of 0.999.
 MAX_ERROR = 0.045
 
 _NORMALIZED = RequestOptions(normalize=True)
-_DTYPES: dict[str, DType] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_DTYPES: dict[torch.dtype, DType] = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
 
 
 class PackedForward:
-    """The forward pass of our encoder over one batch whose inputs are on the device."""
+    """The forward pass of our encoder over one batch, with inputs on the device."""
 
     def __init__(self, runner: Runner, prompts: list[Prompt], max_tokens: int) -> None:
         lengths = [prompt.num_tokens for prompt in prompts]
-        # as served: the longest first
+        # as in a server, the longest sequences first
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         dims = Buckets(max_tokens).smallest(sum(lengths), len(lengths)).dims
         self.program = runner.program
@@ -56,10 +59,10 @@ class PackedForward:
         self._batch = PackedBatch(input_views(host.to(runner.device), declared, dims), dims)
         self._region = runner.arena.allocate_whole(dims)
         self._out = [out.zero_() for out in self.program.new_outputs(dims, runner.device)]
-        self._places = torch.tensor(np.argsort(order).tolist(), device=runner.device)
+        self._rows = torch.tensor(np.argsort(order).tolist(), device=runner.device)
 
     def call(self, kernels: object) -> Callable[[Inputs], Tensor]:
-        """Return a call that computes the vectors, in the order of packing."""
+        """Return a call that computes the vectors, in packed order."""
 
         def run(inputs: Inputs) -> Tensor:  # noqa: ARG001  # the batch is part of the call
             (output,) = self.program.run(self._batch, kernels, self._region, out=self._out)
@@ -68,12 +71,12 @@ class PackedForward:
         return run
 
     def in_order(self, result: object, inputs: Inputs) -> Tensor:
-        """Return the vectors in order of arrival."""
-        return as_tensor(result, inputs)[self._places]
+        """Return the vectors in the order of the prompts."""
+        return as_tensor(result, inputs)[self._rows]
 
 
-class OneOp:
-    """Kernels that run the op `name` only; the others leave their results as they are."""
+class SingleOpKernels:
+    """Kernels that run a single op; the other ops do nothing."""
 
     def __init__(self, kernels: object, name: str) -> None:
         self._kernels = kernels
@@ -85,19 +88,6 @@ class OneOp:
         return lambda *_, out, **__: out
 
 
-def load_runner(folder: Path, dtype: torch.dtype, machine: Machine, tokens: int) -> Runner:
-    """Return the checkpoint on the machine's device, for batches of up to `tokens`."""
-    checkpoint = Checkpoint.open(folder)
-    device: Literal["cpu", "cuda"] = "cuda" if machine.device.type == "cuda" else "cpu"
-    config = EngineConfig(
-        device=device,
-        dtype=_DTYPES[str(dtype).removeprefix("torch.")],
-        max_batch_tokens=tokens,
-        max_sequence_tokens=min(checkpoint.position_limit, tokens),
-    )
-    return Runner(checkpoint, config)
-
-
 def random_prompts(lengths: list[int], vocabulary: int) -> list[Prompt]:
     """Return prompts of random ids."""
     numbers = np.random.default_rng(0)
@@ -105,51 +95,48 @@ def random_prompts(lengths: list[int], vocabulary: int) -> list[Prompt]:
 
 
 @torch.inference_mode()
-def op_shares(call: OpCall, forward: PackedForward, machine: Machine) -> Iterator[Result]:
-    """Yield the time of each op of the forward pass: a graph that holds all calls of this op and no other.
-
-    Each op reads what the last whole pass left.
-    """
+def measure_ops(call: OpCall, forward: PackedForward, machine: Machine) -> Iterator[Result]:
+    """Yield the time of each op, from a graph with only its calls."""
+    # fills the buffers that the single ops read
     forward.call(machine.kernels)({})
     ops = [op.kernel for op in forward.program.ops]
     times = {
-        name: machine.timer.graph(forward.call(OneOp(machine.kernels, name)), [{}], WARM)
+        name: machine.timer.graph(forward.call(SingleOpKernels(machine.kernels, name)), [{}], WARM)
         for name in dict.fromkeys(ops)
     }
     total = sum(time.median for time in times.values())
     for name, time in times.items():
         note = f"{time.median / total:.1%} of the sum of all ops, {ops.count(name)} calls"
-        yield Result.of(replace(call, op=SHARE, tokens=0), name, graph=time, note=note)
+        yield Result.of(replace(call, op=ENCODER_OP, tokens=0), name, graph=time, note=note)
 
 
 @torch.inference_mode()
-def host_cost(
+def measure_host(
     call: OpCall, forward: PackedForward, runner: Runner, prompts: list[Prompt], machine: Machine
 ) -> Iterator[Result]:
-    """Yield the forward pass alone, and the call that serves it: from ids on the host to vectors on the host."""
-    call, run = replace(call, op=HOST), forward.call(machine.kernels)
+    """Yield the times of the forward pass alone and of a whole call."""
+    call, run = replace(call, op=ENCODER_HOST), forward.call(machine.kernels)
     device = machine.timer.graph(run, [{}], WARM)
     launched = machine.timer.eager(run, [{}], WARM)
-    yield Result.of(call, OURS, graph=device, eager=launched, note="the forward pass alone")
-    wanted = [_NORMALIZED] * len(prompts)
-    waited = host_time(lambda: runner.run(prompts, wanted), device.count)
-    over = waited.median - device.median
-    note = f"from ids to vectors on the host: {over:.0f} us more than the device works"
-    yield Result.of(call, RUN, eager=waited, note=note)
+    yield Result.of(call, OURS, graph=device, eager=launched, note="only the forward pass")
+    options = [_NORMALIZED] * len(prompts)
+    whole = host_time(lambda: runner.run(prompts, options), device.count)
+    extra = whole.median - device.median
+    note = f"from ids to vectors on the host: {extra:.0f} us more than on the device"
+    yield Result.of(call, OURS_ON_HOST, eager=whole, note=note)
 
 
 def measure_encoder(
     shape: EncoderShape, grid: Grid, dtype: torch.dtype, machine: Machine, budget: Budget
 ) -> Iterator[Result]:
-    """Yield every row of one encoder: ours and its peers, the host's part in small batches, and each op.
+    """Yield all results of one encoder: host times, each op, ours and its peers.
 
     Raises:
-        DeviceLostError: the device cannot be used any more.
+        DeviceLostError: the device is unusable.
     """
     name = str(dtype).removeprefix("torch.")
     if not budget.allows():
-        note = f"skipped: the budget of {budget.seconds:.0f} s is spent"
-        yield Result(ENCODER, shape.name, name, OURS, note=note)
+        yield Result(ENCODER, shape.name, name, OURS, note=budget.spent_note)
         return
     try:
         yield from _measure_encoder(shape, grid, dtype, machine, budget)
@@ -170,7 +157,14 @@ def _measure_encoder(
         prompts = random_prompts(grid.serving_lengths(), shape.vocabulary)
         exact = exact_vectors(folder, prompts, machine.device)
         peers = encoder_peers(folder, prompts, dtype, machine.device, machine.compile_model)
-        with closing(load_runner(folder, dtype, machine, tokens)) as runner:
+        checkpoint = Checkpoint.open(folder)
+        config = EngineConfig(
+            device="cuda" if machine.device.type == "cuda" else "cpu",
+            dtype=_DTYPES[dtype],
+            max_batch_tokens=tokens,
+            max_sequence_tokens=min(checkpoint.position_limit, tokens),
+        )
+        with closing(Runner(checkpoint, config)) as runner:
             forward = PackedForward(runner, prompts, tokens)
             call = OpCall(
                 op=ENCODER,
@@ -183,13 +177,13 @@ def _measure_encoder(
                 threshold=MAX_ERROR,
                 tokens=tokens,
             )
-            # our rows come before those of peers, which may spend the budget
-            yield from host_cost(call, forward, runner, prompts, machine)
+            # ours first, because peers may spend the budget
+            yield from measure_host(call, forward, runner, prompts, machine)
             for count, length in grid.small_batches:
                 few = random_prompts([length] * count, shape.vocabulary)
                 small = replace(call, shape=f"{shape.name} {count}x{length}", tokens=count * length)
                 alone = PackedForward(runner, few, tokens)
-                yield from host_cost(small, alone, runner, few, machine)
-            yield from op_shares(call, forward, machine)
+                yield from measure_host(small, alone, runner, few, machine)
+            yield from measure_ops(call, forward, machine)
             run = forward.call(machine.kernels)
             yield from measure(call, run, peers, machine, budget, warm=True)

@@ -1,6 +1,4 @@
-"""Transformers' BertModel on the same batch: padded, and split by length or in order of arrival."""
-
-from __future__ import annotations
+"""Peers of the encoder: transformers' BertModel on padded sub-batches of the same batch."""
 
 from functools import cache
 from itertools import pairwise
@@ -19,10 +17,10 @@ from varlen_bench.peers.engines import pad
 
 Order = Literal["arrival", "sorted"]
 
-# Order, and the number of parts: more parts pad less, and fill the GPU less.
-_PARTS: list[tuple[Order, int]] = [("sorted", 4), ("sorted", 8), ("arrival", 1), ("arrival", 4)]
+# Order of the sequences and number of sub-batches. More sub-batches pad less and use the GPU less.
+_SPLITS: list[tuple[Order, int]] = [("sorted", 4), ("sorted", 8), ("arrival", 1), ("arrival", 4)]
 _ATTENTIONS: tuple[Attention, ...] = ("sdpa", "eager")
-# torch.compile runs once for the shape of each part.
+# torch.compile runs once per sub-batch, because the shapes differ.
 COMPILE_SECONDS = 180.0
 
 
@@ -30,9 +28,9 @@ COMPILE_SECONDS = 180.0
 def exact_vectors(folder: Path, prompts: list[Prompt], device: torch.device) -> Tensor:
     """Return the normalised mean-pooled vectors in float64, [sequences, hidden]."""
     model = load_bert(folder, torch.float64, device, "eager")
-    parts = _split(prompts, "sorted", 8)
-    forward = _padded_forward(model, prompts, parts, device)
-    return as_tensor(forward({}), {})[_places(parts, device)]
+    sub_batches = _split(prompts, "sorted", 8)
+    forward = _padded_forward(model, prompts, sub_batches, device)
+    return as_tensor(forward({}), {})[_output_rows(sub_batches, device)]
 
 
 def encoder_peers(
@@ -42,38 +40,38 @@ def encoder_peers(
     device: torch.device,
     compile_model: Compile,
 ) -> Peers:
-    """Return transformers with both attentions and all ways to split the batch, one of them compiled too."""
+    """Return transformers with both attentions and all splits, one split compiled too."""
 
     @cache
     def model(attention: Attention) -> Any:
         return load_bert(folder, dtype, device, attention)
 
     def peer(attention: Attention, order: Order, count: int, *, compiled: bool = False) -> Peer:
-        parts = _split(prompts, order, count)
-        places = _places(parts, device)
+        sub_batches = _split(prompts, order, count)
+        rows = _output_rows(sub_batches, device)
 
         def build(_: Compile) -> Call:
             loaded = model(attention)
             run = compile_model(loaded) if compiled else loaded
-            return _padded_forward(run, prompts, parts, device)
+            return _padded_forward(run, prompts, sub_batches, device)
 
         kind = f"{attention}-compile" if compiled else attention
         return Peer(
             f"{kind}-{order}-{count}",
             build,
-            lambda result, inputs: as_tensor(result, inputs)[places],
+            lambda result, inputs: as_tensor(result, inputs)[rows],
             compile_seconds=COMPILE_SECONDS if compiled else 0.0,
         )
 
-    peers = [peer(attention, *how) for attention in _ATTENTIONS for how in _PARTS]
-    return Peers((*peers, peer("sdpa", *_PARTS[0], compiled=True)))
+    peers = [peer(attention, *split) for attention in _ATTENTIONS for split in _SPLITS]
+    return Peers((*peers, peer("sdpa", *_SPLITS[0], compiled=True)))
 
 
 def _padded_forward(
-    model: Function, prompts: list[Prompt], parts: list[list[int]], device: torch.device
+    model: Function, prompts: list[Prompt], sub_batches: list[list[int]], device: torch.device
 ) -> Call:
-    """Return a call that computes the vectors of all parts, whose inputs are on the device."""
-    batches = [pad([prompts[i].token_ids.tolist() for i in part]) for part in parts]
+    """Return a call that computes the vectors of all sub-batches."""
+    batches = [pad([prompts[i].token_ids.tolist() for i in sub_batch]) for sub_batch in sub_batches]
     on_device = [[torch.from_numpy(array).to(device) for array in batch] for batch in batches]
 
     def pooled(ids: Tensor, mask: Tensor) -> Tensor:
@@ -87,16 +85,16 @@ def _padded_forward(
 
 
 def _split(prompts: list[Prompt], order: Order, count: int) -> list[list[int]]:
-    """Return indices in at most `count` parts of about as many sequences."""
+    """Return the sequence indices of at most `count` sub-batches of about equal size."""
     indices = list(range(len(prompts)))
     count = min(count, len(indices))
     if order == "sorted":
         indices.sort(key=lambda i: -prompts[i].num_tokens)
-    bounds = [round(part * len(indices) / count) for part in range(count + 1)]
+    bounds = [round(i * len(indices) / count) for i in range(count + 1)]
     return [indices[begin:end] for begin, end in pairwise(bounds)]
 
 
-def _places(parts: list[list[int]], device: torch.device) -> Tensor:
-    """Return the place of each sequence after the parts are laid one after the other."""
-    flat = torch.tensor([index for part in parts for index in part])
+def _output_rows(sub_batches: list[list[int]], device: torch.device) -> Tensor:
+    """Return the row of each sequence in the concatenated sub-batches."""
+    flat = torch.tensor([i for sub_batch in sub_batches for i in sub_batch])
     return flat.argsort().to(device)

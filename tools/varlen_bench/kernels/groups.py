@@ -1,8 +1,8 @@
-"""The calls of each op by the name that `--only` takes; the largest and most telling ones come first."""
-
-from __future__ import annotations
+"""The measured calls by name for `--only`; the most important calls first."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -11,12 +11,12 @@ from varlen_bench.kernels.grid import Grid, packed_lengths
 from varlen_bench.ops import beam, padded, rows, sequences
 from varlen_bench.ops.call import OpCall
 
-# Width of a feed-forward block over that of its encoder.
-_FEATURES = 4
+# Width of a feed-forward block over the hidden size.
+_FEATURES_FACTOR = 4
 
 
 def softmax(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return softmax over the paper's scores, and over those of a server's batch, padded."""
+    """Return softmax over the scores of the paper, and of a padded server batch."""
     lengths, make = grid.serving_lengths(), padded.masked_softmax
     largest, *others = [make([n] * batch, n, grid.heads, dtype) for batch, n in grid.paper()]
     all_heads = dict.fromkeys(heads for _, heads in grid.serving_widths)
@@ -24,45 +24,45 @@ def softmax(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 
 
 def layer_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return residual and layer norm for a server's batch, and for the paper's."""
-    shapes = _served_and_paper(grid)
-    return [rows.add_layer_norm(tokens, w, dtype, shape=shape) for tokens, w, shape in shapes]
+    """Return residual and layer norm for a server's batch and for the paper."""
+    return _served_and_paper(grid, partial(rows.add_layer_norm, dtype=dtype))
 
 
 def attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return attention for a server's batch, and for the paper's."""
+    """Return attention for a server's batch and for the paper."""
     make, lengths = sequences.attention_varlen, grid.serving_lengths()
     heads, head_dim = grid.heads, grid.hidden // grid.heads
-    served = [make(lengths, count, width // count, dtype) for width, count in grid.serving_widths]
-    return served + [
-        make([length] * batch, heads, head_dim, dtype, shape=f"{batch}x{length} {heads}x{head_dim}")
-        for batch, length in grid.paper()
-    ]
+    calls = [make(lengths, count, width // count, dtype) for width, count in grid.serving_widths]
+    for batch, n in grid.paper():
+        call = make([n] * batch, heads, head_dim, dtype)
+        calls.append(replace(call, shape=f"{batch}x{n} {heads}x{head_dim}"))
+    return calls
 
 
 def served_attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return attention as a server calls it: with room for more sequences than there are, by their mean length."""
+    """Return attention as a server calls it, with unused slots in `cu_seqlens`.
+
+    The launch depends on the mean length, so there is a call for each bucket of it.
+    """
     calls = []
     for shortest, longest in ((grid.shortest, grid.longest), (3, 30), (3, 20)):
         lengths = packed_lengths(grid.serving_tokens, shortest, longest)
-        room = Buckets(grid.serving_tokens).smallest(grid.serving_tokens, len(lengths)).sequences
+        slots = Buckets(grid.serving_tokens).smallest(grid.serving_tokens, len(lengths)).sequences
         for width, heads in grid.serving_widths:
             head_dim = width // heads
             shape = f"{grid.serving_tokens} of {shortest}-{longest} {heads}x{head_dim}"
-            calls.append(
-                sequences.attention_varlen(lengths, heads, head_dim, dtype, shape=shape, room=room)
-            )
+            call = sequences.attention_varlen(lengths, heads, head_dim, dtype, slots=slots)
+            calls.append(replace(call, shape=shape))
     return calls
 
 
 def activation(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return bias and GELU, and the gate of SwiGLU."""
-    calls = []
-    for tokens, features, shape in _served_and_paper(grid, _FEATURES):
-        calls.append(rows.activate(tokens, features, dtype, shape=shape))
-        if not shape:
-            calls.append(rows.silu_gate(tokens, features, dtype))
-    return calls
+    """Return bias and GELU, and SwiGLU for a server's batch."""
+    calls = _served_and_paper(grid, partial(rows.activate, dtype=dtype), _FEATURES_FACTOR)
+    features = [_FEATURES_FACTOR * width for width, _ in grid.serving_widths]
+    gates = [rows.silu_gate(grid.serving_tokens, count, dtype) for count in features]
+    # the paper last, in case the time runs out
+    return [*calls[: len(gates)], *gates, *calls[len(gates) :]]
 
 
 def rms_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
@@ -71,16 +71,13 @@ def rms_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 
 
 def embedding(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return embeddings and their norm for a server's batch, and for the paper's."""
+    """Return embeddings and layer norm for a server's batch and for the paper."""
     tables = {"vocabulary": grid.vocabulary, "positions": grid.positions}
-    return [
-        rows.embed_layer_norm(tokens, width, dtype, **tables, shape=shape)
-        for tokens, width, shape in _served_and_paper(grid)
-    ]
+    return _served_and_paper(grid, partial(rows.embed_layer_norm, dtype=dtype, **tables))
 
 
 def packing(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return pooling, and the copies to padded tokens and back, for a server's batch."""
+    """Return pool, unpack and pack for a server's batch."""
     lengths = grid.serving_lengths()
     makers = (sequences.pool, padded.unpack, padded.pack)
     return [make(lengths, width, dtype) for width, _ in grid.serving_widths for make in makers]
@@ -95,12 +92,13 @@ def beams(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     ]
 
 
-def _served_and_paper(grid: Grid, factor: int = 1) -> list[tuple[int, int, str]]:
-    """Return tokens, `factor` times the width, and for the paper's batches the name of the shape."""
-    served = [(grid.serving_tokens, factor * width, "") for width, _ in grid.serving_widths]
+def _served_and_paper(grid: Grid, make: Callable[..., OpCall], factor: int = 1) -> list[OpCall]:
+    """Return calls of `make(tokens, factor * width)` for a server's batch, then for the paper."""
+    calls = [make(grid.serving_tokens, factor * width) for width, _ in grid.serving_widths]
     width = factor * grid.hidden
-    paper = [(batch * n, width, f"{batch}x{n}x{width}") for batch, n in grid.paper()]
-    return served + paper
+    for batch, n in grid.paper():
+        calls.append(replace(make(batch * n, width), shape=f"{batch}x{n}x{width}"))
+    return calls
 
 
 GROUPS: dict[str, Callable[[Grid, torch.dtype], list[OpCall]]] = {
@@ -117,7 +115,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def is_compiled(call: OpCall, grid: Grid) -> bool:
-    """Return whether torch.compile is a peer: it takes seconds a shape, so some ops have it at few shapes."""
+    """Return whether torch.compile is a peer; some ops compile few shapes, to save time."""
     if call.op == "attention_varlen":
         head_dim = grid.hidden // grid.heads
         return call.shape == f"{grid.serving_tokens} packed {grid.heads}x{head_dim}"

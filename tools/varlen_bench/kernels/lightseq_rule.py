@@ -1,11 +1,11 @@
-"""LightSeq's selection rule, which the benchmark times beside `beam_step`.
+"""LightSeq's selection of beam candidates, a peer of `beam_step`.
 
-Written anew after the description in Wang et al. 2021, arXiv:2010.13887, section 3.2: a row is split into as many
-groups as candidates are wanted. The least of the groups' maxima is a bound that at least as many logits reach. All
-logits that reach it go into one queue, which is sorted. One program reads a row three times and appends by an atomic
-counter; the host waits for the length of the queue. Two things differ from LightSeq: 2K candidates are kept instead
-of K, to compare the result with `beam_step`, and integers keep sequences apart in the sort, not numbers added to the
-scores, which cost precision.
+A new implementation of Wang et al. 2021, arXiv:2010.13887, section 3.2. A row is split into one group per candidate.
+The smallest maximum of the groups is a bound, and at least one logit per group reaches it. All logits that reach the
+bound are appended to one queue, which is then sorted. One program reads a row three times and appends with an atomic
+counter; the host waits for the length of the queue.
+Two things differ from LightSeq. 2K candidates are kept instead of K, as in `beam_step`. Sort keys are integers that
+contain the sequence; LightSeq adds an offset to the scores, which costs precision.
 """
 
 # ruff: noqa: N803  # constants of a kernel are in capitals
@@ -21,7 +21,7 @@ from varlen_kernels.beam_reference import BeamCandidates
 
 _BLOCK = 4096
 _WARPS = 16
-# Neighbours that belong to one group.
+# Neighbouring logits that belong to one group.
 _STRIPE = 32
 
 
@@ -29,9 +29,9 @@ _STRIPE = 32
 def _rough_top_kernel(
     logits_ptr,  # [rows, VOCABULARY]
     scores_ptr,  # [rows]
-    keys_ptr,  # [rows * VOCABULARY] int64: sequence, the first highest, and score
+    keys_ptr,  # [rows * VOCABULARY] int64: sequence in descending order, then score
     places_ptr,  # [rows * VOCABULARY] int64: row * VOCABULARY + token
-    counts_ptr,  # [1 + sequences] int32: all in the queue, and those of each sequence
+    counts_ptr,  # [1 + sequences] int32: length of the queue, and entries per sequence
     sequences,
     VOCABULARY: tl.constexpr,
     BEAMS: tl.constexpr,
@@ -40,7 +40,7 @@ def _rough_top_kernel(
     BLOCK_GROUPS: tl.constexpr,  # power of two >= GROUPS
     BLOCK: tl.constexpr,
 ):
-    """Append to the queue all logits of one row that reach the least of its groups' maxima."""
+    """Append the logits of one row that reach the bound to the queue."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * VOCABULARY
     group = tl.arange(0, BLOCK_GROUPS)
@@ -81,7 +81,7 @@ def _rough_top_kernel(
 
 
 def beam_step(logits: Tensor, scores: Tensor) -> BeamCandidates:
-    """Return the best 2 · beams candidates of each sequence; equal scores come in any order.
+    """Return the best 2 · beams candidates of each sequence; ties are in any order.
 
     Args:
         logits: `[sequences · beams, vocabulary]`, contiguous, finite.
@@ -95,7 +95,7 @@ def beam_step(logits: Tensor, scores: Tensor) -> BeamCandidates:
     width = 2 * beams
     if vocabulary < width * _STRIPE:
         raise ValueError(f"vocabulary is {vocabulary}; it must be at least {width * _STRIPE}")
-    # a queue that every logit fits in
+    # the queue has room for every logit
     keys, places = torch.empty(2, rows * vocabulary, dtype=torch.int64, device=logits.device)
     counts = torch.zeros(1 + sequences, dtype=torch.int32, device=logits.device)
     _rough_top_kernel[(rows,)](
@@ -113,7 +113,7 @@ def beam_step(logits: Tensor, scores: Tensor) -> BeamCandidates:
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
-    # the host waits here
+    # waits for the device
     queued = int(counts[0])
     ordered, order = keys[:queued].sort(descending=True)
     starts = counts[1:].cumsum(0) - counts[1:]
@@ -127,6 +127,6 @@ def beam_step(logits: Tensor, scores: Tensor) -> BeamCandidates:
 
 
 def _scores_of(keys: Tensor) -> Tensor:
-    """Return the fp32 whose integers, which order as they do, are the low halves of the keys."""
+    """Return the fp32 scores in the low halves of the keys, see `beam_keys.key_of`."""
     low = keys.int()
     return (low ^ ((low >> 31) & 0x7FFFFFFF)).view(torch.float32)

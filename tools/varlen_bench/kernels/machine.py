@@ -1,6 +1,4 @@
-"""The machine of a run: a GPU and its timer, or a stand-in on which every line runs on a CPU."""
-
-from __future__ import annotations
+"""The machine of a run: a GPU, or a fake on the CPU."""
 
 import time
 from collections.abc import Callable
@@ -13,22 +11,22 @@ import torch
 
 from varlen_bench.harness.machine import gpu_driver
 from varlen_bench.kernels.peers import Compile, Function
-from varlen_bench.kernels.timing import GpuTimer, StandInTimer, Timer
+from varlen_bench.kernels.timing import FakeTimer, GpuTimer, Timer
 from varlen_bench.ops.call import kernels
 
 
 class DeviceLostError(Exception):
-    """An error has left the device unusable; the text names what came before."""
+    """The device is unusable after an error; the text names the last call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a benchmark needs of the machine.
+    """The device of a run, its timer and its compilers.
 
     Attributes:
-        kernels: our ops in the form for the device.
-        compile: compiles a function for the shapes of its first call, with a search for the best kernels.
-        compile_model: compiles a model without that search: seconds instead of minutes.
+        kernels: our ops for the device.
+        compile: compiles a function for the shapes of its first call and searches for the best kernels.
+        compile_model: compiles a model without that search, in seconds instead of minutes.
     """
 
     gpu: str
@@ -40,19 +38,19 @@ class Machine:
     compile_model: Compile
 
     def stop_if_lost(self, after: str) -> None:
-        """Raise DeviceLostError if an error has left the device unusable for the rest of the process."""
+        """Raise DeviceLostError if an error has made the device unusable for this process."""
         if self.device.type != "cuda":
             return
         try:
             torch.cuda.synchronize()
         except RuntimeError as error:
-            raise DeviceLostError(f"the GPU cannot be used any more, after {after}") from error
+            raise DeviceLostError(f"the GPU is unusable after {after}") from error
 
 
 def gpu_machine(samples: int) -> Machine:
     """Return the first CUDA GPU.
 
-    Its torch.compile makes no CUDA graphs of its own, since ours capture all calls.
+    torch.compile makes no CUDA graphs here, because the timer captures all calls.
     """
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -67,13 +65,13 @@ def gpu_machine(samples: int) -> Machine:
     )
 
 
-def stand_in_machine() -> Machine:
-    """Return a machine without a GPU and with invented times; it traces what is compiled, but no models."""
+def fake_machine() -> Machine:
+    """Return a CPU machine with made-up times; torch.compile only traces functions."""
     return Machine(
         gpu="none (dry run)",
         driver="none",
         device=torch.device("cpu"),
-        timer=StandInTimer(),
+        timer=FakeTimer(),
         kernels=kernels("reference"),
         compile=partial(compile_static, backend="eager"),
         compile_model=lambda model: model,
@@ -81,7 +79,7 @@ def stand_in_machine() -> Machine:
 
 
 def compile_static(function: Function, **how: Any) -> Function:
-    """Return the function compiled for the shapes of its calls; earlier compilations are forgotten."""
+    """Return the function compiled for the shapes of its calls."""
     # torch silently stops compiling a function after too many shapes
     torch.compiler.reset()
     compiled: Function = torch.compile(function, dynamic=False, **how)
@@ -89,7 +87,7 @@ def compile_static(function: Function, **how: Any) -> Function:
 
 
 class Budget:
-    """The time of a run; what does not fit is skipped."""
+    """The time limit of a run; calls that do not fit are skipped."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -99,3 +97,8 @@ class Budget:
     def allows(self, seconds: float = 0.0) -> bool:
         """Return whether more than `seconds` are left."""
         return self._clock() + seconds < self._end
+
+    @property
+    def spent_note(self) -> str:
+        """Note of a call that is skipped because no time is left."""
+        return f"skipped: the budget of {self.seconds:.0f} s is spent"

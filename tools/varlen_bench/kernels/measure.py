@@ -1,9 +1,7 @@
-"""The measurement of one call: first whether each system is right, then its time.
+"""Measurement of one call: first the error of each system, then its time.
 
-A system that is missing, wrong or fails leaves a row with the reason, and does not disturb the others.
+A system that is missing, wrong or fails gets a row with the reason. The others are measured all the same.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +17,8 @@ from varlen_bench.kernels.timing import WARM, copy_time
 from varlen_bench.ops.call import Inputs, OpCall
 
 OURS, COPY = "varlen", "copy"
-# Ours as a server calls it, from ids to vectors.
-RUN = "varlen-run"
+# Our encoder from token ids to vectors, both on the host.
+OURS_ON_HOST = "varlen-run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +26,10 @@ class Result:
     """The measurement of one system on one call.
 
     Attributes:
-        system: OURS, RUN, COPY for a copy that moves as many bytes, or a peer's name.
-        sets: sets of inputs of a pass.
+        system: OURS, OURS_ON_HOST, COPY for a copy that moves as many bytes, or a peer's name.
+        sets: sets of inputs per pass.
         graph, eager: microseconds in a CUDA graph, and launched by Python.
-        error: of the result, relative to float64.
+        error: relative error against float64.
         note: why a time is missing.
     """
 
@@ -49,38 +47,44 @@ class Result:
     note: str = ""
 
     @classmethod
-    def of(cls, call: OpCall, system: str, **figures: Any) -> Result:
-        """Return the result of a system on a call."""
+    def of(cls, call: OpCall, system: str, **figures: Any) -> "Result":
+        """Return the result of a system for a call."""
         sizes = (call.bytes_moved, call.flops, call.tokens)
         return cls(call.op, call.shape, call.dtype_name, system, *sizes, **figures)
 
     @property
     def is_peer(self) -> bool:
-        """Whether it is another implementation of the op."""
-        return self.system not in {OURS, COPY, RUN}
+        """Whether the system is another implementation of the op."""
+        return self.system not in {OURS, COPY, OURS_ON_HOST}
 
     @property
     def best(self) -> float | None:
-        """The shorter of its times in microseconds: a peer's users would choose it."""
+        """The shorter of both times in microseconds, because users would choose that way."""
         return min((time.median for time in (self.graph, self.eager) if time), default=None)
+
+    @property
+    def summary(self) -> str:
+        """Times and note for a line of progress."""
+        ways = {"in a graph": self.graph, "by Python": self.eager}
+        times = [f"{time.median:.1f} us {way}" for way, time in ways.items() if time]
+        return ", ".join([*times, self.note] if self.note else times)
 
 
 @torch.inference_mode()
 def measure(
     call: OpCall, run: Call, peers: Peers, machine: Machine, budget: Budget, *, warm: bool = False
 ) -> Iterator[Result]:
-    """Yield a result for ours, for each peer, and for a copy of as many bytes.
+    """Yield the results of our op, its peers, and a copy of as many bytes.
 
     Args:
-        run: ours.
-        warm: whether the cache stays as the last call left it.
+        run: calls our op.
+        warm: whether calls may find their tensors in the cache.
 
     Raises:
-        DeviceLostError: the device cannot be used any more; the result with the reason came before.
+        DeviceLostError: the device is unusable; the result with the reason was yielded before.
     """
     if not budget.allows():
-        note = f"skipped: the budget of {budget.seconds:.0f} s is spent"
-        yield Result.of(call, OURS, note=note)
+        yield Result.of(call, OURS, note=budget.spent_note)
         return
     moved = WARM if warm else call.bytes_moved
     try:
@@ -107,9 +111,9 @@ def measure(
 
 
 def failed_note(error: BaseException) -> str:
-    """Return the note of a system that failed: the error's first line."""
+    """Return the note of a failed system: type and first line of the error."""
     if isinstance(error, Unavailable):
-        return f"not here: {error}"
+        return f"not available: {error}"
     text = str(error).strip().splitlines() or [""]
     return f"failed: {type(error).__name__}: {text[0][:160]}"
 
@@ -117,18 +121,18 @@ def failed_note(error: BaseException) -> str:
 def _measure_system(
     call: OpCall, system: Peer, machine: Machine, sets: Sequence[Inputs], moved: int, exact: Tensor
 ) -> Result:
-    by_system = replace(call, read=system.read)
+    call_of_system = replace(call, read=system.read)
     try:
         run = system.build(machine.compile)
-        error = by_system.error(run(sets[0]), sets[0], exact)
-    except Exception as failure:  # a peer that fails is a row with the reason
+        error = call_of_system.error(run(sets[0]), sets[0], exact)
+    except Exception as failure:  # a peer that fails gets a row with the reason
         return Result.of(call, system.name, note=failed_note(failure))
     if not error <= call.max_error:
         note = f"wrong: an error of {error:.2g}, allowed {call.max_error:.2g}"
         return Result.of(call, system.name, error=error, note=note)
 
     def verify(result: object) -> None:
-        replayed = by_system.error(result, sets[0], exact)
+        replayed = call_of_system.error(result, sets[0], exact)
         if not replayed <= call.max_error:
             raise ValueError(f"replayed with an error of {replayed:.2g}")
 

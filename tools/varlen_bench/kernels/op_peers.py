@@ -1,6 +1,4 @@
-"""The peers of each op."""
-
-from __future__ import annotations
+"""The peers of each op: other implementations of the same computation."""
 
 from collections.abc import Callable
 
@@ -20,14 +18,14 @@ from varlen_bench.kernels.peers import (
     torch_peer,
 )
 from varlen_bench.ops.call import Inputs, OpCall, as_tensor
-from varlen_bench.ops.padded import places
+from varlen_bench.ops.padded import padded_rows
 from varlen_bench.padded import reference as padded
 
 LIGHTSEQ = "lightseq"
 
 
 def peers_of(call: OpCall, *, compiled: bool = True) -> Peers:
-    """Return the peers of a call, with those that compile or without."""
+    """Return the peers of a call; without torch.compile if not `compiled`."""
     peers = _PEERS[call.op](call)
     kept = tuple(peer for peer in peers.systems if compiled or not peer.compile_seconds)
     return Peers(kept, peers.prepare)
@@ -101,7 +99,7 @@ def _silu_gate(call: OpCall) -> Peers:
 
 
 def _attention(call: OpCall) -> Peers:
-    """Return torch's attention over packed tokens, and peers whose tensors are padded ahead, unmeasured."""
+    """Return torch's packed attention, and peers on tensors that are padded before the measurement."""
     heads, scale = call.options["num_heads"], call.options["scale"]
     batch, longest = len(call.lengths), max(call.lengths)
     is_full = min(call.lengths) == longest
@@ -111,14 +109,14 @@ def _attention(call: OpCall) -> Peers:
 
         def run(inputs: Inputs) -> object:
             qkv, bounds = inputs["qkv"], inputs["cu_seqlens"]
-            # its scale is head_dim ** -0.5, as ours
+            # its scale is head_dim ** -0.5 too
             q, k, v = qkv.view(len(qkv), 3, heads, -1).unbind(1)
             return function(q, k, v, bounds, bounds, longest, longest)
 
         return run
 
     def read_varlen(result: object, inputs: Inputs) -> Tensor:
-        # some versions return the logarithms of the sums too
+        # some versions of torch also return the log-sum-exp
         return _first(result, inputs).flatten(1)
 
     def unfused(q: Tensor, k: Tensor, v: Tensor, inside: Tensor) -> Tensor:
@@ -173,20 +171,20 @@ def _pool(call: OpCall) -> Peers:
 def _unpack(call: OpCall) -> Peers:
     batch, longest = len(call.lengths), call.options["max_seqlen"]
 
-    def copied(x: Tensor, place: Tensor) -> Tensor:
+    def copied(x: Tensor, row: Tensor) -> Tensor:
         out = x.new_zeros(batch * longest, x.shape[1])
-        return out.index_copy_(0, place, x).view(batch, longest, -1)
+        return out.index_copy_(0, row, x).view(batch, longest, -1)
 
-    return Peers((torch_peer(copied),), lambda i: {"place": places(i["cu_seqlens"], longest)})
+    return Peers((torch_peer(copied),), lambda i: {"row": padded_rows(i["cu_seqlens"], longest)})
 
 
 def _pack(call: OpCall) -> Peers:
     longest = max(call.lengths)
 
-    def selected(x: Tensor, place: Tensor) -> Tensor:
-        return x.flatten(0, 1).index_select(0, place)
+    def selected(x: Tensor, row: Tensor) -> Tensor:
+        return x.flatten(0, 1).index_select(0, row)
 
-    return Peers((torch_peer(selected),), lambda i: {"place": places(i["cu_seqlens"], longest)})
+    return Peers((torch_peer(selected),), lambda i: {"row": padded_rows(i["cu_seqlens"], longest)})
 
 
 def _beam_step(call: OpCall) -> Peers:
@@ -197,7 +195,7 @@ def _beam_step(call: OpCall) -> Peers:
         return top.indices % vocabulary, top.indices // vocabulary, top.values
 
     def by_rows(logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Search each row alone first, so that no log-softmax is written."""
+        """Search each row first, which avoids writing the log-softmax."""
         best = 2 * scores.shape[1]
         found = logits.topk(min(best, logits.shape[1]), dim=1)
         offset = scores.view(-1, 1) - logits.float().logsumexp(1, keepdim=True)

@@ -1,9 +1,7 @@
-"""The kinds of peers: plain torch, torch.compile and liger-kernel.
+"""Kinds of peers: plain torch, torch.compile and liger-kernel.
 
-A peer that is not installed, or has no such function, raises Unavailable, and its rows give the reason.
+A peer whose package or function is missing raises Unavailable, and its rows give the reason.
 """
-
-from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
@@ -17,12 +15,12 @@ Call: TypeAlias = Callable[[Inputs], object]
 Function: TypeAlias = Callable[..., Any]
 Compile: TypeAlias = Callable[[Function], Function]
 
-# More than the compilation of one op and the trial of its configurations take.
+# Longest time to compile one op and to try its configurations.
 COMPILE_SECONDS = 30.0
 
 
-class Unavailable(Exception):  # noqa: N818  # nothing went wrong
-    """A system cannot run here; the text is the reason."""
+class Unavailable(Exception):  # noqa: N818  # not an error of this program
+    """A system that cannot run on this machine; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +28,10 @@ class Peer:
     """Another implementation of an op.
 
     Attributes:
-        build: returns the call, given a function that compiles; may raise Unavailable.
-        read: brings a result of the call into the form of the exact one.
-        compile_seconds: what must be left of a run's time before `build` and the first call may start.
-        no_graph: why a CUDA graph cannot hold the call; empty if it can.
+        build: returns the call; its argument compiles a function. May raise Unavailable.
+        read: converts a result to the form of the exact one.
+        compile_seconds: time that must be left of the budget before `build`.
+        no_graph: reason why a CUDA graph cannot capture the call; empty if it can.
     """
 
     name: str
@@ -45,22 +43,22 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The peers of a call, and the inputs that they need beside those of our op."""
+    """The peers of a call, and a function that returns their additional inputs."""
 
     systems: tuple[Peer, ...] = ()
     prepare: Callable[[Inputs], Inputs] = lambda inputs: {}  # noqa: ARG005
 
 
 def torch_peer(function: Function, *, name: str = "torch", read: Read = as_tensor) -> Peer:
-    """Return a peer that calls `function` on the inputs that its parameters without default name."""
-    return Peer(name, lambda _: _on_named(function, function), read)
+    """Return a peer that calls `function` with inputs by parameter name, see `_call_by_name`."""
+    return Peer(name, lambda _: _call_by_name(function, function), read)
 
 
 def compiled_peer(function: Function, *, name: str = "compile", read: Read = as_tensor) -> Peer:
-    """Return a peer that calls `function`, compiled for these shapes alone."""
+    """Return a peer that calls `function` compiled for the shapes of the call."""
     return Peer(
         name,
-        lambda compile_: _on_named(function, compile_(function)),
+        lambda compile_: _call_by_name(function, compile_(function)),
         read,
         compile_seconds=COMPILE_SECONDS,
     )
@@ -69,7 +67,12 @@ def compiled_peer(function: Function, *, name: str = "compile", read: Read = as_
 def liger_peer(
     name: str, call: Callable[[Function, Inputs], object], read: Read = as_tensor
 ) -> Peer:
-    """Return a peer whose `call` applies a function of liger-kernel to inputs."""
+    """Return a peer that calls a function of liger-kernel.
+
+    Args:
+        name: the function in `liger_kernel.transformers.functional`.
+        call: calls the function with the tensors that it needs.
+    """
 
     def build(_: Compile) -> Call:
         function = attribute("liger_kernel.transformers.functional", name)
@@ -90,8 +93,8 @@ def attribute(module: str, name: str) -> Any:
         raise Unavailable(f"{type(error).__name__}: {error}") from error
 
 
-def _on_named(named: Function, function: Function) -> Call:
-    """Return a call of `function` on the inputs that the parameters of `named` name."""
+def _call_by_name(named: Function, function: Function) -> Call:
+    """Return a call of `function` with the inputs that the required parameters of `named` name."""
     parameters = signature(named).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.default is Parameter.empty]
     return lambda inputs: function(*(inputs[name] for name in names))

@@ -1,6 +1,4 @@
-"""From results to the rows of the CSV, the tables on the screen and the BENCH line."""
-
-from __future__ import annotations
+"""CSV rows, tables and the BENCH line of the kernel benchmark."""
 
 from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
@@ -10,21 +8,20 @@ from rich.table import Table
 
 from varlen_bench.harness import tables
 from varlen_bench.harness.rows import Cell
-from varlen_bench.harness.summary import Spread, ratio, rounded
+from varlen_bench.harness.summary import Spread, ratio, rounded, shown, worst
 from varlen_bench.kernels.encoder import ENCODER
 from varlen_bench.kernels.measure import COPY, OURS, Result
 from varlen_bench.kernels.op_peers import LIGHTSEQ
 
-# A large shape: its kernel runs several times as long as it takes to start.
+# Shapes from this size on run several times as long as a kernel launch takes.
 LARGE_BYTES = 32_000_000
-# The beam step of the BENCH line: sequences, beams and vocabulary.
+# Beam step in the BENCH line: sequences, beams, vocabulary.
 BEAM_SHAPE = "8x4x32000"
-# The columns of a listing.
-_LISTED = "shape dtype system graph_us eager_us tokens_per_second note".split()
+_LISTED_COLUMNS = "shape dtype system graph_us eager_us tokens_per_second note".split()
 
 
 def bench_figures(results: Sequence[Result], gpu: str, copy: float) -> dict[str, Cell]:
-    """Return the keys of the BENCH line; what was not measured is None.
+    """Return the figures of the BENCH line; None if not measured.
 
     Args:
         copy: GB/s of a copy on the device.
@@ -32,7 +29,7 @@ def bench_figures(results: Sequence[Result], gpu: str, copy: float) -> dict[str,
     figures: dict[str, Cell] = {"gpu": gpu.replace(" ", "_")}
     ops = {"softmax": "masked_softmax", "layernorm": "add_layer_norm"}
     for key, op in ops.items():
-        figures[f"{key}_frac"] = rounded(least_fraction(results, op, copy), 3)
+        figures[f"{key}_frac"] = rounded(lowest_fraction(results, op, copy), 3)
     ops |= {"attention": "attention_varlen", "encoder": ENCODER}
     for key, op in ops.items():
         figures[f"{key}_vs_best"] = rounded(min(ratios(results, op), default=None), 3)
@@ -44,20 +41,20 @@ def bench_figures(results: Sequence[Result], gpu: str, copy: float) -> dict[str,
 
 
 def ratios(results: Sequence[Result], op: str, *, without: str = "") -> list[float]:
-    """Return for each shape the time of the fastest peer over ours, if both were measured.
+    """Return the time of the fastest peer over ours, for each shape with both times.
 
     Args:
-        without: a peer that does not count.
+        without: a peer to ignore.
     """
-    found = [_vs_best(results, r, without) for r in results if r.op == op]
+    found = [_vs_best_peer(results, r, without) for r in results if r.op == op]
     return [value for value in found if value is not None]
 
 
-def least_fraction(results: Sequence[Result], op: str, copy: float) -> float | None:
-    """Return the least part of the copy's bandwidth that ours reaches in a graph, over all large shapes."""
+def lowest_fraction(results: Sequence[Result], op: str, copy: float) -> float | None:
+    """Return our lowest fraction of the copy's bandwidth over all large shapes."""
     large = [r for r in results if r.op == op and r.system == OURS and r.bytes_moved >= LARGE_BYTES]
-    fractions = [ratio(_rate(r), copy) for r in large]
-    return min((fraction for fraction in fractions if fraction is not None), default=None)
+    fractions = [ratio(_gb_per_s(r), copy) for r in large]
+    return worst(min, fractions)
 
 
 def csv_rows(
@@ -66,7 +63,7 @@ def csv_rows(
     """Return one row per result.
 
     Args:
-        results: all of a call, for the ratios.
+        results: all results of a call, for the ratios.
         copy: GB/s of a copy on the device.
     """
     return [
@@ -82,11 +79,11 @@ def csv_rows(
             **_spread_cells("graph", r.graph),
             **_spread_cells("eager", r.eager),
             "bytes": r.bytes_moved or None,
-            "gb_per_s": _rate(r),
-            "copy_fraction": ratio(_rate(r), copy),
+            "gb_per_s": _gb_per_s(r),
+            "copy_fraction": ratio(_gb_per_s(r), copy),
             "tflops": _per_second(r.flops, r.graph, 1e12),
             "tokens_per_second": _per_second(r.tokens, r.graph or r.eager, 1.0),
-            "vs_best_peer": _vs_best(results, r),
+            "vs_best_peer": _vs_best_peer(results, r),
             "error": r.error,
             "note": r.note,
         }
@@ -95,7 +92,7 @@ def csv_rows(
 
 
 def table(results: Sequence[Result], op: str, copy: float) -> Table:
-    """Return an op's table: a line for each shape, a column for each peer; microseconds in a graph | eager."""
+    """Return the table of an op: one line per shape, one column per peer."""
     rows = [r for r in results if r.op == op]
     peers = list(dict.fromkeys(r.system for r in rows if r.is_peer))
     figures = (OURS, "GB/s", "TFLOP/s", "of copy", "of its copy", *peers, "x best")
@@ -103,30 +100,30 @@ def table(results: Sequence[Result], op: str, copy: float) -> Table:
     for heading in ("dtype", *figures):
         view.add_column(heading, justify="right")
     for ours in (r for r in rows if r.system == OURS):
-        same = {r.system: r for r in _same_call(rows, ours)}
+        same = {r.system: r for r in _results_of_call(rows, ours)}
         times = [r.graph.median if r and r.graph else None for r in (same.get(COPY), ours)]
         view.add_row(
             ours.shape,
             ours.dtype,
             _times(ours),
-            _shown(_rate(ours), ",.0f"),
-            _shown(_per_second(ours.flops, ours.graph, 1e12), ".0f"),
-            _shown(ratio(_rate(ours), copy), ".2f"),
-            _shown(ratio(*times), ".2f"),
+            shown(_gb_per_s(ours), ",.0f"),
+            shown(_per_second(ours.flops, ours.graph, 1e12), ".0f"),
+            shown(ratio(_gb_per_s(ours), copy), ".2f"),
+            shown(ratio(*times), ".2f"),
             *(_times(same.get(peer)) for peer in peers),
-            _shown(_vs_best(results, ours), ".2f"),
+            shown(_vs_best_peer(results, ours), ".2f"),
         )
     return view
 
 
 def listing(results: Sequence[Result], op: str) -> tables.Table:
-    """Return an op's results one below the other, with tokens per second if they have a meaning."""
+    """Return the table of an op with one line per result."""
     rows = csv_rows([r for r in results if r.op == op], gpu="", driver="", copy=0.0)
-    return tables.Table.of(_title(results, op), _LISTED, rows)
+    return tables.Table.of(_title(results, op), _LISTED_COLUMNS, rows)
 
 
-def missing(results: Iterable[Result]) -> list[str]:
-    """Return a line for each system that lacks a time; shapes with the same reason share a line."""
+def missing_times(results: Iterable[Result]) -> list[str]:
+    """Return a line per system and reason for the times that are missing."""
     lines: dict[tuple[str, str, str], list[str]] = {}
     for r in results:
         if r.note and (r.graph is None or r.eager is None) and not r.op.startswith("encoder-"):
@@ -146,20 +143,22 @@ def _title(results: Sequence[Result], op: str) -> str:
     return title
 
 
-def _same_call(results: Iterable[Result], ours: Result) -> list[Result]:
+def _results_of_call(results: Iterable[Result], ours: Result) -> list[Result]:
     return [r for r in results if (r.op, r.shape, r.dtype) == (ours.op, ours.shape, ours.dtype)]
 
 
-def _vs_best(results: Sequence[Result], r: Result, without: str = "") -> float | None:
-    """Return the better time of the fastest peer over ours in a graph; None for other systems."""
+def _vs_best_peer(results: Sequence[Result], r: Result, without: str = "") -> float | None:
+    """Return the shortest time of all peers over ours in a graph."""
     if r.system != OURS or r.graph is None:
         return None
-    peers = [p.best for p in _same_call(results, r) if p.is_peer and p.best and p.system != without]
+    peers = [
+        p.best for p in _results_of_call(results, r) if p.is_peer and p.best and p.system != without
+    ]
     return ratio(min(peers, default=None), r.graph.median)
 
 
-def _rate(r: Result) -> float | None:
-    """Return GB/s in a graph."""
+def _gb_per_s(r: Result) -> float | None:
+    """Return the bandwidth in a graph, in GB/s."""
     return _per_second(r.bytes_moved, r.graph, 1e9)
 
 
@@ -176,8 +175,4 @@ def _spread_cells(name: str, time: Spread | None) -> dict[str, Cell]:
 def _times(r: Result | None) -> str:
     if r is None:
         return ""
-    return " | ".join(_shown(t.median if t else None, ",.1f") for t in (r.graph, r.eager))
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return " | ".join(shown(t.median if t else None, ",.1f") for t in (r.graph, r.eager))

@@ -1,4 +1,4 @@
-"""The registry of op calls: each op at a shape and dtype, with its inputs, its exact result and what it must move.
+"""Registry of op calls: an op at one shape, with inputs and exact result.
 
-Benchmarks, the tuner, the compile checks and the tests of kernels read it.
+Benchmarks, the tuner, the compile checks and the kernel tests read it.
 """

@@ -1,9 +1,7 @@
-"""Every op that has a kernel, at the shape of BERT-base, for sequences of any lengths.
+"""Every op with a kernel at the shape of BERT-base, for sequences of any lengths.
 
-What varies from batch to batch in a server varies here; what a model fixes is fixed.
+Only the sizes that a server varies from batch to batch are arguments.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -13,6 +11,7 @@ import torch
 from varlen_bench.ops import beam, padded, rows, sequences
 from varlen_bench.ops.call import OpCall
 
+# Returns the call for the lengths of a batch.
 AnyBatch: TypeAlias = Callable[[list[int], torch.dtype], OpCall]
 
 ANY_BATCH: dict[str, AnyBatch] = {

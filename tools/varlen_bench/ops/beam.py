@@ -1,6 +1,4 @@
-"""Calls of the beam step: the best 2K continuations of sequences with K beams."""
-
-from __future__ import annotations
+"""Calls of the beam step, which finds the best 2 · beams continuations of each sequence."""
 
 import torch
 from torch import Tensor
@@ -12,30 +10,30 @@ from varlen_kernels.beam_reference import BeamCandidates
 def beam_step(
     sequences: int, beams: int, vocabulary: int, dtype: torch.dtype, *, has_finished: bool = False
 ) -> OpCall:
-    """Return one beam step.
+    """Return a beam step.
 
-    A result is right if both the scores that it reports and the exact scores of its candidates are the best, in order.
+    A result is right if its scores, and the exact scores of its candidates, are the best scores in descending order.
 
     Args:
-        has_finished: whether the kernel is told which sequences are finished; none is.
+        has_finished: whether to pass a `finished` tensor; it is False for all sequences.
     """
     rows, best = sequences * beams, 2 * beams
 
-    def total(logits: Tensor, scores: Tensor) -> Tensor:
+    def total_scores(logits: Tensor, scores: Tensor) -> Tensor:
         log_prob = torch.log_softmax(logits.double(), dim=-1)
         return (log_prob.view(*scores.shape, -1) + scores.double()[..., None]).flatten(1)
 
     def formula(logits: Tensor, scores: Tensor, finished: Tensor | None) -> Tensor:  # noqa: ARG001
-        top = total(logits, scores).topk(best, dim=1).values
+        top = total_scores(logits, scores).topk(best, dim=1).values
         return torch.stack((top, top))
 
     def read(result: object, inputs: Inputs) -> Tensor:
         assert isinstance(result, tuple)
         tokens, parents, scores = result
-        # the score shows that a candidate was never written; without the clamp it would crash
-        at = (parents.long() * vocabulary + tokens.long()).clamp(0, beams * vocabulary - 1)
-        named = total(inputs["logits"], inputs["scores"]).gather(1, at)
-        return torch.stack((scores.double(), named))
+        # the poison of an unwritten candidate is no valid index; its score already shows the error
+        index = (parents.long() * vocabulary + tokens.long()).clamp(0, beams * vocabulary - 1)
+        exact = total_scores(inputs["logits"], inputs["scores"]).gather(1, index)
+        return torch.stack((scores.double(), exact))
 
     return OpCall(
         op="beam_step",

@@ -1,6 +1,4 @@
-"""One call of an op: its inputs, the call itself, the exact result, and what bounds its time."""
-
-from __future__ import annotations
+"""One call of an op: inputs, exact result, and sizes that bound its time."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,30 +11,33 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-# Arguments of one call by parameter name; `out` receives the result.
+# Tensor arguments of one call by parameter name; `out` receives the result.
 Inputs: TypeAlias = Mapping[str, Any]
 Read: TypeAlias = Callable[[object, Inputs], Tensor]
 
-# Greatest ||result - exact|| / ||exact|| of a right result.
+# Largest ||result - exact|| / ||exact|| of a right result.
 THRESHOLDS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 
 @cache
 def kernels(form: Literal["reference", "fused"]) -> SimpleNamespace:
-    """Return all ops in one form: those of varlen_kernels and those of the padded baseline."""
+    """Return the ops of varlen_kernels and of the padded baseline, in one form."""
     packages = ("varlen_kernels", "varlen_bench.padded")
-    modules = [vars(import_module(f"{package}.{form}")) for package in packages]
-    return SimpleNamespace(**modules[0] | modules[1])
+    ops, padded_ops = (vars(import_module(f"{package}.{form}")) for package in packages)
+    return SimpleNamespace(**ops | padded_ops)
 
 
 def as_tensor(result: object, inputs: Inputs) -> Tensor:  # noqa: ARG001  # a `Read`
-    """Return a result that is a tensor already."""
+    """Return the result, which must be a tensor."""
     assert isinstance(result, Tensor)
     return result
 
 
 class Tensors:
-    """Makes the tensors of a call: with a seed random ones, without one unfilled ones for the compiler."""
+    """Makes the tensors of a call.
+
+    Without a seed they are not filled, which is enough for a call that is compiled and not run.
+    """
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int | None = None
@@ -44,30 +45,30 @@ class Tensors:
         self._dtype = dtype
         self.device = torch.device(device)
         self._is_empty = seed is None
-        self._numbers = torch.Generator(device=self.device).manual_seed(seed or 0)
+        self._generator = torch.Generator(device=self.device).manual_seed(seed or 0)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return normally distributed values."""
-        made = torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
-        return made if self._is_empty else made.normal_(generator=self._numbers)
+        tensor = torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
+        return tensor if self._is_empty else tensor.normal_(generator=self._generator)
 
     def ids(self, rows: int, count: int) -> Tensor:
-        """Return `count` int32 below `rows`."""
-        made = torch.zeros(count, dtype=torch.int32, device=self.device)
-        return made if self._is_empty else made.random_(rows, generator=self._numbers)
+        """Return `count` random int32 below `rows`."""
+        tensor = torch.zeros(count, dtype=torch.int32, device=self.device)
+        return tensor if self._is_empty else tensor.random_(rows, generator=self._generator)
 
     def unwritten(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor for a result, full of NaN; of -7 if its dtype has no NaN."""
-        made = torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
-        return made if self._is_empty else poison(made)
+        """Return a tensor for a result, filled by `poison`."""
+        tensor = torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
+        return tensor if self._is_empty else poison(tensor)
 
     def ints(self, values: list[int]) -> Tensor:
         """Return these values as int32."""
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def cu_seqlens(self, lengths: list[int], room: int = 0) -> Tensor:
-        """Return the start of each sequence and the end of the last; sequences past `lengths` are empty."""
-        padding = [0] * max(room - len(lengths), 0)
+    def cu_seqlens(self, lengths: list[int], slots: int = 0) -> Tensor:
+        """Return cumulative lengths; `slots` past the last sequence are empty."""
+        padding = [0] * max(slots - len(lengths), 0)
         return self.ints(list(accumulate([*lengths, *padding], initial=0)))
 
 
@@ -76,17 +77,17 @@ class OpCall:
     """An op at one shape and dtype.
 
     Attributes:
-        op: its name in `varlen_kernels.reference` or `varlen_bench.padded.reference`.
-        shape: as tables show it.
-        inputs: makes the arguments that are tensors.
-        formula: computes the result in plain torch from the arguments that are no results, by name.
-        bytes_moved: the least bytes to read and write.
-        options: the arguments that are no tensors.
-        read: brings a result into the form of the exact one.
-        lengths: of the sequences, if the op knows them.
-        flops: multiplications and additions, if they may bound the time.
-        tokens: of the batch, if tokens per second have a meaning.
-        threshold: greatest error of a right result; by default that of the dtype.
+        op: name in `varlen_kernels.reference` or `varlen_bench.padded.reference`.
+        shape: text for tables.
+        inputs: makes the tensor arguments.
+        formula: computes the result in plain torch; gets the inputs by name, without `out`.
+        bytes_moved: fewest bytes that any implementation reads and writes.
+        options: arguments that are not tensors.
+        read: converts a result to the form of the exact one.
+        lengths: sequence lengths, if the op uses them.
+        flops: multiplications and additions; 0 if they cannot bound the time.
+        tokens: tokens of the batch; 0 if tokens per second mean nothing.
+        threshold: largest error of a right result; None for the threshold of the dtype.
     """
 
     op: str
@@ -112,26 +113,28 @@ class OpCall:
 
     @property
     def max_error(self) -> float:
-        """The greatest error of a right result."""
+        """Largest error of a right result."""
         return THRESHOLDS[self.dtype] if self.threshold is None else self.threshold
 
     def make(self, device: torch.device | str, seed: int) -> Inputs:
-        """Return random inputs; tensors for results hold NaN."""
+        """Return random inputs; tensors for results are poisoned."""
         return self.inputs(Tensors(self.dtype, device, seed))
 
     def make_empty(self) -> Inputs:
-        """Return inputs on the CPU that hold nothing, for a call that is compiled and not run."""
+        """Return unfilled inputs on the CPU, for a call that is compiled and not run."""
         return self.inputs(Tensors(self.dtype))
 
     def run(self, kernels: object, inputs: Inputs) -> object:
-        """Return the result of the op in the form that `kernels` has."""
+        """Return the result of the op in `kernels`."""
         return getattr(kernels, self.op)(**inputs, **self.options)
 
     def exact(self, inputs: Inputs) -> Tensor:
         """Return the result of the formula in float64."""
         return self.formula(
             **{
-                name: value.double() if _is_float(value) else value
+                name: value.double()
+                if isinstance(value, Tensor) and value.is_floating_point()
+                else value
                 for name, value in inputs.items()
                 if not name.endswith("out")
             }
@@ -140,10 +143,6 @@ class OpCall:
     def error(self, result: object, inputs: Inputs, exact: Tensor) -> float:
         """Return the relative error of a result."""
         return relative_error(self.read(result, inputs), exact)
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def relative_error(result: Tensor, exact: Tensor) -> float:
@@ -155,7 +154,7 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 
 
 def poison(result: Any) -> Any:
-    """Overwrite every tensor of a result with what no right result holds, and return it."""
+    """Fill a result's tensors with NaN, or -7 in integer dtypes, and return it."""
     for tensor in result if isinstance(result, tuple) else (result,):
         if isinstance(tensor, Tensor):
             tensor.fill_(torch.nan if tensor.dtype.is_floating_point else -7)

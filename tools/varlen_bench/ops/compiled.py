@@ -1,6 +1,4 @@
-"""The calls that the compile checks compile, and what the machine code of each must be like."""
-
-from __future__ import annotations
+"""The calls that the compile checks compile, and the limits of their machine code."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,11 +21,11 @@ class CompiledCall:
     """A call of a launcher on CPU tensors, which compiles kernels inside `dry_run`.
 
     Attributes:
-        label: what is special about the call.
-        make: makes the call, but for its dtype.
-        dtypes: those worth a compilation; fp16 takes the loads and registers of bf16, and one width shows it.
-        narrow_loads: most global loads of less than 128 bits; None if the width of the rows allows no others.
-        tensor_cores: whether kernels for 16-bit dtypes use tensor cores: HMMA on sm_80, HGMMA on sm_90.
+        label: what distinguishes the call from others of its op.
+        make: returns the call for a dtype.
+        narrow_loads: limit of global loads under 128 bits; None if the row width allows no wider ones.
+        dtypes: dtypes to compile. fp16 needs the loads and registers of bf16, so one call per op checks it.
+        tensor_cores: whether kernels for 16-bit dtypes must use tensor cores: HMMA on sm_80, HGMMA on sm_90.
     """
 
     label: str
@@ -43,11 +41,10 @@ class CompiledCall:
 
     @property
     def name(self) -> str:
-        """Op and label, the name in registers.csv."""
+        """Op and label, as in registers.csv."""
         return f"{self.op}-{self.label}"
 
     def run(self, dtype: torch.dtype) -> None:
-        """Call the launcher."""
         call = self.make(dtype)
         call.run(kernels("fused"), call.make_empty())
 
@@ -61,12 +58,12 @@ def _attention(
     label: str, head_dim: int, length: int = 64, *, causal: bool = False, biased: bool = False
 ) -> CompiledCall:
     make = partial(attention_varlen, [length] * 4, 12, head_dim, causal=causal, biased=biased)
-    # narrow loads read cu_seqlens, whose vectors start anywhere; their number depends on the warps
+    # narrow loads read cu_seqlens, which is not aligned; their number depends on num_warps
     return CompiledCall(label, make, narrow_loads=8, tensor_cores=True)
 
 
 def _beam(label: str, sequences: int, beams: int, vocabulary: int) -> CompiledCall:
-    # loads that look into a group again are narrow, and so are most of the second launch
+    # reading a group a second time needs narrow loads, and so does most of the second kernel
     make = partial(beam_step, sequences, beams, vocabulary, has_finished=True)
     return CompiledCall(label, make, dtypes=(_FP16,))
 
@@ -75,14 +72,14 @@ _EMBED = partial(embed_layer_norm, vocabulary=64, positions=64)
 _LENGTHS = [16] * 4
 
 COMPILED = [
-    # BERT-base, MiniLM, the widest, and one that allows no vectors
+    # BERT-base, MiniLM, the widest row, and a width without vector loads
     CompiledCall("768", partial(add_layer_norm, 64, 768, has_bias=True), 0, (_FP32, _FP16, _BF16)),
     CompiledCall("384", partial(add_layer_norm, 64, 384, has_bias=True), 0),
     CompiledCall("16384", partial(add_layer_norm, 64, 16_384, has_bias=True), 0),
     CompiledCall("501", partial(add_layer_norm, 64, 501, has_bias=True)),
     CompiledCall("768", partial(rms_norm, 64, 768), 0),
     CompiledCall("4096", partial(rms_norm, 64, 4096), 0),
-    # three loads of ids for each row of a lane
+    # three loads of ids per row of a thread
     CompiledCall("768", partial(_EMBED, 64, 768), 3),
     CompiledCall("384", partial(_EMBED, 64, 384), 6),
     *(
@@ -90,7 +87,7 @@ COMPILED = [
         for kind in get_args(Activation)
     ),
     CompiledCall("3072", partial(silu_gate, 64, 3072), 0),
-    # one load of a length; 10 and 500 keys allow vectors of 2 and 4
+    # one load of a length; 10 and 500 keys allow vectors of 2 and 4 elements
     _softmax(10),
     _softmax(80, 1),
     replace(_softmax(500), dtypes=(_FP32, _FP16, _BF16)),
@@ -100,17 +97,17 @@ COMPILED = [
     CompiledCall("large_causal", partial(masked_softmax, [1024] * 2, 1024, 16, causal=True), 1),
     replace(_attention("64", 64), dtypes=(_FP32, _FP16, _BF16)),
     _attention("64_long", 64, 256),
-    # tiles of fewer than 64 queries, which wgmma does not take
+    # tiles of fewer than 64 queries, which wgmma does not support
     replace(_attention("64_short", 64, 16), narrow_loads=None, tensor_cores=False),
     replace(
         _attention("64_shortest", 64, 4), dtypes=(_BF16,), narrow_loads=None, tensor_cores=False
     ),
     _attention("64_causal", 64, causal=True),
-    # one narrow load of a bias for each score
+    # one narrow load of the bias per score
     replace(_attention("64_biased", 64, causal=True, biased=True), narrow_loads=None),
     *(_attention(str(head_dim), head_dim) for head_dim in (32, 96, 128, 256)),
     replace(_attention("80", 80), dtypes=(_BF16,), narrow_loads=None),
-    # two of cu_seqlens, and the flag
+    # two loads of cu_seqlens and one of `normalize`
     CompiledCall("mean", partial(pool, _LENGTHS, 768, mode="mean"), 3),
     CompiledCall("max", partial(pool, _LENGTHS, 384, mode="max"), 3),
     CompiledCall("cls", partial(pool, _LENGTHS, 768, mode="cls", normalized=False), 2),
@@ -119,7 +116,7 @@ COMPILED = [
     CompiledCall("768", partial(first_tokens, _LENGTHS, 768), 2),
     CompiledCall("768", partial(unpack, _LENGTHS, 768), 2),
     CompiledCall("768", partial(pack, _LENGTHS, 768), 2),
-    # vocabularies of real models, and the limits
+    # vocabularies of real models, and the largest sizes
     replace(_beam("4x32000", 8, 4, 32_000), dtypes=(_FP32, _FP16, _BF16)),
     _beam("4x32000-128", 128, 4, 32_000),
     replace(_beam("4x50257", 8, 4, 50_257), dtypes=(_FP32, _FP16)),

@@ -1,6 +1,4 @@
-"""Calls of the padded baseline: softmax over padded scores, and copies between packed and padded tokens."""
-
-from __future__ import annotations
+"""Calls of the padded baseline: masked softmax, pack and unpack."""
 
 import torch
 from torch import Tensor
@@ -17,12 +15,12 @@ def masked_softmax(
     queries: int | None = None,
     causal: bool = False,
 ) -> OpCall:
-    """Return the softmax of attention over padded scores, `[batch, heads, queries, width]`.
+    """Return masked softmax over padded scores, `[batch, heads, queries, width]`.
 
-    The scale is 1 if no sequence is shorter than `width`, so that a plain softmax is a peer.
+    The scale is 1 if every sequence has `width` tokens, so that a plain softmax can be a peer.
 
     Args:
-        queries: by default `width`.
+        queries: `width` if None.
     """
     batch, is_full = len(lengths), min(lengths) == width
     queries = queries or width
@@ -45,7 +43,7 @@ def masked_softmax(
             "out": make.unwritten(*shape),
         },
         formula=formula,
-        # hidden keys need not be read; they are written as zeros
+        # masked keys are not read, but written as zeros
         bytes_moved=(sum(lengths) + batch * width) * heads * queries * dtype.itemsize,
         options={"scale": scale, "causal": causal},
         lengths=tuple(lengths),
@@ -53,12 +51,12 @@ def masked_softmax(
 
 
 def unpack(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
-    """Return the copy from packed tokens to padded ones."""
+    """Return the copy from packed to padded tokens."""
     tokens, batch, longest = sum(lengths), len(lengths), max(lengths)
 
     def formula(x: Tensor, cu_seqlens: Tensor) -> Tensor:
         padded = x.new_zeros(batch * longest, hidden)
-        padded[places(cu_seqlens, longest)] = x
+        padded[padded_rows(cu_seqlens, longest)] = x
         return padded.view(batch, longest, hidden)
 
     return OpCall(
@@ -80,7 +78,7 @@ def unpack(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
 
 
 def pack(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
-    """Return the copy from padded tokens to packed ones."""
+    """Return the copy from padded to packed tokens."""
     tokens, batch, longest = sum(lengths), len(lengths), max(lengths)
     return OpCall(
         op="pack",
@@ -91,7 +89,7 @@ def pack(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
             "cu_seqlens": make.cu_seqlens(lengths),
             "out": make.unwritten(tokens, hidden),
         },
-        formula=lambda x, cu_seqlens: x.flatten(0, 1)[places(cu_seqlens, longest)],
+        formula=lambda x, cu_seqlens: x.flatten(0, 1)[padded_rows(cu_seqlens, longest)],
         bytes_moved=2 * tokens * hidden * dtype.itemsize,
         options={"tokens": tokens},
         lengths=tuple(lengths),
@@ -100,7 +98,7 @@ def pack(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
     )
 
 
-def places(cu_seqlens: Tensor, longest: int) -> Tensor:
-    """Return the row of each token in the padded form, [tokens] int64."""
-    place = torch.arange(longest, device=cu_seqlens.device)
-    return (place < cu_seqlens.diff()[:, None]).flatten().nonzero().squeeze(1)
+def padded_rows(cu_seqlens: Tensor, longest: int) -> Tensor:
+    """Return the padded row of each token, `[tokens]` int64."""
+    position = torch.arange(longest, device=cu_seqlens.device)
+    return (position < cu_seqlens.diff()[:, None]).flatten().nonzero().squeeze(1)

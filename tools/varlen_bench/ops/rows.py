@@ -1,6 +1,4 @@
-"""Calls of the ops that work on rows alone: norms, activations, embeddings."""
-
-from __future__ import annotations
+"""Calls of the ops that compute each token alone: norms, activations, embeddings."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
@@ -14,9 +12,9 @@ RMS_NORM_EPS = 1e-6
 
 
 def add_layer_norm(
-    tokens: int, hidden: int, dtype: torch.dtype, *, has_bias: bool = False, shape: str = ""
+    tokens: int, hidden: int, dtype: torch.dtype, *, has_bias: bool = False
 ) -> OpCall:
-    """Return the residual add and layer norm at the end of a sublayer, with `x_bias` or without."""
+    """Return the bias, residual and layer norm at the end of a sublayer."""
     vectors = ["weight", "bias"] + ["x_bias"] * has_bias
 
     def formula(
@@ -27,7 +25,7 @@ def add_layer_norm(
 
     return OpCall(
         op="add_layer_norm",
-        shape=shape or f"{tokens}x{hidden}",
+        shape=f"{tokens}x{hidden}",
         dtype=dtype,
         inputs=lambda make: {
             "x": make.random(tokens, hidden),
@@ -43,7 +41,7 @@ def add_layer_norm(
 
 
 def rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
-    """Return the residual add and RMS norm at the start of a decoder's sublayer; the sum is kept."""
+    """Return the residual add and RMS norm of a decoder, which also stores the sum."""
     return OpCall(
         op="rms_norm",
         shape=f"{tokens}x{hidden}",
@@ -65,9 +63,9 @@ def rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
 
 
 def activate(
-    tokens: int, features: int, dtype: torch.dtype, *, kind: Activation = "gelu", shape: str = ""
+    tokens: int, features: int, dtype: torch.dtype, *, kind: Activation = "gelu"
 ) -> OpCall:
-    """Return bias and activation, between the two layers of a feed-forward block."""
+    """Return the bias and activation inside a feed-forward block."""
 
     def formula(x: Tensor, bias: Tensor) -> Tensor:
         if kind == "relu":
@@ -76,7 +74,7 @@ def activate(
 
     return OpCall(
         op="activate",
-        shape=shape or f"{tokens}x{features}",
+        shape=f"{tokens}x{features}",
         dtype=dtype,
         inputs=lambda make: {
             "x": make.random(tokens, features),
@@ -112,15 +110,12 @@ def silu_gate(tokens: int, features: int, dtype: torch.dtype) -> OpCall:
 
 
 def embed_layer_norm(
-    tokens: int,
-    hidden: int,
-    dtype: torch.dtype,
-    *,
-    vocabulary: int,
-    positions: int,
-    shape: str = "",
+    tokens: int, hidden: int, dtype: torch.dtype, *, vocabulary: int, positions: int
 ) -> OpCall:
-    """Return the sum of three embeddings and its layer norm; positions and types count as cached."""
+    """Return the sum of three embeddings and its layer norm.
+
+    `bytes_moved` counts token embeddings only, because the small tables stay in the cache.
+    """
     tables = {"token": vocabulary, "position": positions, "type": 2}
 
     def inputs(make: Tensors) -> Inputs:
@@ -148,7 +143,7 @@ def embed_layer_norm(
 
     return OpCall(
         op="embed_layer_norm",
-        shape=shape or f"{tokens}x{hidden}",
+        shape=f"{tokens}x{hidden}",
         dtype=dtype,
         inputs=inputs,
         formula=formula,

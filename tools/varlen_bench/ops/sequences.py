@@ -1,6 +1,4 @@
-"""Calls of the ops that know where a sequence begins: attention and pooling."""
-
-from __future__ import annotations
+"""Calls of the ops that read `cu_seqlens`: attention and pooling."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
@@ -16,16 +14,15 @@ def attention_varlen(
     head_dim: int,
     dtype: torch.dtype,
     *,
-    shape: str = "",
     causal: bool = False,
     biased: bool = False,
-    room: int = 0,
+    slots: int = 0,
 ) -> OpCall:
     """Return attention over packed tokens.
 
     Args:
-        biased: whether there is a bias by the distance of query and key.
-        room: number of sequences in `cu_seqlens`, as in a server's batch; those past the last are empty.
+        biased: whether to add a bias by the distance of query and key.
+        slots: number of sequences in `cu_seqlens`, as in a server's batch; those past `lengths` are empty.
     """
     tokens, hidden, span = sum(lengths), heads * head_dim, max(lengths)
 
@@ -33,8 +30,8 @@ def attention_varlen(
         length = len(qkv)
         q, k, v = qkv.view(length, 3, heads, head_dim).permute(1, 2, 0, 3)
         scores = q @ k.transpose(1, 2) * head_dim**-0.5
-        place = torch.arange(length, device=qkv.device)
-        distance = place - place[:, None]
+        position = torch.arange(length, device=qkv.device)
+        distance = position - position[:, None]
         if bias is not None:
             scores += bias[:, distance + span - 1]
         if causal:
@@ -47,11 +44,11 @@ def attention_varlen(
 
     return OpCall(
         op="attention_varlen",
-        shape=shape or f"{tokens} packed {heads}x{head_dim}",
+        shape=f"{tokens} packed {heads}x{head_dim}",
         dtype=dtype,
         inputs=lambda make: {
             "qkv": make.random(tokens, 3 * hidden),
-            "cu_seqlens": make.cu_seqlens(lengths, room),
+            "cu_seqlens": make.cu_seqlens(lengths, slots),
             "distance_bias": (
                 make.random(heads, 2 * span - 1, dtype=torch.float32) if biased else None
             ),
@@ -74,7 +71,7 @@ def pool(
     mode: Pooling = "mean",
     normalized: bool = True,
 ) -> OpCall:
-    """Return one vector for each sequence."""
+    """Return the pooling of each sequence to one vector."""
     tokens, batch = sum(lengths), len(lengths)
 
     def pooled(rows: Tensor) -> Tensor:
@@ -101,13 +98,13 @@ def pool(
         options={"mode": mode},
         lengths=tuple(lengths),
         tokens=tokens,
-        # sums of many terms that nearly cancel
+        # terms of a long sum nearly cancel
         threshold=1e-4,
     )
 
 
 def first_tokens(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
-    """Return the first token of each sequence."""
+    """Return the copy of each sequence's first token."""
     tokens, batch = sum(lengths), len(lengths)
     return OpCall(
         op="first_tokens",

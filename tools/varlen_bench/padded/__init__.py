@@ -1,4 +1,4 @@
-"""The padded baseline: softmax over padded scores, and copies between packed and padded tokens.
+"""Ops that only padded batches need: masked softmax, pack and unpack.
 
-varlen runs packed batches and needs none of these ops; the kernel benchmark compares and measures them.
+varlen runs packed batches and does not use them. The kernel benchmark measures them as a baseline.
 """

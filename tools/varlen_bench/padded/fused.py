@@ -1,4 +1,4 @@
-"""The padded ops as Triton kernels; names and signatures are those of `reference`."""
+"""The padded ops as Triton kernels, with the names and signatures of `reference`."""
 
 from varlen_bench.padded.packing import pack, unpack
 from varlen_bench.padded.softmax import masked_softmax

@@ -1,7 +1,7 @@
-"""Copies between packed and padded tokens, which systems that pad make around attention.
+"""Copies between packed and padded tokens, as padding systems run them around attention.
 
-One program owns ROWS places of one padded sequence by BLOCK features. It finds the tokens that belong there from the
-sequence's start, so no list of indices is made.
+One program owns ROWS positions of one padded sequence and BLOCK features of each. It computes the packed rows from
+the start of the sequence in `cu_seqlens`, so no index tensor is needed.
 """
 
 # ruff: noqa: N803, N806  # constants of a kernel are in capitals
@@ -24,32 +24,34 @@ from varlen_kernels.tuning import Launch, pick
 
 
 @triton.jit
-def find_rows(
+def _locate_rows(
     cu_seqlens_ptr,  # [batch + 1]
     max_seqlen,
     HIDDEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return what a program owns: rows of both forms, features, and which rows are places and which hold tokens.
+    """Return the rows and features of this program, and the masks of its rows.
 
     Returns:
-        packed, padded: [ROWS, 1] int64, row numbers.
-        col: [1, BLOCK].
-        is_place, is_token: [ROWS, 1].
+        packed_row, padded_row: [ROWS, 1] int64, rows of the packed and of the padded tensor.
+        col: [1, BLOCK], features.
+        is_position, is_token: [ROWS, 1], rows inside the padded sequence, and rows that hold a token.
     """
-    PARTS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
-    tile = tl.program_id(0) // PARTS
-    col = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tiles = tl.cdiv(max_seqlen, ROWS)
-    sequence = tile // tiles
-    place = tile % tiles * ROWS + tl.arange(0, ROWS)[:, None]
+    COLUMN_TILES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    row_tile = tl.program_id(0) // COLUMN_TILES
+    col = tl.program_id(0) % COLUMN_TILES * BLOCK + tl.arange(0, BLOCK)[None, :]
+    row_tiles = tl.cdiv(max_seqlen, ROWS)
+    sequence = row_tile // row_tiles
+    position = row_tile % row_tiles * ROWS + tl.arange(0, ROWS)[:, None]
     begin = tl.load(cu_seqlens_ptr + sequence)
     end = tl.load(cu_seqlens_ptr + sequence + 1)
-    is_place = place < max_seqlen
-    packed = begin.to(tl.int64) + place
-    padded = sequence.to(tl.int64) * max_seqlen + place
-    return packed, padded, col, is_place, is_place & (place < end - begin)
+    is_position = position < max_seqlen
+    is_token = is_position & (position < end - begin)
+    # int64: rows * stride may pass 2**31
+    packed_row = begin.to(tl.int64) + position
+    padded_row = sequence.to(tl.int64) * max_seqlen + position
+    return packed_row, padded_row, col, is_position, is_token
 
 
 @triton.jit(do_not_specialize=["max_seqlen"])
@@ -64,13 +66,13 @@ def _unpack_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill one of the tiles that a padded sequence is cut into, with tokens and then zeros."""
-    packed, padded, col, is_place, is_token = find_rows(
+    """Write one tile of a padded sequence: its tokens, then zeros."""
+    packed_row, padded_row, col, is_position, is_token = _locate_rows(
         cu_seqlens_ptr, max_seqlen, HIDDEN, ROWS, BLOCK
     )
     inside = col < HIDDEN
-    x = tl.load(x_ptr + packed * X_STRIDE + col, mask=is_token & inside, other=0.0)
-    tl.store(out_ptr + padded * OUT_STRIDE + col, x, mask=is_place & inside)
+    x = tl.load(x_ptr + packed_row * X_STRIDE + col, mask=is_token & inside, other=0.0)
+    tl.store(out_ptr + padded_row * OUT_STRIDE + col, x, mask=is_position & inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "max_seqlen"])
@@ -86,20 +88,21 @@ def _pack_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Take the tokens out of one of the tiles that a padded sequence is cut into."""
-    packed, padded, col, _is_place, is_token = find_rows(
+    """Copy the tokens of one tile of a padded sequence to their packed rows."""
+    packed_row, padded_row, col, _is_position, is_token = _locate_rows(
         cu_seqlens_ptr, max_seqlen, HIDDEN, ROWS, BLOCK
     )
-    moved = is_token & (packed < tokens) & (col < HIDDEN)
-    x = tl.load(x_ptr + padded * X_STRIDE + col, mask=moved, other=0.0)
-    tl.store(out_ptr + packed * OUT_STRIDE + col, x, mask=moved)
+    # `tokens` bounds the writes even if `cu_seqlens` ends later
+    mask = is_token & (packed_row < tokens) & (col < HIDDEN)
+    x = tl.load(x_ptr + padded_row * X_STRIDE + col, mask=mask, other=0.0)
+    tl.store(out_ptr + packed_row * OUT_STRIDE + col, x, mask=mask)
 
 
 def unpack(x: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, out: Tensor | None = None) -> Tensor:
-    """Return the padded form of packed tokens, as `reference.unpack` does.
+    """Return packed tokens as padded sequences, see `reference.unpack`.
 
     Raises:
-        ValueError: shapes, dtypes or layout are not as they must be.
+        ValueError: a shape, dtype or layout is wrong.
     """
     check_dtype(x=x)
     check_row_layout(x=x)
@@ -115,10 +118,10 @@ def unpack(x: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, out: Tensor | None
 
 
 def pack(x: Tensor, cu_seqlens: Tensor, *, tokens: int, out: Tensor | None = None) -> Tensor:
-    """Return the packed form of padded sequences, as `reference.pack` does.
+    """Return padded sequences as packed tokens, see `reference.pack`.
 
     Raises:
-        ValueError: shapes, dtypes or layout are not as they must be.
+        ValueError: a shape, dtype or layout is wrong.
     """
     check_dtype(x=x)
     check_row_layout(x=x)
@@ -135,14 +138,16 @@ def pack(x: Tensor, cu_seqlens: Tensor, *, tokens: int, out: Tensor | None = Non
     return out
 
 
-def candidates(hidden: int, dtype: torch.dtype) -> list[Launch]:
-    """Return launches for rows of this width, the first for a GPU on which none was measured."""
+def candidate_launches(hidden: int, dtype: torch.dtype) -> list[Launch]:
+    """Return the candidate launches for rows of this width; the first is the default."""
     return tile_launches(hidden, vector_width(dtype, hidden))
 
 
-def _launch(op: str, padded: tuple[int, int, int], dtype: torch.dtype) -> tuple[Launch, tuple[int]]:
-    """Return the launch, with the width of a row, and the grid for a padded shape."""
-    batch, max_seqlen, hidden = padded
-    launch = pick(op, (hidden, dtype), candidates)
+def _launch(
+    op: str, padded_shape: tuple[int, int, int], dtype: torch.dtype
+) -> tuple[Launch, tuple[int]]:
+    """Return the launch, including HIDDEN, and the grid for a padded shape."""
+    batch, max_seqlen, hidden = padded_shape
+    launch = pick(op, (hidden, dtype), candidate_launches)
     tiles: int = triton.cdiv(max_seqlen, launch["ROWS"]) * triton.cdiv(hidden, launch["BLOCK"])
     return {**launch, "HIDDEN": hidden}, (batch * tiles,)
