@@ -224,5 +224,5 @@ def test_the_client_passes_deadlines_on_and_knows_a_missed_one(
     with VarlenClient(f"{protocol}://{LOOPBACK}:{port}", "slow") as client:
         vectors = client.embed(["word1"] * 3, deadline_ms=60_000.5, priority=9)
         assert vectors.shape == (3, 128)
-        with pytest.raises(DeadlineMissed, match=r"^deadline missed: .*within 0 ms"):
+        with pytest.raises(DeadlineMissed, match="^deadline missed: "):
             client.embed(["word2"], deadline_ms=NO_TIME)
