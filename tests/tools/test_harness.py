@@ -64,6 +64,7 @@ def benchmark_app(rows_of_run=()):
 
     @app.command()
     def main(
+        context: typer.Context,
         only: command.Only = "",
         rounds: int = 5,
         quick: command.Quick = False,
@@ -72,7 +73,12 @@ def benchmark_app(rows_of_run=()):
     ) -> None:
         path = command.csv_path("fake", output, is_trial=quick)
         run = command.Run(
-            "varlen_bench.fake", threads=3, packages=["numpy"], output=path, revision=revision
+            context,
+            "varlen_bench.fake",
+            threads=3,
+            packages=["numpy"],
+            output=path,
+            revision=revision,
         )
         with run.progress() as report:
             report("half of it")

@@ -116,7 +116,7 @@ def test_refuses_a_default_prompt_of_a_cross_encoder(saved):
 
 
 @pytest.mark.parametrize("similarity", ["dot", "euclidean"])
-def test_the_similarity_function_changes_no_vector(saved, similarity):
+def test_takes_every_similarity_function(saved, similarity):
     set_fields(saved, MODEL, similarity_fn_name=similarity)
 
     Checkpoint.open(saved)

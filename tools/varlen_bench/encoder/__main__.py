@@ -22,6 +22,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
+    context: typer.Context,
     model: Annotated[Path, typer.Option(help="Hugging Face folder of a mean-pooled BERT.")] = Path(
         "model_repository/minilm/1"
     ),
@@ -38,6 +39,7 @@ def main(
     """Compare varlen's encoder with transformers, onnxruntime and CTranslate2 on this CPU."""
     cores = threads or machine.cpu_count()
     bench = command.Run(
+        context,
         "varlen_bench.encoder",
         threads=cores,
         packages=_PACKAGES,

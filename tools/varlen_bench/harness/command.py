@@ -20,12 +20,6 @@ from rich.console import Console, RenderableType
 
 from varlen_bench.harness.rows import Cell, append_rows, bench_line, provenance
 
-try:
-    # newer versions of typer bring their own click
-    from typer._click.globals import get_current_context
-except ImportError:
-    from click import get_current_context  # type: ignore[no-redef,unused-ignore]
-
 Only: TypeAlias = Annotated[
     str, typer.Option(help="Names or beginnings of names, comma-separated; all if empty.")
 ]
@@ -70,6 +64,7 @@ class Run:
 
     def __init__(
         self,
+        context: typer.Context,
         module: str,
         *,
         threads: int,
@@ -77,13 +72,13 @@ class Run:
         output: Path | None,
         revision: str = "",
     ) -> None:
-        """Start a run inside the typer command of `module`; without `output` it appends no rows."""
+        """Start a run of the command of `module`; without `output` it appends no rows."""
         self.output = output
         self.console = Console(width=None if os.isatty(1) else _WIDTH)
         self.provenance = provenance(
             threads=threads,
             packages=packages,
-            command=_command_line(module),
+            command=_command_line(context, module),
             root=Path.cwd(),
             revision=revision,
         )
@@ -125,12 +120,11 @@ def csv_path(name: str, output: Path | None, *, is_trial: bool) -> Path | None:
     return output or (None if is_trial else Path("docs/benchmarks", f"{name}.csv"))
 
 
-def _command_line(module: str) -> str:
+def _command_line(context: typer.Context, module: str) -> str:
     """Return the command of this run: the module and the options without their default.
 
     An absolute path is cut to its last part, so that no row tells where files are.
     """
-    context = get_current_context()
     words = ["python", "-m", module]
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")

@@ -30,6 +30,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
+    context: typer.Context,
     only: Only = "",
     dtypes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(DTYPES)}.")] = "bf16",
     budget: Annotated[
@@ -53,6 +54,7 @@ def main(
     grid = TINY if dry_run else FULL
     machine = fake_machine() if dry_run else gpu_machine(passes)
     run = Run(
+        context,
         "varlen_bench.kernels",
         threads=torch.get_num_threads(),
         packages=PACKAGES,

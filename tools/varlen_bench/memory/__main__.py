@@ -23,6 +23,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
+    context: typer.Context,
     only: command.Only = "",
     device: Annotated[Device, typer.Option(help="Where encoders run.")] = "cpu",
     threads: command.Threads = 0,
@@ -43,6 +44,7 @@ def main(
         raise typer.BadParameter(str(error)) from error
     cores = threads or machine.cpu_count()
     bench = command.Run(
+        context,
         "varlen_bench.memory",
         threads=cores,
         packages=_PACKAGES,

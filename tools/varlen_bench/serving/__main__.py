@@ -26,6 +26,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def main(
+    context: typer.Context,
     model: Annotated[Path, typer.Option(help="Hugging Face folder of a mean-pooled BERT.")] = Path(
         "model_repository/minilm/1"
     ),
@@ -70,6 +71,7 @@ def main(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     bench = command.Run(
+        context,
         "varlen_bench.serving",
         threads=settings.threads,
         packages=_PACKAGES,
