@@ -11,12 +11,13 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 
 from varlen.errors import ConfigError, shorten
 
-Task: TypeAlias = Literal["embed", "hidden", "classify", "rerank", "token_classify"]
+Task: TypeAlias = Literal["embed", "hidden", "classify", "rerank", "token_classify", "generate"]
 DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "dp"]
 Trigger: TypeAlias = Literal["hungry", "lazy"]
 Execution: TypeAlias = Literal["packed", "padded"]
+KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
 LogLevel: TypeAlias = Literal["info", "debug"]
 
 DEFAULT_MAX_BATCH_TOKENS = 4096
@@ -185,6 +186,42 @@ class EngineConfig:
         choices=("true", "false"),
     )
 
+    # Generation
+    max_running_sequences: int = _setting(
+        64,
+        "Largest number of sequences that generate at the same time. Only for the task `generate`.",
+        lowest=1,
+    )
+    max_step_tokens: int = _setting(
+        512,
+        "Largest step of the task `generate`, in tokens. A longer prompt runs in chunks, beside the sequences that"
+        " generate.",
+        lowest=1,
+    )
+    kv_bytes: int | str = _setting(
+        "25%",
+        "Memory of keys and values of the task `generate`, in bytes or as a percentage of the device's memory. It never"
+        " takes more than `max_running_sequences` of the longest sequences need.",
+        lowest=1,
+        pattern=r"[1-9][0-9]{0,17}|(100|[1-9][0-9]?)%",
+        allowed="whole numbers from 1, and from 1% to 100% of the device's memory",
+    )
+    kv_block_tokens: int = _setting(
+        0, "Tokens of a KV block. 0 is 64 on a CPU and 16 on a GPU.", lowest=0
+    )
+    kv_policy: KvPolicy = _setting(
+        "reserve",
+        "When a sequence starts. `reserve` promises it the KV blocks of its prompt and `max_tokens`, so it is never"
+        " interrupted. `optimistic` needs the blocks of its prompt only; if blocks run out, the youngest sequence gives"
+        " back its own and is computed again later.",
+        choices=get_args(KvPolicy),
+    )
+    prefix_cache: bool = _setting(
+        True,
+        "Whether prompts with an equal beginning share its KV blocks.",
+        choices=("true", "false"),
+    )
+
     # Response cache
     response_cache_bytes: int = _setting(
         0, "Largest memory of the response cache. 0 turns it off.", lowest=0
@@ -220,9 +257,11 @@ class EngineConfig:
 
     def arena_limit(self, device_memory: int) -> int:
         """Return the largest arena in bytes, given the memory of the device in bytes."""
-        if isinstance(self.arena_bytes, str) and self.arena_bytes.endswith("%"):
-            return device_memory * int(self.arena_bytes[:-1]) // 100
-        return int(self.arena_bytes)
+        return _bytes_of(self.arena_bytes, device_memory)
+
+    def kv_limit(self, device_memory: int) -> int:
+        """Return the largest memory of keys and values in bytes, given that of the device in bytes."""
+        return _bytes_of(self.kv_bytes, device_memory)
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> "EngineConfig":
@@ -246,6 +285,13 @@ class EngineConfig:
 SETTINGS: dict[str, Setting] = {
     each.name: each.metadata["setting"] for each in fields(EngineConfig)
 }
+
+
+def _bytes_of(setting: int | str, whole: int) -> int:
+    """Return a number of bytes, given as such or as a percentage of `whole`."""
+    if isinstance(setting, str) and setting.endswith("%"):
+        return whole * int(setting[:-1]) // 100
+    return int(setting)
 
 
 def _unknown_parameter(key: str) -> str:

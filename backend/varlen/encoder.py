@@ -12,7 +12,7 @@ import numpy.typing as npt
 from varlen.config import DEFAULT_MAX_BATCH_TOKENS, Device, DType, EngineConfig, Task
 from varlen.errors import ConfigError, RequestError
 from varlen.metrics import Stats
-from varlen.request import Float32Array, Prompt, Request, RequestOptions
+from varlen.request import Float32Array, Output, Prompt, Request, RequestOptions
 from varlen.service import Service
 from varlen.tokenization import Text
 
@@ -179,7 +179,8 @@ class _FutureReply:
     def is_cancelled(self) -> bool:
         return False
 
-    def send(self, row: int, output: Float32Array) -> None:
+    def send(self, row: int, output: Output) -> None:
+        assert isinstance(output, np.ndarray)
         self._outputs[row] = output
 
     def finish(self) -> None:

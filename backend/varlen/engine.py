@@ -244,13 +244,15 @@ class Engine:
                 return batch
 
     def _fail_expired(self) -> None:
-        """Fail waiting requests whose deadline has passed. Running ones get their answer."""
+        """Fail requests whose deadline has passed, unless all that is left of them runs now."""
         now = self._clock()
         expired = list(takewhile(lambda request: request.deadline < now, self._by_deadline))
         for request in expired:
-            if any(sequence.status == "waiting" for sequence in request.sequences):
+            if any(sequence.may_run_again for sequence in request.sequences):
                 self._stats.count_refusal("expired")
-                self._fail(request, DeadlineError("the request was still waiting to run"))
+                self._fail(
+                    request, DeadlineError("the deadline passed before the answer was complete")
+                )
 
     def _start(self, batch: Batch) -> None:
         now = self._clock()

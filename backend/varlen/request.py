@@ -1,10 +1,12 @@
 """Requests of clients and their replies: prompts, options, request and reply."""
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from varlen.generation_options import GenerationOptions
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
@@ -36,11 +38,13 @@ class RequestOptions:
         normalize: whether embeddings are divided by their length.
         priority: 0 to 9; higher runs sooner.
         deadline_seconds: seconds from arrival after which the answer is useless; None if there is no deadline.
+        generation: how tokens are generated; None for tasks that generate none.
     """
 
     normalize: bool = False
     priority: int = 0
     deadline_seconds: float | None = None
+    generation: GenerationOptions | None = None
 
 
 DEFAULT_OPTIONS = RequestOptions()
@@ -59,6 +63,43 @@ class Request:
         return sum(prompt.num_tokens for prompt in self.prompts)
 
 
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one generated token, before temperature, penalties and limits.
+
+    Attributes:
+        token_id, logprob: of the token that was chosen.
+        top: the most likely tokens and theirs, the most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedPart:
+    """A part of a generated answer.
+
+    Attributes:
+        text: the next part of the text, in whole characters.
+        token_ids: the tokens that were generated since the last part.
+        logprobs: one per token, if the request asks for them.
+        finish_reason: set in the last part: a stop condition held, or `max_tokens` was reached.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+Output: TypeAlias = Float32Array | GeneratedPart
+
+
 class Reply(Protocol):
     """Where the answer of a request goes: parts, then exactly one `finish` or `fail`.
 
@@ -68,8 +109,8 @@ class Reply(Protocol):
     def is_cancelled(self) -> bool:
         """Return whether the client has gone away. Not called after `finish` or `fail`."""
 
-    def send(self, row: int, output: Float32Array) -> None:
-        """Take the output of one prompt, by its row in the request."""
+    def send(self, row: int, output: Output) -> None:
+        """Take the output of one sequence, by its row in the answer; a generated one comes in parts."""
 
     def finish(self) -> None:
         """End the answer: every part has been sent."""

@@ -30,7 +30,7 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from varlen.errors import EngineError, VarlenError
-from varlen.request import Float32Array, Prompt, Reply, Request
+from varlen.request import Float32Array, Output, Prompt, Reply, Request
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +196,8 @@ class _Flight:
     def is_cancelled(self) -> bool:
         return self.cache._is_cancelled(self)
 
-    def send(self, row: int, output: Float32Array) -> None:
+    def send(self, row: int, output: Output) -> None:
+        assert isinstance(output, np.ndarray)
         self.cache._deliver(self, self.keys[row], output)
 
     def finish(self) -> None:

@@ -6,12 +6,23 @@ The engine's thread owns all of it. An encoder's sequence runs once; a generated
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import VarlenError
-from varlen.request import Float32Array, Prompt, Reply, Request, RequestOptions
+from varlen.generation_options import GenerationOptions
+from varlen.request import (
+    Float32Array,
+    GeneratedPart,
+    Output,
+    Prompt,
+    Reply,
+    Request,
+    RequestOptions,
+    TokenLogprobs,
+)
 
 Status: TypeAlias = Literal["waiting", "running", "finished"]
 Failure: TypeAlias = Literal["memory", "batch", "model"]
@@ -39,7 +50,7 @@ class RequestState:
         arrival: time of admission, in seconds of the engine's clock, as are all times here.
         deadline: time after which the answer is useless; infinity if there is none.
         forecast: expected run time, when it was admitted.
-        sequences: one per prompt, in order; empty once it is answered.
+        sequences: one per prompt, or per sample of a prompt, in order; empty once it is answered.
         seconds_per_token: expected run time of its sequences, by token.
         unfinished: number of sequences that are not finished.
         started: whether any sequence has run or runs.
@@ -57,10 +68,18 @@ class RequestState:
 
     def __post_init__(self) -> None:
         prompts = self.request.prompts
-        self.sequences = tuple(
-            SequenceState(self, row, prompt, len(prompt.token_ids))
-            for row, prompt in enumerate(prompts)
-        )
+        options = self.request.options.generation
+        if options is None:
+            self.sequences = tuple(
+                SequenceState(self, row, prompt, len(prompt.token_ids))
+                for row, prompt in enumerate(prompts)
+            )
+        else:
+            samples = [(prompt, sample) for prompt in prompts for sample in range(options.n)]
+            self.sequences = tuple(
+                GeneratedSequence(self, row, prompt, len(prompt.token_ids), sample=sample)
+                for row, (prompt, sample) in enumerate(samples)
+            )
         self.seconds_per_token = self.forecast.seconds / self.request.num_tokens
         self.unfinished = len(self.sequences)
 
@@ -76,7 +95,7 @@ class SequenceState:
 
     Attributes:
         request: the request that it belongs to.
-        row: its row in that request.
+        row: its row in the answer.
         prompt: its tokens.
         num_tokens: length of the prompt.
         status: set by `finish`, and by the scheduler.
@@ -89,6 +108,11 @@ class SequenceState:
     status: Status = "waiting"
 
     @property
+    def may_run_again(self) -> bool:
+        """Whether more of it has to run than what runs now; if not, its deadline no longer ends it."""
+        return self.status == "waiting"
+
+    @property
     def options(self) -> RequestOptions:
         """Options of its request."""
         return self.request.request.options
@@ -98,6 +122,72 @@ class SequenceState:
         if self.status != "finished":
             self.status = "finished"
             self.request.unfinished -= 1
+
+
+class OutputWriter(Protocol):
+    """Turns the tokens of one sequence into its answer, and knows when it ends."""
+
+    def write(self, token: SampledToken) -> GeneratedPart:
+        """Return the part of the answer that a token adds; it may hold no text yet."""
+
+
+@dataclass(slots=True, eq=False)
+class GeneratedSequence(SequenceState):
+    """A sequence that grows by a token in each step.
+
+    Attributes:
+        sample: its number among the samples of its prompt.
+        token_ids: the prompt, then what was generated.
+        num_computed: number of its tokens whose keys and values are stored.
+        block_ids: its block table.
+        writer: set by the scheduler when it is queued.
+    """
+
+    sample: int = 0
+    token_ids: list[int] = field(init=False)
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    writer: OutputWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = self.prompt.token_ids.tolist()
+
+    @property
+    def generation(self) -> GenerationOptions:
+        """Generation options of its request."""
+        options = self.options.generation
+        assert options is not None
+        return options
+
+    @property
+    def num_generated(self) -> int:
+        """Number of generated tokens."""
+        return len(self.token_ids) - self.num_tokens
+
+    @property
+    def may_run_again(self) -> bool:
+        """Whether it is not finished."""
+        return self.status != "finished"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """Tokens of one sequence that run in one step.
+
+    Attributes:
+        sequence: the sequence.
+        start: position of the first of these tokens.
+        token_ids: the tokens, at least one; their keys and values are stored.
+        block_ids: block table of the sequence up to these tokens.
+        samples: the sequences that take a token from the logits of the last of these tokens; none in the middle of a
+            prompt, several for the samples of one prompt.
+    """
+
+    sequence: GeneratedSequence
+    start: int
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    samples: tuple[GeneratedSequence, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,18 +207,40 @@ class Batch:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch(Batch):
+    """One step of generation.
+
+    Attributes:
+        chunks: one per sequence of the batch, in its order; those of one token come first.
+        copies: (source, destination) blocks to copy before the step.
+    """
+
+    chunks: tuple[Chunk, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token that was chosen for a sequence, with its log probabilities if the request asks for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class BatchResult:
     """The result of a batch.
 
     Attributes:
-        outputs: one per sequence of the batch, in its order; empty after an error.
+        outputs: one per sequence of the batch, in its order; of a step, one per sequence that samples, chunk by chunk;
+            empty after an error.
         seconds: run time.
         padding_tokens: number of padding tokens that ran.
         failure: why there are no outputs: memory ran out, this batch failed, or the model cannot run any more.
     """
 
-    outputs: list[Float32Array]
+    outputs: Sequence[Float32Array] | Sequence[SampledToken]
     seconds: float
     padding_tokens: int = 0
     failure: Failure | None = None
@@ -139,7 +251,7 @@ class SequenceOutput:
     """A part of an answer; the sequence goes on unless it is finished."""
 
     sequence: SequenceState
-    output: Float32Array
+    output: Output
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from threading import Lock, Thread
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from varlen import wire
@@ -27,7 +28,7 @@ from varlen.errors import (
     VarlenError,
 )
 from varlen.metrics import Outcome, Stats
-from varlen.request import Float32Array
+from varlen.request import Float32Array, Output
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ class ServerReply:
         with self._lock:
             return not self._answered and self._sender.is_cancelled()
 
-    def send(self, row: int, output: Float32Array) -> None:
+    def send(self, row: int, output: Output) -> None:
+        assert isinstance(output, np.ndarray)
         self._outputs[row] = output
 
     def finish(self) -> None:

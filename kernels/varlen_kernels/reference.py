@@ -17,9 +17,14 @@ from varlen_kernels import Activation, Pooling
 from varlen_kernels.beam_reference import beam_step as beam_step  # noqa: PLC0414  # an op too
 
 # For each output of an op, the position of the argument that may be its `out`.
-IN_PLACE: Mapping[str, tuple[int, ...]] = dict.fromkeys(
-    ("activate", "add_layer_norm", "rms_norm", "tanh"), (0,)
-)
+IN_PLACE: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        ("activate", "add_layer_norm", "layer_norm", "norm_heads", "rms_norm", "rotary", "tanh"),
+        (0,),
+    ),
+    # the sum over the residual, the normed over x
+    **dict.fromkeys(("add_rms_norm", "residual_layer_norm"), (1, 0)),
+}
 
 # Rows per step of ops for which torch allocates a temporary result before it is copied into `out`.
 _ROWS_PER_STEP = 256
@@ -56,6 +61,28 @@ def embed_layer_norm(
         summed += F.embedding(position_ids[rows], position_table)
         summed += F.embedding(type_ids[rows], type_table)
         out[rows] = F.layer_norm(summed, weight.shape, weight, bias, eps)
+    return out
+
+
+def embed(
+    token_ids: Tensor,
+    token_table: Tensor,
+    position_ids: Tensor | None = None,
+    position_table: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the embedding of each token, plus that of its position: `[tokens, hidden]`.
+
+    Args:
+        token_ids, position_ids: `[tokens]` int32 or int64, each inside its table.
+        token_table, position_table: `[rows, hidden]`. Positions are left out if their table is None.
+    """
+    if out is None:
+        out = token_table.new_empty(len(token_ids), token_table.shape[1])
+    torch.index_select(token_table, 0, token_ids, out=out)
+    if position_table is not None and position_ids is not None:
+        out += F.embedding(position_ids, position_table)
     return out
 
 
@@ -139,6 +166,64 @@ def add_layer_norm(
     return out
 
 
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """Return the layer norm of each token, times weight plus bias: `[tokens, hidden]`.
+
+    Args:
+        x: `[tokens, hidden]`.
+        weight, bias: `[hidden]`.
+        eps: added to the variance.
+    """
+    return _write(F.layer_norm(x, weight.shape, weight, bias, eps), out)
+
+
+def residual_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return x + residual, the residual of the next sublayer, and its layer norm: both `[tokens, hidden]`.
+
+    Args:
+        x, residual: `[tokens, hidden]`, one dtype.
+        weight, bias: `[hidden]`.
+        eps: added to the variance.
+        out: the sum, which may be `residual`, and the normed, which may be `x`.
+    """
+    total, normed = out or (torch.empty_like(x), torch.empty_like(x))
+    torch.add(x, residual, out=total)
+    return total, layer_norm(total, weight, bias, eps=eps, out=normed)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return x + residual, the residual of the next sublayer, and its RMS norm: both `[tokens, hidden]`.
+
+    Args:
+        x, residual: `[tokens, hidden]`, one dtype.
+        weight: `[hidden]`.
+        eps: added to the mean square.
+        out: the sum, which may be `residual`, and the normed, which may be `x`.
+
+    Source: Zhang, Sennrich 2019, arXiv:1910.07467.
+    """
+    total, normed = out or (torch.empty_like(x), torch.empty_like(x))
+    torch.add(x, residual, out=total)
+    return total, rms_norm(total, weight, eps=eps, out=normed)
+
+
 def rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -170,8 +255,10 @@ def attention_varlen(
     cu_seqlens: Tensor,
     *,
     num_heads: int,
+    num_kv_heads: int | None = None,
     scale: float,
     causal: bool = False,
+    window: int = 0,
     distance_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -180,31 +267,209 @@ def attention_varlen(
     Adjacent sequences of equal length share one call of torch, so a batch sorted by length needs few calls.
 
     Args:
-        qkv: `[tokens, 3 · num_heads · head_dim]`: the queries of each token, then its keys, then its values.
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: the queries of each token, then its keys, then
+            its values.
         cu_seqlens: `[batch + 1]` int32, ascending from 0 to tokens.
+        num_kv_heads: a divisor of `num_heads`; neighbouring heads share a key head. None: as many as `num_heads`.
         scale: multiplies the scores, usually head_dim ** -0.5.
         causal: a token reads only itself and earlier tokens.
+        window: number of last tokens that a token reads if `causal`, itself included; 0 is all.
         distance_bias: `[num_heads, 2 · span - 1]`, added to the scaled scores: entry span - 1 + d for a key
             d tokens after its query. `span` is at least the longest sequence. This covers the relative
             positions of T5 and ALiBi.
     """
     tokens, width = qkv.shape
-    head_dim = width // (3 * num_heads)
+    kv_heads = num_kv_heads or num_heads
+    head_dim = width // (num_heads + 2 * kv_heads)
     if out is None:
         out = qkv.new_empty(tokens, num_heads * head_dim)
     for start, count, length in _calls_of_equal_length(cu_seqlens):
         rows = slice(start, start + count * length)
-        # [3, count, num_heads, length, head_dim], a view
-        q, k, v = qkv[rows].view(count, length, 3, num_heads, head_dim).permute(2, 0, 3, 1, 4)
+        # [count, heads, length, head_dim] each, views
+        q, k, v = (
+            heads.view(count, length, -1, head_dim).transpose(1, 2)
+            for heads in _heads(qkv[rows], num_heads, kv_heads)
+        )
         bias = None if distance_bias is None else _bias_by_distance(distance_bias, length)
-        if causal and bias is not None:
-            future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-            bias = bias.masked_fill(future, -torch.inf)
+        hidden_keys = _hidden_keys(length, window, qkv.device) if causal else None
+        if bias is not None and hidden_keys is not None:
+            bias = bias.masked_fill(hidden_keys, -torch.inf)
+        elif hidden_keys is not None and 0 < window < length:
+            bias = ~hidden_keys
         context = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, is_causal=causal and bias is None, scale=scale
+            q,
+            k,
+            v,
+            attn_mask=bias,
+            is_causal=causal and bias is None,
+            scale=scale,
+            enable_gqa=kv_heads != num_heads,
         )
         out[rows].view(count, length, num_heads, head_dim).copy_(context.transpose(1, 2))
     return out
+
+
+def norm_heads(
+    qkv: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return `qkv` with the RMS norm of each query head and each key head; values are unchanged.
+
+    Args:
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: queries, keys, values of each token.
+        query_weight, key_weight: `[head_dim]`.
+        eps: added to the mean square.
+        out: may be `qkv`.
+    """
+    out = _copy_unless_same(qkv, out)
+    queries, keys, _ = _heads(out, num_heads, num_kv_heads)
+    for heads, weight in ((queries, query_weight), (keys, key_weight)):
+        heads.copy_(F.rms_norm(heads.float(), weight.shape, weight.float(), eps))
+    return out
+
+
+def rotary(
+    qkv: Tensor,
+    position_ids: Tensor,
+    cos_sin: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return `qkv` with rotated queries and keys; values are unchanged.
+
+    Feature i of a head is rotated together with feature i + rotary_dim / 2, by the angle of its position; features
+    from rotary_dim on are not rotated.
+
+    Args:
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: queries, keys, values of each token.
+        position_ids: `[tokens]` int32.
+        cos_sin: `[positions, rotary_dim]` fp32: the cosines of rotary_dim / 2 angles, then their sines.
+        out: may be `qkv`.
+
+    Source: Su et al. 2021, arXiv:2104.09864; halves as in GPT-NeoX.
+    """
+    out = _copy_unless_same(qkv, out)
+    queries, keys, _ = _heads(out, num_heads, num_kv_heads)
+    half = cos_sin.shape[1] // 2
+    # [tokens, 1, half]
+    cos, sin = torch.split(cos_sin.index_select(0, position_ids)[:, None], half, dim=2)
+    for heads in (queries, keys):
+        first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+        heads[..., :half] = first * cos - second * sin
+        heads[..., half : 2 * half] = second * cos + first * sin
+    return out
+
+
+def append_kv(
+    qkv: Tensor,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Write the keys and values of each token into its slot of the caches.
+
+    Args:
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: queries, keys, values of each token.
+        slots: `[tokens]` int64, block · block_size + place in the block, no slot twice; -1 writes nothing.
+        key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`, changed in place.
+    """
+    _, keys, values = _heads(qkv, num_heads, num_kv_heads)
+    block_size = key_cache.shape[2]
+    written = slots >= 0
+    if not bool(written.all()):
+        slots, keys, values = slots[written], keys[written], values[written]
+    block, place = slots // block_size, slots % block_size
+    key_cache[block, :, place] = keys.to(key_cache.dtype)
+    value_cache[block, :, place] = values.to(value_cache.dtype)
+
+
+def attention_paged(
+    qkv: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    block_ids: Tensor,
+    cu_blocks: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the causal attention of new tokens over their sequences' blocks, `[tokens, num_heads · head_dim]`.
+
+    The new tokens of a sequence are the last of its context, and their keys and values are in the caches already. A
+    sequence has one new token when it decodes, and several in a chunk of its prompt.
+
+    Args:
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`; only the queries are read.
+        key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`.
+        cu_seqlens: `[sequences + 1]` int32, cumulative starts of the new tokens of each sequence.
+        context_lens: `[sequences]` int32, tokens of each sequence, the new ones included.
+        block_ids: `[blocks in use]` int32, the block table of each sequence, one after the other.
+        cu_blocks: `[sequences + 1]` int32, cumulative starts of the block tables.
+        num_heads: a multiple of `num_kv_heads`; neighbouring heads share a key head.
+        scale: multiplies the scores, usually head_dim ** -0.5.
+        window: number of last tokens that a token reads, itself included; 0 is all.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180 (blocks); Ainslie et al. 2023, arXiv:2305.13245 (grouped heads).
+    """
+    tokens, head_dim = len(qkv), key_cache.shape[3]
+    if out is None:
+        out = qkv.new_empty(tokens, num_heads * head_dim)
+    queries, _, _ = _heads(qkv, num_heads, num_kv_heads)
+    starts = cu_blocks.tolist()
+    bounds, lengths = cu_seqlens.tolist(), context_lens.tolist()
+    for sequence, (begin, end) in enumerate(pairwise(bounds)):
+        if begin == end:
+            continue
+        length = lengths[sequence]
+        table = block_ids[starts[sequence] : starts[sequence + 1]]
+        # [num_kv_heads, length, head_dim]
+        keys, values = (
+            cache.index_select(0, table)
+            .transpose(0, 1)
+            .reshape(num_kv_heads, -1, head_dim)[:, :length]
+            for cache in (key_cache, value_cache)
+        )
+        position = torch.arange(length, device=qkv.device)
+        query_position = position[length - (end - begin) :, None]
+        readable = position <= query_position
+        if window:
+            readable &= position > query_position - window
+        context = F.scaled_dot_product_attention(
+            queries[begin:end].transpose(0, 1)[None].to(keys.dtype),
+            keys[None],
+            values[None],
+            attn_mask=readable,
+            scale=scale,
+            enable_gqa=num_heads != num_kv_heads,
+        )
+        out[begin:end].view(end - begin, num_heads, head_dim).copy_(context[0].transpose(0, 1))
+    return out
+
+
+def select_rows(x: Tensor, rows: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return the rows of `x` with these indices, `[rows, hidden]`.
+
+    Args:
+        x: `[tokens, hidden]`.
+        rows: `[rows]` int32.
+    """
+    return torch.index_select(x, 0, rows, out=out)
 
 
 def pool(
@@ -247,6 +512,20 @@ def to_fp32(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return _write(x.to(torch.float32, copy=out is None), out)
 
 
+def _heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values as views, `[tokens, heads, head_dim]` each."""
+    heads = [num_heads, num_kv_heads, num_kv_heads]
+    queries, keys, values = torch.split(qkv.view(len(qkv), sum(heads), -1), heads, dim=1)
+    return queries, keys, values
+
+
+def _copy_unless_same(x: Tensor, out: Tensor | None) -> Tensor:
+    """Return `out` with the content of `x`: a copy, unless they are the same memory."""
+    if out is None:
+        return x.clone()
+    return out if out.data_ptr() == x.data_ptr() else out.copy_(x)
+
+
 def _row_slices(rows: int) -> Iterator[slice]:
     """Yield consecutive slices of the rows, so that temporary results stay small."""
     for begin in range(0, rows, _ROWS_PER_STEP):
@@ -286,6 +565,13 @@ def _tokens_or_zeros(x: Tensor, cu_seqlens: Tensor, of: Pooling) -> Tensor:
     # the index of an empty sequence is clamped to any token, which is then masked
     index = (starts if of == "cls" else ends - 1).clamp(0, len(x) - 1)
     return x.index_select(0, index).masked_fill_((starts == ends)[:, None], 0.0)
+
+
+def _hidden_keys(length: int, window: int, device: torch.device) -> Tensor:
+    """Return the keys that a query of a causal sequence does not read, `[length, length]` bool."""
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position
+    return (distance < 0) | (distance >= window) if window else distance < 0
 
 
 def _bias_by_distance(distance_bias: Tensor, length: int) -> Tensor:

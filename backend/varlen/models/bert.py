@@ -17,7 +17,7 @@ from varlen.models.heads import Heads
 from varlen.models.layers import Linear, Norm
 from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
-from varlen.program.recorder import Recorder
+from varlen.program.recorder import AttentionHeads, Recorder
 from varlen_kernels import Activation
 
 
@@ -84,7 +84,7 @@ class Bert:
         context = ops.attention_varlen(
             layer.qkv.record(ops, x),
             inputs.cu_seqlens(ops),
-            num_heads=self.num_heads,
+            AttentionHeads(self.num_heads, self.num_heads, head_dim),
             scale=head_dim**-0.5,
         )
         attended = layer.attention_output.record(ops, context)

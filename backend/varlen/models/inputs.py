@@ -30,3 +30,24 @@ def cu_seqlens(ops: Recorder) -> Value:
 def normalize(ops: Recorder) -> Value:
     """Return, for each sequence, whether its vector is normalized to length 1."""
     return ops.input("normalize", ("sequences",), torch.bool)
+
+
+def slots(ops: Recorder) -> Value:
+    """Return the slot of each token in the KV caches: block · block_size + place in the block."""
+    return ops.input("slots", ("tokens",), torch.int64)
+
+
+def block_tables(ops: Recorder) -> tuple[Value, Value, Value, Value]:
+    """Return the last four tensors of `attention_paged`: new tokens, contexts and blocks of each sequence."""
+    bounds = (Size(1, sequences=1),)
+    return (
+        cu_seqlens(ops),
+        ops.input("context_lens", ("sequences",), torch.int32),
+        ops.input("block_ids", ("blocks",), torch.int32),
+        ops.input("cu_blocks", bounds, torch.int32),
+    )
+
+
+def logit_rows(ops: Recorder) -> Value:
+    """Return the tokens whose logits are read, by their place in the batch."""
+    return ops.input("logit_rows", ("logit_rows",), torch.int32)

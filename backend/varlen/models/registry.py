@@ -5,11 +5,12 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from varlen.models.attention import Attention
 from varlen.models.bert import load_bert
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.heads import Heads
 from varlen.program.program import Value
-from varlen.program.recorder import Recorder
+from varlen.program.recorder import AttentionHeads, Recorder
 
 
 class EncoderModel(Protocol):
@@ -29,6 +30,28 @@ class EncoderModel(Protocol):
 
     def record(self, ops: Recorder) -> Value:
         """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
+
+
+class DecoderModel(Protocol):
+    """A loaded decoder of any family.
+
+    Attributes:
+        num_layers: number of its attention layers.
+        attention_heads: of each of these layers.
+    """
+
+    num_layers: int
+    attention_heads: AttentionHeads
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+
+    def record(self, ops: Recorder, attention: Attention) -> Value:
+        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
+
+    def record_logits(self, ops: Recorder, hidden: Value) -> Value:
+        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
 
 
 Load: TypeAlias = Callable[[Checkpoint, torch.dtype, torch.device], EncoderModel]

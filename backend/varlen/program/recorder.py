@@ -5,6 +5,7 @@ tokens, sequences, blocks, logit_rows, ...
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -20,6 +21,31 @@ Axes: TypeAlias = Sequence[int | str | Size]
 
 _NO_ATTRIBUTES: Mapping[str, Attribute] = {}
 _Declared = TypeVar("_Declared", Value, State)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """The heads of an attention layer, which a row of queries, keys and values holds side by side.
+
+    Attributes:
+        queries: number of query heads; a multiple of `keys`.
+        keys: number of key heads, and of value heads.
+        dim: features of a head.
+    """
+
+    queries: int
+    keys: int
+    dim: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The attributes of ops on heads."""
+        return {"num_heads": self.queries, "num_kv_heads": self.keys}
+
+    @property
+    def width(self) -> int:
+        """Features of the queries of one token."""
+        return self.queries * self.dim
 
 
 class Recorder:
@@ -125,6 +151,17 @@ class Recorder:
         shape = (*token_ids.shape, token_table.shape[1])
         return self._call("embed_layer_norm", operands, shape, token_table.dtype, eps=eps)
 
+    def embed(
+        self,
+        token_ids: Value,
+        token_table: Tensor,
+        position_ids: Value | None = None,
+        position_table: Tensor | None = None,
+    ) -> Value:
+        operands: tuple[Operand, ...] = (token_ids, token_table, position_ids, position_table)
+        shape = (*token_ids.shape, token_table.shape[1])
+        return self._call("embed", operands, shape, token_table.dtype)
+
     def linear(self, x: Value, weight: Tensor, bias: Tensor | None) -> Value:
         return self._call("linear", (x, weight, bias), (x.shape[0], weight.shape[1]), x.dtype)
 
@@ -140,19 +177,91 @@ class Recorder:
         operands = (x, residual, weight, bias)
         return self._call("add_layer_norm", operands, x.shape, x.dtype, eps=eps)
 
-    def attention_varlen(
-        self, qkv: Value, cu_seqlens: Value, *, num_heads: int, scale: float
-    ) -> Value:
-        rows, width = qkv.shape
-        assert isinstance(width, int)
-        return self._call(
-            "attention_varlen",
-            (qkv, cu_seqlens),
-            (rows, width // 3),
-            qkv.dtype,
-            num_heads=num_heads,
-            scale=scale,
+    def layer_norm(self, x: Value, weight: Tensor, bias: Tensor | None, *, eps: float) -> Value:
+        return self._call("layer_norm", (x, weight, bias), x.shape, x.dtype, eps=eps)
+
+    def residual_layer_norm(
+        self, x: Value, residual: Value, weight: Tensor, bias: Tensor | None, *, eps: float
+    ) -> tuple[Value, Value]:
+        operands, result = (x, residual, weight, bias), (x.shape, x.dtype)
+        total, normed = self.call(
+            "residual_layer_norm", operands, [result, result], attributes={"eps": eps}
         )
+        return total, normed
+
+    def rms_norm(self, x: Value, weight: Tensor, *, eps: float) -> Value:
+        return self._call("rms_norm", (x, weight), x.shape, x.dtype, eps=eps)
+
+    def add_rms_norm(
+        self, x: Value, residual: Value, weight: Tensor, *, eps: float
+    ) -> tuple[Value, Value]:
+        operands, result = (x, residual, weight), (x.shape, x.dtype)
+        total, normed = self.call(
+            "add_rms_norm", operands, [result, result], attributes={"eps": eps}
+        )
+        return total, normed
+
+    def silu_gate(self, x: Value) -> Value:
+        rows, width = x.shape
+        assert isinstance(width, int)
+        return self._call("silu_gate", (x,), (rows, width // 2), x.dtype)
+
+    def norm_heads(
+        self,
+        qkv: Value,
+        query_weight: Tensor,
+        key_weight: Tensor,
+        heads: AttentionHeads,
+        *,
+        eps: float,
+    ) -> Value:
+        operands = (qkv, query_weight, key_weight)
+        return self._call("norm_heads", operands, qkv.shape, qkv.dtype, **heads.counts, eps=eps)
+
+    def rotary(
+        self, qkv: Value, position_ids: Value, cos_sin: Tensor, heads: AttentionHeads
+    ) -> Value:
+        operands = (qkv, position_ids, cos_sin)
+        return self._call("rotary", operands, qkv.shape, qkv.dtype, **heads.counts)
+
+    def append_kv(
+        self, qkv: Value, slots: Value, key_cache: State, value_cache: State, heads: AttentionHeads
+    ) -> None:
+        operands, caches = (qkv, slots, key_cache, value_cache), (key_cache, value_cache)
+        self.call("append_kv", operands, [], writes=caches, attributes=heads.counts)
+
+    def attention_varlen(
+        self,
+        qkv: Value,
+        cu_seqlens: Value,
+        heads: AttentionHeads,
+        *,
+        scale: float,
+        causal: bool = False,
+        window: int = 0,
+    ) -> Value:
+        shape = (qkv.shape[0], heads.width)
+        attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
+        return self._call("attention_varlen", (qkv, cu_seqlens), shape, qkv.dtype, **attributes)
+
+    def attention_paged(
+        self,
+        qkv: Value,
+        key_cache: State,
+        value_cache: State,
+        tables: Sequence[Value],
+        heads: AttentionHeads,
+        *,
+        scale: float,
+        window: int = 0,
+    ) -> Value:
+        operands: tuple[Operand, ...] = (qkv, key_cache, value_cache, *tables)
+        shape = (qkv.shape[0], heads.width)
+        attributes = {**heads.counts, "scale": scale, "window": window}
+        return self._call("attention_paged", operands, shape, qkv.dtype, **attributes)
+
+    def select_rows(self, x: Value, rows: Value) -> Value:
+        return self._call("select_rows", (x, rows), (*rows.shape, *x.shape[1:]), x.dtype)
 
     def pool(self, x: Value, cu_seqlens: Value, normalize: Value | None, *, mode: Pooling) -> Value:
         operands, shape = (x, cu_seqlens, normalize), ("sequences", x.shape[1])

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
+from typing import cast
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.costs.model import CostModel
 from varlen.errors import EngineError
-from varlen.request import Request
+from varlen.request import Float32Array, Request
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.forecast import Forecaster
 from varlen.scheduling.load import LoadMeter
@@ -128,7 +129,7 @@ class OneShotScheduler:
             error = EngineError(_OUT_OF_MEMORY if result.failure == "memory" else _BATCH_FAILED)
             return [SequenceFailure(s, error) for s in compress(batch.sequences, running)]
         self._forecaster.learn(batch.shape, predicted=batch.seconds, actual=result.seconds)
-        outputs = zip(batch.sequences, result.outputs, strict=True)
+        outputs = zip(batch.sequences, cast(list[Float32Array], result.outputs), strict=True)
         events = [SequenceOutput(*output) for output in compress(outputs, running)]
         for event in events:
             event.sequence.finish()

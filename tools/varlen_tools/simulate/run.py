@@ -19,7 +19,7 @@ from varlen.costs.model import CostModel
 from varlen.engine import Engine
 from varlen.errors import VarlenError
 from varlen.metrics import Stats
-from varlen.request import Float32Array, Prompt, Request, RequestOptions
+from varlen.request import Float32Array, Output, Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
 from varlen.sequence import Batch, BatchResult
@@ -137,7 +137,7 @@ class _Reply:
     def is_cancelled(self) -> bool:
         return False
 
-    def send(self, row: int, output: Float32Array) -> None:
+    def send(self, row: int, output: Output) -> None:
         pass
 
     def finish(self) -> None:
