@@ -206,6 +206,11 @@ class Batch:
     seconds: float
     reason: str
 
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs of its result."""
+        return len(self.sequences)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepBatch(Batch):
@@ -218,6 +223,11 @@ class StepBatch(Batch):
 
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of tokens that are sampled."""
+        return sum(len(chunk.samples) for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)

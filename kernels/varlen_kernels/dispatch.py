@@ -5,6 +5,19 @@ from types import ModuleType
 import torch
 
 
+def decoder_kernels_for(device: torch.device) -> ModuleType:
+    """Return the module of ops that generate on `device`: `fused` on CUDA, else `cpu`.
+
+    Raises:
+        ImportError: the device is CUDA and the triton package is not installed.
+    """
+    if device.type == "cuda":
+        return kernels_for(device)
+    from varlen_kernels import cpu
+
+    return cpu
+
+
 def kernels_for(device: torch.device) -> ModuleType:
     """Return the module of ops for `device`: `fused` on CUDA, else `reference`.
 

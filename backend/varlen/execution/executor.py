@@ -8,8 +8,8 @@ from threading import Thread
 from typing import Protocol
 
 from varlen.costs.batch_shape import BatchShape
-from varlen.request import Float32Array, Prompt, RequestOptions
-from varlen.sequence import Batch, BatchResult, Failure
+from varlen.request import Float32Array
+from varlen.sequence import Batch, BatchResult, Failure, SampledToken
 
 _log = logging.getLogger(__name__)
 
@@ -19,10 +19,8 @@ Completed = Callable[[Batch, BatchResult], None]
 class BatchRunner(Protocol):
     """Runs one batch at a time."""
 
-    def run(
-        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
-    ) -> list[Float32Array]:
-        """Return the output of each prompt; see `Runner.run`."""
+    def run_batch(self, batch: Batch) -> Sequence[Float32Array] | Sequence[SampledToken]:
+        """Return the outputs of a batch, see `BatchResult`."""
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
@@ -70,16 +68,13 @@ class ThreadExecutor:
 def _run(runner: BatchRunner, batch: Batch) -> BatchResult:
     """Return the result of a batch. Never raises: tracebacks would keep its memory."""
     began = time.perf_counter()
-    outputs: list[Float32Array] = []
+    outputs: Sequence[Float32Array] | Sequence[SampledToken] = []
     failure: Failure | None = None
     padding = 0
     try:
-        outputs = runner.run(
-            [sequence.prompt for sequence in batch.sequences],
-            [sequence.options for sequence in batch.sequences],
-        )
-        if len(outputs) != len(batch.sequences):
-            raise RuntimeError(f"{len(outputs)} outputs for {len(batch.sequences)} sequences")
+        outputs = runner.run_batch(batch)
+        if len(outputs) != batch.num_outputs:
+            raise RuntimeError(f"{len(outputs)} outputs; {batch.num_outputs} were expected")
         padding = runner.padding_tokens(batch.shape)
     except MemoryError:
         failure = "memory"

@@ -5,7 +5,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from varlen.config import EngineConfig, Task
 from varlen.costs.batch_shape import BatchShape
@@ -23,6 +22,7 @@ from varlen.models.registry import load_encoder
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
 from varlen.request import DEFAULT_OPTIONS, Float32Array, Prompt, RequestOptions
+from varlen.sequence import Batch
 from varlen_kernels.dispatch import kernels_for
 
 
@@ -87,7 +87,7 @@ class Runner:
         hidden = encoder.record(ops)
         output = record_head(ops, self.task, encoder.heads, hidden, checkpoint.pooling)
         self.program: Program = ops.finish(output)
-        self.weight_bytes = _weight_bytes(self.program)
+        self.weight_bytes = self.program.weight_bytes
         self.arena = _make_arena(self.program, config, self.device)
         self.max_batch_tokens = self.arena.max_tokens
         self.is_padded = config.execution == "padded"
@@ -124,6 +124,11 @@ class Runner:
             options = [*options, *(DEFAULT_OPTIONS for _ in padding)]
         with memory_errors():
             return self.device_runner.run(prompts, options)[:count]
+
+    def run_batch(self, batch: Batch) -> list[Float32Array]:
+        """Return the answer of each sequence of a batch; see `run`."""
+        sequences = batch.sequences
+        return self.run([each.prompt for each in sequences], [each.options for each in sequences])
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
@@ -187,14 +192,3 @@ def _make_arena(program: Program, config: EngineConfig, device: torch.device) ->
             f"the intermediates of {most} tokens need {footprint} bytes, more than the device "
             "has free: lower max_batch_tokens or arena_bytes"
         ) from None
-
-
-def _weight_bytes(program: Program) -> int:
-    """Return the bytes of all weights that a program reads."""
-    weights = {
-        operand.data_ptr(): operand.nbytes
-        for op in program.ops
-        for operand in op.operands
-        if isinstance(operand, Tensor)
-    }
-    return sum(weights.values())

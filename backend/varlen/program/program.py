@@ -154,6 +154,17 @@ class Program:
         """Whether there is one output per token, not one per sequence."""
         return self.outputs[0].shape[0] == Size(tokens=1)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights that it reads; views of one tensor count once."""
+        weights = {
+            operand.data_ptr(): operand.nbytes
+            for op in self.ops
+            for operand in op.operands
+            if isinstance(operand, Tensor)
+        }
+        return sum(weights.values())
+
     def run(
         self,
         batch: PackedBatch,

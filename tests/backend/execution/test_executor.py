@@ -27,12 +27,12 @@ class FakeRunner:
         self.meet = meet or (lambda: None)
         self.seen = []
 
-    def run(self, prompts, options):
+    def run_batch(self, batch):
         self.meet()
-        self.seen.append([each.normalize for each in options])
+        self.seen.append([each.options.normalize for each in batch.sequences])
         if self.error is not None:
             raise self.error
-        outputs = [np.array([prompt.num_tokens]) for prompt in prompts]
+        outputs = [np.array([each.prompt.num_tokens]) for each in batch.sequences]
         return outputs[: len(outputs) - self.missing]
 
     def padding_tokens(self, shape):

@@ -1,0 +1,89 @@
+"""The memory of keys and values: how many blocks it has, and its tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from varlen.config import EngineConfig
+from varlen.errors import ConfigError
+from varlen.execution.device import memory_of
+from varlen.memory.out_of_memory import memory_errors
+from varlen.program.program import State
+from varlen.program.recorder import AttentionHeads
+
+# Tokens of a block unless the settings say otherwise; docs/decisions/0018-cpu-decoding.md has measurements.
+_BLOCK_TOKENS = {"cpu": 64, "cuda": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class KvSize:
+    """Size of the KV caches of one model.
+
+    Attributes:
+        num_blocks: blocks of each cache.
+        block_size: tokens of a block.
+        block_bytes: memory of a block in all layers, keys and values, in bytes.
+        dtype: of keys and values.
+    """
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    dtype: torch.dtype
+
+
+def kv_size(
+    config: EngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: AttentionHeads,
+    *,
+    num_layers: int,
+    max_sequence_tokens: int,
+) -> KvSize:
+    """Return the size of the caches that the settings allow.
+
+    Args:
+        config: the settings.
+        device: holds the caches.
+        dtype: of the activations.
+        heads: of each layer.
+        num_layers: number of layers.
+        max_sequence_tokens: longest sequence.
+
+    Raises:
+        ConfigError: `kv_bytes` allows no block.
+    """
+    # on a CPU, fp32 is what the attention kernel reads
+    dtype = torch.float32 if device.type == "cpu" else dtype
+    block_size = config.kv_block_tokens or _BLOCK_TOKENS[device.type]
+    block_bytes = 2 * num_layers * heads.keys * heads.dim * block_size * dtype.itemsize
+    allowed = config.kv_limit(memory_of(device))
+    if allowed < block_bytes:
+        raise ConfigError(
+            f"kv_bytes allows {allowed} bytes; one block of {block_size} tokens needs {block_bytes}"
+        )
+    useful = config.max_running_sequences * -(-max_sequence_tokens // block_size)
+    return KvSize(min(allowed // block_bytes, useful), block_size, block_bytes, dtype)
+
+
+def new_caches(states: Sequence[State], device: torch.device) -> dict[str, Tensor]:
+    """Return an uninitialised tensor for each state, by name.
+
+    Raises:
+        ConfigError: the device has too little memory.
+    """
+    try:
+        with memory_errors():
+            # on a CPU, memory is taken when a block is first written
+            return {
+                state.name: torch.empty(state.shape, dtype=state.dtype, device=device)
+                for state in states
+            }
+    except MemoryError:
+        size = sum(torch.Size(state.shape).numel() * state.dtype.itemsize for state in states)
+        raise ConfigError(
+            f"keys and values need {size} bytes, more than the device has free: lower kv_bytes"
+        ) from None

@@ -1,0 +1,149 @@
+"""Runs the steps of generation on a CUDA GPU: decode steps replay graphs, steps with prompts run op by op.
+
+The ops of a decode step are shorter on the GPU than the Python that launches them. Its shape has one degree of freedom,
+the number of sequences, so a graph for each of a few sizes serves all of them. A step with a chunk of a prompt has
+longer ops and any shape.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from varlen.execution.cuda import CudaGraphs, Graphs, Replay
+from varlen.execution.packing import input_bytes, input_views
+from varlen.execution.step_packing import step_dims, step_inputs
+from varlen.memory.arena import Arena
+from varlen.memory.usage import Dims
+from varlen.program.program import PackedBatch, Program
+from varlen.sequence import Chunk
+
+# The one input whose length depends on contexts; last in the buffer, so that only what is used is copied.
+_TABLES = "block_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """The graph of decode steps of up to this number of sequences."""
+
+    dims: Dims
+    replay: Replay
+
+
+class CudaSteps:
+    """Runs a program's steps on a GPU. Not for two threads at once."""
+
+    def __init__(
+        self,
+        program: Program,
+        kernels: object,
+        arena: Arena,
+        caches: Mapping[str, Tensor],
+        *,
+        block_size: int,
+        blocks_per_sequence: int,
+        graphs: Graphs | None = None,
+    ) -> None:
+        """Capture a graph for each size of decode step.
+
+        Args:
+            program: of a step.
+            kernels: has the functions that ops name.
+            arena: of the program.
+            caches: the states of the program, by name.
+            block_size: tokens of a block.
+            blocks_per_sequence: blocks of the longest sequence.
+            graphs: captures them; None is this device's own.
+        """
+        self._program = program
+        self._kernels = kernels
+        self._arena = arena
+        self._caches = caches
+        self._block_size = block_size
+        self._blocks_per_sequence = blocks_per_sequence
+        self._graphs = graphs or CudaGraphs(arena.device)
+        # tables last
+        self._declared = sorted(program.inputs, key=lambda value: value.name == _TABLES)
+        rows, tokens = arena.largest["logit_rows"], arena.largest["tokens"]
+        most = {"tokens": tokens, "sequences": rows, "logit_rows": rows}
+        size = input_bytes(self._declared, {**most, "blocks": rows * blocks_per_sequence})
+        pinned = arena.device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+        self._device = torch.zeros(size, dtype=torch.uint8, device=arena.device)
+        (self._logits,) = program.new_outputs(most, arena.device)
+        with torch.inference_mode():
+            self._captured = [self._capture(count) for count in _graph_sizes(rows)]
+
+    def logits(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one."""
+        arrays, dims = step_inputs(chunks, self._block_size), step_dims(chunks)
+        if not all(len(chunk.token_ids) == len(chunk.samples) == 1 for chunk in chunks):
+            with self._graphs.stream():
+                return self._run(self._copy(arrays, dims, dims), dims)
+        captured = next(each for each in self._captured if each.dims["sequences"] >= len(chunks))
+        with self._graphs.stream():
+            self._copy(_padded(arrays, captured.dims["sequences"]), captured.dims, dims)
+            captured.replay()
+        return self._logits[: len(chunks)]
+
+    def close(self) -> None:
+        """Release the graphs."""
+        self._captured.clear()
+
+    def _capture(self, count: int) -> _Captured:
+        blocks = count * self._blocks_per_sequence
+        dims = {"tokens": count, "sequences": count, "logit_rows": count, "blocks": blocks}
+        # inputs of zeros, but no slot: tokens of no sequence, which write nothing
+        self._device.zero_()
+        inputs = input_views(self._device, self._declared, dims)
+        inputs["slots"].fill_(-1)
+        replay = self._graphs.capture(lambda: self._run(inputs, dims))
+        return _Captured(dims, replay)
+
+    def _run(self, inputs: Mapping[str, Tensor], dims: Dims) -> Tensor:
+        region = self._arena.allocate_whole(dims)
+        logits = self._logits[: dims["logit_rows"]]
+        self._program.run(
+            PackedBatch(inputs, dims), self._kernels, region, states=self._caches, out=[logits]
+        )
+        return logits
+
+    def _copy(self, arrays: Mapping[str, Tensor], dims: Dims, used: Dims) -> dict[str, Tensor]:
+        """Copy the inputs of a step to the device and return them there.
+
+        Args:
+            arrays: by name, on the host.
+            dims: which the program runs with.
+            used: dimensions of the step, with no more blocks.
+        """
+        for name, view in input_views(self._host, self._declared, dims).items():
+            view[: len(arrays[name])] = arrays[name]
+        size = input_bytes(self._declared, {**dims, "blocks": used["blocks"]})
+        self._device[:size].copy_(self._host[:size], non_blocking=True)
+        return input_views(self._device, self._declared, dims)
+
+
+def _graph_sizes(most: int) -> list[int]:
+    """Return the numbers of sequences that have a graph, ascending: powers of two up to 8, then multiples of 8."""
+    return [*(size for size in (1, 2, 4) if size < most), *range(8, most, 8), most]
+
+
+def _padded(arrays: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Return the inputs of a decode step with sequences added that have no context and write nothing."""
+    used = len(arrays["context_lens"])
+    bounds = torch.arange(count + 1, dtype=torch.int32)
+    padded = {
+        name: torch.nn.functional.pad(tensor, (0, count - used))
+        for name, tensor in arrays.items()
+        if name not in (_TABLES, "cu_seqlens", "cu_blocks", "logit_rows", "slots")
+    }
+    end = arrays["cu_blocks"][-1:].expand(count - used)
+    return {
+        **padded,
+        _TABLES: arrays[_TABLES],
+        "slots": torch.nn.functional.pad(arrays["slots"], (0, count - used), value=-1),
+        "cu_seqlens": bounds,
+        "cu_blocks": torch.cat((arrays["cu_blocks"], end)),
+        "logit_rows": bounds[:-1],
+    }

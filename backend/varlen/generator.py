@@ -1,0 +1,220 @@
+"""Generation in process, without a server: a few lines in any Python program."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+
+import numpy as np
+
+from varlen.config import Device, DType, EngineConfig, KvPolicy
+from varlen.encoder import TokenIds
+from varlen.errors import RequestError
+from varlen.generation_options import GenerationOptions
+from varlen.generation_service import GenerationService
+from varlen.metrics import Stats
+from varlen.request import (
+    FinishReason,
+    GeneratedPart,
+    Output,
+    Prompt,
+    Request,
+    RequestOptions,
+    TokenLogprobs,
+)
+
+# In process the caller's own memory is the queue's bound.
+_NO_CAP = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generated answer.
+
+    Attributes:
+        text: without the prompt.
+        token_ids: generated tokens.
+        finish_reason: whether a stop condition held, or `max_tokens` was reached.
+        logprobs: one per token, if they were asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Generator:
+    """A loaded decoder. Thread-safe: sequences of several threads share steps.
+
+    Prompts are texts or rows of token ids. Options are those of `GenerationOptions`, by name:
+    `generator.generate(["Once"], max_tokens=32, temperature=0.0)`.
+    """
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        device: Device = "auto",
+        dtype: DType = "auto",
+        threads: int = 0,
+        max_sequence_tokens: int | None = None,
+        max_running_sequences: int = 64,
+        max_step_tokens: int = 512,
+        kv_bytes: int | str = "25%",
+        kv_block_tokens: int = 0,
+        kv_policy: KvPolicy = "reserve",
+        prefix_cache: bool = True,
+    ) -> "Generator":
+        """Return the generator of a Hugging Face checkpoint folder, ready to run.
+
+        Args:
+            folder: holds config.json, tokenizer.json and safetensors weights.
+            device, dtype, ...: settings; see docs/configuration.md.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or of a kind that is not served.
+            ConfigError: a setting is out of range or does not fit the checkpoint.
+        """
+        config = EngineConfig(
+            task="generate",
+            device=device,
+            dtype=dtype,
+            threads=threads,
+            max_sequence_tokens=max_sequence_tokens,
+            max_running_sequences=max_running_sequences,
+            max_step_tokens=max_step_tokens,
+            kv_bytes=kv_bytes,
+            kv_block_tokens=kv_block_tokens,
+            kv_policy=kv_policy,
+            prefix_cache=prefix_cache,
+            max_queued_requests=_NO_CAP,
+            max_queued_tokens=_NO_CAP,
+            max_text_bytes=_NO_CAP,
+        )
+        return cls(GenerationService.load(folder, config, Stats()))
+
+    def generate(
+        self, prompts: Sequence[str] | Sequence[TokenIds], **options: object
+    ) -> list[Generation]:
+        """Return the answers to each prompt, `n` per prompt, one after another.
+
+        Raises:
+            RequestError: a prompt or an option cannot be served; the message says why.
+        """
+        checked = GenerationOptions.from_parameters(options)
+        if isinstance(prompts, str):
+            raise RequestError("prompts is one string; send a list of them")
+        running = [self.submit(prompt, checked) for prompt in prompts]
+        return [answer for future in running for answer in future.result()]
+
+    def stream(self, prompt: str | TokenIds, **options: object) -> Iterator[GeneratedPart]:
+        """Return an iterator of the parts of one answer; closing it stops the generation.
+
+        Raises:
+            RequestError: the prompt or an option cannot be served; the message says why.
+        """
+        checked = GenerationOptions.from_parameters(options)
+        if checked.n != 1:
+            raise RequestError(f"n is {checked.n}; one answer can be streamed")
+        parts: SimpleQueue[GeneratedPart | None] = SimpleQueue()
+        answer = self.submit(prompt, checked, lambda _, part: parts.put(part))
+        answer.add_done_callback(lambda _: parts.put(None))
+        return _parts(parts, answer)
+
+    def submit(
+        self,
+        prompt: str | TokenIds,
+        options: GenerationOptions,
+        on_part: Callable[[int, GeneratedPart], None] | None = None,
+    ) -> "Future[list[Generation]]":
+        """Start to generate; cancel the returned future to stop.
+
+        Args:
+            prompt: a text or a row of token ids.
+            options: of the request.
+            on_part: called with the number of the sample and each part, in the engine's thread.
+
+        Raises:
+            RequestError: the prompt or an option cannot be served; the message says why.
+        """
+        reply = _FutureReply(options.n, on_part)
+        request = Request((self._prompt(prompt),), RequestOptions(generation=options))
+        self._service.submit(request, reply)
+        return reply.answers
+
+    def close(self) -> None:
+        """Finish what runs and stop the engine."""
+        self._service.close()
+
+    def __enter__(self) -> "Generator":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _prompt(self, prompt: str | TokenIds) -> Prompt:
+        intake = self._service.intake
+        if isinstance(prompt, str):
+            return intake.texts([prompt], truncate=False)[0]
+        return intake.token_ids([np.asarray(prompt, dtype=np.int64)])[0]
+
+
+def _parts(
+    parts: "SimpleQueue[GeneratedPart | None]", answer: "Future[list[Generation]]"
+) -> Iterator[GeneratedPart]:
+    try:
+        while (part := parts.get()) is not None:
+            yield part
+        # raises if the request failed
+        answer.result()
+    finally:
+        answer.cancel()
+
+
+class _FutureReply:
+    """Collects the parts of an answer for the thread that waits for it."""
+
+    def __init__(self, rows: int, on_part: Callable[[int, GeneratedPart], None] | None) -> None:
+        self.answers: Future[list[Generation]] = Future()
+        self._parts: list[list[GeneratedPart]] = [[] for _ in range(rows)]
+        self._on_part = on_part
+
+    def is_cancelled(self) -> bool:
+        return self.answers.cancelled()
+
+    def send(self, row: int, output: Output) -> None:
+        assert isinstance(output, GeneratedPart)
+        self._parts[row].append(output)
+        if self._on_part is not None:
+            self._on_part(row, output)
+
+    def finish(self) -> None:
+        if self.answers.set_running_or_notify_cancel():
+            self.answers.set_result([_join(parts) for parts in self._parts])
+
+    def fail(self, error: Exception) -> None:
+        if self.answers.set_running_or_notify_cancel():
+            self.answers.set_exception(error)
+
+
+def _join(parts: Sequence[GeneratedPart]) -> Generation:
+    reason = parts[-1].finish_reason
+    assert reason is not None
+    return Generation(
+        text="".join(part.text for part in parts),
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        finish_reason=reason,
+        logprobs=tuple(each for part in parts for each in part.logprobs),
+    )

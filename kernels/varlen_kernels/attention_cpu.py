@@ -1,0 +1,135 @@
+"""Attention of single tokens over KV blocks on a CPU, compiled by numba.
+
+A decode step reads every key and value of its sequences once, so it is bound by memory. Blocks are read where they are:
+no key is copied, and no score leaves the cache of its core.
+Source: the specification is `reference.attention_paged`; docs/decisions/0018-cpu-decoding.md has measurements.
+"""
+
+import math
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import lru_cache
+from itertools import pairwise
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+# Below every score; not infinite, because the compiled code assumes finite numbers.
+_LOWEST = np.float32(-1e30)
+# Key features below which a second thread costs more than it saves: a tenth of a millisecond of work.
+_LEAST_SHARED_WORK = 1 << 19
+
+
+@numba.njit(fastmath=True, nogil=True, cache=True)
+def _attend_items(
+    first_item,
+    last_item,
+    queries,  # [sequences, num_heads, head_dim]
+    keys,  # [blocks, num_kv_heads, block_size, head_dim]
+    values,  # [blocks, num_kv_heads, block_size, head_dim]
+    block_ids,  # [blocks in use]
+    cu_blocks,  # [sequences + 1]
+    context_lens,  # [sequences]
+    scale,
+    window,
+    out,  # [sequences, num_heads, head_dim]
+):
+    """Write the attention of some items; an item is one key head of one sequence."""
+    num_kv_heads, block_size, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
+    group = queries.shape[1] // num_kv_heads
+    # scores of one block, of each query head that reads it
+    scores = np.empty((group, block_size), np.float32)
+    context = np.empty((group, head_dim), np.float32)
+    maximum = np.empty(group, np.float32)
+    total = np.empty(group, np.float32)
+    for item in range(first_item, last_item):
+        sequence, kv_head = item // num_kv_heads, item % num_kv_heads
+        length = context_lens[sequence]
+        begin = max(0, length - window) if window else 0
+        query = queries[sequence, kv_head * group : (kv_head + 1) * group]
+        context[:] = 0.0
+        total[:] = 0.0
+        maximum[:] = _LOWEST
+        for block in range(begin // block_size, (length + block_size - 1) // block_size):
+            block_id = block_ids[cu_blocks[sequence] + block]
+            first = max(0, begin - block * block_size)
+            last = min(block_size, length - block * block_size)
+            block_keys, block_values = keys[block_id, kv_head], values[block_id, kv_head]
+            for member in range(group):
+                member_query, member_scores = query[member], scores[member]
+                largest = maximum[member]
+                for place in range(first, last):
+                    key = block_keys[place]
+                    score = np.float32(0.0)
+                    for feature in range(head_dim):
+                        score += member_query[feature] * key[feature]
+                    score *= scale
+                    member_scores[place] = score
+                    largest = max(largest, score)
+                # what was summed with a smaller maximum counts less
+                rescale = np.float32(math.exp(maximum[member] - largest))
+                maximum[member] = largest
+                weights = np.float32(0.0)
+                for place in range(first, last):
+                    weight = np.float32(math.exp(member_scores[place] - largest))
+                    member_scores[place] = weight
+                    weights += weight
+                total[member] = total[member] * rescale + weights
+                member_context = context[member]
+                for feature in range(head_dim):
+                    member_context[feature] *= rescale
+                for place in range(first, last):
+                    weight, value = member_scores[place], block_values[place]
+                    for feature in range(head_dim):
+                        member_context[feature] += weight * value[feature]
+        for member in range(group):
+            for feature in range(head_dim):
+                out[sequence, kv_head * group + member, feature] = (
+                    context[member, feature] / total[member]
+                )
+
+
+def attend_tokens(
+    queries: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    context_lens: Tensor,
+    block_ids: Tensor,
+    cu_blocks: Tensor,
+    *,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Return the attention of one token per sequence, `[sequences, num_heads, head_dim]` fp32.
+
+    Args:
+        queries: `[sequences, num_heads, head_dim]` fp32, at least one, contiguous: else the code is not vectorized.
+        key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]` fp32.
+        context_lens, block_ids, cu_blocks, scale, window: see `reference.attention_paged`.
+    """
+    _, num_kv_heads, _, head_dim = key_cache.shape
+    out = torch.empty(queries.shape, dtype=torch.float32)
+    lengths = context_lens.numpy()
+    arrays = (
+        *(tensor.numpy() for tensor in (queries, key_cache, value_cache, block_ids, cu_blocks)),
+        lengths,
+        np.float32(scale),
+        window,
+        out.numpy(),
+    )
+    work = np.cumsum(np.repeat(lengths, num_kv_heads))
+    cores = torch.get_num_threads() if work[-1] * head_dim >= _LEAST_SHARED_WORK else 1
+    bounds = [0, *np.searchsorted(work, np.arange(1, cores) * (work[-1] / cores)), len(work)]
+    helpers = [_threads().submit(_attend_items, *part, *arrays) for part in pairwise(bounds[1:])]
+    _attend_items(bounds[0], bounds[1], *arrays)
+    wait(helpers)
+    for helper in helpers:
+        helper.result()
+    return out
+
+
+@lru_cache(1)
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads that help the caller's; they live as long as the process."""
+    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "varlen-attention")

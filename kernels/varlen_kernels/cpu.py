@@ -1,0 +1,94 @@
+"""Every op of `reference` for CPUs that generate: plain torch, and numba or oneDNN where they are faster.
+
+Names and signatures are those of `reference`, which specifies each op.
+"""
+
+import torch
+from torch import Tensor
+
+from varlen_kernels import reference
+from varlen_kernels.reference import *  # noqa: F403  # all other ops
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """Return a weight in the layout that oneDNN reads fastest, for `linear_packed`.
+
+    Args:
+        weight: `[hidden, features]`, as `linear` takes it.
+    """
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
+    return packed
+
+
+def linear_packed(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Return `linear` of a weight that `pack_weight` made, `[tokens, features]`."""
+    if not len(x):
+        return torch.empty(0, weight.shape[0]) if out is None else out
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product if out is None else out.copy_(product)
+
+
+def attention_paged(
+    qkv: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    block_ids: Tensor,
+    cu_blocks: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the attention over KV blocks, see `reference.attention_paged`.
+
+    Sequences of one new token are fastest if they come first.
+    """
+    # numba loads in half a second, and only generation needs it
+    from varlen_kernels.attention_cpu import attend_tokens
+
+    head_dim = key_cache.shape[3]
+    if out is None:
+        out = qkv.new_empty(len(qkv), num_heads * head_dim)
+    single = _leading_ones(cu_seqlens) if key_cache.dtype == torch.float32 else 0
+    if single:
+        queries = qkv[:single, : num_heads * head_dim].float().contiguous()
+        context = attend_tokens(
+            queries.view(single, num_heads, head_dim),
+            key_cache,
+            value_cache,
+            context_lens[:single],
+            block_ids,
+            cu_blocks,
+            scale=scale,
+            window=window,
+        )
+        out[:single] = context.view(single, -1)
+    if single < len(qkv):
+        reference.attention_paged(
+            qkv[single:],
+            key_cache,
+            value_cache,
+            cu_seqlens[single:] - single,
+            context_lens[single:],
+            block_ids,
+            cu_blocks[single:],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            scale=scale,
+            window=window,
+            out=out[single:],
+        )
+    return out
+
+
+def _leading_ones(cu_seqlens: Tensor) -> int:
+    """Return the number of sequences of one token before the first other one."""
+    lengths = cu_seqlens.diff()
+    others = (lengths != 1).nonzero()
+    return int(others[0]) if len(others) else len(lengths)
