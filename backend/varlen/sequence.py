@@ -35,10 +35,12 @@ class Forecast:
     Attributes:
         seconds: the sum over its sequences of their part of a full batch.
         batch_seconds: a full batch of sequences like its longest, which may have to run before the answer.
+        least_seconds: its run time if nothing else runs, where that is longer than `seconds`.
     """
 
     seconds: float = 0.0
     batch_seconds: float = 0.0
+    least_seconds: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

@@ -106,7 +106,8 @@ class Admission:
             return
         wait = self._wait_seconds(now)
         # later requests may fill up its batch
-        expected = wait + forecast.seconds + min(wait, forecast.batch_seconds)
+        alone = max(forecast.seconds + min(wait, forecast.batch_seconds), forecast.least_seconds)
+        expected = wait + alone
         if expected > allowed:
             raise DeadlineError(
                 f"the answer is expected in about {1000 * expected:.0f} ms, the deadline is in {1000 * allowed:.0f} ms"

@@ -1,0 +1,221 @@
+"""KV blocks: reference counts, promises and cached prefixes. Integers only; the tensors live elsewhere.
+
+A block is free, used by one or several block tables, or cached: unused, but a sequence with the same beginning may
+share its keys and values. Cached blocks are evicted, least recently used first, when no block is free. A promise
+guarantees a number of blocks to a sequence, not their ids.
+
+Source: block tables, sharing and copy-on-write are those of PagedAttention (Kwon et al. 2023, arXiv:2309.06180),
+promises those of Orca (Yu et al. 2022, OSDI).
+"""
+
+import heapq
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+_KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """How many blocks are in use.
+
+    Attributes:
+        total: all blocks.
+        used: blocks in at least one block table.
+        promised: blocks that are promised and not used yet.
+        cached: unused blocks that a sequence with the same beginning may share.
+        prefix_hit_tokens: tokens, so far, whose keys and values were shared instead of computed.
+    """
+
+    total: int
+    used: int
+    promised: int
+    cached: int
+    prefix_hit_tokens: int
+
+
+class BlockPool:
+    """The blocks of one model's KV memory.
+
+    One thread changes it; any thread may call `counts`.
+
+    Attributes:
+        num_blocks: number of blocks; their ids are below it.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+        """Make a pool whose blocks are free.
+
+        Args:
+            num_blocks: number of blocks.
+            block_size: tokens per block.
+            prefix_cache: whether sequences may share the blocks of an equal beginning.
+        """
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._prefix_cache = prefix_cache
+        # a heap: the lowest ids are used first, so that memory that was never needed is never touched
+        self._free = list(range(num_blocks))
+        # number of block tables that hold each block
+        self._references = [0] * num_blocks
+        self._promised = 0
+        # key of each full block that is stored: a hash of its tokens and of all before them
+        self._key_of: dict[int, bytes] = {}
+        # the block that serves each key; others with that key are not shared any further
+        self._block_of: dict[bytes, int] = {}
+        # unused blocks of `_block_of`, least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._prefix_hit_tokens = 0
+
+    @property
+    def available(self) -> int:
+        """Number of blocks that are neither used nor promised."""
+        return len(self._free) + len(self._cached) - self._promised
+
+    def counts(self) -> BlockCounts:
+        """Return how many blocks are in use. From any thread."""
+        cached = len(self._cached)
+        return BlockCounts(
+            total=self.num_blocks,
+            used=self.num_blocks - len(self._free) - cached,
+            promised=self._promised,
+            cached=cached,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+        )
+
+    def blocks_of(self, tokens: int) -> int:
+        """Return the number of blocks that hold this number of tokens."""
+        return -(-tokens // self.block_size)
+
+    def promise(self, count: int, *, shared: Sequence[int] = (), keep: int = 0) -> bool:
+        """Promise blocks and share stored ones; return False if too few are available.
+
+        Nothing changes then.
+
+        Args:
+            count: number of blocks to promise.
+            shared: blocks from `find_prefix`, which become part of a block table.
+            keep: number of blocks that stay available.
+        """
+        unused = sum(not self._references[block] for block in shared)
+        if count + unused + keep > self.available:
+            return False
+        self.fork(shared)
+        self._promised += count
+        self._prefix_hit_tokens += len(shared) * self.block_size
+        return True
+
+    def withdraw(self, count: int) -> None:
+        """Make promised blocks available."""
+        assert count <= self._promised
+        self._promised -= count
+
+    def allocate(self, *, promised: bool) -> int:
+        """Return a block for one block table.
+
+        It is the lowest free one, else the cached one that was least recently used.
+
+        Args:
+            promised: whether it keeps a promise; if not, a block has to be available.
+        """
+        if promised:
+            self.withdraw(1)
+        else:
+            assert self.available > 0
+        if self._free:
+            block = heapq.heappop(self._free)
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._forget_key(block)
+        self._references[block] = 1
+        return block
+
+    def fork(self, block_ids: Iterable[int]) -> None:
+        """Count one more block table that holds these blocks."""
+        for block in block_ids:
+            if not self._references[block]:
+                del self._cached[block]
+            self._references[block] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Count one block table less that holds these blocks; unused ones become cached or free."""
+        # the last first: the beginning of a sequence is evicted after its end, which is of no use without it
+        for block in reversed(block_ids):
+            assert self._references[block] > 0
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            key = self._key_of.get(block)
+            if key is not None and self._block_of.setdefault(key, block) == block:
+                self._cached[block] = None
+            else:
+                self._key_of.pop(block, None)
+                heapq.heappush(self._free, block)
+
+    def is_shared(self, block: int) -> bool:
+        """Return whether several block tables hold a block; it must not be written."""
+        return self._references[block] > 1
+
+    def copy_on_write(self, block_ids: list[int], *, promised: bool) -> tuple[int, int]:
+        """Replace the shared last block of a table; return source and destination.
+
+        The caller copies the contents before either block is written.
+
+        Args:
+            block_ids: the block table; changed.
+            promised: as in `allocate`.
+        """
+        source = block_ids[-1]
+        assert self.is_shared(source)
+        block_ids[-1] = self.allocate(promised=promised)
+        self._references[source] -= 1
+        return source, block_ids[-1]
+
+    def find_prefix(self, token_ids: Sequence[int]) -> list[int]:
+        """Return stored blocks of the longest known beginning, which leaves out at least one token.
+
+        They are not part of a block table before `promise` shares them.
+        """
+        found: list[int] = []
+        if not self._block_of:
+            return found
+        key = b""
+        for begin in range(0, len(token_ids) - self.block_size, self.block_size):
+            key = _key(key, token_ids[begin : begin + self.block_size])
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def store(
+        self, token_ids: Sequence[int], block_ids: Sequence[int], *, begin: int, end: int
+    ) -> None:
+        """Let other sequences share the blocks that a sequence has filled.
+
+        Args:
+            token_ids: all its tokens.
+            block_ids: its block table.
+            begin, end: its tokens from `begin` to `end` have been computed since the last call.
+        """
+        if not self._prefix_cache:
+            return
+        size = self.block_size
+        for index in range(begin // size, end // size):
+            parent = self._key_of[block_ids[index - 1]] if index else b""
+            key = _key(parent, token_ids[index * size : (index + 1) * size])
+            self._key_of[block_ids[index]] = key
+            self._block_of.setdefault(key, block_ids[index])
+
+    def _forget_key(self, block: int) -> None:
+        del self._block_of[self._key_of.pop(block)]
+
+
+def _key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the key of a full block, given the key of the one before it."""
+    # a cryptographic hash: no client can make two beginnings that collide
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=_KEY_BYTES).digest()

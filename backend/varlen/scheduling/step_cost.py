@@ -1,0 +1,51 @@
+"""Expected run time of a generation step: a constant, and a part for each token."""
+
+from __future__ import annotations
+
+# Weight of a step, relative to the one after it.
+_MEMORY = 0.97
+# A step that compiles, or touches memory first, takes many times longer than others of its size.
+_LARGEST_SURPRISE = 2.0
+
+
+class StepCost:
+    """Predicts the seconds of a step by a weighted least-squares line.
+
+    Attributes:
+        base: seconds of any step; 0 before the first was learned.
+        per_token: seconds that each token adds.
+    """
+
+    def __init__(self) -> None:
+        self.base = 0.0
+        self.per_token = 0.0
+        self._steps = 0
+        # weighted: number, means of tokens and seconds, variance and covariance
+        self._weight = 0.0
+        self._tokens = self._seconds = 0.0
+        self._variance = self._covariance = 0.0
+
+    def seconds(self, steps: int, tokens: int) -> float:
+        """Return the expected seconds of steps with these tokens in all."""
+        return steps * self.base + tokens * self.per_token
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        """Learn from a step."""
+        self._steps += 1
+        if self._steps == 1:
+            # the first one loads and compiles
+            return
+        expected = self.seconds(1, tokens)
+        if expected:
+            seconds = min(seconds, _LARGEST_SURPRISE * expected)
+        self._weight = _MEMORY * self._weight + 1.0
+        rate = 1.0 / self._weight
+        off_tokens, off_seconds = tokens - self._tokens, seconds - self._seconds
+        self._tokens += rate * off_tokens
+        self._seconds += rate * off_seconds
+        self._variance = (1 - rate) * (self._variance + rate * off_tokens**2)
+        self._covariance = (1 - rate) * (self._covariance + rate * off_tokens * off_seconds)
+        slope = self._covariance / self._variance if self._variance else 0.0
+        # neither part is negative
+        self.per_token = min(max(0.0, slope), self._seconds / self._tokens)
+        self.base = self._seconds - self.per_token * self._tokens
