@@ -21,6 +21,7 @@ _SECTIONS = {
     "task": "What runs",
     "policy": "Batching",
     "arena_bytes": "Limits",
+    "max_running_sequences": "Generation",
     "response_cache_bytes": "Response cache",
     "warmup_seconds": "Cost measurement",
     "log_level": "Log",
@@ -35,6 +36,16 @@ _METRIC_SECTIONS = {
         "varlen_batch",
         "varlen_split",
         "varlen_scheduling",
+    ),
+    "Generation": (
+        "varlen_time",
+        "varlen_running",
+        "varlen_waiting",
+        "varlen_prefill",
+        "varlen_decode",
+        "varlen_preemptions",
+        "varlen_kv",
+        "varlen_prefix",
     ),
     "Memory": ("varlen_weight", "varlen_arena", "varlen_plan"),
     "Response cache": ("varlen_response_cache",),
@@ -76,7 +87,13 @@ _SERVER_FIELDS = [
     (
         "`max_batch_size`",
         f"Largest number of rows in one request, at least 1. The default is {DEFAULT_MAX_ROWS}."
-        " A batch holds rows of many requests, so it may be larger.",
+        " A batch holds rows of many requests, so it may be larger."
+        " The task `generate` takes one prompt per request: leave it out, or 0.",
+    ),
+    (
+        "`model_transaction_policy`",
+        "For the task `generate`. `decoupled: true`, the default, streams answers, over gRPC streams, `/generate` and"
+        " `/generate_stream`. `decoupled: false` sends one response, over plain gRPC and `/infer` too.",
     ),
     (
         "`input`, `output`",

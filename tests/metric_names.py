@@ -6,6 +6,8 @@ SERIES = {
         varlen_queued_requests varlen_queued_tokens varlen_weight_bytes varlen_arena_capacity_bytes
         varlen_arena_reserved_bytes varlen_arena_chunks varlen_arena_footprint_bytes
         varlen_arena_peak_live_bytes varlen_response_cache_bytes varlen_response_cache_entries
+        varlen_running_sequences varlen_waiting_sequences varlen_kv_blocks_used
+        varlen_kv_blocks_promised varlen_kv_blocks_capacity
         """.split(),
         "GAUGE",
     ),
@@ -13,6 +15,7 @@ SERIES = {
         """
         varlen_queue_wait_seconds varlen_request_latency_seconds varlen_batch_sequences
         varlen_batch_tokens varlen_batch_seconds varlen_batch_predicted_seconds
+        varlen_time_to_first_token_seconds varlen_time_per_output_token_seconds
         """.split(),
         "HISTOGRAM",
     ),
@@ -23,7 +26,8 @@ SERIES = {
         varlen_scheduling_seconds_total varlen_plan_seconds_total varlen_plan_cache_hits_total
         varlen_plan_cache_misses_total varlen_response_cache_hits_total
         varlen_response_cache_joined_total varlen_response_cache_misses_total
-        varlen_response_cache_evictions_total
+        varlen_response_cache_evictions_total varlen_prefill_tokens_total
+        varlen_decode_tokens_total varlen_preemptions_total varlen_prefix_cache_hit_tokens_total
         """.split(),
         "COUNTER",
     ),

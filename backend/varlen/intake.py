@@ -4,9 +4,9 @@ Requests of the server and in-process calls both pass here. An error says what c
 below trust their inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -51,19 +51,32 @@ class InputLimits:
     arena: ArenaLimits
 
 
+class ChatTemplate(Protocol):
+    """Makes the text of a prompt out of chat messages."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text, special tokens included, or raise RequestError."""
+
+
 class Intake:
     """Checks and tokenizes the inputs of one model. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: InputLimits) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: InputLimits, chat_template: ChatTemplate | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        self._chat_template = chat_template
 
-    def texts(self, texts: Sequence[Text], *, truncate: bool) -> tuple[Prompt, ...]:
+    def texts(
+        self, texts: Sequence[Text], *, truncate: bool, special_tokens: bool = True
+    ) -> tuple[Prompt, ...]:
         """Return the prompts of texts or pairs of texts.
 
         Args:
             texts: one per row.
             truncate: cut texts that are too long instead of refusing them.
+            special_tokens: whether the tokenizer adds special tokens.
 
         Raises:
             RequestError: a text is empty, too long, or holds a NUL; the message names the row.
@@ -77,7 +90,7 @@ class Intake:
                 )
             for part in text if isinstance(text, tuple) else (text,):
                 self._check_text(row, part)
-        sequences = self._tokenizer.encode(texts, truncate=truncate)
+        sequences = self._tokenizer.encode(texts, truncate=truncate, special_tokens=special_tokens)
         most = self._limits.max_sequence_tokens
         for row, sequence in enumerate(sequences):
             if sequence.num_tokens > most:
@@ -109,6 +122,27 @@ class Intake:
             raise RequestError("input_ids has no rows; send at least one row")
         types = type_rows if type_rows is not None else [None] * len(rows)
         return tuple(self._sequence(row, ids, types[row]) for row, ids in enumerate(rows))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """Return the prompt of chat messages.
+
+        Args:
+            messages: objects with the fields that the checkpoint's chat template reads, such as role and content.
+
+        Raises:
+            RequestError: the checkpoint has no chat template, the template refuses the messages, or see `texts`.
+        """
+        if self._chat_template is None:
+            raise RequestError(
+                "the request has messages, but the checkpoint has no chat template; send a text"
+            )
+        text = self._chat_template.render(messages)
+        (prompt,) = self.texts([text], truncate=False, special_tokens=False)
+        return prompt
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a token."""
+        return self._tokenizer.token_text(token_id)
 
     def _sequence(
         self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None

@@ -82,6 +82,14 @@ class CountedMetric(Metric):
     BATCH_SECONDS = "varlen_batch_seconds", "HISTOGRAM", "Measured seconds per batch"
     BATCH_PREDICTED_SECONDS = "varlen_batch_predicted_seconds", "HISTOGRAM", "Predicted seconds per batch"
     SPLIT_BATCHES = "varlen_split_batches_total", "COUNTER", "Batches split after running out of memory"
+    TIME_TO_FIRST_TOKEN = (
+        "varlen_time_to_first_token_seconds", "HISTOGRAM",
+        "Seconds from a request's arrival to the first token of each sequence",
+    )
+    TIME_PER_OUTPUT_TOKEN = (
+        "varlen_time_per_output_token_seconds", "HISTOGRAM",
+        "Mean seconds between the tokens of a sequence, one observation per sequence",
+    )
     SCHEDULING_SECONDS = "varlen_scheduling_seconds_total", "COUNTER", "Seconds spent on scheduling"
 
 
@@ -99,6 +107,17 @@ class SnapshotMetric(Metric):
     PLAN_SECONDS = "varlen_plan_seconds_total", "COUNTER", "Seconds spent planning memory"
     PLAN_CACHE_HITS = "varlen_plan_cache_hits_total", "COUNTER", "Batches whose memory plan was cached"
     PLAN_CACHE_MISSES = "varlen_plan_cache_misses_total", "COUNTER", "Batches whose memory plan was computed"
+    RUNNING_SEQUENCES = "varlen_running_sequences", "GAUGE", "Sequences that generate"
+    WAITING_SEQUENCES = "varlen_waiting_sequences", "GAUGE", "Sequences that wait to generate"
+    KV_BLOCKS_USED = "varlen_kv_blocks_used", "GAUGE", "KV blocks that hold keys and values of sequences"
+    KV_BLOCKS_PROMISED = "varlen_kv_blocks_promised", "GAUGE", "KV blocks promised to sequences, those in use included"
+    KV_BLOCKS_CAPACITY = "varlen_kv_blocks_capacity", "GAUGE", "KV blocks that the model has memory for"
+    PREFILL_TOKENS = "varlen_prefill_tokens_total", "COUNTER", "Prompt tokens that ran, those computed again included"
+    DECODE_TOKENS = "varlen_decode_tokens_total", "COUNTER", "Generated tokens"
+    PREEMPTIONS = "varlen_preemptions_total", "COUNTER", "Sequences that gave back their KV blocks to be computed again"
+    PREFIX_CACHE_HIT_TOKENS = (
+        "varlen_prefix_cache_hit_tokens_total", "COUNTER", "Prompt tokens whose KV blocks another sequence had computed"
+    )
     CACHE_BYTES = "varlen_response_cache_bytes", "GAUGE", "Bytes of the response cache, keys and bookkeeping included"
     CACHE_ENTRIES = "varlen_response_cache_entries", "GAUGE", "Entries in the response cache"
     CACHE_HITS = "varlen_response_cache_hits_total", "COUNTER", "Sequences answered from the response cache"
@@ -174,6 +193,11 @@ class Stats:
         with self._lock:
             self._counts[metric] += 1
 
+    def observe(self, metric: CountedMetric, value: float) -> None:
+        """Add an observation to a histogram."""
+        with self._lock:
+            self._observed[metric].append(value)
+
     def drain(self) -> Drained:
         """Return all counts since the last drain."""
         with self._lock:
@@ -213,7 +237,7 @@ class Exporter:
 
         Args:
             stats: drained by this object alone.
-            snapshot: returns the value of each gauge, and of each total since the start.
+            snapshot: returns the value of each gauge, and of each total since the start; 0 where it has none.
             make_series: registers one series with the server; raises when metrics are off.
             labels: of every series.
         """
@@ -250,7 +274,7 @@ class Exporter:
                 self._series[histogram, None].observe(value)
         snapshot = self._snapshot()
         for read in SnapshotMetric:
-            series, value = self._series[read, None], snapshot[read]
+            series, value = self._series[read, None], snapshot.get(read, 0.0)
             if read.kind == "GAUGE":
                 series.set(value)
             else:

@@ -6,12 +6,14 @@ them, are refused.
 """
 
 from collections import Counter
-from typing import Any
+from typing import Any, TypeAlias
 
-from varlen import wire
+from varlen import wire, wire_generate
 from varlen.config import EngineConfig, Task
 from varlen.errors import ConfigError, shorten
 from varlen.models.checkpoint import Checkpoint
+
+Specs: TypeAlias = tuple[wire.TensorSpec, ...]
 
 # Sections of config.pbtxt that are refused whenever they are present, with the reason.
 _REFUSED = {
@@ -43,7 +45,12 @@ def gpu_of_instance(args: dict[str, str]) -> int:
     return int(args["model_instance_device_id"]) if args["model_instance_kind"] == "GPU" else 0
 
 
-def check_server_settings(model_config: dict[str, Any]) -> None:
+def is_decoupled(model_config: dict[str, Any]) -> bool:
+    """Return whether the model may send several responses to a request."""
+    return bool((model_config.get("model_transaction_policy") or {}).get("decoupled"))
+
+
+def check_server_settings(model_config: dict[str, Any], task: Task) -> None:
     """Refuse settings of config.pbtxt that lead to wrong answers or none.
 
     Raises:
@@ -53,12 +60,17 @@ def check_server_settings(model_config: dict[str, Any]) -> None:
         raise ConfigError(
             "response_cache is enabled; the server's cache ignores shapes and parameters and keeps errors: remove it"
         )
-    if (model_config.get("model_transaction_policy") or {}).get("decoupled"):
+    if is_decoupled(model_config) and task != "generate":
         raise ConfigError(
             "model_transaction_policy is decoupled; this model sends one response per request: remove it"
         )
-    if not model_config["max_batch_size"]:
+    rows = model_config["max_batch_size"]
+    if not rows and task != "generate":
         raise ConfigError("max_batch_size is 0; a row is a sequence, so allow at least 1")
+    if rows and task == "generate":
+        raise ConfigError(
+            f"max_batch_size is {rows}; a request of the task generate holds one prompt: remove it"
+        )
     for section, reason in _REFUSED.items():
         # a message without fields is set too: `dynamic_batching { }`; an empty list is not
         if section in model_config and model_config[section] != []:
@@ -72,10 +84,8 @@ def check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Ta
     Raises:
         ConfigError: a tensor is unknown, has another type or shape, or is reshaped by the server.
     """
-    for section, specs in (
-        ("input", wire.input_specs(task)),
-        ("output", wire.output_specs(task, checkpoint.hidden_size, checkpoint.num_labels)),
-    ):
+    inputs, outputs = tensors_of(task, checkpoint)
+    for section, specs in (("input", inputs), ("output", outputs)):
         allowed = {spec.name: tensor_entry(spec) for spec in specs}
         for entry in model_config[section]:
             name = shorten(entry["name"])
@@ -92,6 +102,14 @@ def check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Ta
                 raise ConfigError(
                     f'{section} "{name}" has a reshape; allowed: none, with dims {wanted["dims"]}'
                 )
+
+
+def tensors_of(task: Task, checkpoint: Checkpoint) -> tuple[Specs, Specs]:
+    """Return the inputs and the outputs of a task."""
+    if task == "generate":
+        return wire_generate.INPUTS, wire_generate.OUTPUTS
+    outputs = wire.output_specs(task, checkpoint.hidden_size, checkpoint.num_labels)
+    return wire.input_specs(task), outputs
 
 
 def tensor_entry(spec: wire.TensorSpec) -> dict[str, Any]:

@@ -19,16 +19,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import triton_python_backend_utils as pb_utils
 
-from varlen import wire
+from varlen import wire, wire_generate
 from varlen.errors import EngineError, RequestError, VarlenError
 from varlen.metrics import Stats
 from varlen.models.checkpoint import Checkpoint
+from varlen.request import Request
 from varlen.server_config import (
     check_server_settings,
     check_tensors,
     engine_config,
     gpu_of_instance,
+    is_decoupled,
     tensor_entry,
+    tensors_of,
 )
 from varlen.server_process import (
     MemoryTrimmer,
@@ -38,7 +41,7 @@ from varlen.server_process import (
     start_exporter,
     start_watchdog,
 )
-from varlen.server_replies import Outbox, ServerReply
+from varlen.server_replies import Answer, Outbox, ServerReply
 
 if TYPE_CHECKING:
     from varlen.service import Service
@@ -111,41 +114,60 @@ class TritonPythonModel:
         model_config = json.loads(args["model_config"])
         config = engine_config(model_config)
         log_to_server(args["model_name"], args["model_version"], config.log_level)
-        check_server_settings(model_config)
         # before the engine's thread starts: an error after that would leave the thread running
         checkpoint = Checkpoint.open(pb_utils.get_model_dir())
         task = config.task or checkpoint.task
+        check_server_settings(model_config, task)
         checkpoint.check_task(task)
         check_tensors(model_config, checkpoint, task)
         check_numpy()
 
         from varlen.service import Service
 
+        self._is_decoupled = is_decoupled(model_config)
         self._uses_timeout = not config.ignore_request_timeout
         self._stats = Stats()
         self._service: Service = Service.load(
             checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
         )
         self._exporter = start_exporter(args, self._stats, self._service.snapshot)
-        self._outbox = Outbox(self._service.task, self._stats)
+        self._outbox = Outbox(self._stats)
         self._trimmer = MemoryTrimmer()
         self._watchdog = start_watchdog()
 
     def _submit(self, request: pb_utils.InferenceRequest, reply: ServerReply) -> None:
         try:
-            checked = wire.read_request(
-                {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
-                _parameters(request),
-                self._service.intake,
-                normalize=self._service.checkpoint.normalize,
-                timeout_microseconds=request.timeout() if self._uses_timeout else 0,
-            )
+            checked, answer = self._read(request)
+            reply.expect(answer)
             self._service.submit(checked, reply)
         except VarlenError as error:
             reply.fail(error)
         except Exception:
             _log.exception("a request could not be read")
             reply.fail(EngineError("the request could not be read; the server's log says why"))
+
+    def _read(self, request: pb_utils.InferenceRequest) -> tuple[Request, Answer]:
+        """Return the checked request, and what makes its responses."""
+        service = self._service
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        timeout = request.timeout() if self._uses_timeout else 0
+        if service.task == "generate":
+            checked, form = wire_generate.read_generate_request(
+                tensors,
+                _parameters(request),
+                service.intake,
+                decoupled=self._is_decoupled,
+                timeout_microseconds=timeout,
+            )
+            return checked, wire_generate.GeneratedAnswer(form, service.intake.token_text)
+        checked = wire.read_request(
+            tensors,
+            _parameters(request),
+            service.intake,
+            normalize=service.checkpoint.normalize,
+            timeout_microseconds=timeout,
+        )
+        return checked, wire.ArrayAnswer(service.task)
 
 
 def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
@@ -154,14 +176,19 @@ def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
     checkpoint = Checkpoint.open(pb_utils.get_model_dir())
     task = engine_config(given).task or checkpoint.task
     checkpoint.check_task(task)
-    # tensors that the user wrote stay; initialize checks them
+    inputs, outputs = tensors_of(task, checkpoint)
+    # what the user wrote stays; initialize checks it
     if not given["input"]:
-        for spec in wire.input_specs(task):
+        for spec in inputs:
             config.add_input(tensor_entry(spec) | {"optional": spec.optional})
     if not given["output"]:
-        for spec in wire.output_specs(task, checkpoint.hidden_size, checkpoint.num_labels):
+        for spec in outputs:
             config.add_output(tensor_entry(spec))
-    if not given["max_batch_size"]:
+    if task == "generate":
+        # without it nothing can be streamed
+        if "model_transaction_policy" not in given:
+            config.set_model_transaction_policy({"decoupled": True})
+    elif not given["max_batch_size"]:
         config.set_max_batch_size(wire.DEFAULT_MAX_ROWS)
     return config
 

@@ -1,8 +1,9 @@
 """Replies to the server's clients: the only file that knows response senders.
 
-A request gets exactly one final response. One lock and one flag per request guard its sender:
-asking a sender whether it is cancelled after its final response ends the server's process.
-A failed send cannot be retried, so free shared memory is checked before a large one.
+A request gets exactly one final response; a generated answer may send parts before it.
+One lock and one flag per request guard its sender: asking a sender whether it is cancelled after its
+final response ends the server's process. A failed send cannot be retried, so free shared memory is
+checked before a large one.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock, Thread
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 
-from varlen import wire
-from varlen.config import Task
 from varlen.errors import (
     DeadlineError,
     EngineError,
@@ -27,14 +29,18 @@ from varlen.errors import (
     RequestError,
     VarlenError,
 )
-from varlen.metrics import Outcome, Stats
-from varlen.request import Float32Array, Output
+from varlen.metrics import CountedMetric, Outcome, Stats
+from varlen.request import GeneratedPart, Output
 
 _log = logging.getLogger(__name__)
+
+_End: TypeAlias = Literal["finished"] | Exception
 
 _SENDER_THREADS = 2
 # Responses of at least this size are sent only if two of them fit into shared memory.
 _LARGE_BYTES = 1 << 20
+# Longest time between two questions whether the client of a running request is still there.
+_CANCEL_CHECK_SECONDS = 0.02
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # only asked how much is free
 # Outcome and error code by exception; the first match holds. Codes by name: while this file is
 # imported, the server has not added its classes to pb_utils yet.
@@ -47,37 +53,142 @@ _OUTCOMES: tuple[tuple[type[Exception], Outcome, str], ...] = (
 )
 
 
+class Answer(Protocol):
+    """Makes responses out of the outputs of sequences.
+
+    Attributes:
+        streams: whether parts of the answer are sent as they come.
+    """
+
+    @property
+    def streams(self) -> bool: ...
+
+    def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
+        """Return the outputs of a response by name, given those of the sequences by row."""
+
+
 class ServerReply:
-    """The reply to one request of the server."""
+    """The reply to one request of the server.
+
+    The engine adds outputs. A sender thread takes a turn when there is something to send, one thread at a time, so
+    responses keep their order. Outputs that come during a turn share the next response, so a slow client never has more
+    than one response under way.
+    """
 
     def __init__(self, sender: pb_utils.ResponseSender, outbox: Outbox, stats: Stats) -> None:
         self._sender = sender
         self._outbox = outbox
         self._stats = stats
         self._arrival = time.monotonic()
+        self._answer: Answer | None = None
+        self._times: dict[int, _TokenTimes] = {}
+        # guards what is to be sent; held for no call of the server
         self._lock = Lock()
+        self._outputs: list[tuple[int, Output]] = []
+        self._end: _End | None = None
+        self._in_turn = False
+        # guards the sender, which must not be asked anything after its final response
+        self._sender_lock = Lock()
         self._answered = False
-        # one response holds all rows
-        self._outputs: dict[int, Float32Array] = {}
+        self._cancelled = False
+        self._last_check = self._arrival
+
+    def expect(self, answer: Answer) -> None:
+        """Set what makes the responses, before the first output."""
+        self._answer = answer
 
     def is_cancelled(self) -> bool:
-        with self._lock:
-            return not self._answered and self._sender.is_cancelled()
+        """Return whether the client has gone away, or can no longer be answered.
+
+        Once parts of the answer come, the sender threads ask the server, so the engine does not wait for it.
+        """
+        if not self._times:
+            self._check_cancellation()
+        return self._cancelled
 
     def send(self, row: int, output: Output) -> None:
-        assert isinstance(output, np.ndarray)
-        self._outputs[row] = output
+        with self._lock:
+            self._outputs.append((row, output))
+            wants_turn = self._num_ready() > 0
+        if isinstance(output, GeneratedPart):
+            now = time.monotonic()
+            self._measure(row, output, now)
+            if wants_turn or now - self._last_check > _CANCEL_CHECK_SECONDS:
+                self._request_turn()
 
     def finish(self) -> None:
-        outputs, self._outputs = self._outputs, {}
-        self._outbox.put(self, [outputs[row] for row in range(len(outputs))])
+        self._finish("finished")
 
     def fail(self, error: Exception) -> None:
-        self._outbox.put(self, error)
+        self._finish(error)
 
-    def deliver(self, response: pb_utils.InferenceResponse, outcome: Outcome) -> None:
-        """Send the response unless one was sent. Blocks for a round trip."""
+    def turn(self) -> None:
+        """Send what is ready, and ask whether the client is still there. Never raises."""
+        try:
+            self._advance()
+        except Exception as error:
+            if not isinstance(error, VarlenError):
+                _log.exception("a response could not be built or sent")
+                error = EngineError("the response could not be sent; the server's log says why")
+            # ends the generation
+            self._cancelled = True
+            self._send_final(*_error_response(error))
         with self._lock:
+            if self._answered:
+                self._outputs.clear()
+            self._in_turn = not self._answered and (self._end is not None or self._num_ready() > 0)
+            if not self._in_turn:
+                return
+        self._outbox.put(self)
+
+    def _finish(self, end: _End) -> None:
+        with self._lock:
+            self._end = end
+        self._request_turn()
+
+    def _request_turn(self) -> None:
+        with self._lock:
+            if self._in_turn:
+                return
+            self._in_turn = True
+        self._outbox.put(self)
+
+    def _num_ready(self) -> int:
+        """Return the number of outputs to send now. The lock is held."""
+        if self._end:
+            return len(self._outputs)
+        if not self._outputs or self._answer is None or not self._answer.streams:
+            return 0
+        _, last = self._outputs[-1]
+        # the last part of an answer leaves in the final response
+        is_end_of_row = isinstance(last, GeneratedPart) and last.finish_reason is not None
+        return len(self._outputs) - is_end_of_row
+
+    def _advance(self) -> None:
+        with self._lock:
+            end, ready = self._end, self._num_ready()
+            outputs = self._outputs[:ready]
+            del self._outputs[:ready]
+        if isinstance(end, Exception):
+            self._send_final(*_error_response(end))
+        elif end:
+            self._send_final(self._response(outputs), "ok")
+        else:
+            if outputs and not self._cancelled:
+                self._sender.send(self._response(outputs))
+            self._check_cancellation()
+
+    def _response(self, outputs: Sequence[tuple[int, Output]]) -> pb_utils.InferenceResponse:
+        assert self._answer is not None
+        tensors = self._answer.tensors(outputs)
+        check_shared_memory(sum(_num_bytes(array) for array in tensors.values()))
+        return pb_utils.InferenceResponse(
+            [pb_utils.Tensor(name, array) for name, array in tensors.items()]
+        )
+
+    def _send_final(self, response: pb_utils.InferenceResponse, outcome: Outcome) -> None:
+        """Send the final response unless one was sent. Blocks for a round trip."""
+        with self._sender_lock:
             if self._answered:
                 return
             self._answered = True
@@ -89,16 +200,38 @@ class ServerReply:
                 outcome = "failed"
         self._stats.count_request(outcome, time.monotonic() - self._arrival)
 
+    def _check_cancellation(self) -> None:
+        with self._sender_lock:
+            if not self._answered and not self._cancelled:
+                self._last_check = time.monotonic()
+                self._cancelled = self._sender.is_cancelled()
+
+    def _measure(self, row: int, part: GeneratedPart, now: float) -> None:
+        """Count the tokens of a part, by the time at which they come."""
+        times = self._times.get(row)
+        if times is None:
+            self._times[row] = times = _TokenTimes(now)
+            self._stats.observe(CountedMetric.TIME_TO_FIRST_TOKEN, now - self._arrival)
+        times.tokens += len(part.token_ids)
+        if part.finish_reason and times.tokens > 1:
+            seconds = (now - times.first) / (times.tokens - 1)
+            self._stats.observe(CountedMetric.TIME_PER_OUTPUT_TOKEN, seconds)
+
+
+@dataclass(slots=True)
+class _TokenTimes:
+    """When the first token of a row came, and how many came."""
+
+    first: float
+    tokens: int = 0
+
 
 class Outbox:
     """Threads that build and send responses: neither the engine nor `execute` waits for the server."""
 
-    def __init__(self, task: Task, stats: Stats) -> None:
-        self._task = task
+    def __init__(self, stats: Stats) -> None:
         self._stats = stats
-        self._queue: SimpleQueue[tuple[ServerReply, Sequence[Float32Array] | Exception] | None] = (
-            SimpleQueue()
-        )
+        self._queue: SimpleQueue[ServerReply | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._loop, name=f"varlen-sender-{i}", daemon=True)
             for i in range(_SENDER_THREADS)
@@ -110,9 +243,9 @@ class Outbox:
         """Return the reply to a request, which must be answered."""
         return ServerReply(request.get_response_sender(), self, self._stats)
 
-    def put(self, reply: ServerReply, answer: Sequence[Float32Array] | Exception) -> None:
-        """Enqueue an answer: one array per sequence, or an error."""
-        self._queue.put((reply, answer))
+    def put(self, reply: ServerReply) -> None:
+        """Enqueue a reply that has something to send."""
+        self._queue.put(reply)
 
     def close(self) -> None:
         """Send what is queued and stop the threads."""
@@ -122,30 +255,10 @@ class Outbox:
             thread.join()
 
     def _loop(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            reply, answer = entry
-            try:
-                response, outcome = self._response(answer)
-            except Exception as error:
-                if not isinstance(error, VarlenError):
-                    _log.exception("a response could not be built")
-                    error = EngineError(
-                        "the response could not be built; the server's log says why"
-                    )
-                response, outcome = _error_response(error)
-            reply.deliver(response, outcome)
+        while (reply := self._queue.get()) is not None:
+            reply.turn()
             # this frame must not keep an answer alive until the next one comes
-            del entry, reply, answer, response
-
-    def _response(
-        self, answer: Sequence[Float32Array] | Exception
-    ) -> tuple[pb_utils.InferenceResponse, Outcome]:
-        if isinstance(answer, Exception):
-            return _error_response(answer)
-        array = wire.output_array(self._task, answer)
-        check_shared_memory(array.nbytes)
-        output = pb_utils.Tensor(wire.output_name(self._task), array)
-        return pb_utils.InferenceResponse([output]), "ok"
+            del reply
 
 
 def check_shared_memory(size: int) -> None:
@@ -161,3 +274,8 @@ def _error_response(error: Exception) -> tuple[pb_utils.InferenceResponse, Outco
     outcome, code = next(row[1:] for row in _OUTCOMES if isinstance(error, row[0]))
     server_error = pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, code))
     return pb_utils.InferenceResponse(error=server_error), outcome
+
+
+def _num_bytes(array: npt.NDArray[Any]) -> int:
+    """Return the size of an array in a response; strings come with their lengths."""
+    return sum(4 + len(each) for each in array) if array.dtype == np.object_ else array.nbytes

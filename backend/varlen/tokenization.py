@@ -37,23 +37,32 @@ class Tokenizer:
         self._cut.enable_truncation(max_sequence_tokens)
         self._prompt = prompt
 
-    def encode(self, texts: Sequence[Text], *, truncate: bool) -> list[Prompt]:
+    def encode(
+        self, texts: Sequence[Text], *, truncate: bool, special_tokens: bool = True
+    ) -> list[Prompt]:
         """Return one sequence per text or pair of texts; type ids only for pairs.
 
         Args:
             texts: checked: not empty.
             truncate: cut sequences longer than max_sequence_tokens, the longer text of a pair first.
+            special_tokens: whether to add special tokens.
         """
         tokenizer = self._cut if truncate else self._whole
         if self._prompt:
             texts = [self._prompt + text if isinstance(text, str) else text for text in texts]
+        encodings = tokenizer.encode_batch(list(texts), add_special_tokens=special_tokens)
         return [
             Prompt(
                 np.array(encoding.ids, dtype=np.int32),
                 np.array(encoding.type_ids, dtype=np.int32) if isinstance(text, tuple) else None,
             )
-            for text, encoding in zip(texts, tokenizer.encode_batch(list(texts)), strict=True)
+            for text, encoding in zip(texts, encodings, strict=True)
         ]
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a token, special ones included."""
+        text: str = self._whole.decode([token_id], skip_special_tokens=False)
+        return text
 
 
 def _load(folder: Path) -> HuggingFaceTokenizer:

@@ -7,7 +7,7 @@ JSON, not the server's classes.
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, TypeAlias, cast
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from varlen.config import Task
 from varlen.errors import RequestError, shorten
 from varlen.intake import Intake
-from varlen.request import Float32Array, Prompt, Request, RequestOptions
+from varlen.request import Float32Array, Output, Prompt, Request, RequestOptions
 from varlen.tokenization import Text
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -32,7 +32,9 @@ MAX_PRIORITY = 9
 # process and its response back takes about half of this.
 _MIN_TIMEOUT_MICROSECONDS = 1000
 
-_PARAMETERS = ("truncate", "normalize", "request_priority", "deadline_ms")
+# Parameters of every task.
+COMMON_PARAMETERS = ("request_priority", "deadline_ms")
+_PARAMETERS = ("truncate", "normalize", *COMMON_PARAMETERS)
 # Refuses `trunc` and `deadline`, and ignores `priority` (0.67) and `request_id` (0.69).
 _NEAR_MISS = 0.75
 # No name of ours is this long, nor a near miss of one.
@@ -97,11 +99,11 @@ def read_request(
     Raises:
         RequestError: the request cannot be served; the message says what came and what is allowed.
     """
-    options = _options(parameters)
+    options = read_parameters(parameters, _PARAMETERS)
     truncate = _flag(options, "truncate", default=False)
     normalize = _flag(options, "normalize", default=normalize)
-    priority = _priority(options)
-    deadline = _deadline_seconds(options, timeout_microseconds)
+    priority = read_priority(options)
+    deadline = read_deadline(options, timeout_microseconds)
     if "text" in tensors:
         prompts = intake.texts(_texts(tensors), truncate=truncate)
     elif "input_ids" in tensors:
@@ -113,13 +115,81 @@ def read_request(
     return Request(prompts, RequestOptions(normalize, priority, deadline))
 
 
-def output_array(task: Task, rows: Sequence[Float32Array]) -> Float32Array:
-    """Return the output tensor of a request, one row per sequence.
+@dataclass(frozen=True, slots=True)
+class ArrayAnswer:
+    """Makes the response to a request, which holds all rows.
 
-    Rows of different lengths are padded with zeros to the longest.
+    Attributes:
+        task: of the model.
+        streams: whether parts are sent as they come.
+    """
 
-    Returns:
-        A new array: `[rows, width]`, or `[rows, longest, width]` for tasks with an output per token.
+    task: Task
+    streams: bool = field(default=False, init=False)
+
+    def tensors(self, outputs: Sequence[tuple[int, Output]]) -> dict[str, npt.NDArray[Any]]:
+        """Return the output tensor by name, given the output of each row."""
+        rows = [output for _, output in sorted(outputs, key=lambda each: each[0])]
+        return {_OUTPUT_NAMES[self.task]: _array(self.task, cast(list[Float32Array], rows))}
+
+
+def read_parameters(parameters: str, names: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return the parameters of a request by name.
+
+    Args:
+        parameters: a JSON object, or nothing.
+        names: of our parameters; other names stay unless they look like a misspelt name of these.
+
+    Raises:
+        RequestError: this is no JSON object, or a name is misspelt.
+    """
+    try:
+        options = json.loads(parameters) if parameters else {}
+    except (ValueError, RecursionError):
+        raise RequestError(
+            f"the request parameters are {shorten(repr(parameters))}; send a JSON object"
+        ) from None
+    if not isinstance(options, dict):
+        raise RequestError(
+            f"the request parameters are {shorten(repr(options))}; send a JSON object"
+        )
+    for name in options:
+        if len(name) <= _LONGEST_NEAR_MISS and (meant := _misspelt(name, names)):
+            raise RequestError(
+                f'unknown parameter "{name}". Did you mean "{meant}"? Allowed: {", ".join(names)}'
+            )
+    return options
+
+
+def read_priority(options: Mapping[str, Any]) -> int:
+    """Return the parameter `request_priority`, 0 by default."""
+    value = options.get("request_priority", 0)
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or not 0 <= value <= MAX_PRIORITY:
+        raise RequestError(
+            f"the parameter request_priority is {shorten(repr(value))};"
+            f" send a whole number from 0 to {MAX_PRIORITY}"
+        )
+    return cast(int, value)
+
+
+def read_deadline(options: Mapping[str, Any], timeout_microseconds: int) -> float | None:
+    """Return the earlier of a request's two deadlines, in seconds from now."""
+    if 0 < timeout_microseconds < _MIN_TIMEOUT_MICROSECONDS:
+        raise RequestError(
+            f"timeout is {timeout_microseconds} microseconds; send at least {_MIN_TIMEOUT_MICROSECONDS}"
+            " microseconds, or no timeout (the model's setting ignore_request_timeout ignores it)"
+        )
+    deadlines = [timeout_microseconds / 1e6] if timeout_microseconds else []
+    if "deadline_ms" in options:
+        deadlines.append(_positive("deadline_ms", options["deadline_ms"]) / 1e3)
+    return min(deadlines, default=None)
+
+
+def _array(task: Task, rows: Sequence[Float32Array]) -> Float32Array:
+    """Return a new array of all rows: `[rows, width]` or `[rows, longest, width]`.
+
+    Rows of tasks with an output per token are padded with zeros to the longest.
     """
     if task not in ("hidden", "token_classify"):
         return np.stack(rows)
@@ -128,11 +198,6 @@ def output_array(task: Task, rows: Sequence[Float32Array]) -> Float32Array:
     for index, row in enumerate(rows):
         filled[index, : len(row)] = row
     return filled
-
-
-def output_name(task: Task) -> str:
-    """Return the name of a task's output tensor."""
-    return _OUTPUT_NAMES[task]
 
 
 def _texts(tensors: Tensors) -> list[Text]:
@@ -208,33 +273,13 @@ def _check_rows(name: str, rows: int, other: str, expected: int) -> None:
         raise RequestError(f"{name} has {rows} rows; {other} has {expected}")
 
 
-def _options(parameters: str) -> Mapping[str, Any]:
-    """Return the request's parameters by name."""
-    try:
-        options = json.loads(parameters) if parameters else {}
-    except (ValueError, RecursionError):
-        raise RequestError(
-            f"the request parameters are {shorten(repr(parameters))}; send a JSON object"
-        ) from None
-    if not isinstance(options, dict):
-        raise RequestError(
-            f"the request parameters are {shorten(repr(options))}; send a JSON object"
-        )
-    for name in options:
-        if len(name) <= _LONGEST_NEAR_MISS and (meant := _misspelt(name)):
-            raise RequestError(
-                f'unknown parameter "{name}". Did you mean "{meant}"? Allowed: {", ".join(_PARAMETERS)}'
-            )
-    return options
-
-
 @lru_cache(maxsize=1024)
-def _misspelt(name: str) -> str | None:
+def _misspelt(name: str, names: tuple[str, ...]) -> str | None:
     """Return the parameter that `name` is a near miss of, or None."""
     # the server passes on HTTP headers too; "X-Deadline-Ms" is not a parameter
-    if name in _PARAMETERS or name.lower().startswith("x-"):
+    if name in names or name.lower().startswith("x-"):
         return None
-    return next(iter(get_close_matches(name.lower(), _PARAMETERS, n=1, cutoff=_NEAR_MISS)), None)
+    return next(iter(get_close_matches(name.lower(), names, n=1, cutoff=_NEAR_MISS)), None)
 
 
 def _flag(options: Mapping[str, Any], name: str, *, default: bool) -> bool:
@@ -242,30 +287,6 @@ def _flag(options: Mapping[str, Any], name: str, *, default: bool) -> bool:
     if not isinstance(value, bool):
         raise RequestError(f"the parameter {name} is {shorten(repr(value))}; send true or false")
     return value
-
-
-def _priority(options: Mapping[str, Any]) -> int:
-    value = options.get("request_priority", 0)
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not is_whole or not 0 <= value <= MAX_PRIORITY:
-        raise RequestError(
-            f"the parameter request_priority is {shorten(repr(value))};"
-            f" send a whole number from 0 to {MAX_PRIORITY}"
-        )
-    return cast(int, value)
-
-
-def _deadline_seconds(options: Mapping[str, Any], timeout_microseconds: int) -> float | None:
-    """Return the earlier of a request's two deadlines, in seconds from now."""
-    if 0 < timeout_microseconds < _MIN_TIMEOUT_MICROSECONDS:
-        raise RequestError(
-            f"timeout is {timeout_microseconds} microseconds; send at least {_MIN_TIMEOUT_MICROSECONDS}"
-            " microseconds, or no timeout (the model's setting ignore_request_timeout ignores it)"
-        )
-    deadlines = [timeout_microseconds / 1e6] if timeout_microseconds else []
-    if "deadline_ms" in options:
-        deadlines.append(_positive("deadline_ms", options["deadline_ms"]) / 1e3)
-    return min(deadlines, default=None)
 
 
 def _positive(name: str, value: object) -> float:

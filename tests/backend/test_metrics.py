@@ -27,6 +27,10 @@ TOTALS = {
     "varlen_response_cache_joined_total": 12,
     "varlen_response_cache_misses_total": 13,
     "varlen_response_cache_evictions_total": 14,
+    "varlen_prefill_tokens_total": 15,
+    "varlen_decode_tokens_total": 16,
+    "varlen_preemptions_total": 17,
+    "varlen_prefix_cache_hit_tokens_total": 18,
 }
 SNAPSHOT = {**GAUGES, **TOTALS}
 

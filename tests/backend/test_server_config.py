@@ -54,7 +54,7 @@ from .refusals import refused_setting
 )
 def test_refuses_settings_that_cannot_be_served(changes, message):
     with refused_setting(message):
-        check_server_settings(model_config(**changes))
+        check_server_settings(model_config(**changes), "embed")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_refuses_settings_that_cannot_be_served(changes, message):
     ids=str,
 )
 def test_one_instance_per_device_is_allowed(groups):
-    check_server_settings(model_config(instance_group=groups))
+    check_server_settings(model_config(instance_group=groups), "embed")
 
 
 TEXT = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}

@@ -76,7 +76,7 @@ class InferenceResponse:
         self._tensors, self._error = list(output_tensors), error
         for tensor in self._tensors:
             assert tensor.as_numpy().flags.c_contiguous
-            assert tensor.as_numpy().dtype == np.float32
+            assert tensor.as_numpy().dtype in (np.float32, np.int64, np.uint32, np.object_)
 
     def output_tensors(self):
         return self._tensors
@@ -86,7 +86,10 @@ class InferenceResponse:
 
 
 class ResponseSender:
-    """Accepts one answer. Any later call crashes the server."""
+    """Accepts one final response, and parts before it if the model is decoupled.
+
+    Any call after the final response crashes the server.
+    """
 
     def __init__(self, request):
         self._request = request
@@ -103,26 +106,37 @@ class ResponseSender:
             return self._request.cancelled
 
     def send(self, response=None, flags=0):
+        is_final = flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL
         with self._lock:
             if self._closed:
-                crash("a second response")
-            assert flags == TRITONSERVER_RESPONSE_COMPLETE_FINAL
-            self._closed = True
+                crash("a response after the final one")
+            if not is_final and not self._request.decoupled:
+                crash("a part of an answer of a model that is not decoupled")
+            self._closed = is_final
             self._request.sends += 1
-            if self._request.send_fails:
-                # the server has closed the sender by now
+        self._request.on_send()
+        if self._request.send_fails or (self._request.part_fails and not is_final):
+            # the server has closed the sender by now, if this was the final response
+            if is_final:
                 self._request.done()
-                raise TritonModelException("failed to allocate shared memory region 'x_shm_1'")
+            raise TritonModelException("failed to allocate shared memory region 'x_shm_1'")
+        self._request.responses.append(response)
+        if is_final:
             self._request.response = response
             self._request.done()
 
 
 class InferenceRequest:
-    def __init__(self, inputs, parameters="", *, timeout=0, on_done=lambda: None):
+    def __init__(
+        self, inputs=(), parameters="", *, timeout=0, decoupled=False, on_done=lambda: None
+    ):
         self._inputs, self._parameters, self._timeout = inputs, parameters, timeout
+        self.decoupled = decoupled
         self.done = on_done
+        self.on_send = lambda: None
         self.response = None
-        self.cancelled = self.cancel_check_fails = self.send_fails = False
+        self.responses = []
+        self.cancelled = self.cancel_check_fails = self.send_fails = self.part_fails = False
         self.sender_fails = self.inputs_fail = False
         self.asked = self.sends = self.senders = 0
 
@@ -217,6 +231,10 @@ class ModelConfig:
         if self._config["max_batch_size"] > size:
             raise ValueError("max_batch_size may not shrink")
         self._config["max_batch_size"] = size
+
+    def set_model_transaction_policy(self, policy):
+        assert set(policy) == {"decoupled"}
+        self._config.setdefault("model_transaction_policy", {}).update(policy)
 
 
 def get_model_dir():
