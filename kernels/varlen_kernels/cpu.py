@@ -7,7 +7,37 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import reference
-from varlen_kernels.reference import *  # noqa: F403  # all other ops
+from varlen_kernels.reference import (
+    activate,
+    add_rms_norm,
+    append_kv,
+    embed,
+    layer_norm,
+    norm_heads,
+    residual_layer_norm,
+    rms_norm,
+    rotary,
+    select_rows,
+    silu_gate,
+    to_fp32,
+)
+
+__all__ = [
+    "activate",
+    "add_rms_norm",
+    "append_kv",
+    "attention_paged",
+    "embed",
+    "layer_norm",
+    "linear_packed",
+    "norm_heads",
+    "residual_layer_norm",
+    "rms_norm",
+    "rotary",
+    "select_rows",
+    "silu_gate",
+    "to_fp32",
+]
 
 
 def pack_weight(weight: Tensor) -> Tensor:

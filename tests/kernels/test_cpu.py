@@ -1,0 +1,101 @@
+"""The ops that CPUs run in another way than the reference give its results."""
+
+from inspect import signature
+
+import pytest
+import torch
+
+from varlen_kernels import cpu, reference
+
+from .float64 import bounds_of, check, rand
+
+NEW_NAMES = {"linear_packed": "linear"}
+
+
+@pytest.mark.parametrize("name", cpu.__all__)
+def test_an_op_has_the_signature_of_its_reference(name):
+    expected = getattr(reference, NEW_NAMES.get(name, name))
+
+    assert signature(getattr(cpu, name)) == signature(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows, hidden, features", [(0, 8, 5), (1, 48, 96), (33, 100, 7)], ids=str)
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
+def test_a_packed_weight_multiplies_as_its_original(rows, hidden, features, has_bias, dtype):
+    x, weight = rand(rows, hidden, dtype=dtype), rand(hidden, features, dtype=dtype, seed=1)
+    bias = rand(features, dtype=dtype, seed=2) if has_bias else None
+    out = torch.full((rows, features), torch.nan, dtype=dtype)
+
+    actual = cpu.linear_packed(x, cpu.pack_weight(weight), bias, out=out)
+
+    assert actual is out
+    check(actual, reference.linear(x, weight, bias), dtype)
+
+
+def paged_inputs(new, contexts, *, heads, kv_heads, dim, block_size, dtype=torch.float32):
+    """Return the arguments of attention over random caches; slots past a context hold NaN."""
+    tables = [-(-context // block_size) for context in contexts]
+    blocks = sum(tables) + 3
+    block_ids = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))[: sum(tables)]
+    caches = [rand(blocks, kv_heads, block_size, dim, seed=seed) for seed in (1, 2)]
+    for cache in caches:
+        unused = torch.ones(blocks, block_size, dtype=torch.bool)
+        for context, ids in zip(contexts, block_ids.split(tables), strict=True):
+            for place in range(context):
+                unused[ids[place // block_size], place % block_size] = False
+        cache.transpose(1, 2)[unused] = torch.nan
+    qkv = rand(sum(new), (heads + 2 * kv_heads) * dim, dtype=dtype, seed=3)
+    lengths = torch.tensor(contexts, dtype=torch.int32)
+    return qkv, *caches, bounds_of(new), lengths, block_ids.int(), bounds_of(tables)
+
+
+STEPS = {
+    "one": ([1], [1]),
+    "decode": ([1, 1, 1, 1], [70, 1, 64, 130]),
+    "mixed": ([1, 1, 5, 40], [33, 257, 5, 90]),
+    "prompts": ([7, 1, 16], [7, 20, 48]),
+}
+
+
+@pytest.mark.parametrize("new, contexts", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, block_size", [(3, 3, 20, 16), (8, 2, 64, 64)], ids=str
+)
+@pytest.mark.parametrize("window", [0, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_attention_over_blocks_matches_the_reference(
+    new, contexts, heads, kv_heads, dim, block_size, window, dtype
+):
+    shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block_size": block_size}
+    args = paged_inputs(new, contexts, **shape, dtype=dtype)
+    options = {"num_heads": heads, "num_kv_heads": kv_heads, "scale": dim**-0.5, "window": window}
+    out = torch.full((sum(new), heads * dim), torch.nan, dtype=dtype)
+
+    actual = cpu.attention_paged(*args, **options, out=out)
+
+    assert actual is out
+    check(actual, reference.attention_paged(*args, **options), dtype)
+
+
+def test_large_steps_are_shared_by_threads_and_equal_each_sequence_alone():
+    contexts = [700, 3, 1200, 64, 900]
+    args = paged_inputs([1] * 5, contexts, heads=4, kv_heads=4, dim=64, block_size=64)
+    qkv, keys, values, _, lengths, block_ids, tables = args
+    options = {"num_heads": 4, "num_kv_heads": 4, "scale": 0.125}
+
+    together = cpu.attention_paged(*args, **options)
+
+    for row in range(5):
+        table = block_ids[tables[row] : tables[row + 1]]
+        alone = cpu.attention_paged(
+            qkv[row : row + 1],
+            keys,
+            values,
+            bounds_of([1]),
+            lengths[row : row + 1],
+            table,
+            bounds_of([len(table)]),
+            **options,
+        )
+        assert torch.equal(alone[0], together[row])
