@@ -425,8 +425,9 @@ class IterationScheduler:
     def _divide_step(self, groups: tuple[_Group, ...]) -> list[int]:
         """Return the number of tokens of each group.
 
-        Each has one, and prompts divide the rest in order. A prompt takes at most half of what is left while another one is behind it, so that a short prompt does not
-        wait for a long one; what those behind do not need, it takes as well.
+        Each has one, and prompts divide the rest in order. A prompt takes at most half of what is left while another
+        one is behind it, so that a short prompt does not wait for a long one; what the others do not need, it takes
+        as well.
         """
         spare = self._step_tokens - len(groups)
         wanted = [group.remaining - 1 for group in groups]
