@@ -6,18 +6,19 @@ and only the bucket in which they end is sorted.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from varlen_kernels.beam_reference import without_nan
 
-# Elements of a temporary tensor: with so few it stays in the cache of a core.
-_ELEMENTS_PER_STEP = 1 << 20
+# Elements of a temporary tensor: with this few it stays in a core's cache.
+_STEP = 1 << 18
 # Adjacent logits per group.
 _GROUP_SIZE = 64
 # Lengths of lists of candidates: a row with a top-k up to the last takes the shortest that holds its top-k.
-_LIST_LENGTHS = (1, 64, 1024)
+_LIST_LENGTHS = (1, 64, 256)
 # Buckets of the histogram, and buckets per unit of logit / temperature. The last bucket holds the rest.
 _BUCKETS = 2048
 _BUCKETS_PER_NAT = 64.0
@@ -27,6 +28,19 @@ _SMALLEST = torch.finfo(torch.float64).tiny
 # Keys that order (logit, index) pairs: the upper half orders logits, the lower half prefers the lower index.
 _LOWER_HALF = 0xFFFF_FFFF
 _NO_KEY = -(2**63)
+
+
+class _Rows(NamedTuple):
+    """The arguments of some rows, `[rows, 1]` each; without top-k it is the vocabulary, and 1 for a greedy row."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+
+    def at(self, row: Tensor) -> "_Rows":
+        return _Rows(*(tensor[row] for tensor in self))
 
 
 def sample_tokens(
@@ -67,24 +81,34 @@ def sample_tokens(
         2024, arXiv:2407.01082 (min-p). Order of the limits as in transformers.
     """
     check_sampling(logits, temperature, top_k, top_p, min_p, uniform, out)
-    rows, vocabulary = logits.shape
+    vocabulary = logits.shape[1]
     if out is None:
-        out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+        out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
     greedy = temperature == 0
     top_k = top_k.where(top_k > 0, vocabulary).clamp_max(vocabulary).masked_fill(greedy, 1)
-    temperature = temperature.masked_fill(greedy, 1.0)
-    step = max(1, _ELEMENTS_PER_STEP // vocabulary)
-    for begin in range(0, rows, step):
-        part = slice(begin, begin + step)
-        _sample_rows(
-            logits[part],
-            temperature[part, None],
-            top_k[part],
-            top_p[part, None],
-            min_p[part, None],
-            uniform[part, None],
-            out[part],
-        )
+    rows = _Rows(
+        temperature=temperature.masked_fill(greedy, 1.0)[:, None],
+        top_k=top_k[:, None],
+        top_p=top_p[:, None],
+        min_p=min_p[:, None],
+        uniform=uniform[:, None],
+    )
+    maxima = _of_groups(torch.amax, logits)
+    # NaN is not below infinity
+    if not bool((maxima < torch.inf).all()):
+        logits = without_nan(logits)
+        maxima = _of_groups(torch.amax, logits)
+
+    shorter = 0
+    for length in _LIST_LENGTHS:
+        row = ((top_k > shorter) & (top_k <= length)).nonzero().squeeze(1)
+        if len(row):
+            logit, token = _best_of_rows(logits, maxima, row, length)
+            out[row] = _sample_lists(logit, token, rows.at(row)).int()
+        shorter = length
+    long = (top_k > shorter).nonzero().squeeze(1)
+    for row in torch.split(long, max(1, _STEP // vocabulary)):
+        out[row] = _sample_rows(logits[row], maxima[row], rows.at(row)).int()
     return out
 
 
@@ -123,44 +147,39 @@ def check_sampling(
             )
 
 
-def _sample_rows(
-    logits: Tensor,  # [rows, vocabulary]
-    temperature: Tensor,  # [rows, 1]
-    top_k: Tensor,  # [rows]
-    top_p: Tensor,  # [rows, 1]
-    min_p: Tensor,  # [rows, 1]
-    uniform: Tensor,  # [rows, 1]
-    out: Tensor,  # [rows]
-) -> None:
-    """Write one token of each row into `out`."""
-    maxima = _of_groups(torch.amax, logits)
-    # NaN is not below infinity
-    if not bool((maxima < torch.inf).all()):
-        logits = without_nan(logits)
-        maxima = _of_groups(torch.amax, logits)
-    peak = maxima.amax(1, keepdim=True)
-    peak.masked_fill_(peak == -torch.inf, 0.0)
+def _sample_lists(logit: Tensor, token: Tensor, rows: _Rows) -> Tensor:
+    """Return one token of each row: of its best ones, which are sorted, and include the best top-k."""
+    weight = ((logit - _peak(logit[:, :1])) / rows.temperature).double().exp_()
+    rank = torch.arange(weight.shape[1], device=weight.device)
+    weight.masked_fill_(rank >= rows.top_k, 0.0)
+    sums = weight.cumsum(1)
+    needed = _needed(rows.top_p, sums[:, -1:])
+    weight.masked_fill_((sums - weight >= needed) | (weight < rows.min_p), 0.0)
+    token, order = token.sort(1)
+    place, _ = _draw(weight.gather(1, order), rows.uniform)
+    return token.gather(1, place).squeeze(1)
 
-    shorter = 0
-    for length in _LIST_LENGTHS:
-        row = ((top_k > shorter) & (top_k <= length)).nonzero().squeeze(1)
-        if len(row):
-            logit, token = _best_of_rows(logits, maxima, row, length)
-            weight = ((logit - peak[row]) / temperature[row]).double().exp_()
-            _limit_list(weight, top_k[row, None], top_p[row], min_p[row])
-            token, order = token.sort(1)
-            place, _ = _draw(weight.gather(1, order), uniform[row])
-            out[row] = token.gather(1, place).squeeze(1).int()
-        shorter = length
 
-    row = (top_k > shorter).nonzero().squeeze(1)
-    if len(row):
-        logit = logits[row]
-        distance = (peak[row] - logit).div_(temperature[row])
-        weight = distance.neg().exp_()
-        _limit_rows(weight, logit, distance, top_k[row, None], top_p[row])
-        weight.masked_fill_(weight < min_p[row], 0.0)
-        out[row] = _draw_by_group(weight, uniform[row]).squeeze(1).int()
+def _sample_rows(logits: Tensor, maxima: Tensor, rows: _Rows) -> Tensor:
+    """Return one token of each row, of its whole vocabulary."""
+    distance = (_peak(maxima.amax(1, keepdim=True)) - logits).div_(rows.temperature)
+    weight = distance.neg().exp_()
+    has_top_k = bool((rows.top_k < logits.shape[1]).any())
+    has_top_p = bool((rows.top_p < 1).any())
+    if has_top_k or has_top_p:
+        bucket = (distance * _BUCKETS_PER_NAT).clamp_max_(_BUCKETS - 1).long()
+    if has_top_k:
+        _keep_best(weight, logits, bucket, torch.ones_like(weight), rows.top_k.double())
+    if has_top_p:
+        total = _of_groups(torch.sum, weight).double().sum(1, keepdim=True)
+        _keep_best(weight, logits, bucket, weight, _needed(rows.top_p, total))
+    weight.masked_fill_(weight < rows.min_p, 0.0)
+    return _draw_by_group(weight, rows.uniform).squeeze(1)
+
+
+def _peak(maximum: Tensor) -> Tensor:
+    """Return the largest logit of each row; 0 for a row of only -inf."""
+    return maximum.masked_fill(maximum == -torch.inf, 0.0)
 
 
 def _best_of_rows(
@@ -168,7 +187,7 @@ def _best_of_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return the best logits of some rows and their tokens, best first: `[rows, length]` each.
 
-    The best tokens are in the best groups: a group outside has a larger or earlier maximum before it in each of them.
+    The best tokens are in the best groups: each of these has a maximum that is better than any token of another group.
     """
     vocabulary, groups = logits.shape[1], maxima.shape[1]
     group = torch.arange(groups, device=logits.device)
@@ -199,34 +218,6 @@ def _value_of(keys: Tensor) -> Tensor:
     return (ordered ^ ((ordered >> 31) & 0x7FFF_FFFF)).view(torch.float32)
 
 
-def _limit_list(weight: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-    """Set to 0 the weights that the limits drop; weights are sorted, and the first is 1."""
-    rank = torch.arange(weight.shape[1], device=weight.device)
-    weight.masked_fill_(rank >= top_k, 0.0)
-    sums = weight.cumsum(1)
-    needed = _needed(top_p, sums[:, -1:])
-    weight.masked_fill_((sums - weight >= needed) | (weight < min_p), 0.0)
-
-
-def _limit_rows(
-    weight: Tensor, logit: Tensor, distance: Tensor, top_k: Tensor, top_p: Tensor
-) -> None:
-    """Set to 0 the weights of whole rows that top-k and top-p drop.
-
-    Args:
-        distance: (largest logit - logit) / temperature.
-    """
-    has_top_k, has_top_p = bool((top_k < logit.shape[1]).any()), bool((top_p < 1).any())
-    if not (has_top_k or has_top_p):
-        return
-    bucket = (distance * _BUCKETS_PER_NAT).clamp_max_(_BUCKETS - 1).long()
-    if has_top_k:
-        _keep_best(weight, logit, bucket, torch.ones_like(weight), top_k.double())
-    if has_top_p:
-        total = _of_groups(torch.sum, weight).double().sum(1, keepdim=True)
-        _keep_best(weight, logit, bucket, weight.clone(), _needed(top_p, total))
-
-
 def _needed(top_p: Tensor, total: Tensor) -> Tensor:
     """Return the weight at which top-p stops: more than 0, so that the best is kept; no limit is infinity."""
     needed = (top_p.double() * total).clamp_min_(_SMALLEST)
@@ -243,15 +234,11 @@ def _keep_best(
         needed: `[rows, 1]` fp64.
     """
     rows = torch.arange(len(weight), device=weight.device)[:, None]
-    sums = torch.bincount(
-        (bucket + rows * _BUCKETS).flatten(),
-        measure.double().flatten(),
-        minlength=len(weight) * _BUCKETS,
-    )
+    at = (bucket + rows * _BUCKETS).flatten()
+    sums = torch.bincount(at, measure.flatten().double(), minlength=len(weight) * _BUCKETS)
     sums = sums.view(-1, _BUCKETS).cumsum(1)
     # the bucket in which `needed` is reached; past the last one if it is not
     last = (sums < needed).sum(1, keepdim=True)
-    weight.masked_fill_(bucket > last, 0.0)
 
     row, token = (bucket == last).nonzero(as_tuple=True)
     # tokens ascend, so stable sorts put the lower token first among equal logits
@@ -263,6 +250,7 @@ def _keep_best(
     before = measured.cumsum(0) - measured
     before -= before[torch.searchsorted(row, row)]
     dropped = before + sums_before[row, 0] >= needed[row, 0]
+    weight.masked_fill_(bucket > last, 0.0)
     weight[row[dropped], token[dropped]] = 0.0
 
 

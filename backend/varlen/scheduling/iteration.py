@@ -220,7 +220,8 @@ class IterationScheduler:
         chunks = []
         for group, tokens in zip(groups, self._divide_step(groups), strict=True):
             self._extend(group, tokens, copies)
-            chunks.append(_chunk(group, tokens))
+            end = group.first.num_computed + tokens
+            chunks.append(_chunk(group, tokens, self._blocks.blocks_of(end)))
         # one token first: the others attend in a way of their own
         order = sorted(range(len(chunks)), key=lambda i: len(chunks[i].token_ids) > 1)
         self._in_flight = tuple(groups[i] for i in order)
@@ -425,8 +426,9 @@ class IterationScheduler:
     def _divide_step(self, groups: tuple[_Group, ...]) -> list[int]:
         """Return the number of tokens of each group.
 
-        Each has one, and prompts divide the rest in order. A prompt takes at most half of what is left while another one is behind it, so that a short prompt does not
-        wait for a long one; what those behind do not need, it takes as well.
+        Each has one, and prompts divide the rest in order. A prompt takes at most half of what is left while another
+        one is behind it, so that a short prompt does not wait for a long one; what the others do not need, it takes
+        as well.
         """
         spare = self._step_tokens - len(groups)
         wanted = [group.remaining - 1 for group in groups]
@@ -554,14 +556,15 @@ class IterationScheduler:
         self._admission.leave(requests=requests, tokens=tokens, seconds=seconds)
 
 
-def _chunk(group: _Group, tokens: int) -> Chunk:
-    sequence = group.first
-    end = sequence.num_computed + tokens
+def _chunk(group: _Group, tokens: int, num_blocks: int) -> Chunk:
+    sequence, begin = group.first, group.first.num_computed
+    end = begin + tokens
     return Chunk(
         sequence,
-        sequence.num_computed,
-        tuple(sequence.token_ids[sequence.num_computed : end]),
-        tuple(sequence.block_ids),
+        begin,
+        tuple(sequence.token_ids[begin:end]),
+        # it has more of them after a larger step that ran out of memory
+        tuple(sequence.block_ids[:num_blocks]),
         group.sequences if end == len(sequence.token_ids) else (),
     )
 

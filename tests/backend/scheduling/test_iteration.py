@@ -1,0 +1,550 @@
+"""Scheduling by iteration: order, limits, blocks, and tokens that do not depend on any of them."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varlen.errors import (
+    DeadlineError,
+    EngineError,
+    QueueFullError,
+    RequestCancelled,
+    RequestError,
+)
+
+from ..fakes.engine_parts import FakeReply
+from .generation import Bench, answer, tokens_of
+
+_POLICIES = ["reserve", "optimistic"]
+_both_policies = pytest.mark.parametrize("policy", _POLICIES)
+
+
+def prompt_of(length, seed=0):
+    """Return a prompt whose answer does not end before 30 tokens."""
+    while True:
+        prompt = [(seed * 7 + i * i) % 11 + 1 for i in range(length - 1)] + [seed % 100]
+        if len(answer(prompt, 30)) == 30:
+            return prompt
+        seed += 101
+
+
+def chunks_of(step):
+    """Return the chunk of each prompt, as (first token, length), in order."""
+    return [(chunk.start, len(chunk.token_ids)) for chunk in step.chunks]
+
+
+@_both_policies
+@pytest.mark.parametrize("length", [1, 4, 15, 16, 17, 100])
+def test_a_prompt_of_any_length_gets_its_answer(policy, length):
+    bench = Bench(policy=policy)
+    prompt = prompt_of(length)
+
+    reply = bench.submit(prompt, max_tokens=20)
+    bench.run_all()
+
+    assert reply.end == "finished"
+    assert tokens_of(reply) == {0: answer(prompt, 20)}
+    assert [part.finish_reason for part in reply.outputs[0]] == [None] * 19 + ["length"]
+    bench.check_idle()
+
+
+def test_each_step_adds_a_token_to_every_sequence_that_generates():
+    bench = Bench()
+    replies = [bench.submit(prompt_of(4, seed), max_tokens=6) for seed in range(4)]
+
+    steps = bench.run_all()
+
+    assert [len(step.chunks) for step in steps] == [4] * 6
+    assert all(len(parts) == 6 for reply in replies for parts in reply.outputs.values())
+
+
+def test_prompts_run_beside_sequences_that_generate_and_after_them_in_the_step():
+    bench = Bench()
+    bench.submit(prompt_of(4), max_tokens=20)
+    bench.step()
+
+    bench.submit(prompt_of(40))
+
+    assert [chunks_of(bench.step()) for _ in range(4)] == [
+        [(4, 1), (0, 15)],
+        [(5, 1), (15, 15)],
+        [(6, 1), (30, 10)],
+        [(7, 1), (40, 1)],
+    ]
+
+
+def test_a_short_prompt_behind_a_long_one_waits_for_one_step_at_most():
+    bench = Bench(step_tokens=64, longest=2000, num_blocks=600)
+    bench.submit(prompt_of(1000), max_tokens=4)
+    bench.step()
+    bench.engine.step()
+
+    # it arrives while a step is in flight
+    short = bench.submit(prompt_of(30), max_tokens=4)
+    bench.executor.complete()
+    bench.step()
+    bench.engine.step()
+
+    assert len(tokens_of(short)[0]) == 1
+
+
+def test_what_a_short_prompt_leaves_of_a_step_goes_to_the_long_one_before_it():
+    bench = Bench(step_tokens=64)
+    bench.submit(prompt_of(100), max_tokens=4)
+    bench.submit(prompt_of(10), max_tokens=4)
+
+    assert chunks_of(bench.step()) == [(0, 54), (0, 10)]
+
+
+def test_every_running_sequence_has_a_token_in_a_step_full_of_prompts():
+    bench = Bench(step_tokens=5, running=8)
+    for seed in range(6):
+        bench.submit(prompt_of(20, seed), max_tokens=3)
+
+    assert chunks_of(bench.step()) == [(0, 1)] * 5
+    assert bench.scheduler.snapshot().waiting == 1
+
+
+def test_requests_of_higher_priority_start_first():
+    bench = Bench(running=1)
+    order = []
+    for priority in (0, 2, 1, 2):
+        bench.submit(prompt_of(3, priority), max_tokens=1, priority=priority)
+
+    while (step := bench.step()) is not None:
+        order.append(bench.place[step.sequences[0]])
+
+    assert order == [1, 3, 2, 0]
+
+
+def test_a_prompt_of_higher_priority_has_the_larger_part_of_a_step():
+    bench = Bench(step_tokens=16)
+    bench.submit(prompt_of(50))
+    bench.step()
+
+    bench.submit(prompt_of(50), priority=1)
+
+    assert chunks_of(bench.step()) == [(0, 8), (16, 8)]
+    assert [bench.place[s] for s in bench.step().sequences] == [1, 0]
+
+
+def test_a_request_that_does_not_fit_holds_back_those_behind_it():
+    bench = Bench(num_blocks=10)
+    bench.submit(prompt_of(4), max_tokens=13)
+    large = bench.submit(prompt_of(20), max_tokens=9)
+    small = bench.submit(prompt_of(4), max_tokens=1)
+
+    bench.step()
+
+    counts = bench.scheduler.snapshot()
+    assert (counts.running, counts.waiting) == (1, 2)
+    bench.run_all()
+    assert (large.end, small.end) == ("finished", "finished")
+
+
+def test_reserve_never_interrupts_a_sequence():
+    bench = Bench(num_blocks=12, policy="reserve")
+    for seed in range(8):
+        bench.submit(prompt_of(6, seed), max_tokens=20)
+
+    steps = bench.run_all()
+
+    counts = bench.scheduler.snapshot()
+    assert counts.preemptions == 0
+    assert counts.prefill_tokens == 8 * 6
+    assert counts.decode_tokens == 8 * 19
+    # 25 slots each, in blocks of 4
+    assert max(len(step.sequences) for step in steps) == 1
+
+
+def test_optimistic_runs_more_sequences_and_preempts_the_youngest():
+    bench = Bench(num_blocks=12, policy="optimistic")
+    replies = [bench.submit(prompt_of(6, seed), max_tokens=20) for seed in range(8)]
+
+    steps = bench.run_all()
+
+    counts = bench.scheduler.snapshot()
+    assert counts.preemptions > 0
+    assert max(len(step.sequences) for step in steps) > 2
+    for seed, reply in enumerate(replies):
+        assert tokens_of(reply) == {0: answer(prompt_of(6, seed), 20)}
+    # the first one runs in every step until it ends
+    assert all(bench.sequences[0] in step.sequences for step in steps[:20])
+    bench.check_idle()
+
+
+def test_a_preempted_sequence_goes_on_before_those_that_came_after_it():
+    bench = Bench(num_blocks=8, policy="optimistic", running=2)
+    first, second, third = [bench.submit(prompt_of(8, s), max_tokens=18) for s in range(3)]
+
+    steps = bench.run_all()
+
+    assert bench.scheduler.snapshot().preemptions > 0
+    ends = [max(i for i, s in enumerate(steps) if q in s.sequences) for q in bench.sequences]
+    assert ends == sorted(ends)
+    assert {reply.end for reply in (first, second, third)} == {"finished"}
+
+
+@_both_policies
+@pytest.mark.parametrize("length", [1, 7, 8, 30])
+def test_samples_share_a_prompt_and_then_differ(policy, length):
+    bench = Bench(policy=policy)
+    prompt = prompt_of(length, seed=3)
+
+    reply = bench.submit(prompt, prompt_of(5), max_tokens=10, n=3)
+    steps = bench.run_all()
+
+    assert tokens_of(reply) == {
+        **{sample: answer(prompt, 10, sample) for sample in range(3)},
+        **{3 + sample: answer(prompt_of(5), 10, sample) for sample in range(3)},
+    }
+    assert bench.scheduler.snapshot().prefill_tokens == length + 5
+    # a full block is never written again, so it needs no copy; of another, the last sample keeps the original
+    assert sum(len(step.copies) for step in steps) <= 4
+    bench.check_idle()
+
+
+def test_samples_reserve_the_blocks_of_their_prompt_once():
+    bench = Bench(num_blocks=40, block_size=4, running=4)
+    bench.submit(prompt_of(18), max_tokens=7, n=4)
+
+    bench.step()
+
+    # 24 slots each, 16 of them in four shared blocks
+    counts = bench.pool.counts()
+    assert counts.used + counts.promised == 4 + 4 * 2
+
+
+def test_samples_wait_until_all_of_them_may_run():
+    bench = Bench(running=4)
+    bench.submit(prompt_of(4), max_tokens=6, n=2)
+    bench.submit(prompt_of(4), max_tokens=6, n=3)
+
+    bench.step()
+
+    assert bench.scheduler.snapshot().running == 2
+    assert bench.scheduler.snapshot().waiting == 3
+
+
+def test_a_known_beginning_is_not_computed_again():
+    bench = Bench(prefix_cache=True)
+    beginning = prompt_of(12)
+    bench.submit([*beginning, 1, 2], max_tokens=2)
+    bench.run_all()
+    before = bench.scheduler.snapshot()
+
+    reply = bench.submit([*beginning, 3, 4, 5], max_tokens=8)
+    step = bench.step()
+    bench.run_all()
+
+    assert chunks_of(step) == [(12, 3)]
+    assert tokens_of(reply) == {0: answer([*beginning, 3, 4, 5], 8)}
+    assert before.blocks.prefix_hit_tokens == 0
+    assert bench.scheduler.snapshot().blocks.prefix_hit_tokens == 12
+    bench.check_idle()
+
+
+def test_a_prompt_that_is_known_as_a_whole_runs_its_last_block():
+    bench = Bench(prefix_cache=True)
+    prompt = prompt_of(12)
+    replies = []
+    for _ in range(2):
+        replies.append(bench.submit(prompt, max_tokens=8))
+        bench.run_all()
+
+    assert tokens_of(replies[0]) == tokens_of(replies[1])
+    assert bench.scheduler.snapshot().blocks.prefix_hit_tokens == 8
+
+
+def test_generated_tokens_are_a_known_beginning_too():
+    bench = Bench(prefix_cache=True)
+    prompt = prompt_of(6)
+    bench.submit(prompt, max_tokens=11)
+    bench.run_all()
+
+    bench.submit(prompt + answer(prompt, 11), max_tokens=2)
+    bench.run_all()
+
+    # 16 tokens have keys and values, the last generated one has none
+    assert bench.scheduler.snapshot().blocks.prefix_hit_tokens == 16
+
+
+@pytest.mark.parametrize(
+    "policy, length, options, message",
+    [
+        ("reserve", 60, {"max_tokens": 41}, "the prompt has 60 tokens and max_tokens is 41; this model takes at most"),
+        ("reserve", 40, {"max_tokens": 42}, "need 21 KV blocks of 4 tokens; this model has 20"),
+        ("reserve", 9, {"max_tokens": 32, "n": 3}, "need 26 KV blocks of 4 tokens; this model has 20"),
+        ("optimistic", 40, {"max_tokens": 42}, "need 21 KV blocks of 4 tokens; this model has 20"),
+        ("reserve", 4, {"n": 6}, "n is 6; this model generates at most 5 sequences at a time"),
+    ],
+    ids=["too long", "too many blocks", "too many samples", "optimistic", "n"],
+)  # fmt: skip
+def test_a_request_that_can_never_run_is_refused(policy, length, options, message):
+    bench = Bench(num_blocks=20, longest=100, policy=policy, running=5)
+
+    with pytest.raises(RequestError, match=message):
+        bench.submit(prompt_of(length), **options)
+
+    bench.check_idle()
+
+
+def test_a_refusal_names_the_row():
+    bench = Bench(longest=100)
+
+    with pytest.raises(RequestError, match="row 1: the prompt has 99 tokens"):
+        bench.submit(prompt_of(9), prompt_of(99))
+
+
+@_both_policies
+def test_a_request_that_needs_every_block_runs(policy):
+    bench = Bench(num_blocks=20, longest=100, policy=policy)
+    prompt = prompt_of(60)
+
+    replies = [bench.submit(prompt, max_tokens=21), bench.submit(prompt, max_tokens=20)]
+    bench.run_all()
+
+    assert [tokens_of(reply) for reply in replies] == [
+        {0: answer(prompt, 21)},
+        {0: answer(prompt, 20)},
+    ]
+
+
+def test_optimistic_runs_samples_one_after_another_if_they_do_not_fit_together():
+    bench = Bench(num_blocks=10, block_size=4, policy="optimistic")
+    prompt = prompt_of(9)
+
+    reply = bench.submit(prompt, max_tokens=32, n=3)
+    bench.run_all()
+
+    assert tokens_of(reply) == {sample: answer(prompt, 32, sample) for sample in range(3)}
+    bench.check_idle()
+
+
+def test_a_queue_that_is_full_refuses():
+    bench = Bench(max_requests=1)
+    bench.submit(prompt_of(4))
+    with pytest.raises(QueueFullError):
+        bench.submit(prompt_of(4))
+
+    # a request that runs does not wait
+    bench.step()
+    bench.submit(prompt_of(4))
+
+
+@_both_policies
+def test_blocks_of_a_cancelled_request_are_free_once_its_step_has_ended(policy):
+    bench = Bench(policy=policy)
+    gone, stays = bench.submit(prompt_of(20), n=2), bench.submit(prompt_of(5), max_tokens=20)
+    bench.step()
+    bench.engine.step()
+    used = bench.pool.counts().used
+
+    bench.scheduler.remove(bench.sequences[0].request)
+
+    assert bench.pool.counts().used == used
+    bench.executor.complete()
+    bench.engine.step()
+    assert bench.pool.counts().used == 2
+    assert bench.scheduler.snapshot().running == 1
+    bench.run_all()
+    assert stays.end == "finished"
+    assert len(tokens_of(gone).get(0, ())) <= 1
+
+
+def test_a_cancelled_request_leaves_a_step_before_it_starts():
+    bench = Bench()
+    gone, stays = FakeReply(), bench.submit(prompt_of(4))
+    bench.submit(prompt_of(4), n=2, reply=gone)
+    for _ in range(3):
+        bench.step()
+
+    gone.cancelled = True
+    step = bench.step()
+
+    assert len(step.sequences) == 1
+    assert isinstance(gone.end, RequestCancelled)
+    assert bench.pool.counts().used == 2
+    bench.run_all()
+    assert stays.end == "finished"
+    bench.check_idle()
+
+
+def test_requests_that_are_all_cancelled_leave_no_step():
+    bench = Bench()
+    reply = bench.submit(prompt_of(4), reply=FakeReply(cancelled=[True]))
+
+    assert bench.step() is None
+
+    assert isinstance(reply.end, RequestCancelled)
+    bench.check_idle()
+
+
+def test_a_deadline_ends_a_sequence_that_generates():
+    bench = Bench()
+    late = bench.submit(prompt_of(4), max_tokens=20, deadline=2.5)
+
+    bench.run_all()
+
+    assert isinstance(late.end, DeadlineError)
+    assert tokens_of(late) == {0: answer(prompt_of(4), 20)[:3]}
+    bench.check_idle()
+
+
+def test_a_request_that_cannot_meet_its_deadline_even_alone_is_refused():
+    bench = Bench()
+    bench.submit(prompt_of(4), max_tokens=8)
+    bench.run_all()
+
+    # steps take a second each
+    with pytest.raises(
+        DeadlineError, match="expected in about 20000 ms, the deadline is in 19500 ms"
+    ):
+        bench.submit(prompt_of(4), max_tokens=20, deadline=19.5)
+    with pytest.raises(DeadlineError):
+        bench.submit(prompt_of(17), max_tokens=20, deadline=20.5)
+    in_time = bench.submit(prompt_of(4), max_tokens=20, deadline=20.5)
+    bench.run_all()
+    assert in_time.end == "finished"
+
+
+def test_a_deadline_counts_what_waits():
+    bench = Bench(running=2)
+    bench.submit(prompt_of(4), max_tokens=8)
+    bench.run_all()
+    for _ in range(4):
+        bench.submit(prompt_of(4), max_tokens=20)
+
+    with pytest.raises(DeadlineError):
+        bench.submit(prompt_of(4), max_tokens=10, deadline=45)
+    bench.submit(prompt_of(4), max_tokens=10, deadline=51)
+
+
+@_both_policies
+def test_a_step_that_runs_out_of_memory_runs_again_in_smaller_ones(policy):
+    bench = Bench(policy=policy)
+    prompts = [prompt_of(10), prompt_of(3), prompt_of(12)]
+    replies = [bench.submit(prompt, max_tokens=9) for prompt in prompts]
+    bench.step()
+    bench.executor.failures = ["memory"] * 3
+
+    steps = bench.run_all()
+
+    # 16 tokens at first, then half of those that failed, then more again
+    sizes = [step.shape.tokens for step in steps]
+    assert sizes[1] <= sizes[0] // 2
+    assert sizes[2] <= max(1, sizes[1] // 2)
+    assert max(sizes[3:]) > sizes[2]
+    for prompt, reply in zip(prompts, replies, strict=True):
+        assert tokens_of(reply) == {0: answer(prompt, 9)}
+
+
+@_both_policies
+def test_copies_of_a_step_that_runs_out_of_memory_are_made_up_for(policy):
+    bench = Bench(policy=policy)
+    prompt = prompt_of(6, seed=3)
+    reply = bench.submit(prompt, max_tokens=9, n=3)
+    bench.step()
+    bench.executor.failures = ["memory"]
+
+    assert len(bench.step().copies) == 2
+    bench.run_all()
+
+    assert tokens_of(reply) == {sample: answer(prompt, 9, sample) for sample in range(3)}
+    bench.check_idle()
+
+
+def test_a_token_that_does_not_fit_alone_fails():
+    bench = Bench()
+    reply = bench.submit(prompt_of(10))
+    bench.executor.failures = ["memory"] * 5
+
+    bench.run_all()
+
+    assert isinstance(reply.end, EngineError)
+    assert "too little memory" in str(reply.end)
+    bench.check_idle()
+
+
+def test_a_step_that_fails_ends_its_requests_and_no_others():
+    bench = Bench(running=2)
+    replies = [bench.submit(prompt_of(4), max_tokens=4) for _ in range(3)]
+    bench.executor.failures = ["batch"]
+
+    bench.run_all()
+
+    assert [type(reply.end) for reply in replies] == [EngineError, EngineError, str]
+    bench.check_idle()
+
+
+_REQUEST = st.fixed_dictionaries(
+    {
+        # few token ids and small blocks: many prompts begin alike
+        "prompts": st.lists(
+            st.lists(st.integers(1, 2), min_size=1, max_size=20), min_size=1, max_size=2
+        ),
+        "max_tokens": st.integers(1, 12),
+        "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "priority": st.sampled_from([0, 0, 0, 1]),
+        "cancelled_after": st.sampled_from([math.inf, math.inf, math.inf, 0, 1, 4]),
+        "deadline": st.sampled_from([None, None, None, 3.5, 9.5]),
+    }
+)
+
+
+@given(
+    actions=st.lists(
+        st.one_of(
+            _REQUEST,
+            st.sampled_from(["step", "step", "step", "start", "cancel", "late", "memory", "batch"]),
+        ),
+        max_size=30,
+    ),
+    policy=st.sampled_from(_POLICIES),
+    prefix_cache=st.booleans(),
+    num_blocks=st.integers(4, 24),
+    block_size=st.integers(1, 4),
+    step_tokens=st.integers(1, 12),
+    running=st.integers(1, 6),
+)
+def test_whatever_happens_answers_are_right_and_blocks_return(actions, **settings):
+    bench = Bench(**settings, max_requests=6)
+    asked = []
+    for action in actions:
+        if isinstance(action, dict):
+            options = dict(action)
+            prompts = options.pop("prompts")
+            reply = FakeReply(cancelled_after=options.pop("cancelled_after"))
+            try:
+                bench.submit(*prompts, **options, reply=reply)
+                asked.append((prompts, options, reply))
+            except (RequestError, QueueFullError, DeadlineError):
+                assert reply.end is None
+        elif action == "step":
+            bench.step()
+        elif action == "start":
+            # what follows happens while a step is in flight
+            bench.engine.step()
+        elif action == "cancel" and asked:
+            asked[-1][-1].cancelled = True
+        elif action == "late":
+            bench.clock.now += 4.0
+        elif action in {"memory", "batch"}:
+            bench.executor.failures = [action]
+        bench.check_blocks()
+    bench.run_all()
+
+    for prompts, options, reply in asked:
+        rows = [(prompt, sample) for prompt in prompts for sample in range(options["n"])]
+        expected = [answer(prompt, options["max_tokens"], sample) for prompt, sample in rows]
+        for row, tokens in tokens_of(reply).items():
+            assert tokens == expected[row][: len(tokens)]
+        if reply.end == "finished":
+            assert list(map(tokens_of(reply).get, range(len(rows)))) == expected
+        else:
+            assert isinstance(reply.end, (RequestCancelled, DeadlineError, EngineError))
+    if bench.scheduler.snapshot().preemptions:
+        assert settings["policy"] == "optimistic" or "memory" in actions
+    bench.check_idle()
