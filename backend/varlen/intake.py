@@ -41,14 +41,14 @@ class InputLimits:
         max_sequence_tokens: longest sequence, in tokens.
         max_text_bytes: longest text, in bytes of UTF-8; of a pair, each text.
         vocab_size, type_vocab_size: token ids and token type ids are below these.
-        arena: the memory that one sequence has to fit.
+        arena: the memory that one sequence has to fit; None if a longer one runs in chunks.
     """
 
     max_sequence_tokens: int
     max_text_bytes: int
     vocab_size: int
     type_vocab_size: int
-    arena: ArenaLimits
+    arena: ArenaLimits | None = None
 
 
 class ChatTemplate(Protocol):
@@ -162,7 +162,7 @@ class Intake:
 
     def _check_arena(self, row: int, tokens: int) -> None:
         arena = self._limits.arena
-        if tokens > arena.max_tokens:
+        if arena is not None and tokens > arena.max_tokens:
             raise RequestError(
                 f"row {row}: {tokens} tokens need {arena.bytes_needed(tokens)} bytes of memory to run; this model has"
                 f" {arena.capacity}, enough for {arena.max_tokens} tokens (arena_bytes)"

@@ -15,6 +15,7 @@ import torch
 from varlen.config import EngineConfig, Task
 from varlen.cost_warmup import costs_for
 from varlen.engine import Engine
+from varlen.execution.device import name_of
 from varlen.execution.executor import ThreadExecutor
 from varlen.execution.runner import Runner
 from varlen.intake import InputLimits, Intake
@@ -102,7 +103,7 @@ class Service:
             " loaded in %.1f s",
             runner.task,
             str(runner.dtype).removeprefix("torch."),
-            _name(runner.device),
+            name_of(runner.device),
             runner.max_sequence_tokens,
             runner.max_batch_tokens,
             runner.arena.capacity / _MEGABYTE,
@@ -173,13 +174,6 @@ def _response_cache(config: EngineConfig, engine: Engine, runner: Runner) -> Res
         max_bytes=config.response_cache_bytes,
         max_seconds=config.response_cache_seconds or math.inf,
     )
-
-
-def _name(device: torch.device) -> str:
-    """Return the name of a device for the log."""
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)} ({device})"
-    return f"{torch.get_num_threads()} threads"
 
 
 def _warm_up(runner: Runner) -> None:

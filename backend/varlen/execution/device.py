@@ -70,3 +70,10 @@ def memory_of(device: torch.device) -> int:
     except (OSError, ValueError):
         # no container, or one without a limit
         return installed
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name of a device for the log."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} ({device})"
+    return f"{torch.get_num_threads()} threads"

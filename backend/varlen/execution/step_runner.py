@@ -15,6 +15,7 @@ from varlen.execution.kv_cache import kv_size, new_caches
 from varlen.execution.packed_weights import pack_linear_layers
 from varlen.execution.step_cpu import CpuSteps
 from varlen.execution.step_cuda import CudaSteps
+from varlen.generation_options import GenerationOptions
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.memory.out_of_memory import memory_errors
@@ -25,7 +26,15 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.models.registry import load_decoder
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
-from varlen.sequence import Batch, Chunk, GeneratedSequence, SampledToken, StepBatch
+from varlen.request import Prompt, Reply, Request, RequestOptions
+from varlen.sequence import (
+    Batch,
+    Chunk,
+    GeneratedSequence,
+    RequestState,
+    SampledToken,
+    StepBatch,
+)
 from varlen_kernels.dispatch import decoder_kernels_for
 
 # Chooses a token for each row of logits, `[sequences, vocabulary]` fp32, which it may overwrite.
@@ -118,6 +127,18 @@ class StepRunner:
             self._copy_blocks(step.copies)
             logits = self._steps.logits(step.chunks)
             return self._sample(logits, [each for chunk in step.chunks for each in chunk.samples])
+
+    def warm_up(self) -> None:
+        """Run a prompt and a token, so that the first request runs at normal speed."""
+        prompt = Prompt(np.zeros(2, dtype=np.int32))
+        # greedy, and never answered
+        request = Request((prompt,), RequestOptions(generation=GenerationOptions(temperature=0.0)))
+        (sequence,) = RequestState(request, cast(Reply, None), 0.0).sequences
+        assert isinstance(sequence, GeneratedSequence)
+        for start, tokens in ((0, (0, 0)), (2, (0,))):
+            chunk = Chunk(sequence, start, tokens, (0,), (sequence,))
+            shape = BatchShape.of([len(tokens)])
+            self.run_batch(StepBatch((sequence,), shape, 0.0, "warm-up", (chunk,)))
 
     def padding_tokens(self, shape: BatchShape) -> int:  # noqa: ARG002  # of every runner
         """Return 0: a step has no padding."""

@@ -1,0 +1,184 @@
+"""One loaded model that generates: checkpoint, input checks, scheduler and engine.
+
+The server's model class and the in-process API both use it.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from varlen.config import EngineConfig, Task
+from varlen.decoding.chat import ChatTemplate
+from varlen.decoding.sampling import Sampler
+from varlen.decoding.writer import TextWriter
+from varlen.engine import Engine
+from varlen.execution.device import name_of
+from varlen.execution.executor import ThreadExecutor
+from varlen.execution.step_runner import StepRunner
+from varlen.intake import InputLimits, Intake
+from varlen.memory.blocks import BlockPool
+from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
+from varlen.models.checkpoint import Checkpoint
+from varlen.request import Reply, Request
+from varlen.scheduling.admission import Admission
+from varlen.scheduling.iteration import IterationScheduler, StepLimits
+from varlen.sequence import GeneratedSequence, OutputWriter
+from varlen.tokenization import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_MEGABYTE = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationService:
+    """A running model that generates.
+
+    Attributes:
+        checkpoint: the loaded checkpoint.
+        intake: checks inputs and makes prompts of them.
+        admission: counts waiting work.
+        scheduler: forms steps.
+        engine: runs the loop; started.
+        executor: runs steps.
+        runner: the model that the engine owns.
+    """
+
+    checkpoint: Checkpoint
+    intake: Intake
+    admission: Admission
+    scheduler: IterationScheduler
+    engine: Engine
+    executor: ThreadExecutor
+    runner: StepRunner
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, config: EngineConfig, stats: Stats, *, gpu: int = 0
+    ) -> "GenerationService":
+        """Return the model of a checkpoint folder, warmed up.
+
+        Args:
+            folder: holds the checkpoint.
+            config: the settings.
+            stats: gets the counts of the engine.
+            gpu: number of the GPU, if the model runs on one.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or of a kind that is not served.
+            ConfigError: a setting does not fit the checkpoint.
+        """
+        began = time.monotonic()
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        checkpoint = Checkpoint.open(folder)
+        tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
+        sampler = Sampler(tokenizer.library, checkpoint.eos_token_ids)
+        runner = StepRunner(checkpoint, config, sampler.sample, gpu=gpu)
+        runner.warm_up()
+        limits = InputLimits(
+            max_sequence_tokens=runner.max_sequence_tokens,
+            max_text_bytes=config.max_text_bytes,
+            vocab_size=runner.vocab_size,
+            type_vocab_size=1,
+        )
+        template = checkpoint.chat_template
+        intake = Intake(tokenizer, limits, ChatTemplate(template) if template else None)
+        executor = ThreadExecutor([runner])
+        admission = Admission(
+            config.max_queued_requests, config.max_queued_tokens, slots=executor.slots
+        )
+
+        def new_writer(sequence: GeneratedSequence) -> OutputWriter:
+            return TextWriter(
+                tokenizer.library,
+                sequence.generation,
+                prompt_ids=sequence.prompt.token_ids.tolist(),
+                eos_ids=checkpoint.eos_token_ids,
+            )
+
+        scheduler = IterationScheduler(
+            StepLimits(
+                max_step_tokens=config.max_step_tokens,
+                max_running_sequences=config.max_running_sequences,
+                max_sequence_tokens=runner.max_sequence_tokens,
+            ),
+            BlockPool(
+                runner.kv.num_blocks, runner.kv.block_size, prefix_cache=config.prefix_cache
+            ),
+            config.kv_policy,
+            admission,
+            new_writer,
+        )
+        engine = Engine(scheduler, executor, stats)
+        engine.start()
+        _log.info(
+            "serving generate in %s on %s, sequences up to %d tokens, %d at a time, steps up to %d tokens;"
+            " %d KV blocks of %d tokens, %.1f MB; weights %.1f MB; loaded in %.1f s",
+            str(runner.dtype).removeprefix("torch."),
+            name_of(runner.device),
+            runner.max_sequence_tokens,
+            config.max_running_sequences,
+            config.max_step_tokens,
+            runner.kv.num_blocks,
+            runner.kv.block_size,
+            runner.kv.num_blocks * runner.kv.block_bytes / _MEGABYTE,
+            runner.weight_bytes / _MEGABYTE,
+            time.monotonic() - began,
+        )
+        return cls(checkpoint, intake, admission, scheduler, engine, executor, runner)
+
+    @property
+    def task(self) -> Task:
+        """The task of the model."""
+        return "generate"
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are accepted; False for good after a fault of the device."""
+        return self.engine.is_ready
+
+    def submit(self, request: Request, reply: Reply) -> None:
+        """Answer a request, now or later. Any thread may call this.
+
+        Raises:
+            VarlenError: the request is not admitted; the caller answers it. See `Engine.submit`.
+        """
+        self.engine.submit(request, reply)
+
+    def snapshot(self) -> MetricsSnapshot:
+        """Return the values of the gauges and totals of generation. From any thread."""
+        requests, tokens = self.admission.depth
+        layout, use = self.runner.arena.layout, self.runner.arena.use()
+        counts = self.scheduler.snapshot()
+        return {
+            SnapshotMetric.QUEUED_REQUESTS: requests,
+            SnapshotMetric.QUEUED_TOKENS: tokens,
+            SnapshotMetric.WEIGHT_BYTES: self.runner.weight_bytes,
+            SnapshotMetric.ARENA_CAPACITY: self.runner.arena.capacity,
+            SnapshotMetric.ARENA_RESERVED: use.reserved_bytes,
+            SnapshotMetric.ARENA_CHUNKS: use.chunks,
+            SnapshotMetric.ARENA_FOOTPRINT: use.footprint_bytes,
+            SnapshotMetric.ARENA_PEAK_LIVE: use.peak_live_bytes,
+            SnapshotMetric.PLAN_SECONDS: layout.plan_seconds,
+            SnapshotMetric.PLAN_CACHE_HITS: layout.plan_hits,
+            SnapshotMetric.PLAN_CACHE_MISSES: layout.plan_misses,
+            SnapshotMetric.RUNNING_SEQUENCES: counts.running,
+            SnapshotMetric.WAITING_SEQUENCES: counts.waiting,
+            SnapshotMetric.KV_BLOCKS_USED: counts.blocks.used,
+            SnapshotMetric.KV_BLOCKS_PROMISED: counts.blocks.used + counts.blocks.promised,
+            SnapshotMetric.KV_BLOCKS_CAPACITY: counts.blocks.total,
+            SnapshotMetric.PREFILL_TOKENS: counts.prefill_tokens,
+            SnapshotMetric.DECODE_TOKENS: counts.decode_tokens,
+            SnapshotMetric.PREEMPTIONS: counts.preemptions,
+            SnapshotMetric.PREFIX_CACHE_HIT_TOKENS: counts.blocks.prefix_hit_tokens,
+        }
+
+    def close(self) -> None:
+        """Run what is queued, then stop."""
+        self.engine.close()
+        self.executor.close()
+        self.runner.close()
