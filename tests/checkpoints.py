@@ -1,4 +1,4 @@
-"""Small random BERT checkpoints in Hugging Face format, and edits of their files.
+"""Small random checkpoints in Hugging Face format, and edits of their files.
 
 This module does not use varlen: transformers, tokenizers and safetensors write the checkpoints.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 WEIGHTS = "model.safetensors"
 # The transformers class whose checkpoints serve a task.
@@ -23,6 +23,7 @@ KIND_OF_TASK = {
     "token_classify": "BertForTokenClassification",
 }
 
+END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789.,!?'-"
 # Three words, and word pieces for any other text.
@@ -36,6 +37,23 @@ SMALL = {
     "num_attention_heads": 3,
     "intermediate_size": 40,
     "max_position_embeddings": 64,
+}
+_SMALL_LLAMA = {
+    "hidden_size": 36,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 52,
+    "max_position_embeddings": 320,
+    "head_dim": 6,
+}
+# By the beginning of the class's name, the fields of a small decoder.
+SMALL_DECODERS: Mapping[str, dict[str, Any]] = {
+    "GPT2": {"n_embd": 36, "n_layer": 3, "n_head": 3, "n_inner": 52, "n_positions": 320},
+    "Llama": _SMALL_LLAMA,
+    "Mistral": {**_SMALL_LLAMA, "sliding_window": None},
+    "Qwen2": _SMALL_LLAMA,
+    "Qwen3": {**_SMALL_LLAMA, "head_dim": 10},
 }
 
 
@@ -53,25 +71,36 @@ def save_checkpoint(
     """Save a random checkpoint of the transformers class `kind` into `folder`, and return the folder.
 
     Args:
-        words: vocabulary of the tokenizer, after the special tokens.
+        folder: may not exist yet.
+        kind: the class of a BERT, or of a decoder in `SMALL_DECODERS`, whose tokenizer is byte-level.
+        words: vocabulary of a BERT's tokenizer, after the special tokens.
         files: JSON files to add, by path; see `pooling_files`.
         dtype: of the weights.
         model, save: more arguments of the class and of save_pretrained.
-        config: fields of BertConfig that differ from `SMALL`.
+        config: fields of its configuration that differ from `SMALL` or `SMALL_DECODERS`.
     """
-    vocabulary = (*SPECIAL_TOKENS, *words)
-    settings = {"vocab_size": len(vocabulary), **SMALL, **config}
+    family = next((name for name in SMALL_DECODERS if kind.startswith(name)), None)
+    tokenizer = _word_pieces((*SPECIAL_TOKENS, *words)) if family is None else _byte_pairs()
+    settings = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        **(SMALL if family is None else SMALL_DECODERS[family]),
+        **config,
+    }
     # large enough that a wrong layer shows, small enough not to magnify rounding
-    settings.setdefault("initializer_range", settings["hidden_size"] ** -0.5)
+    hidden = settings.get("hidden_size") or settings["n_embd"]
+    settings.setdefault("initializer_range", hidden**-0.5)
+    if family is not None:
+        settings = {"bos_token_id": 0, "eos_token_id": 0, **settings}
     torch.manual_seed(0)
-    made = getattr(transformers, kind)(transformers.BertConfig(**settings), **(model or {}))
+    config_class = getattr(transformers, f"{family or 'Bert'}Config")
+    made = getattr(transformers, kind)(config_class(**settings), **(model or {}))
     # transformers initializes biases to zero and norms to one, which would hide mistakes
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     made.to(dtype).save_pretrained(folder, **(save or {}))
-    _tokenizer(vocabulary).save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     for name, content in (files or {}).items():
         write_file(folder, name, content)
     return folder
@@ -116,7 +145,20 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     save_file(tensors, folder / WEIGHTS)
 
 
-def _tokenizer(vocabulary: Sequence[str]) -> Tokenizer:
+def _byte_pairs() -> Tokenizer:
+    """Return a byte-level tokenizer: one end token, all bytes, a few merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("c", "a"), ("Ġ", "ca"), ("Ġca", "t")]
+    tokens = [END_OF_TEXT, *alphabet, *(first + second for first, second in merges)]
+    ids = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(ids, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def _word_pieces(vocabulary: Sequence[str]) -> Tokenizer:
     """Return a lower-casing WordPiece tokenizer."""
     ids = {token: index for index, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))

@@ -364,8 +364,9 @@ def rotary(
     cos, sin = torch.split(cos_sin.index_select(0, position_ids)[:, None], half, dim=2)
     for heads in (queries, keys):
         first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-        heads[..., :half] = first * cos - second * sin
-        heads[..., half : 2 * half] = second * cos + first * sin
+        # both before either is written: in fp32, `first` and `second` are views
+        rotated = first * cos - second * sin, second * cos + first * sin
+        heads[..., :half], heads[..., half : 2 * half] = rotated
     return out
 
 

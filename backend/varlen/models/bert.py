@@ -14,7 +14,7 @@ from varlen.models.bert_checkpoint import activation_of, norm_eps_of, prefix_of
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.config_file import read_int
 from varlen.models.heads import Heads
-from varlen.models.layers import Linear, Norm
+from varlen.models.layers import LayerReader, Linear, Norm
 from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
@@ -105,7 +105,7 @@ def load_bert(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) 
     config = checkpoint.config
     hidden, inner = checkpoint.hidden_size, read_int(config, "intermediate_size")
     with CheckpointWeights(checkpoint.folder) as weights:
-        read = _Reader(weights, hidden, dtype, device)
+        read = _BertReader(weights, hidden, LayerReader(weights, dtype, device))
         return Bert(
             token_table=read.table("word", read_int(config, "vocab_size")),
             position_table=read.table("position", checkpoint.position_limit),
@@ -122,30 +122,26 @@ def load_bert(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) 
         )
 
 
-class _Reader:
+class _BertReader:
     """Reads the parts of a BERT by their names in a checkpoint."""
 
-    def __init__(
-        self, weights: CheckpointWeights, hidden: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._weights = weights
+    def __init__(self, weights: CheckpointWeights, hidden: int, read: LayerReader) -> None:
         self._hidden = hidden
-        self._dtype = dtype
-        self._device = device
+        self._read = read
         # models with a head keep the encoder under a name of its own
         self._prefix = prefix_of(weights)
+        self._has_pooler = f"{self._prefix}pooler.dense.weight" in weights
 
     def table(self, name: str, rows: int) -> Tensor:
         name = f"{self._prefix}embeddings.{name}_embeddings.weight"
-        return self._copy(name, rows, self._hidden)
+        return self._read.tensor(name, rows, self._hidden)
 
     def norm(self, of: str) -> Norm:
-        name = f"{self._prefix}{of}.LayerNorm"
-        return Norm(*(self._copy(f"{name}.{part}", self._hidden) for part in ("weight", "bias")))
+        return self._read.norm(f"{self._prefix}{of}.LayerNorm", self._hidden)
 
     def linear(self, names: list[str], fan_in: int, fan_out: int) -> Linear:
-        """Return linear layers that read one input as one layer, their outputs side by side."""
-        return self._join([f"{self._prefix}{name}" for name in names], fan_in, fan_out)
+        names = [f"{self._prefix}{name}" for name in names]
+        return self._read.linear(names, fan_in, [fan_out] * len(names))
 
     def layer(self, at: str, inner: int) -> BertLayer:
         hidden = self._hidden
@@ -160,20 +156,10 @@ class _Reader:
         )
 
     def heads(self, num_labels: int) -> Heads:
-        hidden, has_pooler = self._hidden, f"{self._prefix}pooler.dense.weight" in self._weights
+        hidden = self._hidden
         return Heads(
-            pooler=self.linear(["pooler.dense"], hidden, hidden) if has_pooler else None,
-            classifier=self._join(["classifier"], hidden, num_labels) if num_labels else None,
+            pooler=self.linear(["pooler.dense"], hidden, hidden) if self._has_pooler else None,
+            classifier=(
+                self._read.linear(["classifier"], hidden, [num_labels]) if num_labels else None
+            ),
         )
-
-    def _join(self, names: list[str], fan_in: int, fan_out: int) -> Linear:
-        matrices = [self._read(f"{name}.weight", fan_out, fan_in).t() for name in names]
-        biases = [self._read(f"{name}.bias", fan_out) for name in names]
-        return Linear(torch.cat(matrices, dim=1).contiguous(), torch.cat(biases))
-
-    def _copy(self, name: str, *shape: int) -> Tensor:
-        # a view would keep the whole file mapped, and be read page by page while requests wait
-        return self._read(name, *shape).clone()
-
-    def _read(self, name: str, *shape: int) -> Tensor:
-        return self._weights.read(name, *shape).to(device=self._device, dtype=self._dtype)

@@ -4,30 +4,26 @@ Nothing in the folder is executed or unpickled. `fetch` and every load use the s
 `fetch` accepts what the server loads.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from varlen.config import Task
 from varlen.errors import CheckpointError
-from varlen.models.bert_checkpoint import check_config, check_tensors, num_labels_of
-from varlen.models.config_file import Json, read_int, read_object
+from varlen.models import bert_checkpoint, gpt2_checkpoint, llama_checkpoint
+from varlen.models.config_file import Json, read_num_labels, read_object
+from varlen.models.family import Family
+from varlen.models.generation_config import EndTokens, check_generation, read_end_tokens
 from varlen.models.sentence_transformers import read_sentence_settings
-from varlen.models.tokenizer_files import read_tokenizer_limit
+from varlen.models.tokenizer_files import read_tokenizer_settings
 from varlen.models.weights import read_headers
 from varlen_kernels import Pooling
 
-_TASK_OF_ARCHITECTURE: dict[str, Task] = {
-    "BertModel": "embed",
-    "BertForMaskedLM": "embed",
-    "BertForPreTraining": "embed",
-    "BertForSequenceClassification": "classify",
-    "BertForTokenClassification": "token_classify",
-}
-# Architecture with the head of a task; the other tasks need no head.
-_TASKS_WITH_HEAD: dict[Task, str] = {
-    "classify": "BertForSequenceClassification",
-    "rerank": "BertForSequenceClassification",
-    "token_classify": "BertForTokenClassification",
+# The families that are served, by the `model_type` of config.json.
+FAMILIES: Mapping[str, Family] = {
+    "bert": bert_checkpoint.FAMILY,
+    "gpt2": gpt2_checkpoint.FAMILY,
+    **llama_checkpoint.FAMILIES,
 }
 
 
@@ -38,6 +34,7 @@ class Checkpoint:
     Attributes:
         folder: where its files are.
         config: `config.json`.
+        architecture: name of its class in transformers.
         task: the task of its architecture's head, else `embed`.
         pooling: how `embed` makes one vector of a sequence.
         normalize: whether `embed` divides that vector by its length, by default.
@@ -46,10 +43,14 @@ class Checkpoint:
         num_labels: outputs of the classification head, 0 when there is none.
         position_limit: longest sequence that has position embeddings, in tokens.
         max_sequence_tokens: longest sequence by default, in tokens; at most `position_limit`.
+        bos_token_id: the token that may begin a sequence, if the checkpoint has one.
+        eos_token_ids: the tokens that end a generated sequence.
+        chat_template: Jinja source that makes a prompt of chat messages, if the checkpoint has one.
     """
 
     folder: Path
     config: Json
+    architecture: str
     task: Task
     pooling: Pooling
     normalize: bool
@@ -58,6 +59,9 @@ class Checkpoint:
     num_labels: int
     position_limit: int
     max_sequence_tokens: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None
 
     @classmethod
     def open(cls, folder: str | Path) -> "Checkpoint":
@@ -72,46 +76,77 @@ class Checkpoint:
                 f"{folder} is not a folder; give a Hugging Face checkpoint folder"
             )
         config = read_object(folder, "config.json")
-        architecture = _architecture(config)
-        check_config(config)
-        sentence = read_sentence_settings(folder)
-        tokenizer_limit = read_tokenizer_limit(folder, lowercase=sentence.lowercase)
-        position_limit = read_int(config, "max_position_embeddings")
-        trained_limit = sentence.max_seq_length or tokenizer_limit or position_limit
+        family = _family(config)
+        architecture = _architecture(config, family)
+        sizes = family.read_sizes(config)
+        sentence = read_sentence_settings(folder, pooling=_default_pooling(architecture))
+        tokenizer = read_tokenizer_settings(
+            folder, is_decoder=family.is_decoder, lowercase=sentence.lowercase
+        )
+        trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
+        tokens = read_end_tokens(folder, config) if family.is_decoder else EndTokens()
+        has_labels = family.architectures[architecture] in ("classify", "token_classify")
         return cls(
             folder=folder,
             config=config,
-            task=_TASK_OF_ARCHITECTURE[architecture],
+            architecture=architecture,
+            task=family.architectures[architecture],
             pooling=sentence.pooling,
             normalize=sentence.normalize,
             default_prompt=sentence.default_prompt,
-            hidden_size=read_int(config, "hidden_size"),
-            num_labels=num_labels_of(config) if architecture in _TASKS_WITH_HEAD.values() else 0,
-            position_limit=position_limit,
-            max_sequence_tokens=min(position_limit, trained_limit),
+            hidden_size=sizes.hidden,
+            num_labels=read_num_labels(config) if has_labels else 0,
+            position_limit=sizes.positions,
+            max_sequence_tokens=min(sizes.positions, trained_limit),
+            bos_token_id=tokens.bos,
+            eos_token_ids=tokens.eos,
+            chat_template=tokenizer.chat_template,
         )
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether its model is a decoder, whose tokens read only earlier ones."""
+        return _family(self.config).is_decoder
 
     def check_task(self, task: Task) -> None:
         """Raise CheckpointError unless this checkpoint has the head and the tensors that `task` needs.
 
         Reads the headers of the weights, not the weights.
         """
-        needed = _TASKS_WITH_HEAD.get(task)
-        if needed is not None and needed != _architecture(self.config):
+        family = _family(self.config)
+        if task not in family.tasks:
             raise CheckpointError(
-                f'task "{task}" needs a {needed} checkpoint; this one is a {_architecture(self.config)}'
+                f'task "{task}" is not served with model_type "{self.config["model_type"]}";'
+                f" allowed: {', '.join(family.tasks)}"
             )
-        headers = read_headers(self.folder)
-        check_tensors(headers, self.config, num_labels=self.num_labels, task=task)
+        needed = family.heads.get(task)
+        if needed is not None and needed != self.architecture:
+            raise CheckpointError(
+                f'task "{task}" needs a {needed} checkpoint; this one is a {self.architecture}'
+            )
+        if task == "generate":
+            check_generation(self.folder)
+        family.check_tensors(read_headers(self.folder), self.config, self.architecture, task)
 
 
-def _architecture(config: Json) -> str:
-    family = config.get("model_type")
-    if family != "bert":
-        raise CheckpointError(f'config.json has model_type "{family}"; this version serves: bert')
-    names = config.get("architectures") or ["BertModel"]
+def _family(config: Json) -> Family:
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise CheckpointError(
+            f'config.json has model_type "{name}"; this version serves: {", ".join(FAMILIES)}'
+        )
+    return FAMILIES[name]
+
+
+def _architecture(config: Json, family: Family) -> str:
+    names = config.get("architectures") or list(family.architectures)
     name = names[0] if isinstance(names, list) else names
-    if not isinstance(name, str) or name not in _TASK_OF_ARCHITECTURE:
-        allowed = ", ".join(_TASK_OF_ARCHITECTURE)
+    if not isinstance(name, str) or name not in family.architectures:
+        allowed = ", ".join(family.architectures)
         raise CheckpointError(f'config.json has the architecture "{name}"; allowed: {allowed}')
     return name
+
+
+def _default_pooling(architecture: str) -> Pooling:
+    # what sentence-transformers takes where no file says it
+    return "last" if architecture.endswith("ForCausalLM") else "mean"

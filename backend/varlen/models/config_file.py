@@ -2,12 +2,36 @@
 
 import json
 from collections.abc import Collection, Mapping
+from math import inf
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from varlen.errors import CheckpointError
+from varlen_kernels import Activation
 
 Json: TypeAlias = dict[str, Any]
+_Choice = TypeVar("_Choice")
+
+# Activations by their names in config.json.
+ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+# Fields of config.json that change no logit and no hidden state of any family.
+HARMLESS_FIELDS = frozenset(
+    # names, versions, labels
+    "_name_or_path name_or_path _commit_hash transformers_version label2id finetuning_task language name"
+    " sentence_transformers task_specific_params tokenizer_class"
+    # training
+    " classifier_dropout gradient_checkpointing initializer_range problem_type tie_encoder_decoder"
+    # how transformers runs and what else it returns
+    " _attn_implementation attn_implementation chunk_size_feed_forward dtype output_attentions"
+    " output_hidden_states output_past return_dict torch_dtype torchscript use_bfloat16 use_cache"
+    # token ids, which a tokenizer adds or a decoder reads
+    " bos_token_id cls_token_id decoder_start_token_id eos_token_id pad_token_id sep_token_id".split()
+)
 
 # A field's value is shown in a message up to this many characters.
 _MAX_SHOWN = 80
@@ -47,6 +71,62 @@ def read_int(config: Json, key: str, *, lowest: int = 1, name: str = "config.jso
     return value
 
 
+def read_number(
+    config: Json,
+    key: str,
+    *,
+    default: float | None = None,
+    above: float = 0.0,
+    name: str = "config.json",
+) -> float:
+    """Return a finite number greater than `above`, or raise CheckpointError that names it."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < inf:
+        raise CheckpointError(f"{name} has {key} {value!r}; allowed: numbers above {above:g}")
+    return float(value)
+
+
+def read_flag(config: Json, key: str, *, default: bool, name: str = "config.json") -> bool:
+    """Return a boolean of a configuration file, or raise CheckpointError that names it."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{name} has {key} {value!r}; allowed: true, false")
+    return value
+
+
+def read_choice(config: Json, key: str, choices: Mapping[str, _Choice], *, default: str) -> _Choice:
+    """Return what a name in config.json stands for, or raise CheckpointError with the names allowed."""
+    name = config.get(key, default)
+    if not isinstance(name, str) or name not in choices:
+        raise CheckpointError(f'config.json has {key} "{name}"; allowed: {", ".join(choices)}')
+    return choices[name]
+
+
+def check_multiple(config: Json, key: str, of: str) -> None:
+    """Raise CheckpointError unless the size `key` is a multiple of the number `of`."""
+    if config[key] % config[of]:
+        raise CheckpointError(f"{key} {config[key]} is not a multiple of {of} {config[of]}")
+
+
+def read_norm_eps(config: Json, key: str, *, default: float) -> float:
+    """Return the epsilon of norms, which is added to a variance or a mean square."""
+    eps = config.get(key, default)
+    if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 <= eps < 1:
+        raise CheckpointError(f"config.json has {key} {eps!r}; allowed: numbers from 0")
+    return float(eps)
+
+
+def read_num_labels(config: Json) -> int:
+    """Return the number of outputs of a classification head."""
+    labels = config.get("id2label")
+    if isinstance(labels, dict):
+        return len(labels)
+    # transformers leaves id2label out when there are two labels, its default
+    return read_int({"num_labels": 2, **config}, "num_labels")
+
+
 def check_fields(
     config: Json, name: str, *, known: Collection[str], fixed: Mapping[str, object]
 ) -> None:
@@ -68,6 +148,14 @@ def check_fields(
             raise CheckpointError(
                 f'{name} has the field "{key}" ({show(value)}), which this version does not know'
             )
+
+
+def check_unquantized(config: Json) -> None:
+    """Raise CheckpointError if config.json says that the weights are quantized."""
+    if config.get("quantization_config") is not None:
+        raise CheckpointError(
+            "config.json has quantization_config; quantized weights are not served"
+        )
 
 
 def show(value: object) -> str:

@@ -1,14 +1,18 @@
 """The loader of each model family, by the `model_type` of config.json."""
 
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from varlen.models.attention import Attention
+from varlen.models import llama_checkpoint
+from varlen.models.attention import Attention, PackedAttention
 from varlen.models.bert import load_bert
 from varlen.models.checkpoint import Checkpoint
+from varlen.models.gpt2 import load_gpt2
 from varlen.models.heads import Heads
+from varlen.models.llama import load_llama
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
 
@@ -33,15 +37,15 @@ class EncoderModel(Protocol):
 
 
 class DecoderModel(Protocol):
-    """A loaded decoder of any family.
+    """A loaded decoder of any family."""
 
-    Attributes:
-        num_layers: number of its attention layers.
-        attention_heads: of each of these layers.
-    """
+    @property
+    def num_layers(self) -> int:
+        """Number of its attention layers."""
 
-    num_layers: int
-    attention_heads: AttentionHeads
+    @property
+    def attention_heads(self) -> AttentionHeads:
+        """Heads of each of these layers."""
 
     @property
     def vocab_size(self) -> int:
@@ -54,16 +58,57 @@ class DecoderModel(Protocol):
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
 
 
-Load: TypeAlias = Callable[[Checkpoint, torch.dtype, torch.device], EncoderModel]
+# By the `model_type` of config.json; `Checkpoint.open` refuses all others.
+_ENCODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], EncoderModel]] = {
+    "bert": load_bert
+}
+_DECODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], DecoderModel]] = {
+    "gpt2": load_gpt2,
+    **dict.fromkeys(llama_checkpoint.FAMILIES, load_llama),
+}
 
-# `Checkpoint.open` refuses all other families.
-FAMILIES: dict[str, Load] = {"bert": load_bert}
+
+@dataclass(frozen=True, slots=True)
+class OneStepDecoder:
+    """A decoder that reads whole sequences in one step, for `embed` and `hidden`."""
+
+    decoder: DecoderModel
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+        return self.decoder.vocab_size
+
+    @property
+    def type_vocab_size(self) -> int:
+        """Token types below this are valid: decoders have one."""
+        return 1
+
+    @property
+    def heads(self) -> Heads:
+        """The layers on top of it: none."""
+        return Heads()
+
+    def record(self, ops: Recorder) -> Value:
+        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
+        return self.decoder.record(ops, PackedAttention())
 
 
 def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> EncoderModel:
-    """Return the encoder of a checkpoint in `dtype` on `device`.
+    """Return the model of a checkpoint in `dtype` on `device`, for tasks of one step.
 
     Raises:
         CheckpointError: its weights do not fit its config.json.
     """
-    return FAMILIES[checkpoint.config["model_type"]](checkpoint, dtype, device)
+    if checkpoint.is_decoder:
+        return OneStepDecoder(load_decoder(checkpoint, dtype, device))
+    return _ENCODERS[checkpoint.config["model_type"]](checkpoint, dtype, device)
+
+
+def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+    """Return the decoder of a checkpoint, whose `is_decoder` is true, in `dtype` on `device`.
+
+    Raises:
+        CheckpointError: its weights do not fit its config.json.
+    """
+    return _DECODERS[checkpoint.config["model_type"]](checkpoint, dtype, device)

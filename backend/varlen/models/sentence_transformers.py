@@ -67,15 +67,18 @@ class SentenceSettings:
     lowercase: bool = False
 
 
-def read_sentence_settings(folder: Path) -> SentenceSettings:
+def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> SentenceSettings:
     """Return the settings in a checkpoint folder; defaults where files are absent.
+
+    Args:
+        folder: of the checkpoint.
+        pooling: where no file names one.
 
     Raises:
         CheckpointError: a file is damaged, or asks for something that is not served.
     """
     paths = _module_paths(folder)
     transformer = _transformer_config(folder)
-    pooling: Pooling = "mean"
     includes_prompt = True
     if "Pooling" in paths:
         name = f"{paths['Pooling']}/config.json"

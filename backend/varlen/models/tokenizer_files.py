@@ -1,24 +1,43 @@
 """tokenizer.json and tokenizer_config.json, checked against each other.
 
-varlen tokenizes with tokenizer.json. In transformers, some fields of tokenizer_config.json override it
-for BertTokenizer, so a disagreement is refused.
+varlen tokenizes with tokenizer.json. In transformers, some fields of tokenizer_config.json override it, so a
+disagreement is refused.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from varlen.errors import CheckpointError
+from varlen.models.byte_pair_tokenizer import check_byte_pair_tokenizer
 from varlen.models.config_file import Json, read_object, read_optional_object, show
 
 _CONFIG = "tokenizer_config.json"
+_CHAT_TEMPLATE = "chat_template.jinja"
 # Classes whose fields override tokenizer.json; a BERT checkpoint that names none gets the first.
 _BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
 
 
-def read_tokenizer_limit(folder: Path, *, lowercase: bool) -> int | None:
-    """Return model_max_length, at which transformers truncates; None if no file has it.
+@dataclass(frozen=True, slots=True)
+class TokenizerSettings:
+    """What the files of a tokenizer say beside how it tokenizes.
+
+    Attributes:
+        max_length: model_max_length, at which transformers truncates; None if no file has it.
+        chat_template: Jinja source that makes a prompt of chat messages, if a file has one.
+    """
+
+    max_length: int | None = None
+    chat_template: str | None = None
+
+
+def read_tokenizer_settings(
+    folder: Path, *, is_decoder: bool, lowercase: bool
+) -> TokenizerSettings:
+    """Return the settings in a checkpoint folder.
 
     Args:
         folder: of the checkpoint.
+        is_decoder: whether the tokenizer is a decoder's, not BERT's.
         lowercase: whether sentence-transformers asks for lowercased texts.
 
     Raises:
@@ -28,21 +47,28 @@ def read_tokenizer_limit(folder: Path, *, lowercase: bool) -> int | None:
         raise CheckpointError(
             f"{folder} has no tokenizer.json; save the checkpoint with its fast tokenizer"
         )
-    normalizer = read_object(folder, "tokenizer.json").get("normalizer")
+    tokenizer = read_object(folder, "tokenizer.json")
+    normalizer = tokenizer.get("normalizer")
     if lowercase and not _lowercases(normalizer):
         raise CheckpointError(
             "sentence_bert_config.json has do_lower_case true, and tokenizer.json does not lowercase;"
             " save tokenizer.json with a normalizer that does"
         )
     if not (folder / _CONFIG).is_file():
-        return None
+        return TokenizerSettings(chat_template=_read_chat_template(folder, {}))
     config = read_optional_object(folder, _CONFIG)
     if config.get("truncation_side") not in (None, "right"):
         raise CheckpointError(
             f"{_CONFIG} has truncation_side {show(config['truncation_side'])}; allowed: right"
         )
-    if config.get("tokenizer_class") in (None, *_BERT_CLASSES):
+    if is_decoder:
+        check_byte_pair_tokenizer(config, tokenizer)
+    elif config.get("tokenizer_class") in (None, *_BERT_CLASSES):
         _check_normalizer(config, normalizer)
+    return TokenizerSettings(_read_max_length(config), _read_chat_template(folder, config))
+
+
+def _read_max_length(config: Json) -> int | None:
     limit = config.get("model_max_length")
     if limit is None:
         return None
@@ -52,6 +78,26 @@ def read_tokenizer_limit(folder: Path, *, lowercase: bool) -> int | None:
             f"{_CONFIG} has model_max_length {limit!r}; allowed: whole numbers from 1"
         )
     return int(limit)
+
+
+def _read_chat_template(folder: Path, config: Json) -> str | None:
+    """Return chat_template.jinja, else the template in tokenizer_config.json, as transformers prefers them."""
+    if (folder / _CHAT_TEMPLATE).is_file():
+        try:
+            return (folder / _CHAT_TEMPLATE).read_text(encoding="utf-8")
+        except ValueError as error:
+            raise CheckpointError(f"{_CHAT_TEMPLATE} is not text: {error}") from None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {
+            each.get("name"): each.get("template") for each in template if isinstance(each, dict)
+        }
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(
+            f'{_CONFIG} has chat_template {show(template)}; allowed: a string, or a list with the name "default"'
+        )
+    return template
 
 
 def _check_normalizer(config: Json, normalizer: object) -> None:

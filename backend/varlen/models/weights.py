@@ -5,7 +5,7 @@ tensors and without torch. Files are memory-mapped, so a tensor is read when it 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +89,20 @@ def check_tensor(
             f'the tensor "{header.stored_name}" has shape {list(header.shape)}; config.json implies {list(shape)}'
         )
     return header
+
+
+def check_all_used(
+    headers: Mapping[str, TensorHeader],
+    expected: Collection[str],
+    is_harmless: Callable[[str], bool],
+) -> None:
+    """Raise CheckpointError for a tensor that the model does not use and that is not known to be harmless."""
+    unused = [name for name in headers if name not in expected and not is_harmless(name)]
+    if unused:
+        raise CheckpointError(
+            f'the checkpoint has the tensor "{min(unused)}", which the model in config.json does not use'
+            f" ({len(unused)} such tensors); scales of quantized weights, adapters and added layers are not served"
+        )
 
 
 class CheckpointWeights:

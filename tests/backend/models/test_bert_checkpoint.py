@@ -52,7 +52,7 @@ def test_a_fixed_field_has_the_default_of_transformers():
         assert getattr(default, name, value) == value
     assert bert_checkpoint.activation_of({}) == default.hidden_act
     assert bert_checkpoint.norm_eps_of({}) == default.layer_norm_eps
-    assert bert_checkpoint.num_labels_of({}) == default.num_labels
+    assert bert_checkpoint.read_num_labels({}) == default.num_labels
 
 
 @pytest.mark.parametrize("name", sorted(bert_checkpoint.HARMLESS_FIELDS))

@@ -158,7 +158,7 @@ def test_refuses_a_configuration_that_is_no_object(folder):
 def test_refuses_another_family(folder, family):
     set_fields(folder, "config.json", model_type=family)
 
-    with refused(f'config.json has model_type "{family}"; this version serves: bert'):
+    with refused(f'config.json has model_type "{family}"; this version serves: bert, gpt2, llama,'):
         Checkpoint.open(folder)
 
 

@@ -1,0 +1,46 @@
+"""What the checks of a checkpoint need to know of its model family."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from varlen.config import Task
+from varlen.models.config_file import Json
+from varlen.models.weights import TensorHeader
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes that config.json of every family gives, under its own names.
+
+    Attributes:
+        hidden: features of a token.
+        positions: longest sequence that has positions, in tokens.
+    """
+
+    hidden: int
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The checks of one `model_type`.
+
+    Attributes:
+        architectures: default task of each architecture that is served; the first one where config.json names none.
+        heads: the architecture with the head of a task; `embed` and `hidden` need none.
+        read_sizes: returns the sizes in config.json; raises CheckpointError for a configuration that is not served.
+        check_tensors: raises CheckpointError unless the tensors, by name, are those of config.json, architecture
+            and task.
+        is_decoder: whether it generates, token by token.
+    """
+
+    architectures: Mapping[str, Task]
+    heads: Mapping[Task, str]
+    read_sizes: Callable[[Json], ModelSizes]
+    check_tensors: Callable[[Mapping[str, TensorHeader], Json, str, Task], None]
+    is_decoder: bool = False
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks that its checkpoints may serve."""
+        return ("embed", "hidden", *self.heads)
