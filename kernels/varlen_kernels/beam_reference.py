@@ -86,11 +86,11 @@ def beam_step(
         return out
 
     width = 2 * beams
-    logits = _without_nan(logits.float())
+    logits = without_nan(logits.float())
     row, token, logit = _best_of_each_row(logits, width)
     peak = _peak(logits)
     log_prob = (logit - peak[row]) - _log_of_sum(logits, peak)[row]
-    score = _without_nan(scores[active].float()).flatten()[row] + log_prob
+    score = without_nan(scores[active].float()).flatten()[row] + log_prob
 
     # rows ascend, so a stable sort puts the lower beam first among equal scores
     order = score.sort(descending=True, stable=True).indices
@@ -151,7 +151,7 @@ def _check_out(out: BeamCandidates, shape: tuple[int, int]) -> None:
             )
 
 
-def _without_nan(x: Tensor) -> Tensor:
+def without_nan(x: Tensor) -> Tensor:
     """Return x with NaN replaced by -inf, and +inf by the largest finite number."""
     # a finite sum shows fast that x has neither
     if x.sum().isfinite():

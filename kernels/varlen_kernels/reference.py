@@ -15,6 +15,7 @@ from torch import Tensor
 
 from varlen_kernels import Activation, Pooling
 from varlen_kernels.beam_reference import beam_step as beam_step  # noqa: PLC0414  # an op too
+from varlen_kernels.sampling_reference import sample_tokens as sample_tokens  # noqa: PLC0414  # an op too
 
 # For each output of an op, the position of the argument that may be its `out`.
 IN_PLACE: Mapping[str, tuple[int, ...]] = {
