@@ -225,7 +225,7 @@ def _number(name: str, value: object) -> object:
 
 
 def _parse(value: object, kind: type) -> object:
-    """Return the number or flag in a string, else the value unchanged, for a check to refuse."""
+    """Return the number or flag in a string, else the value unchanged."""
     if kind is bool:
         words = {"true": True, "false": False}
         return words.get(value.lower(), value) if isinstance(value, str) else value

@@ -76,7 +76,7 @@ class GenerationService:
             torch.set_num_threads(config.threads)
         checkpoint = Checkpoint.open(folder)
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
-        sampler = Sampler(tokenizer.library, checkpoint.eos_token_ids)
+        sampler = Sampler(tokenizer.huggingface, checkpoint.eos_token_ids)
         runner = StepRunner(checkpoint, config, sampler.sample, gpu=gpu)
         runner.warm_up()
         limits = InputLimits(
@@ -94,7 +94,7 @@ class GenerationService:
 
         def new_writer(sequence: GeneratedSequence) -> OutputWriter:
             return TextWriter(
-                tokenizer.library,
+                tokenizer.huggingface,
                 sequence.generation,
                 prompt_ids=sequence.prompt.token_ids.tolist(),
                 eos_ids=checkpoint.eos_token_ids,

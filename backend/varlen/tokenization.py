@@ -37,6 +37,11 @@ class Tokenizer:
         self._cut.enable_truncation(max_sequence_tokens)
         self._prompt = prompt
 
+    @property
+    def huggingface(self) -> HuggingFaceTokenizer:
+        """The library's tokenizer, for decoding; not to be changed."""
+        return self._whole
+
     def encode(
         self, texts: Sequence[Text], *, truncate: bool, special_tokens: bool = True
     ) -> list[Prompt]:

@@ -1,0 +1,71 @@
+"""The answer of one sequence: its text in parts, and when it ends."""
+
+from collections.abc import Collection, Sequence
+
+from tokenizers import Tokenizer
+
+from varlen.decoding.detokenizer import Detokenizer
+from varlen.decoding.stop_strings import StopStrings
+from varlen.generation_options import GenerationOptions
+from varlen.request import FinishReason, GeneratedPart
+from varlen.sequence import SampledToken
+
+
+class TextWriter:
+    """Makes the parts of an answer from its tokens: a `sequence.OutputWriter`.
+
+    An answer ends with an end token, with a stop string, or after `max_tokens`. The text of the end token, or the
+    stop string, is left out unless the request asks for it; the token ids have all tokens. Text that may become a stop
+    string waits for the next tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: GenerationOptions,
+        *,
+        prompt_ids: Sequence[int],
+        eos_ids: Collection[int],
+    ) -> None:
+        """Start an answer.
+
+        Args:
+            tokenizer: of the checkpoint; not changed.
+            options: of the request.
+            prompt_ids: tokens of the prompt, whose text is not part of the answer.
+            eos_ids: end tokens of the checkpoint.
+        """
+        self._detokenizer = Detokenizer(
+            tokenizer, prompt_ids, skip_special_tokens=options.skip_special_tokens
+        )
+        self._stop_strings = StopStrings(options.stop, keep=options.include_stop_str_in_output)
+        self._end_ids = frozenset(
+            (*options.stop_token_ids, *(() if options.ignore_eos else eos_ids))
+        )
+        self._options = options
+        self._num_tokens = 0
+
+    def write(self, token: SampledToken) -> GeneratedPart:
+        """Return the part of the answer that a token adds; it may be without text."""
+        options = self._options
+        self._num_tokens += 1
+        # the sampler chooses no end token before `min_tokens`, unless a grammar leaves no other
+        is_end = token.token_id in self._end_ids
+        is_last = is_end or self._num_tokens >= options.max_tokens
+        text = ""
+        if not is_end or options.include_stop_str_in_output:
+            text = self._detokenizer.add(token.token_id)
+        if is_last:
+            text += self._detokenizer.finish()
+        text, is_stopped = self._stop_strings.add(
+            text, may_end=self._num_tokens > options.min_tokens
+        )
+        if is_last and not is_stopped:
+            text += self._stop_strings.finish()
+        finish_reason: FinishReason | None = None
+        if is_end or is_stopped:
+            finish_reason = "stop"
+        elif is_last:
+            finish_reason = "length"
+        logprobs = () if token.logprobs is None else (token.logprobs,)
+        return GeneratedPart(text, (token.token_id,), logprobs, finish_reason)
