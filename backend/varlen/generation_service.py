@@ -106,9 +106,7 @@ class GenerationService:
                 max_running_sequences=config.max_running_sequences,
                 max_sequence_tokens=runner.max_sequence_tokens,
             ),
-            BlockPool(
-                runner.kv.num_blocks, runner.kv.block_size, prefix_cache=config.prefix_cache
-            ),
+            BlockPool(runner.kv.num_blocks, runner.kv.block_size, prefix_cache=config.prefix_cache),
             config.kv_policy,
             admission,
             new_writer,

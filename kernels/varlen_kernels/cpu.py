@@ -10,7 +10,6 @@ from varlen_kernels import reference
 from varlen_kernels.reference import (
     activate,
     add_rms_norm,
-    append_kv,
     embed,
     layer_norm,
     norm_heads,
@@ -60,6 +59,30 @@ def linear_packed(
     return product if out is None else out.copy_(product)
 
 
+def append_kv(
+    qkv: Tensor,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Write keys and values into the caches, see `reference.append_kv`."""
+    if key_cache.dtype != torch.float32:
+        reference.append_kv(
+            qkv, slots, key_cache, value_cache, num_heads=num_heads, num_kv_heads=num_kv_heads
+        )
+        return
+    from varlen_kernels.paged_cpu import append_tokens
+
+    heads = qkv.float().view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+    first_value = num_heads + num_kv_heads
+    append_tokens(
+        heads[:, num_heads:first_value], heads[:, first_value:], slots, key_cache, value_cache
+    )
+
+
 def attention_paged(
     qkv: Tensor,
     key_cache: Tensor,
@@ -80,7 +103,7 @@ def attention_paged(
     Sequences of one new token are fastest if they come first.
     """
     # numba loads in half a second, and only generation needs it
-    from varlen_kernels.attention_cpu import attend_tokens
+    from varlen_kernels.paged_cpu import attend_tokens
 
     head_dim = key_cache.shape[3]
     if out is None:

@@ -99,3 +99,15 @@ def test_large_steps_are_shared_by_threads_and_equal_each_sequence_alone():
             **options,
         )
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_tokens_are_appended_as_by_the_reference_and_nothing_else_changes(dtype):
+    qkv, slots = rand(5, 7 * 20, dtype=dtype), torch.tensor([70, 3, -1, 0, 95])
+    caches = [torch.full((6, 2, 16, 20), torch.nan) for _ in range(4)]
+
+    cpu.append_kv(qkv, slots, *caches[:2], num_heads=3, num_kv_heads=2)
+    reference.append_kv(qkv, slots, *caches[2:], num_heads=3, num_kv_heads=2)
+
+    for actual, expected in zip(caches[:2], caches[2:], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)

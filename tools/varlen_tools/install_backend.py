@@ -20,7 +20,16 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 PACKAGES = (Path("backend", "varlen"), Path("kernels", "varlen_kernels"))
 # Packages that the backend imports, by their names on PyPI; the ranges are in pyproject.toml.
-NEEDED = ("torch", "numpy", "tokenizers", "safetensors", "sortedcontainers", "jinja2", "llguidance", "numba")
+NEEDED = (
+    "torch",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "sortedcontainers",
+    "jinja2",
+    "llguidance",
+    "numba",
+)
 
 
 class InstallError(Exception):

@@ -4,19 +4,17 @@ The next token is a hash of all tokens before it, as they are read through the b
 is not made, or a block that is used again too early gives wrong tokens.
 """
 
-import math
 from collections import Counter
 from hashlib import blake2b
 
 from varlen.engine import Engine
-from varlen.errors import VarlenError
 from varlen.generation_options import GenerationOptions
 from varlen.memory.blocks import BlockPool
 from varlen.metrics import Stats
 from varlen.request import GeneratedPart
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.iteration import IterationScheduler, StepLimits
-from varlen.sequence import BatchResult, RequestState, SampledToken
+from varlen.sequence import BatchResult, SampledToken
 
 from ..fakes.engine_parts import Clock, FakeReply, HeldExecutor
 from ..requests import request_of

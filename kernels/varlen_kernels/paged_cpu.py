@@ -1,4 +1,4 @@
-"""Attention of single tokens over KV blocks on a CPU, compiled by numba.
+"""KV blocks on a CPU: appending to them, and the attention of single tokens, compiled by numba.
 
 A decode step reads every key and value of its sequences once, so it is bound by memory. Blocks are read where they are:
 no key is copied, and no score leaves the cache of its core.
@@ -88,6 +88,30 @@ def _attend_items(
                 out[sequence, kv_head * group + member, feature] = (
                     context[member, feature] / total[member]
                 )
+
+
+@numba.njit(nogil=True, cache=True)
+def _append(
+    keys,  # [tokens, num_kv_heads, head_dim], strided
+    values,  # [tokens, num_kv_heads, head_dim], strided
+    slots,  # [tokens]
+    key_cache,  # [blocks, num_kv_heads, block_size, head_dim]
+    value_cache,  # [blocks, num_kv_heads, block_size, head_dim]
+):
+    block_size = key_cache.shape[2]
+    for token in range(len(slots)):
+        if slots[token] >= 0:
+            block, place = slots[token] // block_size, slots[token] % block_size
+            for head in range(key_cache.shape[1]):
+                key_cache[block, head, place] = keys[token, head]
+                value_cache[block, head, place] = values[token, head]
+
+
+def append_tokens(
+    keys: Tensor, values: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor
+) -> None:
+    """Write keys and values, `[tokens, num_kv_heads, head_dim]` fp32, as `reference.append_kv` does."""
+    _append(*(each.numpy() for each in (keys, values, slots, key_cache, value_cache)))
 
 
 def attend_tokens(
