@@ -13,9 +13,10 @@ import torch
 from varlen.config import EngineConfig, Task
 from varlen.decoding.chat import ChatTemplate
 from varlen.decoding.sampling import Sampler
+from varlen.decoding.structured import Grammars
 from varlen.decoding.writer import TextWriter
 from varlen.engine import Engine
-from varlen.execution.device import name_of
+from varlen.execution.device import choose_device, name_of
 from varlen.execution.executor import ThreadExecutor
 from varlen.execution.step_runner import StepRunner
 from varlen.intake import InputLimits, Intake
@@ -40,6 +41,7 @@ class GenerationService:
     Attributes:
         checkpoint: the loaded checkpoint.
         intake: checks inputs and makes prompts of them.
+        grammars: compiles those of structured outputs.
         admission: counts waiting work.
         scheduler: forms steps.
         engine: runs the loop; started.
@@ -49,6 +51,7 @@ class GenerationService:
 
     checkpoint: Checkpoint
     intake: Intake
+    grammars: Grammars
     admission: Admission
     scheduler: IterationScheduler
     engine: Engine
@@ -76,7 +79,9 @@ class GenerationService:
             torch.set_num_threads(config.threads)
         checkpoint = Checkpoint.open(folder)
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
-        sampler = Sampler(tokenizer.huggingface, checkpoint.eos_token_ids)
+        vocab_size, ends = checkpoint.vocab_size, checkpoint.eos_token_ids
+        grammars = Grammars(tokenizer.huggingface, vocab_size, ends)
+        sampler = Sampler(vocab_size, ends, grammars, choose_device(config.device, gpu))
         runner = StepRunner(checkpoint, config, sampler.sample, gpu=gpu)
         runner.warm_up()
         limits = InputLimits(
@@ -97,7 +102,7 @@ class GenerationService:
                 tokenizer.huggingface,
                 sequence.generation,
                 prompt_ids=sequence.prompt.token_ids.tolist(),
-                eos_ids=checkpoint.eos_token_ids,
+                eos_ids=ends,
             )
 
         scheduler = IterationScheduler(
@@ -127,7 +132,7 @@ class GenerationService:
             runner.weight_bytes / _MEGABYTE,
             time.monotonic() - began,
         )
-        return cls(checkpoint, intake, admission, scheduler, engine, executor, runner)
+        return cls(checkpoint, intake, grammars, admission, scheduler, engine, executor, runner)
 
     @property
     def task(self) -> Task:
@@ -145,6 +150,10 @@ class GenerationService:
         Raises:
             VarlenError: the request is not admitted; the caller answers it. See `Engine.submit`.
         """
+        options = request.options.generation
+        assert options is not None
+        if options.grammar is not None:
+            self.grammars.check(options.grammar)
         self.engine.submit(request, reply)
 
     def snapshot(self) -> MetricsSnapshot:

@@ -24,6 +24,7 @@ from varlen.request import (
     RequestOptions,
     TokenLogprobs,
 )
+from varlen.scheduling.iteration import GenerationCounts
 
 # In process the caller's own memory is the queue's bound.
 _NO_CAP = 2**62
@@ -148,6 +149,10 @@ class Generator:
         request = Request((self._prompt(prompt),), RequestOptions(generation=options))
         self._service.submit(request, reply)
         return reply.answers
+
+    def snapshot(self) -> GenerationCounts:
+        """Return how many sequences run and wait, the use of KV blocks, and totals."""
+        return self._service.scheduler.snapshot()
 
     def close(self) -> None:
         """Finish what runs and stop the engine."""

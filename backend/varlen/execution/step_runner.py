@@ -73,7 +73,7 @@ class StepRunner:
         Args:
             checkpoint: the checkpoint to load.
             config: the settings.
-            sample: chooses tokens.
+            sample: chooses tokens from logits on the device of the settings.
             gpu: number of the GPU, if the model runs on one.
 
         Raises:

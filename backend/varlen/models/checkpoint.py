@@ -11,7 +11,7 @@ from pathlib import Path
 from varlen.config import Task
 from varlen.errors import CheckpointError
 from varlen.models import bert_checkpoint, gpt2_checkpoint, llama_checkpoint
-from varlen.models.config_file import Json, read_num_labels, read_object
+from varlen.models.config_file import Json, read_int, read_num_labels, read_object
 from varlen.models.family import Family
 from varlen.models.generation_config import EndTokens, check_generation, read_end_tokens
 from varlen.models.sentence_transformers import read_sentence_settings
@@ -40,6 +40,7 @@ class Checkpoint:
         normalize: whether `embed` divides that vector by its length, by default.
         default_prompt: text that `embed` puts before every text.
         hidden_size: features of a token.
+        vocab_size: token ids are below this.
         num_labels: outputs of the classification head, 0 when there is none.
         position_limit: longest sequence that has position embeddings, in tokens.
         max_sequence_tokens: longest sequence by default, in tokens; at most `position_limit`.
@@ -56,6 +57,7 @@ class Checkpoint:
     normalize: bool
     default_prompt: str
     hidden_size: int
+    vocab_size: int
     num_labels: int
     position_limit: int
     max_sequence_tokens: int
@@ -94,6 +96,7 @@ class Checkpoint:
             pooling=sentence.pooling,
             normalize=sentence.normalize,
             default_prompt=sentence.default_prompt,
+            vocab_size=read_int(config, "vocab_size"),
             hidden_size=sizes.hidden,
             num_labels=read_num_labels(config) if has_labels else 0,
             position_limit=sizes.positions,
