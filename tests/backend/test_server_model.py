@@ -748,7 +748,7 @@ def test_auto_complete_refuses_what_it_cannot_read(complete, pb_utils, small_ber
 
 
 class FakeGenerator:
-    """A loaded model that generates; it answers with the number of its tokens, one at a time."""
+    """A loaded model that generates; the text of an answer is the numbers of its tokens."""
 
     task = "generate"
     is_ready = True
