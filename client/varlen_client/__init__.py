@@ -18,6 +18,7 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
+from varlen_client.generation import Delta, Generation
 from varlen_client.retry import RetryPolicy
 from varlen_client.sync import Client
 from varlen_client.transport import ServerIdentity
@@ -27,6 +28,8 @@ __all__ = [
     "AsyncClient",
     "Client",
     "DeadlineMissed",
+    "Delta",
+    "Generation",
     "InvalidRequest",
     "InvalidUrl",
     "ModelNotFound",

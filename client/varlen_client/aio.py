@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +24,16 @@ from varlen_client.errors import (
     ServerError,
     ServerUnavailable,
     VarlenClientError,
+)
+from varlen_client.generation import (
+    Delta,
+    GenerateRequest,
+    Generation,
+    GenerationPrompt,
+    Response,
+    generate_request,
+    read_generations,
+    read_parts,
 )
 from varlen_client.retry import RetryPolicy, with_retries
 from varlen_client.tasks import all_or_first_error, with_timeout
@@ -214,6 +225,86 @@ class AsyncClient:
         call = _Call("hidden", "last_hidden_state", rank=2, rows=rows, parameters=parameters)
         return await self._arrays(call, timeout)
 
+    async def generate(
+        self,
+        prompt: GenerationPrompt,
+        *,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> Generation:
+        """Return the answer to a prompt.
+
+        Args:
+            prompt: a text, token ids, or chat messages such as `[{"role": "user", "content": "Hi"}]`.
+            deadline_ms: milliseconds until the answer is complete, retries included. The server refuses a request
+                that it cannot answer in time. By default no limit.
+            priority: 0 to 9, larger runs sooner; by default 0.
+            timeout: seconds for the whole call, retries included; by default no limit.
+            sampling: sampling parameters with the names of vLLM, such as max_tokens, temperature, top_p, top_k, seed,
+                stop, logprobs or structured_outputs. The server checks them.
+
+        Raises:
+            VarlenClientError: see errors.py; InvalidRequest also when `n` asks for several samples.
+        """
+        _check_one_sample(sampling, "generate returns one answer; several come from samples")
+        [answer] = await self.samples(
+            prompt, 1, deadline_ms=deadline_ms, priority=priority, timeout=timeout, **sampling
+        )
+        return answer
+
+    async def samples(
+        self,
+        prompt: GenerationPrompt,
+        n: int,
+        *,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> list[Generation]:
+        """Return `n` answers to a prompt. Other arguments and errors are those of `generate`."""
+        request = generate_request(
+            prompt, {**sampling, "n": n}, stream=False, deadline_ms=deadline_ms, priority=priority
+        )
+
+        deadline = _deadline(timeout)
+
+        async def collect() -> list[Generation]:
+            async with aclosing(self._responses(request, deadline)) as responses:
+                return read_generations([each async for each in responses], n)
+
+        return await _until(collect(), deadline, timeout)
+
+    async def stream(
+        self,
+        prompt: GenerationPrompt,
+        *,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> AsyncGenerator[Delta, None]:
+        """Yield the parts of the answer to a prompt as they come.
+
+        Closing the generator cancels the request, so leave a loop early within `contextlib.aclosing`. Only a request
+        that has not been answered in part is sent again. Arguments and errors are those of `generate`.
+        """
+        _check_one_sample(sampling, "stream yields one answer; several come from samples")
+        request = generate_request(
+            prompt, sampling, stream=True, deadline_ms=deadline_ms, priority=priority
+        )
+        deadline = _deadline(timeout)
+        reason = None
+        async with aclosing(self._responses(request, deadline)) as responses:
+            while response := await _until(_next(responses), deadline, timeout):
+                [delta] = read_parts(response, 1)
+                reason = delta.finish_reason
+                yield delta
+        if reason is None:
+            raise ServerError("the server ended an answer before its last part")
+
     async def ready(self) -> bool:
         """Return whether the server and the model are ready; False without a connection.
 
@@ -340,6 +431,34 @@ class AsyncClient:
         except VarlenClientError as error:
             raise _with_rows(error, request.rows, len(call.rows)) from error
 
+    async def _responses(
+        self, request: GenerateRequest, deadline: float | None
+    ) -> AsyncGenerator[Response, None]:
+        """Yield the responses to a request, which is sent again until the first one comes."""
+        info = await with_retries(self._model_info, self._retry, deadline=deadline)
+        info.check_generates()
+        transport = self._connected()
+        clock = asyncio.get_running_loop().time
+        start = clock()
+
+        async def begin() -> tuple[Response, AsyncGenerator[Response, None]]:
+            attempt = request.with_remaining_deadline(clock() - start)
+            responses = transport.generate(info.name, attempt)
+            try:
+                return await anext(responses), responses
+            except StopAsyncIteration:
+                raise ServerError("the server sent no response") from None
+
+        first, rest = await with_retries(
+            begin,
+            self._retry,
+            deadline=_earlier(deadline, start, request.sampling.get("deadline_ms")),
+        )
+        async with aclosing(rest):
+            yield first
+            async for response in rest:
+                yield response
+
     async def _model_info(self) -> ModelInfo:
         """Return the model's info, read from the server at the first call."""
         if self._info is None:
@@ -416,6 +535,38 @@ def _connect(endpoint: Endpoint, ca_file: Path | None) -> Transport:
     from varlen_client.http_transport import HttpTransport
 
     return HttpTransport(endpoint, ca_file)
+
+
+def _deadline(timeout: float | None) -> float | None:
+    """Return the end of a call, on the event loop's clock."""
+    return None if timeout is None else asyncio.get_running_loop().time() + timeout
+
+
+async def _until(
+    awaitable: Coroutine[object, object, _T], deadline: float | None, timeout: float | None
+) -> _T:
+    """Return the result of a step of a generation, which ends within `timeout` seconds.
+
+    Raises:
+        RequestTimeout: the deadline passed; the step is cancelled.
+    """
+    if deadline is None:
+        return await awaitable
+    try:
+        left = deadline - asyncio.get_running_loop().time()
+        return await with_timeout(awaitable, max(left, 0.0))
+    except TimeoutError:
+        raise RequestTimeout(f"the answer was not complete within {timeout:g} s") from None
+
+
+async def _next(responses: AsyncGenerator[Response, None]) -> Response | None:
+    """Return the next response; None after the last."""
+    return await anext(responses, None)
+
+
+def _check_one_sample(sampling: Mapping[str, Any], message: str) -> None:
+    if sampling.get("n", 1) != 1:
+        raise InvalidRequest(f"n is {sampling['n']!r}; {message}")
 
 
 def _parameters(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 import tritonclient.grpc.aio as triton_grpc
@@ -21,8 +23,9 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
+from varlen_client.generation import GenerateRequest, Response
 from varlen_client.transport import ServerIdentity, refine_error, server_message
-from varlen_client.wire import InferRequest, ModelState
+from varlen_client.wire import InferRequest, ModelState, Tensor
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
@@ -33,6 +36,9 @@ _CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
+
+# An error ends the stream with its status; without this, only its message comes.
+_STREAM_HEADERS = {"triton_grpc_error": "true"}
 
 _ERRORS: dict[str, type[VarlenClientError]] = {
     "StatusCode.INVALID_ARGUMENT": InvalidRequest,
@@ -80,11 +86,7 @@ class GrpcTransport:
         return config
 
     async def infer(self, model: str, request: InferRequest) -> npt.NDArray[np.generic] | None:
-        inputs = []
-        for tensor in request.tensors:
-            shape = list(tensor.array.shape)
-            infer_input = triton_grpc.InferInput(tensor.name, shape, tensor.datatype)
-            inputs.append(infer_input.set_data_from_numpy(tensor.array))
+        inputs = [_infer_input(tensor) for tensor in request.tensors]
         with self._errors():
             result = await self._client.infer(
                 model,
@@ -95,6 +97,23 @@ class GrpcTransport:
         output: npt.NDArray[np.generic] | None = result.as_numpy(request.output)
         return output
 
+    async def generate(
+        self, model: str, request: GenerateRequest
+    ) -> AsyncGenerator[Response, None]:
+        async def requests() -> AsyncGenerator[dict[str, Any], None]:
+            inputs = [_infer_input(tensor) for tensor in request.tensors()]
+            yield {"model_name": model, "inputs": inputs}
+
+        with self._errors():
+            call = self._client.stream_infer(requests(), headers=_STREAM_HEADERS)
+            try:
+                async for result, error in call:
+                    if error is not None:
+                        raise error
+                    yield _response(result)
+            finally:
+                call.cancel()
+
     async def close(self) -> None:
         await self._client.close()
 
@@ -103,11 +122,34 @@ class GrpcTransport:
         try:
             yield
         except InferenceServerException as error:
-            message = server_message(error.message(), error.status())
-            error_type = refine_error(_ERRORS.get(error.status() or "", ServerError), message)
-            if error_type is ServerUnavailable and _is_connection_failure(message):
-                message = f"no connection to grpc server {self._target}: {message}"
-            raise error_type(message) from None
+            raise self._error(error.message(), error.status()) from None
+        except grpc.RpcError as error:
+            # tritonclient does not convert the errors of streams
+            raise self._error(error.details(), str(error.code())) from None
+
+    def _error(self, text: str | None, status: str | None) -> VarlenClientError:
+        message = server_message(text, status)
+        error_type = refine_error(_ERRORS.get(status or "", ServerError), message)
+        if error_type is ServerUnavailable and _is_connection_failure(message):
+            message = f"no connection to grpc server {self._target}: {message}"
+        return error_type(message)
+
+
+def _infer_input(tensor: Tensor) -> triton_grpc.InferInput:
+    shape = list(tensor.array.shape)
+    infer_input = triton_grpc.InferInput(tensor.name, shape, tensor.datatype)
+    return infer_input.set_data_from_numpy(tensor.array)
+
+
+def _response(result: triton_grpc.InferResult) -> Response:
+    outputs: dict[str, list[Any]] = {}
+    for output in result.get_response().outputs:
+        values = result.as_numpy(output.name).ravel().tolist()
+        # strings are bytes here
+        outputs[output.name] = [
+            each.decode(errors="replace") if isinstance(each, bytes) else each for each in values
+        ]
+    return outputs
 
 
 def _is_connection_failure(message: str) -> bool:

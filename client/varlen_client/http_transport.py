@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import numpy as np
@@ -23,8 +26,13 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
+from varlen_client.generation import GenerateRequest, Response
 from varlen_client.transport import ServerIdentity, refine_error, server_message
 from varlen_client.wire import InferRequest, ModelState
+
+# The beginning of a line of an event stream, and the longest line; aiohttp takes twice its buffer.
+_EVENT = b"data:"
+_LONGEST_EVENT_BYTES = 1 << 22
 
 _ERRORS: dict[str, type[VarlenClientError]] = {
     "400": InvalidRequest,
@@ -47,12 +55,20 @@ class HttpTransport:
 
     def __init__(self, endpoint: Endpoint, ca_file: Path | None) -> None:
         self._target = endpoint.target
+        context = ssl.create_default_context(cafile=ca_file) if endpoint.tls else None
         self._client = triton_http.InferenceServerClient(
             endpoint.target,
             # By default tritonclient ends a request after 60 s. Only the caller's timeout applies.
             conn_timeout=None,
             ssl=endpoint.tls,
-            ssl_context=ssl.create_default_context(cafile=ca_file) if endpoint.tls else None,
+            ssl_context=context,
+        )
+        # tritonclient has no call for the endpoints of generation
+        self._models_url = f"{'https' if endpoint.tls else 'http'}://{endpoint.target}/v2/models"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=context or True, limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            read_bufsize=_LONGEST_EVENT_BYTES,
         )
 
     async def server_ready(self) -> bool:
@@ -98,7 +114,24 @@ class HttpTransport:
             output: npt.NDArray[np.generic] | None = result.as_numpy(request.output)
             return output
 
+    async def generate(
+        self, model: str, request: GenerateRequest
+    ) -> AsyncGenerator[Response, None]:
+        endpoint = "generate_stream" if request.stream else "generate"
+        url = f"{self._models_url}/{quote(model, safe='')}/{endpoint}"
+        with self._errors():
+            async with self._session.post(url, json=request.values()) as response:
+                if response.status != 200:
+                    raise _status_error(response.status, await response.read())
+                if not request.stream:
+                    yield _response(json.loads(await response.read()))
+                    return
+                async for line in response.content:
+                    if line.startswith(_EVENT):
+                        yield _response(json.loads(line.removeprefix(_EVENT)))
+
     async def close(self) -> None:
+        await self._session.close()
         await self._client.close()
 
     @contextmanager
@@ -127,3 +160,27 @@ def _error_type(status: str, message: str) -> type[VarlenClientError]:
     if status == "400" and message.startswith("Request for unknown model"):
         return ModelNotFound
     return refine_error(_ERRORS.get(status, ServerError), message)
+
+
+def _status_error(status: int, body: bytes) -> VarlenClientError:
+    try:
+        text = str(json.loads(body.removeprefix(_EVENT))["error"])
+    except (ValueError, LookupError, TypeError):
+        # a proxy's page
+        text = ""
+    message = server_message(text, str(status))
+    return _error_type(str(status), message)(message)
+
+
+def _response(content: Mapping[str, Any]) -> Response:
+    """Return the outputs in an object of the generate endpoints.
+
+    It has a list for several values only.
+
+    Raises:
+        VarlenClientError: the object is an error, which in the middle of a stream has no status.
+    """
+    if "error" in content:
+        message = server_message(str(content["error"]), None)
+        raise refine_error(ServerError, message)(message)
+    return {name: value if isinstance(value, list) else [value] for name, value in content.items()}

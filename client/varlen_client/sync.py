@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from varlen_client.aio import DEFAULT_CONCURRENCY, AsyncClient, Status
+from varlen_client.generation import Delta, Generation, GenerationPrompt
 from varlen_client.retry import RetryPolicy
 from varlen_client.wire import Floats, Inputs, ModelState, Pairs
 
@@ -30,12 +32,16 @@ class _LoopThread:
 
     def run(self, coroutine: Coroutine[object, object, _T]) -> _T:
         """Return the result of a coroutine run on the loop; Ctrl-C cancels the coroutine."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
+        future = self.start(coroutine)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+    def start(self, coroutine: Coroutine[object, object, _T]) -> Future[_T]:
+        """Run a coroutine on the loop, and return its future without waiting."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running_loop())
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -187,6 +193,69 @@ class Client:
                 timeout=timeout,
             )
         )
+
+    def generate(
+        self,
+        prompt: GenerationPrompt,
+        *,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> Generation:
+        """Return the answer to a prompt. See `AsyncClient.generate`."""
+        return _loop.run(
+            self._client.generate(
+                prompt, deadline_ms=deadline_ms, priority=priority, timeout=timeout, **sampling
+            )
+        )
+
+    def samples(
+        self,
+        prompt: GenerationPrompt,
+        n: int,
+        *,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> list[Generation]:
+        """Return `n` answers to a prompt. See `AsyncClient.samples`."""
+        return _loop.run(
+            self._client.samples(
+                prompt, n, deadline_ms=deadline_ms, priority=priority, timeout=timeout, **sampling
+            )
+        )
+
+    def stream(
+        self,
+        prompt: GenerationPrompt,
+        *,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> Iterator[Delta]:
+        """Yield the parts of the answer to a prompt as they come. See `AsyncClient.stream`.
+
+        Leaving the loop early cancels the request.
+        """
+        deltas = self._client.stream(
+            prompt, deadline_ms=deadline_ms, priority=priority, timeout=timeout, **sampling
+        )
+
+        async def next_delta() -> Delta | None:
+            return await anext(deltas, None)
+
+        async def close() -> None:
+            await deltas.aclose()
+
+        try:
+            while delta := _loop.run(next_delta()):
+                yield delta
+        finally:
+            # A garbage collection may end up here in the loop's own thread, which must not wait for itself.
+            _loop.start(close())
 
     def ready(self) -> bool:
         """Return whether the server and the model are ready. See `AsyncClient.ready`."""

@@ -7,14 +7,20 @@ errors.py. Cancelling its task cancels the request in flight.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from varlen_client.errors import DeadlineMissed, ServerUnavailable, VarlenClientError
+from varlen_client.errors import (
+    DeadlineMissed,
+    ServerError,
+    ServerUnavailable,
+    VarlenClientError,
+)
+from varlen_client.generation import GenerateRequest, Response
 from varlen_client.wire import InferRequest, ModelState
 
 
@@ -53,6 +59,10 @@ class Transport(Protocol):
         """Return the requested output; None when the response lacks it."""
         ...
 
+    def generate(self, model: str, request: GenerateRequest) -> AsyncGenerator[Response, None]:
+        """Send the request, and return its responses as they come; closing it cancels the request."""
+        ...
+
     async def close(self) -> None:
         """Close the connections."""
         ...
@@ -68,8 +78,9 @@ def server_message(message: str | None, status: str | None) -> str:
 def refine_error(error_type: type[VarlenClientError], message: str) -> type[VarlenClientError]:
     """Return DeadlineMissed for the message of a missed deadline, else `error_type`.
 
-    The server reports a missed deadline and a full queue with the same status.
+    The server reports a missed deadline and a full queue with the same status, and errors in the middle of an HTTP
+    stream without one.
     """
-    if error_type is ServerUnavailable and message.startswith("deadline missed: "):
+    if error_type in (ServerUnavailable, ServerError) and message.startswith("deadline missed: "):
         return DeadlineMissed
     return error_type

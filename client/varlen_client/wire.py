@@ -32,8 +32,8 @@ class Tensor:
     """One input tensor and its name; BYTES is an object array of bytes."""
 
     name: str
-    datatype: Literal["BYTES", "INT64"]
-    array: npt.NDArray[np.object_] | npt.NDArray[np.int64]
+    datatype: Literal["BYTES", "INT64", "BOOL"]
+    array: npt.NDArray[np.object_] | npt.NDArray[np.int64] | npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +115,20 @@ class ModelInfo:
             )
         dims = self.outputs.get(output, ())
         if len(dims) != rank:
-            found = ", ".join(f"{name} {list(dims)}" for name, dims in self.outputs.items())
-            raise InvalidRequest(
-                f"model {self.name!r} does not serve {method}: "
-                f"it has {found or 'no outputs'}, {method} needs {output} of rank {rank}"
-            )
+            raise self._does_not_serve(method, f"{output} of rank {rank}")
         return dims[-1]
+
+    def check_generates(self) -> None:
+        """Raise InvalidRequest if this model does not generate text."""
+        if "text_output" not in self.outputs:
+            raise self._does_not_serve("generate", "text_output")
+
+    def _does_not_serve(self, method: str, needed: str) -> InvalidRequest:
+        found = ", ".join(f"{name} {list(dims)}" for name, dims in self.outputs.items())
+        return InvalidRequest(
+            f"model {self.name!r} does not serve {method}: "
+            f"it has {found or 'no outputs'}, {method} needs {needed}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,18 @@
 """Model configurations as the server passes them: config.pbtxt as JSON."""
 
-from varlen import wire
-from varlen.server_config import tensor_entry
+from types import SimpleNamespace
+
+from varlen.server_config import tensor_entry, tensors_of
 
 
 def model_config(task="embed", *, hidden=24, labels=0, parameters=None, **changes):
     """Return a complete configuration."""
+    inputs, outputs = tensors_of(task, SimpleNamespace(hidden_size=hidden, num_labels=labels))
     return {
         "name": "m",
         "max_batch_size": 64,
-        "input": [tensor_entry(spec) for spec in wire.input_specs(task)],
-        "output": [tensor_entry(spec) for spec in wire.output_specs(task, hidden, labels)],
+        "input": [tensor_entry(spec) for spec in inputs],
+        "output": [tensor_entry(spec) for spec in outputs],
         "parameters": {key: {"string_value": value} for key, value in (parameters or {}).items()},
         **changes,
     }

@@ -3,7 +3,7 @@
 import pytest
 
 from varlen.models.checkpoint import Checkpoint
-from varlen.server_config import check_server_settings, check_tensors
+from varlen.server_config import check_server_settings, check_tensors, is_decoupled
 
 from .model_configs import model_config
 from .refusals import refused_setting
@@ -72,6 +72,25 @@ def test_one_instance_per_device_is_allowed(groups):
     check_server_settings(model_config(instance_group=groups), "embed")
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_model_that_generates_may_send_parts_and_has_no_rows(decoupled):
+    policy = {"model_transaction_policy": {"decoupled": decoupled}, "max_batch_size": 0}
+
+    given = model_config("generate", **policy)
+
+    check_server_settings(given, "generate")
+    assert is_decoupled(given) is decoupled
+
+
+def test_a_model_is_not_decoupled_unless_it_says_so():
+    assert not is_decoupled(model_config())
+
+
+def test_refuses_rows_for_a_model_that_generates():
+    with refused_setting("max_batch_size is 8; a request of the task generate holds one prompt"):
+        check_server_settings(model_config("generate", max_batch_size=8), "generate")
+
+
 TEXT = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
 
 
@@ -100,6 +119,15 @@ TEXT = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
 def test_refuses_tensors_that_are_not_those_of_the_task(small_bert, changes, message):
     with refused_setting(message):
         check_tensors(model_config(**changes), Checkpoint.open(small_bert), "embed")
+
+
+def test_refuses_another_type_of_a_tensor_of_generation(small_bert):
+    given = model_config("generate")
+    check_tensors(given, Checkpoint.open(small_bert), "generate")
+    given["output"][0]["data_type"] = "TYPE_UINT8"
+
+    with refused_setting("output \"text_output\" is {'data_type': 'TYPE_UINT8', 'dims': [-1]}"):
+        check_tensors(given, Checkpoint.open(small_bert), "generate")
 
 
 def test_dims_may_come_as_strings(small_bert):

@@ -18,7 +18,12 @@ import pytest
 from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
 from varlen.errors import DeadlineError
+from varlen.intake import Intake
+from varlen.request import GeneratedPart
+from varlen.service import Service
+from varlen.tokenization import Tokenizer
 
+from .fakes.input_limits import input_limits
 from .model_configs import model_config
 
 FAKES = Path(__file__).parent / "fakes"
@@ -85,12 +90,13 @@ def load(server_model, pb_utils, small_bert):
 def ask(pb_utils):
     """Return a function that makes a request and can wait for its answer."""
 
-    def ask(parameters=None, *, timeout=0, **tensors):
+    def ask(parameters=None, *, timeout=0, decoupled=False, **tensors):
         answered = Event()
         request = pb_utils.InferenceRequest(
             [pb_utils.Tensor(name, array) for name, array in tensors.items()],
             json.dumps(parameters) if parameters is not None else "",
             timeout=timeout,
+            decoupled=decoupled,
             on_done=answered.set,
         )
         request.answered = answered
@@ -739,6 +745,125 @@ def test_auto_complete_refuses_what_it_cannot_read(complete, pb_utils, small_ber
         complete(small_bert, nonsense)
     with pytest.raises(pb_utils.TritonModelException, match="config.json"):
         complete(tmp_path, EMPTY)
+
+
+class FakeGenerator:
+    """A loaded model that generates; the text of an answer is the numbers of its tokens."""
+
+    task = "generate"
+    is_ready = True
+
+    def __init__(self, folder):
+        self.intake = Intake(Tokenizer(folder, 12), input_limits())
+
+    def submit(self, request, reply):
+        options = request.options.generation
+        for token_id in range(options.max_tokens):
+            is_last = token_id == options.max_tokens - 1
+            part = GeneratedPart(f"{token_id} ", (token_id,), (), "length" if is_last else None)
+            reply.send(0, part)
+        reply.finish()
+
+    def snapshot(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def load_generator(load, server_model, small_bert, monkeypatch):
+    """Return a function that loads a fake model that generates."""
+    monkeypatch.setattr(server_model.Checkpoint, "check_task", lambda self, task: None)
+    monkeypatch.setattr(
+        Service, "load", staticmethod(lambda *args, **settings: FakeGenerator(small_bert))
+    )
+
+    def load_generator(*, decoupled):
+        policy = {"decoupled": decoupled}
+        parameters = {"task": "generate"}
+        return load(
+            given=model_config(
+                "generate",
+                max_batch_size=0,
+                parameters=parameters,
+                model_transaction_policy=policy,
+            )
+        )
+
+    return load_generator
+
+
+def generated(request):
+    """Return the texts of the responses to a request."""
+    wait_for(request)
+    assert request.response.error() is None, request.response.error().message()
+    return [response.output_tensors()[0].as_numpy().tolist() for response in request.responses]
+
+
+def prompt(value="the cat"):
+    return np.array([value.encode()], dtype=object)
+
+
+def test_a_model_that_generates_streams_if_it_is_decoupled(load_generator, ask):
+    model = load_generator(decoupled=True)
+    stream = np.array([True])
+    streamed, whole = (
+        ask({"max_tokens": 3}, decoupled=True, text_input=prompt(), stream=flag)
+        for flag in (stream, ~stream)
+    )
+
+    model.execute([streamed])
+    model.execute([whole])
+
+    assert b"".join(text for (text,) in generated(streamed)) == b"0 1 2 "
+    assert generated(whole) == [[b"the cat0 1 2 "]]
+
+
+def test_a_model_that_generates_without_parts_answers_once(load_generator, ask, pb_utils):
+    model = load_generator(decoupled=False)
+    streamed = ask(text_input=prompt(), stream=np.array([True]))
+    whole = ask({"max_tokens": 2}, input_ids=np.array([5, 6]))
+
+    model.execute([streamed])
+    model.execute([whole])
+
+    assert failure(streamed)[0] == pb_utils.TritonError.INVALID_ARG
+    assert "model_transaction_policy" in failure(streamed)[1]
+    assert generated(whole) == [[b"0 1 "]]
+
+
+def test_a_bad_request_to_generate_is_the_caller_s_fault(load_generator, ask, pb_utils):
+    model = load_generator(decoupled=True)
+    bad = [
+        ask(decoupled=True),
+        ask({"max_tokens": 0}, decoupled=True, text_input=prompt()),
+        ask(decoupled=True, text_input=prompt(""), stream=np.array([True])),
+        ask(timeout=30, decoupled=True, text_input=prompt()),
+    ]
+
+    for request in bad:
+        model.execute([request])
+
+    assert [failure(request)[0] for request in bad] == [pb_utils.TritonError.INVALID_ARG] * 4
+    assert all(request.sends == 1 for request in bad)
+
+
+@pytest.mark.parametrize("policy", [None, {"decoupled": False}, {"decoupled": True}], ids=str)
+def test_auto_complete_decouples_a_model_that_generates_unless_told_otherwise(
+    complete, server_model, small_bert, monkeypatch, policy
+):
+    monkeypatch.setattr(server_model.Checkpoint, "check_task", lambda self, task: None)
+    given = {**EMPTY, "parameters": {"task": {"string_value": "generate"}}}
+    if policy is not None:
+        given["model_transaction_policy"] = policy
+
+    completed = complete(small_bert, given)
+
+    assert completed["model_transaction_policy"] == (policy or {"decoupled": True})
+    assert completed["max_batch_size"] == 0
+    assert {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]} in completed["output"]
+    assert all(entry["optional"] for entry in completed["input"])
 
 
 def import_entry(folder, code):

@@ -33,6 +33,7 @@ OUTPUTS = {
     "rerank": ("logits", [1]),
     "token_classify": ("logits", [-1, 2]),
     "hidden": ("last_hidden_state", [-1, 3]),
+    "generate": ("text_output", [-1]),
 }
 STATUS = {
     # kind: (gRPC, HTTP), as the real server maps them
@@ -64,6 +65,11 @@ class ReceivedRequest:
         return next(iter(self.tensors.values())).shape[0]
 
     @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters of a request to generate."""
+        return json.loads(self.tensors["sampling_parameters"][0])
+
+    @property
     def texts(self) -> list[str]:
         return [text.decode() for text in self.tensors["text"].ravel()]
 
@@ -80,6 +86,10 @@ class FakeModel:
     refuse: Callable[[ReceivedRequest], Fault | None] = lambda received: None
     delay: Callable[[ReceivedRequest], float] = lambda received: 0.0
     output_dtype: type = np.float32
+    fail_after: tuple[int, Fault] | None = None
+    """Number of parts of a generated answer, and the fault that comes then."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    """Set when a client leaves before its answer is complete."""
     requests: list[ReceivedRequest] = field(default_factory=list)
     in_flight: int = 0
     max_in_flight: int = 0
@@ -113,6 +123,38 @@ class FakeModel:
         finally:
             with self.lock:
                 self.in_flight -= 1
+
+    def generate(self, name: str, received: ReceivedRequest) -> Iterator[dict[str, list[Any]]]:
+        """Yield the responses to a request: parts of one token, or one response.
+
+        Token 3 of row 1 has the text "1.3 ". The delay comes before each response.
+        """
+        self.check_name(name)
+        sampling = received.sampling
+        with self.lock:
+            self.requests.append(received)
+            fault = self.faults.pop(0) if self.faults else self.refuse(received)
+        if fault is not None:
+            raise fault
+        tokens, rows = sampling.get("max_tokens", 4), sampling.get("n", 1)
+        size = 1 if received.tensors["stream"][0] else tokens
+        for number, begin in enumerate(range(0, tokens, size)):
+            self.stopped.wait(self.delay(received))
+            if self.fail_after and self.fail_after[0] == number:
+                raise self.fail_after[1]
+            ids = range(begin, begin + size)
+            is_last = begin + size == tokens
+            logprobs = [{str(each): {"logprob": -0.5, "rank": 1}} for each in ids]
+            response: dict[str, list[Any]] = {
+                "text_output": ["".join(f"{row}.{each} " for each in ids) for row in range(rows)],
+                "finish_reason": ["length" if is_last else "None"] * rows,
+                "num_input_tokens": [7],
+                "num_output_tokens": [size] * rows,
+                "output_ids": [*ids] * rows,
+            }
+            if received.tensors["return_logprobs"][0]:
+                response["logprobs"] = [json.dumps(logprobs)] * rows
+            yield response
 
     def output(self, received: ReceivedRequest) -> np.ndarray:
         if "input_ids" in received.tensors:
@@ -151,6 +193,8 @@ def vector_of_ids(ids: np.ndarray) -> np.ndarray:
 def tensor_from_bytes(datatype: str, shape: list[int], raw: bytes) -> np.ndarray:
     if datatype == "BYTES":
         return deserialize_bytes_tensor(raw).reshape(shape)
+    if datatype == "BOOL":
+        return np.frombuffer(raw, dtype=np.bool_).reshape(shape)
     assert datatype == "INT64"
     return np.frombuffer(raw, dtype=np.int64).reshape(shape)
 
@@ -186,22 +230,57 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
             response.config.output.add(name=output["name"], dims=output["dims"])
         return response
 
+    def ModelStreamInfer(self, request_iterator, context):  # noqa: N802
+        done = threading.Event()
+        context.add_callback(lambda: done.is_set() or self.model.cancelled.set())
+        with_status = ("triton_grpc_error", "true") in context.invocation_metadata()
+        for request in request_iterator:
+            try:
+                for outputs in self.model.generate(request.model_name, received_of(request)):
+                    yield service_pb2.ModelStreamInferResponse(infer_response=grpc_outputs(outputs))
+            except Fault as fault:
+                done.set()
+                if with_status:
+                    context.abort(STATUS[fault.kind][0], str(fault))
+                yield service_pb2.ModelStreamInferResponse(error_message=str(fault))
+        done.set()
+
     def ModelInfer(self, request, context):  # noqa: N802
-        tensors = {
-            tensor.name: tensor_from_bytes(tensor.datatype, list(tensor.shape), raw)
-            for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
-        }
-        parameters = {
-            name: getattr(value, value.WhichOneof("parameter_choice"))
-            for name, value in request.parameters.items()
-        }
         with grpc_faults(context):
-            name, array = self.model.infer(request.model_name, ReceivedRequest(tensors, parameters))
+            name, array = self.model.infer(request.model_name, received_of(request))
         response = service_pb2.ModelInferResponse(model_name=request.model_name)
         datatype = {"f4": "FP32", "f8": "FP64"}[array.dtype.str[1:]]
         response.outputs.add(name=name, datatype=datatype, shape=array.shape)
         response.raw_output_contents.append(array.tobytes())
         return response
+
+
+def received_of(request) -> ReceivedRequest:
+    tensors = {
+        tensor.name: tensor_from_bytes(tensor.datatype, list(tensor.shape), raw)
+        for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
+    }
+    parameters = {
+        name: getattr(value, value.WhichOneof("parameter_choice"))
+        for name, value in request.parameters.items()
+    }
+    return ReceivedRequest(tensors, parameters)
+
+
+def grpc_outputs(outputs: dict[str, list[Any]]) -> Any:
+    response = service_pb2.ModelInferResponse()
+    for name, values in outputs.items():
+        if isinstance(values[0], str):
+            datatype = "BYTES"
+            raw = b"".join(
+                len(text).to_bytes(4, "little") + text for text in map(str.encode, values)
+            )
+        else:
+            datatype = "INT64" if name == "output_ids" else "UINT32"
+            raw = np.array(values, np.int64 if datatype == "INT64" else np.uint32).tobytes()
+        response.outputs.add(name=name, datatype=datatype, shape=[len(values)])
+        response.raw_output_contents.append(raw)
+    return response
 
 
 class grpc_faults:  # noqa: N801 - used as a function
@@ -269,6 +348,42 @@ def http_app(model: FakeModel) -> web.Application:
             body=response + raw, headers={"Inference-Header-Content-Length": str(len(response))}
         )
 
+    async def generate(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        tensors = {name: np.array(value, ndmin=1) for name, value in body.items()}
+        responses = model.generate(request.match_info["name"], ReceivedRequest(tensors, {}))
+        streams = request.path.endswith("generate_stream")
+        stream: web.StreamResponse | None = None
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    outputs = await loop.run_in_executor(pool, next, responses, None)
+                    if outputs is None:
+                        break
+                    # one value is no list
+                    content = {
+                        name: values[0] if len(values) == 1 else values
+                        for name, values in outputs.items()
+                    }
+                except Fault as fault:
+                    if stream is None:
+                        return http_fault(request, fault, event=streams)
+                    content = {"error": str(fault)}
+                if not streams:
+                    return web.json_response(content)
+                if stream is None:
+                    stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                    await stream.prepare(request)
+                await stream.write(f"data: {json.dumps(content)}\n\n".encode())
+                if "error" in content:
+                    break
+        except (asyncio.CancelledError, ConnectionError):
+            model.cancelled.set()
+            raise
+        assert stream is not None
+        return stream
+
     pool = ThreadPoolExecutor(32)
     app = web.Application(client_max_size=2**26)
     app.router.add_get("/v2/health/ready", server_ready)
@@ -277,15 +392,20 @@ def http_app(model: FakeModel) -> web.Application:
     app.router.add_post("/v2/repository/index", index)
     app.router.add_get("/v2/models/{name}/config", config)
     app.router.add_post("/v2/models/{name}/infer", infer)
+    app.router.add_post("/v2/models/{name}/generate", generate)
+    app.router.add_post("/v2/models/{name}/generate_stream", generate)
     return app
 
 
-def http_fault(request: web.Request, fault: Fault) -> web.Response:
+def http_fault(request: web.Request, fault: Fault, *, event: bool = False) -> web.Response:
     if fault.kind == "hang_up":
         assert request.transport is not None
         request.transport.close()
         return web.Response()
-    return web.json_response({"error": str(fault)}, status=STATUS[fault.kind][1])
+    content, status = json.dumps({"error": str(fault)}), STATUS[fault.kind][1]
+    if event:
+        return web.Response(text=f"data: {content}\n\n", status=status)
+    return web.json_response(text=content, status=status)
 
 
 @dataclass

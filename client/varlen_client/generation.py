@@ -1,0 +1,225 @@
+"""Generation on the wire: a prompt with sampling parameters, and the parts of an answer.
+
+A prompt is a text, token ids, or chat messages. Names and meanings of sampling parameters are the server's, which are
+those of vLLM, and the server checks them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, cast
+
+import numpy as np
+
+from varlen_client.errors import InvalidRequest, ServerError
+from varlen_client.wire import Tensor, TokenIds
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+GenerationPrompt: TypeAlias = str | TokenIds | Messages
+
+# The outputs of one response by name, each with one value per element.
+Response: TypeAlias = Mapping[str, Sequence[Any]]
+
+_RETURNED = ("finish_reason", "num_input_tokens", "num_output_tokens", "output_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """A part of a generated answer.
+
+    Attributes:
+        text: the next part of the text; it may be empty.
+        token_ids: its tokens.
+        finish_reason: set in the last part: a stop condition held, or `max_tokens` was reached.
+        logprobs: by token, the log probabilities of the most likely tokens and the chosen one; empty without the
+            sampling parameter `logprobs`.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[Mapping[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A generated answer.
+
+    Attributes:
+        text: the text, without the prompt.
+        token_ids, finish_reason, logprobs: see `Delta`.
+        num_prompt_tokens: length of the prompt, in tokens.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    logprobs: tuple[Mapping[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One request for an answer.
+
+    Attributes:
+        prompt: the input's name, and its text, token ids or JSON.
+        sampling: sampling parameters, priority and deadline.
+        stream: whether the answer comes in parts.
+    """
+
+    prompt: tuple[Literal["text_input", "input_ids", "messages"], str | list[int]]
+    sampling: Mapping[str, Any]
+    stream: bool
+
+    @property
+    def rows(self) -> int:
+        """Number of samples."""
+        return int(self.sampling.get("n", 1))
+
+    def with_remaining_deadline(self, elapsed_seconds: float) -> GenerateRequest:
+        """Return the request with `deadline_ms` reduced by the time since its first attempt."""
+        deadline_ms = self.sampling.get("deadline_ms")
+        if deadline_ms is None:
+            return self
+        # The server refuses a deadline of 0, so the last attempt gets 1 ms at least.
+        remaining = max(deadline_ms - elapsed_seconds * 1e3, min(deadline_ms, 1))
+        return replace(self, sampling={**self.sampling, "deadline_ms": remaining})
+
+    def values(self) -> dict[str, str | bool | list[int]]:
+        """Return the inputs by name, in the form of the HTTP endpoints `generate` and `generate_stream`."""
+        name, prompt = self.prompt
+        flags = {f"return_{output}": True for output in _RETURNED}
+        return {
+            name: prompt,
+            "sampling_parameters": json.dumps(self.sampling),
+            "stream": self.stream,
+            "exclude_input_in_output": True,
+            **flags,
+            "return_logprobs": self.sampling.get("logprobs") is not None,
+        }
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the inputs as tensors."""
+        return tuple(_tensor(name, value) for name, value in self.values().items())
+
+
+def generate_request(
+    prompt: GenerationPrompt,
+    sampling: Mapping[str, Any],
+    *,
+    stream: bool,
+    deadline_ms: float | None,
+    priority: int | None,
+) -> GenerateRequest:
+    """Return a request whose prompt has a known form.
+
+    Raises:
+        InvalidRequest: the prompt is no text, token ids or messages, or JSON has no form for a sampling parameter.
+    """
+    given = {"deadline_ms": deadline_ms, "request_priority": priority}
+    options = {**sampling, **{name: each for name, each in given.items() if each is not None}}
+    try:
+        json.dumps(options, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the sampling parameters are no JSON: {error}") from None
+    return GenerateRequest(_prompt(prompt), options, stream)
+
+
+def read_parts(response: Response, rows: int) -> list[Delta]:
+    """Return the part of each row in a response.
+
+    Raises:
+        ServerError: the response lacks an output, or an output lacks a row.
+    """
+    try:
+        ids = [int(token_id) for token_id in response["output_ids"]]
+        counts = [int(count) for count in response["num_output_tokens"]]
+        texts, reasons = response["text_output"], response["finish_reason"]
+        logprobs = response.get("logprobs", ["[]"] * rows)
+        assert all(len(each) == rows for each in (texts, reasons, counts, logprobs))
+        assert sum(counts) == len(ids)
+        ends = np.cumsum(counts).tolist()
+        return [
+            Delta(
+                texts[row],
+                tuple(ids[ends[row] - counts[row] : ends[row]]),
+                _finish_reason(reasons[row]),
+                _logprobs(logprobs[row]),
+            )
+            for row in range(rows)
+        ]
+    except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        raise ServerError(f"the response cannot be read: {error!r}") from error
+
+
+def read_generations(responses: Sequence[Response], rows: int) -> list[Generation]:
+    """Return the answer of each row, given all responses to a request.
+
+    Raises:
+        ServerError: a response cannot be read, or a row has no end.
+    """
+    parts = [read_parts(response, rows) for response in responses]
+    answers = []
+    for row in range(rows):
+        deltas = [each[row] for each in parts]
+        reason = deltas[-1].finish_reason if deltas else None
+        if reason is None:
+            raise ServerError("the server ended an answer before its last part")
+        answers.append(
+            Generation(
+                "".join(delta.text for delta in deltas),
+                tuple(token_id for delta in deltas for token_id in delta.token_ids),
+                reason,
+                int(responses[0].get("num_input_tokens", [0])[0]),
+                tuple(entry for delta in deltas for entry in delta.logprobs),
+            )
+        )
+    return answers
+
+
+def _prompt(
+    prompt: GenerationPrompt,
+) -> tuple[Literal["text_input", "input_ids", "messages"], str | list[int]]:
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest("the prompt is not valid Unicode") from None
+        return "text_input", prompt
+    if len(prompt) and all(isinstance(each, Mapping) for each in prompt):
+        try:
+            return "messages", json.dumps([dict(cast(Mapping[str, Any], each)) for each in prompt])
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"the messages are no JSON: {error}") from None
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise InvalidRequest("the prompt is neither a text, nor a list of token ids or messages")
+    return "input_ids", ids.tolist()
+
+
+def _tensor(name: str, value: str | bool | list[int]) -> Tensor:
+    if isinstance(value, str):
+        return Tensor(name, "BYTES", np.array([value.encode()], dtype=np.object_))
+    if isinstance(value, bool):
+        return Tensor(name, "BOOL", np.array([value]))
+    return Tensor(name, "INT64", np.array(value, dtype=np.int64))
+
+
+def _finish_reason(reason: str) -> FinishReason | None:
+    # how the vLLM backend, and ours, write that a row goes on
+    if reason == "None":
+        return None
+    if reason not in ("stop", "length"):
+        raise ValueError(f"the finish reason {reason!r}")
+    return cast(FinishReason, reason)
+
+
+def _logprobs(text: str) -> tuple[Mapping[int, float], ...]:
+    return tuple(
+        {int(token_id): float(entry["logprob"]) for token_id, entry in token.items()}
+        for token in json.loads(text)
+    )

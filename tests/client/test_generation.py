@@ -1,0 +1,242 @@
+"""Generation by the clients against a fake server: whole answers, streams, errors and cancellation."""
+
+import asyncio
+import json
+import time
+from contextlib import aclosing
+
+import pytest
+
+from varlen_client import (
+    AsyncClient,
+    Client,
+    DeadlineMissed,
+    Delta,
+    Generation,
+    InvalidRequest,
+    ModelNotFound,
+    RequestTimeout,
+    ServerError,
+    ServerUnavailable,
+)
+
+SECONDS = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _task(server):
+    server.model.task = "generate"
+
+
+@pytest.fixture
+def client(server, fast_retries):
+    with Client(server.url, retry=fast_retries) as client:
+        yield client
+
+
+def run(client, call, *arguments, **options):
+    """Run a call to its end."""
+    result = getattr(client, call)(*arguments, **options)
+    return list(result) if call == "stream" else result
+
+
+def test_generates_a_whole_answer(client, server):
+    answer = client.generate("héllo", max_tokens=3, temperature=0.5)
+
+    assert answer == Generation("0.0 0.1 0.2 ", (0, 1, 2), "length", 7)
+    (received,) = server.model.requests
+    assert received.sampling == {"max_tokens": 3, "temperature": 0.5, "n": 1}
+    text = received.tensors["text_input"][0]
+    assert (text.decode() if isinstance(text, bytes) else text) == "héllo"
+    assert not received.tensors["stream"][0]
+    assert received.tensors["exclude_input_in_output"][0]
+
+
+def test_streams_an_answer_in_parts(client, server):
+    deltas = list(client.stream("hello", max_tokens=3))
+
+    assert deltas == [Delta("0.0 ", (0,)), Delta("0.1 ", (1,)), Delta("0.2 ", (2,), "length")]
+    assert server.model.requests[0].tensors["stream"][0]
+
+
+def test_yields_each_part_as_it_comes(client, server):
+    server.model.delay = lambda received: 0.2
+    start = time.monotonic()
+
+    next(client.stream("hello", max_tokens=20))
+
+    assert time.monotonic() - start < 2
+
+
+def test_generates_several_samples(client):
+    answers = client.samples("hello", 3, max_tokens=2)
+
+    assert [answer.text for answer in answers] == ["0.0 0.1 ", "1.0 1.1 ", "2.0 2.1 "]
+    assert all(answer.token_ids == (0, 1) for answer in answers)
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_one_answer_is_not_several_samples(client, call):
+    with pytest.raises(InvalidRequest, match="n is 2; .* come from samples"):
+        run(client, call, "hello", n=2)
+
+
+@pytest.mark.parametrize(
+    "prompt, name",
+    [
+        ([5, 6, 7], "input_ids"),
+        ((5,), "input_ids"),
+        ([{"role": "user", "content": "hello"}], "messages"),
+    ],
+    ids=["list", "tuple", "messages"],
+)
+def test_a_prompt_may_be_token_ids_or_messages(client, server, prompt, name):
+    client.generate(prompt)
+
+    value = server.model.requests[0].tensors[name]
+    expected = list(prompt)
+    assert (json.loads(value[0]) if name == "messages" else value.tolist()) == expected
+
+
+@pytest.mark.parametrize("prompt", [[], [[1, 2]], [0.5], ["a", "b"], "\ud800"], ids=repr)
+def test_refuses_a_prompt_of_another_form(client, server, prompt):
+    with pytest.raises(InvalidRequest, match="the prompt is "):
+        client.generate(prompt)
+    assert server.model.requests == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1, 2}, object()], ids=["nan", "set", "object"])
+def test_refuses_sampling_parameters_without_json(client, value):
+    with pytest.raises(InvalidRequest, match="the sampling parameters are no JSON"):
+        client.generate("hello", temperature=value)
+
+
+def test_log_probabilities_come_by_token(client):
+    answer = client.generate("hello", max_tokens=2, logprobs=0)
+
+    assert answer.logprobs == ({0: -0.5}, {1: -0.5})
+    [first, _] = client.stream("hello", max_tokens=2, logprobs=0)
+    assert first.logprobs == ({0: -0.5},)
+
+
+def test_sends_deadline_and_priority(client, server):
+    client.generate("hello", deadline_ms=5000, priority=3)
+
+    sampling = server.model.requests[0].sampling
+    assert 4000 < sampling["deadline_ms"] <= 5000
+    assert sampling["request_priority"] == 3
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+@pytest.mark.parametrize(
+    "kind, message, error",
+    [
+        ("invalid", "max_tokens is 0", InvalidRequest),
+        ("unavailable", "deadline missed: too late", DeadlineMissed),
+        ("unavailable", "the queue is full", ServerUnavailable),
+        ("internal", "broken", ServerError),
+    ],
+)
+def test_an_error_before_the_answer_has_its_own_type(
+    client, server, fault, call, kind, message, error
+):
+    server.model.refuse = lambda received: fault(kind, message)
+
+    with pytest.raises(error, match=message):
+        run(client, call, "hello")
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_a_request_is_sent_again_while_the_server_is_unavailable(client, server, fault, call):
+    server.model.faults = [fault("unavailable")] * 2
+
+    run(client, call, "hello")
+
+    assert len(server.model.requests) == 3
+
+
+@pytest.mark.parametrize(
+    "kind, message, error",
+    [
+        ("unavailable", "deadline missed: too late", DeadlineMissed),
+        ("internal", "broken", ServerError),
+    ],
+)
+def test_an_error_in_the_middle_ends_the_stream_without_a_retry(
+    client, server, fault, kind, message, error
+):
+    server.model.fail_after = (2, fault(kind, message))
+    deltas = client.stream("hello")
+
+    assert [next(deltas).token_ids, next(deltas).token_ids] == [(0,), (1,)]
+    with pytest.raises(error, match=message):
+        next(deltas)
+    assert len(server.model.requests) == 1
+
+
+def test_leaving_the_loop_cancels_the_request(client, server):
+    server.model.delay = lambda received: 0.05
+    for _ in client.stream("hello", max_tokens=1000):
+        break
+
+    assert server.model.cancelled.wait(SECONDS)
+    # and the client goes on
+    server.model.delay = lambda received: 0.0
+    assert client.generate("hello", max_tokens=1).text == "0.0 "
+
+
+def test_closing_the_async_stream_cancels_the_request(server):
+    server.model.delay = lambda received: 0.05
+
+    async def leave():
+        async with AsyncClient(server.url) as client:
+            async with aclosing(client.stream("hello", max_tokens=1000)) as deltas:
+                async for _ in deltas:
+                    break
+            return await asyncio.to_thread(server.model.cancelled.wait, SECONDS)
+
+    assert asyncio.run(leave())
+
+
+@pytest.mark.parametrize("call, delay", [("generate", 30.0), ("stream", 0.1)])
+def test_a_timeout_ends_the_call(client, server, call, delay):
+    server.model.delay = lambda received: delay
+
+    with pytest.raises(RequestTimeout, match=r"the answer was not complete within 0\.35 s"):
+        run(client, call, "hello", max_tokens=100, timeout=0.35)
+
+    assert server.model.cancelled.wait(SECONDS) or delay == 30.0
+
+
+def test_many_streams_run_at_the_same_time(server):
+    server.model.delay = lambda received: 0.01
+
+    async def run():
+        async with AsyncClient(server.url) as client:
+
+            async def collect(tokens):
+                return "".join([d.text async for d in client.stream("a", max_tokens=tokens)])
+
+            return await asyncio.gather(*(collect(tokens) for tokens in range(1, 20)))
+
+    texts = asyncio.run(run())
+
+    assert texts == ["".join(f"0.{i} " for i in range(tokens)) for tokens in range(1, 20)]
+
+
+def test_a_model_that_embeds_does_not_generate(client, server):
+    server.model.task = "embed"
+
+    with pytest.raises(InvalidRequest, match="does not serve generate: it has sentence_embedding"):
+        client.generate("hello")
+
+
+def test_an_unknown_model_is_not_found(server):
+    with Client(server.url, "nope") as client, pytest.raises(ModelNotFound):
+        client.generate("hello")
+
+
+def test_no_connection_is_server_unavailable(unused_url, fast_retries):
+    with Client(unused_url, "m", retry=fast_retries) as client:
+        with pytest.raises(ServerUnavailable, match="no connection to"):
+            list(client.stream("hello"))
