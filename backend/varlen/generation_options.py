@@ -279,8 +279,9 @@ def _grammar(name: str, value: object) -> str | None:
         if not isinstance(content, dict):
             _refuse(f"{name}.json", content, "a JSON schema, as an object or a string")
     elif kind == "choice":
-        if not (isinstance(content, list) and all(isinstance(each, str) for each in content)):
-            _refuse(f"{name}.choice", content, "a list of strings")
+        texts = content if isinstance(content, list) else []
+        if not texts or not all(isinstance(each, str) for each in texts):
+            _refuse(f"{name}.choice", content, "a list of strings, at least one")
     elif not isinstance(content, str):
         _refuse(f"{name}.{kind}", content, "a string")
     try:

@@ -143,6 +143,7 @@ class GeneratedSequence(SequenceState):
         num_computed: number of its tokens whose keys and values are stored.
         block_ids: its block table.
         writer: set by the scheduler when it is queued.
+        sampler_state: kept by the sampler from one token to the next.
     """
 
     sample: int = 0
@@ -150,6 +151,7 @@ class GeneratedSequence(SequenceState):
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     writer: OutputWriter = field(init=False)
+    sampler_state: object = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = self.prompt.token_ids.tolist()

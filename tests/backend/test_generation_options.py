@@ -221,6 +221,10 @@ def test_a_schema_keeps_the_order_of_its_properties():
         ({"regex": 5}, "structured_outputs.regex is 5; allowed: a string"),
         ({"choice": "a"}, 'structured_outputs.choice is "a"; allowed: a list of strings'),
         ({"choice": [1]}, "structured_outputs.choice is [1]; allowed: a list of strings"),
+        (
+            {"choice": []},
+            "structured_outputs.choice is []; allowed: a list of strings, at least one",
+        ),
         ({"json": "{"}, 'structured_outputs.json is "{"; allowed: JSON'),
         ({"json": [1]}, "structured_outputs.json is [1]; allowed: a JSON schema"),
         ({"json": "[1]"}, "structured_outputs.json is [1]; allowed: a JSON schema"),

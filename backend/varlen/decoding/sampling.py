@@ -1,0 +1,240 @@
+"""Chooses the next token of each sequence from the logits of a step.
+
+A sequence's tokens depend on its own logits, options and seed, never on what else is in the step. What has to be known
+of its earlier tokens is kept with it and grows token by token.
+"""
+
+import math
+import secrets
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from varlen.decoding.random_numbers import random_key, uniform_numbers
+from varlen.decoding.structured import Grammars, Matcher
+from varlen.decoding.token_counts import TokenCounts
+from varlen.request import TokenLogprobs
+from varlen.sequence import GeneratedSequence, SampledToken
+from varlen_kernels.dispatch import kernels_for
+
+
+class Sampler:
+    """Chooses tokens of sequences of one model."""
+
+    def __init__(
+        self, vocab_size: int, eos_ids: Collection[int], grammars: Grammars, device: torch.device
+    ) -> None:
+        """Prepare the choice.
+
+        Args:
+            vocab_size: width of the logits.
+            eos_ids: end tokens of the checkpoint.
+            grammars: of sequences with structured output.
+            device: of the logits.
+        """
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_ids)
+        self._grammars = grammars
+        self._kernels = kernels_for(device)
+
+    def sample(self, logits: Tensor, sequences: Sequence[GeneratedSequence]) -> list[SampledToken]:
+        """Return the next token of each sequence.
+
+        Penalties, the smallest number of tokens and the grammar change the logits, then temperature, top-k, top-p and
+        min-p apply. Log probabilities are those of the logits as they come.
+
+        Args:
+            logits: `[sequences, vocabulary]` fp32; overwritten.
+            sequences: whose `token_ids` hold all tokens that were chosen so far.
+        """
+        states = [self._state(sequence) for sequence in sequences]
+        lengths = [sequence.num_generated for sequence in sequences]
+        if all(length >= state.plain_from for state, length in zip(states, lengths, strict=True)):
+            return [SampledToken(token_id) for token_id in logits.argmax(1).tolist()]
+
+        for state, sequence in zip(states, sequences, strict=True):
+            state.read(sequence)
+        reported = [row for row, state in enumerate(states) if state.num_logprobs is not None]
+        raw = torch.log_softmax(logits[reported], dim=1) if reported else None
+        _penalize(logits, states)
+        _mask(logits, states, lengths)
+        token_ids = self._choose(logits, states, lengths)
+        tokens = [SampledToken(token_id) for token_id in token_ids]
+        if raw is not None:
+            wanted = [states[row].num_logprobs or 0 for row in reported]
+            chosen = [token_ids[row] for row in reported]
+            for row, logprobs in zip(reported, _logprobs(raw, chosen, wanted), strict=True):
+                tokens[row] = SampledToken(token_ids[row], logprobs)
+        return tokens
+
+    def _state(self, sequence: GeneratedSequence) -> "_SamplerState":
+        state = sequence.sampler_state
+        if state is None:
+            state = _SamplerState(sequence, self._grammars)
+            # an end token that is no token of the model cannot come
+            ends = self._eos_ids.union(sequence.generation.stop_token_ids)
+            state.end_ids = [token_id for token_id in ends if token_id < self._vocab_size]
+            sequence.sampler_state = state
+        assert isinstance(state, _SamplerState)
+        return state
+
+    def _choose(
+        self, logits: Tensor, states: Sequence["_SamplerState"], lengths: Sequence[int]
+    ) -> list[int]:
+        """Return a token for each row of the final logits."""
+        if all(state.temperature == 0 for state in states):
+            chosen: list[int] = logits.argmax(1).tolist()
+            return chosen
+        columns = zip(*(state.limits for state in states), strict=True)
+        dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
+        limits = [
+            torch.tensor(column, dtype=dtype, device=logits.device)
+            for column, dtype in zip(columns, dtypes, strict=True)
+        ]
+        uniform = uniform_numbers([state.key for state in states], lengths)
+        drawn: list[int] = self._kernels.sample_tokens(
+            logits, *limits, torch.from_numpy(uniform).to(logits.device)
+        ).tolist()
+        return drawn
+
+
+class _SamplerState:
+    """What the sampler keeps of a sequence.
+
+    Attributes:
+        plain_from: number of generated tokens from which the next token is that with the largest logit; infinity if it
+            never is.
+        key: of its random numbers.
+        limits: temperature, top-k, top-p and min-p.
+        penalties: repetition, presence and frequency penalty.
+        end_ids: tokens that end its answer.
+        counts: its tokens, if it has penalties.
+        matcher: its place in its grammar, if it has one.
+    """
+
+    __slots__ = (
+        "_num_read",
+        "counts",
+        "end_ids",
+        "key",
+        "limits",
+        "matcher",
+        "min_tokens",
+        "num_logprobs",
+        "penalties",
+        "plain_from",
+        "temperature",
+    )
+
+    def __init__(self, sequence: GeneratedSequence, grammars: Grammars) -> None:
+        options = sequence.generation
+        self.end_ids: list[int] = []
+        self.temperature = options.temperature
+        self.limits = (options.temperature, options.top_k, options.top_p, options.min_p)
+        self.min_tokens = options.min_tokens
+        self.num_logprobs = options.logprobs
+        seed = secrets.randbits(64) if options.seed is None else options.seed
+        self.key = random_key(seed, sequence.sample)
+
+        repetition = options.repetition_penalty
+        self.penalties = (repetition, options.presence_penalty, options.frequency_penalty)
+        self.counts: TokenCounts | None = None
+        if self.penalties != (1.0, 0.0, 0.0):
+            # only a repetition penalty is for tokens of the prompt too
+            prompt_ids = [] if repetition == 1 else sequence.token_ids[: sequence.num_tokens]
+            self.counts = TokenCounts(prompt_ids)
+        self.matcher: Matcher | None = None
+        if options.grammar is not None:
+            self.matcher = grammars.matcher(options.grammar)
+        self._num_read = sequence.num_tokens
+        is_plain = (
+            self.temperature == 0
+            and self.counts is None
+            and self.matcher is None
+            and self.num_logprobs is None
+        )
+        self.plain_from = self.min_tokens if is_plain else math.inf
+
+    def read(self, sequence: GeneratedSequence) -> None:
+        """Read the tokens that have been generated since the last call."""
+        if self.counts is None and self.matcher is None:
+            return
+        for token_id in sequence.token_ids[self._num_read :]:
+            if self.counts is not None:
+                self.counts.add(token_id)
+            if self.matcher is not None:
+                self.matcher.read(token_id)
+        self._num_read = len(sequence.token_ids)
+
+
+def _penalize(logits: Tensor, states: Sequence[_SamplerState]) -> None:
+    """Apply the penalties of all rows that have any, to the tokens that they concern."""
+    rows: list[int] = []
+    counts: list[TokenCounts] = []
+    penalties: list[tuple[float, float, float]] = []
+    for row, state in enumerate(states):
+        if state.counts is not None:
+            rows.append(row)
+            counts.append(state.counts)
+            penalties.append(state.penalties)
+    if not rows:
+        return
+    sizes = [len(each.ids) for each in counts]
+    # one column per distinct token of each row
+    ids = np.stack(
+        (np.repeat(np.array(rows), sizes), np.concatenate([each.ids for each in counts]))
+    )
+    values = np.concatenate(
+        (
+            np.repeat(np.array(penalties, dtype=np.float32).T, sizes, axis=1),
+            np.concatenate([each.counts for each in counts])[None],
+        )
+    )
+    place = torch.from_numpy(ids).to(logits.device).unbind()
+    repetition, presence, frequency, count = torch.from_numpy(values).to(logits.device)
+    penalized = logits[place]
+    penalized = torch.where(penalized > 0, penalized / repetition, penalized * repetition)
+    penalized -= frequency * count
+    penalized -= presence * (count > 0)
+    logits[place] = penalized
+
+
+def _mask(logits: Tensor, states: Sequence[_SamplerState], lengths: Sequence[int]) -> None:
+    """Exclude end tokens that come too early, and tokens that do not match a grammar."""
+    rows: list[int] = []
+    excluded: list[int] = []
+    for row, (state, length) in enumerate(zip(states, lengths, strict=True)):
+        ends = state.end_ids
+        is_early = length < state.min_tokens
+        if state.matcher is not None and not state.matcher.has_failed:
+            allowed = state.matcher.allowed_tokens()
+            # where the grammar is at its end, nothing else can come
+            if is_early and allowed.sum() > allowed[ends].sum():
+                allowed[ends] = False
+            logits[row].masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
+        elif is_early or state.matcher is not None:
+            # an answer whose grammar failed must not end as if it matched
+            rows += [row] * len(ends)
+            excluded += ends
+    if rows:
+        logits[rows, excluded] = -torch.inf
+
+
+def _logprobs(raw: Tensor, chosen: list[int], wanted: list[int]) -> list[TokenLogprobs]:
+    """Return the log probabilities of the chosen tokens and of the best ones.
+
+    Args:
+        raw: log probabilities, `[rows, vocabulary]`.
+        chosen: one token per row.
+        wanted: number of best tokens, per row.
+    """
+    index = torch.tensor(chosen, device=raw.device)[:, None]
+    own = raw.gather(1, index).squeeze(1).tolist()
+    best = raw.topk(min(max(wanted), raw.shape[1]), dim=1)
+    rows = zip(chosen, own, best.indices.tolist(), best.values.tolist(), wanted, strict=True)
+    return [
+        TokenLogprobs(token_id, logprob, tuple(zip(ids, values, strict=True))[:number])
+        for token_id, logprob, ids, values, number in rows
+    ]
