@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from varlen.config import EngineConfig, Task
-from varlen.decoding.chat import ChatTemplate
 from varlen.decoding.sampling import Sampler
 from varlen.decoding.structured import Grammars
 from varlen.decoding.writer import TextWriter
@@ -90,8 +89,7 @@ class GenerationService:
             vocab_size=runner.vocab_size,
             type_vocab_size=1,
         )
-        template = checkpoint.chat_template
-        intake = Intake(tokenizer, limits, ChatTemplate(template) if template else None)
+        intake = Intake(tokenizer, limits)
         executor = ThreadExecutor([runner])
         admission = Admission(
             config.max_queued_requests, config.max_queued_tokens, slots=executor.slots

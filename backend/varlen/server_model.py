@@ -44,6 +44,7 @@ from varlen.server_process import (
 from varlen.server_replies import Answer, Outbox, ServerReply
 
 if TYPE_CHECKING:
+    from varlen.generation_service import GenerationService
     from varlen.service import Service
 
 _log = logging.getLogger(__name__)
@@ -122,12 +123,14 @@ class TritonPythonModel:
         check_tensors(model_config, checkpoint, task)
         check_numpy()
 
+        from varlen.generation_service import GenerationService
         from varlen.service import Service
 
         self._is_decoupled = is_decoupled(model_config)
         self._uses_timeout = not config.ignore_request_timeout
         self._stats = Stats()
-        self._service: Service = Service.load(
+        loader = GenerationService if task == "generate" else Service
+        self._service: GenerationService | Service = loader.load(
             checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
         )
         self._exporter = start_exporter(args, self._stats, self._service.snapshot)

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from tests.checkpoints import SMALL_DECODERS, save_checkpoint
-from tests.closeness import encoder_roundings, relative_error
+from tests.closeness import assert_close, encoder_roundings, relative_error
 from varlen.errors import RequestError
 from varlen.generation_options import GenerationOptions
 from varlen.generator import Generator
@@ -35,13 +35,25 @@ def folder(kind, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def oracle(kind, folder):
-    return getattr(transformers, kind).from_pretrained(folder).eval()
+    oracle = getattr(transformers, kind).from_pretrained(folder).eval()
+    # no answer ends before its largest length, unless a test says so
+    oracle.generation_config.eos_token_id = None
+    return oracle
 
 
 @pytest.fixture(scope="module")
 def generator(folder):
     with Generator.from_pretrained(folder, **SETTINGS) as generator:
         yield generator
+
+
+@pytest.fixture(scope="module")
+def block_bytes(oracle):
+    """Return the bytes of a block in all layers."""
+    config = oracle.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * dim * SETTINGS["kv_block_tokens"] * 4
 
 
 def prompt_of(length, seed=0):
@@ -81,19 +93,19 @@ def test_a_prompt_alone_gets_the_tokens_of_transformers(generator, oracle, folde
 
     (answer,) = generator.generate([prompt], max_tokens=12, temperature=0, ignore_eos=True)
 
-    expected = expected_tokens(oracle, prompt, 12, min_new_tokens=12)
+    expected = expected_tokens(oracle, prompt, 12)
     assert_same_tokens(oracle, folder, prompt, list(answer.token_ids), expected)
     assert answer.finish_reason == "length"
 
 
 @pytest.mark.parametrize("policy", ["reserve", "optimistic"])
 def test_requests_that_join_and_leave_at_any_step_get_the_same_tokens(
-    folder, oracle, policy
+    folder, oracle, policy, block_bytes
 ):
     lengths = [1, 300, 7, 64, 33, 2, 150, 16, 90, 5, 48, 260]
     counts = [9, 4, 20, 1, 13, 17, 6, 20, 2, 11, 15, 8]
     # few blocks: with the policy `optimistic` sequences give back theirs
-    settings = {**SETTINGS, "kv_policy": policy, "kv_bytes": 24 * generator.snapshot().blocks.block_bytes}
+    settings = {**SETTINGS, "kv_policy": policy, "kv_bytes": 24 * block_bytes}
 
     with Generator.from_pretrained(folder, **settings) as generator:
         answers = [
@@ -104,10 +116,122 @@ def test_requests_that_join_and_leave_at_any_step_get_the_same_tokens(
             for length, count in zip(lengths, counts, strict=True)
         ]
         tokens = [list(answer.result(60)[0].token_ids) for answer in answers]
-        blocks = generator.snapshot()
+        blocks = generator.snapshot().blocks
 
     for length, count, actual in zip(lengths, counts, tokens, strict=True):
         prompt = prompt_of(length)
-        expected = expected_tokens(oracle, prompt, count, min_new_tokens=count)
+        expected = expected_tokens(oracle, prompt, count)
         assert_same_tokens(oracle, folder, prompt, actual, expected)
     assert blocks.used == blocks.promised == 0
+
+
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
+        ({"stop_token_ids": list(range(1, 60))}, {"eos_token_id": list(range(1, 60))}),
+        (
+            {"stop_token_ids": list(range(1, 60)), "min_tokens": 8},
+            {"eos_token_id": list(range(1, 60)), "min_new_tokens": 8},
+        ),
+    ],
+    ids=["penalty", "stop", "stop-and-least"],
+)
+def test_penalties_and_ends_are_those_of_transformers(generator, oracle, folder, ours, theirs):
+    prompt = prompt_of(40)
+
+    options = {"max_tokens": 25, "temperature": 0, "ignore_eos": True, **ours}
+    (answer,) = generator.generate([prompt], **options)
+
+    expected = expected_tokens(oracle, prompt, 25, **theirs)
+    assert list(answer.token_ids) == expected
+    has_ended = answer.token_ids[-1] in ours.get("stop_token_ids", ())
+    assert answer.finish_reason == ("stop" if has_ended else "length")
+
+
+def test_log_probabilities_are_those_of_transformers(generator, oracle, folder):
+    prompt = prompt_of(50)
+
+    (answer,) = generator.generate([prompt], max_tokens=6, temperature=0.8, seed=3, logprobs=4)
+
+    with torch.inference_mode():
+        logits = oracle(torch.tensor([prompt + list(answer.token_ids)])).logits[0]
+    expected = logits[len(prompt) - 1 : -1].log_softmax(1)
+    assert [each.token_id for each in answer.logprobs] == list(answer.token_ids)
+    for reported, row in zip(answer.logprobs, expected, strict=True):
+        values = [reported.logprob, *(value for _, value in reported.top)]
+        ids = [reported.token_id, *(token_id for token_id, _ in reported.top)]
+        assert_close(values, row[ids], roundings=encoder_roundings(folder))
+        assert sorted(values[1:], reverse=True) == values[1:]
+        assert len(reported.top) == 4
+
+
+def test_sampled_tokens_depend_on_the_seed_and_not_on_what_runs_beside(generator):
+    prompt = prompt_of(30)
+    options = {"max_tokens": 16, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
+
+    (alone,) = generator.generate([prompt], seed=11, **options)
+    (other,) = generator.generate([prompt], seed=12, **options)
+    beside = [
+        generator.submit(prompt_of(n, seed=1), GenerationOptions(max_tokens=30, seed=n))
+        for n in (5, 80, 170)
+    ]
+    (again,) = generator.generate([prompt], seed=11, **options)
+    for future in beside:
+        future.result(60)
+
+    assert alone.token_ids == again.token_ids
+    assert alone.token_ids != other.token_ids
+
+
+def test_samples_of_one_prompt_differ_and_can_be_repeated(generator):
+    prompt = prompt_of(21)
+    options = {"n": 4, "max_tokens": 12, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+
+    first, second = (generator.generate([prompt], **options) for _ in range(2))
+
+    assert first == second
+    assert len({answer.token_ids for answer in first}) == 4
+
+
+def test_streamed_parts_add_up_to_the_answer(generator):
+    text = "the cat sat"
+    options = {"max_tokens": 20, "temperature": 0.9, "seed": 1, "ignore_eos": True}
+
+    parts = list(generator.stream(text, **options))
+    (answer,) = generator.generate([text], **options)
+
+    assert "".join(part.text for part in parts) == answer.text
+    assert tuple(token for part in parts for token in part.token_ids) == answer.token_ids
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+
+
+def test_a_closed_stream_stops_its_sequence(generator):
+    stream = generator.stream("the cat", max_tokens=250, ignore_eos=True)
+    next(stream)
+
+    stream.close()
+
+    # its blocks are free once a later request has run
+    generator.generate(["the"], max_tokens=1)
+    assert generator.snapshot().running == 0
+    assert generator.snapshot().blocks.used == 0
+
+
+@pytest.mark.parametrize(
+    "prompt, options, message",
+    [
+        ([], {}, "input_ids has no tokens"),
+        ([VOCABULARY], {}, "input_ids holds 263; this model takes 0 to 262"),
+        ("", {}, "text is empty"),
+        ([1] * 300, {"max_tokens": 21}, "320"),
+        ([1], {"n": 5, "temperature": 1.0}, "at most 4 sequences at a time"),
+        ([1], {"temperature": -1}, "temperature"),
+        ([1], {"tempreature": 1}, 'Did you mean "temperature"'),
+        ([1], {"structured_outputs": {"regex": "("}}, "structured_outputs cannot be served"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_refuses_what_it_cannot_serve(generator, prompt, options, message):
+    with pytest.raises(RequestError, match=message):
+        generator.generate([prompt], **options)
