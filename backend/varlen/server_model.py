@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import triton_python_backend_utils as pb_utils
 
 from varlen import wire, wire_generate
+from varlen.config import EngineConfig, Task
 from varlen.errors import EngineError, RequestError, VarlenError
 from varlen.metrics import Stats
 from varlen.models.checkpoint import Checkpoint
@@ -123,15 +124,11 @@ class TritonPythonModel:
         check_tensors(model_config, checkpoint, task)
         check_numpy()
 
-        from varlen.generation_service import GenerationService
-        from varlen.service import Service
-
         self._is_decoupled = is_decoupled(model_config)
         self._uses_timeout = not config.ignore_request_timeout
         self._stats = Stats()
-        loader = GenerationService if task == "generate" else Service
-        self._service: GenerationService | Service = loader.load(
-            checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
+        self._service = _load_service(
+            task, checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
         )
         self._exporter = start_exporter(args, self._stats, self._service.snapshot)
         self._outbox = Outbox(self._stats)
@@ -171,6 +168,19 @@ class TritonPythonModel:
             timeout_microseconds=timeout,
         )
         return checked, wire.ArrayAnswer(service.task)
+
+
+def _load_service(
+    task: Task, folder: Path, config: EngineConfig, stats: Stats, *, gpu: int
+) -> Service | GenerationService:
+    """Return the running model of a task."""
+    if task == "generate":
+        from varlen.generation_service import GenerationService
+
+        return GenerationService.load(folder, config, stats, gpu=gpu)
+    from varlen.service import Service
+
+    return Service.load(folder, config, stats, gpu=gpu)
 
 
 def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:

@@ -20,7 +20,6 @@ from tests.threads import run_in_threads
 from varlen.errors import DeadlineError
 from varlen.intake import Intake
 from varlen.request import GeneratedPart
-from varlen.service import Service
 from varlen.tokenization import Tokenizer
 
 from .fakes.input_limits import input_limits
@@ -748,7 +747,7 @@ def test_auto_complete_refuses_what_it_cannot_read(complete, pb_utils, small_ber
 
 
 class FakeGenerator:
-    """A loaded model that generates; the text of an answer is the numbers of its tokens."""
+    """A loaded model that generates; an answer is the numbers of its tokens."""
 
     task = "generate"
     is_ready = True
@@ -776,7 +775,7 @@ def load_generator(load, server_model, small_bert, monkeypatch):
     """Return a function that loads a fake model that generates."""
     monkeypatch.setattr(server_model.Checkpoint, "check_task", lambda self, task: None)
     monkeypatch.setattr(
-        Service, "load", staticmethod(lambda *args, **settings: FakeGenerator(small_bert))
+        server_model, "_load_service", lambda *args, **settings: FakeGenerator(small_bert)
     )
 
     def load_generator(*, decoupled):

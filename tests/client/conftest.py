@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -348,6 +348,24 @@ def http_app(model: FakeModel) -> web.Application:
             body=response + raw, headers={"Inference-Header-Content-Length": str(len(response))}
         )
 
+    pool = ThreadPoolExecutor(32)
+    app = web.Application(client_max_size=2**26)
+    app.router.add_get("/v2/health/ready", server_ready)
+    app.router.add_get("/v2/models/{name}/ready", model_ready)
+    app.router.add_get("/v2", metadata)
+    app.router.add_post("/v2/repository/index", index)
+    app.router.add_get("/v2/models/{name}/config", config)
+    app.router.add_post("/v2/models/{name}/infer", infer)
+    app.router.add_post("/v2/models/{name}/generate", generate_handler(model, pool))
+    app.router.add_post("/v2/models/{name}/generate_stream", generate_handler(model, pool))
+    return app
+
+
+def generate_handler(
+    model: FakeModel, pool: ThreadPoolExecutor
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Return the handler of the endpoints `generate` and `generate_stream`."""
+
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         tensors = {name: np.array(value, ndmin=1) for name, value in body.items()}
@@ -384,17 +402,7 @@ def http_app(model: FakeModel) -> web.Application:
         assert stream is not None
         return stream
 
-    pool = ThreadPoolExecutor(32)
-    app = web.Application(client_max_size=2**26)
-    app.router.add_get("/v2/health/ready", server_ready)
-    app.router.add_get("/v2/models/{name}/ready", model_ready)
-    app.router.add_get("/v2", metadata)
-    app.router.add_post("/v2/repository/index", index)
-    app.router.add_get("/v2/models/{name}/config", config)
-    app.router.add_post("/v2/models/{name}/infer", infer)
-    app.router.add_post("/v2/models/{name}/generate", generate)
-    app.router.add_post("/v2/models/{name}/generate_stream", generate)
-    return app
+    return generate
 
 
 def http_fault(request: web.Request, fault: Fault, *, event: bool = False) -> web.Response:

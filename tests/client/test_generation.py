@@ -205,7 +205,7 @@ def test_a_timeout_ends_the_call(client, server, call, delay):
     with pytest.raises(RequestTimeout, match=r"the answer was not complete within 0\.35 s"):
         run(client, call, "hello", max_tokens=100, timeout=0.35)
 
-    assert server.model.cancelled.wait(SECONDS) or delay == 30.0
+    assert call == "generate" or server.model.cancelled.wait(SECONDS)
 
 
 def test_many_streams_run_at_the_same_time(server):
