@@ -348,10 +348,8 @@ class IterationScheduler:
         """Allocate blocks for next tokens of sequences that generate; return whether none was preempted."""
         before = self._preemptions
         for group in list(self._running[: self._step_tokens]):
-            # victims are the last ones, so all that follow were preempted too
-            if group.first.status == "waiting":
-                break
-            if group.remaining == 1:
+            # one before it may have preempted it
+            if group.first.status == "running" and group.remaining == 1:
                 self._extend(group, 1, copies)
         return self._preemptions == before
 

@@ -207,6 +207,10 @@ class Bench:
         assert self.pool.counts().used == len(holders)
         for block, number in holders.items():
             assert self.pool.is_shared(block) == (number > 1)
+        for sequence in self.sequences:
+            assert sequence.num_computed <= len(sequence.block_ids) * self.pool.block_size or (
+                sequence.status == "finished"
+            )
         for step, *_ in self.executor.in_flight:
             for chunk in step.chunks:
                 assert set(chunk.block_ids) <= holders.keys()

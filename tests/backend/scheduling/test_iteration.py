@@ -1,9 +1,10 @@
 """Scheduling by iteration: order, limits, blocks, and tokens that do not depend on any of them."""
 
 import math
+from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings as settings_
 from hypothesis import strategies as st
 
 from varlen.errors import (
@@ -15,7 +16,7 @@ from varlen.errors import (
 )
 
 from ..fakes.engine_parts import FakeReply
-from .generation import Bench, answer, tokens_of
+from .generation import END, Bench, answer, tokens_of
 
 _POLICIES = ["reserve", "optimistic"]
 _both_policies = pytest.mark.parametrize("policy", _POLICIES)
@@ -215,6 +216,30 @@ def test_samples_reserve_the_blocks_of_their_prompt_once():
     # 24 slots each, 16 of them in four shared blocks
     counts = bench.pool.counts()
     assert counts.used + counts.promised == 4 + 4 * 2
+
+
+def test_samples_that_reserve_every_block_are_never_interrupted():
+    bench = Bench(num_blocks=7, block_size=4)
+    prompt = prompt_of(6, seed=3)
+
+    reply = bench.submit(prompt, max_tokens=7, n=3)
+    bench.run_all()
+
+    # 12 slots each, 4 of them shared
+    assert tokens_of(reply) == {sample: answer(prompt, 7, sample) for sample in range(3)}
+    assert bench.scheduler.snapshot().preemptions == 0
+
+
+@_both_policies
+def test_samples_go_on_when_the_first_one_ends_with_its_first_token(policy):
+    bench = Bench(policy=policy)
+    prompt = next(p for p in map(list, product(range(1, 5), repeat=5)) if answer(p, 9) == [END])
+
+    reply = bench.submit(prompt, max_tokens=9, n=3)
+    bench.run_all()
+
+    assert tokens_of(reply) == {sample: answer(prompt, 9, sample) for sample in range(3)}
+    bench.check_idle()
 
 
 def test_samples_wait_until_all_of_them_may_run():
@@ -494,6 +519,7 @@ _REQUEST = st.fixed_dictionaries(
 )
 
 
+@settings_(max_examples=300)
 @given(
     actions=st.lists(
         st.one_of(
