@@ -349,7 +349,7 @@ class IterationScheduler:
         return Forecast(share, least_seconds=alone)
 
     def _extend_decoding(self, copies: list[tuple[int, int]]) -> bool:
-        """Allocate blocks for next tokens of sequences that generate; return whether none was preempted."""
+        """Allocate the blocks of tokens to generate; return whether no group was preempted."""
         before = self._preemptions
         for group in list(self._running[: self._step_tokens]):
             # one before it may have preempted it
@@ -358,7 +358,7 @@ class IterationScheduler:
         return self._preemptions == before
 
     def _extend(self, group: _Group, copies: list[tuple[int, int]]) -> None:
-        """Allocate the block of a group's next token, unless it has one that it may write.
+        """Allocate the block of a group's next token, unless it may write its last one.
 
         If no block is available, the youngest groups are preempted, perhaps itself.
         """

@@ -1,10 +1,11 @@
-"""Scheduling by iteration: order, limits, blocks, and tokens that do not depend on any of them."""
+"""Scheduling by iteration: order, limits, blocks, and tokens that depend on none of them."""
 
 import math
+import random
 from itertools import product
 
 import pytest
-from hypothesis import given, settings as settings_
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.errors import (
@@ -504,6 +505,52 @@ def test_a_step_that_fails_ends_its_requests_and_no_others():
     bench.check_idle()
 
 
+@_both_policies
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cache, seed):
+    rng = random.Random(seed)
+    bench = Bench(
+        num_blocks=rng.randint(12, 16),
+        policy=policy,
+        prefix_cache=prefix_cache,
+        step_tokens=rng.randint(6, 24),
+        running=6,
+    )
+    asked = []
+    for _ in range(60):
+        beginning = [1, 2, 3] * rng.randint(0, 5)
+        prompt = beginning + [rng.randint(1, 11) for _ in range(rng.randint(1, 12))]
+        max_tokens, n = rng.randint(1, 16), rng.choice([1, 1, 2, 3])
+        try:
+            reply = bench.submit(prompt, max_tokens=max_tokens, n=n, priority=rng.choice([0, 0, 5]))
+        except RequestError:
+            # more blocks than there are
+            continue
+        asked.append((reply, [answer(prompt, max_tokens, sample) for sample in range(n)]))
+        for _ in range(rng.choice([0, 0, 1, 4])):
+            bench.step()
+    bench.run_all()
+
+    assert [reply.end for reply, _ in asked] == ["finished"] * len(asked)
+    assert [list(map(tokens_of(r).get, range(len(e)))) for r, e in asked] == [e for _, e in asked]
+    counts = bench.scheduler.snapshot()
+    assert (counts.preemptions > 0) == (policy == "optimistic")
+    assert (counts.blocks.prefix_hit_tokens > 0) == prefix_cache
+    bench.check_idle()
+
+
+def submit_if_admitted(bench, prompts, cancelled_after, **options):
+    """Submit a request; return its prompts, options and reply, or nothing if it is refused."""
+    reply = FakeReply(cancelled_after=cancelled_after)
+    try:
+        bench.submit(*prompts, **options, reply=reply)
+    except (RequestError, QueueFullError, DeadlineError):
+        assert reply.end is None
+        return []
+    return [(prompts, options, reply)]
+
+
 _REQUEST = st.fixed_dictionaries(
     {
         # few token ids and small blocks: many prompts begin alike
@@ -519,7 +566,7 @@ _REQUEST = st.fixed_dictionaries(
 )
 
 
-@settings_(max_examples=300)
+@settings(max_examples=300)
 @given(
     actions=st.lists(
         st.one_of(
@@ -535,19 +582,12 @@ _REQUEST = st.fixed_dictionaries(
     step_tokens=st.integers(1, 12),
     running=st.integers(1, 6),
 )
-def test_whatever_happens_answers_are_right_and_blocks_return(actions, **settings):
-    bench = Bench(**settings, max_requests=6)
+def test_whatever_happens_answers_are_right_and_blocks_return(actions, **limits):
+    bench = Bench(**limits, max_requests=6)
     asked = []
     for action in actions:
         if isinstance(action, dict):
-            options = dict(action)
-            prompts = options.pop("prompts")
-            reply = FakeReply(cancelled_after=options.pop("cancelled_after"))
-            try:
-                bench.submit(*prompts, **options, reply=reply)
-                asked.append((prompts, options, reply))
-            except (RequestError, QueueFullError, DeadlineError):
-                assert reply.end is None
+            asked += submit_if_admitted(bench, **action)
         elif action == "step":
             bench.step()
         elif action == "start":
@@ -572,5 +612,5 @@ def test_whatever_happens_answers_are_right_and_blocks_return(actions, **setting
         else:
             assert isinstance(reply.end, (RequestCancelled, DeadlineError, EngineError))
     if bench.scheduler.snapshot().preemptions:
-        assert settings["policy"] == "optimistic" or "memory" in actions
+        assert limits["policy"] == "optimistic" or "memory" in actions
     bench.check_idle()
