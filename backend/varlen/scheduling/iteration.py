@@ -121,7 +121,9 @@ class _Group:
     @property
     def is_finished(self) -> bool:
         """Whether it was removed, or has generated its last token."""
-        return all(sequence.status == "finished" for sequence in self.sequences)
+        return self.first.status == "finished" and all(
+            sequence.status == "finished" for sequence in self.sequences
+        )
 
 
 class IterationScheduler:
@@ -219,9 +221,11 @@ class IterationScheduler:
             return None
         chunks = []
         for group, tokens in zip(groups, self._divide_step(groups), strict=True):
-            self._extend(group, tokens, copies)
-            end = group.first.num_computed + tokens
-            chunks.append(_chunk(group, tokens, self._blocks.blocks_of(end)))
+            blocks = self._blocks.blocks_of(group.first.num_computed + tokens)
+            # of what was promised; a sequence that generates has its block
+            for _ in range(blocks - len(group.first.block_ids)):
+                self._allocate(group)
+            chunks.append(_chunk(group, tokens, blocks))
         # one token first: the others attend in a way of their own
         order = sorted(range(len(chunks)), key=lambda i: len(chunks[i].token_ids) > 1)
         self._in_flight = tuple(groups[i] for i in order)
@@ -345,37 +349,40 @@ class IterationScheduler:
         return Forecast(share, least_seconds=alone)
 
     def _extend_decoding(self, copies: list[tuple[int, int]]) -> bool:
-        """Allocate blocks for next tokens of sequences that generate; return whether none was preempted."""
+        """Allocate the blocks of tokens to generate; return whether no group was preempted."""
         before = self._preemptions
         for group in list(self._running[: self._step_tokens]):
-            # victims are the last ones, so all that follow were preempted too
-            if group.first.status == "waiting":
-                break
-            if group.remaining == 1:
-                self._extend(group, 1, copies)
+            # one before it may have preempted it
+            if group.first.status == "running" and group.remaining == 1:
+                self._extend(group, copies)
         return self._preemptions == before
 
-    def _extend(self, group: _Group, tokens: int, copies: list[tuple[int, int]]) -> None:
-        """Allocate the blocks of a group's next tokens.
+    def _extend(self, group: _Group, copies: list[tuple[int, int]]) -> None:
+        """Allocate the block of a group's next token, unless it may write its last one.
 
-        If none is left, the youngest groups are preempted, perhaps itself.
+        If no block is available, the youngest groups are preempted, perhaps itself.
         """
         first, blocks = group.first, self._blocks
         while True:
-            writes_shared = first.num_computed % blocks.block_size > 0 and blocks.is_shared(
-                first.block_ids[-1]
-            )
-            new = blocks.blocks_of(first.num_computed + tokens) - len(first.block_ids)
-            if new + writes_shared <= group.promised + max(0, blocks.available):
+            is_full = first.num_computed == len(first.block_ids) * blocks.block_size
+            # only the block of the last token is ever shared and not full
+            if not is_full and not blocks.is_shared(first.block_ids[-1]):
+                return
+            if group.promised or blocks.available > 0:
                 break
             youngest = self._running[-1]
             self._preempt(youngest)
             if youngest is group:
                 return
-        if writes_shared:
+        if is_full:
+            self._allocate(group)
+        else:
             copies.append(blocks.copy_on_write(first.block_ids, promised=self._use_promise(group)))
-        for _ in range(new):
-            first.block_ids.append(blocks.allocate(promised=self._use_promise(group)))
+
+    def _allocate(self, group: _Group) -> None:
+        """Append a block to the block table of a group."""
+        block = self._blocks.allocate(promised=self._use_promise(group))
+        group.first.block_ids.append(block)
 
     def _use_promise(self, group: _Group) -> bool:
         """Return whether a block is promised to a group, and subtract it from its promise."""

@@ -1,4 +1,4 @@
-"""KV blocks: whatever sequences do, each block is free, cached or in the tables that count it."""
+"""KV blocks: each is free, cached or in the tables that count it."""
 
 import random
 from collections import Counter
@@ -221,7 +221,7 @@ class Tables:
             assert self.pool.available == before - unused - promised
 
     def grow(self, index, token):
-        """Append a token as a scheduler does; nothing happens if there is no block for it."""
+        """Append a token as a scheduler does, if there is a block for it."""
         entry = self.sequences[index % len(self.sequences)]
         tokens, table, promised = entry
         if len(tokens) % 2 == 0 or self.pool.is_shared(table[-1]):

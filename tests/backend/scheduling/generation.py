@@ -1,4 +1,4 @@
-"""A toy model that generates from what its KV memory really holds, run by the real engine.
+"""A toy model that generates from what its KV memory really holds.
 
 The next token is a hash of all tokens before it, as they are read through the block table. A wrong table, a copy that
 is not made, or a block that is used again too early gives wrong tokens.
@@ -202,11 +202,15 @@ class Bench:
                 assert sequence in step.sequences if alone else prompt in runs
 
     def check_blocks(self):
-        """Check that the blocks in use are those of sequences, and of the step in flight."""
+        """Check that the used blocks are those of sequences, or of a step in flight."""
         holders = Counter(block for s in self.sequences for block in s.block_ids)
         assert self.pool.counts().used == len(holders)
         for block, number in holders.items():
             assert self.pool.is_shared(block) == (number > 1)
+        for sequence in self.sequences:
+            assert sequence.num_computed <= len(sequence.block_ids) * self.pool.block_size or (
+                sequence.status == "finished"
+            )
         for step, *_ in self.executor.in_flight:
             for chunk in step.chunks:
                 assert set(chunk.block_ids) <= holders.keys()
@@ -220,6 +224,9 @@ class Bench:
         assert self.admission.depth == (0, 0)
         assert self.scheduler.wake_at(0.0) is None
         assert not any(sequence.block_ids for sequence in self.sequences)
+        # nothing is remembered of what has ended
+        assert not self.scheduler._group_of
+        assert not self.scheduler._new
 
 
 def tokens_of(reply):

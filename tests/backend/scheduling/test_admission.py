@@ -132,3 +132,16 @@ def test_work_in_flight_and_in_the_queue_is_shared_by_the_slots(slots):
         admission.end(batch)
     admission.leave(requests=1, tokens=5, seconds=6.0)
     enter(admission, 1, now=10.0, deadline_seconds=1e-9)
+
+
+def test_a_request_that_takes_longer_than_its_part_of_the_machine_is_expected_later():
+    admission = Admission(10, 100)
+    enter(admission, 5, forecast=Forecast(1.0), now=0.0)
+    slow = Forecast(1.0, least_seconds=8.0)
+
+    with pytest.raises(DeadlineError, match="in about 9000 ms"):
+        enter(admission, 5, forecast=slow, now=0.0, deadline_seconds=8.5)
+    enter(admission, 5, forecast=slow, now=0.0, deadline_seconds=9.5)
+
+    # another waits for its part only
+    enter(admission, 5, forecast=Forecast(1.0), now=0.0, deadline_seconds=3.5)

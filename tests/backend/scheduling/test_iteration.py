@@ -1,9 +1,11 @@
-"""Scheduling by iteration: order, limits, blocks, and tokens that do not depend on any of them."""
+"""Scheduling by iteration: order, limits, blocks, and tokens that depend on none of them."""
 
 import math
+import random
+from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.errors import (
@@ -15,7 +17,7 @@ from varlen.errors import (
 )
 
 from ..fakes.engine_parts import FakeReply
-from .generation import Bench, answer, tokens_of
+from .generation import END, Bench, answer, tokens_of
 
 _POLICIES = ["reserve", "optimistic"]
 _both_policies = pytest.mark.parametrize("policy", _POLICIES)
@@ -215,6 +217,30 @@ def test_samples_reserve_the_blocks_of_their_prompt_once():
     # 24 slots each, 16 of them in four shared blocks
     counts = bench.pool.counts()
     assert counts.used + counts.promised == 4 + 4 * 2
+
+
+def test_samples_that_reserve_every_block_are_never_interrupted():
+    bench = Bench(num_blocks=7, block_size=4)
+    prompt = prompt_of(6, seed=3)
+
+    reply = bench.submit(prompt, max_tokens=7, n=3)
+    bench.run_all()
+
+    # 12 slots each, 4 of them shared
+    assert tokens_of(reply) == {sample: answer(prompt, 7, sample) for sample in range(3)}
+    assert bench.scheduler.snapshot().preemptions == 0
+
+
+@_both_policies
+def test_samples_go_on_when_the_first_one_ends_with_its_first_token(policy):
+    bench = Bench(policy=policy)
+    prompt = next(p for p in map(list, product(range(1, 5), repeat=5)) if answer(p, 9) == [END])
+
+    reply = bench.submit(prompt, max_tokens=9, n=3)
+    bench.run_all()
+
+    assert tokens_of(reply) == {sample: answer(prompt, 9, sample) for sample in range(3)}
+    bench.check_idle()
 
 
 def test_samples_wait_until_all_of_them_may_run():
@@ -479,6 +505,52 @@ def test_a_step_that_fails_ends_its_requests_and_no_others():
     bench.check_idle()
 
 
+@_both_policies
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cache, seed):
+    rng = random.Random(seed)
+    bench = Bench(
+        num_blocks=rng.randint(12, 16),
+        policy=policy,
+        prefix_cache=prefix_cache,
+        step_tokens=rng.randint(6, 24),
+        running=6,
+    )
+    asked = []
+    for _ in range(60):
+        beginning = [1, 2, 3] * rng.randint(0, 5)
+        prompt = beginning + [rng.randint(1, 11) for _ in range(rng.randint(1, 12))]
+        max_tokens, n = rng.randint(1, 16), rng.choice([1, 1, 2, 3])
+        try:
+            reply = bench.submit(prompt, max_tokens=max_tokens, n=n, priority=rng.choice([0, 0, 5]))
+        except RequestError:
+            # more blocks than there are
+            continue
+        asked.append((reply, [answer(prompt, max_tokens, sample) for sample in range(n)]))
+        for _ in range(rng.choice([0, 0, 1, 4])):
+            bench.step()
+    bench.run_all()
+
+    assert [reply.end for reply, _ in asked] == ["finished"] * len(asked)
+    assert [list(map(tokens_of(r).get, range(len(e)))) for r, e in asked] == [e for _, e in asked]
+    counts = bench.scheduler.snapshot()
+    assert (counts.preemptions > 0) == (policy == "optimistic")
+    assert (counts.blocks.prefix_hit_tokens > 0) == prefix_cache
+    bench.check_idle()
+
+
+def submit_if_admitted(bench, prompts, cancelled_after, **options):
+    """Submit a request; return its prompts, options and reply, or nothing if it is refused."""
+    reply = FakeReply(cancelled_after=cancelled_after)
+    try:
+        bench.submit(*prompts, **options, reply=reply)
+    except (RequestError, QueueFullError, DeadlineError):
+        assert reply.end is None
+        return []
+    return [(prompts, options, reply)]
+
+
 _REQUEST = st.fixed_dictionaries(
     {
         # few token ids and small blocks: many prompts begin alike
@@ -494,6 +566,7 @@ _REQUEST = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=300)
 @given(
     actions=st.lists(
         st.one_of(
@@ -509,19 +582,12 @@ _REQUEST = st.fixed_dictionaries(
     step_tokens=st.integers(1, 12),
     running=st.integers(1, 6),
 )
-def test_whatever_happens_answers_are_right_and_blocks_return(actions, **settings):
-    bench = Bench(**settings, max_requests=6)
+def test_whatever_happens_answers_are_right_and_blocks_return(actions, **limits):
+    bench = Bench(**limits, max_requests=6)
     asked = []
     for action in actions:
         if isinstance(action, dict):
-            options = dict(action)
-            prompts = options.pop("prompts")
-            reply = FakeReply(cancelled_after=options.pop("cancelled_after"))
-            try:
-                bench.submit(*prompts, **options, reply=reply)
-                asked.append((prompts, options, reply))
-            except (RequestError, QueueFullError, DeadlineError):
-                assert reply.end is None
+            asked += submit_if_admitted(bench, **action)
         elif action == "step":
             bench.step()
         elif action == "start":
@@ -546,5 +612,5 @@ def test_whatever_happens_answers_are_right_and_blocks_return(actions, **setting
         else:
             assert isinstance(reply.end, (RequestCancelled, DeadlineError, EngineError))
     if bench.scheduler.snapshot().preemptions:
-        assert settings["policy"] == "optimistic" or "memory" in actions
+        assert limits["policy"] == "optimistic" or "memory" in actions
     bench.check_idle()
