@@ -1,7 +1,8 @@
-"""Sum of three embeddings and its layer norm in one pass, as in BERT.
+"""Embeddings of tokens and positions, and the sum of three with its layer norm, as in BERT.
 
 One program owns ROWS tokens. It reads their ids, loads one row of each table into registers, sums and normalises them,
-and writes only the result. The kernel does not check ids: they are checked when a request arrives.
+and writes only the result. Without a norm, a program owns BLOCK features of its tokens. The kernels do not check ids:
+they are checked when a request arrives.
 Source: Devlin et al. 2019, arXiv:1810.04805, section 3.
 """
 
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from varlen_kernels.checks import check_ids, check_out, check_rows, check_vector, check_width
 from varlen_kernels.layer_norm import normalize_row
-from varlen_kernels.rows import add_rows, load_row, row_launches, store_row, vector_width
+from varlen_kernels.rows import (
+    add_rows,
+    load_row,
+    row_launches,
+    store_row,
+    tile_launches,
+    vector_width,
+)
 from varlen_kernels.tuning import Launch, pick
 
 
@@ -78,7 +86,7 @@ def _embed_layer_norm_kernel(
         type_ids_ptr, type_table_ptr, token, tokens, TYPE_STRIDE, HIDDEN, ROWS, BLOCK, TILES
     )
     x = add_rows(add_rows(x, position), token_type)
-    normed = normalize_row(x, weight_ptr, bias_ptr, eps, HIDDEN, ROWS, BLOCK)
+    normed = normalize_row(x, weight_ptr, bias_ptr, eps, HIDDEN, True, ROWS, BLOCK)
     token = token[:, None]
     store_row(out_ptr + token * OUT_STRIDE, normed, token < tokens, HIDDEN, BLOCK)
 
@@ -143,6 +151,88 @@ def embed_layer_norm(
     return out
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def _embed_kernel(
+    token_ids_ptr,  # [tokens]
+    token_table_ptr,  # [vocabulary, HIDDEN]
+    position_ids_ptr,  # [tokens], read if HAS_POSITIONS
+    position_table_ptr,  # [positions, HIDDEN], read if HAS_POSITIONS
+    out_ptr,  # [tokens, HIDDEN]
+    tokens,
+    TOKEN_STRIDE: tl.constexpr,
+    POSITION_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Embed one tile of ROWS tokens by BLOCK features."""
+    TILES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    # int64: tokens * HIDDEN may pass 2**31, and so may a table
+    token = (tl.program_id(0) // TILES).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    col = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (token < tokens)[:, None] & (col < HIDDEN)
+
+    row = tl.load(token_ids_ptr + token, mask=token < tokens, other=0).to(tl.int64)[:, None]
+    x = tl.load(token_table_ptr + row * TOKEN_STRIDE + col, mask=inside, other=0.0).to(tl.float32)
+    if HAS_POSITIONS:
+        row = tl.load(position_ids_ptr + token, mask=token < tokens, other=0).to(tl.int64)[:, None]
+        position_ptr = position_table_ptr + row * POSITION_STRIDE + col
+        x += tl.load(position_ptr, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token[:, None] * OUT_STRIDE + col, x, mask=inside)
+
+
+def embed(
+    token_ids: Tensor,
+    token_table: Tensor,
+    position_ids: Tensor | None = None,
+    position_table: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the embedding of each token, plus that of its position, see `reference.embed`.
+
+    Every id must be inside its table: the kernel would read memory past the table for any other id.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or rows are not contiguous.
+    """
+    tokens, hidden = len(token_ids), token_table.shape[-1]
+    out = token_table.new_empty(tokens, hidden) if out is None else out
+    check_ids(tokens, token_ids=token_ids)
+    has_positions = position_ids is not None and position_table is not None
+    if position_ids is None or position_table is None:
+        position_ids, position_table = token_ids, token_table
+    check_ids(tokens, position_ids=position_ids)
+    check_rows(token_table[:1], position_table=position_table[:1])
+    check_out(out, (tokens, hidden), token_table.dtype)
+    if out.numel() == 0:
+        return out
+    launch = pick("embed", (hidden, out.dtype), candidate_tiles)
+    tiles = triton.cdiv(tokens, launch["ROWS"]) * triton.cdiv(hidden, launch["BLOCK"])
+    _embed_kernel[(tiles,)](
+        token_ids,
+        token_table,
+        position_ids,
+        position_table,
+        out,
+        tokens,
+        TOKEN_STRIDE=token_table.stride(0),
+        POSITION_STRIDE=position_table.stride(0),
+        OUT_STRIDE=out.stride(0),
+        HIDDEN=hidden,
+        HAS_POSITIONS=has_positions,
+        **launch,
+    )
+    return out
+
+
 def candidate_launches(hidden: int, dtype: torch.dtype) -> list[Launch]:
     """Return the candidate launches for rows of this width; the first is the default."""
     return row_launches(hidden, vector_width(dtype, hidden))
+
+
+def candidate_tiles(hidden: int, dtype: torch.dtype) -> list[Launch]:
+    """Return the candidate launches of `embed` for rows of this width; the first is the default."""
+    return tile_launches(hidden, vector_width(dtype, hidden))

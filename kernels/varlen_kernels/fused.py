@@ -7,23 +7,33 @@ those of `reference`, which specifies each op.
 from varlen_kernels.activation import activate
 from varlen_kernels.attention_varlen import attention_varlen
 from varlen_kernels.beam import beam_step
-from varlen_kernels.embedding import embed_layer_norm
+from varlen_kernels.embedding import embed, embed_layer_norm
 from varlen_kernels.gate import silu_gate
-from varlen_kernels.layer_norm import add_layer_norm
+from varlen_kernels.heads import norm_heads, rotary
+from varlen_kernels.layer_norm import add_layer_norm, layer_norm, residual_layer_norm
 from varlen_kernels.pooling import first_tokens, pool
-from varlen_kernels.reference import linear, tanh, to_fp32
-from varlen_kernels.rms_norm import rms_norm
+from varlen_kernels.reference import linear, select_rows, tanh, to_fp32
+from varlen_kernels.rms_norm import residual_rms_norm, rms_norm
+from varlen_kernels.sampling import sample_tokens
 
 __all__ = [
     "activate",
     "add_layer_norm",
     "attention_varlen",
     "beam_step",
+    "embed",
     "embed_layer_norm",
     "first_tokens",
+    "layer_norm",
     "linear",
+    "norm_heads",
     "pool",
+    "residual_layer_norm",
+    "residual_rms_norm",
     "rms_norm",
+    "rotary",
+    "sample_tokens",
+    "select_rows",
     "silu_gate",
     "tanh",
     "to_fp32",

@@ -1,4 +1,4 @@
-"""Bias, residual and layer norm in one pass: the tail of every post-norm sublayer.
+"""Layer norm, with the bias and the residual before it, in one pass.
 
 One program owns ROWS tokens. Each token is in the registers of one warp if it is short enough, see rows.py. Mean and
 variance are two sums over registers, so no element is read twice and nothing cancels in the variance.
@@ -27,9 +27,10 @@ from varlen_kernels.tuning import Launch, pick
 def normalize_row(
     x,  # TILES of [ROWS, BLOCK], from `load_row`
     weight_ptr,  # [HIDDEN]
-    bias_ptr,  # [HIDDEN]
+    bias_ptr,  # [HIDDEN], read if HAS_BIAS
     eps,
     HIDDEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -43,28 +44,34 @@ def normalize_row(
     scale = tl.rsqrt(sum_of_squares(centered) / HIDDEN + eps)
 
     weight = load_row(weight_ptr, True, HIDDEN, ROWS, BLOCK, len(x))
-    bias = load_row(bias_ptr, True, HIDDEN, ROWS, BLOCK, len(x))
     normed = tl.tuple(())
     for i in tl.static_range(len(x)):
-        normed += (centered[i] * scale * weight[i] + bias[i],)
+        normed += (centered[i] * scale * weight[i],)
+    if HAS_BIAS:
+        normed = add_rows(normed, load_row(bias_ptr, True, HIDDEN, ROWS, BLOCK, len(x)))
     return normed
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _add_layer_norm_kernel(
+def _layer_norm_kernel(
     x_ptr,  # [tokens, HIDDEN]
-    residual_ptr,  # [tokens, HIDDEN]
+    residual_ptr,  # [tokens, HIDDEN], read if HAS_RESIDUAL
     weight_ptr,  # [HIDDEN]
-    bias_ptr,  # [HIDDEN]
+    bias_ptr,  # [HIDDEN], read if HAS_BIAS
     x_bias_ptr,  # [HIDDEN], read if HAS_X_BIAS
+    sum_ptr,  # [tokens, HIDDEN], written if HAS_SUM; may be residual_ptr
     out_ptr,  # [tokens, HIDDEN]
     tokens,
     eps,
     X_STRIDE: tl.constexpr,
     RESIDUAL_STRIDE: tl.constexpr,
+    SUM_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_X_BIAS: tl.constexpr,
+    HAS_SUM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
@@ -75,13 +82,14 @@ def _add_layer_norm_kernel(
     row_mask = token < tokens
 
     x = load_row(x_ptr + token * X_STRIDE, row_mask, HIDDEN, ROWS, BLOCK, TILES)
-    residual = load_row(
-        residual_ptr + token * RESIDUAL_STRIDE, row_mask, HIDDEN, ROWS, BLOCK, TILES
-    )
-    x = add_rows(x, residual)
+    if HAS_RESIDUAL:
+        row_ptr = residual_ptr + token * RESIDUAL_STRIDE
+        x = add_rows(x, load_row(row_ptr, row_mask, HIDDEN, ROWS, BLOCK, TILES))
     if HAS_X_BIAS:
         x = add_rows(x, load_row(x_bias_ptr, True, HIDDEN, ROWS, BLOCK, TILES))
-    normed = normalize_row(x, weight_ptr, bias_ptr, eps, HIDDEN, ROWS, BLOCK)
+    if HAS_SUM:
+        store_row(sum_ptr + token * SUM_STRIDE, x, row_mask, HIDDEN, BLOCK)
+    normed = normalize_row(x, weight_ptr, bias_ptr, eps, HIDDEN, HAS_BIAS, ROWS, BLOCK)
     store_row(out_ptr + token * OUT_STRIDE, normed, row_mask, HIDDEN, BLOCK)
 
 
@@ -101,31 +109,84 @@ def add_layer_norm(
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
     out = torch.empty_like(x) if out is None else out
-    check_rows(x, residual=residual, out=out)
+    _launch("add_layer_norm", x, weight, bias, eps, out, residual=residual, x_bias=x_bias)
+    return out
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, out: Tensor | None = None
+) -> Tensor:
+    """Return the layer norm of each token, see `reference.layer_norm`.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
+    """
+    out = torch.empty_like(x) if out is None else out
+    _launch("layer_norm", x, weight, bias, eps, out)
+    return out
+
+
+def residual_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return x + residual and its layer norm, see `reference.residual_layer_norm`.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
+    """
+    total, normed = out or (torch.empty_like(x), torch.empty_like(x))
+    _launch("residual_layer_norm", x, weight, bias, eps, normed, residual=residual, sum_out=total)
+    return total, normed
+
+
+def _launch(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    out: Tensor,
+    *,
+    residual: Tensor | None = None,
+    x_bias: Tensor | None = None,
+    sum_out: Tensor | None = None,
+) -> None:
+    """Check the arguments of `op` and launch the kernel."""
+    check_rows(x, residual=residual, sum_out=sum_out, out=out)
     tokens, hidden = x.shape
     check_width(hidden)
     check_vector(hidden, weight=weight, bias=bias, x_bias=x_bias)
     if tokens == 0:
-        return out
-    launch = pick("add_layer_norm", (hidden, x.dtype), candidate_launches)
-    _add_layer_norm_kernel[(triton.cdiv(tokens, launch["ROWS"]),)](
+        return
+    launch = pick(op, (hidden, x.dtype), candidate_launches)
+    _layer_norm_kernel[(triton.cdiv(tokens, launch["ROWS"]),)](
         x,
-        residual,
+        x if residual is None else residual,
         weight,
-        bias,
+        weight if bias is None else bias,
         weight if x_bias is None else x_bias,
+        out if sum_out is None else sum_out,
         out,
         tokens,
         eps,
         X_STRIDE=x.stride(0),
-        RESIDUAL_STRIDE=residual.stride(0),
+        RESIDUAL_STRIDE=0 if residual is None else residual.stride(0),
+        SUM_STRIDE=0 if sum_out is None else sum_out.stride(0),
         OUT_STRIDE=out.stride(0),
         HIDDEN=hidden,
+        HAS_RESIDUAL=residual is not None,
+        HAS_BIAS=bias is not None,
         HAS_X_BIAS=x_bias is not None,
+        HAS_SUM=sum_out is not None,
         TILES=triton.cdiv(hidden, launch["BLOCK"]),
         **launch,
     )
-    return out
 
 
 def candidate_launches(hidden: int, dtype: torch.dtype) -> list[Launch]:

@@ -23,8 +23,8 @@ IN_PLACE: Mapping[str, tuple[int, ...]] = {
         ("activate", "add_layer_norm", "layer_norm", "norm_heads", "rms_norm", "rotary", "tanh"),
         (0,),
     ),
-    # the sum over the residual, the normed over x
-    **dict.fromkeys(("add_rms_norm", "residual_layer_norm"), (1, 0)),
+    # the sum over `residual`, the norm over `x`
+    **dict.fromkeys(("residual_layer_norm", "residual_rms_norm"), (1, 0)),
 }
 
 # Rows per step of ops for which torch allocates a temporary result before it is copied into `out`.
@@ -77,13 +77,14 @@ def embed(
 
     Args:
         token_ids, position_ids: `[tokens]` int32 or int64, each inside its table.
-        token_table, position_table: `[rows, hidden]`. Positions are left out if their table is None.
+        token_table, position_table: `[rows, hidden]`. None for both arguments of positions: they are not added.
     """
     if out is None:
         out = token_table.new_empty(len(token_ids), token_table.shape[1])
     torch.index_select(token_table, 0, token_ids, out=out)
-    if position_table is not None and position_ids is not None:
-        out += F.embedding(position_ids, position_table)
+    if position_ids is not None and position_table is not None:
+        for rows in _row_slices(len(out)):
+            out[rows] += F.embedding(position_ids[rows], position_table)
     return out
 
 
@@ -174,10 +175,14 @@ def layer_norm(
 
     Args:
         x: `[tokens, hidden]`.
-        weight, bias: `[hidden]`.
+        weight, bias: `[hidden]`. None for the bias: it is not added.
         eps: added to the variance.
     """
-    return _write(F.layer_norm(x, weight.shape, weight, bias, eps), out)
+    if out is None:
+        out = torch.empty_like(x)
+    for rows in _row_slices(len(x)):
+        out[rows] = F.layer_norm(x[rows], weight.shape, weight, bias, eps)
+    return out
 
 
 def residual_layer_norm(
@@ -189,20 +194,36 @@ def residual_layer_norm(
     eps: float,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + residual, the residual of the next sublayer, and its layer norm: both `[tokens, hidden]`.
+    """Return x + residual, which is the next sublayer's residual, and its layer norm: both `[tokens, hidden]`.
 
     Args:
         x, residual: `[tokens, hidden]`, one dtype.
-        weight, bias: `[hidden]`.
+        weight, bias: `[hidden]`. None for the bias: it is not added.
         eps: added to the variance.
-        out: the sum, which may be `residual`, and the normed, which may be `x`.
+        out: the sum, which may be `residual`, and the norm, which may be `x`.
     """
     total, normed = out or (torch.empty_like(x), torch.empty_like(x))
     torch.add(x, residual, out=total)
     return total, layer_norm(total, weight, bias, eps=eps, out=normed)
 
 
-def add_rms_norm(
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
+    """Return each token divided by its root mean square, times weight: `[tokens, hidden]`.
+
+    Args:
+        x: `[tokens, hidden]`.
+        weight: `[hidden]`.
+        eps: added to the mean square.
+
+    Source: Zhang, Sennrich 2019, arXiv:1910.07467.
+    """
+    if out is None:
+        out = torch.empty_like(x)
+    _rms_norm(x, weight, eps, out)
+    return out
+
+
+def residual_rms_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -210,45 +231,19 @@ def add_rms_norm(
     eps: float,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + residual, the residual of the next sublayer, and its RMS norm: both `[tokens, hidden]`.
+    """Return x + residual, which is the next sublayer's residual, and its RMS norm: both `[tokens, hidden]`.
 
     Args:
         x, residual: `[tokens, hidden]`, one dtype.
         weight: `[hidden]`.
         eps: added to the mean square.
-        out: the sum, which may be `residual`, and the normed, which may be `x`.
+        out: the sum, which may be `residual`, and the norm, which may be `x`.
 
     Source: Zhang, Sennrich 2019, arXiv:1910.07467.
     """
     total, normed = out or (torch.empty_like(x), torch.empty_like(x))
     torch.add(x, residual, out=total)
     return total, rms_norm(total, weight, eps=eps, out=normed)
-
-
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    eps: float,
-    residual: Tensor | None = None,
-    sum_out: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return x + residual divided by its root mean square, times `weight`: `[tokens, hidden]`.
-
-    Args:
-        x, residual: `[tokens, hidden]`, one dtype.
-        weight: `[hidden]`.
-        eps: added to the mean square.
-        sum_out: receives x + residual, the residual of the next sublayer; may be `residual`.
-
-    Source: Zhang, Sennrich 2019, arXiv:1910.07467.
-    """
-    total = x if residual is None else x.float() + residual.float()
-    if sum_out is not None:
-        sum_out.copy_(total)
-    normed = F.rms_norm(total.float(), weight.shape, weight.float(), eps)
-    return _write(normed.to(x.dtype), out)
 
 
 def attention_varlen(
@@ -330,8 +325,8 @@ def norm_heads(
     """
     out = _copy_unless_same(qkv, out)
     queries, keys, _ = _heads(out, num_heads, num_kv_heads)
-    for heads, weight in ((queries, query_weight), (keys, key_weight)):
-        heads.copy_(F.rms_norm(heads.float(), weight.shape, weight.float(), eps))
+    _rms_norm(queries, query_weight, eps, queries)
+    _rms_norm(keys, key_weight, eps, keys)
     return out
 
 
@@ -360,13 +355,15 @@ def rotary(
     out = _copy_unless_same(qkv, out)
     queries, keys, _ = _heads(out, num_heads, num_kv_heads)
     half = cos_sin.shape[1] // 2
-    # [tokens, 1, half]
-    cos, sin = torch.split(cos_sin.index_select(0, position_ids)[:, None], half, dim=2)
-    for heads in (queries, keys):
-        first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-        # both before either is written: in fp32, `first` and `second` are views
-        rotated = first * cos - second * sin, second * cos + first * sin
-        heads[..., :half], heads[..., half : 2 * half] = rotated
+    for rows in _row_slices(len(out)):
+        # [rows, 1, half]
+        cos, sin = torch.split(cos_sin.index_select(0, position_ids[rows])[:, None], half, dim=2)
+        for heads in (queries[rows], keys[rows]):
+            first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
+            # in fp32, `first` and `second` are views: the second half is written first
+            rotated = first * cos - second * sin
+            heads[..., half : 2 * half] = second * cos + first * sin
+            heads[..., :half] = rotated
     return out
 
 
@@ -519,6 +516,18 @@ def _heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tens
     heads = [num_heads, num_kv_heads, num_kv_heads]
     queries, keys, values = torch.split(qkv.view(len(qkv), sum(heads), -1), heads, dim=1)
     return queries, keys, values
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Write the RMS norm over the last axis of `x` into `out`, which may be `x`."""
+    if x.dtype == torch.float32:
+        # without a temporary tensor of the size of x, unlike torch's rms_norm
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        torch.mul(x, scale, out=out).mul_(weight)
+        return
+    for rows in _row_slices(len(x)):
+        out[rows] = F.rms_norm(x[rows], weight.shape, weight, eps)
 
 
 def _copy_unless_same(x: Tensor, out: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
-"""Residual add and RMS norm in one pass.
+"""RMS norm, with the residual add before it, in one pass.
 
-The sum can be stored for the next sublayer. One program owns ROWS tokens. Each token is in the registers of one warp if
+One program owns ROWS tokens. Each token is in the registers of one warp if
 it is short enough, see rows.py.
 Source: Zhang, Sennrich 2019, arXiv:1910.07467.
 """
@@ -27,7 +27,7 @@ def _rms_norm_kernel(
     x_ptr,  # [tokens, HIDDEN]
     residual_ptr,  # [tokens, HIDDEN], read if HAS_RESIDUAL
     weight_ptr,  # [HIDDEN]
-    sum_ptr,  # [tokens, HIDDEN], written if HAS_SUM; may be residual_ptr
+    sum_ptr,  # [tokens, HIDDEN], written if HAS_RESIDUAL; may be residual_ptr
     out_ptr,  # [tokens, HIDDEN]
     tokens,
     eps,
@@ -37,7 +37,6 @@ def _rms_norm_kernel(
     OUT_STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    HAS_SUM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
@@ -51,7 +50,6 @@ def _rms_norm_kernel(
     if HAS_RESIDUAL:
         row_ptr = residual_ptr + token * RESIDUAL_STRIDE
         x = add_rows(x, load_row(row_ptr, row_mask, HIDDEN, ROWS, BLOCK, TILES))
-    if HAS_SUM:
         store_row(sum_ptr + token * SUM_STRIDE, x, row_mask, HIDDEN, BLOCK)
     scale = tl.rsqrt(sum_of_squares(x) / HIDDEN + eps)
 
@@ -62,28 +60,52 @@ def _rms_norm_kernel(
     store_row(out_ptr + token * OUT_STRIDE, normed, row_mask, HIDDEN, BLOCK)
 
 
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    eps: float,
-    residual: Tensor | None = None,
-    sum_out: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return the RMS norm of x + residual, times weight, see `reference.rms_norm`.
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
+    """Return the RMS norm of x, times weight, see `reference.rms_norm`.
 
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
     out = torch.empty_like(x) if out is None else out
+    _launch("rms_norm", x, None, weight, eps, None, out)
+    return out
+
+
+def residual_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return x + residual and its RMS norm, see `reference.residual_rms_norm`.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
+    """
+    total, normed = out or (torch.empty_like(x), torch.empty_like(x))
+    _launch("residual_rms_norm", x, residual, weight, eps, total, normed)
+    return total, normed
+
+
+def _launch(
+    op: str,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    sum_out: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Check the arguments of `op` and launch the kernel."""
     check_rows(x, residual=residual, sum_out=sum_out, out=out)
     tokens, hidden = x.shape
     check_width(hidden)
     check_vector(hidden, weight=weight)
     if tokens == 0:
-        return out
-    launch = pick("rms_norm", (hidden, x.dtype), candidate_launches)
+        return
+    launch = pick(op, (hidden, x.dtype), candidate_launches)
     _rms_norm_kernel[(triton.cdiv(tokens, launch["ROWS"]),)](
         x,
         x if residual is None else residual,
@@ -98,11 +120,9 @@ def rms_norm(
         OUT_STRIDE=out.stride(0),
         HIDDEN=hidden,
         HAS_RESIDUAL=residual is not None,
-        HAS_SUM=sum_out is not None,
         TILES=triton.cdiv(hidden, launch["BLOCK"]),
         **launch,
     )
-    return out
 
 
 def candidate_launches(hidden: int, dtype: torch.dtype) -> list[Launch]:

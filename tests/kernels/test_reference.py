@@ -168,25 +168,126 @@ def test_rms_norm_matches_float64(tokens, hidden, dtype):
 
 @DTYPES
 @SIZES
-def test_rms_norm_adds_the_residual_and_stores_the_sum(tokens, hidden, dtype):
+def test_residual_rms_norm_returns_the_sum_and_its_norm(tokens, hidden, dtype):
     x, residual = rand(tokens, hidden, dtype=dtype), rand(tokens, hidden, dtype=dtype, seed=1)
-    weight, sum_out = rand(hidden, dtype=dtype, seed=2), torch.full_like(x, torch.nan)
+    weight = rand(hidden, dtype=dtype, seed=2)
 
-    actual = reference.rms_norm(x, weight, eps=1e-3, residual=residual, sum_out=sum_out)
+    total, normed = reference.residual_rms_norm(x, residual, weight, eps=1e-3)
 
-    check(actual, rms_norm64(f64(x) + f64(residual), f64(weight), 1e-3), dtype)
-    check(sum_out, f64(x) + f64(residual), dtype)
+    check(total, f64(x) + f64(residual), dtype)
+    check(normed, rms_norm64(f64(x) + f64(residual), f64(weight), 1e-3), dtype)
 
 
-def test_the_sum_of_rms_norm_may_replace_the_residual():
-    x, residual, weight = rand(7, 100), rand(7, 100, seed=1), rand(100, seed=2)
-    total = torch.empty_like(x)
-    fresh = reference.rms_norm(x, weight, eps=EPS, residual=residual, sum_out=total)
+@DTYPES
+@SIZES
+def test_layer_norm_matches_float64(tokens, hidden, dtype):
+    x = rand(tokens, hidden, dtype=dtype)
+    weight, bias = rand(hidden, dtype=dtype, seed=1), rand(hidden, dtype=dtype, seed=2)
 
-    reference.rms_norm(x, weight, eps=EPS, residual=residual, sum_out=residual, out=x)
+    actual = reference.layer_norm(x, weight, bias, eps=1e-3)
 
-    assert torch.equal(x, fresh)
-    assert torch.equal(residual, total)
+    check(actual, layer_norm64(f64(x), f64(weight), f64(bias), 1e-3), dtype)
+
+
+@DTYPES
+def test_the_bias_of_layer_norms_is_optional(dtype):
+    x, residual = rand(7, 100, dtype=dtype), rand(7, 100, dtype=dtype, seed=1)
+    weight = rand(100, dtype=dtype, seed=2)
+
+    normed = reference.layer_norm(x, weight, None, eps=EPS)
+    _, normed_sum = reference.residual_layer_norm(x, residual, weight, None, eps=EPS)
+
+    check(normed, layer_norm64(f64(x), f64(weight), 0.0), dtype)
+    check(normed_sum, layer_norm64(f64(x) + f64(residual), f64(weight), 0.0), dtype)
+
+
+@DTYPES
+@SIZES
+def test_residual_layer_norm_returns_the_sum_and_its_norm(tokens, hidden, dtype):
+    x, residual = rand(tokens, hidden, dtype=dtype), rand(tokens, hidden, dtype=dtype, seed=1)
+    weight, bias = rand(hidden, dtype=dtype, seed=2), rand(hidden, dtype=dtype, seed=3)
+
+    total, normed = reference.residual_layer_norm(x, residual, weight, bias, eps=1e-3)
+
+    check(total, f64(x) + f64(residual), dtype)
+    check(normed, layer_norm64(f64(x) + f64(residual), f64(weight), f64(bias), 1e-3), dtype)
+
+
+@DTYPES
+@SIZES
+def test_embed_adds_positions_to_tokens(tokens, hidden, dtype):
+    rng = np.random.default_rng(0)
+    token_table, position_table = rand(11, hidden, dtype=dtype), rand(70, hidden, dtype=dtype)
+    token_ids, position_ids = (
+        torch.from_numpy(rng.integers(0, rows, tokens, dtype=np.int32)) for rows in (11, 70)
+    )
+
+    actual = reference.embed(token_ids, token_table, position_ids, position_table)
+
+    positions = f64(position_table)[position_ids.numpy()]
+    check(actual, f64(token_table)[token_ids.numpy()] + positions, dtype)
+    assert torch.equal(reference.embed(token_ids, token_table), token_table[token_ids.long()])
+
+
+HEADS = pytest.mark.parametrize(
+    "num_heads, num_kv_heads, head_dim", [(1, 1, 2), (4, 4, 16), (6, 2, 10), (8, 1, 64)], ids=str
+)
+
+
+def random_heads(num_heads, num_kv_heads, head_dim, dtype, tokens=9):
+    return rand(tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+
+
+@DTYPES
+@HEADS
+def test_norm_heads_norms_each_query_and_key(num_heads, num_kv_heads, head_dim, dtype):
+    qkv = random_heads(num_heads, num_kv_heads, head_dim, dtype)
+    weights = rand(head_dim, dtype=dtype, seed=1), rand(head_dim, dtype=dtype, seed=2)
+
+    actual = reference.norm_heads(
+        qkv, *weights, num_heads=num_heads, num_kv_heads=num_kv_heads, eps=1e-3
+    )
+
+    expected = f64(qkv).reshape(9, -1, head_dim)
+    for token in expected:
+        token[:num_heads] = rms_norm64(token[:num_heads], f64(weights[0]), 1e-3)
+        keys = slice(num_heads, num_heads + num_kv_heads)
+        token[keys] = rms_norm64(token[keys], f64(weights[1]), 1e-3)
+    check(actual, expected.reshape(9, -1), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("rotated_part", [1, 2], ids=["whole", "half"])
+@HEADS
+def test_rotary_rotates_pairs_by_the_angle_of_their_position(
+    num_heads, num_kv_heads, head_dim, rotated_part, dtype
+):
+    qkv = random_heads(num_heads, num_kv_heads, head_dim, dtype)
+    half = max(head_dim // 2 // rotated_part, 1)
+    angles = np.outer(np.arange(50), 100.0 ** -(np.arange(half) / half))
+    cos_sin = torch.from_numpy(np.hstack([np.cos(angles), np.sin(angles)])).float()
+    positions = torch.tensor([0, 1, 2, 49, 7, 7, 0, 3, 20], dtype=torch.int32)
+
+    actual = reference.rotary(
+        qkv, positions, cos_sin, num_heads=num_heads, num_kv_heads=num_kv_heads
+    )
+
+    expected = f64(qkv).reshape(9, -1, head_dim)
+    pairs = expected[:, : num_heads + num_kv_heads, :half] * (1 + 0j)
+    pairs += 1j * expected[:, : num_heads + num_kv_heads, half : 2 * half]
+    # a pair is a complex number, multiplied by exp(i angle)
+    pairs *= np.exp(1j * angles[positions.numpy()])[:, None]
+    expected[:, : num_heads + num_kv_heads, :half] = pairs.real
+    expected[:, : num_heads + num_kv_heads, half : 2 * half] = pairs.imag
+    check(actual, expected.reshape(9, -1), dtype)
+
+
+def test_select_rows_copies_rows():
+    x = rand(7, 5)
+
+    actual = reference.select_rows(x, torch.tensor([6, 0, 6], dtype=torch.int32))
+
+    assert torch.equal(actual, x[[6, 0, 6]])
 
 
 @DTYPES
@@ -225,9 +326,15 @@ def calls(dtype):
             x, other, weight, bias, eps=EPS, x_bias=weight, out=out
         ),
         "rms_norm": lambda out: reference.rms_norm(x, weight, eps=EPS, out=out),
-        "rms_norm_with_residual": lambda out: reference.rms_norm(
-            x, weight, eps=EPS, residual=other, out=out
+        "layer_norm": lambda out: reference.layer_norm(x, weight, bias, eps=EPS, out=out),
+        "embed": lambda out: reference.embed(ids, x, ids, other, out=out),
+        "norm_heads": lambda out: reference.norm_heads(
+            x, weight[:3], bias[:3], num_heads=2, num_kv_heads=1, eps=EPS, out=out
         ),
+        "rotary": lambda out: reference.rotary(
+            x, ids, other[:, :2].float(), num_heads=2, num_kv_heads=1, out=out
+        ),
+        "select_rows": lambda out: reference.select_rows(x, ids[:5], out=out),
         "silu_gate": lambda out: reference.silu_gate(x, out=out),
         "to_fp32": lambda out: reference.to_fp32(x, out=out),
     }
@@ -246,32 +353,74 @@ def test_a_poisoned_out_is_fully_overwritten_with_the_same_bits(op, dtype):
     assert torch.equal(out, fresh)
 
 
+# Calls with arguments of `in_place_arguments`, by position.
 IN_PLACE_CALLS = {
-    "activate": lambda x, other, out: reference.activate(x, kind="gelu", out=out),
-    "add_layer_norm": lambda x, other, out: reference.add_layer_norm(
-        x, other, other[0], other[1], eps=EPS, out=out
-    ),
-    "rms_norm": lambda x, other, out: reference.rms_norm(
-        x, other[0], eps=EPS, residual=other, out=out
-    ),
-    "tanh": lambda x, other, out: reference.tanh(x, out=out),
+    "activate": {"kind": "gelu"},
+    "add_layer_norm": {"eps": EPS},
+    "layer_norm": {"eps": EPS},
+    "norm_heads": {"num_heads": 2, "num_kv_heads": 1, "eps": EPS},
+    "residual_layer_norm": {"eps": EPS},
+    "residual_rms_norm": {"eps": EPS},
+    "rms_norm": {"eps": EPS},
+    "rotary": {"num_heads": 2, "num_kv_heads": 1},
+    "tanh": {},
 }
+
+
+def in_place_arguments(op, tokens, hidden, dtype):
+    """Return the positional arguments of an in-place op; ops on heads have four of them in a row."""
+    x, other = (rand(tokens, hidden, dtype=dtype, seed=seed) for seed in (0, 1))
+    weight, bias = (rand(hidden, dtype=dtype, seed=seed) for seed in (2, 3))
+    heads = rand(tokens, 4 * 2 * hidden, dtype=dtype)
+    return {
+        "add_layer_norm": (x, other, weight, bias),
+        "layer_norm": (x, weight, bias),
+        "norm_heads": (heads, weight.repeat(2), bias.repeat(2)),
+        "residual_layer_norm": (x, other, weight, bias),
+        "residual_rms_norm": (x, other, weight),
+        "rms_norm": (x, weight),
+        "rotary": (heads, torch.arange(tokens, dtype=torch.int32), rand(2 * tokens, 2 * hidden)),
+    }.get(op, (x,))
 
 
 def test_every_in_place_op_is_tested():
     assert set(IN_PLACE_CALLS) == set(reference.IN_PLACE)
 
 
+@DTYPES
 @SIZES
 @pytest.mark.parametrize("op", IN_PLACE_CALLS)
-def test_an_op_in_place_writes_the_same_bits(op, tokens, hidden):
-    x, other = rand(tokens + 1, hidden), rand(tokens + 1, hidden, seed=1)
-    fresh = IN_PLACE_CALLS[op](x.clone(), other, None)
+def test_an_op_in_place_writes_the_same_bits(op, tokens, hidden, dtype):
+    call, options = getattr(reference, op), IN_PLACE_CALLS[op]
+    arguments = in_place_arguments(op, tokens, hidden, dtype)
+    before = [argument.clone() for argument in arguments]
+    fresh = call(*arguments, **options)
+    assert all(map(torch.equal, arguments, before))
 
-    returned = IN_PLACE_CALLS[op](x, other, x)
+    out = tuple(arguments[position] for position in reference.IN_PLACE[op])
+    returned = call(*arguments, **options, out=out if len(out) > 1 else out[0])
 
-    assert returned.data_ptr() == x.data_ptr()
-    assert torch.equal(x, fresh)
+    results = returned if len(out) > 1 else (returned,)
+    for result, given, expected in zip(
+        results, out, fresh if len(out) > 1 else (fresh,), strict=True
+    ):
+        assert result.data_ptr() == given.data_ptr()
+        assert torch.equal(given, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("op", IN_PLACE_CALLS)
+def test_many_tokens_are_computed_as_few_are(op, dtype):
+    call, options = getattr(reference, op), IN_PLACE_CALLS[op]
+    arguments = in_place_arguments(op, 700, 6, dtype)
+    last = [argument[400:] if len(argument) == 700 else argument for argument in arguments]
+
+    many, few = call(*arguments, **options), call(*last, **options)
+
+    for result, expected in (
+        zip(many, few, strict=True) if isinstance(many, tuple) else [(many, few)]
+    ):
+        check(result[400:], f64(expected), dtype)
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])

@@ -192,12 +192,12 @@ class Recorder:
     def rms_norm(self, x: Value, weight: Tensor, *, eps: float) -> Value:
         return self._call("rms_norm", (x, weight), x.shape, x.dtype, eps=eps)
 
-    def add_rms_norm(
+    def residual_rms_norm(
         self, x: Value, residual: Value, weight: Tensor, *, eps: float
     ) -> tuple[Value, Value]:
         operands, result = (x, residual, weight), (x.shape, x.dtype)
         total, normed = self.call(
-            "add_rms_norm", operands, [result, result], attributes={"eps": eps}
+            "residual_rms_norm", operands, [result, result], attributes={"eps": eps}
         )
         return total, normed
 

@@ -67,7 +67,10 @@ def activation(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 
 def rms_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return residual and RMS norm for a server's batch."""
-    return [rows.rms_norm(grid.serving_tokens, width, dtype) for width, _ in grid.serving_widths]
+    return [
+        rows.residual_rms_norm(grid.serving_tokens, width, dtype)
+        for width, _ in grid.serving_widths
+    ]
 
 
 def embedding(grid: Grid, dtype: torch.dtype) -> list[OpCall]:

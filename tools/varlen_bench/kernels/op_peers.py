@@ -17,7 +17,7 @@ from varlen_bench.kernels.peers import (
     liger_peer,
     torch_peer,
 )
-from varlen_bench.ops.call import Inputs, OpCall, as_tensor
+from varlen_bench.ops.call import Inputs, OpCall, as_tensor, stacked
 from varlen_bench.ops.padded import padded_rows
 from varlen_bench.padded import reference as padded
 
@@ -69,19 +69,24 @@ def _add_layer_norm(call: OpCall) -> Peers:
     return Peers((torch_peer(call.formula), liger, compiled_peer(call.formula)))
 
 
-def _rms_norm(call: OpCall) -> Peers:
+def _residual_rms_norm(call: OpCall) -> Peers:
     eps = call.options["eps"]
 
     def plain(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         total = x + residual
-        return F.rms_norm(total, weight.shape, weight, eps), total
+        return total, F.rms_norm(total, weight.shape, weight, eps)
+
+    def read_liger(result: object, inputs: Inputs) -> Tensor:
+        assert isinstance(result, tuple)
+        normed, total = result
+        return stacked((total, normed), inputs)
 
     liger = liger_peer(
         "liger_fused_add_rms_norm",
         lambda function, i: function(i["x"], i["residual"], i["weight"], eps),
-        _first,
+        read_liger,
     )
-    return Peers((torch_peer(plain, read=_first), liger, compiled_peer(plain, read=_first)))
+    return Peers((torch_peer(plain, read=stacked), liger, compiled_peer(plain, read=stacked)))
 
 
 def _first(result: object, inputs: Inputs) -> Tensor:
@@ -221,7 +226,7 @@ def _beam_step(call: OpCall) -> Peers:
 _PEERS: dict[str, Callable[[OpCall], Peers]] = {
     "masked_softmax": _softmax,
     "add_layer_norm": _add_layer_norm,
-    "rms_norm": _rms_norm,
+    "residual_rms_norm": _residual_rms_norm,
     "activate": _formula,
     "silu_gate": _silu_gate,
     "embed_layer_norm": _formula,

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from varlen_bench.ops import beam, padded, rows, sequences
+from varlen_bench.ops import beam, padded, rows, sampling, sequences
 from varlen_bench.ops.call import OpCall
 
 # Returns the call for the lengths of a batch.
@@ -18,12 +18,22 @@ ANY_BATCH: dict[str, AnyBatch] = {
     "embed_layer_norm": lambda lengths, dtype: rows.embed_layer_norm(
         sum(lengths), 768, dtype, vocabulary=1000, positions=512
     ),
+    "embed": lambda lengths, dtype: rows.embed(
+        sum(lengths), 768, dtype, vocabulary=1000, positions=512
+    ),
     "activate": lambda lengths, dtype: rows.activate(sum(lengths), 3072, dtype),
     "silu_gate": lambda lengths, dtype: rows.silu_gate(sum(lengths), 3072, dtype),
     "add_layer_norm": lambda lengths, dtype: rows.add_layer_norm(
         sum(lengths), 768, dtype, has_bias=True
     ),
+    "layer_norm": lambda lengths, dtype: rows.layer_norm(sum(lengths), 768, dtype),
+    "residual_layer_norm": lambda lengths, dtype: rows.residual_layer_norm(
+        sum(lengths), 768, dtype
+    ),
     "rms_norm": lambda lengths, dtype: rows.rms_norm(sum(lengths), 768, dtype),
+    "residual_rms_norm": lambda lengths, dtype: rows.residual_rms_norm(sum(lengths), 768, dtype),
+    "norm_heads": lambda lengths, dtype: rows.norm_heads(sum(lengths), 12, 4, 64, dtype),
+    "rotary": lambda lengths, dtype: rows.rotary(sum(lengths), 12, 4, 64, dtype),
     "masked_softmax": lambda lengths, dtype: padded.masked_softmax(
         lengths, max(lengths), 12, dtype
     ),
@@ -34,5 +44,8 @@ ANY_BATCH: dict[str, AnyBatch] = {
     "pack": lambda lengths, dtype: padded.pack(lengths, 768, dtype),
     "beam_step": lambda lengths, dtype: beam.beam_step(
         len(lengths), 4, 1000, dtype, has_finished=True
+    ),
+    "sample_tokens": lambda lengths, dtype: sampling.sample_tokens(
+        len(lengths), 500, dtype, top_k=50, top_p=0.9
     ),
 }

@@ -33,6 +33,12 @@ def as_tensor(result: object, inputs: Inputs) -> Tensor:  # noqa: ARG001  # a `R
     return result
 
 
+def stacked(result: object, inputs: Inputs) -> Tensor:  # noqa: ARG001  # a `Read`
+    """Return the results of an op with several, of one shape, as one tensor."""
+    assert isinstance(result, tuple)
+    return torch.stack(result)
+
+
 class Tensors:
     """Makes the tensors of a call.
 

@@ -9,7 +9,20 @@ import torch
 from varlen_bench.ops.beam import beam_step
 from varlen_bench.ops.call import OpCall, kernels
 from varlen_bench.ops.padded import masked_softmax, pack, unpack
-from varlen_bench.ops.rows import activate, add_layer_norm, embed_layer_norm, rms_norm, silu_gate
+from varlen_bench.ops.rows import (
+    activate,
+    add_layer_norm,
+    embed,
+    embed_layer_norm,
+    layer_norm,
+    norm_heads,
+    residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+    rotary,
+    silu_gate,
+)
+from varlen_bench.ops.sampling import sample_tokens
 from varlen_bench.ops.sequences import attention_varlen, first_tokens, pool
 from varlen_kernels import Activation
 
@@ -68,6 +81,11 @@ def _beam(label: str, sequences: int, beams: int, vocabulary: int) -> CompiledCa
     return CompiledCall(label, make, dtypes=(_FP16,))
 
 
+def _sample(vocabulary: int, narrow_loads: int | None = None) -> CompiledCall:
+    make = partial(sample_tokens, 4, vocabulary, top_k=50, top_p=0.9)
+    return CompiledCall(str(vocabulary), make, narrow_loads, (_FP32,))
+
+
 _EMBED = partial(embed_layer_norm, vocabulary=64, positions=64)
 _LENGTHS = [16] * 4
 
@@ -79,6 +97,19 @@ COMPILED = [
     CompiledCall("501", partial(add_layer_norm, 64, 501, has_bias=True)),
     CompiledCall("768", partial(rms_norm, 64, 768), 0),
     CompiledCall("4096", partial(rms_norm, 64, 4096), 0),
+    CompiledCall("768", partial(residual_rms_norm, 64, 768), 0),
+    CompiledCall("4096", partial(residual_rms_norm, 64, 4096), 0),
+    CompiledCall("768", partial(layer_norm, 64, 768), 0),
+    CompiledCall("768", partial(residual_layer_norm, 64, 768), 0),
+    CompiledCall("1600", partial(residual_layer_norm, 64, 1600), 0),
+    CompiledCall("64", partial(norm_heads, 64, 12, 4, 64), 0),
+    CompiledCall("128", partial(norm_heads, 64, 32, 8, 128), 0),
+    # two loads of positions per thread
+    CompiledCall("64", partial(rotary, 64, 12, 4, 64), 2),
+    CompiledCall("128", partial(rotary, 64, 32, 8, 128), 2),
+    # one load of an id per load of a row
+    CompiledCall("768", partial(embed, 64, 768, vocabulary=64, positions=64), 4),
+    CompiledCall("4096", partial(embed, 64, 4096, vocabulary=64), 2),
     # three loads of ids per row of a thread
     CompiledCall("768", partial(_EMBED, 64, 768), 3),
     CompiledCall("384", partial(_EMBED, 64, 384), 6),
@@ -124,4 +155,7 @@ COMPILED = [
     _beam("5x300000", 1, 5, 300_000),
     _beam("64x32000", 2, 64, 32_000),
     replace(_beam("64x300000", 1, 64, 300_000), dtypes=(_FP32, _FP16)),
+    # one load of each number of a row
+    _sample(32_000, 5),
+    _sample(50_257),
 ]
