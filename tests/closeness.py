@@ -64,7 +64,7 @@ def relative_error(roundings: int, dtype: torch.dtype = torch.float32) -> float:
 
 
 def encoder_roundings(checkpoint: Path, dtype: torch.dtype = torch.float32) -> int:
-    """Return the number of roundings on the longest path through a BERT encoder.
+    """Return the number of roundings on the longest path through an encoder or a decoder.
 
     In fp32 the sums of each layer count: seven over `hidden_size` (queries, scores, the product after attention,
     the first one of the feed-forward part, a mean and a variance twice, which is one more), one over
@@ -73,11 +73,16 @@ def encoder_roundings(checkpoint: Path, dtype: torch.dtype = torch.float32) -> i
     counts there are the results of ops, rounded to `dtype`: ten a layer, each from operands rounded as often.
     """
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    layers = config["num_hidden_layers"] + 1
-    if dtype != torch.float32:
-        return 2 * 10 * layers
-    tokens = config["max_position_embeddings"]
-    return layers * (8 * config["hidden_size"] + config["intermediate_size"] + 2 * tokens)
+    if config["model_type"] == "gpt2":
+        sizes = [config["n_layer"], config["n_embd"], config["n_inner"], config["n_positions"]]
+    else:
+        names = "num_hidden_layers hidden_size intermediate_size max_position_embeddings".split()
+        sizes = [config[name] for name in names]
+    layers, hidden, inner, tokens = sizes
+    # heads may be wider than hidden_size, or the inner layer left out
+    hidden = max(hidden, config.get("num_attention_heads", 1) * (config.get("head_dim") or 1))
+    layers, inner = layers + 1, inner or 4 * hidden
+    return 2 * 10 * layers if dtype != torch.float32 else layers * (8 * hidden + inner + 2 * tokens)
 
 
 def _float64(values: npt.ArrayLike | torch.Tensor) -> npt.NDArray[np.float64]:

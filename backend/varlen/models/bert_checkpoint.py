@@ -156,4 +156,5 @@ FAMILY = Family(
     },
     read_sizes=read_sizes,
     check_tensors=check_tensors,
+    tokenizer_class="BertTokenizer",
 )

@@ -1,7 +1,7 @@
 """Byte-pair tokenizers of decoders: tokenizer_config.json must agree with tokenizer.json.
 
-In transformers, some fields of the first override the second: whether tokens are added at the ends of a text, and
-whether a space is put before it. varlen tokenizes with tokenizer.json alone.
+Releases of transformers differ in which fields of the first override the second: tokens that are added at the ends
+of a text, and a space before it. varlen tokenizes with tokenizer.json alone.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from varlen.errors import CheckpointError
 from varlen.models.config_file import Json, show
 
 _CONFIG = "tokenizer_config.json"
-# Classes that take no space for granted where tokenizer_config.json does not say it.
+# Classes that put no space before a text where tokenizer_config.json does not say it.
 _CLASSES_WITHOUT_SPACE = (
     "GPT2Tokenizer",
     "GPT2TokenizerFast",
@@ -20,26 +20,27 @@ _CLASSES_WITHOUT_SPACE = (
 )
 
 
-def check_byte_pair_tokenizer(config: Json, tokenizer: Json) -> None:
+def check_byte_pair_tokenizer(config: Json, tokenizer: Json, class_name: str) -> None:
     """Raise CheckpointError unless both files give the same token ids.
 
     Args:
         config: content of tokenizer_config.json.
         tokenizer: content of tokenizer.json.
+        class_name: the class that transformers takes.
     """
     first, last = _added_tokens(tokenizer)
     for key, token_key, added in (
         ("add_bos_token", "bos_token", first),
         ("add_eos_token", "eos_token", last),
     ):
-        token = _content(config.get(token_key))
+        token = token_text(config.get(token_key))
         # transformers adds no token that the tokenizer does not have
         if config.get(key) and token is not None and added != [token]:
             _refuse(config, key, f"tokenizer.json adds {show(added)} there, not {show(token)}")
         if config.get(key) is False and token is not None and token in added:
             _refuse(config, key, f"tokenizer.json adds {show(added)} there")
     asked = config.get("add_prefix_space")
-    if asked is None and config.get("tokenizer_class") in _CLASSES_WITHOUT_SPACE:
+    if asked is None and class_name in _CLASSES_WITHOUT_SPACE:
         asked = False
     if asked is not None and bool(asked) != _adds_space(tokenizer):
         _refuse(
@@ -47,6 +48,12 @@ def check_byte_pair_tokenizer(config: Json, tokenizer: Json) -> None:
             "add_prefix_space",
             f"tokenizer.json {'does not add' if asked else 'adds'} a space",
         )
+
+
+def token_text(token: Any) -> str | None:
+    """Return the text of a token in tokenizer_config.json, which may be an object with its properties."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
 def _refuse(config: Json, key: str, found: str) -> None:
@@ -92,9 +99,3 @@ def _parts(component: Any, key: str) -> Iterator[Json]:
             yield from _parts(part, key)
     else:
         yield component
-
-
-def _content(token: Any) -> str | None:
-    """Return the text of a token, which may be an object with its properties."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None

@@ -47,6 +47,7 @@ class Checkpoint:
         bos_token_id: the token that may begin a sequence, if the checkpoint has one.
         eos_token_ids: the tokens that end a generated sequence.
         chat_template: Jinja source that makes a prompt of chat messages, if the checkpoint has one.
+        special_tokens: text of the tokens that the template may name, such as `bos_token`.
     """
 
     folder: Path
@@ -64,6 +65,7 @@ class Checkpoint:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     chat_template: str | None
+    special_tokens: Mapping[str, str]
 
     @classmethod
     def open(cls, folder: str | Path) -> "Checkpoint":
@@ -82,9 +84,7 @@ class Checkpoint:
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
         sentence = read_sentence_settings(folder, pooling=_default_pooling(architecture))
-        tokenizer = read_tokenizer_settings(
-            folder, is_decoder=family.is_decoder, lowercase=sentence.lowercase
-        )
+        tokenizer = read_tokenizer_settings(folder, family, lowercase=sentence.lowercase)
         trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
         tokens = read_end_tokens(folder, config) if family.is_decoder else EndTokens()
         has_labels = family.architectures[architecture] in ("classify", "token_classify")
@@ -104,6 +104,7 @@ class Checkpoint:
             bos_token_id=tokens.bos,
             eos_token_ids=tokens.eos,
             chat_template=tokenizer.chat_template,
+            special_tokens=tokenizer.special_tokens,
         )
 
     @property

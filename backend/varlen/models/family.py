@@ -31,6 +31,7 @@ class Family:
         read_sizes: returns the sizes in config.json; raises CheckpointError for a configuration that is not served.
         check_tensors: raises CheckpointError unless the tensors, by name, are those of config.json, architecture
             and task.
+        tokenizer_class: the class that transformers takes where tokenizer_config.json names none.
         is_decoder: whether it generates, token by token.
     """
 
@@ -38,6 +39,7 @@ class Family:
     heads: Mapping[Task, str]
     read_sizes: Callable[[Json], ModelSizes]
     check_tensors: Callable[[Mapping[str, TensorHeader], Json, str, Task], None]
+    tokenizer_class: str
     is_decoder: bool = False
 
     @property

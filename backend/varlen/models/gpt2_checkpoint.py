@@ -145,5 +145,6 @@ FAMILY = Family(
     heads={"generate": "GPT2LMHeadModel"},
     read_sizes=_read_sizes,
     check_tensors=_check_tensors,
+    tokenizer_class="GPT2Tokenizer",
     is_decoder=True,
 )

@@ -271,19 +271,20 @@ def _is_harmless(name: str) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight"
 
 
-def _family(name: str) -> Family:
+def _family(name: str, tokenizer_class: str) -> Family:
     return Family(
         architectures={f"{name}ForCausalLM": "generate", f"{name}Model": "embed"},
         heads={"generate": f"{name}ForCausalLM"},
         read_sizes=_read_sizes,
         check_tensors=_check_tensors,
+        tokenizer_class=tokenizer_class,
         is_decoder=True,
     )
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": _family("Llama"),
-    "mistral": _family("Mistral"),
-    "qwen2": _family("Qwen2"),
-    "qwen3": _family("Qwen3"),
+    "llama": _family("Llama", "LlamaTokenizer"),
+    "mistral": _family("Mistral", "LlamaTokenizer"),
+    "qwen2": _family("Qwen2", "Qwen2Tokenizer"),
+    "qwen3": _family("Qwen3", "Qwen2Tokenizer"),
 }

@@ -111,12 +111,7 @@ def read_rotary(config: Json) -> RotaryConfig:
         CheckpointError: a field is damaged, or the variant is not served.
     """
     name, rotary = _settings(config)
-    kinds = {rotary.get(key) or "default" for key in ("rope_type", "type") if key in rotary}
-    kind = kinds.pop() if kinds else "default"
-    if kinds or not isinstance(kind, str) or kind not in _FIELDS_OF_TYPE:
-        raise CheckpointError(
-            f"{name} has the type {show(kind)}; allowed: {', '.join(_FIELDS_OF_TYPE)}"
-        )
+    kind = _read_kind(rotary, name)
     fixed = {"partial_rotary_factor": 1.0}
     known = ("rope_type", "type", "rope_theta", *_FIELDS_OF_TYPE[kind])
     check_fields(rotary, name, known=known, fixed=fixed)
@@ -141,6 +136,20 @@ def _settings(config: Json) -> tuple[str, Json]:
     if not isinstance(settings, dict):
         raise CheckpointError(f"config.json has {key} {show(settings)}; allowed: an object")
     return f"{key} of config.json", settings
+
+
+def _read_kind(rotary: Json, name: str) -> str:
+    given = [rotary[key] for key in ("rope_type", "type") if rotary.get(key) is not None]
+    kind = given[0] if given else "default"
+    if not isinstance(kind, str) or kind not in _FIELDS_OF_TYPE:
+        raise CheckpointError(
+            f"{name} has the type {show(kind)}; allowed: {', '.join(_FIELDS_OF_TYPE)}"
+        )
+    if given[1:] not in ([], [kind]):
+        raise CheckpointError(
+            f"{name} has rope_type {show(kind)} and type {show(given[1])}; make them agree"
+        )
+    return kind
 
 
 def _read_theta(config: Json, rotary: Json, name: str) -> float:

@@ -4,16 +4,19 @@ varlen tokenizes with tokenizer.json. In transformers, some fields of tokenizer_
 disagreement is refused.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from varlen.errors import CheckpointError
-from varlen.models.byte_pair_tokenizer import check_byte_pair_tokenizer
+from varlen.models.byte_pair_tokenizer import check_byte_pair_tokenizer, token_text
 from varlen.models.config_file import Json, read_object, read_optional_object, show
+from varlen.models.family import Family
 
 _CONFIG = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
-# Classes whose fields override tokenizer.json; a BERT checkpoint that names none gets the first.
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
+# Classes whose fields override tokenizer.json.
 _BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
 
 
@@ -24,20 +27,20 @@ class TokenizerSettings:
     Attributes:
         max_length: model_max_length, at which transformers truncates; None if no file has it.
         chat_template: Jinja source that makes a prompt of chat messages, if a file has one.
+        special_tokens: text of the tokens that a template may name, such as `bos_token`.
     """
 
     max_length: int | None = None
     chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_tokenizer_settings(
-    folder: Path, *, is_decoder: bool, lowercase: bool
-) -> TokenizerSettings:
+def read_tokenizer_settings(folder: Path, family: Family, *, lowercase: bool) -> TokenizerSettings:
     """Return the settings in a checkpoint folder.
 
     Args:
         folder: of the checkpoint.
-        is_decoder: whether the tokenizer is a decoder's, not BERT's.
+        family: of the checkpoint.
         lowercase: whether sentence-transformers asks for lowercased texts.
 
     Raises:
@@ -61,11 +64,18 @@ def read_tokenizer_settings(
         raise CheckpointError(
             f"{_CONFIG} has truncation_side {show(config['truncation_side'])}; allowed: right"
         )
-    if is_decoder:
-        check_byte_pair_tokenizer(config, tokenizer)
-    elif config.get("tokenizer_class") in (None, *_BERT_CLASSES):
+    class_name = str(config.get("tokenizer_class") or family.tokenizer_class)
+    if family.is_decoder:
+        check_byte_pair_tokenizer(config, tokenizer, class_name)
+    elif class_name in _BERT_CLASSES:
         _check_normalizer(config, normalizer)
-    return TokenizerSettings(_read_max_length(config), _read_chat_template(folder, config))
+    return TokenizerSettings(
+        max_length=_read_max_length(config),
+        chat_template=_read_chat_template(folder, config),
+        special_tokens={
+            name: text for name in _SPECIAL_TOKENS if (text := token_text(config.get(name)))
+        },
+    )
 
 
 def _read_max_length(config: Json) -> int | None:

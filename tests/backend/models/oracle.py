@@ -29,6 +29,14 @@ def hidden_states(model, rows, types=None):
     return [output.last_hidden_state[0] for output in one_by_one(model, rows, types)]
 
 
+@torch.inference_mode()
+def decoded(model, rows):
+    """Return a decoder's last hidden state of each row of token ids, and its logits if it has an output layer."""
+    outputs = [model.base_model(torch.tensor([row])).last_hidden_state for row in rows]
+    output_layer = getattr(model, "lm_head", torch.nn.Identity())
+    return [output[0] for output in outputs], [output_layer(output)[0] for output in outputs]
+
+
 def assert_hidden_states_match(folder, model, rows):
     """Compare our encoder's hidden states with those of a transformers model."""
     with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:

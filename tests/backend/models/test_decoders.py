@@ -1,0 +1,190 @@
+"""Random decoders of every family and option match transformers in fp32: hidden states and logits."""
+
+import pytest
+import torch
+
+from tests.checkpoints import drop_field, set_fields
+from tests.closeness import assert_rows_close, encoder_roundings, relative_error
+from varlen.config import EngineConfig
+from varlen.execution.runner import Runner
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.registry import load_decoder
+from varlen.request import RequestOptions
+
+from ..requests import prompt_of
+from .oracle import decoded, load_oracle
+from .paged import run_in_chunks
+
+GPT2, LLAMA, MISTRAL = "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM"
+QWEN2, QWEN3 = "Qwen2ForCausalLM", "Qwen3ForCausalLM"
+
+# By type; the originals are shorter than the longest row.
+ROTARY = {
+    "linear": {"factor": 2.5},
+    "dynamic": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 80},
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
+
+CASES = {
+    "gpt2": (GPT2, {}),
+    "gpt2-untied": (GPT2, {"tie_word_embeddings": False}),
+    "gpt2-relu": (GPT2, {"activation_function": "relu"}),
+    "gpt2-default-inner": (GPT2, {"n_inner": None}),
+    "gpt2-no-layers": (GPT2, {"n_layer": 0}),
+    "gpt2-coarse-eps": (GPT2, {"layer_norm_epsilon": 1e-2}),
+    "llama": (LLAMA, {}),
+    "llama-tied": (LLAMA, {"tie_word_embeddings": True}),
+    "llama-biases": (LLAMA, {"attention_bias": True, "mlp_bias": True}),
+    "llama-heads-of-16": (LLAMA, {"head_dim": 16}),
+    "llama-derived-heads": (LLAMA, {"head_dim": None}),
+    "llama-one-key-head": (LLAMA, {"num_key_value_heads": 1}),
+    "llama-no-groups": (LLAMA, {"num_key_value_heads": 6}),
+    "llama-coarse-eps": (LLAMA, {"rms_norm_eps": 1e-2}),
+    "llama-no-layers": (LLAMA, {"num_hidden_layers": 0}),
+    "mistral": (MISTRAL, {}),
+    "mistral-window": (MISTRAL, {"sliding_window": 7}),
+    "mistral-window-of-one": (MISTRAL, {"sliding_window": 1}),
+    "qwen2": (QWEN2, {}),
+    "qwen2-windows": (QWEN2, {**WINDOWS, "max_window_layers": 1}),
+    "qwen2-unused-window": (QWEN2, {"sliding_window": 7, "max_window_layers": 0}),
+    "qwen3": (QWEN3, {}),
+    "qwen3-tied": (QWEN3, {"tie_word_embeddings": True}),
+    "qwen3-bias": (QWEN3, {"attention_bias": True}),
+    "qwen3-layer-types": (
+        QWEN3,
+        {**WINDOWS, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    **{
+        f"llama-{kind}": (LLAMA, {"rope_parameters": {"rope_type": kind, **fields}})
+        for kind, fields in ROTARY.items()
+    },
+    "qwen3-theta": (QWEN3, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+}
+# One of each family, for tests that no option concerns.
+PLAIN = ["gpt2", "llama", "mistral", "qwen2", "qwen3"]
+
+
+def run_in_one_step(folder, rows):
+    runner = Runner(Checkpoint.open(folder), EngineConfig(dtype="fp32", task="hidden"))
+    return runner.run([prompt_of(row) for row in rows], [RequestOptions()] * len(rows))
+
+
+def random_rows(rng, lengths):
+    return [rng.integers(0, 250, length).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_transformers_in_one_step_and_in_chunks(make_checkpoint, rng, case):
+    kind, options = CASES[case]
+    folder = make_checkpoint(kind, **options)
+    model = load_oracle(folder, kind)
+    rows = random_rows(rng, [1, 2, 40, 100])
+
+    one_step = run_in_one_step(folder, rows)
+    hidden, logits = run_in_chunks(folder, rows, sizes=[1, 1, 7, 33])
+
+    expected_hidden, expected_logits = decoded(model, rows)
+    roundings = encoder_roundings(folder)
+    assert_rows_close(one_step, expected_hidden, roundings=roundings)
+    assert_rows_close(hidden, expected_hidden, roundings=roundings)
+    assert_rows_close(logits, expected_logits, roundings=roundings)
+    assert all(row.dtype == torch.float32 for row in logits)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 128])
+@pytest.mark.parametrize("case", ["gpt2", "qwen2-windows"])
+def test_no_size_of_a_block_changes_logits(make_checkpoint, rng, case, block_size):
+    kind, options = CASES[case]
+    folder = make_checkpoint(kind, **options)
+    rows = random_rows(rng, [50, 17, 33])
+
+    _, logits = run_in_chunks(folder, rows, sizes=[50, 1, 5], block_size=block_size)
+
+    _, expected = decoded(load_oracle(folder, kind), rows)
+    assert_rows_close(logits, expected, roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize("kind", ["LlamaModel", "GPT2Model", "Qwen3Model"])
+def test_a_decoder_without_a_head_serves_hidden_states(make_checkpoint, rng, kind):
+    folder = make_checkpoint(kind)
+
+    assert Checkpoint.open(folder).task == "embed"
+    rows = random_rows(rng, [3, 60])
+    expected, _ = decoded(load_oracle(folder, kind), rows)
+    assert_rows_close(run_in_one_step(folder, rows), expected, roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_shards_match_transformers(make_checkpoint, rng, case):
+    kind, _ = CASES[case]
+    folder = make_checkpoint(kind, save={"max_shard_size": "20KB"})
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    rows = random_rows(rng, [20])
+
+    _, logits = run_in_chunks(folder, rows, sizes=[9])
+
+    _, expected = decoded(load_oracle(folder, kind), rows)
+    assert_rows_close(logits, expected, roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize("saved", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("case", ["gpt2", "qwen3-tied"])
+def test_weights_saved_in_half_precision_run_in_fp32(make_checkpoint, rng, case, saved):
+    kind, options = CASES[case]
+    folder = make_checkpoint(kind, dtype=saved, **options)
+    rows = random_rows(rng, [20])
+
+    _, logits = run_in_chunks(folder, rows, sizes=[9])
+
+    _, expected = decoded(load_oracle(folder, kind), rows)
+    assert_rows_close(logits, expected, roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_bf16_stays_close_to_fp32(make_checkpoint, rng, case):
+    kind, _ = CASES[case]
+    folder = make_checkpoint(kind, dtype=torch.bfloat16)
+    rows = random_rows(rng, [1, 40])
+
+    _, logits = run_in_chunks(folder, rows, sizes=[1, 13], dtype=torch.bfloat16)
+
+    _, expected = decoded(load_oracle(folder, kind), rows)
+    assert all(row.dtype == torch.float32 for row in logits)
+    bound = relative_error(encoder_roundings(folder, torch.bfloat16), torch.bfloat16)
+    for mine, theirs in zip(logits, expected, strict=True):
+        assert (mine - theirs).norm() <= bound * theirs.norm()
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_names_of_transformers_4_mean_the_same(make_checkpoint, rng, kind, key):
+    folder = make_checkpoint(
+        LLAMA, rope_parameters={"rope_type": kind, "rope_theta": 5e4, **ROTARY[kind]}
+    )
+    rows = random_rows(rng, [90])
+    expected, _ = decoded(load_oracle(folder, LLAMA), rows)
+
+    drop_field(folder, "config.json", "rope_parameters")
+    set_fields(folder, "config.json", rope_theta=5e4, rope_scaling={key: kind, **ROTARY[kind]})
+    set_fields(folder, "config.json", torch_dtype="float32", dtype=None)
+
+    actual = run_in_one_step(folder, rows)
+    assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama-tied"])
+def test_a_tied_output_is_a_view_of_the_embeddings(make_checkpoint, case):
+    kind, options = CASES[case]
+    checkpoint = Checkpoint.open(make_checkpoint(kind, **options))
+
+    decoder = load_decoder(checkpoint, torch.float32, torch.device("cpu"))
+
+    assert decoder.output.weight.data_ptr() == decoder.token_table.data_ptr()
+    assert decoder.output.weight.shape == decoder.token_table.t().shape
