@@ -84,7 +84,7 @@ _NEUTRAL: Mapping[str, object] = MappingProxyType(
 )
 
 _STRUCTURED = ("structured_outputs", "guided_decoding")
-_GRAMMAR_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_GRAMMAR_KINDS = ("json", "regex", "choice", "json_object")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class GenerationOptions:
         include_stop_str_in_output: whether the answer keeps the string, or the text of the token, that ended it.
         skip_special_tokens: whether the text leaves out special tokens.
         logprobs: number of most likely tokens reported with each token; None reports no probability.
-        grammar: what the answer has to match, a JSON object with one of `json`, `regex`, `choice` and `grammar`, which
+        grammar: what the answer has to match, a JSON object with one of `json`, `regex` and `choice`, which
             `decoding.structured` compiles; None is any text.
 
     Raises:

@@ -4,8 +4,9 @@ The llguidance library knows which tokens may come next; all others are masked i
 """
 
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from threading import Lock
 from typing import TypeAlias
 
@@ -22,14 +23,22 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 _MAX_CACHED = 64
 # Characters of the library's explanation that an error repeats.
 _MAX_REASON = 300
-# A step of one sequence may not hold up the others: 5 ms at the library's own figures.
+# A step of one sequence must not delay the others: about 5 ms by the library's own figures.
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
     step_lexer_fuel=50_000,
     step_max_items=50_000,
-    max_lexer_states=50_000,
-    max_grammar_size=200_000,
+    max_items_in_row=10_000,
+    max_lexer_states=10_000,
     verbose_errors=False,
+)
+# Largest regular expression, in characters once its counted repetitions are written in full. The library's limits do
+# not hold for those: a step of (a{1000}){1000} takes seconds.
+_MAX_EXPANDED = 10_000
+
+# Parts of a regular expression: groups, counted repetitions, and characters or sets of them.
+_SYMBOL = re.compile(
+    r"(?P<open>\()|(?P<close>\))|(?P<count>\{[0-9]{1,9}(?:,[0-9]{0,9})?\})|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.",
+    re.DOTALL,
 )
 
 
@@ -129,10 +138,53 @@ def _refused(reason: str) -> RequestError:
 def _library_grammar(grammar: str) -> str:
     """Return a grammar of ours in the form of the library."""
     [(kind, content)] = json.loads(grammar).items()
-    if kind == "json":
-        return LLMatcher.grammar_from_json_schema(content)
+    if kind == "choice":
+        # one token of the library's lexer: a rule of its parser would have an alternative for each text
+        texts = " | ".join(json.dumps(each) for each in dict.fromkeys(content))
+        return f"start: CHOICE\nCHOICE: {texts}"
+    patterns = [content] if kind == "regex" else list(_patterns(content))
+    size = max(map(_expanded_size, patterns), default=0)
+    if size > _MAX_EXPANDED:
+        raise ValueError(
+            f"a regular expression has {size} characters with its repetitions written in full; allowed: up to"
+            f" {_MAX_EXPANDED}"
+        )
     if kind == "regex":
         return LLMatcher.grammar_from_regex(content)
-    if kind == "choice":
-        return "start: " + " | ".join(json.dumps(each) for each in dict.fromkeys(content))
-    return LLMatcher.grammar_from_lark(content)
+    return LLMatcher.grammar_from_json_schema(content)
+
+
+def _patterns(schema: object) -> Iterator[str]:
+    """Yield the regular expressions of a JSON schema."""
+    if isinstance(schema, list):
+        for each in schema:
+            yield from _patterns(each)
+    elif isinstance(schema, dict):
+        if isinstance(pattern := schema.get("pattern"), str):
+            yield pattern
+        if isinstance(properties := schema.get("patternProperties"), dict):
+            yield from properties
+        for each in schema.values():
+            yield from _patterns(each)
+
+
+def _expanded_size(pattern: str) -> int:
+    """Return about how long a regular expression is with its counted repetitions written in full."""
+    # sizes of the open groups, and of the last item, which a count multiplies
+    groups = [0]
+    last = 0
+    for symbol in _SYMBOL.finditer(pattern):
+        if symbol["open"]:
+            groups.append(0)
+            last = 0
+        elif symbol["close"]:
+            last = groups.pop() if len(groups) > 1 else 0
+            groups[-1] += last
+        elif symbol["count"]:
+            added = last * (max(map(int, re.findall(r"[0-9]+", symbol["count"]))) - 1)
+            groups[-1] += max(added, 0)
+            last += max(added, 0)
+        else:
+            last = 1
+            groups[-1] += 1
+    return sum(groups)

@@ -1,0 +1,257 @@
+"""Structured output: a model of random logits gives only answers that match."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from varlen.decoding.sampling import Sampler
+from varlen.decoding.structured import Grammars
+from varlen.decoding.writer import TextWriter
+from varlen.generation_options import GenerationOptions
+
+from ..refusals import refused_request as refused
+from .sequences import RandomModel, sequence_of
+from .small_tokenizers import END, PAD, byte_fallback, byte_level, metaspace
+
+TOKENIZERS = {"byte_level": byte_level, "byte_fallback": byte_fallback}
+
+
+class Server:
+    """A model of random logits with all that decodes its tokens."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.eos_id = tokenizer.token_to_id(END)
+        # wider than the tokenizer, as checkpoints are
+        self.model = RandomModel(tokenizer.get_vocab_size() + 13, scale=4.0)
+        self.grammars = Grammars(tokenizer, self.model.vocab_size, [self.eos_id])
+        self.sampler = Sampler(
+            self.model.vocab_size, [self.eos_id], self.grammars, torch.device("cpu")
+        )
+
+    def sequence(self, structured, **options):
+        options = GenerationOptions.from_parameters(
+            {"structured_outputs": structured, "max_tokens": 200, **options}
+        )
+        self.grammars.check(options.grammar)
+        fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
+        return sequence_of(1, 2, **fields)
+
+    def answers(self, sequences):
+        """Return text and finish reason of each sequence."""
+        writers = [
+            TextWriter(
+                self.tokenizer, each.generation, prompt_ids=each.token_ids, eos_ids=[self.eos_id]
+            )
+            for each in sequences
+        ]
+        answers = [["", None] for _ in sequences]
+        while running := [row for row, answer in enumerate(answers) if answer[1] is None]:
+            step = [sequences[row] for row in running]
+            tokens = self.sampler.sample(self.model.logits(step), step)
+            for row, token in zip(running, tokens, strict=True):
+                part = writers[row].write(token)
+                sequences[row].token_ids.append(token.token_id)
+                answers[row][0] += part.text
+                answers[row][1] = part.finish_reason
+        return answers
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def server(request):
+    return Server(TOKENIZERS[request.param]())
+
+
+@pytest.fixture(scope="module")
+def one_server():
+    return Server(byte_level())
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "你"]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def is_person(text):
+    person = json.loads(text)
+    return (
+        {"name", "age"} <= person.keys() <= {"name", "age", "tags"}
+        and isinstance(person["name"], str)
+        and len(person["name"]) <= 8
+        and type(person["age"]) is int
+        and 0 <= person["age"] <= 120
+        and set(person.get("tags", [])) <= {"a", "b", "你"}
+        and len(person.get("tags", [])) <= 3
+    )
+
+
+CHOICES = ["red", "red green", 'say "no"\\/', "café 你好 😀"]
+GRAMMARS = {
+    "schema": ({"json": PERSON}, is_person),
+    "array": (
+        {"json": {"type": "array", "items": {"type": "boolean"}, "maxItems": 4}},
+        lambda text: all(type(each) is bool for each in json.loads(text)),
+    ),
+    "any_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+    "regex": (
+        {"regex": r"(\+49|0)[1-9][0-9]{2,6}(/[a-c]+)?"},
+        lambda text: re.fullmatch(r"(\+49|0)[1-9][0-9]{2,6}(/[a-c]+)?", text),
+    ),
+    "choice": ({"choice": CHOICES}, lambda text: text in CHOICES),
+}
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_every_answer_that_ends_matches(server, name):
+    structured, matches = GRAMMARS[name]
+    sequences = [
+        server.sequence(structured, seed=seed, temperature=1.0 if seed else 0, top_p=0.95)
+        for seed in range(24)
+    ]
+
+    answers = server.answers(sequences)
+
+    ended = [text for text, reason in answers if reason == "stop"]
+    assert len(ended) >= 6
+    for text in ended:
+        assert matches(text), text
+
+
+def test_sequences_with_and_without_a_grammar_run_in_one_step(one_server):
+    structured = one_server.sequence({"choice": CHOICES}, seed=1)
+    free = [sequence_of(1, 2, seed=seed, max_tokens=30) for seed in (2, 3)]
+
+    answers = one_server.answers([free[0], structured, free[1]])
+
+    assert answers[1][0] in CHOICES
+    alone = [sequence_of(1, 2, seed=seed, max_tokens=30) for seed in (2, 3)]
+    assert one_server.answers(alone) == [answers[0], answers[2]]
+
+
+def test_an_answer_that_starts_again_from_its_tokens_still_matches(one_server):
+    whole = one_server.sequence({"json": PERSON}, seed=3, max_tokens=200)
+    [[_, reason]] = one_server.answers([whole])
+    assert reason == "stop"
+    tokens = whole.token_ids[2:]
+
+    for number in (1, len(tokens) // 2, len(tokens) - 1):
+        again = one_server.sequence({"json": PERSON}, seed=3, max_tokens=200)
+        again.token_ids += tokens[:number]
+        one_server.answers([again])
+        assert again.token_ids == whole.token_ids
+
+
+def test_a_grammar_at_its_end_ends_the_answer_before_the_smallest_number_of_tokens(one_server):
+    sequence = one_server.sequence({"choice": CHOICES}, min_tokens=100, seed=1)
+
+    [[text, reason]] = one_server.answers([sequence])
+
+    assert text in CHOICES
+    assert reason == "stop"
+
+
+def test_an_answer_goes_on_for_the_smallest_number_of_tokens_if_its_grammar_can(one_server):
+    sequence = one_server.sequence({"regex": "[ab]*"}, min_tokens=20, max_tokens=40, seed=1)
+
+    [[text, _]] = one_server.answers([sequence])
+
+    assert len(text) >= 20
+
+
+def test_an_answer_whose_grammar_became_too_complex_does_not_end_as_if_it_matched(one_server):
+    sequence = one_server.sequence({"regex": "[ab]{1,5}"}, seed=1)
+    # a token that does not match, as after a limit of the library
+    sequence.token_ids.append(one_server.tokenizer.token_to_id("c"))
+
+    [[_, reason]] = one_server.answers([sequence])
+
+    assert reason == "length"
+
+
+@pytest.mark.parametrize(
+    "grammar, reason",
+    [
+        ({"regex": "a("}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": "\ud800"}, "surrogates not allowed"),
+        ({"json": {"type": "objct"}}, "objct"),
+        ({"json": {"$ref": "http://localhost/x"}}, "http://localhost/x"),
+        ({"json": {"$ref": "file:///etc/hostname"}}, "file:///etc/hostname"),
+        ({"json": {"minimum": 5, "maximum": 3, "type": "integer"}}, "Unsatisfiable"),
+        ({"choice": ["\ud800"]}, "error parsing string"),
+        (
+            {"regex": "(a{1000}){1000}"},
+            "has 1000000 characters with its repetitions written in full",
+        ),
+        ({"json": {"items": {"pattern": "(a{99}){200}"}}}, "has 19800 characters"),
+        ({"json": {"patternProperties": {r"[(a]\({20000,}": {}}}}, "has 20001 characters"),
+    ],
+    ids=lambda value: json.dumps(value)[:50],
+)
+def test_refuses_a_grammar_that_is_not_valid(one_server, grammar, reason):
+    with refused("structured_outputs cannot be served: ") as caught:
+        one_server.grammars.check(json.dumps(grammar))
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"regex": "(a{100}){99}b{50}"},
+        {"regex": "(.*x.{0,30}){30}"},
+        {"json": {"type": "array", "items": PERSON, "minItems": 100_000}},
+        {"choice": [f"{index} {index}" for index in range(4000)]},
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_a_costly_grammar_is_served_in_bounded_steps_or_refused(one_server, grammar):
+    sequence = one_server.sequence(grammar, seed=1, max_tokens=30)
+
+    [[_, reason]] = one_server.answers([sequence])
+
+    assert reason in ("length", "stop")
+
+
+def test_refuses_structured_output_without_an_end_token():
+    grammars = Grammars(byte_level(), 400, [])
+
+    with refused("structured_outputs cannot be served: this model has no end token"):
+        grammars.check('{"regex":"a"}')
+
+
+def test_refuses_structured_output_for_tokens_without_a_text_of_their_own():
+    grammars = Grammars(metaspace(), 150, [metaspace().token_to_id(END)])
+
+    with refused("structured_outputs cannot be served: the tokens of this model"):
+        grammars.check('{"regex":"a"}')
+
+
+def test_a_model_may_have_several_end_tokens_and_fewer_tokens_than_its_tokenizer():
+    tokenizer = byte_level()
+    ends = [tokenizer.token_to_id(END), tokenizer.token_to_id(PAD), 10_000]
+    matcher = Grammars(tokenizer, 300, ends).matcher('{"regex":"a?"}')
+
+    allowed = matcher.allowed_tokens()
+
+    assert allowed.shape == (300,)
+    assert set(allowed.nonzero()[0]) == {*ends[:2], tokenizer.token_to_id("a")}
+
+
+def test_many_grammars_do_not_stay_in_memory_and_are_compiled_again(one_server):
+    grammars = one_server.grammars
+    first = json.dumps({"regex": "first"})
+    for index in range(200):
+        grammars.check(json.dumps({"regex": f"x{index}"}))
+
+    assert len(grammars._compiled) <= 64
+    assert grammars.matcher(first).allowed_tokens().any()
