@@ -139,6 +139,10 @@ def test_skips_empty_lines_with_the_option(varlen, write_lines):
         (["embed", "a", "--output", "/nonexistent/v.npy"], "/nonexistent is not a folder"),
         (["embed", "a", "--url", "localhost:8001"], "must start with grpc://"),
         (["similarity", "a"], "at least two texts"),
+        (["generate"], "Missing argument"),
+        (["generate", "a", "--max-tokens", "0"], "--max-tokens"),
+        (["generate", "a", "--json-schema", "/nonexistent"], "cannot read /nonexistent"),
+        (["generate", "a", "--json-schema", __file__], "is not JSON"),
         (["embed", "a", "--nope"], "No such option"),
     ],
 )
@@ -178,6 +182,82 @@ def test_similarity_prints_a_table_of_cosines(varlen, vectors_of):
     assert f"{cosine:.3f}" in result.stdout
     assert result.stdout.count("1.000") >= 3
     assert "[red]third" in result.stdout
+
+
+@pytest.fixture
+def generating(varlen, server):
+    """Return the function that runs the command, against a model that generates."""
+    server.model.task = "generate"
+    return varlen
+
+
+@pytest.mark.parametrize("options", [[], ["--stream"]], ids=str)
+def test_generate_prints_the_text(generating, options):
+    result = generating("generate", "hello", "--max-tokens", 3, *options)
+
+    assert (result.exit_code, result.stdout) == (0, "0.0 0.1 0.2 \n")
+
+
+def test_generate_as_json_prints_an_object_per_answer_or_part(generating):
+    answer = generating("generate", "hello", "--max-tokens", 2, "--json")
+    parts = generating("generate", "hello", "--max-tokens", 2, "--json", "--stream")
+
+    assert [json.loads(line) for line in answer.stdout.splitlines()] == [
+        {"text": "0.0 0.1 ", "token_ids": [0, 1], "finish_reason": "length"}
+    ]
+    assert [json.loads(line) for line in parts.stdout.splitlines()] == [
+        {"text": "0.0 ", "token_ids": [0], "finish_reason": None},
+        {"text": "0.1 ", "token_ids": [1], "finish_reason": "length"},
+    ]
+
+
+def test_generate_sends_the_parameters_that_are_given(generating, server, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+
+    generating("generate", "hello", "--max-tokens", 2)
+    generating(
+        *("generate", "hello", "--max-tokens", 2, "--temperature", 0, "--top-p", 0.5, "--top-k", 4),
+        *("--min-p", 0.1, "--seed", 7, "--stop", "a", "--stop", "b", "--json-schema", schema),
+        *("--priority", 2),
+    )
+
+    few, many = (received.sampling for received in server.model.requests)
+    assert few == {"max_tokens": 2, "n": 1}
+    assert many == {
+        "max_tokens": 2,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 4,
+        "min_p": 0.1,
+        "seed": 7,
+        "stop": ["a", "b"],
+        "structured_outputs": {"json": {"type": "object"}},
+        "request_priority": 2,
+        "n": 1,
+    }
+
+
+def test_generate_sends_a_chat_or_what_stdin_holds(generating, server):
+    generating("generate", "hello", "--chat")
+    result = CliRunner().invoke(cli.app, ["generate", "-"], input="über\nlines")
+
+    assert result.exit_code == 0
+    chat, stdin = (received.tensors for received in server.model.requests)
+    assert json.loads(chat["messages"][0]) == [{"role": "user", "content": "hello"}]
+    text = stdin["text_input"][0]
+    assert (text.decode() if isinstance(text, bytes) else text) == "über\nlines"
+
+
+def test_an_error_in_the_middle_of_a_stream_keeps_the_text_and_exits_with_1(
+    generating, server, fault
+):
+    server.model.fail_after = (2, fault("internal", "broken"))
+
+    result = generating("generate", "hello", "--stream")
+
+    assert (result.exit_code, result.stdout) == (1, "0.0 0.1 ")
+    assert result.stderr == "error: broken\n"
 
 
 def test_status_reports_missing_metrics(varlen):
