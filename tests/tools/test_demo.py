@@ -10,7 +10,7 @@ import pytest
 
 from varlen_client import VarlenClientError
 from varlen_tools import demo
-from varlen_tools.demo import SENTENCES
+from varlen_tools.demo import PROMPT, SENTENCES
 from varlen_tools.local_server import ServerError
 from varlen_tools.setup_server import PROJECT
 
@@ -46,12 +46,59 @@ def test_a_request_that_fails_is_shown_with_the_log(monkeypatch):
         demo.compare(SERVER, "minilm")
 
 
+class StreamingClient:
+    """Streams three parts, or fails after the first."""
+
+    fails = False
+
+    def __init__(self, url, model):
+        assert (url, model) == ("grpc", "tiny_gpt2")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def stream(self, prompt, *, max_tokens, temperature, seed):
+        yield SimpleNamespace(text=" of a", token_ids=(5, 6))
+        if self.fails:
+            raise VarlenClientError("no answer")
+        yield SimpleNamespace(text="", token_ids=(7,))
+        yield SimpleNamespace(text=" list.", token_ids=(8, 9))
+
+
+def test_a_text_is_printed_as_it_comes_with_its_times(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "Client", StreamingClient)
+
+    demo.stream(SERVER, "tiny_gpt2")
+
+    text, times = capsys.readouterr().out.splitlines()
+    assert text == f"tiny_gpt2: {PROMPT} of a list."
+    assert times.startswith("streamed 5 tokens in ")
+
+
+def test_a_stream_that_fails_is_shown_with_the_log(monkeypatch):
+    monkeypatch.setattr(demo, "Client", StreamingClient)
+    monkeypatch.setattr(StreamingClient, "fails", True)
+
+    with pytest.raises(ServerError, match="no answer\nthe log"):
+        demo.stream(SERVER, "tiny_gpt2")
+
+
 @pytest.mark.server
 def test_the_whole_demo_prints_a_table_and_stops_its_server():
     run = run_demo()
 
     assert run.returncode == 0, run.stdout + run.stderr
-    for words in ("cosine similarity", *SENTENCES[:2], "gRPC: 6 vectors", "HTTP: 6 vectors"):
+    for words in (
+        "cosine similarity",
+        *SENTENCES[:2],
+        "gRPC: 6 vectors",
+        "HTTP: 6 vectors",
+        PROMPT,
+        "streamed ",
+    ):
         assert words in run.stdout
     assert run.stdout.endswith("tritonserver has stopped\n")
 
@@ -65,10 +112,10 @@ def test_without_a_checkpoint_it_says_what_to_run(tmp_path):
 
 @pytest.mark.server
 def test_a_server_that_does_not_start_ends_it_with_the_servers_words(tmp_path):
-    model = tmp_path / "minilm"
-    (model / "1").mkdir(parents=True)
-    (model / "1/config.json").write_text("{}")
-    (model / "config.pbtxt").write_text('backend: "no-such-backend"\n')
+    for name in ("minilm", "tiny_gpt2"):
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "1/config.json").write_text("{}")
+        (tmp_path / name / "config.pbtxt").write_text('backend: "no-such-backend"\n')
 
     run = run_demo("--repository", str(tmp_path))
 

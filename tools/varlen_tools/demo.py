@@ -19,6 +19,8 @@ SENTENCES = [
     "Two people race their horses across an open field.",
     "The stock market fell sharply on Monday, after a week in which every trader had waited to sell.",
 ]
+PROMPT = "The following example"
+MAX_TOKENS = 80
 # Largest cosine distance: both protocols carry the same numbers, but two runs may be batched differently.
 TOLERANCE = 1e-3
 
@@ -51,17 +53,43 @@ def compare(server: LocalServer, model: str) -> None:
     print(f"both protocols agree (largest cosine distance: {distance:.0e})")
 
 
+def stream(server: LocalServer, model: str) -> None:
+    """Print a generated text as it comes, and the times of its first and of all its tokens.
+
+    Raises:
+        ServerError: the request fails.
+    """
+    print(f"{model}: {PROMPT}", end="", flush=True)
+    tokens, start = 0, time.perf_counter()
+    first = float("nan")
+    try:
+        with Client(server.grpc_url, model) as client:
+            for part in client.stream(PROMPT, max_tokens=MAX_TOKENS, temperature=0.7, seed=0):
+                if not tokens:
+                    first = time.perf_counter() - start
+                tokens += len(part.token_ids)
+                print(part.text, end="", flush=True)
+    except VarlenClientError as error:
+        raise ServerError(f"{error}\n{server.log_tail()}") from None
+    seconds = time.perf_counter() - start
+    print(f"\nstreamed {tokens} tokens in {seconds:.2f} s, the first after {1000 * first:.0f} ms")
+
+
 def main(
     repository: Annotated[Path, typer.Option(help="Model repository.")] = Path("model_repository"),
     model: Annotated[str, typer.Option(help="Name of an embedding model in it.")] = "minilm",
+    generator: Annotated[
+        str, typer.Option(help="Name of a model of the task generate in it.")
+    ] = "tiny_gpt2",
     timeout: Annotated[
         float, typer.Option(help="Longest start of the server, in seconds.")
     ] = 120.0,
 ) -> None:
-    """Start a server, embed sentences over gRPC and HTTP, print their similarity, stop the server."""
+    """Start a server, embed sentences over gRPC and HTTP, stream a generated text, stop the server."""
     try:
-        if not (repository / model / "1" / "config.json").is_file():
-            raise ServerError(f"{repository / model} has no checkpoint; run `make setup`")
+        for name in (model, generator):
+            if not (repository / name / "1" / "config.json").is_file():
+                raise ServerError(f"{repository / name} has no checkpoint; run `make setup`")
         print(f"starting tritonserver with {repository}", flush=True)
         start = time.perf_counter()
         with LocalServer(repository) as server:
@@ -69,6 +97,7 @@ def main(
             print(f"tritonserver is ready after {time.perf_counter() - start:.1f} s")
             compare(server, model)
             similarity(SENTENCES, url=server.grpc_url, model=model)
+            stream(server, generator)
     except ServerError as error:
         print(f"demo: {error}")
         raise typer.Exit(1) from None

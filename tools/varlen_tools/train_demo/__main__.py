@@ -22,7 +22,7 @@ class Family(str, Enum):
 
 
 def main(
-    family: Annotated[Family, typer.Argument(help="Family of the model.")],  # noqa: ARG001
+    family: Annotated[Family, typer.Argument(help="Family of the model.")],
     output: Annotated[Path, typer.Option(help="Folder of the checkpoint.")],
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = DEFAULT.steps,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and samples.")] = DEFAULT.seed,
@@ -38,7 +38,12 @@ def main(
     token_ids = encode(tokenizer, documents)
     console = Console(stderr=True)
     console.print(f"training {family.value} on {len(token_ids):,} tokens of Python's documentation")
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("loss {task.fields[loss]:.2f}"))
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("loss {task.fields[loss]:.2f}"),
+    )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=steps, loss=float("nan"))
         model = train(

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from varlen_tools.train_demo.gpt2 import GPT2, Shape
-from varlen_tools.train_demo.train import END_TOKEN
+from varlen_tools.train_demo.train import END_OF_TEXT
 
 WEIGHTS = "model.safetensors"
 
@@ -15,7 +15,7 @@ WEIGHTS = "model.safetensors"
 def save_checkpoint(folder: Path, model: GPT2, shape: Shape, tokenizer: Tokenizer) -> None:
     """Write a GPT2LMHeadModel with its tokenizer; the weights come last, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    end = tokenizer.token_to_id(END_TOKEN)
+    end = tokenizer.token_to_id(END_OF_TEXT)
     files = {
         "config.json": shape.config(end),
         "generation_config.json": {
@@ -26,9 +26,9 @@ def save_checkpoint(folder: Path, model: GPT2, shape: Shape, tokenizer: Tokenize
         "tokenizer_config.json": {
             "tokenizer_class": "GPT2Tokenizer",
             "add_prefix_space": False,
-            "bos_token": END_TOKEN,
-            "eos_token": END_TOKEN,
-            "unk_token": END_TOKEN,
+            "bos_token": END_OF_TEXT,
+            "eos_token": END_OF_TEXT,
+            "unk_token": END_OF_TEXT,
             "model_max_length": shape.positions,
         },
     }

@@ -13,7 +13,7 @@ from torch.nn import functional
 from varlen_tools.train_demo.gpt2 import GPT2, Shape
 from varlen_tools.train_demo.muon import Muon
 
-END_TOKEN = "<|endoftext|>"
+END_OF_TEXT = "<|endoftext|>"
 _MATRIX_RATE, _OTHER_RATE = 0.02, 3e-3
 _WARMUP_STEPS = 20
 _LARGEST_GRADIENT = 1.0
@@ -39,13 +39,13 @@ DEFAULT = Training(
 
 
 def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
-    """Return a byte-level byte-pair tokenizer; `END_TOKEN` is token 0."""
+    """Return a byte-level byte-pair tokenizer; `END_OF_TEXT` is token 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[END_TOKEN],
+        special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -54,8 +54,8 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Tensor:
-    """Return the tokens of all documents, `[tokens]` int64, each document with `END_TOKEN` after it."""
-    end = tokenizer.token_to_id(END_TOKEN)
+    """Return the tokens of all documents, `[tokens]` int64, each document with `END_OF_TEXT` after it."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
     encodings = tokenizer.encode_batch(documents)
     return torch.tensor([token for each in encodings for token in (*each.ids, end)])
 
