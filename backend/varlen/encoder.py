@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.config import DEFAULT_MAX_BATCH_TOKENS, Device, DType, EngineConfig, Task
 from varlen.errors import ConfigError, RequestError
+from varlen.intake import TokenIds
 from varlen.metrics import Stats
 from varlen.request import Float32Array, Output, Prompt, Request, RequestOptions
 from varlen.service import Service
 from varlen.tokenization import Text
 
-TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 Inputs: TypeAlias = Sequence[Text] | Sequence[TokenIds]
 
 # In process the caller's own memory is the queue's bound.

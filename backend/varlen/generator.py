@@ -10,10 +10,10 @@ from types import TracebackType
 import numpy as np
 
 from varlen.config import Device, DType, EngineConfig, KvPolicy
-from varlen.encoder import TokenIds
 from varlen.errors import RequestError
 from varlen.generation_options import GenerationOptions
 from varlen.generation_service import GenerationService
+from varlen.intake import TokenIds
 from varlen.metrics import Stats
 from varlen.request import (
     FinishReason,

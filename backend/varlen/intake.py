@@ -15,6 +15,8 @@ from varlen.errors import RequestError
 from varlen.request import Prompt
 from varlen.tokenization import Text, Tokenizer
 
+# One sequence.
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 IntegerArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 

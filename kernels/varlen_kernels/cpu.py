@@ -9,11 +9,11 @@ from torch import Tensor
 from varlen_kernels import reference
 from varlen_kernels.reference import (
     activate,
-    add_rms_norm,
     embed,
     layer_norm,
     norm_heads,
     residual_layer_norm,
+    residual_rms_norm,
     rms_norm,
     rotary,
     select_rows,
@@ -23,7 +23,6 @@ from varlen_kernels.reference import (
 
 __all__ = [
     "activate",
-    "add_rms_norm",
     "append_kv",
     "attention_paged",
     "embed",
@@ -31,6 +30,7 @@ __all__ = [
     "linear_packed",
     "norm_heads",
     "residual_layer_norm",
+    "residual_rms_norm",
     "rms_norm",
     "rotary",
     "select_rows",

@@ -128,11 +128,11 @@ def test_requests_that_join_and_leave_at_any_step_get_the_same_tokens(
 @pytest.mark.parametrize(
     "ours, theirs",
     [
-        ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.7}),
-        ({"stop_token_ids": list(range(1, 60))}, {"eos_token_id": list(range(1, 60))}),
+        ({"repetition_penalty": 1.7, "ignore_eos": True}, {"repetition_penalty": 1.7}),
+        ({"stop_token_ids": list(range(1, 60))}, {"eos_token_id": list(range(60))}),
         (
             {"stop_token_ids": list(range(1, 60)), "min_tokens": 8},
-            {"eos_token_id": list(range(1, 60)), "min_new_tokens": 8},
+            {"eos_token_id": list(range(60)), "min_new_tokens": 8},
         ),
     ],
     ids=["penalty", "stop", "stop-and-least"],
@@ -140,12 +140,12 @@ def test_requests_that_join_and_leave_at_any_step_get_the_same_tokens(
 def test_penalties_and_ends_are_those_of_transformers(generator, oracle, folder, ours, theirs):
     prompt = prompt_of(40)
 
-    options = {"max_tokens": 25, "temperature": 0, "ignore_eos": True, **ours}
+    options = {"max_tokens": 25, "temperature": 0, **ours}
     (answer,) = generator.generate([prompt], **options)
 
     expected = expected_tokens(oracle, prompt, 25, **theirs)
     assert list(answer.token_ids) == expected
-    has_ended = answer.token_ids[-1] in ours.get("stop_token_ids", ())
+    has_ended = answer.token_ids[-1] in theirs.get("eos_token_id", ())
     assert answer.finish_reason == ("stop" if has_ended else "length")
 
 

@@ -82,10 +82,10 @@ class Llama:
         x = ops.rms_norm(residual, norms[0], eps=eps)
         for number, layer in enumerate(self.layers):
             attended = self._record_attention(ops, attention, number, x)
-            residual, x = ops.add_rms_norm(attended, residual, layer.mlp_norm, eps=eps)
+            residual, x = ops.residual_rms_norm(attended, residual, layer.mlp_norm, eps=eps)
             inner = ops.silu_gate(layer.gate_up.record(ops, x))
             x = layer.down.record(ops, inner)
-            residual, x = ops.add_rms_norm(x, residual, norms[number + 1], eps=eps)
+            residual, x = ops.residual_rms_norm(x, residual, norms[number + 1], eps=eps)
         return x
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:

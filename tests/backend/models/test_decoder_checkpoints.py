@@ -62,7 +62,9 @@ def test_a_field_is_in_one_list_only(family):
 def test_absent_fields_have_the_defaults_of_transformers(make_checkpoint, name):
     defaults = getattr(transformers, f"{name}Config")()
     config = Checkpoint.open(make_checkpoint(CAUSAL[name])).config
-    sizes = "n_embd n_head n_layer n_positions hidden_size intermediate_size max_position_embeddings"
+    sizes = (
+        "n_embd n_head n_layer n_positions hidden_size intermediate_size max_position_embeddings"
+    )
     # Llama's own default number of key heads is None: as many as query heads
     needed = f"{sizes} model_type num_attention_heads num_hidden_layers vocab_size".split()
     needed = {key: value for key, value in config.items() if key in needed}
@@ -132,7 +134,9 @@ def test_generation_needs_an_output_layer(make_checkpoint):
 def test_refuses_a_classification_head_on_a_decoder(make_checkpoint, task):
     folder = make_checkpoint("Qwen2ForCausalLM")
 
-    message = f'task "{task}" is not served with model_type "qwen2"; allowed: embed, hidden, generate'
+    message = (
+        f'task "{task}" is not served with model_type "qwen2"; allowed: embed, hidden, generate'
+    )
     with refused(message):
         check(folder, task)
 
@@ -325,7 +329,7 @@ def test_takes_a_copy_of_the_tied_table(make_checkpoint, name):
 
 
 def test_refuses_another_output_layer_than_the_table_that_it_is_tied_to(make_checkpoint):
-    """transformers 5 then ignores tie_word_embeddings, and releases before it ignore the tensor."""
+    """Transformers 5 then ignores tie_word_embeddings, and releases before it ignore the tensor."""
     folder = make_checkpoint(CAUSAL["Qwen2"], tie_word_embeddings=True)
     table = "model.embed_tokens.weight"
     change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[table] + 1}))

@@ -252,7 +252,9 @@ def test_refuses_to_generate_where_the_checkpoint_changes_tokens(decoder, field,
     checkpoint = Checkpoint.open(decoder)
 
     checkpoint.check_task("hidden")
-    with refused(f"generation_config.json has {field if field != 'a_new_feature' else 'the field'}"):
+    with refused(
+        f"generation_config.json has {field if field != 'a_new_feature' else 'the field'}"
+    ):
         checkpoint.check_task("generate")
 
 

@@ -42,7 +42,10 @@ def config_of(**fields):
 
 def angles_of_transformers(rotary, dim, positions):
     config = LlamaConfig(
-        hidden_size=dim, num_attention_heads=1, max_position_embeddings=16384, rope_parameters=rotary
+        hidden_size=dim,
+        num_attention_heads=1,
+        max_position_embeddings=16384,
+        rope_parameters=rotary,
     )
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(positions)[None])
     return torch.cat((cos[0, :, : dim // 2], sin[0, :, : dim // 2]), dim=1)
