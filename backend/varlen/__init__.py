@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from varlen.encoder import Encoder
+    from varlen.generator import Generator
 
-__all__ = ["Encoder"]
+__all__ = ["Encoder", "Generator"]
 
 
 def __getattr__(name: str) -> object:
@@ -14,4 +15,8 @@ def __getattr__(name: str) -> object:
         from varlen.encoder import Encoder
 
         return Encoder
+    if name == "Generator":
+        from varlen.generator import Generator
+
+        return Generator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
