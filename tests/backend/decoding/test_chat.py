@@ -1,0 +1,225 @@
+"""Chat templates: the same prompts as with transformers, and no harm from bad ones."""
+
+import json
+from datetime import datetime
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from varlen.decoding.chat import ChatTemplate
+
+from ..refusals import refused_checkpoint
+from ..refusals import refused_request as refused
+from .small_tokenizers import byte_level
+
+# Templates in the styles of well-known models.
+LLAMA = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+{%- endif %}
+{{- '<|start|>system<|stop|>\\n\\nToday: ' + strftime_now('%d %b %Y') + '\\n\\n' + system + '<|eot|>' }}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- for call in message.tool_calls %}
+            {{- '<|start|>tool<|stop|>' + (call | tojson) + '<|eot|>' }}
+        {%- endfor %}
+        {%- continue %}
+    {%- endif %}
+    {{- '<|start|>' + message['role'] + '<|stop|>\\n\\n' + message['content'] | trim + '<|eot|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant<|stop|>\\n\\n' }}
+{%- endif %}
+"""
+CHATML = """{% for message in messages %}
+{% if loop.first and message['role'] != 'system' %}
+<|im_start|>system
+You help.<|im_end|>
+{% endif %}
+<|im_start|>{{ message['role'] }}
+{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{% endgeneration %}
+{% else %}{{ message['content'] }}{% endif %}<|im_end|>
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}
+"""
+MISTRAL = """{{ bos_token }}{% set state = namespace(turn=0) %}
+{%- for message in messages -%}
+    {%- if (message['role'] == 'user') != (state.turn % 2 == 0) -%}
+        {{ raise_exception('roles must alternate: user, assistant, ...') }}
+    {%- endif -%}
+    {%- set state.turn = state.turn + 1 -%}
+    {%- if message['role'] == 'user' -%}
+        {{ '[INST] ' + message['content'] + ' [/INST]' }}
+    {%- else -%}
+        {{ ' ' + message['content'] + eos_token }}
+    {%- endif -%}
+{%- endfor -%}
+"""
+TEMPLATES = {"llama": LLAMA, "chatml": CHATML, "mistral": MISTRAL}
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+CHATS = {
+    "one": [{"role": "user", "content": "Hi <b>&\n 你好"}],
+    "turns": [
+        {"role": "user", "content": " Hi "},
+        {"role": "assistant", "content": "Hello!\n"},
+        {"role": "user", "content": "{{ 7 * 7 }} {% raw %}"},
+    ],
+}
+WITH_SYSTEM = {
+    "system": [{"role": "system", "content": "Be brief."}, *CHATS["one"]],
+    "tools": [
+        *CHATS["turns"],
+        {"role": "assistant", "tool_calls": [{"b": "<é>", "a": [1, None, True]}], "content": ""},
+    ],
+}
+
+
+def template_of(source, **options):
+    return ChatTemplate(source, TOKENS, **{"max_characters": 10_000, **options})
+
+
+@pytest.mark.parametrize(
+    "name, chat",
+    [
+        *((name, chat) for name in TEMPLATES for chat in CHATS.values()),
+        *((name, chat) for name in ("llama", "chatml") for chat in WITH_SYSTEM.values()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(len(value)),
+)
+def test_prompts_are_those_of_transformers(name, chat):
+    reference = PreTrainedTokenizerFast(tokenizer_object=byte_level(), **TOKENS)
+    expected = reference.apply_chat_template(
+        chat, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True
+    )
+
+    assert template_of(TEMPLATES[name]).render(chat) == expected
+
+
+def test_templates_have_the_filters_and_tests_that_transformers_gives_them():
+    source = (
+        "{{ messages[0] | tojson(indent=2) }}{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}"
+        "{{ strftime_now('%Y') }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}x{% endfor %}"
+        "{{ tools is none }}{{ unknown is defined }}{{ add_generation_prompt }}"
+    )
+    reference = PreTrainedTokenizerFast(tokenizer_object=byte_level(), **TOKENS)
+    chat = CHATS["turns"]
+
+    text = template_of(source).render(chat)
+
+    assert text == reference.apply_chat_template(
+        chat, chat_template=source, tokenize=False, add_generation_prompt=True
+    )
+    assert str(datetime.now().astimezone().year) in text
+
+
+def test_what_a_template_refuses_is_the_client_s_error():
+    with refused(
+        "the chat template of this model refuses the messages: roles must alternate: user, assistant, ..."
+    ):
+        template_of(MISTRAL).render(CHATS["one"] * 2)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content + 5 }}",
+        "{{ messages[9].content.x }}",
+        "{{ 1 / 0 }}",
+        "{{ ''.__class__.__mro__ }}{{ ''.__class__.__mro__[1] }}",
+        "{{ messages.append(1) }}",
+        "{{ range(999999999) | list }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ '%s' | format(1, 2) }}",
+    ],
+    ids=str,
+)
+def test_a_template_that_fails_does_no_harm(source):
+    with refused("the chat template of this model refuses the messages: "):
+        template_of(source).render(CHATS["one"])
+
+
+def test_a_long_prompt_is_refused_before_it_is_complete():
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{{ messages[0].content }}"
+    endless += "{% endfor %}{% endfor %}"
+
+    with refused("the messages have more than 1000 characters with the chat template"):
+        template_of(endless, max_characters=1000).render(CHATS["one"])
+
+
+@pytest.mark.parametrize(
+    "messages, message",
+    [
+        ([], "messages has 0 messages; allowed: a list of 1 to 1024"),
+        ([{"role": "user"}] * 1025, "messages has 1025 messages; allowed: a list of 1 to 1024"),
+        ({"role": "user"}, "messages has no list; allowed: a list of 1 to 1024"),
+        ([{"role": "user"}, "hi"], "message 1 is 'hi'; send an object with role and content"),
+        ([{"content": "hi"}], "message 0 is {'content': 'hi'}; send an object with role"),
+        ([{"role": 5}], "message 0 is {'role': 5}; send an object with role"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refuses_messages_by_number(messages, message):
+    with refused(message):
+        template_of(CHATML).render(messages)
+
+
+def test_a_template_that_is_no_template_is_refused_at_load():
+    with refused_checkpoint("the chat template cannot be read: "):
+        template_of("{% for %}")
+
+
+def write_config(folder, **fields):
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+
+
+def test_a_checkpoint_has_its_template_and_special_tokens_in_its_tokenizer_s_settings(tmp_path):
+    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+    write_config(tmp_path, chat_template=MISTRAL, pad_token=None, **tokens)
+
+    template = ChatTemplate.from_checkpoint(tmp_path, max_characters=1000)
+
+    assert template.render(CHATS["turns"][:2]) == "<s>[INST]  Hi  [/INST] Hello!\n</s>"
+
+
+def test_a_template_in_a_file_of_its_own_comes_first(tmp_path):
+    write_config(tmp_path, chat_template="old", bos_token="<s>")
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}new 你")
+
+    template = ChatTemplate.from_checkpoint(tmp_path, max_characters=1000)
+
+    assert template.render(CHATS["one"]) == "<s>new 你"
+
+
+def test_of_several_templates_the_default_one_is_used(tmp_path):
+    named = [{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}]
+    write_config(tmp_path, chat_template=named)
+
+    assert ChatTemplate.from_checkpoint(tmp_path, max_characters=9).render(CHATS["one"]) == "b"
+
+
+def test_a_checkpoint_may_have_no_template(tmp_path):
+    assert ChatTemplate.from_checkpoint(tmp_path, max_characters=1000) is None
+    write_config(tmp_path, bos_token="<s>")
+    assert ChatTemplate.from_checkpoint(tmp_path, max_characters=1000) is None
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"{", "tokenizer_config.json cannot be read: "),
+        (b"\xff", "tokenizer_config.json cannot be read: "),
+        (b"[1]", "tokenizer_config.json cannot be read: it holds no object"),
+        (b'{"chat_template": 5}', "the chat template is of type int; a text is needed"),
+    ],
+    ids=str,
+)
+def test_refuses_damaged_settings(tmp_path, content, message):
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+
+    with refused_checkpoint(message):
+        ChatTemplate.from_checkpoint(tmp_path, max_characters=1000)
