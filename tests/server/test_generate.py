@@ -1,0 +1,308 @@
+"""Generation through the server: whole answers and streams, both protocols, cancellation, many streams."""
+
+import asyncio
+import http.client
+import json
+import random
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+
+from tests.checkpoints import save_checkpoint
+from varlen.generator import Generator
+from varlen_client import AsyncClient, Client, DeadlineMissed, InvalidRequest
+from varlen_tools.local_server import LOOPBACK, LocalServer
+
+from .serving import (
+    TIMEOUT_SECONDS,
+    add_model,
+    http_call,
+    metrics,
+    outcomes,
+    stub_of,
+    wait_until,
+)
+
+VOCABULARY = 263
+# The random model may end an answer at once.
+GREEDY = {"temperature": 0, "ignore_eos": True}
+STREAMS = 64
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 whose steps take milliseconds, so that a test can interrupt an answer."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "gpt2"
+    return save_checkpoint(
+        folder, "GPT2LMHeadModel", n_embd=192, n_inner=768, n_layer=4, n_positions=4096
+    )
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    """A server with a model that streams and one that answers once."""
+    folder = tmp_path_factory.mktemp("generating")
+    add_model(folder, "writer", checkpoint, task="generate")
+    once = "model_transaction_policy { decoupled: false }"
+    add_model(folder, "once", checkpoint, text=once, task="generate")
+    with LocalServer(folder) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def in_process(checkpoint: Path) -> Iterator[Generator]:
+    with Generator.from_pretrained(checkpoint, device="cpu", dtype="fp32", threads=1) as generator:
+        yield generator
+
+
+@pytest.fixture(params=["grpc", "http"])
+def client(request: pytest.FixtureRequest, server: LocalServer) -> Iterator[Client]:
+    url = server.grpc_url if request.param == "grpc" else server.http_url
+    with Client(url, "writer") as client:
+        yield client
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, length]).integers(1, VOCABULARY, length).tolist()
+
+
+def wait_until_free(server: LocalServer, model: str = "writer") -> dict[str, float]:
+    """Wait until no sequence is left and every block is free, and return the metrics."""
+    names = (
+        "varlen_kv_blocks_used",
+        "varlen_kv_blocks_promised",
+        "varlen_running_sequences",
+        "varlen_waiting_sequences",
+        "varlen_queued_requests",
+    )
+    series: dict[str, float] = {}
+
+    def is_free() -> bool:
+        series.update(metrics(server, model))
+        return not any(series[name] for name in names)
+
+    wait_until(is_free, f"{model} has no sequence and no block in use")
+    return series
+
+
+def test_a_whole_answer_is_that_of_the_model_in_process(
+    client: Client, in_process: Generator
+) -> None:
+    for prompt in (prompt_of(1), prompt_of(150), "the quick brown fox"):
+        [expected] = in_process.generate([prompt], max_tokens=40, **GREEDY)
+
+        answer = client.generate(prompt, max_tokens=40, **GREEDY)
+
+        assert answer.token_ids == expected.token_ids
+        assert answer.text == expected.text
+        assert answer.finish_reason == "length"
+
+
+def test_the_parts_of_a_stream_make_the_whole_answer(client: Client) -> None:
+    whole = client.generate(prompt_of(20), max_tokens=50, **GREEDY)
+
+    deltas = list(client.stream(prompt_of(20), max_tokens=50, **GREEDY))
+
+    assert len(deltas) > 5
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert tuple(i for delta in deltas for i in delta.token_ids) == whole.token_ids
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
+
+
+def test_samples_and_log_probabilities(client: Client) -> None:
+    options = {"max_tokens": 8, "seed": 5, "temperature": 1.0, "logprobs": 2, "ignore_eos": True}
+
+    answers = client.samples(prompt_of(9), 3, **options)
+
+    assert len({answer.token_ids for answer in answers}) > 1
+    assert answers == client.samples(prompt_of(9), 3, **options)
+    for answer in answers:
+        assert all(
+            token_id in entry and len(entry) in (2, 3) and max(entry.values()) <= 0
+            for token_id, entry in zip(answer.token_ids, answer.logprobs, strict=True)
+        )
+
+
+@pytest.mark.parametrize(
+    "prompt, options, message",
+    [
+        ("a", {"max_tokens": 0}, "max_tokens is 0; allowed: whole numbers from 1"),
+        ("a", {"temperature": -1}, "temperature is -1; allowed: "),
+        ("a", {"max_tokenz": 3}, 'unknown parameter "max_tokenz"'),
+        ([VOCABULARY + 100], {}, "input_ids holds 363"),
+        (prompt_of(5000), {}, "input_ids has 5000 tokens; this model takes at most"),
+        ("", {}, "text is empty"),
+    ],
+    ids=["max_tokens", "temperature", "unknown", "vocabulary", "too long", "empty"],
+)
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_a_bad_request_is_the_caller_s_fault(
+    client: Client, call: str, prompt: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        list(getattr(client, call)(prompt, **options))
+
+    assert message in str(caught.value)
+
+
+def test_the_generate_endpoint_takes_plain_json(server: LocalServer, in_process: Generator) -> None:
+    [expected] = in_process.generate(["hello"], max_tokens=5, **GREEDY)
+    body = {"text_input": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+
+    status, answer = http_call(server, "POST", "/v2/models/writer/generate", body)
+
+    assert status == 200
+    # as the vLLM backend has it
+    assert answer["text_output"] == f"hello{expected.text}"
+    body |= {"exclude_input_in_output": True, "return_num_output_tokens": True}
+    status, answer = http_call(server, "POST", "/v2/models/writer/generate", body)
+    assert (answer["text_output"], answer["num_output_tokens"]) == (expected.text, 5)
+
+
+def test_the_generate_stream_endpoint_sends_an_event_per_part(server: LocalServer) -> None:
+    body = {
+        "text_input": "hello",
+        "stream": True,
+        "return_finish_reason": True,
+        "sampling_parameters": json.dumps({"max_tokens": 12, **GREEDY}),
+    }
+    connection = http.client.HTTPConnection(LOOPBACK, server.http_port, timeout=TIMEOUT_SECONDS)
+    connection.request("POST", "/v2/models/writer/generate_stream", json.dumps(body))
+    response = connection.getresponse()
+    lines = response.read().decode().splitlines()
+    connection.close()
+
+    assert response.status == 200
+    events = [json.loads(line.removeprefix("data:")) for line in lines if line]
+    assert all(line.startswith("data:") for line in lines if line)
+    reasons = [event["finish_reason"] for event in events]
+    assert reasons == ["None"] * (len(events) - 1) + ["length"]
+
+
+def test_a_model_that_is_not_decoupled_answers_plain_inference(
+    server: LocalServer, in_process: Generator
+) -> None:
+    [expected] = in_process.generate([prompt_of(12)], max_tokens=10, **GREEDY)
+    inputs = []
+    for name, array, datatype in (
+        ("input_ids", np.array(prompt_of(12)), "INT64"),
+        (
+            "sampling_parameters",
+            np.array([json.dumps({"max_tokens": 10, **GREEDY}).encode()], dtype=object),
+            "BYTES",
+        ),
+        ("return_output_ids", np.array([True]), "BOOL"),
+    ):
+        tensor = tritonclient.grpc.InferInput(name, list(array.shape), datatype)
+        inputs.append(tensor.set_data_from_numpy(array))
+    with tritonclient.grpc.InferenceServerClient(f"{LOOPBACK}:{server.grpc_port}") as plain:
+        result = plain.infer("once", inputs)
+
+    assert tuple(result.as_numpy("output_ids").tolist()) == expected.token_ids
+    assert result.as_numpy("text_output").tolist() == [expected.text.encode()]
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_model_that_is_not_decoupled_refuses_to_stream(
+    server: LocalServer, protocol: str
+) -> None:
+    url = server.grpc_url if protocol == "grpc" else server.http_url
+    with Client(url, "once") as client:
+        assert len(client.generate("hello", max_tokens=3, **GREEDY).token_ids) == 3
+        with pytest.raises(InvalidRequest, match="model_transaction_policy"):
+            list(client.stream("hello"))
+
+
+@pytest.mark.parametrize("call", ["stream", "generate"])
+def test_a_client_that_cancels_stops_the_generation(server: LocalServer, call: str) -> None:
+    most = 4000
+    before = wait_until_free(server)
+
+    async def leave() -> None:
+        async with AsyncClient(server.grpc_url, "writer") as client:
+            if call == "stream":
+                async with aclosing(client.stream("a", max_tokens=most, **GREEDY)) as deltas:
+                    await anext(deltas)
+            else:
+                task = asyncio.create_task(client.generate("a", max_tokens=most, **GREEDY))
+                while metrics(server, "writer")["varlen_kv_blocks_used"] == 0:
+                    assert not task.done()
+                    await asyncio.sleep(0.05)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(leave())
+
+    after = wait_until_free(server)
+    name = "varlen_decode_tokens_total"
+    assert after[name] - before[name] < most / 2
+    name = "varlen_requests_total cancelled"
+    assert after[name] - before[name] == 1
+
+
+def test_a_deadline_ends_an_answer_and_frees_its_blocks(server: LocalServer) -> None:
+    with Client(server.grpc_url, "writer") as client, pytest.raises(DeadlineMissed):
+        client.generate(prompt_of(50), max_tokens=4000, deadline_ms=300, **GREEDY)
+
+    wait_until_free(server)
+
+
+def test_64_streams_with_cancels_and_deadlines_are_each_answered_and_return_their_blocks(
+    server: LocalServer, in_process: Generator
+) -> None:
+    """Each stream is complete and right, missed its deadline, or left; none is lost."""
+    stub, before = stub_of(server, "writer"), outcomes(server, "writer")
+    chance = random.Random(0)
+    plans = [
+        {
+            "prompt": prompt_of(chance.choice((1, 3, 17, 64, 65, 200)), seed),
+            "max_tokens": chance.randint(1, 80),
+            "leaves_after": chance.randint(1, 5) if seed % 6 == 5 else None,
+            "deadline_ms": chance.uniform(5, 400) if seed % 5 == 4 else None,
+        }
+        for seed in range(STREAMS)
+    ]
+
+    async def talk(client: AsyncClient, plan: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+        tokens: list[int] = []
+        options = {"max_tokens": plan["max_tokens"], "deadline_ms": plan["deadline_ms"], **GREEDY}
+        try:
+            async with aclosing(client.stream(plan["prompt"], **options)) as deltas:
+                async for number, delta in _enumerated(deltas):
+                    tokens += delta.token_ids
+                    if plan["leaves_after"] == number:
+                        return "left", tuple(tokens)
+        except DeadlineMissed:
+            return "missed", tuple(tokens)
+        return "complete", tuple(tokens)
+
+    async def run() -> list[tuple[str, tuple[int, ...]]]:
+        async with AsyncClient(server.grpc_url, "writer") as client:
+            calls = asyncio.gather(*(talk(client, plan) for plan in plans))
+            return await asyncio.wait_for(calls, TIMEOUT_SECONDS)
+
+    ends = asyncio.run(run())
+
+    for plan, (end, tokens) in zip(plans, ends, strict=True):
+        [expected] = in_process.generate([plan["prompt"]], max_tokens=plan["max_tokens"], **GREEDY)
+        assert expected.token_ids[: len(tokens)] == tokens
+        assert end != "complete" or tokens == expected.token_ids
+        assert end != "missed" or plan["deadline_ms"] is not None
+    wait_until_free(server)
+    after = outcomes(server, "writer")
+    assert after["failed"] == before["failed"]
+    assert sum(after.values()) - sum(before.values()) >= STREAMS
+    assert stub_of(server, "writer") == stub
+
+
+async def _enumerated(deltas: Any) -> Any:
+    number = 0
+    async for delta in deltas:
+        number += 1
+        yield number, delta
