@@ -232,35 +232,42 @@ def _attention_varlen_kernel(
         return
 
     # int64: tokens * QKV_STRIDE may pass 2**31
-    sequence_ptr = qkv_ptr + begin.to(tl.int64) * QKV_STRIDE
-    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
-    keys_ptr = sequence_ptr + (NUM_HEADS + kv_head) * HEAD_DIM
+    sequence_ptr = qkv_ptr + begin.to(tl.int64) * QKV_STRIDE + head * HEAD_DIM
+    keys_ptr = sequence_ptr + NUM_HEADS * HEAD_DIM
+    if NUM_KV_HEADS < NUM_HEADS:
+        keys_ptr -= (head - head // (NUM_HEADS // NUM_KV_HEADS)) * HEAD_DIM
     values_ptr = keys_ptr + NUM_KV_HEADS * HEAD_DIM
     bias_ptr = distance_bias_ptr + head.to(tl.int64) * bias_width + bias_width // 2
     query = first_query + tl.arange(0, BLOCK_M)
     num_queries = length - first_query
-    q_ptr = sequence_ptr + first_query.to(tl.int64) * QKV_STRIDE + head * HEAD_DIM
+    q_ptr = sequence_ptr + first_query.to(tl.int64) * QKV_STRIDE
     q = load_tile(q_ptr, num_queries, QKV_STRIDE, HEAD_DIM, BLOCK_M, BLOCK_D, True)
 
     context = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
     max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    # most blocks need no mask: every query may read all keys before `first_masked`
-    first_block = 0
-    end = length
-    first_masked = length // BLOCK_N * BLOCK_N
-    if CAUSAL:
-        end = tl.minimum(length, first_query + BLOCK_M)
-        first_masked = first_query // BLOCK_N * BLOCK_N
+    # no query of the tile reads a key before the window, so keys and queries are counted from its start
+    window_start = 0
     if WINDOW > 0:
-        # a window is short, so all its blocks are masked
-        first_block = tl.maximum(first_query - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        first_masked = first_block
-    for MASKED in tl.static_range(2):
-        loop_begin = first_masked if MASKED else first_block
+        window_start = tl.maximum(first_query - WINDOW + 1, 0)
+        keys_ptr += window_start.to(tl.int64) * QKV_STRIDE
+        values_ptr += window_start.to(tl.int64) * QKV_STRIDE
+    num_keys = length - window_start
+    tile_query = first_query - window_start
+    # most blocks need no mask: every query may read all keys before `first_masked`
+    end = num_keys
+    first_masked = num_keys // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        end = tl.minimum(num_keys, tile_query + BLOCK_M)
+        first_masked = tile_query // BLOCK_N * BLOCK_N
+    # a window is short, so all its blocks are masked
+    for MASKED in tl.static_range(1 if WINDOW > 0 else 0, 2):
+        loop_begin = first_masked if MASKED and WINDOW == 0 else 0
         loop_end = end if MASKED else first_masked
-        # too few blocks are masked for a pipeline of loads
-        for first_key in tl.range(loop_begin, loop_end, BLOCK_N, num_stages=1 if MASKED else None):
+        # without a window, too few blocks are masked for a pipeline of loads
+        for first_key in tl.range(
+            loop_begin, loop_end, BLOCK_N, num_stages=1 if MASKED and WINDOW == 0 else None
+        ):
             context, weight_sum, max_score = attend_to_keys(
                 context,
                 weight_sum,
@@ -269,9 +276,9 @@ def _attention_varlen_kernel(
                 keys_ptr,
                 values_ptr,
                 bias_ptr,
-                first_query,
+                tile_query,
                 first_key,
-                length,
+                num_keys,
                 scale,
                 STRIDE=QKV_STRIDE,
                 HEAD_DIM=HEAD_DIM,
