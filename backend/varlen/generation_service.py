@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from varlen.config import EngineConfig, Task
+from varlen.decoding.chat import ChatTemplate
 from varlen.decoding.sampling import Sampler
 from varlen.decoding.structured import Grammars
 from varlen.decoding.writer import TextWriter
@@ -89,7 +90,10 @@ class GenerationService:
             vocab_size=runner.vocab_size,
             type_vocab_size=1,
         )
-        intake = Intake(tokenizer, limits)
+        template = ChatTemplate.from_checkpoint(
+            checkpoint.folder, max_characters=config.max_text_bytes
+        )
+        intake = Intake(tokenizer, limits, template)
         executor = ThreadExecutor([runner])
         admission = Admission(
             config.max_queued_requests, config.max_queued_tokens, slots=executor.slots

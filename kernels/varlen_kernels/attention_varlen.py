@@ -75,11 +75,12 @@ def find_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
 ):
-    """Return a tile's sequence (its first token and length) and the tile's first query.
+    """Return a tile's sequence (its number, first token and length) and the tile's first query.
 
     The tile belongs to the last sequence whose first tile is not after it. First tiles, starts and ends all ascend from
-    sequence to sequence, so three maxima find them. A binary search would need dependent loads.
+    sequence to sequence, so maxima find them. A binary search would need dependent loads.
     """
+    owners = tl.zeros([BLOCK_BATCH], tl.int32)
     first_tiles = tl.zeros([BLOCK_BATCH], tl.int32)
     begins = tl.zeros([BLOCK_BATCH], tl.int32)
     ends = tl.zeros([BLOCK_BATCH], tl.int32)
@@ -90,11 +91,13 @@ def find_tile(
         end = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch, other=0)
         first_tile = begin // BLOCK_M + sequence
         started = (first_tile <= tile) & (sequence < batch)
+        owners = tl.where(started, sequence, owners)
         first_tiles = tl.where(started, first_tile, first_tiles)
         begins = tl.where(started, begin, begins)
         ends = tl.where(started, end, ends)
     begin = tl.max(begins, axis=0)
-    return begin, tl.max(ends, axis=0) - begin, (tile - tl.max(first_tiles, axis=0)) * BLOCK_M
+    first_query = (tile - tl.max(first_tiles, axis=0)) * BLOCK_M
+    return tl.max(owners, axis=0), begin, tl.max(ends, axis=0) - begin, first_query
 
 
 @triton.jit
@@ -119,6 +122,32 @@ def load_tile(
 
 
 @triton.jit
+def add_values(
+    context,  # [ROWS, BLOCK_D], weighted sum of the values read so far
+    weight_sum,  # [ROWS]
+    max_score,  # [ROWS]
+    scores,  # [ROWS, BLOCK_N], -inf for a key that the query does not read
+    v,  # [BLOCK_N, BLOCK_D]
+    scale,
+    MAY_HIDE_ALL: tl.constexpr,  # whether a query may have read no key yet
+):
+    """Return context, weight_sum and max_score after BLOCK_N more keys and values.
+
+    A score of max_score has weight 1. Scores times `scale` are in base 2, because exp2 is a GPU instruction.
+    """
+    # scaled after the maximum: one fused multiply-add per score
+    new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale)
+    shift = new_max
+    if MAY_HIDE_ALL:
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * scale - shift[:, None])
+    rescale = tl.exp2(max_score - shift)
+    weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
+    context = tl.dot(weights.to(v.dtype), v, context * rescale[:, None], input_precision="tf32x3")
+    return context, weight_sum, new_max
+
+
+@triton.jit
 def attend_to_keys(
     context,  # [BLOCK_M, BLOCK_D], weighted sum of the values read so far
     weight_sum,  # [BLOCK_M]
@@ -137,13 +166,13 @@ def attend_to_keys(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return context, weight_sum and max_score after BLOCK_N more keys.
+    """Return context, weight_sum and max_score after BLOCK_N more keys, see `add_values`.
 
-    Without MASKED, every query may read all of these keys. A score of max_score has weight 1. Scores are in base 2,
-    because exp2 is a GPU instruction.
+    Without MASKED, every query may read all of these keys.
     """
     num_keys = length - first_key
     at = tl.cast(first_key, tl.int64) * STRIDE
@@ -160,31 +189,21 @@ def attend_to_keys(
         bias = tl.load(bias_ptr + (first_key - first_query) + (col - row), mask=inside, other=0.0)
         bias = bias.to(tl.float32)
         scores = scores * scale + bias * LOG2_E
+        scale = 1.0
     if MASKED:
         readable = col < num_keys
         if CAUSAL:
             readable = readable & (first_key + col <= first_query + row)
+        if WINDOW > 0:
+            readable = readable & (first_key + col > first_query + row - WINDOW)
         scores = tl.where(readable, scores, float("-inf"))
-
-    if HAS_BIAS:
-        new_max = tl.maximum(max_score, tl.max(scores, axis=1))
-        # a bias of -inf may hide all keys so far
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(scores - shift[:, None])
-    else:
-        # scaled after the maximum: one fused multiply-add per score
-        new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale)
-        shift = new_max
-        weights = tl.exp2(scores * scale - shift[:, None])
-    rescale = tl.exp2(max_score - shift)
-    weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
-    context = tl.dot(weights.to(v.dtype), v, context * rescale[:, None], input_precision="tf32x3")
-    return context, weight_sum, new_max
+    # a window or a bias of -inf may hide all keys so far
+    return add_values(context, weight_sum, max_score, scores, v, scale, HAS_BIAS or WINDOW > 0)
 
 
 @triton.jit(do_not_specialize=["batch", "bias_width"])
 def _attention_varlen_kernel(
-    qkv_ptr,  # [tokens, 3 * NUM_HEADS * HEAD_DIM]
+    qkv_ptr,  # [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
     cu_seqlens_ptr,  # [batch + 1]
     distance_bias_ptr,  # [NUM_HEADS, bias_width], read if HAS_BIAS
     out_ptr,  # [tokens, NUM_HEADS * HEAD_DIM]
@@ -194,8 +213,10 @@ def _attention_varlen_kernel(
     QKV_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for all keys
     HAS_BIAS: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -206,14 +227,16 @@ def _attention_varlen_kernel(
     # heads vary fastest: in a batch sorted by descending length, the last programs are short
     head = tl.program_id(0) % NUM_HEADS
     tile = tl.program_id(0) // NUM_HEADS
-    begin, length, first_query = find_tile(cu_seqlens_ptr, batch, tile, BLOCK_M, BLOCK_BATCH)
+    _, begin, length, first_query = find_tile(cu_seqlens_ptr, batch, tile, BLOCK_M, BLOCK_BATCH)
     if first_query >= length:
         return
 
     # int64: tokens * QKV_STRIDE may pass 2**31
     sequence_ptr = qkv_ptr + begin.to(tl.int64) * QKV_STRIDE + head * HEAD_DIM
     keys_ptr = sequence_ptr + NUM_HEADS * HEAD_DIM
-    values_ptr = keys_ptr + NUM_HEADS * HEAD_DIM
+    if NUM_KV_HEADS < NUM_HEADS:
+        keys_ptr -= (head - head // (NUM_HEADS // NUM_KV_HEADS)) * HEAD_DIM
+    values_ptr = keys_ptr + NUM_KV_HEADS * HEAD_DIM
     bias_ptr = distance_bias_ptr + head.to(tl.int64) * bias_width + bias_width // 2
     query = first_query + tl.arange(0, BLOCK_M)
     num_queries = length - first_query
@@ -223,17 +246,28 @@ def _attention_varlen_kernel(
     context = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
     max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # no query of the tile reads a key before the window, so keys and queries are counted from its start
+    window_start = 0
+    if WINDOW > 0:
+        window_start = tl.maximum(first_query - WINDOW + 1, 0)
+        keys_ptr += window_start.to(tl.int64) * QKV_STRIDE
+        values_ptr += window_start.to(tl.int64) * QKV_STRIDE
+    num_keys = length - window_start
+    tile_query = first_query - window_start
     # most blocks need no mask: every query may read all keys before `first_masked`
-    end = length
-    first_masked = length // BLOCK_N * BLOCK_N
+    end = num_keys
+    first_masked = num_keys // BLOCK_N * BLOCK_N
     if CAUSAL:
-        end = tl.minimum(length, first_query + BLOCK_M)
-        first_masked = first_query // BLOCK_N * BLOCK_N
-    for MASKED in tl.static_range(2):
-        loop_begin = first_masked if MASKED else 0
+        end = tl.minimum(num_keys, tile_query + BLOCK_M)
+        first_masked = tile_query // BLOCK_N * BLOCK_N
+    # a window is short, so all its blocks are masked
+    for MASKED in tl.static_range(1 if WINDOW > 0 else 0, 2):
+        loop_begin = first_masked if MASKED and WINDOW == 0 else 0
         loop_end = end if MASKED else first_masked
-        # too few blocks are masked for a pipeline of loads
-        for first_key in tl.range(loop_begin, loop_end, BLOCK_N, num_stages=1 if MASKED else None):
+        # without a window, too few blocks are masked for a pipeline of loads
+        for first_key in tl.range(
+            loop_begin, loop_end, BLOCK_N, num_stages=1 if MASKED and WINDOW == 0 else None
+        ):
             context, weight_sum, max_score = attend_to_keys(
                 context,
                 weight_sum,
@@ -242,9 +276,9 @@ def _attention_varlen_kernel(
                 keys_ptr,
                 values_ptr,
                 bias_ptr,
-                first_query,
+                tile_query,
                 first_key,
-                length,
+                num_keys,
                 scale,
                 STRIDE=QKV_STRIDE,
                 HEAD_DIM=HEAD_DIM,
@@ -252,6 +286,7 @@ def _attention_varlen_kernel(
                 BLOCK_N=BLOCK_N,
                 BLOCK_D=BLOCK_D,
                 CAUSAL=CAUSAL,
+                WINDOW=WINDOW,
                 HAS_BIAS=HAS_BIAS,
                 MASKED=MASKED,
             )
@@ -270,8 +305,10 @@ def attention_varlen(
     cu_seqlens: Tensor,
     *,
     num_heads: int,
+    num_kv_heads: int | None = None,
     scale: float,
     causal: bool = False,
+    window: int = 0,
     distance_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -281,13 +318,18 @@ def attention_varlen(
 
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, head_dim is over
-            MAX_HEAD_DIM (over 128 for fp32 with a bias), or `scale` is not above 0.
+            MAX_HEAD_DIM (over 128 for fp32 with a bias), `num_kv_heads` does not divide `num_heads`, `scale` is not
+            above 0, or `window` is below 0.
     """
-    tokens, width = qkv.shape
-    head_dim = width // (3 * num_heads)
+    tokens = len(qkv)
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    head_dim = check_heads(qkv, num_heads, kv_heads)
+    check_scores(scale, window)
     if out is None:
         out = qkv.new_empty(tokens, num_heads * head_dim)
-    _check(qkv, cu_seqlens, num_heads, scale, distance_bias, out)
+    check_cu_seqlens(cu_seqlens)
+    check_out(out, (tokens, num_heads * head_dim), qkv.dtype)
+    _check_bias(distance_bias, num_heads, head_dim, qkv.dtype)
     batch = len(cu_seqlens) - 1
     if tokens == 0 or batch == 0:
         return out
@@ -311,8 +353,10 @@ def attention_varlen(
         QKV_STRIDE=qkv.stride(0),
         OUT_STRIDE=out.stride(0),
         NUM_HEADS=num_heads,
+        NUM_KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         CAUSAL=causal,
+        WINDOW=window if causal else 0,
         HAS_BIAS=distance_bias is not None,
         BLOCK_BATCH=_BLOCK_BATCH,
         BLOCK_D=block_d(head_dim),
@@ -356,29 +400,46 @@ def candidate_launches(
     return launches
 
 
-def _check(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    num_heads: int,
-    scale: float,
-    distance_bias: Tensor | None,
-    out: Tensor,
-) -> None:
+def check_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> int:
+    """Return the head_dim of `qkv`, whose layout is checked.
+
+    Raises:
+        ValueError: the width fits no head_dim up to MAX_HEAD_DIM, `num_kv_heads` does not divide `num_heads`, the
+            dtype is not supported, or rows are not contiguous.
+    """
     check_dtype(qkv=qkv)
     check_row_layout(qkv=qkv)
-    check_cu_seqlens(cu_seqlens)
-    tokens, width = qkv.shape
-    head_dim = width // (3 * num_heads)
-    if width != 3 * num_heads * head_dim:
-        raise ValueError(f"qkv has rows of {width}; allowed: multiples of 3 · {num_heads} heads")
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads is {num_kv_heads}; allowed: divisors of {num_heads} heads")
+    heads, width = num_heads + 2 * num_kv_heads, qkv.shape[1]
+    head_dim = width // heads
+    if width != heads * head_dim:
+        raise ValueError(
+            f"qkv has rows of {width}; allowed: multiples of {num_heads} + 2 · {num_kv_heads} heads"
+        )
     if not 0 < head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}; allowed: 1 to {MAX_HEAD_DIM}")
+    return head_dim
+
+
+def check_scores(scale: float, window: int) -> None:
+    """Check the scale of the scores and the number of last tokens that a token reads.
+
+    Raises:
+        ValueError: `scale` is not above 0, or `window` is below 0.
+    """
     if not scale > 0:
         raise ValueError(f"scale is {scale}; allowed: above 0")
-    check_out(out, (tokens, num_heads * head_dim), qkv.dtype)
+    if window < 0:
+        raise ValueError(f"window is {window}; allowed: 0 (all tokens) and above")
+
+
+def _check_bias(
+    distance_bias: Tensor | None, num_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
     if distance_bias is None:
         return
-    if head_dim > 128 and qkv.dtype == torch.float32:
+    if head_dim > 128 and dtype == torch.float32:
         raise ValueError(
             f"head_dim is {head_dim}; allowed with distance_bias in torch.float32: 1 to 128"
         )

@@ -296,7 +296,7 @@ def test_the_mean_length_has_four_buckets(tokens, batch, mean):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"qkv": torch.zeros(4, 95)}, "qkv has rows of 95; allowed: multiples of 3 · 2 heads"),
+        ({"qkv": torch.zeros(4, 95)}, "qkv has rows of 95; allowed: multiples of 2 . 2 · 2 heads"),
         ({"qkv": torch.zeros(4, 6 * 257)}, "head_dim is 257; allowed: 1 to 256"),
         ({"qkv": torch.zeros(4, 96).double()}, "qkv is torch.float64; allowed: torch.float32"),
         ({"qkv": torch.zeros(96, 4).t()}, "qkv has strides .1, 4.; the last must be 1"),

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from varlen_bench.ops import beam, padded, rows, sampling, sequences
+from varlen_bench.ops import beam, kv_blocks, padded, rows, sampling, sequences
 from varlen_bench.ops.call import OpCall
 
 # Returns the call for the lengths of a batch.
@@ -36,6 +36,11 @@ ANY_BATCH: dict[str, AnyBatch] = {
     "rotary": lambda lengths, dtype: rows.rotary(sum(lengths), 12, 4, 64, dtype),
     "masked_softmax": lambda lengths, dtype: padded.masked_softmax(
         lengths, max(lengths), 12, dtype
+    ),
+    "append_kv": lambda lengths, dtype: kv_blocks.append_kv(sum(lengths), 12, 4, 64, dtype),
+    # the last half of each sequence is new: a decode step if all have one token
+    "attention_paged": lambda lengths, dtype: kv_blocks.attention_paged(
+        [(length + 1) // 2 for length in lengths], lengths, 12, 4, 64, dtype
     ),
     "attention_varlen": lambda lengths, dtype: sequences.attention_varlen(lengths, 12, 64, dtype),
     "pool": lambda lengths, dtype: sequences.pool(lengths, 768, dtype),

@@ -91,6 +91,7 @@ class OpCall:
         options: arguments that are not tensors.
         read: converts a result to the form of the exact one.
         lengths: sequence lengths, if the op uses them.
+        written: arguments that hold the result of an op that returns None.
         flops: multiplications and additions; 0 if they cannot bound the time.
         tokens: tokens of the batch; 0 if tokens per second mean nothing.
         threshold: largest error of a right result; None for the threshold of the dtype.
@@ -105,6 +106,7 @@ class OpCall:
     options: Mapping[str, Any] = field(default_factory=dict)
     read: Read = as_tensor
     lengths: tuple[int, ...] = ()
+    written: tuple[str, ...] = ()
     flops: int = 0
     tokens: int = 0
     threshold: float | None = None
@@ -132,7 +134,8 @@ class OpCall:
 
     def run(self, kernels: object, inputs: Inputs) -> object:
         """Return the result of the op in `kernels`."""
-        return getattr(kernels, self.op)(**inputs, **self.options)
+        result = getattr(kernels, self.op)(**inputs, **self.options)
+        return tuple(inputs[name] for name in self.written) if self.written else result
 
     def exact(self, inputs: Inputs) -> Tensor:
         """Return the result of the formula in float64."""

@@ -8,6 +8,7 @@ import torch
 
 from varlen_bench.ops.beam import beam_step
 from varlen_bench.ops.call import OpCall, kernels
+from varlen_bench.ops.kv_blocks import append_kv, attention_paged
 from varlen_bench.ops.padded import masked_softmax, pack, unpack
 from varlen_bench.ops.rows import (
     activate,
@@ -68,11 +69,50 @@ def _softmax(keys: int, narrow_loads: int | None = None) -> CompiledCall:
 
 
 def _attention(
-    label: str, head_dim: int, length: int = 64, *, causal: bool = False, biased: bool = False
+    label: str,
+    head_dim: int,
+    length: int = 64,
+    *,
+    kv_heads: int | None = None,
+    causal: bool = False,
+    window: int = 0,
+    biased: bool = False,
 ) -> CompiledCall:
-    make = partial(attention_varlen, [length] * 4, 12, head_dim, causal=causal, biased=biased)
+    make = partial(
+        attention_varlen,
+        [length] * 4,
+        12,
+        head_dim,
+        kv_heads=kv_heads,
+        causal=causal,
+        window=window,
+        biased=biased,
+    )
     # narrow loads read cu_seqlens, which is not aligned; their number depends on num_warps
     return CompiledCall(label, make, narrow_loads=8, tensor_cores=True)
+
+
+def _paged(
+    label: str,
+    head_dim: int,
+    new: int,
+    sequences: int = 4,
+    *,
+    kv_heads: int = 4,
+    block_size: int = 16,
+    window: int = 0,
+) -> CompiledCall:
+    make = partial(
+        attention_paged,
+        [new] * sequences,
+        [new + 24] * sequences,
+        12,
+        kv_heads,
+        head_dim,
+        block_size=block_size,
+        window=window,
+    )
+    return CompiledCall(label, make, narrow_loads=30)
 
 
 def _beam(label: str, sequences: int, beams: int, vocabulary: int) -> CompiledCall:
@@ -134,10 +174,28 @@ COMPILED = [
         _attention("64_shortest", 64, 4), dtypes=(_BF16,), narrow_loads=None, tensor_cores=False
     ),
     _attention("64_causal", 64, causal=True),
+    replace(_attention("64_window", 64, causal=True, kv_heads=4, window=32), dtypes=(_BF16,)),
     # one narrow load of the bias per score
     replace(_attention("64_biased", 64, causal=True, biased=True), narrow_loads=None),
     *(_attention(str(head_dim), head_dim) for head_dim in (32, 96, 128, 256)),
     replace(_attention("80", 80), dtypes=(_BF16,), narrow_loads=None),
+    # narrow loads read the slots; of paged attention, the block tables and the bounds of the sequences
+    CompiledCall("64", partial(append_kv, 64, 12, 4, 64), 4),
+    CompiledCall("80", partial(append_kv, 64, 12, 12, 80), dtypes=(_BF16,)),
+    replace(_paged("64", 64, 40), dtypes=(_FP32, _FP16, _BF16), tensor_cores=True),
+    replace(_paged("64_long", 64, 160), dtypes=(_BF16,), tensor_cores=True),
+    replace(_paged("64_short", 64, 5), dtypes=(_BF16,)),
+    replace(_paged("64_window", 64, 40, window=32), tensor_cores=True),
+    replace(_paged("128", 128, 40), dtypes=(_BF16,), tensor_cores=True),
+    # fp32 spills up to 16 bytes under Triton 3.6
+    replace(_paged("256", 256, 40), dtypes=(_BF16,)),
+    # GPT-2 has as many key heads as heads
+    replace(_paged("64_decode", 64, 1, kv_heads=12), dtypes=(_FP32, _FP16, _BF16)),
+    replace(_paged("64_decode_grouped", 64, 1), dtypes=(_BF16,)),
+    # too many tokens for splits
+    replace(_paged("128_decode_whole", 128, 1, 400), dtypes=(_BF16,)),
+    replace(_paged("128_decode", 128, 1, block_size=64, window=32), dtypes=(_BF16,)),
+    _paged("256_decode", 256, 1),
     # two loads of cu_seqlens and one of `normalize`
     CompiledCall("mean", partial(pool, _LENGTHS, 768, mode="mean"), 3),
     CompiledCall("max", partial(pool, _LENGTHS, 384, mode="max"), 3),

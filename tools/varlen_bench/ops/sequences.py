@@ -14,28 +14,38 @@ def attention_varlen(
     head_dim: int,
     dtype: torch.dtype,
     *,
+    kv_heads: int | None = None,
     causal: bool = False,
+    window: int = 0,
     biased: bool = False,
     slots: int = 0,
 ) -> OpCall:
     """Return attention over packed tokens.
 
     Args:
+        kv_heads: heads of the keys and values; `heads` if None.
+        window: number of last tokens that a token reads if `causal`; 0 is all.
         biased: whether to add a bias by the distance of query and key.
         slots: number of sequences in `cu_seqlens`, as in a server's batch; those past `lengths` are empty.
     """
     tokens, hidden, span = sum(lengths), heads * head_dim, max(lengths)
+    key_heads = kv_heads or heads
+    width = hidden + 2 * key_heads * head_dim
 
     def attended(qkv: Tensor, bias: Tensor | None) -> Tensor:
         length = len(qkv)
-        q, k, v = qkv.view(length, 3, heads, head_dim).permute(1, 2, 0, 3)
+        parts = qkv.view(length, -1, head_dim).split([heads, key_heads, key_heads], dim=1)
+        q, k, v = (
+            part.transpose(0, 1).repeat_interleave(heads // part.shape[1], dim=0) for part in parts
+        )
         scores = q @ k.transpose(1, 2) * head_dim**-0.5
         position = torch.arange(length, device=qkv.device)
         distance = position - position[:, None]
         if bias is not None:
             scores += bias[:, distance + span - 1]
         if causal:
-            scores.masked_fill_(distance > 0, -torch.inf)
+            hidden_keys = (distance > 0) | (distance <= -(window or length))
+            scores.masked_fill_(hidden_keys, -torch.inf)
         context: Tensor = scores.softmax(-1) @ v
         return context.transpose(0, 1).flatten(1)
 
@@ -44,10 +54,10 @@ def attention_varlen(
 
     return OpCall(
         op="attention_varlen",
-        shape=f"{tokens} packed {heads}x{head_dim}",
+        shape=f"{tokens} packed {heads if kv_heads is None else f'{heads}/{kv_heads}'}x{head_dim}",
         dtype=dtype,
         inputs=lambda make: {
-            "qkv": make.random(tokens, 3 * hidden),
+            "qkv": make.random(tokens, width),
             "cu_seqlens": make.cu_seqlens(lengths, slots),
             "distance_bias": (
                 make.random(heads, 2 * span - 1, dtype=torch.float32) if biased else None
@@ -55,8 +65,14 @@ def attention_varlen(
             "out": make.unwritten(tokens, hidden),
         },
         formula=formula,
-        bytes_moved=4 * tokens * hidden * dtype.itemsize,
-        options={"num_heads": heads, "scale": head_dim**-0.5, "causal": causal},
+        bytes_moved=(width + hidden) * tokens * dtype.itemsize,
+        options={
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "scale": head_dim**-0.5,
+            "causal": causal,
+            "window": window,
+        },
         lengths=tuple(lengths),
         flops=4 * hidden * sum(length * length for length in lengths),
         tokens=tokens,

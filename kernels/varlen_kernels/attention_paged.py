@@ -1,0 +1,234 @@
+"""Attention of new tokens over the KV blocks of their sequences.
+
+One program owns one tile: some new tokens of one sequence, with the query heads of one key head. It reads the keys up
+to its last token through the block table, those of earlier steps too. Programs find their sequence as in
+`attention_varlen`, so the grid follows from shapes. A step with one token per sequence uses the kernels of
+`attention_decode` instead.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from varlen_kernels.attention_decode import attend_in_splits
+from varlen_kernels.attention_varlen import (
+    LOG2_E,
+    block_d,
+    check_heads,
+    check_scores,
+    find_tile,
+    mean_length_bucket,
+)
+from varlen_kernels.checks import check_cu_seqlens, check_ids, check_out
+from varlen_kernels.kv_blocks import attend_to_blocks, check_caches, tile_heads
+from varlen_kernels.tuning import Launch, pick
+
+# Sequences that a program reads at once to find its own.
+_BLOCK_BATCH = 256
+# Largest BLOCK_M, by mean rows of a sequence: larger tiles read the keys fewer times, but leave more rows empty.
+_MAX_BLOCK_M = {256: 128, 64: 64, 16: 32, 1: 16}
+_MAX_CANDIDATES = 4
+# Without this limit, ptxas spills a few registers to fit one more program on a multiprocessor.
+_MAX_REGISTERS = 255
+
+# (BLOCK_M, BLOCK_N, num_warps, num_stages), by (BLOCK_D, bytes per element), in ascending order of BLOCK_M.
+_TILES: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {
+    (64, 2): [(16, 32, 2, 3), (32, 32, 2, 3), (64, 32, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)],
+    (128, 2): [(16, 32, 2, 3), (32, 32, 4, 3), (64, 32, 4, 3), (64, 64, 8, 2), (128, 32, 8, 3)],
+    (256, 2): [(16, 32, 4, 2), (32, 32, 4, 2), (64, 32, 8, 2)],
+    (64, 4): [(16, 32, 4, 2), (32, 32, 4, 2)],
+    (128, 4): [(16, 32, 4, 2), (32, 32, 8, 2)],
+    (256, 4): [(16, 16, 8, 2)],
+}
+
+
+@triton.jit(do_not_specialize=["sequences"])
+def _attention_paged_kernel(
+    qkv_ptr,  # [tokens, (NUM_KV_HEADS * GROUP + 2 * NUM_KV_HEADS) * HEAD_DIM]
+    key_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
+    value_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
+    cu_seqlens_ptr,  # [sequences + 1]
+    context_lens_ptr,  # [sequences]
+    block_ids_ptr,  # [blocks in use]
+    cu_blocks_ptr,  # [sequences + 1]
+    out_ptr,  # [tokens, NUM_KV_HEADS * GROUP * HEAD_DIM]
+    sequences,
+    scale,
+    QKV_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of one key head
+    TILE_HEADS: tl.constexpr,  # query heads of one tile
+    TILES: tl.constexpr,  # tiles of one key head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for all keys
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
+):
+    """Compute the attention of one tile: a row per new token and query head."""
+    TOKENS: tl.constexpr = BLOCK_M // TILE_HEADS
+    # heads vary fastest: in a batch sorted by descending length, the last programs are short
+    tile_of_token = tl.program_id(0) % (NUM_KV_HEADS * TILES)
+    sequence, first_row, length, first_query = find_tile(
+        cu_seqlens_ptr, sequences, tl.program_id(0) // (NUM_KV_HEADS * TILES), TOKENS, BLOCK_BATCH
+    )
+    if first_query >= length:
+        return
+
+    kv_head = tile_of_token // TILES
+    row = tl.arange(0, BLOCK_M)
+    query = first_query + row // TILE_HEADS
+    head_in_group = tile_of_token % TILES * TILE_HEADS + row % TILE_HEADS
+    head = kv_head * GROUP + head_in_group
+    is_row = (row < TOKENS * TILE_HEADS) & (query < length) & (head_in_group < GROUP)
+    # int64: tokens * QKV_STRIDE and the elements of a cache may pass 2**31
+    token = (first_row + query).to(tl.int64)
+    col = tl.arange(0, BLOCK_D)[None, :]
+    inside = is_row[:, None] & (col < HEAD_DIM)
+    q_at = (token * QKV_STRIDE + head * HEAD_DIM)[:, None] + col
+    q = tl.load(qkv_ptr + q_at, mask=inside, other=0.0)
+
+    earlier = tl.load(context_lens_ptr + sequence) - length
+    table_ptr = block_ids_ptr + tl.load(cu_blocks_ptr + sequence)
+    cache_at = kv_head * (BLOCK_SIZE * HEAD_DIM)
+    context = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    weight_sum = tl.zeros([BLOCK_M], tl.float32)
+    max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # most blocks need no mask: every query may read all keys before `first_masked`
+    first_block = 0
+    end = earlier + tl.minimum(length, first_query + TOKENS)
+    first_masked = (earlier + first_query + 1) // BLOCK_N * BLOCK_N
+    if WINDOW > 0:
+        # a window is short, so all its blocks are masked
+        first_block = tl.maximum(earlier + first_query - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+        first_masked = first_block
+    for MASKED in tl.static_range(1 if WINDOW > 0 else 0, 2):
+        loop_begin = first_masked if MASKED else first_block
+        loop_end = end if MASKED else first_masked
+        # without a window, too few blocks are masked for a pipeline of loads
+        # from 0: Triton 3.9 vectorizes no load in a loop from a start that it computed itself
+        for offset in tl.range(
+            0,
+            loop_end - loop_begin,
+            BLOCK_N,
+            num_stages=1 if MASKED and WINDOW == 0 else None,
+        ):
+            context, weight_sum, max_score = attend_to_blocks(
+                context,
+                weight_sum,
+                max_score,
+                q,
+                earlier + query[:, None],
+                key_cache_ptr + cache_at,
+                value_cache_ptr + cache_at,
+                table_ptr,
+                loop_begin + offset,
+                end,
+                scale,
+                BLOCK_STRIDE=NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM,
+                BLOCK_SIZE=BLOCK_SIZE,
+                HEAD_DIM=HEAD_DIM,
+                WINDOW=WINDOW,
+                BLOCK_N=BLOCK_N,
+                BLOCK_D=BLOCK_D,
+                MASKED=MASKED,
+            )
+
+    out_at = (token * OUT_STRIDE + head * HEAD_DIM)[:, None] + col
+    tl.store(out_ptr + out_at, context / weight_sum[:, None], mask=inside)
+
+
+def attention_paged(
+    qkv: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    block_ids: Tensor,
+    cu_blocks: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the causal attention of new tokens over their blocks, see `reference.attention_paged`.
+
+    Rows of `out` past the last sequence are not written.
+
+    Raises:
+        ValueError: shapes or dtypes disagree, a tensor is not contiguous, head_dim is over MAX_HEAD_DIM, block_size is
+            not a multiple of 16, `num_kv_heads` does not divide `num_heads`, `scale` is not above 0, or `window` is
+            below 0.
+    """
+    tokens, sequences = len(qkv), len(cu_seqlens) - 1
+    head_dim = check_heads(qkv, num_heads, num_kv_heads)
+    check_scores(scale, window)
+    check_caches(key_cache, value_cache, num_kv_heads, head_dim)
+    check_cu_seqlens(cu_seqlens)
+    check_ids(sequences, context_lens=context_lens)
+    check_ids(sequences + 1, cu_blocks=cu_blocks)
+    check_ids(block_ids.numel(), block_ids=block_ids)
+    if out is None:
+        out = qkv.new_empty(tokens, num_heads * head_dim)
+    check_out(out, (tokens, num_heads * head_dim), qkv.dtype)
+    if tokens == 0 or sequences == 0:
+        return out
+    operands = (qkv, key_cache, value_cache, cu_seqlens, context_lens, block_ids, cu_blocks)
+    if tokens <= sequences:
+        attend_in_splits(*operands, num_heads=num_heads, scale=scale, window=window, out=out)
+        return out
+    heads, tiles_of_head = tile_heads(num_heads, num_kv_heads)
+    key = (
+        head_dim,
+        key_cache.dtype,
+        window > 0,
+        mean_length_bucket(tokens * heads, sequences),
+    )
+    launch = pick("attention_paged", key, candidate_launches)
+    tiles = tokens // (launch["BLOCK_M"] // heads) + sequences
+    _attention_paged_kernel[(tiles * num_kv_heads * tiles_of_head,)](
+        *operands,
+        out,
+        sequences,
+        scale * LOG2_E.value,
+        QKV_STRIDE=qkv.stride(0),
+        OUT_STRIDE=out.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        TILE_HEADS=heads,
+        TILES=tiles_of_head,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=key_cache.shape[2],
+        WINDOW=window,
+        BLOCK_BATCH=_BLOCK_BATCH,
+        BLOCK_D=block_d(head_dim),
+        **launch,
+    )
+    return out
+
+
+def candidate_launches(
+    head_dim: int, dtype: torch.dtype, has_window: bool, mean_rows: int
+) -> list[Launch]:
+    """Return the candidate launches for heads of this size; the first is the default.
+
+    Args:
+        head_dim: elements of a key.
+        dtype: of the caches.
+        has_window: part of the key only.
+        mean_rows: new tokens of a sequence times query heads of a tile, a bucket as of `mean_length_bucket`.
+    """
+    del has_window
+    tiles = _TILES[max(64, block_d(head_dim)), dtype.itemsize]
+    # the largest BLOCK_M that sequences of the mean length fill, then its neighbours
+    best = sum(tile[0] <= _MAX_BLOCK_M[mean_rows] for tile in tiles) - 1
+    near = sorted(range(len(tiles)), key=lambda i: (abs(i - best), i > best))[:_MAX_CANDIDATES]
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    launches = [dict(zip(names, tiles[i], strict=True)) for i in near]
+    return [{**launch, "maxnreg": _MAX_REGISTERS} for launch in launches]
