@@ -1,4 +1,4 @@
-"""The two ways in which a decoder attends: over packed tokens in one step, or over KV blocks step by step."""
+"""Attention of decoders: over packed tokens in one step, or over KV blocks."""
 
 from dataclasses import dataclass
 from typing import Protocol

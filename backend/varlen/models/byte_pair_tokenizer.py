@@ -51,7 +51,7 @@ def check_byte_pair_tokenizer(config: Json, tokenizer: Json, class_name: str) ->
 
 
 def token_text(token: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json, which may be an object with its properties."""
+    """Return the text of a token, which may be an object with its properties."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 

@@ -1,4 +1,4 @@
-"""The Llama family: rotary positions, grouped heads, gated feed-forward parts and RMS norms, over packed tokens.
+"""The Llama family: rotary positions, grouped heads, gated feed-forward parts, RMS norms.
 
 Llama, Mistral, Qwen2 and Qwen3 are this decoder with other options.
 Source: Touvron et al. 2023, arXiv:2302.13971; Jiang et al. 2023, arXiv:2310.06825 (windows); Yang et al. 2024,

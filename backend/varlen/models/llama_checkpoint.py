@@ -190,7 +190,7 @@ def tensor_shapes(
 
 
 def _read_heads(config: Json, options: Options) -> tuple[int, int, int]:
-    """Return the number of query heads and of key heads, and the features of a head."""
+    """Return the numbers of query and key heads, and the features of one."""
     queries = read_int(config, "num_attention_heads")
     # absent in the first Llama models, which have as many key heads as query heads
     has_keys = config.get("num_key_value_heads") is not None

@@ -52,7 +52,7 @@ def _llama3(scaling: Llama3Scaling, frequencies: Tensor) -> Tensor:
 
 def _yarn(scaling: YarnScaling, periods: Tensor, theta: float, dim: int) -> Tensor:
     def feature_at(rotations: float) -> float:
-        """Return the feature whose frequency makes so many rotations over the original length."""
+        """Return the feature that rotates `rotations` times over the original length."""
         return dim * math.log(scaling.positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = feature_at(scaling.beta_fast), feature_at(scaling.beta_slow)

@@ -96,7 +96,7 @@ def check_all_used(
     expected: Collection[str],
     is_harmless: Callable[[str], bool],
 ) -> None:
-    """Raise CheckpointError for a tensor that the model does not use and that is not known to be harmless."""
+    """Raise CheckpointError for a tensor that is neither expected nor harmless."""
     unused = [name for name in headers if name not in expected and not is_harmless(name)]
     if unused:
         raise CheckpointError(

@@ -31,7 +31,7 @@ def hidden_states(model, rows, types=None):
 
 @torch.inference_mode()
 def decoded(model, rows):
-    """Return a decoder's last hidden state of each row of token ids, and its logits if it has an output layer."""
+    """Return a decoder's hidden states, and logits if it has them, of each row."""
     outputs = [model.base_model(torch.tensor([row])).last_hidden_state for row in rows]
     output_layer = getattr(model, "lm_head", torch.nn.Identity())
     return [output[0] for output in outputs], [output_layer(output)[0] for output in outputs]

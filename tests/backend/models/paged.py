@@ -1,4 +1,4 @@
-"""Runs a decoder step by step over KV blocks, with block tables made by hand and plain torch ops."""
+"""Runs a decoder step by step over KV blocks, in plain torch ops."""
 
 from dataclasses import dataclass, field
 
@@ -65,7 +65,7 @@ def run_in_chunks(folder, rows, sizes, *, block_size=4, dtype=torch.float32, see
 
 
 def _record(folder, num_blocks, block_size, dtype):
-    """Return a program with hidden states and logits of all tokens, its arena and poisoned caches."""
+    """Return a program for hidden states and logits, its arena and poisoned caches."""
     checkpoint = Checkpoint.open(folder)
     checkpoint.check_task("generate")
     decoder = load_decoder(checkpoint, dtype, CPU)

@@ -329,7 +329,7 @@ def test_takes_a_copy_of_the_tied_table(make_checkpoint, name):
 
 
 def test_refuses_another_output_layer_than_the_table_that_it_is_tied_to(make_checkpoint):
-    """Transformers 5 then ignores tie_word_embeddings, and releases before it ignore the tensor."""
+    """Then transformers 5 ignores tie_word_embeddings, and releases before it ignore the tensor."""
     folder = make_checkpoint(CAUSAL["Qwen2"], tie_word_embeddings=True)
     table = "model.embed_tokens.weight"
     change_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": tensors[table] + 1}))

@@ -231,7 +231,7 @@ def test_a_cut_text_is_cut_as_sentence_transformers_cuts_it(saved, limits):
 
 
 def save_decoder(folder, tmp_path, *, normalize, prompt=""):
-    """Save a decoder as an embedding model of sentence-transformers, with an end token after each text."""
+    """Save a decoder for sentence-transformers, with an end token after each text."""
     set_fields(
         folder,
         "tokenizer.json",
