@@ -38,7 +38,7 @@ def slots(ops: Recorder) -> Value:
 
 
 def block_tables(ops: Recorder) -> tuple[Value, Value, Value, Value]:
-    """Return the last four tensors of `attention_paged`: new tokens, contexts and blocks."""
+    """Return new tokens, contexts and blocks of each sequence, as `attention_paged` reads them."""
     bounds = (Size(1, sequences=1),)
     return (
         cu_seqlens(ops),

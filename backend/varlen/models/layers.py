@@ -84,7 +84,9 @@ class LayerReader:
         weight = torch.empty(fan_in, sum(fan_outs), dtype=self._dtype, device=self._device)
         parts = torch.split(weight, list(fan_outs), dim=1)
         for name, fan_out, part in zip(names, fan_outs, parts, strict=True):
-            part.copy_(self._weights.read(f"{name}.weight", fan_out, fan_in).t())
+            stored = self._weights.read(f"{name}.weight", fan_out, fan_in).to(self._device)
+            # transposes and converts at once, on the device
+            part.copy_(stored.t())
         if not bias:
             return Linear(weight, None)
         biases = [

@@ -216,15 +216,7 @@ def _read_heads(config: Json, options: Options) -> tuple[int, int, int]:
 def _read_windows(config: Json, options: Options, positions: int) -> tuple[int, ...]:
     """Return the window of each layer; 0 where it holds every sequence that is served."""
     layers = read_int(config, "num_hidden_layers", lowest=0)
-    if "sliding_window" not in options.fields:
-        return (0,) * layers
-    window = {"sliding_window": options.window, **config}["sliding_window"]
-    if "use_sliding_window" in options.fields and not read_flag(
-        config, "use_sliding_window", default=False
-    ):
-        window = None
-    if window is not None:
-        window = read_int({"sliding_window": window}, "sliding_window")
+    window = _read_window(config, options)
     size = 0 if window is None or window >= positions else window
     if "layer_types" not in options.fields:
         return (size,) * layers
@@ -234,16 +226,25 @@ def _read_windows(config: Json, options: Options, positions: int) -> tuple[int, 
         return tuple(size if index >= first else 0 for index in range(layers))
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise CheckpointError(f"config.json has layer_types {show(kinds)}; allowed: {layers} names")
-    allowed = {"full_attention": 0}
-    if window is not None:
-        allowed["sliding_attention"] = size
-    for kind in kinds:
-        if kind not in allowed:
-            raise CheckpointError(
-                f"config.json has {show(kind)} in layer_types; allowed: {', '.join(allowed)}"
-                f"{'' if window else ' (without a sliding_window that is used)'}"
-            )
-    return tuple(allowed[kind] for kind in kinds)
+    sizes = {"full_attention": 0} | ({} if window is None else {"sliding_attention": size})
+    unknown = [kind for kind in kinds if not isinstance(kind, str) or kind not in sizes]
+    if unknown:
+        raise CheckpointError(
+            f"config.json has {show(unknown[0])} in layer_types; allowed: {', '.join(sizes)}"
+            f"{'' if window else ' (without a sliding_window that is used)'}"
+        )
+    return tuple(sizes[kind] for kind in kinds)
+
+
+def _read_window(config: Json, options: Options) -> int | None:
+    """Return the number of last tokens that layers with a window read, if there are such layers."""
+    if "sliding_window" not in options.fields:
+        return None
+    is_switch_known = "use_sliding_window" in options.fields
+    if is_switch_known and not read_flag(config, "use_sliding_window", default=False):
+        return None
+    window = config.get("sliding_window", options.window)
+    return None if window is None else read_int({"sliding_window": window}, "sliding_window")
 
 
 def _read_sizes(config: Json) -> ModelSizes:

@@ -189,6 +189,7 @@ REFUSED = [
     ("Mistral", "layer_types", ["full_attention"], 'has the field "layer_types"'),
     ("Qwen2", "attention_bias", True, 'has the field "attention_bias" (true)'),
     ("Qwen2", "layer_types", ["full_attention"], "allowed: 3 names"),
+    ("Qwen2", "layer_types", [None, [], {}], "has null in layer_types; allowed: full_attention"),
     ("Qwen2", "use_sliding_window", "yes", "has use_sliding_window 'yes'; allowed: true, false"),
     (
         "Qwen2",
