@@ -90,9 +90,13 @@ class GenerationService:
             vocab_size=runner.vocab_size,
             type_vocab_size=1,
         )
-        template = ChatTemplate.from_checkpoint(
-            checkpoint.folder, max_characters=config.max_text_bytes
-        )
+        template = None
+        if checkpoint.chat_template is not None:
+            template = ChatTemplate(
+                checkpoint.chat_template,
+                checkpoint.special_tokens,
+                max_characters=config.max_text_bytes,
+            )
         intake = Intake(tokenizer, limits, template)
         executor = ThreadExecutor([runner])
         admission = Admission(

@@ -7,7 +7,6 @@ a sandbox: a template comes with a checkpoint and is not trusted.
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -19,16 +18,6 @@ from varlen.errors import CheckpointError, RequestError, shorten
 
 MAX_MESSAGES = 1024
 
-_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "pad_token",
-    "sep_token",
-    "cls_token",
-    "mask_token",
-)
-
 
 class ChatTemplate:
     """The chat template of a checkpoint. Thread-safe."""
@@ -39,7 +28,7 @@ class ChatTemplate:
         """Compile a template.
 
         Args:
-            source: in the language of Jinja, as in `tokenizer_config.json`.
+            source: in the language of Jinja.
             special_tokens: texts of special tokens by name, such as `bos_token`.
             max_characters: longest text of a prompt.
 
@@ -52,43 +41,6 @@ class ChatTemplate:
             raise CheckpointError(f"the chat template cannot be read: {error}") from None
         self._special_tokens = dict(special_tokens)
         self._max_characters = max_characters
-
-    @classmethod
-    def from_checkpoint(cls, folder: Path, *, max_characters: int) -> "ChatTemplate | None":
-        """Return the default template of a checkpoint; None if it has none.
-
-        It is in `chat_template.jinja`, or the field `chat_template` of `tokenizer_config.json`.
-
-        Raises:
-            CheckpointError: a file cannot be read, or the template is not valid.
-        """
-        try:
-            config = json.loads(_read(folder, "tokenizer_config.json") or "{}")
-        except ValueError as error:
-            raise CheckpointError(f"tokenizer_config.json cannot be read: {error}") from None
-        if not isinstance(config, dict):
-            raise CheckpointError("tokenizer_config.json cannot be read: it holds no object")
-        source = _read(folder, "chat_template.jinja") or config.get("chat_template")
-        if isinstance(source, list):
-            # templates for several purposes
-            named = {
-                each.get("name"): each.get("template") for each in source if isinstance(each, dict)
-            }
-            source = named.get("default")
-        if source is None:
-            return None
-        if not isinstance(source, str):
-            raise CheckpointError(
-                f"the chat template is of type {type(source).__name__}; a text is needed"
-            )
-        special_tokens = {}
-        for name in _TOKENS:
-            token = config.get(name)
-            # with options of its tokenization, or only its text
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
-                special_tokens[name] = text
-        return cls(source, special_tokens, max_characters=max_characters)
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
         """Return the text of a prompt, special tokens included, up to where the answer begins.
@@ -147,15 +99,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
-
-
-def _read(folder: Path, name: str) -> str | None:
-    """Return the text of a file; None if there is no such file."""
-    path = folder / name
-    try:
-        return path.read_text("utf-8") if path.exists() else None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{name} cannot be read: {error}") from None
 
 
 def _check(messages: Sequence[Mapping[str, object]]) -> None:

@@ -121,6 +121,8 @@ class Grammars:
             matcher = LLMatcher(self._tokens, text, log_level=0, limits=_LIMITS)
         except ValueError as error:
             raise _refused(str(error)) from None
+        except RecursionError:
+            raise _refused("the schema is nested too deeply") from None
         if matcher.is_error():
             raise _refused(matcher.get_error())
         with self._lock:

@@ -1,6 +1,5 @@
 """Chat templates: the same prompts as with transformers, and no harm from bad ones."""
 
-import json
 from datetime import datetime
 
 import pytest
@@ -171,55 +170,3 @@ def test_refuses_messages_by_number(messages, message):
 def test_a_template_that_is_no_template_is_refused_at_load():
     with refused_checkpoint("the chat template cannot be read: "):
         template_of("{% for %}")
-
-
-def write_config(folder, **fields):
-    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
-
-
-def test_a_checkpoint_has_its_template_and_special_tokens_in_its_tokenizer_s_settings(tmp_path):
-    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
-    write_config(tmp_path, chat_template=MISTRAL, pad_token=None, **tokens)
-
-    template = ChatTemplate.from_checkpoint(tmp_path, max_characters=1000)
-
-    assert template.render(CHATS["turns"][:2]) == "<s>[INST]  Hi  [/INST] Hello!\n</s>"
-
-
-def test_a_template_in_a_file_of_its_own_comes_first(tmp_path):
-    write_config(tmp_path, chat_template="old", bos_token="<s>")
-    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}new 你")
-
-    template = ChatTemplate.from_checkpoint(tmp_path, max_characters=1000)
-
-    assert template.render(CHATS["one"]) == "<s>new 你"
-
-
-def test_of_several_templates_the_default_one_is_used(tmp_path):
-    named = [{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}]
-    write_config(tmp_path, chat_template=named)
-
-    assert ChatTemplate.from_checkpoint(tmp_path, max_characters=9).render(CHATS["one"]) == "b"
-
-
-def test_a_checkpoint_may_have_no_template(tmp_path):
-    assert ChatTemplate.from_checkpoint(tmp_path, max_characters=1000) is None
-    write_config(tmp_path, bos_token="<s>")
-    assert ChatTemplate.from_checkpoint(tmp_path, max_characters=1000) is None
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (b"{", "tokenizer_config.json cannot be read: "),
-        (b"\xff", "tokenizer_config.json cannot be read: "),
-        (b"[1]", "tokenizer_config.json cannot be read: it holds no object"),
-        (b'{"chat_template": 5}', "the chat template is of type int; a text is needed"),
-    ],
-    ids=str,
-)
-def test_refuses_damaged_settings(tmp_path, content, message):
-    (tmp_path / "tokenizer_config.json").write_bytes(content)
-
-    with refused_checkpoint(message):
-        ChatTemplate.from_checkpoint(tmp_path, max_characters=1000)

@@ -18,7 +18,7 @@ def parts_of(tokenizer, ids, prompt_ids=(), *, skip_special_tokens=True):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skip", [True, False], ids=["without_special", "with_special"])
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_parts_are_together_the_text_of_all_tokens(kind, skip, data):
     tokenizer = KINDS[kind]()
     # tokens of bytes: only such as are text, since a decoder changes its mind about a run of bytes that are none
@@ -40,7 +40,7 @@ def text_ids(tokenizer):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=st.text(alphabet=st.sampled_from("ab 你😀é\n🇩🇪\u200d"), max_size=80))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_part_splits_a_character_of_a_text(kind, text):
     tokenizer = KINDS[kind]()
     ids = tokenizer.encode(text).ids
@@ -52,7 +52,7 @@ def test_no_part_splits_a_character_of_a_text(kind, text):
 
 
 @given(data=st.binary(max_size=120))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_bytes_come_out_as_they_are_decoded_together(data):
     tokenizer = byte_level()
     alphabet = byte_tokens(tokenizer)
@@ -74,7 +74,7 @@ def byte_tokens(tokenizer):
 
 
 @given(data=st.binary(max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_bytes_that_are_no_text_end_in_text(data):
     tokenizer = byte_fallback()
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data]

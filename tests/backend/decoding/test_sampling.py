@@ -80,7 +80,7 @@ LIMITS = {
 def test_tokens_are_drawn_with_their_exact_probabilities(sampler, options):
     prompt, generated = (1, 2, 2, 5), [7, 7, 9]
     logits = random_logits(1)
-    draws = 6000
+    draws = 3000
     sequences = [
         sequence_of(*prompt, generated=generated, seed=seed, **options) for seed in range(draws)
     ]
@@ -92,7 +92,7 @@ def test_tokens_are_drawn_with_their_exact_probabilities(sampler, options):
     assert not counts[expected == 0].any()
     # cells of few draws are one
     order = np.argsort(expected)
-    small = order[expected[order].cumsum() < 20]
+    small = order[expected[order].cumsum() < 15]
     cells = np.append(np.setdiff1d(np.flatnonzero(expected), small), -1)
     counts = np.append(counts, counts[small].sum())[cells]
     expected = np.append(expected, expected[small].sum())[cells]

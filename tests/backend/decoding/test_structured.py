@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from varlen.decoding.sampling import Sampler
 from varlen.decoding.structured import Grammars
 from varlen.decoding.writer import TextWriter
+from varlen.errors import RequestError
 from varlen.generation_options import GenerationOptions
 
 from ..refusals import refused_request as refused
@@ -202,6 +204,23 @@ def test_refuses_a_grammar_that_is_not_valid(one_server, grammar, reason):
         one_server.grammars.check(json.dumps(grammar))
     assert reason in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+def check_schema(server, schema):
+    options = GenerationOptions.from_parameters({"structured_outputs": {"json": schema}})
+    server.grammars.check(options.grammar)
+
+
+def test_a_deep_schema_is_served_unless_it_is_too_deep(one_server):
+    schemas = {depth: '{"items":' * depth + "{}" + "}" * depth for depth in (50, 300, 900, 3000)}
+
+    check_schema(one_server, schemas[50])
+    for depth in (300, 900):
+        # how deep is too deep depends on Python; any other error fails
+        with suppress(RequestError):
+            check_schema(one_server, schemas[depth])
+    with refused("structured_outputs"):
+        check_schema(one_server, schemas[3000])
 
 
 @pytest.mark.parametrize(
