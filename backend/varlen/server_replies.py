@@ -253,6 +253,10 @@ class Outbox:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
+        # replies that asked for another turn after the threads were told to stop
+        while not self._queue.empty():
+            if reply := self._queue.get():
+                reply.turn()
 
     def _loop(self) -> None:
         while (reply := self._queue.get()) is not None:
@@ -272,7 +276,9 @@ def check_shared_memory(size: int) -> None:
 
 def _error_response(error: Exception) -> tuple[pb_utils.InferenceResponse, Outcome]:
     outcome, code = next(row[1:] for row in _OUTCOMES if isinstance(error, row[0]))
-    server_error = pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, code))
+    # a message may repeat half a surrogate pair out of a client's JSON, which has no UTF-8
+    message = str(error).encode(errors="replace").decode()
+    server_error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
     return pb_utils.InferenceResponse(error=server_error), outcome
 
 

@@ -29,7 +29,7 @@ from varlen.wire import (
     read_priority,
 )
 
-_PROMPTS = ("text_input", "input_ids", "messages")
+PROMPTS = ("text_input", "input_ids", "messages")
 # Outputs beside the text. The input `return_` and its name asks for one.
 _OPTIONAL_OUTPUTS = (
     "finish_reason",
@@ -227,10 +227,10 @@ class GeneratedAnswer:
 
 
 def _prompt(tensors: Tensors, intake: Intake) -> Prompt:
-    given = [name for name in _PROMPTS if name in tensors]
+    given = [name for name in PROMPTS if name in tensors]
     if len(given) != 1:
         raise RequestError(
-            f"the request has {' and '.join(given) or 'no prompt'}; send one of {', '.join(_PROMPTS)}"
+            f"the request has {' and '.join(given) or 'no prompt'}; send one of {', '.join(PROMPTS)}"
         )
     if "input_ids" in tensors:
         ids = tensors["input_ids"]

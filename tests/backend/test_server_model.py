@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from threading import Event, Thread
 
@@ -18,11 +19,7 @@ import pytest
 from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
 from varlen.errors import DeadlineError
-from varlen.intake import Intake
-from varlen.request import GeneratedPart
-from varlen.tokenization import Tokenizer
 
-from .fakes.input_limits import input_limits
 from .model_configs import model_config
 
 FAKES = Path(__file__).parent / "fakes"
@@ -746,51 +743,25 @@ def test_auto_complete_refuses_what_it_cannot_read(complete, pb_utils, small_ber
         complete(tmp_path, EMPTY)
 
 
-class FakeGenerator:
-    """A loaded model that generates; an answer is the numbers of its tokens."""
-
-    task = "generate"
-    is_ready = True
-
-    def __init__(self, folder):
-        self.intake = Intake(Tokenizer(folder, 12), input_limits())
-
-    def submit(self, request, reply):
-        options = request.options.generation
-        for token_id in range(options.max_tokens):
-            is_last = token_id == options.max_tokens - 1
-            part = GeneratedPart(f"{token_id} ", (token_id,), (), "length" if is_last else None)
-            reply.send(0, part)
-        reply.finish()
-
-    def snapshot(self):
-        return {}
-
-    def close(self):
-        pass
+@pytest.fixture(scope="session")
+def small_gpt2(make_checkpoint):
+    return make_checkpoint("GPT2LMHeadModel")
 
 
 @pytest.fixture
-def load_generator(load, server_model, small_bert, monkeypatch):
-    """Return a function that loads a fake model that generates."""
-    monkeypatch.setattr(server_model.Checkpoint, "check_task", lambda self, task: None)
-    monkeypatch.setattr(
-        server_model, "_load_service", lambda *args, **settings: FakeGenerator(small_bert)
-    )
+def load_generator(load, small_gpt2):
+    """Return a function that loads a model that generates."""
 
-    def load_generator(*, decoupled):
-        policy = {"decoupled": decoupled}
-        parameters = {"task": "generate"}
-        return load(
-            given=model_config(
-                "generate",
-                max_batch_size=0,
-                parameters=parameters,
-                model_transaction_policy=policy,
-            )
-        )
+    def load_generator(*, decoupled=True):
+        given = model_config("generate", parameters={"dtype": "fp32", "kv_bytes": "1000000"})
+        given["max_batch_size"] = 0
+        given["model_transaction_policy"] = {"decoupled": decoupled}
+        return load(small_gpt2, given)
 
     return load_generator
+
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 def generated(request):
@@ -804,65 +775,131 @@ def prompt(value="the cat"):
     return np.array([value.encode()], dtype=object)
 
 
+def flag(value):
+    return np.array([value])
+
+
+def series_of(model):
+    """Return the current value of each gauge and total of a model, by name."""
+    return {metric.value: value for metric, value in model._service.snapshot().items()}
+
+
 def test_a_model_that_generates_streams_if_it_is_decoupled(load_generator, ask):
-    model = load_generator(decoupled=True)
-    stream = np.array([True])
+    model = load_generator()
+    options = {"max_tokens": 9, **GREEDY}
     streamed, whole = (
-        ask({"max_tokens": 3}, decoupled=True, text_input=prompt(), stream=flag)
-        for flag in (stream, ~stream)
+        ask(options, decoupled=True, text_input=prompt(), stream=flag(stream))
+        for stream in (True, False)
     )
 
     model.execute([streamed])
     model.execute([whole])
 
-    assert b"".join(text for (text,) in generated(streamed)) == b"0 1 2 "
-    assert generated(whole) == [[b"the cat0 1 2 "]]
+    [[text]] = generated(whole)
+    assert text.startswith(b"the cat")
+    assert b"the cat" + b"".join(part for (part,) in generated(streamed)) == text
+    assert streamed.sends > 1
+    assert series_of(model)["varlen_decode_tokens_total"] >= 16
 
 
 def test_a_model_that_generates_without_parts_answers_once(load_generator, ask, pb_utils):
     model = load_generator(decoupled=False)
-    streamed = ask(text_input=prompt(), stream=np.array([True]))
-    whole = ask({"max_tokens": 2}, input_ids=np.array([5, 6]))
+    streamed = ask(text_input=prompt(), stream=flag(True))
+    whole = ask(
+        {"max_tokens": 5, **GREEDY}, input_ids=np.array([5, 6]), return_output_ids=flag(True)
+    )
 
     model.execute([streamed])
     model.execute([whole])
 
     assert failure(streamed)[0] == pb_utils.TritonError.INVALID_ARG
     assert "model_transaction_policy" in failure(streamed)[1]
-    assert generated(whole) == [[b"0 1 "]]
+    generated(whole)
+    [_, ids] = whole.response.output_tensors()
+    assert (ids.name(), ids.as_numpy().shape) == ("output_ids", (5,))
 
 
 def test_a_bad_request_to_generate_is_the_caller_s_fault(load_generator, ask, pb_utils):
-    model = load_generator(decoupled=True)
+    model = load_generator()
     bad = [
         ask(decoupled=True),
         ask({"max_tokens": 0}, decoupled=True, text_input=prompt()),
-        ask(decoupled=True, text_input=prompt(""), stream=np.array([True])),
+        ask(decoupled=True, text_input=prompt(""), stream=flag(True)),
         ask(timeout=30, decoupled=True, text_input=prompt()),
+        ask(decoupled=True, input_ids=np.array([10**6])),
+        ask(decoupled=True, messages=prompt("[]")),
     ]
 
     for request in bad:
         model.execute([request])
 
-    assert [failure(request)[0] for request in bad] == [pb_utils.TritonError.INVALID_ARG] * 4
+    assert [failure(request)[0] for request in bad] == [pb_utils.TritonError.INVALID_ARG] * 6
     assert all(request.sends == 1 for request in bad)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_stops_the_generation_and_its_blocks_return(
+    load_generator, ask, pb_utils, stream
+):
+    model = load_generator()
+    request = ask({"max_tokens": 300, **GREEDY}, decoupled=True, text_input=prompt())
+    request._inputs.append(pb_utils.Tensor("stream", flag(stream)))
+
+    model.execute([request])
+    until = time.monotonic() + SECONDS
+    while not series_of(model)["varlen_decode_tokens_total"]:
+        assert time.monotonic() < until
+    request.cancelled = True
+
+    assert failure(request)[0] == pb_utils.TritonError.CANCELLED
+    assert series_of(model)["varlen_kv_blocks_used"] == 0
+
+
+def test_many_requests_to_generate_are_each_answered_once(load_generator, ask):
+    model = load_generator()
+    requests = [[] for _ in range(4)]
+
+    def send(index):
+        rng = np.random.default_rng(index)
+        for _ in range(15):
+            options = {"max_tokens": int(rng.integers(1, 20)), "n": int(rng.integers(1, 3))}
+            if rng.random() < 0.2:
+                options["deadline_ms"] = 20
+            request = ask(
+                options,
+                decoupled=True,
+                input_ids=rng.integers(1, 200, rng.integers(1, 60)),
+                stream=flag(rng.random() < 0.7),
+            )
+            request.cancelled = rng.random() < 0.1
+            request.part_fails = rng.random() < 0.1
+            requests[index].append(request)
+            model.execute([request])
+
+    run_in_threads(4, send)
+
+    everything = [request for part in requests for request in part]
+    wait_for(*everything)
+    until = time.monotonic() + SECONDS
+    while series_of(model)["varlen_kv_blocks_used"] or model._service.admission.depth != (0, 0):
+        assert time.monotonic() < until
 
 
 @pytest.mark.parametrize("policy", [None, {"decoupled": False}, {"decoupled": True}], ids=str)
 def test_auto_complete_decouples_a_model_that_generates_unless_told_otherwise(
-    complete, server_model, small_bert, monkeypatch, policy
+    complete, small_gpt2, load, policy
 ):
-    monkeypatch.setattr(server_model.Checkpoint, "check_task", lambda self, task: None)
-    given = {**EMPTY, "parameters": {"task": {"string_value": "generate"}}}
+    given = {**EMPTY, "parameters": {"kv_bytes": {"string_value": "1000000"}}}
     if policy is not None:
         given["model_transaction_policy"] = policy
 
-    completed = complete(small_bert, given)
+    completed = complete(small_gpt2, given)
 
     assert completed["model_transaction_policy"] == (policy or {"decoupled": True})
     assert completed["max_batch_size"] == 0
     assert {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]} in completed["output"]
     assert all(entry["optional"] for entry in completed["input"])
+    assert load(small_gpt2, completed).is_ready()
 
 
 def import_entry(folder, code):

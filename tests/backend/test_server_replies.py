@@ -5,14 +5,14 @@ import os
 import random
 import sys
 import time
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.threads import run_in_threads
-from varlen.errors import DeadlineError, RequestCancelled
+from varlen.errors import DeadlineError, RequestCancelled, RequestError
 from varlen.metrics import Stats
 from varlen.request import GeneratedPart
 from varlen.wire import ArrayAnswer
@@ -257,6 +257,14 @@ def test_a_response_that_cannot_be_built_is_an_error_without_details(start, pb_u
     assert request.sends == 1
 
 
+def test_an_error_that_repeats_half_a_surrogate_pair_is_sent(start, pb_utils):
+    request, reply = start()
+
+    reply.fail(RequestError('unknown parameter "\ud800"'))
+
+    assert failure(request) == (pb_utils.TritonError.INVALID_ARG, 'unknown parameter "?"')
+
+
 def test_a_part_without_shared_memory_is_an_error(start, replies, pb_utils, monkeypatch):
     monkeypatch.setattr(replies, "_LARGE_BYTES", 100)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))
@@ -338,6 +346,28 @@ def test_tokens_are_timed_by_sequence(start, stats, replies, monkeypatch):
     observed = stats.drain().observed
     assert list(observed["varlen_time_to_first_token_seconds"]) == [0.5, 0.75]
     assert list(observed["varlen_time_per_output_token_seconds"]) == [2.0 / 3]
+
+
+def test_closing_sends_what_ends_during_a_send(replies, stats, pb_utils, hold):
+    outbox = replies.Outbox(stats)
+    held = []
+    for _ in range(4):
+        request = pb_utils.InferenceRequest(decoupled=True)
+        reply = outbox.reply_to(request)
+        reply.expect(GeneratedAnswer(AnswerForm(1, 3, True), str))
+        held.append((request, *hold(request)))
+        reply.send(0, part("a"))
+        reply.send(0, part("b", end="stop"))
+        reply.finish()
+    closer = Thread(target=outbox.close)
+    closer.start()
+
+    for _, _, go_on in held:
+        go_on.set()
+    closer.join(SECONDS)
+
+    assert not closer.is_alive()
+    assert all(request.response is not None for request, _, _ in held)
 
 
 def test_many_replies_are_each_answered_once_and_in_order(start, stats):

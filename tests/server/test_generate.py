@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 whose steps take milliseconds, so that a test can interrupt an answer."""
     folder = tmp_path_factory.mktemp("checkpoint") / "gpt2"
     return save_checkpoint(
-        folder, "GPT2LMHeadModel", n_embd=192, n_inner=768, n_layer=4, n_positions=4096
+        folder, "GPT2LMHeadModel", n_embd=96, n_inner=384, n_layer=2, n_positions=4096
     )
 
 

