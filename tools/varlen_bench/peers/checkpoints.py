@@ -69,3 +69,54 @@ def load_bert(folder: Path, dtype: torch.dtype, device: torch.device, attention:
     logging.disable_progress_bar()
     model = BertModel.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     return model.eval().to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """The sizes of a GPT-2 model."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    positions: int = 1024
+    vocabulary: int = 50_257
+
+
+GPT2_SMALL = DecoderShape("gpt2-small", hidden=768, layers=12, heads=12)
+
+
+def save_random_decoder(shape: DecoderShape, folder: Path, seed: int = 0) -> None:
+    """Save a GPT2LMHeadModel with random weights, and a tokenizer that splits text into bytes."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=shape.vocabulary,
+        n_positions=shape.positions,
+        n_embd=shape.hidden,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = GPT2LMHeadModel(config)
+    # at the usual scale, random weights repeat one token whatever the prompt
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            weight.data *= 3
+    model.save_pretrained(folder)
+    known = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    # no text gives the others
+    words = [*known, *(f"word{number}" for number in range(len(known), shape.vocabulary))]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(known[:1])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -1,0 +1,113 @@
+"""Command line of the generation benchmark; `make bench-generate` runs it with its defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from varlen_bench.generate import report
+from varlen_bench.generate.report import Result, Step
+from varlen_bench.generate.run import Comparison
+from varlen_bench.generate.systems import OURS, SYSTEMS
+from varlen_bench.generate.workload import Workload, trace_workload, uniform_workload
+from varlen_bench.harness import command, machine
+from varlen_bench.peers.checkpoints import GPT2_SMALL, config_field, save_random_decoder
+
+_PACKAGES = ("torch", "transformers", "ctranslate2", "varlen")
+_RANDOM, _TINY = GPT2_SMALL.name, "tiny_gpt2"
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    context: typer.Context,
+    models: Annotated[
+        str, typer.Option(help=f"{_RANDOM} and {_TINY}, comma-separated; by default both.")
+    ] = "",
+    repository: Annotated[Path, typer.Option(help=f"Model repository of {_TINY}.")] = Path(
+        "model_repository"
+    ),
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured passes of each system.")] = 3,
+    load: Annotated[
+        float, typer.Option(min=0.01, help="Poisson arrivals, as a share of the best peer's speed.")
+    ] = 0.7,
+    trace: Annotated[
+        Path | None, typer.Option(help="CSV with columns of prompt and output lengths.")
+    ] = None,
+    only: command.Only = "",
+    threads: command.Threads = 0,
+    seed: command.Seed = 0,
+    quick: command.Quick = False,
+    revision: command.Revision = "",
+    output: command.Output = None,
+) -> None:
+    """Compare varlen's generation with transformers and CTranslate2 on this CPU."""
+    cores = threads or machine.cpu_count()
+    bench = command.Run(
+        context,
+        "varlen_bench.generate",
+        threads=cores,
+        packages=_PACKAGES,
+        output=command.csv_path("generate", output, is_trial=quick),
+        revision=revision,
+    )
+    if quick:
+        models, requests, rounds = models or _TINY, min(requests, 8), 1
+    try:
+        names = command.select(models, (_RANDOM, _TINY))
+        systems = [SYSTEMS[name] for name in command.select(only, SYSTEMS)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    results: list[Result] = []
+    steps: list[Step] = []
+    for model in names:
+        with TemporaryDirectory(prefix="varlen-bench-") as folder, bench.progress() as progress:
+            scratch = Path(folder)
+            try:
+                checkpoint = _checkpoint(model, repository, scratch)
+                workload = _workload(checkpoint, trace, requests, seed)
+            except (ValueError, OSError) as error:
+                raise typer.BadParameter(str(error)) from error
+            comparison = Comparison(
+                model,
+                checkpoint,
+                workload,
+                threads=cores,
+                load=load,
+                seed=seed,
+                scratch=scratch,
+                report=progress,
+            )
+            found = comparison.compare(systems, rounds)
+            step = [comparison.decode_step()] if SYSTEMS[OURS] in systems else []
+        bench.append(report.csv_rows(found, step))
+        results += found
+        steps += step
+    bench.show(*report.tables(report.csv_rows(results, steps)))
+    bench.finish("generate", report.bench_figures(results, steps, names))
+    if any(result.system.is_ours and not result.rounds for result in results):
+        raise typer.Exit(1)
+
+
+def _checkpoint(model: str, repository: Path, scratch: Path) -> Path:
+    if model == _TINY:
+        return repository / _TINY / "1"
+    save_random_decoder(GPT2_SMALL, scratch / model)
+    return scratch / model
+
+
+def _workload(checkpoint: Path, trace: Path | None, requests: int, seed: int) -> Workload:
+    vocabulary = config_field(checkpoint, "vocab_size")
+    positions = config_field(checkpoint, "n_positions")
+    if trace is not None:
+        return trace_workload(trace, requests, vocabulary, positions, seed)
+    return uniform_workload(requests, vocabulary, positions, seed)
+
+
+if __name__ == "__main__":
+    app()
