@@ -514,7 +514,8 @@ def to_fp32(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 def _heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values as views, `[tokens, heads, head_dim]` each."""
     heads = [num_heads, num_kv_heads, num_kv_heads]
-    queries, keys, values = torch.split(qkv.view(len(qkv), sum(heads), -1), heads, dim=1)
+    by_head = qkv.view(len(qkv), sum(heads), qkv.shape[1] // sum(heads))
+    queries, keys, values = torch.split(by_head, heads, dim=1)
     return queries, keys, values
 
 

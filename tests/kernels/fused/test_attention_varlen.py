@@ -35,7 +35,9 @@ def reference64(qkv, cu_seqlens, distance_bias=None, **settings):
     if distance_bias is not None:
         distance_bias = distance_bias.double()
     # tokens past the last sequence are not written
-    out = qkv.new_full((len(qkv), qkv.shape[1] // 3), torch.nan, dtype=torch.float64)
+    heads = settings["num_heads"]
+    head_dim = qkv.shape[1] // (heads + 2 * settings.get("num_kv_heads", heads))
+    out = qkv.new_full((len(qkv), heads * head_dim), torch.nan, dtype=torch.float64)
     return reference.attention_varlen(
         qkv.double(), cu_seqlens, distance_bias=distance_bias, out=out, **settings
     )
@@ -43,9 +45,11 @@ def reference64(qkv, cu_seqlens, distance_bias=None, **settings):
 
 def check_against_reference(lengths, head_dim, dtype, device, factor=2.0, **settings):
     """Compare attention in sequences of these lengths with the reference."""
-    tokens, width = sum(lengths), HEADS * head_dim
-    qkv = rand(tokens, 3 * width, dtype=dtype, device=device)
     settings = {"num_heads": HEADS, "scale": head_dim**-0.5} | settings
+    heads = settings["num_heads"]
+    tokens, width = sum(lengths), heads * head_dim
+    key_heads = settings.get("num_kv_heads", heads)
+    qkv = rand(tokens, width + 2 * key_heads * head_dim, dtype=dtype, device=device)
 
     actual = write_guarded(
         lambda out: attention_varlen(qkv, cu_seqlens_of(lengths, device), out=out, **settings),
@@ -77,6 +81,28 @@ def test_adds_a_bias_and_hides_later_tokens(causal, has_bias, dtype, device):
     bias = bias_for(lengths, device) if has_bias else None
 
     check_against_reference(lengths, 32, dtype, device, causal=causal, distance_bias=bias)
+
+
+@pytest.mark.parametrize("heads, key_heads", [(2, 1), (6, 2)], ids=str)
+def test_neighbouring_heads_share_a_key_head(heads, key_heads, device):
+    settings = {"num_heads": heads, "num_kv_heads": key_heads, "causal": True}
+
+    check_against_reference([35, 1], 24, torch.float16, device, **settings)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("window", [1, 33, 1000])
+def test_a_window_hides_earlier_tokens_if_causal(window, has_bias, device):
+    lengths = [70, 1]
+    bias = bias_for(lengths, device) if has_bias else None
+
+    check_against_reference(
+        lengths, 16, torch.float32, device, causal=True, window=window, distance_bias=bias
+    )
+
+
+def test_a_window_is_ignored_if_not_causal(device):
+    check_against_reference([35], 16, torch.float32, device, window=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
@@ -302,6 +328,9 @@ def test_the_mean_length_has_four_buckets(tokens, batch, mean):
         ({"qkv": torch.zeros(96, 4).t()}, "qkv has strides .1, 4.; the last must be 1"),
         ({"cu_seqlens": torch.tensor([0, 4])}, r"cu_seqlens is \[2\] torch.int64"),
         ({"scale": 0.0}, "scale is 0.0; allowed: above 0"),
+        ({"window": -1}, "window is -1; allowed: 0 .all tokens. and above"),
+        ({"num_kv_heads": 3}, "num_kv_heads is 3; allowed: divisors of 2 heads"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0; allowed: divisors of 2 heads"),
         ({"out": torch.zeros(4, 31)}, r"out is \[4, 31\] .* must be \[4, 32\]"),
         (
             {"distance_bias": torch.zeros(2, 8)},
