@@ -291,6 +291,6 @@ def sample_tokens(
 def candidate_launches(vocabulary: int) -> list[Launch]:
     """Return the candidate launches for this vocabulary; the first is the default."""
     # a search holds seven sums for each element that a thread loads at once
-    shapes = [(2048, 16), (1024, 8), (1024, 16), (2048, 8), (1024, 4)]
+    shapes = [(2048, 16), (1024, 8), (2048, 8), (1024, 4)]
     largest = max(triton.next_power_of_2(vocabulary), 1024)
     return [{"BLOCK": block, "num_warps": warps} for block, warps in shapes if block <= largest]
