@@ -1,4 +1,4 @@
-"""One token of each row of logits in one kernel: temperature, top-k, top-p, min-p, and a draw.
+"""Sampling in one kernel: one token of each row, by temperature, top-k, top-p and min-p.
 
 One program owns a row and reads it several times, mostly from the L2 cache. Top-k and top-p each end at a threshold:
 tokens with a higher logit are kept, and of those with this logit the first few. A search finds the threshold among all
@@ -177,7 +177,7 @@ def _kept_weight(
     temperature,
     VOCABULARY: tl.constexpr,
 ):
-    """Return the weights of tokens, 0 for one that is not kept, and the number that equal the threshold so far."""
+    """Return the weights of kept tokens, else 0, and how many tokens equal the threshold so far."""
     key = _load_keys(logits_ptr, at, VOCABULARY)
     weight = _weight(value_of(key), peak, temperature)
     equal = (key == threshold).to(tl.int32)
@@ -221,7 +221,7 @@ def _draw(
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the first token at which the sum of the kept weights exceeds `target`; NO_INDEX if none does."""
+    """Return the first token at which the sum of weights exceeds `target`, or NO_INDEX."""
     before = tl.zeros([], tl.float64)
     equal = 0
     token = NO_INDEX

@@ -1,4 +1,4 @@
-"""Embeddings, with and without a layer norm, on a GPU or interpreted, against the reference in fp64."""
+"""Embeddings and layer norm on a GPU or interpreted, against the reference in fp64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""RMS norm of heads and rotary positions on a GPU or in the interpreter, against the reference."""
+"""Norm of heads and rotary positions on a GPU or interpreted, against the reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""RMS norm, with and without a residual, on a GPU or in the interpreter, against the reference."""
+"""Residual add and RMS norm on a GPU or in the interpreter, against the reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sampling of tokens on a GPU or in the interpreter, against a full sort in float64."""
+"""Sampling on a GPU or in the interpreter, against a full sort in float64."""
 
 import pytest
 import torch
