@@ -1,4 +1,4 @@
-"""Embeddings of tokens and positions, and the sum of three with its layer norm, as in BERT.
+"""Embeddings of tokens and positions, and the embedding of BERT with its layer norm.
 
 One program owns ROWS tokens. It reads their ids, loads one row of each table into registers, sums and normalises them,
 and writes only the result. Without a norm, a program owns BLOCK features of its tokens. The kernels do not check ids:
@@ -234,5 +234,5 @@ def candidate_launches(hidden: int, dtype: torch.dtype) -> list[Launch]:
 
 
 def candidate_tiles(hidden: int, dtype: torch.dtype) -> list[Launch]:
-    """Return the candidate launches of `embed` for rows of this width; the first is the default."""
+    """Return the candidate launches of `embed` for this width; the first is the default."""
     return tile_launches(hidden, vector_width(dtype, hidden))

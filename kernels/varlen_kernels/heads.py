@@ -1,4 +1,4 @@
-"""The queries and keys of a layer before attention: RMS norm of each head, and rotary positions.
+"""RMS norm and rotary positions of query and key heads, before attention.
 
 Both work in place on the row of queries, keys and values of each token. A row here is one head of one token, and one
 program owns ROWS of them.
@@ -67,7 +67,7 @@ def norm_heads(
     eps: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `qkv` with the RMS norm of each query head and each key head, see `reference.norm_heads`.
+    """Return `qkv` with normalised query and key heads, see `reference.norm_heads`.
 
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or a head has more than MAX_HEAD_DIM features.
@@ -190,7 +190,7 @@ def candidate_rotary_launches(half: int, head_dim: int, dtype: torch.dtype) -> l
 
 
 def _copied(qkv: Tensor, out: Tensor | None) -> Tensor:
-    """Return `out`, or a new tensor, with the content of `qkv`; nothing is copied if they are the same memory."""
+    """Return `out`, or a new tensor, with the content of `qkv`; they may share memory."""
     if out is None:
         return qkv.clone()
     return out if out.data_ptr() == qkv.data_ptr() else out.copy_(qkv)

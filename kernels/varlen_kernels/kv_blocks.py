@@ -80,9 +80,7 @@ def tile_heads(num_heads: int, num_kv_heads: int) -> tuple[int, int]:
     return heads, triton.cdiv(group, heads)
 
 
-def check_caches(
-    key_cache: Tensor, value_cache: Tensor, num_kv_heads: int, head_dim: int
-) -> None:
+def check_caches(key_cache: Tensor, value_cache: Tensor, num_kv_heads: int, head_dim: int) -> None:
     """Check the shapes, dtype and layout of the caches of one layer.
 
     Raises:

@@ -315,7 +315,7 @@ def norm_heads(
     eps: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `qkv` with the RMS norm of each query head and each key head; values are unchanged.
+    """Return `qkv` with the RMS norm of each query and key head; values are unchanged.
 
     Args:
         qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: queries, keys, values of each token.
@@ -520,7 +520,7 @@ def _heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tens
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Write the RMS norm over the last axis of `x` into `out`, which may be `x`."""
+    """Write the RMS norm of the last axis into `out`, which may be `x`."""
     if x.dtype == torch.float32:
         # without a temporary tensor of the size of x, unlike torch's rms_norm
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""One token of each row of logits in one kernel: temperature, top-k, top-p, min-p, and a draw.
+"""Sampling in one kernel: one token of each row, by temperature, top-k, top-p and min-p.
 
 One program owns a row and reads it several times, mostly from the L2 cache. Top-k and top-p each end at a threshold:
 tokens with a higher logit are kept, and of those with this logit the first few. A search finds the threshold among all
@@ -177,7 +177,7 @@ def _kept_weight(
     temperature,
     VOCABULARY: tl.constexpr,
 ):
-    """Return the weights of tokens, 0 for one that is not kept, and the number that equal the threshold so far."""
+    """Return the weights of kept tokens, else 0, and how many tokens equal the threshold so far."""
     key = _load_keys(logits_ptr, at, VOCABULARY)
     weight = _weight(value_of(key), peak, temperature)
     equal = (key == threshold).to(tl.int32)
@@ -221,7 +221,7 @@ def _draw(
     VOCABULARY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the first token at which the sum of the kept weights exceeds `target`; NO_INDEX if none does."""
+    """Return the first token at which the sum of weights exceeds `target`, or NO_INDEX."""
     before = tl.zeros([], tl.float64)
     equal = 0
     token = NO_INDEX
@@ -291,6 +291,6 @@ def sample_tokens(
 def candidate_launches(vocabulary: int) -> list[Launch]:
     """Return the candidate launches for this vocabulary; the first is the default."""
     # a search holds seven sums for each element that a thread loads at once
-    shapes = [(2048, 16), (1024, 8), (1024, 16), (2048, 8), (1024, 4)]
+    shapes = [(2048, 16), (1024, 8), (2048, 8), (1024, 4)]
     largest = max(triton.next_power_of_2(vocabulary), 1024)
     return [{"BLOCK": block, "num_warps": warps} for block, warps in shapes if block <= largest]

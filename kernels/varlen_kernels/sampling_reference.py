@@ -1,4 +1,4 @@
-"""One token of each row of logits in plain torch: temperature, top-k, top-p, min-p, and a draw.
+"""Sampling in plain torch: one token of each row, by temperature, top-k, top-p and min-p.
 
 No vocabulary is sorted. The best tokens of a row are in its best groups, those with the largest maxima, so a small
 top-k sorts a list of candidates. For any other row, a histogram of the probabilities tells where the kept tokens end,
@@ -31,7 +31,10 @@ _NO_KEY = -(2**63)
 
 
 class _Rows(NamedTuple):
-    """The arguments of some rows, `[rows, 1]` each; without top-k it is the vocabulary, and 1 for a greedy row."""
+    """The arguments of some rows, `[rows, 1]` each.
+
+    Without a limit, top-k is the vocabulary; for a greedy row it is 1.
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -148,7 +151,7 @@ def check_sampling(
 
 
 def _sample_lists(logit: Tensor, token: Tensor, rows: _Rows) -> Tensor:
-    """Return one token of each row: of its best ones, which are sorted, and include the best top-k."""
+    """Return one token of each row, of its best tokens, which are sorted."""
     weight = ((logit - _peak(logit[:, :1])) / rows.temperature).double().exp_()
     rank = torch.arange(weight.shape[1], device=weight.device)
     weight.masked_fill_(rank >= rows.top_k, 0.0)
@@ -202,7 +205,7 @@ def _best_of_rows(
 
 
 def _keys(x: Tensor, index: Tensor) -> Tensor:
-    """Return int64 keys of fp32 `x`, which has no NaN: in its order, equal ones by descending index."""
+    """Return int64 keys that order fp32 `x` without NaN, and equal ones by descending index."""
     # -0 becomes 0
     bits = (x + 0.0).view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFF_FFFF)
@@ -219,7 +222,7 @@ def _value_of(keys: Tensor) -> Tensor:
 
 
 def _needed(top_p: Tensor, total: Tensor) -> Tensor:
-    """Return the weight at which top-p stops: more than 0, so that the best is kept; no limit is infinity."""
+    """Return the weight at which top-p stops: above 0 to keep the best, infinity for no limit."""
     needed = (top_p.double() * total).clamp_min_(_SMALLEST)
     return needed.masked_fill_(top_p >= 1, torch.inf)
 
@@ -227,7 +230,7 @@ def _needed(top_p: Tensor, total: Tensor) -> Tensor:
 def _keep_best(
     weight: Tensor, logit: Tensor, bucket: Tensor, measure: Tensor, needed: Tensor
 ) -> None:
-    """Set the weight of a token to 0 if the measures of all better ones reach `needed`.
+    """Set a weight to 0 if the measures of all better tokens reach `needed`.
 
     Args:
         bucket: `[rows, vocabulary]` int64; a better bucket has a lower number.
@@ -255,9 +258,9 @@ def _keep_best(
 
 
 def _draw(weight: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index that `uniform` falls on, and where it falls inside, from 0 to below 1: `[rows, 1]` each.
+    """Return the index that `uniform` falls on, and its place inside: `[rows, 1]` each.
 
-    The index is 0 if all weights are.
+    The place is from 0 to below 1. The index is 0 if all weights are.
 
     Args:
         weight: `[rows, n]` fp64.
@@ -273,7 +276,7 @@ def _draw(weight: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _draw_by_group(weight: Tensor, uniform: Tensor) -> Tensor:
-    """Return the index that `uniform` falls on, `[rows, 1]`: first its group, then its place in the group."""
+    """Return the index that `uniform` falls on, `[rows, 1]`, by way of its group."""
     sums = _of_groups(torch.sum, weight).double()
     group, inside = _draw(sums, uniform)
     index = group * _GROUP_SIZE + torch.arange(_GROUP_SIZE, device=weight.device)

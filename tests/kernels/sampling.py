@@ -1,4 +1,4 @@
-"""Helpers of the sampling tests: a sort in float64, random rows with ties, NaN and infinities."""
+"""Helpers of the sampling tests: a sort in float64, and random rows."""
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ def limits(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, device="cpu"):
 
 
 def random_rows(rows, vocabulary, seed, *, top_ks=(0, 0, 1, 5, 50, 70, 300, 2000)):
-    """Return all arguments of `sample_tokens`: each row with other limits, some with ties, NaN and infinities."""
+    """Return arguments of `sample_tokens`; rows have different limits, some ties, NaN and infinities."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(rows, vocabulary)) * rng.choice([0.01, 1, 3, 10], (rows, 1))
     tied = rng.random(rows) < 0.4

@@ -18,6 +18,7 @@ def arguments(dtype):
     x = torch.empty(7, 12, dtype=dtype, device="meta")
     return {
         "linear": (x, torch.empty(12, 5, dtype=dtype, device="meta"), x.new_empty(5)),
+        "select_rows": (x, torch.empty(3, dtype=torch.int32, device="meta")),
         "tanh": (x,),
         "to_fp32": (x,),
     }

@@ -368,7 +368,7 @@ IN_PLACE_CALLS = {
 
 
 def in_place_arguments(op, tokens, hidden, dtype):
-    """Return the positional arguments of an in-place op; ops on heads have four of them in a row."""
+    """Return the positional arguments of an in-place op."""
     x, other = (rand(tokens, hidden, dtype=dtype, seed=seed) for seed in (0, 1))
     weight, bias = (rand(hidden, dtype=dtype, seed=seed) for seed in (2, 3))
     heads = rand(tokens, 4 * 2 * hidden, dtype=dtype)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from varlen_kernels import embedding, reference
-from varlen_kernels.embedding import embed_layer_norm
+from varlen_kernels.embedding import embed, embed_layer_norm
 from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, SIZES, assert_close, rand, spread
@@ -101,3 +101,35 @@ def test_rejects_invalid_arguments(index, change, message, device):
 
     with pytest.raises(ValueError, match=message):
         embed_layer_norm(*args, eps=EPS)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_positions", [False, True], ids=["tokens", "positions"])
+@pytest.mark.parametrize("width", [5, 501, 768])
+def test_embed_matches_the_reference(width, has_positions, dtype, device):
+    token_ids, position_ids, _, tokens, positions, *_ = inputs(7, width, dtype, device, torch.int64)
+    args = [token_ids, spread(tokens)]
+    args += [position_ids.int(), spread(positions, 24)] if has_positions else []
+
+    actual = write_guarded(lambda out: embed(*args, out=out), (7, width), dtype, device, gap=16)
+
+    expected = tokens.float()[token_ids]
+    if has_positions:
+        expected += positions.float()[position_ids]
+    assert torch.equal(actual, expected.to(dtype))
+
+
+def test_every_candidate_launch_of_embed_gives_the_same_bits(device):
+    token_ids, position_ids, _, tokens, positions, *_ = inputs(9, 300, torch.bfloat16, device)
+    fresh = embed(token_ids, tokens, position_ids, positions)
+
+    for launch in embedding.candidate_tiles(300, torch.bfloat16):
+        with forced_launch("embed", (300, torch.bfloat16), launch):
+            assert torch.equal(embed(token_ids, tokens, position_ids, positions), fresh)
+
+
+def test_embed_rejects_a_table_of_another_width(device):
+    ids = torch.zeros(3, dtype=torch.int32, device=device)
+
+    with pytest.raises(ValueError, match=r"position_table is \[1, 9\]"):
+        embed(ids, rand(4, 8, device=device), ids, rand(4, 9, device=device))

@@ -1,10 +1,10 @@
-"""Bias, residual and layer norm on a GPU or interpreted, against the reference in fp64."""
+"""Layer norms on a GPU or interpreted, against the reference in fp64."""
 
 import pytest
 import torch
 
 from varlen_kernels import layer_norm, reference
-from varlen_kernels.layer_norm import add_layer_norm
+from varlen_kernels.layer_norm import add_layer_norm, residual_layer_norm
 from varlen_kernels.rows import MAX_ROW
 from varlen_kernels.tuning import forced_launch
 
@@ -167,3 +167,47 @@ def test_rejects_a_row_that_is_too_wide(device):
 
     with pytest.raises(ValueError, match="x has rows of 16385; allowed: 1 to 16384"):
         add_layer_norm(wide, wide, vector, vector, eps=EPS)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("width", [5, 501, 768, 2048])
+def test_layer_norm_matches_the_reference(width, has_bias, dtype, device):
+    x, _, weight, bias, _ = inputs(6, width, dtype, device)
+    bias = bias if has_bias else None
+
+    actual = write_guarded(
+        lambda out: layer_norm.layer_norm(spread(x), weight, bias, eps=EPS, out=out),
+        (6, width),
+        dtype,
+        device,
+        gap=8,
+    )
+
+    bias = None if bias is None else bias.double()
+    expected = reference.layer_norm(x.double(), weight.double(), bias, eps=EPS)
+    assert_close(actual, expected, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("width", [63, 768])
+def test_residual_layer_norm_returns_the_sum_and_its_norm(width, has_bias, dtype, device):
+    x, residual, weight, bias, _ = inputs(6, width, dtype, device)
+    bias = bias if has_bias else None
+
+    total, normed = residual_layer_norm(x, spread(residual), weight, bias, eps=EPS)
+
+    assert torch.equal(total, (x.float() + residual.float()).to(dtype))
+    bias64 = None if bias is None else bias.double()
+    _, expected = reference.residual_layer_norm(
+        x.double(), residual.double(), weight.double(), bias64, eps=EPS
+    )
+    assert_close(normed, expected, dtype)
+
+    returned = residual_layer_norm(x, residual, weight, bias, eps=EPS, out=(residual, x))
+
+    assert returned[0] is residual
+    assert returned[1] is x
+    assert torch.equal(residual, total)
+    assert torch.equal(x, normed)

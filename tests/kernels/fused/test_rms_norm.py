@@ -5,113 +5,99 @@ import torch
 
 from varlen_kernels import reference
 from varlen_kernels import rms_norm as module
-from varlen_kernels.rms_norm import rms_norm
+from varlen_kernels.rms_norm import residual_rms_norm, rms_norm
 from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, SIZES, assert_close, rand, spread
-from .guards import write_guarded
+from .guards import Guarded, write_guarded
 
 EPS = 1e-6
 
 
 def inputs(tokens, width, dtype, device):
-    """Return x, weight and residual."""
+    """Return x, residual and weight."""
     return (
         rand(tokens, width, dtype=dtype, device=device),
-        rand(width, dtype=dtype, device=device, seed=1),
         rand(tokens, width, dtype=dtype, device=device, seed=2),
+        rand(width, dtype=dtype, device=device, seed=1),
     )
 
 
-def reference32(x, weight, residual=None):
-    return reference.rms_norm(
-        x.float(), weight.float(), eps=EPS, residual=None if residual is None else residual.float()
+def expected_sum(x, residual, weight):
+    """Return the sum in the dtype of x, and its norm in fp32."""
+    total, normed = reference.residual_rms_norm(
+        x.float(), residual.float(), weight.float(), eps=EPS
     )
+    return total.to(x.dtype), normed
 
 
 @DTYPES
 @SIZES
 def test_matches_the_reference(tokens, width, dtype, device):
-    x, weight, _ = inputs(tokens, width, dtype, device)
+    x, _, weight = inputs(tokens, width, dtype, device)
 
     actual = write_guarded(
         lambda out: rms_norm(x, weight, eps=EPS, out=out), (tokens, width), dtype, device
     )
 
-    assert_close(actual, reference32(x, weight), dtype)
+    assert_close(actual, reference.rms_norm(x.float(), weight.float(), eps=EPS), dtype)
 
 
 @DTYPES
 @pytest.mark.parametrize("width", [63, 501, 768, 2048])
-def test_adds_the_residual_and_stores_the_sum(width, dtype, device):
-    x, weight, residual = inputs(6, width, dtype, device)
-    sum_out = torch.full_like(x, torch.nan)
+def test_returns_the_sum_with_the_residual_and_its_norm(width, dtype, device):
+    args = inputs(6, width, dtype, device)
+    guarded = [Guarded((6, width), dtype, device, gap=16) for _ in range(2)]
 
-    actual = write_guarded(
-        lambda out: rms_norm(x, weight, eps=EPS, residual=residual, sum_out=sum_out, out=out),
-        (6, width),
-        dtype,
-        device,
-    )
+    returned = residual_rms_norm(*args, eps=EPS, out=tuple(guard.tensor for guard in guarded))
 
-    assert_close(actual, reference32(x, weight, residual), dtype)
-    assert torch.equal(sum_out, (x.float() + residual.float()).to(dtype))
+    total, normed = expected_sum(*args)
+    assert torch.equal(returned[0], total)
+    assert_close(returned[1], normed, dtype)
+    for guard, tensor in zip(guarded, returned, strict=True):
+        assert tensor is guard.tensor
+        guard.check()
 
 
 @DTYPES
 @pytest.mark.parametrize("width", [100, 2048])
-def test_the_sum_may_replace_the_residual_and_the_result_x(width, dtype, device):
-    x, weight, residual = inputs(6, width, dtype, device)
-    total = torch.empty_like(x)
-    fresh = rms_norm(x, weight, eps=EPS, residual=residual, sum_out=total)
+def test_the_sum_may_replace_the_residual_and_the_norm_x(width, dtype, device):
+    x, residual, weight = inputs(6, width, dtype, device)
+    total, normed = residual_rms_norm(x, residual, weight, eps=EPS)
+    alone = rms_norm(x, weight, eps=EPS)
 
-    rms_norm(x, weight, eps=EPS, residual=residual, sum_out=residual, out=x)
+    residual_rms_norm(x, residual, weight, eps=EPS, out=(residual, x))
 
-    assert torch.equal(x, fresh)
     assert torch.equal(residual, total)
-
-
-def test_the_sum_of_x_alone_is_a_copy(device):
-    x, weight, _ = inputs(3, 64, torch.float16, device)
-    sum_out = torch.empty_like(x)
-
-    rms_norm(x, weight, eps=EPS, sum_out=sum_out)
-
-    assert torch.equal(sum_out, x)
+    assert torch.equal(x, normed)
+    x = inputs(6, width, dtype, device)[0]
+    assert torch.equal(rms_norm(x, weight, eps=EPS, out=x), alone)
 
 
 @pytest.mark.parametrize("width", [5, 768])
 def test_accepts_strided_rows(width, device):
-    x, weight, residual = inputs(6, width, torch.float16, device)
-    sum_out = spread(torch.zeros_like(x), 16)
+    x, residual, weight = inputs(6, width, torch.float16, device)
 
-    actual = write_guarded(
-        lambda out: rms_norm(
-            spread(x), weight, eps=EPS, residual=spread(residual, 24), sum_out=sum_out, out=out
-        ),
-        (6, width),
-        torch.float16,
-        device,
-        gap=32,
-    )
+    total, normed = residual_rms_norm(spread(x), spread(residual, 24), weight, eps=EPS)
 
-    assert_close(actual, reference32(x, weight, residual), torch.float16)
-    assert torch.equal(sum_out, x + residual)
+    expected_total, expected = expected_sum(x, residual, weight)
+    assert torch.equal(total, expected_total)
+    assert_close(normed, expected, torch.float16)
 
 
 @pytest.mark.parametrize("width", [101, 3072])
 def test_every_candidate_launch_matches_the_reference(width, device):
-    x, weight, residual = inputs(9, width, torch.bfloat16, device)
-    expected = reference32(x, weight, residual)
+    args = inputs(9, width, torch.bfloat16, device)
+    _, expected = expected_sum(*args)
 
     for launch in module.candidate_launches(width, torch.bfloat16):
-        with forced_launch("rms_norm", (width, torch.bfloat16), launch):
-            actual = rms_norm(x, weight, eps=EPS, residual=residual)
+        with forced_launch("residual_rms_norm", (width, torch.bfloat16), launch):
+            _, actual = residual_rms_norm(*args, eps=EPS)
         assert_close(actual, expected, torch.bfloat16)
 
 
 def test_nan_in_a_token_changes_no_other_token(device):
-    x, weight, _ = inputs(8, 384, torch.float16, device)
+    x, _, weight = inputs(8, 384, torch.float16, device)
     fresh = rms_norm(x, weight, eps=EPS)
     x[3, 100] = torch.nan
 
@@ -123,13 +109,14 @@ def test_nan_in_a_token_changes_no_other_token(device):
 
 
 def test_no_tokens(device):
-    x, weight, residual = inputs(0, 768, torch.float16, device)
+    x, residual, weight = inputs(0, 768, torch.float16, device)
 
-    assert rms_norm(x, weight, eps=EPS, residual=residual, sum_out=residual).shape == (0, 768)
+    assert rms_norm(x, weight, eps=EPS).shape == (0, 768)
+    assert residual_rms_norm(x, residual, weight, eps=EPS)[1].shape == (0, 768)
 
 
-def test_rejects_a_sum_of_another_shape(device):
-    x, weight, _ = inputs(3, 8, torch.float32, device)
+def test_rejects_a_residual_of_another_shape(device):
+    x, residual, weight = inputs(3, 8, torch.float32, device)
 
-    with pytest.raises(ValueError, match=r"sum_out is \[2, 8\] torch.float32; x is \[3, 8\]"):
-        rms_norm(x, weight, eps=EPS, sum_out=x[:2])
+    with pytest.raises(ValueError, match=r"residual is \[2, 8\] torch.float32; x is \[3, 8\]"):
+        residual_rms_norm(x, residual[:2], weight, eps=EPS)

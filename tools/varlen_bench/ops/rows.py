@@ -259,13 +259,14 @@ def embed(
 def norm_heads(
     tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> OpCall:
-    """Return the RMS norm of each query and key head, in place."""
+    """Return the RMS norm of each query and key head."""
     heads = [num_heads, num_kv_heads, num_kv_heads]
 
     def inputs(make: Tensors) -> Inputs:
         qkv = make.random(tokens, sum(heads) * head_dim)
         weights = make.random(head_dim), make.random(head_dim)
-        return {"qkv": qkv, "query_weight": weights[0], "key_weight": weights[1], "out": qkv}
+        out = make.unwritten(*qkv.shape)
+        return {"qkv": qkv, "query_weight": weights[0], "key_weight": weights[1], "out": out}
 
     def formula(qkv: Tensor, query_weight: Tensor, key_weight: Tensor) -> Tensor:
         queries, keys, values = torch.split(qkv.view(tokens, -1, head_dim), heads, dim=1)
@@ -279,7 +280,7 @@ def norm_heads(
         dtype=dtype,
         inputs=inputs,
         formula=formula,
-        bytes_moved=2 * tokens * (num_heads + num_kv_heads) * head_dim * dtype.itemsize,
+        bytes_moved=2 * tokens * (num_heads + 2 * num_kv_heads) * head_dim * dtype.itemsize,
         options={"num_heads": num_heads, "num_kv_heads": num_kv_heads, "eps": RMS_NORM_EPS},
         tokens=tokens,
     )
@@ -288,7 +289,7 @@ def norm_heads(
 def rotary(
     tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> OpCall:
-    """Return the rotation of each query and key head by its position, in place."""
+    """Return the rotation of each query and key head by its position."""
     half, positions = head_dim // 2, 512
 
     def inputs(make: Tensors) -> Inputs:
@@ -298,7 +299,7 @@ def rotary(
             "qkv": qkv,
             "position_ids": make.ids(positions, tokens),
             "cos_sin": torch.cat((angles.cos(), angles.sin()), dim=1),
-            "out": qkv,
+            "out": make.unwritten(*qkv.shape),
         }
 
     def formula(qkv: Tensor, position_ids: Tensor, cos_sin: Tensor) -> Tensor:
@@ -315,7 +316,7 @@ def rotary(
         dtype=dtype,
         inputs=inputs,
         formula=formula,
-        bytes_moved=2 * tokens * (num_heads + num_kv_heads) * head_dim * dtype.itemsize,
+        bytes_moved=2 * tokens * (num_heads + 2 * num_kv_heads) * head_dim * dtype.itemsize,
         options={"num_heads": num_heads, "num_kv_heads": num_kv_heads},
         tokens=tokens,
     )
