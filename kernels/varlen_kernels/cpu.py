@@ -20,6 +20,7 @@ from varlen_kernels.reference import (
     silu_gate,
     to_fp32,
 )
+from varlen_kernels.sampling_reference import check_sampling
 
 __all__ = [
     "activate",
@@ -33,6 +34,7 @@ __all__ = [
     "residual_rms_norm",
     "rms_norm",
     "rotary",
+    "sample_tokens",
     "select_rows",
     "silu_gate",
     "to_fp32",
@@ -138,6 +140,24 @@ def attention_paged(
             out=out[single:],
         )
     return out
+
+
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return one token of each row, see `reference.sample_tokens`."""
+    from varlen_kernels.sampling_cpu import sample_rows
+
+    check_sampling(logits, temperature, top_k, top_p, min_p, uniform)
+    tokens = sample_rows(logits, temperature, top_k, top_p, min_p, uniform)
+    return tokens if out is None else out.copy_(tokens)
 
 
 def _leading_ones(cu_seqlens: Tensor) -> int:

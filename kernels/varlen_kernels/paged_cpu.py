@@ -6,14 +6,13 @@ Source: the specification is `reference.attention_paged`; docs/decisions/0018-cp
 """
 
 import math
-from concurrent.futures import ThreadPoolExecutor, wait
-from functools import lru_cache
-from itertools import pairwise
 
 import numba
 import numpy as np
 import torch
 from torch import Tensor
+
+from varlen_kernels.threads_cpu import run_parts
 
 # Below every score; not infinite, because the compiled code assumes finite numbers.
 _LOWEST = np.float32(-1e30)
@@ -145,15 +144,5 @@ def attend_tokens(
     work = np.cumsum(np.repeat(lengths, num_kv_heads))
     cores = torch.get_num_threads() if work[-1] * head_dim >= _LEAST_SHARED_WORK else 1
     bounds = [0, *np.searchsorted(work, np.arange(1, cores) * (work[-1] / cores)), len(work)]
-    helpers = [_threads().submit(_attend_items, *part, *arrays) for part in pairwise(bounds[1:])]
-    _attend_items(bounds[0], bounds[1], *arrays)
-    wait(helpers)
-    for helper in helpers:
-        helper.result()
+    run_parts(_attend_items, bounds, *arrays)
     return out
-
-
-@lru_cache(1)
-def _threads() -> ThreadPoolExecutor:
-    """Return the threads that help the caller's; they live as long as the process."""
-    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "varlen-attention")

@@ -1,10 +1,10 @@
-"""Sampling in torch, against a full sort of each row in float64."""
+"""Sampling in torch, and compiled for CPUs, against a full sort of each row in float64."""
 
 import numpy as np
 import pytest
 import torch
 
-from varlen_kernels.sampling_reference import sample_tokens
+from varlen_kernels import cpu, reference
 
 from .sampling import expected_tokens, limits, random_rows, sorted_probabilities
 
@@ -21,22 +21,27 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(params=[reference, cpu], ids=["reference", "cpu"])
+def sample_tokens(request):
+    return request.param.sample_tokens
+
+
 @pytest.mark.parametrize("vocabulary", [1, 2, 7, 63, 64, 65, 500, 1500, 5003])
 @pytest.mark.parametrize("seed", range(8))
-def test_matches_a_full_sort(vocabulary, seed):
+def test_matches_a_full_sort(sample_tokens, vocabulary, seed):
     rows = random_rows(16, vocabulary, seed)
 
     assert sample_tokens(*rows).tolist() == expected_tokens(*rows)
 
 
-def test_a_real_vocabulary_matches_a_full_sort():
+def test_a_real_vocabulary_matches_a_full_sort(sample_tokens):
     rows = random_rows(16, 50257, seed=1)
 
     assert sample_tokens(*rows).tolist() == expected_tokens(*rows)
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_tokens_have_their_probabilities(settings):
+def test_tokens_have_their_probabilities(sample_tokens, settings):
     draws, vocabulary = 20_000, 1000
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(1, vocabulary, generator=generator)
@@ -65,7 +70,7 @@ def test_tokens_have_their_probabilities(settings):
     [{"top_k": 5}, {"top_k": 5, "temperature": 3.0}, {"top_p": 4.5 / 100}],
     ids=["top_k", "hot", "top_p"],
 )
-def test_ties_at_a_limit_go_to_the_lower_token(vocabulary, settings):
+def test_ties_at_a_limit_go_to_the_lower_token(sample_tokens, vocabulary, settings):
     logits = torch.full((1000, vocabulary), -torch.inf)
     tied = torch.arange(100) * (vocabulary // 100)
     logits[:, tied] = 0.0
@@ -76,7 +81,7 @@ def test_ties_at_a_limit_go_to_the_lower_token(vocabulary, settings):
     assert tokens.unique().tolist() == tied[:5].tolist()
 
 
-def test_a_large_top_k_drops_equal_logits_with_higher_tokens():
+def test_a_large_top_k_drops_equal_logits_with_higher_tokens(sample_tokens):
     logits = torch.zeros(500, 3000)
     uniform = torch.linspace(0, 1, 501, dtype=torch.float64)[:-1]
 
@@ -86,7 +91,7 @@ def test_a_large_top_k_drops_equal_logits_with_higher_tokens():
     assert tokens.max() == 499
 
 
-def test_greedy_takes_the_first_of_the_largest_logits():
+def test_greedy_takes_the_first_of_the_largest_logits(sample_tokens):
     logits = torch.zeros(3, 200)
     logits[0, 150] = logits[0, 70] = 1.0
     logits[1, 130] = torch.nan
@@ -98,7 +103,7 @@ def test_greedy_takes_the_first_of_the_largest_logits():
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_row_without_choice_gives_token_0(settings):
+def test_a_row_without_choice_gives_token_0(sample_tokens, settings):
     logits = torch.full((1, 2000), -torch.inf)
 
     assert sample_tokens(logits, *limits(1, **settings), torch.tensor([0.5]).double()) == 0
@@ -106,7 +111,7 @@ def test_a_row_without_choice_gives_token_0(settings):
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
-def test_the_ends_of_the_random_numbers_give_kept_tokens(uniform, settings):
+def test_the_ends_of_the_random_numbers_give_kept_tokens(sample_tokens, uniform, settings):
     logits = torch.full((1, 2000), -torch.inf)
     logits[0, 1000:1010] = torch.arange(10.0) / 10
 
@@ -117,7 +122,7 @@ def test_the_ends_of_the_random_numbers_give_kept_tokens(uniform, settings):
     assert 1000 <= token < 1010
 
 
-def test_a_row_does_not_depend_on_the_other_rows():
+def test_a_row_does_not_depend_on_the_other_rows(sample_tokens):
     rows = random_rows(12, 3001, seed=5)
     together = sample_tokens(*rows)
 
@@ -126,7 +131,7 @@ def test_a_row_does_not_depend_on_the_other_rows():
     assert together.tolist() == alone
 
 
-def test_does_not_change_its_inputs():
+def test_does_not_change_its_inputs(sample_tokens):
     rows = random_rows(16, 2000, seed=2)
     before = [x.clone() for x in rows]
 
@@ -136,7 +141,7 @@ def test_does_not_change_its_inputs():
         torch.testing.assert_close(x, same, rtol=0, atol=0, equal_nan=True)
 
 
-def test_accepts_strided_rows_and_writes_into_out():
+def test_accepts_strided_rows_and_writes_into_out(sample_tokens):
     logits, *others = random_rows(9, 1500, seed=3)
     wide = torch.full((9, 1600), torch.nan)
     wide[:, :1500] = logits
@@ -148,7 +153,7 @@ def test_accepts_strided_rows_and_writes_into_out():
     assert torch.equal(out, sample_tokens(logits, *others))
 
 
-def test_no_rows():
+def test_no_rows(sample_tokens):
     assert sample_tokens(*random_rows(0, 50, seed=0)).shape == (0,)
 
 
@@ -163,7 +168,7 @@ def test_no_rows():
     ],
     ids=["dtype", "no-vocabulary", "rows", "top_k", "uniform"],
 )
-def test_rejects_invalid_arguments(position, tensor, message):
+def test_rejects_invalid_arguments(sample_tokens, position, tensor, message):
     arguments = list(random_rows(2, 9, seed=0))
     arguments[position] = tensor
 
