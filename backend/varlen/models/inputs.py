@@ -33,12 +33,12 @@ def normalize(ops: Recorder) -> Value:
 
 
 def slots(ops: Recorder) -> Value:
-    """Return the slot of each token in the KV caches: block · block_size + place in the block."""
+    """Return the slot of each token in the KV caches: block · block_size + place."""
     return ops.input("slots", ("tokens",), torch.int64)
 
 
 def block_tables(ops: Recorder) -> tuple[Value, Value, Value, Value]:
-    """Return new tokens, contexts and blocks of each sequence, as `attention_paged` reads them."""
+    """Return the new tokens, contexts and blocks of sequences, for `attention_paged`."""
     bounds = (Size(1, sequences=1),)
     return (
         cu_seqlens(ops),

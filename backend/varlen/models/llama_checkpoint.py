@@ -237,7 +237,7 @@ def _read_windows(config: Json, options: Options, positions: int) -> tuple[int, 
 
 
 def _read_window(config: Json, options: Options) -> int | None:
-    """Return the number of last tokens that layers with a window read, if there are such layers."""
+    """Return the last tokens that layers with a window read; None without a window."""
     if "sliding_window" not in options.fields:
         return None
     is_switch_known = "use_sliding_window" in options.fields

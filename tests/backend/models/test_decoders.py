@@ -179,6 +179,19 @@ def test_names_of_transformers_4_mean_the_same(make_checkpoint, rng, kind, key):
     assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
 
 
+def test_without_layer_types_the_last_layers_have_windows(make_checkpoint, rng):
+    """Checkpoints of transformers 4 name only the first layer that has one."""
+    kind, options = CASES["qwen2-windows"]
+    folder = make_checkpoint(kind, **options)
+    drop_field(folder, "config.json", "layer_types")
+    rows = random_rows(rng, [40])
+
+    hidden = run_in_one_step(folder, rows)
+
+    expected, _ = decoded(load_oracle(folder, kind), rows)
+    assert_rows_close(hidden, expected, roundings=encoder_roundings(folder))
+
+
 @pytest.mark.parametrize("case", ["gpt2", "llama-tied"])
 def test_a_tied_output_is_a_view_of_the_embeddings(make_checkpoint, case):
     kind, options = CASES[case]
