@@ -54,7 +54,7 @@ def compare(server: LocalServer, model: str) -> None:
 
 
 def stream(server: LocalServer, model: str) -> None:
-    """Print a generated text as it comes, and the times of its first and of all its tokens.
+    """Print a generated text as it comes, and the times of its tokens.
 
     Raises:
         ServerError: the request fails.
@@ -85,7 +85,7 @@ def main(
         float, typer.Option(help="Longest start of the server, in seconds.")
     ] = 120.0,
 ) -> None:
-    """Start a server, embed sentences over gRPC and HTTP, stream a generated text, stop the server."""
+    """Start a server, embed sentences over both protocols, stream a text, stop the server."""
     try:
         for name in (model, generator):
             if not (repository / name / "1" / "config.json").is_file():

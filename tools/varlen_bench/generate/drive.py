@@ -1,4 +1,4 @@
-"""One pass over a workload: requests at their due times, and the moments of their tokens."""
+"""One pass over a workload: requests at their due times, moments of tokens."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from varlen_bench.generate.engines import OnToken, RunBatch, Submit
 from varlen_bench.generate.systems import System
@@ -69,11 +70,7 @@ def figures(answers: Sequence[Answer]) -> dict[str, Cell]:
     end = max(answer.moments[-1] for answer in answers)
     first = [answer.moments[0] - answer.due for answer in answers]
     whole = [(answer.moments[-1] - answer.due) / len(answer.tokens) for answer in answers]
-    gaps = [
-        after - before
-        for answer in answers
-        for before, after in zip(answer.moments, answer.moments[1:], strict=False)
-    ]
+    gaps = [after - before for answer in answers for before, after in pairwise(answer.moments)]
     found: dict[str, Cell] = {"tokens_per_second": tokens / (end - answers[0].due)}
     for name, seconds in (("ttft", first), ("per_token", whole), ("gap", gaps)):
         for percent in (50, 99):

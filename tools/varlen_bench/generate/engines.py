@@ -1,4 +1,4 @@
-"""Three engines behind two functions: greedy tokens of a batch, or of requests that come at any time.
+"""Three engines behind two functions: batches, or requests that come at any time.
 
 A process imports only the libraries of its engine.
 """

@@ -25,7 +25,7 @@ _FIGURES = (
 
 @dataclass(slots=True)
 class Result:
-    """Figures of one system under one kind of arrivals, one for each round; none if it failed."""
+    """Figures of one system under one kind of arrivals, by round; none if it failed."""
 
     system: System
     model: str
@@ -53,7 +53,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of a decode step, and of the fastest possible one; or why there are none."""
+    """Seconds of a decode step, and of the fastest possible; or why not."""
 
     model: str
     seconds: float | None = None
@@ -75,7 +75,7 @@ def csv_rows(results: Iterable[Result], steps: Iterable[Step]) -> list[dict[str,
 def bench_figures(
     results: Sequence[Result], steps: Sequence[Step], models: Sequence[str]
 ) -> dict[str, Cell]:
-    """Return the keys of the BENCH line; those of the second model have its name before them."""
+    """Return the keys of the BENCH line; the second model is a prefix."""
     figures: dict[str, Cell] = {}
     for number, model in enumerate(models):
         prefix = f"{model}_" if number else ""

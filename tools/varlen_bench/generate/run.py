@@ -1,4 +1,4 @@
-"""The order of a run: reference tokens, preparation of each system, rounds in turn, the decode step."""
+"""The order of a run: reference tokens, preparation, rounds in turn, the decode step."""
 
 from __future__ import annotations
 

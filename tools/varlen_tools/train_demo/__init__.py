@@ -1,1 +1,1 @@
-"""Train a small model on text that ships with Python, so that a demo needs no download."""
+"""Train a small model on text that ships with Python: no download."""

@@ -28,7 +28,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and samples.")] = DEFAULT.seed,
     force: Annotated[bool, typer.Option("--force", help="Replace a checkpoint.")] = False,
 ) -> None:
-    """Train a small model on Python's own documentation and write its checkpoint: a minute or two."""
+    """Train a small model on Python's documentation and write its checkpoint."""
     if (output / WEIGHTS).exists() and not force:
         raise typer.BadParameter(f"{output} holds a checkpoint already; --force replaces it")
     training = replace(DEFAULT, steps=steps, seed=seed)

@@ -34,7 +34,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return a matrix of the same shape whose singular values are near 1, in its dtype."""
+    """Return a matrix of the same shape with singular values near 1."""
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
