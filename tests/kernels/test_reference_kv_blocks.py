@@ -1,4 +1,4 @@
-"""The reference ops on KV blocks, and attention with shared key heads, against float64 in numpy."""
+"""The reference ops on KV blocks and shared key heads, against float64 in numpy."""
 
 import numpy as np
 import pytest
@@ -128,9 +128,7 @@ def test_a_window_hides_earlier_tokens_of_the_blocks(step, window):
 @pytest.mark.parametrize("block_size", [16, 48, 128])
 def test_sequences_may_share_their_first_blocks(block_size):
     step = [(1, 130), (20, 150), (1, 131)]
-    arguments, contexts = paged_call(
-        step, 2, 1, 8, torch.float32, block_size=block_size, shared=1
-    )
+    arguments, contexts = paged_call(step, 2, 1, 8, torch.float32, block_size=block_size, shared=1)
 
     actual = reference.attention_paged(*arguments, num_heads=2, num_kv_heads=1, scale=0.3)
 
@@ -160,9 +158,7 @@ def test_tokens_past_the_last_sequence_get_no_paged_attention():
     qkv = torch.cat([arguments[0], torch.full((2, 24), torch.nan)])
     out = torch.full((5, 8), torch.nan)
 
-    reference.attention_paged(
-        qkv, *arguments[1:], num_heads=2, num_kv_heads=2, scale=0.5, out=out
-    )
+    reference.attention_paged(qkv, *arguments[1:], num_heads=2, num_kv_heads=2, scale=0.5, out=out)
 
     check(out[:3], paged64(step, arguments[0], contexts, 2, 4, 0.5))
     assert out[3:].isnan().all()
@@ -223,7 +219,9 @@ def varlen64(qkv, lengths, heads, key_heads, scale, *, causal, window):
         if causal:
             outs.append(last_queries64(q[rows], k[rows], v[rows], scale, window))
         else:
-            outs += [last_queries64(q[i : i + 1], k[rows], v[rows], scale, 0) for i in range(begin, end)]
+            outs += [
+                last_queries64(q[i : i + 1], k[rows], v[rows], scale, 0) for i in range(begin, end)
+            ]
     return np.concatenate(outs)
 
 

@@ -168,9 +168,7 @@ def test_sequences_may_share_blocks(device):
     assert_close(attend(**inputs, **settings), reference64(inputs, **settings), torch.float32)
 
 
-@pytest.mark.parametrize(
-    "step", [[(1, 20), (1, 33)], [(3, 20), (1, 33)]], ids=["decode", "chunks"]
-)
+@pytest.mark.parametrize("step", [[(1, 20), (1, 33)], [(3, 20), (1, 33)]], ids=["decode", "chunks"])
 def test_padding_of_a_captured_batch_is_neither_read_nor_written(step, device):
     new = sum(count for count, _ in step)
     inputs = paged_inputs([*step, (0, 0), (0, 0)], 16, torch.float32, device)
@@ -265,7 +263,10 @@ def test_no_tokens(step, device):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"qkv": torch.zeros(3, 127)}, "qkv has rows of 127; allowed: multiples of 4 . 2 · 2 heads"),
+        (
+            {"qkv": torch.zeros(3, 127)},
+            "qkv has rows of 127; allowed: multiples of 4 . 2 · 2 heads",
+        ),
         ({"num_kv_heads": 3}, "num_kv_heads is 3; allowed: divisors of 4 heads"),
         ({"scale": 0.0}, "scale is 0.0; allowed: above 0"),
         ({"window": -1}, "window is -1; allowed: 0"),
@@ -273,8 +274,14 @@ def test_no_tokens(step, device):
             {"key_cache": torch.zeros(5, 2, 16, 8)},
             r"key_cache is \[5, 2, 16, 8\]; it must be \[blocks, 2, block_size, 16\]",
         ),
-        ({"value_cache": torch.zeros(4, 2, 16, 16)}, r"value_cache is \[4, 2, 16, 16\] .*; key_cache"),
-        ({"value_cache": torch.zeros(5, 2, 16, 16).half()}, "value_cache is .* torch.float16; key_"),
+        (
+            {"value_cache": torch.zeros(4, 2, 16, 16)},
+            r"value_cache is \[4, 2, 16, 16\] .*; key_cache",
+        ),
+        (
+            {"value_cache": torch.zeros(5, 2, 16, 16).half()},
+            "value_cache is .* torch.float16; key_",
+        ),
         (
             {"key_cache": torch.zeros(5, 2, 24, 16), "value_cache": torch.zeros(5, 2, 24, 16)},
             "block_size is 24; allowed: multiples of 16",
