@@ -79,7 +79,7 @@ def _read_split_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
 ):
-    """Attend to one split of one token's context, with the query heads of one key head."""
+    """Attend to one split of a token's context, with the heads of one key head."""
     tile = tl.program_id(0) % (NUM_KV_HEADS * TILES)
     token = tl.program_id(0) // (NUM_KV_HEADS * TILES)
     split = tl.program_id(1)

@@ -423,7 +423,7 @@ def check_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> int:
 
 
 def check_scores(scale: float, window: int) -> None:
-    """Check the scale of the scores and the number of last tokens that a token reads.
+    """Check the scale of the scores and the length of the window.
 
     Raises:
         ValueError: `scale` is not above 0, or `window` is below 0.

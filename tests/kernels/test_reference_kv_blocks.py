@@ -1,4 +1,4 @@
-"""The reference ops on KV blocks, and attention with shared key heads, against float64 in numpy."""
+"""The reference ops on KV blocks and shared key heads, against float64 in numpy."""
 
 import numpy as np
 import pytest

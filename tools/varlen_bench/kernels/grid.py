@@ -19,6 +19,8 @@ class Grid:
         shortest, longest: bounds of its sequence lengths, which are uniform.
         serving_widths: hidden size and heads.
         sequences, beams, vocabularies: the beam step.
+        paged: paged attention: sequences, new tokens of each, and longest context.
+        decoder_heads: its heads, key heads and head_dim.
         vocabulary, positions: rows of the embedding tables.
         encoders: measured on a server's batch.
         small_batches: number and length of the sequences, to measure the host's time.
@@ -36,6 +38,13 @@ class Grid:
     sequences: tuple[int, ...] = (8, 1, 32, 128)
     beams: int = 4
     vocabularies: tuple[int, ...] = (32_000, 250_000)
+    paged: tuple[tuple[int, int, int], ...] = (
+        (64, 1, 1024),
+        (8, 1, 8192),
+        (256, 1, 512),
+        (4, 256, 1024),
+    )
+    decoder_heads: tuple[tuple[int, int, int], ...] = ((32, 8, 128), (12, 12, 64))
     vocabulary: int = 30_522
     positions: int = 512
     encoders: tuple[EncoderShape, ...] = (BERT_BASE, MINILM)
@@ -66,6 +75,8 @@ TINY = Grid(
     sequences=(2, 1),
     beams=2,
     vocabularies=(100,),
+    paged=((2, 1, 40), (2, 5, 20)),
+    decoder_heads=((4, 2, 16),),
     vocabulary=50,
     positions=32,
     encoders=(EncoderShape("tiny", hidden=32, layers=2, heads=2, features=64, vocabulary=50),),

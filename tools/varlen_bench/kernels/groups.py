@@ -8,7 +8,7 @@ import torch
 
 from varlen.execution.buckets import Buckets
 from varlen_bench.kernels.grid import Grid, packed_lengths
-from varlen_bench.ops import beam, padded, rows, sequences
+from varlen_bench.ops import beam, kv_blocks, padded, rows, sequences
 from varlen_bench.ops.call import OpCall
 
 # Width of a feed-forward block over the hidden size.
@@ -95,6 +95,24 @@ def beams(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     ]
 
 
+def paged(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
+    """Return paged attention in decode steps and chunks of prompts, and the append of a server's batch."""
+    calls = []
+    for heads, key_heads, head_dim in grid.decoder_heads:
+        for count, new, longest in grid.paged:
+            # the shortest context is half of the longest
+            contexts = [longest - i * longest // (2 * count) for i in range(count)]
+            call = kv_blocks.attention_paged(
+                [new] * count, contexts, heads, key_heads, head_dim, dtype
+            )
+            shape = f"{count}x{new} of {longest} {heads}/{key_heads}x{head_dim}"
+            calls.append(replace(call, shape=shape))
+    appends = [
+        kv_blocks.append_kv(grid.serving_tokens, *heads, dtype) for heads in grid.decoder_heads
+    ]
+    return calls + appends
+
+
 def _served_and_paper(grid: Grid, make: Callable[..., OpCall], factor: int = 1) -> list[OpCall]:
     """Return calls of `make(tokens, factor * width)` for a server's batch, then for the paper."""
     calls = [make(grid.serving_tokens, factor * width) for width, _ in grid.serving_widths]
@@ -108,6 +126,7 @@ GROUPS: dict[str, Callable[[Grid, torch.dtype], list[OpCall]]] = {
     "softmax": softmax,
     "layernorm": layer_norm,
     "attention": attention,
+    "paged": paged,
     "beam": beams,
     "activation": activation,
     "rmsnorm": rms_norm,

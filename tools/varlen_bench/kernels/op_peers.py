@@ -157,6 +157,59 @@ def _attention(call: OpCall) -> Peers:
     return Peers(peers, prepare)
 
 
+def _attention_paged(call: OpCall) -> Peers:
+    """Return torch's attention on keys that are padded before the measurement."""
+    options, lengths = call.options, call.lengths
+    heads, window = options["num_heads"], options["window"]
+    batch, longest, new = len(lengths), max(lengths), call.tokens // len(lengths)
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, readable: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=readable, enable_gqa=k.shape[1] != heads
+        )
+
+    def read(result: object, inputs: Inputs) -> Tensor:
+        return as_tensor(result, inputs).transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def prepare(inputs: Inputs) -> Inputs:
+        tables = inputs["cu_blocks"].tolist()
+        caches = inputs["key_cache"], inputs["value_cache"]
+        _, key_heads, _, head_dim = caches[0].shape
+        k, v = (cache.new_zeros(batch, key_heads, longest, head_dim) for cache in caches)
+        for i, length in enumerate(lengths):
+            blocks = inputs["block_ids"][tables[i] : tables[i + 1]].long()
+            for dense, cache in zip((k, v), caches, strict=True):
+                rows = cache[blocks].transpose(0, 1).flatten(1, 2)
+                dense[i, :, :length] = rows[:, :length]
+        q = inputs["qkv"].view(batch, new, -1, head_dim)[:, :, :heads].transpose(1, 2).contiguous()
+        key = torch.arange(longest, device=q.device)
+        query = inputs["context_lens"][:, None] - new + torch.arange(new, device=q.device)
+        distance = query[:, None, :, None] - key
+        readable = distance >= 0
+        if window:
+            readable &= distance < window
+        return {"q": q, "k": k, "v": v, "readable": readable}
+
+    return Peers((torch_peer(sdpa, name="sdpa", read=read),), prepare)
+
+
+def _append_kv(call: OpCall) -> Peers:
+    heads, key_heads = call.options["num_heads"], call.options["num_kv_heads"]
+
+    def indexed(
+        qkv: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        block_size, head_dim = key_cache.shape[2:]
+        by_head = qkv.view(len(qkv), -1, head_dim)
+        _, keys, values = torch.split(by_head, [heads, key_heads, key_heads], dim=1)
+        block, place = slots // block_size, slots % block_size
+        key_cache[block, :, place] = keys
+        value_cache[block, :, place] = values
+        return key_cache, value_cache
+
+    return Peers((torch_peer(indexed, read=call.read),))
+
+
 def _pool(call: OpCall) -> Peers:
     batch = len(call.lengths)
 
@@ -231,6 +284,8 @@ _PEERS: dict[str, Callable[[OpCall], Peers]] = {
     "silu_gate": _silu_gate,
     "embed_layer_norm": _formula,
     "attention_varlen": _attention,
+    "append_kv": _append_kv,
+    "attention_paged": _attention_paged,
     "pool": _pool,
     "unpack": _unpack,
     "pack": _pack,

@@ -25,7 +25,8 @@ def append_kv(
     slots = [order[i // block_size] * block_size + i % block_size for i in range(tokens)]
 
     def formula(qkv: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor) -> Tensor:  # noqa: ARG001
-        _, keys, values = qkv.view(tokens, -1, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+        parts = torch.split(qkv.view(tokens, -1, head_dim), [heads, kv_heads, kv_heads], dim=1)
+        _, keys, values = parts
         return torch.stack((keys, values))
 
     def read(result: object, inputs: Inputs) -> Tensor:
@@ -92,13 +93,12 @@ def attention_paged(
     def attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Return the context of the last tokens; queries are [new, heads, head_dim]."""
         count, length = len(queries), keys.shape[1]
-        q = queries.transpose(0, 1).unflatten(0, (kv_heads, group))
+        q = queries.transpose(0, 1).reshape(kv_heads, group, count, head_dim)
         scores = q @ keys[:, None].transpose(2, 3) * head_dim**-0.5
-        distance = torch.arange(length, device=keys.device)[length - count :, None] - torch.arange(
-            length, device=keys.device
-        )
+        position = torch.arange(length, device=keys.device)
+        distance = position[length - count :, None] - position
         hidden = distance < 0 if window == 0 else (distance < 0) | (distance >= window)
-        context = scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ values[:, None]
+        context: Tensor = scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ values[:, None]
         return context.flatten(0, 1).transpose(0, 1).flatten(1)
 
     def formula(
@@ -110,7 +110,7 @@ def attention_paged(
         block_ids: Tensor,
         cu_blocks: Tensor,  # noqa: ARG001
     ) -> Tensor:
-        queries = qkv.view(tokens, -1, head_dim)[:, :heads].split(new)
+        queries = torch.split(qkv.view(tokens, -1, head_dim)[:, :heads], new)
         rows = []
         for q, (first, last), length in zip(queries, pairwise(tables), contexts, strict=True):
             keys, values = (

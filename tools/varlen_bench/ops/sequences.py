@@ -34,7 +34,7 @@ def attention_varlen(
 
     def attended(qkv: Tensor, bias: Tensor | None) -> Tensor:
         length = len(qkv)
-        parts = qkv.view(length, -1, head_dim).split([heads, key_heads, key_heads], dim=1)
+        parts = torch.split(qkv.view(length, -1, head_dim), [heads, key_heads, key_heads], dim=1)
         q, k, v = (
             part.transpose(0, 1).repeat_interleave(heads // part.shape[1], dim=0) for part in parts
         )
