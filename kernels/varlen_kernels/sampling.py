@@ -177,7 +177,7 @@ def _kept_weight(
     temperature,
     VOCABULARY: tl.constexpr,
 ):
-    """Return the weights of kept tokens, else 0, and how many tokens equal the threshold so far."""
+    """Return weights, 0 if not kept, and the tokens so far that equal the threshold."""
     key = _load_keys(logits_ptr, at, VOCABULARY)
     weight = _weight(value_of(key), peak, temperature)
     equal = (key == threshold).to(tl.int32)

@@ -222,7 +222,7 @@ def _value_of(keys: Tensor) -> Tensor:
 
 
 def _needed(top_p: Tensor, total: Tensor) -> Tensor:
-    """Return the weight at which top-p stops: above 0 to keep the best, infinity for no limit."""
+    """Return the weight at which top-p stops: above 0, infinity for no limit."""
     needed = (top_p.double() * total).clamp_min_(_SMALLEST)
     return needed.masked_fill_(top_p >= 1, torch.inf)
 
