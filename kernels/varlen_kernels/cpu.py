@@ -155,7 +155,7 @@ def sample_tokens(
     """Return one token of each row, see `reference.sample_tokens`."""
     from varlen_kernels.sampling_cpu import sample_rows
 
-    check_sampling(logits, temperature, top_k, top_p, min_p, uniform)
+    check_sampling(logits, temperature, top_k, top_p, min_p, uniform, out)
     tokens = sample_rows(logits, temperature, top_k, top_p, min_p, uniform)
     return tokens if out is None else out.copy_(tokens)
 

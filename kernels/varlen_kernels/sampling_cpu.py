@@ -77,7 +77,7 @@ def _keep_best(keys, weights, sizes, limit, by_number):
         else:
             # rounding: the sum is below the limit, so all are kept
             limit += sizes[last]
-        prefix |= np.uint32(last) << shift
+        prefix = np.uint32(prefix | np.uint32(last << shift))
     # of equal tokens, those with the lower ids are better; the first is always kept
     kept = False
     for i in range(len(keys)):
