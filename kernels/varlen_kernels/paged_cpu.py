@@ -2,7 +2,7 @@
 
 A decode step reads every key and value of its sequences once, so it is bound by memory. Blocks are read where they are:
 no key is copied, and no score leaves the cache of its core.
-Source: the specification is `reference.attention_paged`; docs/decisions/0018-cpu-decoding.md has measurements.
+Source: the specification is `reference.attention_paged`; docs/decisions/0019-cpu-decoding.md has measurements.
 """
 
 import math

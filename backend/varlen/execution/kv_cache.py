@@ -13,7 +13,7 @@ from varlen.memory.out_of_memory import memory_errors
 from varlen.program.program import State
 from varlen.program.recorder import AttentionHeads
 
-# Tokens of a block unless the settings say otherwise; docs/decisions/0018-cpu-decoding.md has measurements.
+# Tokens of a block unless the settings say otherwise; docs/decisions/0019-cpu-decoding.md has measurements.
 _BLOCK_TOKENS = {"cpu": 64, "cuda": 16}
 
 

@@ -1,6 +1,6 @@
 """Linear layers of a program in oneDNN's own layout, which CPUs multiply few rows by fastest.
 
-docs/decisions/0018-cpu-decoding.md has measurements.
+docs/decisions/0019-cpu-decoding.md has measurements.
 """
 
 from dataclasses import replace
