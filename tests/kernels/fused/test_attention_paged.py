@@ -24,7 +24,7 @@ def ints(values, device):
 
 
 def paged_inputs(step, head_dim, dtype, device, heads=HEADS, block_size=16, cache_dtype=None):
-    """Return the arguments for a step, with NaN in every place that no sequence has written."""
+    """Return the arguments for a step, with NaN in all places without a key."""
     new, contexts = [n for n, _ in step], [length for _, length in step]
     counts = [-(-length // block_size) for length in contexts]
     queries, keys = heads["num_heads"], heads["num_kv_heads"]

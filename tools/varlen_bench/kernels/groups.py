@@ -96,7 +96,7 @@ def beams(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 
 
 def paged(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return paged attention in decode steps and chunks of prompts, and the append of a server's batch."""
+    """Return paged attention of decode steps and chunks, and the append of a batch."""
     calls = []
     for heads, key_heads, head_dim in grid.decoder_heads:
         for count, new, longest in grid.paged:

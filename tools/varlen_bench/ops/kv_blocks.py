@@ -18,7 +18,7 @@ def append_kv(
     *,
     block_size: int = 16,
 ) -> OpCall:
-    """Return the append of the keys and values of new tokens; slots fill shuffled blocks in order."""
+    """Return the append of new keys and values, which fill shuffled blocks in order."""
     blocks = -(-tokens // block_size)
     width = (heads + 2 * kv_heads) * head_dim
     order = shuffled(blocks)
