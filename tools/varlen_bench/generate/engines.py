@@ -215,10 +215,11 @@ def _ctranslate2_batches(
         left = list(counts)
 
         def on_step(step: Any) -> bool:
-            left[step.batch_id] -= 1
-            if left[step.batch_id] >= 0:
-                on_token(step.batch_id, step.token_id, time.perf_counter())
-            return left[step.batch_id] <= 0
+            row: int = step.batch_id
+            left[row] -= 1
+            if left[row] >= 0:
+                on_token(row, step.token_id, time.perf_counter())
+            return left[row] <= 0
 
         generator.generate_batch(
             [[tokenizer.id_to_token(token) for token in ids] for ids in prompts],

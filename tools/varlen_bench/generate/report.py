@@ -152,7 +152,7 @@ def _figures(results: Sequence[Result]) -> dict[str, Cell]:
         "vs_static_batch": _speed_ratio(ours, best_peer(at_once, static=True)),
         "vs_best_peer": _speed_ratio(ours, peer),
         "vs_request_level": _speed_ratio(ours, _of(at_once, REQUEST_LEVEL)),
-        "ttft_p99_ratio": rounded(ratio(first and first.median("ttft_p99_ms"), soonest)),
+        "ttft_p99_ratio": rounded(ratio(first.median("ttft_p99_ms") if first else None, soonest)),
         "best_peer": peer.system.name if peer else None,
         "tokens_per_second": rounded(ours.median("tokens_per_second") if ours else None, 1),
     }

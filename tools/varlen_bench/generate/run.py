@@ -125,7 +125,7 @@ class Comparison:
         """Return the requests/s of the Poisson arrivals; None if no system ran."""
         ours = (result for result in results if result.system.name == OURS and result.rounds)
         base = best_peer(results) or next(ours, None)
-        speed = base and base.median("tokens_per_second")
+        speed = base.median("tokens_per_second") if base else None
         if base is None or speed is None:
             return None
         return self._load * speed * base.requests / base.tokens

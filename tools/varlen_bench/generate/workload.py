@@ -56,7 +56,7 @@ class Workload:
 def uniform_workload(count: int, vocabulary: int, positions: int, seed: int) -> Workload:
     """Return requests of uniform prompt and output lengths, all at once."""
     lengths = _uniform(_PROMPTS, count, seed), _uniform(_OUTPUTS, count, seed + 1)
-    prompts, outputs = _fitted(*lengths, positions)
+    prompts, outputs = _fitted(*lengths, positions=positions)
     label = f"prompts {_PROMPTS[0]}-{_PROMPTS[1]}, outputs {_OUTPUTS[0]}-{_OUTPUTS[1]}"
     return Workload(label, token_ids(prompts, vocabulary, seed), outputs, [0.0] * count)
 
@@ -78,8 +78,10 @@ def trace_workload(path: Path, count: int, vocabulary: int, positions: int, seed
     divisor = max(1.0, longest / positions)
     first = random.Random(seed).randrange(len(pairs))
     taken = [pairs[(first + i) % len(pairs)] for i in range(count)]
-    scaled = ([max(1, round(pair[which] / divisor)) for pair in taken] for which in (0, 1))
-    prompts, outputs = _fitted(*scaled, positions)
+    lengths = [[max(1, round(length / divisor)) for length in pair] for pair in taken]
+    prompts, outputs = _fitted(
+        [prompt for prompt, _ in lengths], [count for _, count in lengths], positions=positions
+    )
     label = f"trace {path.stem}" + (f" / {divisor:.3g}" if divisor > 1 else "")
     return Workload(label, token_ids(prompts, vocabulary, seed), outputs, [0.0] * count)
 
@@ -89,7 +91,7 @@ def _uniform(limits: tuple[int, int], count: int, seed: int) -> list[int]:
 
 
 def _fitted(
-    prompts: Sequence[int], outputs: Sequence[int], positions: int
+    prompts: Sequence[int], outputs: Sequence[int], *, positions: int
 ) -> tuple[list[int], list[int]]:
     """Return lengths that fit the positions of a model: outputs first, then prompts."""
     short = [min(count, positions - 1) for count in outputs]

@@ -42,4 +42,5 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     for _ in range(_ROUNDS):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if is_tall else x
+    out: Tensor = x.T if is_tall else x
+    return out

@@ -16,6 +16,7 @@ def save_checkpoint(folder: Path, model: GPT2, shape: Shape, tokenizer: Tokenize
     """Write a GPT2LMHeadModel with its tokenizer; the weights come last, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None
     files = {
         "config.json": shape.config(end),
         "generation_config.json": {
