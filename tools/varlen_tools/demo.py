@@ -19,7 +19,7 @@ SENTENCES = [
     "Two people race their horses across an open field.",
     "The stock market fell sharply on Monday, after a week in which every trader had waited to sell.",
 ]
-PROMPT = "The following example"
+PROMPT = "In Python, a list"
 MAX_TOKENS = 80
 # Largest cosine distance: both protocols carry the same numbers, but two runs may be batched differently.
 TOLERANCE = 1e-3
