@@ -118,5 +118,7 @@ def save_random_decoder(shape: DecoderShape, folder: Path, seed: int = 0) -> Non
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(known[:1])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": known[0]}
+    # CTranslate2 needs all three
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), known[0])
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
