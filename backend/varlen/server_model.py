@@ -175,6 +175,8 @@ def _load_service(
 ) -> Service | GenerationService:
     """Return the running model of a task."""
     if task == "generate":
+        # read when torch is imported: its threads would spin on cores that the server and clients need
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from varlen.generation_service import GenerationService
 
         return GenerationService.load(folder, config, stats, gpu=gpu)

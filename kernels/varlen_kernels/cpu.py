@@ -79,10 +79,7 @@ def append_kv(
     from varlen_kernels.paged_cpu import append_tokens
 
     heads = qkv.float().view(len(qkv), num_heads + 2 * num_kv_heads, -1)
-    first_value = num_heads + num_kv_heads
-    append_tokens(
-        heads[:, num_heads:first_value], heads[:, first_value:], slots, key_cache, value_cache
-    )
+    append_tokens(heads, slots, key_cache, value_cache)
 
 
 def attention_paged(
@@ -162,6 +159,9 @@ def sample_tokens(
 
 def _leading_ones(cu_seqlens: Tensor) -> int:
     """Return the number of sequences of one token before the first other one."""
+    if int(cu_seqlens[-1]) == len(cu_seqlens) - 1:
+        # none is empty
+        return len(cu_seqlens) - 1
     lengths = cu_seqlens.diff()
     others = (lengths != 1).nonzero()
     return int(others[0]) if len(others) else len(lengths)

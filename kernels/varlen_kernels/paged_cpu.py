@@ -91,26 +91,29 @@ def _attend_items(
 
 @numba.njit(nogil=True, cache=True)
 def _append(
-    keys,  # [tokens, num_kv_heads, head_dim], strided
-    values,  # [tokens, num_kv_heads, head_dim], strided
+    qkv,  # [tokens, num_heads + 2 * num_kv_heads, head_dim]
     slots,  # [tokens]
     key_cache,  # [blocks, num_kv_heads, block_size, head_dim]
     value_cache,  # [blocks, num_kv_heads, block_size, head_dim]
 ):
-    block_size = key_cache.shape[2]
+    num_kv_heads, block_size, head_dim = key_cache.shape[1], key_cache.shape[2], key_cache.shape[3]
+    first_key = qkv.shape[1] - 2 * num_kv_heads
     for token in range(len(slots)):
-        if slots[token] >= 0:
-            block, place = slots[token] // block_size, slots[token] % block_size
-            for head in range(key_cache.shape[1]):
-                key_cache[block, head, place] = keys[token, head]
-                value_cache[block, head, place] = values[token, head]
+        if slots[token] < 0:
+            continue
+        block, place = slots[token] // block_size, slots[token] % block_size
+        for head in range(num_kv_heads):
+            for feature in range(head_dim):
+                key = qkv[token, first_key + head, feature]
+                key_cache[block, head, place, feature] = key
+            for feature in range(head_dim):
+                value = qkv[token, first_key + num_kv_heads + head, feature]
+                value_cache[block, head, place, feature] = value
 
 
-def append_tokens(
-    keys: Tensor, values: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor
-) -> None:
-    """Write keys and values, `[tokens, num_kv_heads, head_dim]` fp32, as `reference.append_kv` does."""
-    _append(*(each.numpy() for each in (keys, values, slots, key_cache, value_cache)))
+def append_tokens(qkv: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
+    """Write the keys and values of `[tokens, heads, head_dim]` fp32 as `reference.append_kv` does."""
+    _append(*(each.numpy() for each in (qkv, slots, key_cache, value_cache)))
 
 
 def attend_tokens(
