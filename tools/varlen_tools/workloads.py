@@ -169,9 +169,9 @@ def generation_trace(path: Path, count: int, seed: int) -> list[Arrival]:
     Raises:
         ValueError: a column is missing, or a cell cannot be read.
     """
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file))
     try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file))
         arrivals = [
             Arrival(_seconds(row["TIMESTAMP"]), tokens, generated=generated)
             for row in rows

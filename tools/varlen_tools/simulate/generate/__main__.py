@@ -29,7 +29,7 @@ from varlen_tools.workloads import Arrival
 
 _NO_CAP = 10**9
 _HEADINGS = (
-    "policy, step", "offered\n/s", "tokens\n/s", "TTFT\np50 ms", "\np99", "per token\np50 ms", "\np99",
+    "policy, step", "offered\n/s", "tokens\n/s", "TTFT\np50 ms", "\np99", "token\np50 ms", "\np99",
     "longest\ngap ms", "pre-\nempted", "KV\nused", "KV pro-\nmised", "refused",
 )  # fmt: skip
 
@@ -53,7 +53,7 @@ def main(
     ] = "0.4,0.6,0.8,1.0",
     costs: Annotated[
         str, typer.Option(help="Microseconds of a step, of a token, and of a KV token it reads.")
-    ] = "9000,700,1",
+    ] = "20000,700,5",
     model: Annotated[
         Path | None,
         typer.Option(help="Checkpoint or model whose steps are measured instead.", exists=True),

@@ -20,7 +20,7 @@ from varlen_tools.workloads import Arrival
 
 _MICROSECONDS = 1e6
 # Requests that come together, and the length of their prompts as a share of the longest.
-_GROUPS = ((1, 0.1), (1, 1.0), (4, 1.0), (8, 0.5), (16, 0.25), (32, 0.02))
+_GROUPS = ((1, 0.1), (1, 1.0), (2, 1.0), (8, 0.25), (16, 0.1), (32, 0.02))
 _LONGEST_PROMPT = 1000
 _GENERATED = 16
 # Each step counts with its median.
@@ -50,7 +50,7 @@ class StepCosts:
         numbers = parse_numbers("costs", text)
         if len(numbers) != 3 or min(numbers) < 0 or numbers[0] + numbers[1] == 0:
             raise ValueError(
-                f'costs are "{text}"; allowed: microseconds of a step, a token and a KV token, such as 9000,700,1'
+                f'costs are "{text}"; allowed: microseconds of a step, a token and a KV token, such as 20000,700,5'
             )
         return cls(*(number / _MICROSECONDS for number in numbers))
 
