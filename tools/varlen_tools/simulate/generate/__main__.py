@@ -166,7 +166,7 @@ def _table(results: Sequence[Result]) -> Table:
             f"{result.policy}, {result.max_step_tokens}",
             f"{result.offered:.2f}",
             f"{result.tokens:.0f}",
-            *(f"{MILLISECONDS * seconds:.1f}" for seconds in times),
+            *map(_milliseconds, times),
             str(result.preemptions),
             f"{result.used:.0%}",
             f"{result.promised:.0%}",
@@ -174,6 +174,11 @@ def _table(results: Sequence[Result]) -> Table:
             end_section=following is not None and following.offered != result.offered,
         )
     return table
+
+
+def _milliseconds(seconds: float) -> str:
+    milliseconds = MILLISECONDS * seconds
+    return f"{milliseconds:.1f}" if milliseconds < 100 else f"{milliseconds:.0f}"
 
 
 if __name__ == "__main__":
