@@ -56,7 +56,7 @@ $(MODEL): | $(VENV)/setup.stamp
 	$(BIN)/python -m varlen_tools.fetch '$(MODEL_SOURCE)' --name minilm
 
 $(TINY_GPT2): | $(VENV)/setup.stamp
-	$(BIN)/python -m varlen_tools.train_demo gpt2 --output $(@D)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m varlen_tools.train_demo gpt2 --output $(@D)
 
 demo: setup ## Start a server, embed sentences over gRPC and HTTP, stream a text, stop it
 	@$(BIN)/python -m varlen_tools.demo

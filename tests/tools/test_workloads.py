@@ -4,13 +4,18 @@ import numpy as np
 import pytest
 
 from varlen_tools.workloads import (
+    Arrival,
     Mix,
+    at_rate,
     burst_arrivals,
+    generation_arrivals,
+    generation_trace,
     poisson_arrivals,
     poisson_times,
     token_ids,
     trace_mix,
     uniform_mix,
+    with_poisson_times,
 )
 
 
@@ -99,3 +104,69 @@ def test_ids_are_of_the_vocabulary_and_never_padding():
 
     assert [len(one) for one in ids] == [3, 500]
     assert set(ids[1]) == set(range(1, 9))
+
+
+def save_trace(folder, *rows):
+    path = folder / "conv.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    return path
+
+
+def test_a_trace_of_generation_has_the_times_and_lengths_of_its_rows(tmp_path):
+    path = save_trace(
+        tmp_path,
+        "2023-11-16 23:59:59.5000000,374,44",
+        "2024-05-10 00:00:00.009930+00:00,9,0",
+        "2023-11-17 00:00:00,396,109",
+        "2023-11-17 00:00:01.25+00:00,879,1",
+    )
+
+    arrivals = generation_trace(path, count=10, seed=0)
+
+    # one without an answer is no request
+    assert [(each.tokens, each.generated) for each in arrivals] == [(374, 44), (396, 109), (879, 1)]
+    first, *others = (each.at for each in arrivals)
+    assert [at - first for at in others] == pytest.approx([0.5, 1.75])
+
+
+def test_a_part_of_a_trace_is_consecutive(tmp_path):
+    rows = (f"2023-11-16 18:{i // 60:02}:{i % 60:02},{i + 1},1" for i in range(100))
+    path = save_trace(tmp_path, *rows)
+
+    parts = [[each.tokens for each in generation_trace(path, 10, seed)] for seed in range(20)]
+
+    assert all(part == list(range(part[0], part[0] + 10)) for part in parts)
+    assert len({part[0] for part in parts}) > 10
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        (["2023-11-16 18:15:46,12"], "conv.csv is no trace of requests"),
+        (["yesterday,12,4"], 'a time is "yesterday"'),
+        (["2023-11-16 18:15:46,many,4"], "conv.csv is no trace of requests"),
+        (["2023-11-16 18:15:46,12,0"], "conv.csv has no requests"),
+    ],
+)
+def test_a_file_that_is_no_trace_of_generation_is_refused(tmp_path, rows, message):
+    with pytest.raises(ValueError, match=message):
+        generation_trace(save_trace(tmp_path, *rows), 10, seed=0)
+
+
+def test_arrivals_are_scaled_to_a_rate_with_their_gaps_in_proportion():
+    arrivals = [Arrival(at, 5) for at in (10.0, 11.0, 13.0, 14.0)]
+
+    assert [each.at for each in at_rate(arrivals, 3.0)] == pytest.approx([0, 0.25, 0.75, 1.0])
+    assert [each.at for each in at_rate(arrivals[:1] * 2, 3.0)] == [0, 0]
+
+
+def test_arrivals_of_generation_have_uniform_lengths_and_poisson_times():
+    arrivals = generation_arrivals(5000, seed=1)
+
+    assert arrivals == generation_arrivals(5000, seed=1) != generation_arrivals(5000, seed=2)
+    prompts, answers = ([getattr(a, name) for a in arrivals] for name in ("tokens", "generated"))
+    assert (min(prompts), max(prompts), min(answers), max(answers)) == (32, 256, 1, 128)
+    gaps = np.diff([each.at for each in with_poisson_times(arrivals, seed=1)])
+    assert gaps.min() >= 0
+    assert np.mean(gaps) == pytest.approx(1, rel=0.05)
+    assert np.std(gaps) == pytest.approx(1, rel=0.05)

@@ -2,6 +2,7 @@
 
 Benchmarks use a `Mix` with `poisson_times`: loads of one size hold the same work.
 The simulator draws each `Arrival` and its length independently: `poisson_arrivals` and `burst_arrivals`.
+Of generation it scales one stream of arrivals to each rate: `generation_arrivals` or `generation_trace`, and `at_rate`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,19 @@ from __future__ import annotations
 import csv
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 # Mixes of uniform lengths by name: shortest and longest, in tokens.
 UNIFORM = {"uniform": (5, 500), "short": (2, 100)}
 # Share of a trace's requests that fit the model after scaling; longer ones are clamped.
 _FITTING = 0.99
+# Shortest and longest prompt and answer of generation, in tokens.
+_PROMPT_TOKENS, _ANSWER_TOKENS = (32, 256), (1, 128)
+_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?")
 # Mean number of arrivals in a burst.
 _BURST = 20
 
@@ -105,6 +111,7 @@ class Arrival:
         tokens: length of each row.
         priority, deadline_seconds: as in `Request`.
         rows: number of rows.
+        generated: length of each answer in tokens; None for tasks that generate none.
     """
 
     at: float
@@ -112,6 +119,7 @@ class Arrival:
     priority: int = 0
     deadline_seconds: float | None = None
     rows: int = 1
+    generated: int | None = None
 
 
 def poisson_arrivals(count: int, rate: float, lengths: Sequence[int], seed: int) -> list[Arrival]:
@@ -138,6 +146,74 @@ def burst_arrivals(count: int, rate: float, lengths: Sequence[int], seed: int) -
 def with_deadline(arrivals: Sequence[Arrival], seconds: float | None) -> list[Arrival]:
     """Return the arrivals with this deadline."""
     return [replace(arrival, deadline_seconds=seconds) for arrival in arrivals]
+
+
+def generation_arrivals(count: int, seed: int) -> list[Arrival]:
+    """Return independent arrivals at 1 per second, with the uniform lengths of Orca's evaluation."""
+    numbers = random.Random(seed)
+    lengths = [
+        (numbers.randint(*_PROMPT_TOKENS), numbers.randint(*_ANSWER_TOKENS)) for _ in range(count)
+    ]
+    arrivals = [Arrival(0.0, tokens, generated=generated) for tokens, generated in lengths]
+    return with_poisson_times(arrivals, seed)
+
+
+def generation_trace(path: Path, count: int, seed: int) -> list[Arrival]:
+    """Return consecutive requests of a trace, at their own times: as many as there are, up to `count`.
+
+    Args:
+        path: CSV file with the columns `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`, as the Azure traces have.
+        count: number of requests.
+        seed: decides where they begin.
+
+    Raises:
+        ValueError: a column is missing, or a cell cannot be read.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file))
+        arrivals = [
+            Arrival(_seconds(row["TIMESTAMP"]), tokens, generated=generated)
+            for row in rows
+            # nothing is scheduled for a request without a prompt or an answer
+            if (tokens := int(row["ContextTokens"])) > 0
+            and (generated := int(row["GeneratedTokens"])) > 0
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path.name} is no trace of requests ({error!r}); allowed: CSV with the columns TIMESTAMP,"
+            " ContextTokens and GeneratedTokens"
+        ) from None
+    if not arrivals:
+        raise ValueError(f"{path.name} has no requests")
+    arrivals.sort(key=lambda arrival: arrival.at)
+    first = random.Random(seed).randint(0, max(0, len(arrivals) - count))
+    return arrivals[first : first + count]
+
+
+def with_poisson_times(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
+    """Return the arrivals in their order, at the times of a Poisson process of 1 per second."""
+    numbers, at, moved = random.Random(seed), 0.0, []
+    for arrival in arrivals:
+        at += numbers.expovariate(1.0)
+        moved.append(replace(arrival, at=at))
+    return moved
+
+
+def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
+    """Return the arrivals with their gaps scaled: `rate` per second on average, the first at 0."""
+    first, last = arrivals[0].at, arrivals[-1].at
+    factor = (len(arrivals) - 1) / (rate * (last - first)) if last > first else 0.0
+    return [replace(arrival, at=factor * (arrival.at - first)) for arrival in arrivals]
+
+
+def _seconds(timestamp: str) -> float:
+    """Return a time of a trace in seconds; its fraction may have any number of digits."""
+    found = _TIMESTAMP.match(timestamp)
+    if found is None:
+        raise ValueError(f'a time is "{timestamp}"')
+    whole = datetime.fromisoformat(found[1]).replace(tzinfo=timezone.utc)
+    return whole.timestamp() + float(f"0{found[2] or ''}")
 
 
 def _first_whole_column(path: Path) -> list[int]:

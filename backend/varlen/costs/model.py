@@ -154,17 +154,17 @@ def _fit(terms: FloatArray, seconds: FloatArray) -> tuple[float, FloatArray]:
         above = seconds > floor
         if floor and above.sum() <= terms.shape[1]:
             break
-        coefficients = _non_negative_least_squares(relative[above])
+        coefficients = non_negative_least_squares(relative[above])
         error = float(np.square(np.maximum(floor / seconds, relative @ coefficients) - 1).sum())
         if error < least:
             least, best = error, (float(floor), coefficients)
     return best
 
 
-def _non_negative_least_squares(terms: FloatArray) -> FloatArray:
+def non_negative_least_squares(terms: FloatArray) -> FloatArray:
     """Return the coefficients, none negative, whose weighted sum of terms is closest to 1.
 
-    With four terms, every subset is tried as those that are not zero.
+    The terms are few, so every subset is tried as those that are not zero.
     """
     scale = terms.max(axis=0)
     scaled = terms / scale

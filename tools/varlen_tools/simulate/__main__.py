@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import os
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
 from enum import Enum
 from functools import partial
 from itertools import zip_longest
@@ -14,13 +11,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from varlen.config import EngineConfig
 from varlen.costs.model import CostModel
 from varlen.errors import ConfigError
 from varlen_tools import workloads
+from varlen_tools.simulate.command import (
+    MILLISECONDS,
+    new_console,
+    parse_numbers,
+    write_results,
+)
 from varlen_tools.simulate.costs import CostSource, cost_models
 from varlen_tools.simulate.study import PolicyResult, compare, full_load, most_within, with_policy
 from varlen_tools.workloads import Arrival
@@ -28,9 +30,6 @@ from varlen_tools.workloads import Arrival
 _NO_CAP = 10**9
 # Lengths drawn to find the mean and the longest.
 _DRAWN = 10_000
-_MILLISECONDS = 1e3
-# Columns of output that goes to a file.
-_WIDTH = 120
 _HEADINGS = (
     "policy", "offered/s", "served/s", "mean ms", "p50", "p95", "p99", "batch", "padding", "refused", "lost"
 )  # fmt: skip
@@ -98,7 +97,7 @@ def main(
     try:
         configs = [with_policy(base, name) for name in policies.split(",")]
         population = _lengths(lengths, trace, max_batch_tokens)
-        factors = _loads(loads)
+        factors = parse_numbers("loads", loads)
         numbers = random.Random(seed)
         drawn = [numbers.choice(population) for _ in range(_DRAWN)]
         longest = max(drawn)
@@ -121,30 +120,23 @@ def main(
 
     def make_arrivals(rate: float) -> list[Arrival]:
         arrivals = _STREAMS[stream](count, rate, population, seed)
-        return workloads.with_deadline(arrivals, deadline_ms / _MILLISECONDS or None)
+        return workloads.with_deadline(arrivals, deadline_ms / MILLISECONDS or None)
 
     one = full_load(make_model("packed"), drawn, max_batch_sequences)
     rates = [factor * one for factor in factors]
     results = list(compare(configs, make_costs, make_arrivals, rates))
-    console = Console(width=None if os.isatty(1) else _WIDTH)
+    console = new_console()
     console.print(f"load 1 is {one:.1f} requests per second; {count:,} requests per run")
     console.print(_table(results))
     if table is not None:
-        _write(table, results)
+        write_results(table, results)
     for config in configs if goal_ms else ():
         most = most_within(
-            config, make_costs(config), make_arrivals, p99=goal_ms / _MILLISECONDS, upper=2 * one
+            config, make_costs(config), make_arrivals, p99=goal_ms / MILLISECONDS, upper=2 * one
         )
         console.print(
             f"{config.policy}, {config.execution}: {most:.1f} requests per second with a p99 of {goal_ms:g} ms"
         )
-
-
-def _loads(text: str) -> list[float]:
-    try:
-        return [float(load) for load in text.split(",")]
-    except ValueError:
-        raise ValueError(f'loads are "{text}"; allowed: numbers with commas between') from None
 
 
 def _lengths(text: str, trace: Path | None, limit: int) -> Sequence[int]:
@@ -154,17 +146,6 @@ def _lengths(text: str, trace: Path | None, limit: int) -> Sequence[int]:
     if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
         raise ValueError(f'lengths are "{text}"; allowed: two whole numbers, such as 5-500')
     return range(int(low), int(high) + 1)
-
-
-def _write(path: Path, results: Sequence[PolicyResult]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        names = [field.name for field in fields(PolicyResult)]
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        for result in results:
-            row = asdict(result)
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
 def _table(results: Sequence[PolicyResult]) -> Table:
@@ -178,7 +159,7 @@ def _table(results: Sequence[PolicyResult]) -> Table:
             f"{result.policy}, {result.execution}",
             f"{result.offered:.1f}",
             f"{result.served:.1f}",
-            *(f"{_MILLISECONDS * seconds:.1f}" for seconds in times),
+            *(f"{MILLISECONDS * seconds:.1f}" for seconds in times),
             f"{result.mean_batch:.1f}",
             f"{result.padding:.0%}",
             str(result.refused),

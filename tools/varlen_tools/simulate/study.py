@@ -21,7 +21,7 @@ MakeArrivals: TypeAlias = Callable[[float], Sequence[Arrival]]
 
 _BISECTIONS = 10
 # Share of the offered requests that a sustained rate serves.
-_LEAST_SERVED = 0.98
+LEAST_SERVED = 0.98
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,13 @@ def most_within(
 
     def sustains(rate: float) -> bool:
         result = measure(config, make_costs, make_arrivals(rate), rate)
-        return result.p99 <= p99 and result.served >= _LEAST_SERVED * rate
+        return result.p99 <= p99 and result.served >= LEAST_SERVED * rate
 
+    return highest(sustains, upper)
+
+
+def highest(sustains: Callable[[float], bool], upper: float) -> float:
+    """Return the highest rate up to `upper` that is sustained; higher ones are not."""
     low, high = 0.0, upper
     if sustains(upper):
         return upper

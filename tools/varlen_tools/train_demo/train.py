@@ -34,7 +34,7 @@ class Training:
 
 # Four layers of 256 learn to repeat the text's phrases in about a minute on two cores.
 DEFAULT = Training(
-    Shape(vocabulary=2048, positions=256, hidden=256, layers=4, heads=4), steps=220, sequences=4
+    Shape(vocabulary=2048, positions=256, hidden=256, layers=4, heads=4), steps=180, sequences=4
 )
 
 

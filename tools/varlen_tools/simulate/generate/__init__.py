@@ -1,0 +1,1 @@
+"""The simulator of generation: the iteration scheduler and KV blocks on a virtual clock."""
