@@ -149,7 +149,7 @@ def with_deadline(arrivals: Sequence[Arrival], seconds: float | None) -> list[Ar
 
 
 def generation_arrivals(count: int, seed: int) -> list[Arrival]:
-    """Return independent arrivals at 1 per second, with the uniform lengths of Orca's evaluation."""
+    """Return arrivals at 1 per second, with the lengths of Orca's evaluation."""
     numbers = random.Random(seed)
     lengths = [
         (numbers.randint(*_PROMPT_TOKENS), numbers.randint(*_ANSWER_TOKENS)) for _ in range(count)
@@ -159,11 +159,11 @@ def generation_arrivals(count: int, seed: int) -> list[Arrival]:
 
 
 def generation_trace(path: Path, count: int, seed: int) -> list[Arrival]:
-    """Return consecutive requests of a trace, at their own times: as many as there are, up to `count`.
+    """Return consecutive requests of a trace, at their own times.
 
     Args:
         path: CSV file with the columns `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`, as the Azure traces have.
-        count: number of requests.
+        count: number of requests, if the trace has them.
         seed: decides where they begin.
 
     Raises:
@@ -192,7 +192,7 @@ def generation_trace(path: Path, count: int, seed: int) -> list[Arrival]:
 
 
 def with_poisson_times(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
-    """Return the arrivals in their order, at the times of a Poisson process of 1 per second."""
+    """Return the arrivals at the times of a Poisson process of 1 per second."""
     numbers, at, moved = random.Random(seed), 0.0, []
     for arrival in arrivals:
         at += numbers.expovariate(1.0)
@@ -201,14 +201,14 @@ def with_poisson_times(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
 
 
 def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
-    """Return the arrivals with their gaps scaled: `rate` per second on average, the first at 0."""
+    """Return the arrivals with gaps scaled to `rate` per second, the first at 0."""
     first, last = arrivals[0].at, arrivals[-1].at
     factor = (len(arrivals) - 1) / (rate * (last - first)) if last > first else 0.0
     return [replace(arrival, at=factor * (arrival.at - first)) for arrival in arrivals]
 
 
 def _seconds(timestamp: str) -> float:
-    """Return a time of a trace in seconds; its fraction may have any number of digits."""
+    """Return a time of a trace in seconds, with any number of digits."""
     found = _TIMESTAMP.match(timestamp)
     if found is None:
         raise ValueError(f'a time is "{timestamp}"')

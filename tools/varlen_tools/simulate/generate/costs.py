@@ -1,4 +1,4 @@
-"""Costs of steps for the simulator: three numbers, given or measured with a model on this machine."""
+"""Costs of steps for the simulator: given, or measured with a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GAP = 1e6
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of a step: a constant part, a part of each token, and a part of each KV token that it reads.
+    """Seconds of a step: constant, per token, and per KV token that it reads.
 
     Attention's arithmetic in long chunks of prompts counts as a part of their tokens.
     """

@@ -1,4 +1,4 @@
-"""One simulated run of generation: the real engine, scheduler and block pool on a virtual clock."""
+"""One simulated run of generation: the real scheduler and blocks on a virtual clock."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def simulate(
     *,
     max_tokens: int | None = None,
 ) -> Run:
-    """Return the run of an engine over arrivals of generation, which are in order of time.
+    """Return the run of an engine over arrivals of generation.
 
     Args:
-        arrivals: each with the length of its answer.
+        arrivals: in order of time, each with the length of its answer.
         config: the settings.
         num_blocks: KV blocks, of `kv_block_tokens` each.
         seconds: returns the run time of a step.

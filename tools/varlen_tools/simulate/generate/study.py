@@ -1,4 +1,4 @@
-"""Policies and step sizes compared on one stream of generation, and the highest rate of each."""
+"""Policies and step sizes compared on one stream, and the highest rate of each."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def compare(
 def most_within(
     setup: Setup, config: EngineConfig, *, ttft: float, token: float, upper: float
 ) -> float:
-    """Return the highest rate up to `upper` whose p99 are within the limits and which is kept up with.
+    """Return the highest rate up to `upper` that is sustained within the limits.
 
     Args:
         setup, config: of the runs.
