@@ -260,7 +260,7 @@ class EngineConfig:
         return _bytes_of(self.arena_bytes, device_memory)
 
     def kv_limit(self, device_memory: int) -> int:
-        """Return the largest memory of keys and values in bytes, given that of the device in bytes."""
+        """Return the largest memory of keys and values, in bytes, given the device's."""
         return _bytes_of(self.kv_bytes, device_memory)
 
     @classmethod

@@ -110,7 +110,7 @@ class Reply(Protocol):
         """Return whether the client has gone away. Not called after `finish` or `fail`."""
 
     def send(self, row: int, output: Output) -> None:
-        """Take the output of one sequence, by its row in the answer; a generated one comes in parts."""
+        """Take the output of a sequence, or its next part, by its row."""
 
     def finish(self) -> None:
         """End the answer: every part has been sent."""

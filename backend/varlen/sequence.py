@@ -111,7 +111,7 @@ class SequenceState:
 
     @property
     def may_run_again(self) -> bool:
-        """Whether more of it has to run than what runs now; if not, its deadline no longer ends it."""
+        """Whether more of it has to run than what runs now."""
         return self.status == "waiting"
 
     @property
@@ -130,7 +130,7 @@ class OutputWriter(Protocol):
     """Turns the tokens of one sequence into its answer, and knows when it ends."""
 
     def write(self, token: SampledToken) -> GeneratedPart:
-        """Return the part of the answer that a token adds; it may hold no text yet."""
+        """Return the part of the answer that a token adds; its text may be empty."""
 
 
 @dataclass(slots=True, eq=False)
@@ -236,7 +236,7 @@ class StepBatch(Batch):
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token that was chosen for a sequence, with its log probabilities if the request asks for them."""
+    """A token that was chosen for a sequence, with log probabilities if wanted."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None

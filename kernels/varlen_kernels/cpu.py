@@ -1,4 +1,4 @@
-"""Every op of `reference` for CPUs that generate: plain torch, and numba or oneDNN where they are faster.
+"""The ops of generation on CPUs: plain torch, numba or oneDNN, whichever is fastest.
 
 Names and signatures are those of `reference`, which specifies each op.
 """

@@ -1,4 +1,4 @@
-"""KV blocks on a CPU: appending to them, and the attention of single tokens, compiled by numba.
+"""KV blocks on a CPU, compiled by numba: append tokens, and attend to them.
 
 A decode step reads every key and value of its sequences once, so it is bound by memory. Blocks are read where they are:
 no key is copied, and no score leaves the cache of its core.

@@ -1,7 +1,7 @@
 """One token of each row of logits on a CPU, compiled by numba.
 
 A row is read a few times and never sorted. The last token that a limit keeps is found digit by digit: each of four
-passes sums up the tokens by one byte of their place in the order of logits, and finds the byte in which the limit falls.
+passes adds up the tokens by one byte of their place in the order of logits, and finds the byte where the limit falls.
 Source: the specification is `sampling_reference`.
 """
 
@@ -22,7 +22,7 @@ _TOP_BIT = np.uint32(1 << 31)
 
 @numba.njit(nogil=True, cache=True)
 def _order(logits, keys):
-    """Write integers in the order of the logits, and return the first place of the largest."""
+    """Write integers in the order of the logits; return the first place of the largest."""
     best = 0
     for i in range(len(logits)):
         bits = logits[i : i + 1].view(np.uint32)[0]
@@ -51,7 +51,7 @@ def _weigh(logits, best, temperature, weights):
 
 @numba.njit(nogil=True, cache=True)
 def _keep_best(keys, weights, sizes, limit, by_number):
-    """Set to 0 the weights past a limit: of tokens, or of the sum of the better ones' weights.
+    """Set the weights past a limit to 0.
 
     Args:
         sizes: [256], overwritten.

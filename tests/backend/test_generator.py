@@ -77,7 +77,7 @@ def expected_tokens(oracle, prompt, count, **options):
 
 @torch.inference_mode()
 def assert_same_tokens(oracle, folder, prompt, actual, expected):
-    """Fail unless two greedy answers are equal, or part at tokens that are equally likely but for rounding."""
+    """Fail unless two greedy answers are equal, or part where rounding decides."""
     if actual == expected:
         return
     same = next(i for i, (a, b) in enumerate(zip(actual, expected, strict=False)) if a != b)

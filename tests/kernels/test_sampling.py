@@ -1,4 +1,4 @@
-"""Sampling in torch, and compiled for CPUs, against a full sort of each row in float64."""
+"""Sampling in torch and compiled for CPUs, against a sort in float64."""
 
 import numpy as np
 import pytest

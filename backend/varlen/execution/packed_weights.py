@@ -1,4 +1,4 @@
-"""Linear layers of a program in oneDNN's own layout, which CPUs multiply few rows by fastest.
+"""Packs the weights of linear layers for oneDNN, the fastest way to multiply few rows.
 
 docs/decisions/0019-cpu-decoding.md has measurements.
 """
@@ -12,7 +12,10 @@ from varlen_kernels.cpu import pack_weight
 
 
 def pack_linear_layers(program: Program) -> Program:
-    """Return the program with packed weights; it holds no reference to those that only linear layers read."""
+    """Return the program with packed weights.
+
+    It holds no reference to weights that only linear layers read.
+    """
     packed: dict[int, Tensor] = {}
     return Program([_pack(op, packed) for op in program.ops], program.outputs)
 

@@ -11,7 +11,7 @@ from varlen.sequence import Chunk
 
 
 class CpuSteps:
-    """Runs a program's steps on the cores that torch may use. Not for two threads at once."""
+    """Runs a program's steps on all cores of torch. Not for two threads at once."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Runs the steps of generation on a CUDA GPU: decode steps replay graphs, steps with prompts run op by op.
+"""Runs the steps of generation on a CUDA GPU.
 
-The ops of a decode step are shorter on the GPU than the Python that launches them. Its shape has one degree of freedom,
-the number of sequences, so a graph for each of a few sizes serves all of them. A step with a chunk of a prompt has
-longer ops and any shape.
+The ops of a decode step are shorter on the GPU than the Python that launches them, so it replays a graph. Its shape has
+one degree of freedom, the number of sequences, and a graph for each of a few sizes serves all of them. A step with a
+chunk of a prompt has longer ops and any shape; it runs op by op.
 """
 
 from collections.abc import Mapping, Sequence
@@ -125,12 +125,12 @@ class CudaSteps:
 
 
 def _graph_sizes(most: int) -> list[int]:
-    """Return the numbers of sequences that have a graph, ascending: powers of two up to 8, then multiples of 8."""
+    """Return the numbers of sequences that have a graph, ascending."""
     return [*(size for size in (1, 2, 4) if size < most), *range(8, most, 8), most]
 
 
 def _padded(arrays: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Return the inputs of a decode step with sequences added that have no context and write nothing."""
+    """Return the inputs of a decode step, filled up with sequences without context."""
     used = len(arrays["context_lens"])
     bounds = torch.arange(count + 1, dtype=torch.int32)
     padded = {

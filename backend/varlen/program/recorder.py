@@ -25,7 +25,7 @@ _Declared = TypeVar("_Declared", Value, State)
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """The heads of an attention layer, which a row of queries, keys and values holds side by side.
+    """The heads of an attention layer, side by side in each row.
 
     Attributes:
         queries: number of query heads; a multiple of `keys`.

@@ -1,4 +1,4 @@
-"""Steps on a GPU, with a stand-in for CUDA graphs that repeats the captured work on a CPU.
+"""Steps on a GPU, with a stand-in for CUDA graphs on a CPU.
 
 Sizes of graphs, padding of inputs, fixed addresses and the order of the inputs are real.
 """
@@ -48,7 +48,7 @@ def graphs():
 
 @pytest.fixture
 def steps(program, graphs):
-    """Return the steps of a CPU and those of a GPU, over caches of equal content."""
+    """Return the steps of a CPU and of a GPU, over equal caches."""
     generator = torch.Generator().manual_seed(0)
     caches = {state.name: torch.randn(state.shape, generator=generator) for state in program.states}
 

@@ -1,4 +1,4 @@
-"""The inputs of a step: slots, positions and tables of every chunk, as a loop over tokens makes them."""
+"""The inputs of a step are those that a loop over tokens makes."""
 
 from itertools import accumulate
 
