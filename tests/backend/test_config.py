@@ -62,6 +62,12 @@ def test_every_setting_can_be_spelt_out():
         "threads": "6",
         "warmup_seconds": "13",
         "cache_folder": "/somewhere",
+        "max_running_sequences": "14",
+        "max_step_tokens": "15",
+        "kv_bytes": "16",
+        "kv_block_tokens": "17",
+        "kv_policy": "optimistic",
+        "prefix_cache": "false",
         "log_level": "debug",
     }
 
@@ -69,7 +75,7 @@ def test_every_setting_can_be_spelt_out():
 
     assert set(parameters) == {field.name for field in fields(EngineConfig)}
     spelt = {key: str(getattr(config, key)) for key in parameters}
-    assert spelt == parameters | {"ignore_request_timeout": "True"}
+    assert spelt == parameters | {"ignore_request_timeout": "True", "prefix_cache": "False"}
 
 
 @pytest.mark.parametrize("text, expected", [("true", True), ("false", False)])

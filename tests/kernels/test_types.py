@@ -1,4 +1,4 @@
-"""Every function of the kernels package is typed, except those that Triton compiles."""
+"""Every function of the kernels package is typed, except those that are compiled."""
 
 import ast
 from collections.abc import Iterator
@@ -18,11 +18,16 @@ def test_functions_outside_kernels_are_typed(path: Path) -> None:
         function.name
         for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef)
-        and not any("triton." in ast.unparse(decorator) for decorator in function.decorator_list)
+        and not any(is_compiler(decorator) for decorator in function.decorator_list)
         and not (function.returns and all(argument.annotation for argument in arguments(function)))
     ]
 
     assert untyped == []
+
+
+def is_compiler(decorator: ast.expr) -> bool:
+    """Return whether a decorator is Triton's or numba's."""
+    return ast.unparse(decorator).startswith(("triton.", "numba."))
 
 
 def arguments(function: ast.FunctionDef) -> Iterator[ast.arg]:
