@@ -225,7 +225,12 @@ class Engine:
             self._open[arrived] = None
             if math.isfinite(arrived.deadline):
                 self._by_deadline.add(arrived)
-            self._scheduler.add(arrived, arrived.arrival)
+            try:
+                self._scheduler.add(arrived, arrived.arrival)
+            except BaseException:
+                # also a panic of a library, which is no Exception
+                _log.exception("a request could not be queued; it fails")
+                self._fail(arrived, EngineError(_ENGINE_FAILED))
 
     def _next_batch(self) -> Batch | None:
         """Return the next batch without cancelled requests; None if it is too early."""

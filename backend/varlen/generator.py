@@ -112,8 +112,15 @@ class Generator:
         checked = GenerationOptions.from_parameters(options)
         if isinstance(prompts, str):
             raise RequestError("prompts is one string; send a list of them")
-        running = [self.submit(prompt, checked) for prompt in prompts]
-        return [answer for future in running for answer in future.result()]
+        running: list[Future[list[Generation]]] = []
+        try:
+            for prompt in prompts:
+                running.append(self.submit(prompt, checked))  # noqa: PERF401  # kept if one is refused
+            return [answer for future in running for answer in future.result()]
+        finally:
+            # after an error the others would run on
+            for future in running:
+                future.cancel()
 
     def stream(self, prompt: str | TokenIds, **options: object) -> Iterator[GeneratedPart]:
         """Return an iterator of the parts of one answer; closing it stops the generation.

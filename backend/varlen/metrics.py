@@ -113,7 +113,9 @@ class SnapshotMetric(Metric):
     KV_BLOCKS_PROMISED = "varlen_kv_blocks_promised", "GAUGE", "KV blocks promised to sequences, those in use included"
     KV_BLOCKS_CAPACITY = "varlen_kv_blocks_capacity", "GAUGE", "KV blocks that the model has memory for"
     PREFILL_TOKENS = "varlen_prefill_tokens_total", "COUNTER", "Prompt tokens that ran, those computed again included"
-    DECODE_TOKENS = "varlen_decode_tokens_total", "COUNTER", "Generated tokens"
+    DECODE_TOKENS = (
+        "varlen_decode_tokens_total", "COUNTER", "Generated tokens that ran; the last token of an answer does not run"
+    )
     PREEMPTIONS = "varlen_preemptions_total", "COUNTER", "Sequences that gave back their KV blocks to be computed again"
     PREFIX_CACHE_HIT_TOKENS = (
         "varlen_prefix_cache_hit_tokens_total", "COUNTER", "Prompt tokens whose KV blocks another sequence had computed"

@@ -236,10 +236,17 @@ class StepBatch(Batch):
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token that was chosen for a sequence, with log probabilities if wanted."""
+    """A token that was chosen for a sequence.
+
+    Attributes:
+        token_id: the token.
+        logprobs: log probabilities, if the request asks for them.
+        error: why no token could be chosen; ends the request.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: VarlenError | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,27 @@ A sequence's tokens depend on its own logits, options and seed, never on what el
 of its earlier tokens is kept with it and grows token by token.
 """
 
+import logging
 import math
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from varlen.decoding.random_numbers import random_key, uniform_numbers
-from varlen.decoding.structured import Grammars, Matcher
+from varlen.decoding.structured import BoolArray, Grammars, Matcher
 from varlen.decoding.token_counts import TokenCounts
+from varlen.errors import EngineError, VarlenError
 from varlen.request import TokenLogprobs
 from varlen.sequence import GeneratedSequence, SampledToken
 from varlen_kernels.dispatch import decoder_kernels_for
+
+_log = logging.getLogger(__name__)
+
+_CHOICE_FAILED = "no token could be chosen for this request; the server's log says why"
 
 
 class Sampler:
@@ -55,7 +62,8 @@ class Sampler:
             return [SampledToken(token_id) for token_id in logits.argmax(1).tolist()]
 
         for state, sequence in zip(states, sequences, strict=True):
-            state.read(sequence)
+            with state.guard():
+                state.read(sequence)
         reported = [row for row, state in enumerate(states) if state.num_logprobs is not None]
         raw = torch.log_softmax(logits[reported], dim=1) if reported else None
         _penalize(logits, states)
@@ -67,6 +75,9 @@ class Sampler:
             chosen = [token_ids[row] for row in reported]
             for row, logprobs in zip(reported, _logprobs(raw, chosen, wanted), strict=True):
                 tokens[row] = SampledToken(token_ids[row], logprobs)
+        for row, state in enumerate(states):
+            if state.error is not None:
+                tokens[row] = SampledToken(token_ids[row], error=state.error)
         return tokens
 
     def _state(self, sequence: GeneratedSequence) -> "_SamplerState":
@@ -112,12 +123,14 @@ class _SamplerState:
         end_ids: tokens that end its answer.
         counts: its tokens, if it has penalties.
         matcher: its place in its grammar, if it has one.
+        error: why no token can be chosen; it ends this sequence and no other.
     """
 
     __slots__ = (
         "_num_read",
         "counts",
         "end_ids",
+        "error",
         "key",
         "limits",
         "matcher",
@@ -146,8 +159,10 @@ class _SamplerState:
             prompt_ids = [] if repetition == 1 else sequence.token_ids[: sequence.num_tokens]
             self.counts = TokenCounts(prompt_ids)
         self.matcher: Matcher | None = None
+        self.error: VarlenError | None = None
         if options.grammar is not None:
-            self.matcher = grammars.matcher(options.grammar)
+            with self.guard():
+                self.matcher = grammars.matcher(options.grammar)
         self._num_read = sequence.num_tokens
         is_plain = (
             self.temperature == 0
@@ -156,6 +171,25 @@ class _SamplerState:
             and self.num_logprobs is None
         )
         self.plain_from = self.min_tokens if is_plain else math.inf
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Return a context that turns an exception into the error of this sequence."""
+        try:
+            yield
+        except BaseException:
+            # also a panic of a library, which is no Exception
+            _log.exception("choosing a token failed; its request fails")
+            self.error = EngineError(_CHOICE_FAILED)
+            self.matcher = None
+
+    def allowed_tokens(self) -> BoolArray | None:
+        """Return which tokens its grammar allows next, `[vocabulary]`; None without one, or once it failed."""
+        if self.matcher is None or self.matcher.has_failed:
+            return None
+        allowed = self.matcher.allowed_tokens()
+        # the mask of a failure allows only the end
+        return None if self.matcher.has_failed else allowed
 
     def read(self, sequence: GeneratedSequence) -> None:
         """Read the tokens that have been generated since the last call."""
@@ -208,8 +242,10 @@ def _mask(logits: Tensor, states: Sequence[_SamplerState], lengths: Sequence[int
     for row, (state, length) in enumerate(zip(states, lengths, strict=True)):
         ends = state.end_ids
         is_early = length < state.min_tokens
-        if state.matcher is not None and not state.matcher.has_failed:
-            allowed = state.matcher.allowed_tokens()
+        allowed = None
+        with state.guard():
+            allowed = state.allowed_tokens()
+        if allowed is not None:
             # where the grammar is at its end, nothing else can come
             if is_early and allowed.sum() > allowed[ends].sum():
                 allowed[ends] = False

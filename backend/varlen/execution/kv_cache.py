@@ -14,7 +14,8 @@ from varlen.program.program import State
 from varlen.program.recorder import AttentionHeads
 
 # Tokens of a block unless the settings say otherwise; docs/decisions/0019-cpu-decoding.md has measurements.
-_BLOCK_TOKENS = {"cpu": 64, "cuda": 16}
+_GPU_BLOCK_TOKENS = 16
+_BLOCK_TOKENS = {"cpu": 64, "cuda": _GPU_BLOCK_TOKENS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,15 @@ def kv_size(
         max_sequence_tokens: longest sequence.
 
     Raises:
-        ConfigError: `kv_bytes` allows no block.
+        ConfigError: `kv_bytes` allows no block, or the GPU cannot read blocks of this size.
     """
     # on a CPU, fp32 is what the attention kernel reads
     dtype = torch.float32 if device.type == "cpu" else dtype
     block_size = config.kv_block_tokens or _BLOCK_TOKENS[device.type]
+    if device.type == "cuda" and block_size % _GPU_BLOCK_TOKENS:
+        raise ConfigError(
+            f"kv_block_tokens is {block_size}; allowed on a GPU: multiples of {_GPU_BLOCK_TOKENS}"
+        )
     block_bytes = 2 * num_layers * heads.keys * heads.dim * block_size * dtype.itemsize
     allowed = config.kv_limit(memory_of(device))
     if allowed < block_bytes:

@@ -1,6 +1,7 @@
 """Runs the steps of generation on a CPU, all cores on one step."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -29,6 +30,10 @@ class CpuSteps:
         self._block_size = block_size
         # allocated once: pages that are mapped anew for each step cost more than the copy into them
         (self._logits,) = program.new_outputs(arena.largest, arena.device)
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Return a context that does nothing."""
+        return nullcontext()
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one."""

@@ -6,6 +6,7 @@ chunk of a prompt has longer ops and any shape; it runs op by op.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -75,17 +76,26 @@ class CudaSteps:
         with torch.inference_mode():
             self._captured = [self._capture(count) for count in _graph_sizes(rows)]
 
+    def stream(self) -> AbstractContextManager[object]:
+        """Return the context that makes the stream, and its device, current."""
+        return self._graphs.stream()
+
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one."""
+        """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one.
+
+        Called in the context of `stream`. The caller reads the logits back, which waits for the device; a step without
+        logits waits here, so the next one may overwrite the inputs on the host.
+        """
         arrays, dims = step_inputs(chunks, self._block_size), step_dims(chunks)
-        if not all(len(chunk.token_ids) == len(chunk.samples) == 1 for chunk in chunks):
-            with self._graphs.stream():
-                return self._run(self._copy(arrays, dims, dims), dims)
-        captured = next(each for each in self._captured if each.dims["sequences"] >= len(chunks))
-        with self._graphs.stream():
+        if all(len(chunk.token_ids) == len(chunk.samples) == 1 for chunk in chunks):
+            captured = next(c for c in self._captured if c.dims["sequences"] >= len(chunks))
             self._copy(_padded(arrays, captured.dims["sequences"]), captured.dims, dims)
             captured.replay()
-        return self._logits[: len(chunks)]
+            return self._logits[: len(chunks)]
+        logits = self._run(self._copy(arrays, dims, dims), dims)
+        if not dims["logit_rows"] and self._arena.device.type == "cuda":
+            torch.cuda.current_stream(self._arena.device).synchronize()
+        return logits
 
     def close(self) -> None:
         """Release the graphs."""

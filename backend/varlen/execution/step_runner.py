@@ -1,6 +1,7 @@
 """A loaded decoder: steps in, one token per sequence that samples out."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeAlias, cast
 
 import numpy as np
@@ -43,6 +44,9 @@ Sample: TypeAlias = Callable[[Tensor, Sequence[GeneratedSequence]], list[Sampled
 
 class DeviceSteps(Protocol):
     """Runs a program's steps on one device."""
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Return the context in which everything on the device is done."""
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one."""
@@ -123,7 +127,7 @@ class StepRunner:
             MemoryError: too little memory for what the step needs beside the arena.
         """
         step = cast(StepBatch, batch)
-        with memory_errors(), torch.inference_mode():
+        with memory_errors(), torch.inference_mode(), self._steps.stream():
             self._copy_blocks(step.copies)
             logits = self._steps.logits(step.chunks)
             return self._sample(logits, [each for chunk in step.chunks for each in chunk.samples])
@@ -131,21 +135,24 @@ class StepRunner:
     def warm_up(self) -> None:
         """Run a prompt and a token, so that the first request runs at normal speed."""
         prompt = Prompt(np.zeros(2, dtype=np.int32))
-        # greedy, and never answered
-        request = Request((prompt,), RequestOptions(generation=GenerationOptions(temperature=0.0)))
-        (sequence,) = RequestState(request, cast(Reply, None), 0.0).sequences
-        assert isinstance(sequence, GeneratedSequence)
-        for start, tokens in ((0, (0, 0)), (2, (0,))):
-            chunk = Chunk(sequence, start, tokens, (0,), (sequence,))
-            shape = BatchShape.of([len(tokens)])
-            self.run_batch(StepBatch((sequence,), shape, 0.0, "warm-up", (chunk,)))
+        for options in (GenerationOptions(temperature=0.0), GenerationOptions(top_k=2, top_p=0.5)):
+            request = Request((prompt,), RequestOptions(generation=options))
+            # never answered
+            (sequence,) = RequestState(request, cast(Reply, None), 0.0).sequences
+            assert isinstance(sequence, GeneratedSequence)
+            # both in one block, even if it holds one token
+            lengths = {1, min(2, self.kv.block_size, self.arena.max_tokens)}
+            for length in sorted(lengths, reverse=True):
+                chunk = Chunk(sequence, 0, (0,) * length, (0,), (sequence,))
+                shape = BatchShape.of([length])
+                self.run_batch(StepBatch((sequence,), shape, 0.0, "warm-up", (chunk,)))
 
     def padding_tokens(self, shape: BatchShape) -> int:  # noqa: ARG002  # of every runner
         """Return 0: a step has no padding."""
         return 0
 
     def check(self) -> None:
-        """Run the first layers of nothing; raise what the device raises."""
+        """Run one op on the device; raise whatever it raises."""
         torch.zeros(1, device=self.device).add_(1).item()
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ from varlen.sequence import (
 
 _log = logging.getLogger(__name__)
 
+_TEXT_FAILED = "the text of the answer could not be made; the server's log says why"
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
 # After a step that ran out of memory, steps grow again by this part of the largest step each.
@@ -196,13 +197,14 @@ class IterationScheduler:
         sequences = cast(tuple[GeneratedSequence, ...], request.sequences)
         priority, number = request.request.options.priority, next(self._numbers)
         samples = sequences[0].generation.n
-        for sequence in sequences:
-            sequence.writer = self._new_writer(sequence)
         for row in range(0, len(sequences), samples):
             group = _Group((-priority, number, row), sequences[row : row + samples])
             self._group_of.update(dict.fromkeys(group.sequences, group))
             self._new[request] += 1
             self._wait(group)
+        # last: a request that is queued can be removed if this fails
+        for sequence in sequences:
+            sequence.writer = self._new_writer(sequence)
 
     def wake_at(self, now: float) -> float | None:
         """Return `now` if a step can run; None if nothing waits, or a step runs."""
@@ -228,8 +230,9 @@ class IterationScheduler:
             chunks.append(_chunk(group, tokens, blocks))
         # one token first: the others attend in a way of their own
         order = sorted(range(len(chunks)), key=lambda i: len(chunks[i].token_ids) > 1)
+        step = self._start([chunks[i] for i in order], copies, now)
         self._in_flight = tuple(groups[i] for i in order)
-        return self._start([chunks[i] for i in order], copies, now)
+        return step
 
     def trim(self, batch: Batch, now: float) -> StepBatch | None:
         """Return a scheduled step without its finished sequences; None if all are finished."""
@@ -394,6 +397,9 @@ class IterationScheduler:
         """Start waiting groups in order, up to the first that does not fit."""
         while self._waiting:
             group = self._waiting[0]
+            if len(self._running) >= self._step_tokens:
+                # a group before the others would push one out of the step whose copy is in it
+                return
             if self._num_running + len(group.sequences) > self._max_running:
                 return
             if not self._promise(group):
@@ -576,10 +582,17 @@ def _chunk(group: _Group, tokens: int, num_blocks: int) -> Chunk:
     )
 
 
-def _append(sequence: GeneratedSequence, token: SampledToken) -> SequenceOutput:
+def _append(sequence: GeneratedSequence, token: SampledToken) -> Event:
     """Append a token to a sequence; return what it adds to the answer."""
     sequence.token_ids.append(token.token_id)
-    part = sequence.writer.write(token)
+    if token.error is not None:
+        return SequenceFailure(sequence, token.error)
+    try:
+        part = sequence.writer.write(token)
+    except BaseException:
+        # a panic of the tokenizers library is no Exception
+        _log.exception("the text of an answer could not be made; its request fails")
+        return SequenceFailure(sequence, EngineError(_TEXT_FAILED))
     if part.finish_reason is not None:
         sequence.finish()
     return SequenceOutput(sequence, part)

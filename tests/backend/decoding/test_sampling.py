@@ -313,3 +313,19 @@ def test_a_row_without_any_choice_still_gives_a_token(sampler):
     [token] = sampler.sample(random_logits(1), [sequence])
 
     assert 0 <= token.token_id < VOCABULARY
+
+
+class BrokenGrammars:
+    """Grammars whose matcher panics: no Exception, since the library is in another language."""
+
+    def matcher(self, grammar):
+        raise SystemError(grammar)
+
+
+def test_a_grammar_that_fails_ends_its_own_sequence_and_no_other():
+    sampler = Sampler(VOCABULARY, [EOS], BrokenGrammars(), torch.device("cpu"))
+    sequences = [sequence_of(0), sequence_of(1, grammar='{"regex": "a"}'), sequence_of(2)]
+
+    tokens = sampler.sample(random_logits(3), sequences)
+
+    assert [token.error is None for token in tokens] == [True, False, True]

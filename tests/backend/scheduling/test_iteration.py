@@ -505,6 +505,37 @@ def test_a_step_that_fails_ends_its_requests_and_no_others():
     bench.check_idle()
 
 
+class Panic(BaseException):
+    """What a library in another language raises; no Exception."""
+
+
+class BrokenWriter:
+    def write(self, token):
+        raise Panic
+
+
+def raise_panic(sequence):
+    raise Panic
+
+
+@pytest.mark.parametrize(
+    "new_writer", [raise_panic, lambda _: BrokenWriter()], ids=["new", "write"]
+)
+def test_a_writer_that_fails_ends_its_own_request_and_no_other(new_writer, monkeypatch):
+    bench = Bench()
+    good = bench.submit(prompt_of(3), max_tokens=6)
+    bench.step()
+    monkeypatch.setattr(bench.scheduler, "_new_writer", new_writer)
+    bad = bench.submit(prompt_of(9), max_tokens=6)
+
+    bench.run_all()
+
+    assert tokens_of(good) == {0: answer(prompt_of(3), 6)}
+    assert isinstance(bad.end, EngineError)
+    assert bench.pool.counts().used == bench.pool.counts().promised == 0
+    assert bench.admission.depth == (0, 0)
+
+
 @_both_policies
 @pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
 @pytest.mark.parametrize("seed", range(3))
