@@ -16,8 +16,8 @@ from varlen_kernels.threads_cpu import run_parts
 
 # Below every score; not infinite, because the compiled code assumes finite numbers.
 _LOWEST = np.float32(-1e30)
-# Key features below which a second thread costs more than it saves: a tenth of a millisecond of work.
-_LEAST_SHARED_WORK = 1 << 19
+# Key features below which a second thread costs more than it saves: half a millisecond of work.
+_LEAST_SHARED_WORK = 1 << 21
 
 
 @numba.njit(fastmath=True, nogil=True, cache=True)
