@@ -397,9 +397,6 @@ class IterationScheduler:
         """Start waiting groups in order, up to the first that does not fit."""
         while self._waiting:
             group = self._waiting[0]
-            if len(self._running) >= self._step_tokens:
-                # a group before the others would push one out of the step whose copy is in it
-                return
             if self._num_running + len(group.sequences) > self._max_running:
                 return
             if not self._promise(group):
@@ -523,9 +520,11 @@ class IterationScheduler:
         self._step_tokens = max(1, step.shape.tokens // 2)
         _log.warning("too little memory for a step of %d tokens", step.shape.tokens)
         copied = {destination for _, destination in step.copies}
-        for group in groups:
-            # its copy may not have been made
-            if not group.is_finished and copied & set(group.first.block_ids):
+        # their copies may not have been made
+        broken = [group.order for group in groups if copied & set(group.first.block_ids)]
+        if broken:
+            # those after the first of them wait too, so that none overtakes it
+            for group in [each for each in self._running if each.order >= min(broken)]:
                 self._preempt(group)
 
     def _preempt(self, group: _Group) -> None:
