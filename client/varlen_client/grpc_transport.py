@@ -106,13 +106,23 @@ class GrpcTransport:
 
         with self._errors():
             call = self._client.stream_infer(requests(), headers=_STREAM_HEADERS)
+            failure: Exception | None = None
+            has_ended = False
             try:
                 async for result, error in call:
-                    if error is not None:
-                        raise error
-                    yield _response(result)
+                    if error is None:
+                        yield _response(result)
+                    # the server ends the stream after an error; older ones may crash if it is cancelled meanwhile
+                    failure = failure or error
+                has_ended = True
+            except InferenceServerException:
+                has_ended = True
+                raise
             finally:
-                call.cancel()
+                if not has_ended:
+                    call.cancel()
+            if failure is not None:
+                raise failure
 
     async def close(self) -> None:
         await self._client.close()
