@@ -131,7 +131,7 @@ class TritonPythonModel:
             task, checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
         )
         self._exporter = start_exporter(args, self._stats, self._service.snapshot)
-        self._outbox = Outbox(self._stats)
+        self._outbox = Outbox(self._stats, names_codes=task == "generate")
         self._trimmer = MemoryTrimmer()
         self._watchdog = start_watchdog()
 

@@ -75,10 +75,18 @@ class ServerReply:
     than one response under way.
     """
 
-    def __init__(self, sender: pb_utils.ResponseSender, outbox: Outbox, stats: Stats) -> None:
+    def __init__(
+        self,
+        sender: pb_utils.ResponseSender,
+        outbox: Outbox,
+        stats: Stats,
+        *,
+        names_codes: bool = False,
+    ) -> None:
         self._sender = sender
         self._outbox = outbox
         self._stats = stats
+        self._names_codes = names_codes
         self._arrival = time.monotonic()
         self._answer: Answer | None = None
         self._times: dict[int, _TokenTimes] = {}
@@ -132,7 +140,7 @@ class ServerReply:
                 error = EngineError("the response could not be sent; the server's log says why")
             # ends the generation
             self._cancelled = True
-            self._send_final(*_error_response(error))
+            self._send_error(error)
         with self._lock:
             if self._answered:
                 self._outputs.clear()
@@ -170,7 +178,7 @@ class ServerReply:
             outputs = self._outputs[:ready]
             del self._outputs[:ready]
         if isinstance(end, Exception):
-            self._send_final(*_error_response(end))
+            self._send_error(end)
         elif end:
             self._send_final(self._response(outputs), "ok")
         else:
@@ -185,6 +193,14 @@ class ServerReply:
         return pb_utils.InferenceResponse(
             [pb_utils.Tensor(name, array) for name, array in tensors.items()]
         )
+
+    def _send_error(self, error: Exception) -> None:
+        outcome, code = next(row[1:] for row in _OUTCOMES if isinstance(error, row[0]))
+        message = f"{code}: {error}" if self._names_codes else str(error)
+        # a message may repeat half a surrogate pair out of a client's JSON, which has no UTF-8
+        message = message.encode(errors="replace").decode()
+        server_error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+        self._send_final(pb_utils.InferenceResponse(error=server_error), outcome)
 
     def _send_final(self, response: pb_utils.InferenceResponse, outcome: Outcome) -> None:
         """Send the final response unless one was sent. Blocks for a round trip."""
@@ -227,10 +243,15 @@ class _TokenTimes:
 
 
 class Outbox:
-    """Threads that build and send responses: neither the engine nor `execute` waits for the server."""
+    """Threads that build and send responses: neither the engine nor `execute` waits for the server.
 
-    def __init__(self, stats: Stats) -> None:
+    With `names_codes`, the messages of errors begin with their code, for example "INVALID_ARG: ". A gRPC stream carries
+    nothing else of an error.
+    """
+
+    def __init__(self, stats: Stats, *, names_codes: bool = False) -> None:
         self._stats = stats
+        self._names_codes = names_codes
         self._queue: SimpleQueue[ServerReply | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._loop, name=f"varlen-sender-{i}", daemon=True)
@@ -241,7 +262,8 @@ class Outbox:
 
     def reply_to(self, request: pb_utils.InferenceRequest) -> ServerReply:
         """Return the reply to a request, which must be answered."""
-        return ServerReply(request.get_response_sender(), self, self._stats)
+        sender = request.get_response_sender()
+        return ServerReply(sender, self, self._stats, names_codes=self._names_codes)
 
     def put(self, reply: ServerReply) -> None:
         """Enqueue a reply that has something to send."""
@@ -272,14 +294,6 @@ def check_shared_memory(size: int) -> None:
     stat = os.statvfs(_SHARED_MEMORY)
     if stat.f_bavail * stat.f_frsize < 2 * size:
         raise EngineError(f"the server has too little shared memory for an answer of {size} bytes")
-
-
-def _error_response(error: Exception) -> tuple[pb_utils.InferenceResponse, Outcome]:
-    outcome, code = next(row[1:] for row in _OUTCOMES if isinstance(error, row[0]))
-    # a message may repeat half a surrogate pair out of a client's JSON, which has no UTF-8
-    message = str(error).encode(errors="replace").decode()
-    server_error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
-    return pb_utils.InferenceResponse(error=server_error), outcome
 
 
 def _num_bytes(array: npt.NDArray[Any]) -> int:

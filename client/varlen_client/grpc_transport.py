@@ -19,12 +19,11 @@ from varlen_client.errors import (
     ModelNotFound,
     RequestCancelled,
     RequestTimeout,
-    ServerError,
     ServerUnavailable,
     VarlenClientError,
 )
 from varlen_client.generation import GenerateRequest, Response
-from varlen_client.transport import ServerIdentity, refine_error, server_message
+from varlen_client.transport import ServerIdentity, server_error
 from varlen_client.wire import InferRequest, ModelState, Tensor
 
 _CHANNEL_OPTIONS = [
@@ -36,9 +35,6 @@ _CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-
-# An error ends the stream with its status; without this, only its message comes.
-_STREAM_HEADERS = {"triton_grpc_error": "true"}
 
 _ERRORS: dict[str, type[VarlenClientError]] = {
     "StatusCode.INVALID_ARGUMENT": InvalidRequest,
@@ -105,22 +101,17 @@ class GrpcTransport:
             yield {"model_name": model, "inputs": inputs}
 
         with self._errors():
-            call = self._client.stream_infer(requests(), headers=_STREAM_HEADERS)
-            failure: Exception | None = None
-            has_ended = False
+            call = self._client.stream_infer(requests())
+            failure: InferenceServerException | None = None
             try:
                 async for result, error in call:
                     if error is None:
                         yield _response(result)
-                    # the server ends the stream after an error; older ones may crash if it is cancelled meanwhile
+                    # the server ends the stream after an error
                     failure = failure or error
-                has_ended = True
-            except InferenceServerException:
-                has_ended = True
-                raise
             finally:
-                if not has_ended:
-                    call.cancel()
+                # without effect once the stream has ended
+                call.cancel()
             if failure is not None:
                 raise failure
 
@@ -138,11 +129,10 @@ class GrpcTransport:
             raise self._error(error.details(), str(error.code())) from None
 
     def _error(self, text: str | None, status: str | None) -> VarlenClientError:
-        message = server_message(text, status)
-        error_type = refine_error(_ERRORS.get(status or "", ServerError), message)
-        if error_type is ServerUnavailable and _is_connection_failure(message):
-            message = f"no connection to grpc server {self._target}: {message}"
-        return error_type(message)
+        error = server_error(text, status, _ERRORS)
+        if isinstance(error, ServerUnavailable) and _is_connection_failure(str(error)):
+            return ServerUnavailable(f"no connection to grpc server {self._target}: {error}")
+        return error
 
 
 def _infer_input(tensor: Tensor) -> triton_grpc.InferInput:

@@ -27,7 +27,7 @@ from varlen_client.errors import (
     VarlenClientError,
 )
 from varlen_client.generation import GenerateRequest, Response
-from varlen_client.transport import ServerIdentity, refine_error, server_message
+from varlen_client.transport import ServerIdentity, server_error
 from varlen_client.wire import InferRequest, ModelState
 
 # The beginning of a line of an event stream, and the longest line; aiohttp takes twice its buffer.
@@ -139,8 +139,7 @@ class HttpTransport:
         try:
             yield
         except InferenceServerException as error:
-            message = server_message(error.message(), error.status())
-            raise _error_type(error.status() or "", message)(message) from None
+            raise _error(error.message(), error.status()) from None
         except aiohttp.ClientSSLError as error:
             raise ServerError(f"TLS with http server {self._target} failed: {error}") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
@@ -155,11 +154,12 @@ class HttpTransport:
             ) from error
 
 
-def _error_type(status: str, message: str) -> type[VarlenClientError]:
+def _error(text: str | None, status: str | None) -> VarlenClientError:
+    error = server_error(text, status, _ERRORS)
     # Some versions of the server report an unknown model with status 400.
-    if status == "400" and message.startswith("Request for unknown model"):
-        return ModelNotFound
-    return refine_error(_ERRORS.get(status, ServerError), message)
+    if status == "400" and str(error).startswith("Request for unknown model"):
+        return ModelNotFound(str(error))
+    return error
 
 
 def _status_error(status: int, body: bytes) -> VarlenClientError:
@@ -168,8 +168,7 @@ def _status_error(status: int, body: bytes) -> VarlenClientError:
     except (ValueError, LookupError, TypeError):
         # a proxy's page
         text = ""
-    message = server_message(text, str(status))
-    return _error_type(str(status), message)(message)
+    return _error(text, str(status))
 
 
 def _response(content: Mapping[str, Any]) -> Response:
@@ -181,6 +180,5 @@ def _response(content: Mapping[str, Any]) -> Response:
         VarlenClientError: the object is an error, which in the middle of a stream has no status.
     """
     if "error" in content:
-        message = server_message(str(content["error"]), None)
-        raise refine_error(ServerError, message)(message)
+        raise _error(str(content["error"]), None)
     return {name: value if isinstance(value, list) else [value] for name, value in content.items()}

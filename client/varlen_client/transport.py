@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from varlen_client.errors import (
     DeadlineMissed,
+    InvalidRequest,
+    RequestCancelled,
     ServerError,
     ServerUnavailable,
     VarlenClientError,
@@ -68,19 +70,27 @@ class Transport(Protocol):
         ...
 
 
-def server_message(message: str | None, status: str | None) -> str:
-    """Return the server's error message without its request id."""
-    if not message:
-        return f"the server failed without a message ({status})"
-    return re.sub(r"^\[request id: [^\]]*\] ", "", message)
+# The errors of a stream have no status, so the backend writes it before the message.
+_STREAM_ERRORS: dict[str, type[VarlenClientError]] = {
+    "INVALID_ARG": InvalidRequest,
+    "UNAVAILABLE": ServerUnavailable,
+    "CANCELLED": RequestCancelled,
+    "INTERNAL": ServerError,
+}
 
 
-def refine_error(error_type: type[VarlenClientError], message: str) -> type[VarlenClientError]:
-    """Return DeadlineMissed for the message of a missed deadline, else `error_type`.
-
-    The server reports a missed deadline and a full queue with the same status, and errors in the middle of an HTTP
-    stream without one.
-    """
-    if error_type in (ServerUnavailable, ServerError) and message.startswith("deadline missed: "):
-        return DeadlineMissed
-    return error_type
+def server_error(
+    text: str | None, status: str | None, errors: Mapping[str, type[VarlenClientError]]
+) -> VarlenClientError:
+    """Return the error for a message and status of the server; `errors` has the transport's statuses."""
+    if not text:
+        return ServerError(f"the server failed without a message ({status})")
+    message = re.sub(r"^\[request id: [^\]]*\] ", "", text)
+    error_type = errors.get(status or "", ServerError)
+    code, colon, rest = message.partition(": ")
+    if colon and code in _STREAM_ERRORS:
+        error_type, message = _STREAM_ERRORS[code], rest
+    # a missed deadline has the same status as a full queue
+    if error_type is ServerUnavailable and message.startswith("deadline missed: "):
+        error_type = DeadlineMissed
+    return error_type(message)

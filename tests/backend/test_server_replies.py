@@ -265,6 +265,19 @@ def test_an_error_that_repeats_half_a_surrogate_pair_is_sent(start, pb_utils):
     assert failure(request) == (pb_utils.TritonError.INVALID_ARG, 'unknown parameter "?"')
 
 
+def test_an_error_names_its_code_in_a_stream(replies, stats, pb_utils):
+    outbox = replies.Outbox(stats, names_codes=True)
+    request = pb_utils.InferenceRequest(decoupled=True)
+    request.answered = Event()
+    request.done = request.answered.set
+
+    outbox.reply_to(request).fail(DeadlineError("too late"))
+
+    expected = "UNAVAILABLE: deadline missed: too late"
+    assert failure(request) == (pb_utils.TritonError.UNAVAILABLE, expected)
+    outbox.close()
+
+
 def test_a_part_without_shared_memory_is_an_error(start, replies, pb_utils, monkeypatch):
     monkeypatch.setattr(replies, "_LARGE_BYTES", 100)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))

@@ -52,6 +52,12 @@ class Fault(Exception):  # noqa: N818 - injected, not a failure of the test
         super().__init__(message)
         self.kind = kind
 
+    @property
+    def stream_message(self) -> str:
+        """The message with its code, as the backend sends it in a stream."""
+        code = {"invalid": "INVALID_ARG"}.get(self.kind, self.kind.upper())
+        return f"{code}: {self}"
+
 
 @dataclass
 class ReceivedRequest:
@@ -233,16 +239,13 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelStreamInfer(self, request_iterator, context):  # noqa: N802
         done = threading.Event()
         context.add_callback(lambda: done.is_set() or self.model.cancelled.set())
-        with_status = ("triton_grpc_error", "true") in context.invocation_metadata()
         for request in request_iterator:
             try:
                 for outputs in self.model.generate(request.model_name, received_of(request)):
                     yield service_pb2.ModelStreamInferResponse(infer_response=grpc_outputs(outputs))
             except Fault as fault:
                 done.set()
-                if with_status:
-                    context.abort(STATUS[fault.kind][0], str(fault))
-                yield service_pb2.ModelStreamInferResponse(error_message=str(fault))
+                yield service_pb2.ModelStreamInferResponse(error_message=fault.stream_message)
         done.set()
 
     def ModelInfer(self, request, context):  # noqa: N802
@@ -387,7 +390,7 @@ def generate_handler(
                 except Fault as fault:
                     if stream is None:
                         return http_fault(request, fault, event=streams)
-                    content = {"error": str(fault)}
+                    content = {"error": fault.stream_message}
                 if not streams:
                     return web.json_response(content)
                 if stream is None:
@@ -410,7 +413,8 @@ def http_fault(request: web.Request, fault: Fault, *, event: bool = False) -> we
         assert request.transport is not None
         request.transport.close()
         return web.Response()
-    content, status = json.dumps({"error": str(fault)}), STATUS[fault.kind][1]
+    message = fault.stream_message if "generate" in request.path else str(fault)
+    content, status = json.dumps({"error": message}), STATUS[fault.kind][1]
     if event:
         return web.Response(text=f"data: {content}\n\n", status=status)
     return web.json_response(text=content, status=status)
