@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 import tritonclient.http as httpclient
 
-from varlen_tools.local_server import LocalServer, ServerError, find_command, free_ports
+from varlen_tools.local_server import (
+    LOOPBACK,
+    LocalServer,
+    ServerError,
+    find_command,
+    reserved_port,
+)
 
 pytestmark = pytest.mark.server
 
@@ -105,8 +111,14 @@ def test_a_busy_default_port_is_refused_before_the_server_starts(repository):
     assert run.stderr == f"tritonserver: port {port} is in use; pass --http-port with a free one\n"
 
 
-def test_free_ports_are_different_ones():
-    assert len(set(free_ports(20))) == 20
+def test_a_reserved_port_is_free_for_those_that_share_it_alone():
+    with reserved_port() as port, socket.socket() as other, socket.socket() as server:
+        with pytest.raises(OSError, match="in use"):
+            other.bind((LOOPBACK, port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind((LOOPBACK, port))
+        server.listen()
+        socket.create_connection((LOOPBACK, port)).close()
 
 
 def echo(server: LocalServer, sent: np.ndarray) -> np.ndarray:

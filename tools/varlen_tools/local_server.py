@@ -13,11 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
-# Ports are free when chosen, but another process may take one before the server does.
+# The metrics port cannot be reserved: another process may take it before the server does.
 START_ATTEMPTS = 3
 
 
@@ -64,6 +64,7 @@ class LocalServer:
         self._folder = tempfile.TemporaryDirectory(prefix="varlen-server-")
         self.log_file = Path(self._folder.name, "server.log")
         self._process: subprocess.Popen[bytes] | None = None
+        self._reserved = contextlib.ExitStack()
         self.http_port, self.grpc_port, self.metrics_port = 0, 0, 0
 
     @property
@@ -107,21 +108,29 @@ class LocalServer:
                     return self
             raise ServerError(f"no free ports in {START_ATTEMPTS} attempts\n{self.log_tail()}")
         except BaseException:
+            self._reserved.close()
             self._folder.cleanup()
             raise
 
     def __exit__(self, *error: object) -> None:
         self.stop()
+        self._reserved.close()
         self._folder.cleanup()
 
     def _start_once(self) -> subprocess.Popen[bytes]:
-        self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
+        self._reserved.close()
+        self.http_port = self._reserved.enter_context(reserved_port())
+        self.grpc_port = self._reserved.enter_context(reserved_port())
+        with reserved_port() as self.metrics_port:
+            pass
         command = [
             self._command,
             f"--model-repository={self.model_repository}",
             f"--http-port={self.http_port}",
             f"--grpc-port={self.grpc_port}",
             f"--metrics-port={self.metrics_port}",
+            "--reuse-http-port=true",
+            "--reuse-grpc-port=true",
             *self._arguments,
         ]
         with self.log_file.open("wb") as log:
@@ -196,13 +205,16 @@ class LocalServer:
         return self._process
 
 
-def free_ports(count: int) -> list[int]:
-    """Return different free TCP ports on loopback."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Reserve a free TCP port on loopback for servers that set SO_REUSEPORT.
+
+    A server binds its ports after it has loaded its models, seconds after they were chosen.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((LOOPBACK, 0))
+        yield int(holder.getsockname()[1])
 
 
 def find_command(name: str) -> str:
