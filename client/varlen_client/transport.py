@@ -82,7 +82,7 @@ _STREAM_ERRORS: dict[str, type[VarlenClientError]] = {
 def server_error(
     text: str | None, status: str | None, errors: Mapping[str, type[VarlenClientError]]
 ) -> VarlenClientError:
-    """Return the error for a message and status of the server; `errors` has the transport's statuses."""
+    """Return the error of a response; `errors` has one per status of the transport."""
     if not text:
         return ServerError(f"the server failed without a message ({status})")
     message = re.sub(r"^\[request id: [^\]]*\] ", "", text)
