@@ -211,7 +211,7 @@ class EngineConfig:
     )
     kv_policy: KvPolicy = _setting(
         "reserve",
-        "When a sequence starts. `reserve` promises it the KV blocks of its prompt and `max_tokens`, so it is never"
+        "When a sequence starts. `reserve` keeps the KV blocks of its prompt and `max_tokens`, so it is never"
         " interrupted. `optimistic` needs the blocks of its prompt only; if blocks run out, the youngest sequence gives"
         " back its own and is computed again later.",
         choices=get_args(KvPolicy),

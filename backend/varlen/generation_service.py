@@ -25,7 +25,8 @@ from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Reply, Request
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.iteration import IterationScheduler, StepLimits
+from varlen.scheduling.iteration import IterationScheduler
+from varlen.scheduling.step_limits import StepLimits
 from varlen.sequence import GeneratedSequence, OutputWriter
 from varlen.tokenization import Tokenizer
 
@@ -182,7 +183,7 @@ class GenerationService:
             SnapshotMetric.RUNNING_SEQUENCES: counts.running,
             SnapshotMetric.WAITING_SEQUENCES: counts.waiting,
             SnapshotMetric.KV_BLOCKS_USED: counts.blocks.used,
-            SnapshotMetric.KV_BLOCKS_PROMISED: counts.blocks.used + counts.blocks.promised,
+            SnapshotMetric.KV_BLOCKS_RESERVED: counts.blocks.used + counts.blocks.reserved,
             SnapshotMetric.KV_BLOCKS_CAPACITY: counts.blocks.total,
             SnapshotMetric.PREFILL_TOKENS: counts.prefill_tokens,
             SnapshotMetric.DECODE_TOKENS: counts.decode_tokens,

@@ -110,7 +110,7 @@ class SnapshotMetric(Metric):
     RUNNING_SEQUENCES = "varlen_running_sequences", "GAUGE", "Sequences that generate"
     WAITING_SEQUENCES = "varlen_waiting_sequences", "GAUGE", "Sequences that wait to generate"
     KV_BLOCKS_USED = "varlen_kv_blocks_used", "GAUGE", "KV blocks that hold keys and values of sequences"
-    KV_BLOCKS_PROMISED = "varlen_kv_blocks_promised", "GAUGE", "KV blocks promised to sequences, those in use included"
+    KV_BLOCKS_RESERVED = "varlen_kv_blocks_reserved", "GAUGE", "KV blocks reserved for sequences, those in use included"
     KV_BLOCKS_CAPACITY = "varlen_kv_blocks_capacity", "GAUGE", "KV blocks that the model has memory for"
     PREFILL_TOKENS = "varlen_prefill_tokens_total", "COUNTER", "Prompt tokens that ran, those computed again included"
     DECODE_TOKENS = (

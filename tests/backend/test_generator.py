@@ -122,7 +122,7 @@ def test_requests_that_join_and_leave_at_any_step_get_the_same_tokens(
         prompt = prompt_of(length)
         expected = expected_tokens(oracle, prompt, count)
         assert_same_tokens(oracle, folder, prompt, actual, expected)
-    assert blocks.used == blocks.promised == 0
+    assert blocks.used == blocks.reserved == 0
 
 
 @pytest.mark.parametrize(

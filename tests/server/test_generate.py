@@ -76,7 +76,7 @@ def wait_until_free(server: LocalServer, model: str = "writer") -> dict[str, flo
     """Wait until no sequence is left and every block is free, and return the metrics."""
     names = (
         "varlen_kv_blocks_used",
-        "varlen_kv_blocks_promised",
+        "varlen_kv_blocks_reserved",
         "varlen_running_sequences",
         "varlen_waiting_sequences",
         "varlen_queued_requests",

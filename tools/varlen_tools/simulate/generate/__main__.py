@@ -169,7 +169,7 @@ def _table(results: Sequence[Result]) -> Table:
             *map(_milliseconds, times),
             str(result.preemptions),
             f"{result.used:.0%}",
-            f"{result.promised:.0%}",
+            f"{result.reserved:.0%}",
             str(result.refused),
             end_section=following is not None and following.offered != result.offered,
         )
