@@ -271,6 +271,9 @@ def test_64_streams_with_cancels_and_deadlines_are_each_answered_and_return_thei
         }
         for seed in range(STREAMS)
     ]
+    # one leaves at the first part, and one cannot be in time
+    plans[5] |= {"leaves_after": 1}
+    plans[4] |= {"deadline_ms": 1, "max_tokens": 200}
 
     async def talk(client: AsyncClient, plan: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
         tokens: list[int] = []
@@ -292,7 +295,10 @@ def test_64_streams_with_cancels_and_deadlines_are_each_answered_and_return_thei
 
     ends = asyncio.run(run())
 
+    assert (ends[5][0], ends[4][0]) == ("left", "missed")
     for plan, (end, tokens) in zip(plans, ends, strict=True):
+        if plan["leaves_after"] is plan["deadline_ms"] is None:
+            assert end == "complete"
         [expected] = in_process.generate([plan["prompt"]], max_tokens=plan["max_tokens"], **GREEDY)
         assert expected.token_ids[: len(tokens)] == tokens
         assert end != "complete" or tokens == expected.token_ids

@@ -152,7 +152,7 @@ def test_takes_files_that_agree(decoder, fields, tokenizer):
     set_fields(decoder, CONFIG, **fields)
     set_fields(decoder, "tokenizer.json", **tokenizer)
 
-    Checkpoint.open(decoder)
+    assert Checkpoint.open(decoder).task == "generate"
 
 
 def test_reads_a_chat_template_and_its_tokens(decoder):
