@@ -81,7 +81,7 @@ class CountedMetric(Metric):
     BATCH_TOKENS = "varlen_batch_tokens", "HISTOGRAM", "Tokens per batch, without padding"
     BATCH_SECONDS = "varlen_batch_seconds", "HISTOGRAM", "Measured seconds per batch"
     BATCH_PREDICTED_SECONDS = "varlen_batch_predicted_seconds", "HISTOGRAM", "Predicted seconds per batch"
-    SPLIT_BATCHES = "varlen_split_batches_total", "COUNTER", "Batches split after running out of memory"
+    SPLIT_BATCHES = "varlen_split_batches_total", "COUNTER", "Batches that ran out of memory and were run in parts"
     TIME_TO_FIRST_TOKEN = (
         "varlen_time_to_first_token_seconds", "HISTOGRAM",
         "Seconds from a request's arrival to the first token of each sequence",

@@ -54,8 +54,10 @@ def assert_idle(run):
 
 
 def test_a_run_is_a_function_of_its_seed():
-    assert measure(setup(), config(), 3.0) == measure(setup(), config(), 3.0)
-    assert measure(setup(), config(), 3.0) != measure(setup(seed=1), config(), 3.0)
+    one = measure(setup(100), config(), 3.0)
+
+    assert one == measure(setup(100), config(), 3.0)
+    assert one != measure(setup(100, seed=1), config(), 3.0)
 
 
 @settings(deadline=None, max_examples=40)
@@ -88,7 +90,7 @@ def test_whatever_comes_is_answered_once_and_every_block_is_free_at_the_end(
 @both_policies
 @pytest.mark.parametrize("max_step_tokens", [32, 256])
 def test_steps_keep_to_their_limits_and_compute_every_token(policy, max_step_tokens):
-    load = setup(blocks=128)
+    load = setup(150, blocks=128)
 
     run = load.run(config(policy, max_step_tokens), 4.0)
 
@@ -179,7 +181,7 @@ def test_a_full_load_is_about_what_is_served_at_overload():
 
 @pytest.mark.parametrize("limits", [{"ttft": 0.5, "token": 0.2}, {"ttft": 5.0, "token": 0.06}])
 def test_the_highest_rate_is_where_a_limit_is_passed(limits):
-    load = setup()
+    load = setup(100)
 
     most = most_within(load, config(), **limits, upper=10.0)
 

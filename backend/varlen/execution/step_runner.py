@@ -172,17 +172,12 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
     """Return the length of the longest sequence, prompt and answer together, in tokens.
 
     Raises:
-        ConfigError: the configured one is longer than the checkpoint allows, or a step is too small.
+        ConfigError: the configured one is longer than the checkpoint allows.
     """
     limit = config.max_sequence_tokens or checkpoint.max_sequence_tokens
     if limit > checkpoint.position_limit:
         raise ConfigError(
             f"max_sequence_tokens is {limit}; this checkpoint has positions for {checkpoint.position_limit}"
-        )
-    if config.max_step_tokens < config.max_running_sequences:
-        raise ConfigError(
-            f"max_step_tokens is {config.max_step_tokens}; it must hold a token of each of the"
-            f" {config.max_running_sequences} running sequences (max_running_sequences)"
         )
     return limit
 
