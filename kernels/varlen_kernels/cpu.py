@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import reference
+from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.reference import (
     activate,
     embed,
@@ -26,6 +27,7 @@ __all__ = [
     "activate",
     "append_kv",
     "attention_paged",
+    "beam_step",
     "embed",
     "layer_norm",
     "linear_packed",
@@ -78,7 +80,7 @@ def append_kv(
         return
     from varlen_kernels.paged_cpu import append_tokens
 
-    heads = qkv.float().view(len(qkv), num_heads + 2 * num_kv_heads, -1)
+    heads = qkv.float().unflatten(1, (num_heads + 2 * num_kv_heads, key_cache.shape[3]))
     append_tokens(heads, slots, key_cache, value_cache)
 
 
@@ -155,6 +157,25 @@ def sample_tokens(
     check_sampling(logits, temperature, top_k, top_p, min_p, uniform, out)
     tokens = sample_rows(logits, temperature, top_k, top_p, min_p, uniform)
     return tokens if out is None else out.copy_(tokens)
+
+
+def beam_step(
+    logits: Tensor,
+    scores: Tensor,
+    finished: Tensor | None = None,
+    *,
+    width: int | None = None,
+    edits: BeamEdits | None = None,
+    out: BeamCandidates | None = None,
+) -> BeamCandidates:
+    """Return the best continuations of each sequence, see `reference.beam_step`."""
+    from varlen_kernels.beam_cpu import step_sequences
+
+    width = check_beams(logits, scores, finished, width, edits, out)
+    if out is None:
+        out = BeamCandidates.empty(len(scores), width, logits.device)
+    step_sequences(logits, scores, finished, edits, out)
+    return out
 
 
 def _leading_ones(cu_seqlens: Tensor) -> int:
