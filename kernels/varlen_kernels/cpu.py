@@ -9,6 +9,8 @@ from torch import Tensor
 from varlen_kernels import reference
 from varlen_kernels.reference import (
     activate,
+    add_layer_norm,
+    attention_varlen,
     embed,
     layer_norm,
     norm_heads,
@@ -24,8 +26,10 @@ from varlen_kernels.sampling_reference import check_sampling
 
 __all__ = [
     "activate",
+    "add_layer_norm",
     "append_kv",
     "attention_paged",
+    "attention_varlen",
     "embed",
     "layer_norm",
     "linear_packed",
