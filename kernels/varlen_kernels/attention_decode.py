@@ -52,7 +52,7 @@ def _find_sequence(cu_seqlens_ptr, sequences, token, BLOCK_BATCH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "splits"])
 def _read_split_kernel(
-    qkv_ptr,  # [tokens, (NUM_KV_HEADS * GROUP + 2 * NUM_KV_HEADS) * HEAD_DIM]
+    qkv_ptr,  # [tokens, at least NUM_KV_HEADS * GROUP * HEAD_DIM], queries first
     key_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
     value_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
     cu_seqlens_ptr,  # [sequences + 1]

@@ -45,7 +45,7 @@ _TILES: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {
 
 @triton.jit(do_not_specialize=["sequences"])
 def _attention_paged_kernel(
-    qkv_ptr,  # [tokens, (NUM_KV_HEADS * GROUP + 2 * NUM_KV_HEADS) * HEAD_DIM]
+    qkv_ptr,  # [tokens, at least NUM_KV_HEADS * GROUP * HEAD_DIM], queries first
     key_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
     value_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
     cu_seqlens_ptr,  # [sequences + 1]
@@ -167,7 +167,7 @@ def attention_paged(
             below 0.
     """
     tokens, sequences = len(qkv), len(cu_seqlens) - 1
-    head_dim = check_heads(qkv, num_heads, num_kv_heads)
+    head_dim = check_heads(qkv, num_heads, num_kv_heads, cached_dim=key_cache.shape[-1])
     check_scores(scale, window)
     check_caches(key_cache, value_cache, num_kv_heads, head_dim)
     check_cu_seqlens(cu_seqlens)

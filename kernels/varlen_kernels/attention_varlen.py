@@ -400,8 +400,11 @@ def candidate_launches(
     return launches
 
 
-def check_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> int:
+def check_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, cached_dim: int = 0) -> int:
     """Return the head_dim of `qkv`, whose layout is checked.
+
+    Args:
+        cached_dim: head_dim of the caches, if `qkv` may hold queries alone.
 
     Raises:
         ValueError: the width fits no head_dim up to MAX_HEAD_DIM, `num_kv_heads` does not divide `num_heads`, the
@@ -412,10 +415,13 @@ def check_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> int:
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"num_kv_heads is {num_kv_heads}; allowed: divisors of {num_heads} heads")
     heads, width = num_heads + 2 * num_kv_heads, qkv.shape[1]
+    if width == num_heads * cached_dim:
+        heads = num_heads
     head_dim = width // heads
     if width != heads * head_dim:
         raise ValueError(
             f"qkv has rows of {width}; allowed: multiples of {num_heads} + 2 · {num_kv_heads} heads"
+            + (f", or {num_heads * cached_dim} for queries alone" if cached_dim else "")
         )
     if not 0 < head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}; allowed: 1 to {MAX_HEAD_DIM}")

@@ -384,7 +384,8 @@ def append_kv(
     """Write the keys and values of each token into its slot of the caches.
 
     Args:
-        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: queries, keys, values of each token.
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: queries, keys, values of each token. `num_heads`
+            is 0 for keys and values alone: those of an encoder's output, which cross-attention reads.
         slots: `[tokens]` int64, block · block_size + place in the block, no slot twice; -1 writes nothing.
         key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`, changed in place.
     """
@@ -419,10 +420,12 @@ def attention_paged(
     sequence has one new token when it decodes, and several in a chunk of its prompt.
 
     Args:
-        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`; only the queries are read.
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`, of which only the queries are read; or queries
+            alone, `[tokens, num_heads · head_dim]`, for cross-attention. There each new token is a sequence of its
+            own, whose context is the source: the token reads all of it.
         key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`.
         cu_seqlens: `[sequences + 1]` int32, cumulative starts of the new tokens of each sequence.
-        context_lens: `[sequences]` int32, tokens of each sequence, the new ones included.
+        context_lens: `[sequences]` int32, keys of each sequence, those of the new tokens included.
         block_ids: `[blocks in use]` int32, the block table of each sequence, one after the other.
         cu_blocks: `[sequences + 1]` int32, cumulative starts of the block tables.
         num_heads: a multiple of `num_kv_heads`; neighbouring heads share a key head.
@@ -434,7 +437,7 @@ def attention_paged(
     tokens, head_dim = len(qkv), key_cache.shape[3]
     if out is None:
         out = qkv.new_empty(tokens, num_heads * head_dim)
-    queries, _, _ = _heads(qkv, num_heads, num_kv_heads)
+    queries = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
     starts = cu_blocks.tolist()
     bounds, lengths = cu_seqlens.tolist(), context_lens.tolist()
     for sequence, (begin, end) in enumerate(pairwise(bounds)):

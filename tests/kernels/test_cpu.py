@@ -78,6 +78,16 @@ def test_attention_over_blocks_matches_the_reference(
     check(actual, reference.attention_paged(*args, **options), dtype)
 
 
+@pytest.mark.parametrize("new, contexts", STEPS.values(), ids=STEPS)
+def test_queries_alone_give_the_same_attention_as_with_keys_and_values(new, contexts):
+    qkv, *others = paged_inputs(new, contexts, heads=4, kv_heads=2, dim=8, block_size=16)
+    options = {"num_heads": 4, "num_kv_heads": 2, "scale": 0.3}
+
+    actual = cpu.attention_paged(qkv[:, :32].contiguous(), *others, **options)
+
+    assert torch.equal(actual, cpu.attention_paged(qkv, *others, **options))
+
+
 def test_large_steps_are_shared_by_threads_and_equal_each_sequence_alone():
     contexts = [700, 3, 1200, 64, 900]
     args = paged_inputs([1] * 5, contexts, heads=4, kv_heads=4, dim=64, block_size=64)
@@ -101,13 +111,15 @@ def test_large_steps_are_shared_by_threads_and_equal_each_sequence_alone():
         assert torch.equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize("heads", [3, 0], ids=["", "keys-and-values-alone"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_tokens_are_appended_as_by_the_reference_and_nothing_else_changes(dtype):
-    qkv, slots = rand(5, 7 * 20, dtype=dtype), torch.tensor([70, 3, -1, 0, 95])
+def test_tokens_are_appended_as_by_the_reference_and_nothing_else_changes(dtype, heads):
+    width = (heads + 2 * 2) * 20
+    qkv, slots = rand(5, width, dtype=dtype), torch.tensor([70, 3, -1, 0, 95])
     caches = [torch.full((6, 2, 16, 20), torch.nan) for _ in range(4)]
 
-    cpu.append_kv(qkv, slots, *caches[:2], num_heads=3, num_kv_heads=2)
-    reference.append_kv(qkv, slots, *caches[2:], num_heads=3, num_kv_heads=2)
+    cpu.append_kv(qkv, slots, *caches[:2], num_heads=heads, num_kv_heads=2)
+    reference.append_kv(qkv, slots, *caches[2:], num_heads=heads, num_kv_heads=2)
 
     for actual, expected in zip(caches[:2], caches[2:], strict=True):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)

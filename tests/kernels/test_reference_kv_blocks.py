@@ -125,6 +125,33 @@ def test_a_window_hides_earlier_tokens_of_the_blocks(step, window):
     check(actual, paged64(step, arguments[0], contexts, 4, 8, 0.3, window))
 
 
+@DTYPES
+@HEADS
+def test_queries_alone_attend_to_all_of_a_source_that_they_share(heads, key_heads, dtype):
+    # three target tokens of one source, two of another
+    arguments, contexts = paged_call([(3, 40), (2, 17)], heads, key_heads, 8, dtype)
+    _, *caches, _, _, block_ids, cu_blocks = arguments
+    sources = [0, 0, 0, 1, 1]
+    tables = [block_ids[cu_blocks[source] : cu_blocks[source + 1]] for source in sources]
+    queries = rand(5, heads * 8, dtype=dtype, seed=7)
+
+    actual = reference.attention_paged(
+        queries,
+        *caches,
+        bounds_of([1] * 5),
+        torch.tensor([40, 40, 40, 17, 17], dtype=torch.int32),
+        torch.cat(tables),
+        bounds_of([len(table) for table in tables]),
+        num_heads=heads,
+        num_kv_heads=key_heads,
+        scale=0.3,
+    )
+
+    step = [(1, len(contexts[source][0])) for source in sources]
+    expected = paged64(step, queries, [contexts[source] for source in sources], heads, 8, 0.3)
+    check(actual, expected, dtype)
+
+
 @pytest.mark.parametrize("block_size", [16, 48, 128])
 def test_sequences_may_share_their_first_blocks(block_size):
     step = [(1, 130), (20, 150), (1, 131)]
@@ -187,6 +214,16 @@ def test_append_kv_writes_each_token_into_its_slot(block_size, heads, key_heads,
             expected[1, block, :, place] = by_head[token, heads + key_heads :]
     assert returned is None
     np.testing.assert_array_equal(np.stack([f64(cache) for cache in caches]), expected)
+
+
+def test_append_kv_accepts_keys_and_values_alone():
+    qkv, slots = rand(9, 7 * 5), torch.randperm(32, generator=torch.Generator().manual_seed(0))[:9]
+    caches = [torch.zeros(2, 2, 16, 5) for _ in range(4)]
+
+    reference.append_kv(qkv, slots, *caches[:2], num_heads=3, num_kv_heads=2)
+    reference.append_kv(qkv[:, 15:], slots, *caches[2:], num_heads=0, num_kv_heads=2)
+
+    assert all(map(torch.equal, caches[:2], caches[2:]))
 
 
 @pytest.mark.parametrize("tokens", [0, 3])

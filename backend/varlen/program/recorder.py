@@ -28,7 +28,7 @@ class AttentionHeads:
     """The heads of an attention layer, side by side in each row.
 
     Attributes:
-        queries: number of query heads; a multiple of `keys`.
+        queries: number of query heads; a multiple of `keys`. 0 for rows of keys and values alone.
         keys: number of key heads, and of value heads.
         dim: features of a head.
     """

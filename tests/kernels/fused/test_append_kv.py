@@ -46,6 +46,10 @@ def test_matches_the_reference(tokens, dtype, device):
     check_against_reference(tokens, 4, 2, 64, dtype, device)
 
 
+def test_accepts_keys_and_values_alone(device):
+    check_against_reference(9, 0, 2, 16, torch.float16, device, missing=[3])
+
+
 @pytest.mark.parametrize("head_dim", [1, 5, 63, 80, 128, 256])
 def test_accepts_any_head_dim(head_dim, device):
     check_against_reference(9, 3, 3, head_dim, torch.float16, device)

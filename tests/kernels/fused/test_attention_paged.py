@@ -253,6 +253,16 @@ def test_every_candidate_launch_of_splits_matches_the_reference(device):
         assert_close(actual, expected, torch.float16)
 
 
+@STEPS
+def test_accepts_queries_alone(step, device):
+    inputs = paged_inputs(step, 16, torch.float16, device)
+    settings = {**HEADS, "scale": 0.25}
+    expected = attend(**inputs, **settings)
+    inputs["qkv"] = inputs["qkv"][:, :32].contiguous()
+
+    assert torch.equal(attend(**inputs, **settings), expected)
+
+
 @pytest.mark.parametrize("step", [[], [(0, 0)], [(0, 5), (0, 0)]], ids=str)
 def test_no_tokens(step, device):
     inputs = paged_inputs(step, 16, torch.float32, device)
@@ -265,7 +275,7 @@ def test_no_tokens(step, device):
     [
         (
             {"qkv": torch.zeros(3, 127)},
-            "qkv has rows of 127; allowed: multiples of 4 . 2 · 2 heads",
+            "rows of 127; allowed: multiples of 4 . 2 · 2 heads, or 64 for queries alone",
         ),
         ({"num_kv_heads": 3}, "num_kv_heads is 3; allowed: divisors of 4 heads"),
         ({"scale": 0.0}, "scale is 0.0; allowed: above 0"),
