@@ -80,7 +80,7 @@ class PagedAttention(_KvCaches):
 
 @dataclass(frozen=True, slots=True)
 class CrossAttention(_KvCaches):
-    """Attention of a decoder's tokens over their sources, which are in blocks of the same KV caches.
+    """Attention of a decoder's tokens over their sources, in blocks of the same caches.
 
     The encoder's program stores the keys and values of a source once; the decoder's program reads them in each step.
     """
@@ -101,7 +101,7 @@ class CrossAttention(_KvCaches):
     def attend(
         self, ops: Recorder, layer: int, queries: Value, heads: AttentionHeads, *, scale: float
     ) -> Value:
-        """Record attention of each token over its whole source and return its context, `[tokens, heads.width]`.
+        """Record each token's attention over its source and return its context, `[tokens, heads.width]`.
 
         Args:
             ops: of the decoder's program; has recorded `queries`.

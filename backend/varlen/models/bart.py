@@ -56,7 +56,7 @@ class BartEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class SelfAttention:
-    """Attention of tokens to their own sequence; query, key and value are one matrix, side by side."""
+    """Attention inside a sequence; query, key and value are one matrix, side by side."""
 
     qkv: Linear
     output: Linear
@@ -65,7 +65,7 @@ class SelfAttention:
 
 @dataclass(frozen=True, slots=True)
 class SourceAttention:
-    """Attention of a decoder's tokens to their sources; key and value are one matrix, side by side."""
+    """Attention to a source; key and value are one matrix, side by side."""
 
     query: Linear
     kv: Linear

@@ -1,4 +1,4 @@
-"""Checks of a BART, mBART, Marian or M2M-100 checkpoint: fields of config.json, names and shapes of tensors.
+"""Checks of a BART, mBART, Marian or M2M-100 checkpoint: config.json and tensors.
 
 NLLB checkpoints are M2M-100 ones.
 Source of the names: these models as saved by Hugging Face transformers.
@@ -78,7 +78,7 @@ class Options:
 
     @property
     def fixed_fields(self) -> Mapping[str, object]:
-        """Fields that are served with one value; those of norms and positions are from the first releases."""
+        """Fields that are served with one value; only the first releases saved the last four."""
         return {
             **seq2seq_fields.FIXED_FIELDS,
             "add_final_layer_norm": self.is_pre_norm,

@@ -1,4 +1,4 @@
-"""The embedding tables and the output matrix of models with an encoder, which may be one tensor.
+"""Embedding tables and output matrix of encoder-decoder models, which may be one tensor.
 
 A checkpoint may hold the table of the encoder, that of the decoder and the output matrix once, several times, or as
 different tensors. As in transformers 5, each is the tensor of its own name if the checkpoint has it; otherwise it is
@@ -29,7 +29,9 @@ class TableNames:
     output: str
 
     def find(self, tied: Collection[str], present: Container[str]) -> "TableNames":
-        """Return the names of the tensors to read; these are those of tables that are not tied.
+        """Return the names of the tensors to read.
+
+        `self` has the names of tables that are not tied.
 
         Args:
             tied: names that config.json ties to each other.

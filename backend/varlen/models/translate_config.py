@@ -24,8 +24,8 @@ from varlen.models.config_file import (
 # Fields that are read.
 READ_FIELDS = frozenset(
     # token ids
-    "bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id eos_token_id force_bos_token_to_be_generated"
-    " forced_bos_token_id forced_eos_token_id pad_token_id suppress_tokens"
+    "bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id eos_token_id"
+    " force_bos_token_to_be_generated forced_bos_token_id forced_eos_token_id pad_token_id suppress_tokens"
     # defaults of requests
     " early_stopping length_penalty max_length max_new_tokens min_length min_new_tokens no_repeat_ngram_size"
     " num_beams num_return_sequences renormalize_logits repetition_penalty".split()
@@ -63,7 +63,7 @@ class TargetTokens:
         eos: the tokens that end a target.
         pad: the token that fills up targets, if there is one.
         forced_first: the first token of every target, if it is forced: the language, for instance.
-        forced_last: the tokens of which one ends a target of the greatest length, if it is forced.
+        forced_last: tokens that end a target of the greatest length, any one of them; empty if none is forced.
         suppressed: the tokens that no target has.
         suppressed_first: the tokens that no target begins with; after a forced first token, the second is meant.
     """
@@ -79,7 +79,7 @@ class TargetTokens:
 
 @dataclass(frozen=True, slots=True)
 class TranslateDefaults:
-    """The checkpoint's defaults of the options that a request may set, with transformers' names and meanings.
+    """Defaults of a request's options, with transformers' names and meanings.
 
     Attributes:
         min_new_tokens, max_new_tokens: lengths of targets in tokens, with the eos token and without the start; None
