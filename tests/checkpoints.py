@@ -55,6 +55,27 @@ SMALL_DECODERS: Mapping[str, dict[str, Any]] = {
     "Qwen2": _SMALL_LLAMA,
     "Qwen3": {**_SMALL_LLAMA, "head_dim": 10},
 }
+_SMALL_BART = {
+    "d_model": 36,
+    "encoder_layers": 2,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 44,
+    "decoder_ffn_dim": 52,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "pad_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+# By the beginning of the class's name, the fields of a small model with an encoder and a decoder.
+SMALL_ENCODER_DECODERS: Mapping[str, dict[str, Any]] = {
+    "Bart": _SMALL_BART,
+    "MBart": _SMALL_BART,
+    "Marian": {**_SMALL_BART, "forced_eos_token_id": 2},
+    "M2M100": _SMALL_BART,
+}
 
 
 def save_checkpoint(
@@ -72,24 +93,29 @@ def save_checkpoint(
 
     Args:
         folder: may not exist yet.
-        kind: the class of a BERT, or of a decoder in `SMALL_DECODERS`, whose tokenizer is byte-level.
+        kind: the class of a BERT, or of a model in `SMALL_DECODERS` or `SMALL_ENCODER_DECODERS`, whose tokenizer is
+            byte-level.
         words: vocabulary of a BERT's tokenizer, after the special tokens.
         files: JSON files to add, by path; see `pooling_files`.
         dtype: of the weights.
         model, save: more arguments of the class and of save_pretrained.
-        config: fields of its configuration that differ from `SMALL` or `SMALL_DECODERS`.
+        config: fields of its configuration that differ from `SMALL` and the like.
     """
-    family = next((name for name in SMALL_DECODERS if kind.startswith(name)), None)
+    small = {**SMALL_DECODERS, **SMALL_ENCODER_DECODERS}
+    family = next((name for name in small if kind.startswith(name)), None)
     tokenizer = _word_pieces((*SPECIAL_TOKENS, *words)) if family is None else _byte_pairs()
     settings = {
         "vocab_size": tokenizer.get_vocab_size(),
-        **(SMALL if family is None else SMALL_DECODERS[family]),
+        **(SMALL if family is None else small[family]),
         **config,
     }
     # large enough that a wrong layer shows, small enough not to magnify rounding
-    hidden = settings.get("hidden_size") or settings["n_embd"]
-    settings.setdefault("initializer_range", hidden**-0.5)
-    if family is not None:
+    hidden = next(
+        settings[name] for name in ("hidden_size", "n_embd", "d_model") if name in settings
+    )
+    deviation = "init_std" if family in SMALL_ENCODER_DECODERS else "initializer_range"
+    settings.setdefault(deviation, hidden**-0.5)
+    if family in SMALL_DECODERS:
         settings = {"bos_token_id": 0, "eos_token_id": 0, **settings}
     torch.manual_seed(0)
     config_class = getattr(transformers, f"{family or 'Bert'}Config")
@@ -99,6 +125,8 @@ def save_checkpoint(
         for parameter in made.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        if hasattr(made, "final_logits_bias"):
+            made.final_logits_bias.normal_()
     made.to(dtype).save_pretrained(folder, **(save or {}))
     tokenizer.save(str(folder / "tokenizer.json"))
     for name, content in (files or {}).items():

@@ -64,7 +64,7 @@ def relative_error(roundings: int, dtype: torch.dtype = torch.float32) -> float:
 
 
 def encoder_roundings(checkpoint: Path, dtype: torch.dtype = torch.float32) -> int:
-    """Return the number of roundings on the longest path through an encoder or a decoder.
+    """Return the number of roundings on the longest path through a model.
 
     In fp32 the sums of each layer count: seven over `hidden_size` (queries, scores, the product after attention,
     the first one of the feed-forward part, a mean and a variance twice, which is one more), one over
@@ -75,6 +75,11 @@ def encoder_roundings(checkpoint: Path, dtype: torch.dtype = torch.float32) -> i
     config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] == "gpt2":
         sizes = [config["n_layer"], config["n_embd"], config["n_inner"], config["n_positions"]]
+    elif "encoder_layers" in config:
+        # with the attention to its source, a decoder's layer counts as two
+        layers = config["encoder_layers"] + 2 * config["decoder_layers"]
+        inner = max(config["encoder_ffn_dim"], config["decoder_ffn_dim"])
+        sizes = [layers, config["d_model"], inner, config["max_position_embeddings"]]
     else:
         names = "num_hidden_layers hidden_size intermediate_size max_position_embeddings".split()
         sizes = [config[name] for name in names]

@@ -11,7 +11,9 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 
 from varlen.errors import ConfigError, shorten
 
-Task: TypeAlias = Literal["embed", "hidden", "classify", "rerank", "token_classify", "generate"]
+Task: TypeAlias = Literal[
+    "embed", "hidden", "classify", "rerank", "token_classify", "generate", "translate"
+]
 DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "dp"]

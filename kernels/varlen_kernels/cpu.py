@@ -10,6 +10,8 @@ from varlen_kernels import reference
 from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.reference import (
     activate,
+    add_layer_norm,
+    attention_varlen,
     embed,
     layer_norm,
     norm_heads,
@@ -25,8 +27,10 @@ from varlen_kernels.sampling_reference import check_sampling
 
 __all__ = [
     "activate",
+    "add_layer_norm",
     "append_kv",
     "attention_paged",
+    "attention_varlen",
     "beam_step",
     "embed",
     "layer_norm",

@@ -163,6 +163,7 @@ def _embed_kernel(
     POSITION_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
+    SCALE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -176,6 +177,7 @@ def _embed_kernel(
 
     row = tl.load(token_ids_ptr + token, mask=token < tokens, other=0).to(tl.int64)[:, None]
     x = tl.load(token_table_ptr + row * TOKEN_STRIDE + col, mask=inside, other=0.0).to(tl.float32)
+    x *= SCALE
     if HAS_POSITIONS:
         row = tl.load(position_ids_ptr + token, mask=token < tokens, other=0).to(tl.int64)[:, None]
         position_ptr = position_table_ptr + row * POSITION_STRIDE + col
@@ -189,9 +191,10 @@ def embed(
     position_ids: Tensor | None = None,
     position_table: Tensor | None = None,
     *,
+    scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the embedding of each token, plus that of its position, see `reference.embed`.
+    """Return the scaled embedding of each token, plus that of its position, see `reference.embed`.
 
     Every id must be inside its table: the kernel would read memory past the table for any other id.
 
@@ -222,6 +225,7 @@ def embed(
         POSITION_STRIDE=position_table.stride(0),
         OUT_STRIDE=out.stride(0),
         HIDDEN=hidden,
+        SCALE=scale,
         HAS_POSITIONS=has_positions,
         **launch,
     )

@@ -71,20 +71,25 @@ def embed(
     position_ids: Tensor | None = None,
     position_table: Tensor | None = None,
     *,
+    scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the embedding of each token, plus that of its position: `[tokens, hidden]`.
+    """Return the embedding of each token times scale, plus that of its position: `[tokens, hidden]`.
 
     Args:
         token_ids, position_ids: `[tokens]` int32 or int64, each inside its table.
         token_table, position_table: `[rows, hidden]`. None for both arguments of positions: they are not added.
+        scale: multiplies the embeddings of tokens alone.
     """
     if out is None:
         out = token_table.new_empty(len(token_ids), token_table.shape[1])
     torch.index_select(token_table, 0, token_ids, out=out)
     if position_ids is not None and position_table is not None:
         for rows in _row_slices(len(out)):
-            out[rows] += F.embedding(position_ids[rows], position_table)
+            positions = F.embedding(position_ids[rows], position_table)
+            torch.add(positions, out[rows], alpha=scale, out=out[rows])
+    elif scale != 1:
+        out.mul_(scale)
     return out
 
 

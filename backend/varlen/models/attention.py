@@ -45,8 +45,8 @@ class PackedAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedAttention:
-    """Attention over KV blocks; the keys and values of the step's tokens are appended first.
+class _KvCaches:
+    """The KV caches of all layers.
 
     Attributes:
         num_blocks: number of blocks of each cache.
@@ -58,16 +58,58 @@ class PagedAttention:
     block_size: int
     dtype: torch.dtype
 
+    def _of(self, ops: Recorder, layer: int, heads: AttentionHeads) -> tuple[State, State]:
+        """Return the key cache and the value cache of a layer."""
+        shape = (self.num_blocks, heads.keys, self.block_size, heads.dim)
+        keys = ops.state(f"keys.{layer}", shape, self.dtype)
+        return keys, ops.state(f"values.{layer}", shape, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention(_KvCaches):
+    """Attention over KV blocks; the keys and values of the step's tokens are appended first."""
+
     def record(
         self, ops: Recorder, layer: int, qkv: Value, heads: AttentionHeads, *, window: int = 0
     ) -> Value:
-        keys, values = (self._cache(ops, f"{part}.{layer}", heads) for part in ("keys", "values"))
+        keys, values = self._of(ops, layer, heads)
         ops.append_kv(qkv, inputs.slots(ops), keys, values, heads)
-        tables = inputs.block_tables(ops)
-        return ops.attention_paged(
-            qkv, keys, values, tables, heads, scale=heads.dim**-0.5, window=window
-        )
+        tables, scale = inputs.block_tables(ops), heads.dim**-0.5
+        return ops.attention_paged(qkv, keys, values, tables, heads, scale=scale, window=window)
 
-    def _cache(self, ops: Recorder, name: str, heads: AttentionHeads) -> State:
-        shape = (self.num_blocks, heads.keys, self.block_size, heads.dim)
-        return ops.state(name, shape, self.dtype)
+
+@dataclass(frozen=True, slots=True)
+class CrossAttention(_KvCaches):
+    """Attention of a decoder's tokens over their sources, in blocks of the same caches.
+
+    The encoder's program stores the keys and values of a source once; the decoder's program reads them in each step.
+    """
+
+    def store(self, ops: Recorder, layer: int, kv: Value, heads: AttentionHeads) -> None:
+        """Record writing the keys and values of sources into their slots.
+
+        Args:
+            ops: of the encoder's program; has recorded `kv`.
+            layer: number of the decoder's layer, from 0.
+            kv: `[tokens, 2 * heads.keys * heads.dim]`: keys, then values of each token of the sources.
+            heads: of the layer.
+        """
+        keys, values = self._of(ops, layer, heads)
+        no_queries = AttentionHeads(0, heads.keys, heads.dim)
+        ops.append_kv(kv, inputs.slots(ops), keys, values, no_queries)
+
+    def attend(
+        self, ops: Recorder, layer: int, queries: Value, heads: AttentionHeads, *, scale: float
+    ) -> Value:
+        """Record each token's attention over its source and return its context, `[tokens, heads.width]`.
+
+        Args:
+            ops: of the decoder's program; has recorded `queries`.
+            layer: number of the layer, from 0.
+            queries: `[tokens, heads.width]`.
+            heads: of the layer.
+            scale: multiplies the scores.
+        """
+        keys, values = self._of(ops, layer, heads)
+        tables = inputs.source_tables(ops)
+        return ops.attention_paged(queries, keys, values, tables, heads, scale=scale)

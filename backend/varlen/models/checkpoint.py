@@ -10,12 +10,13 @@ from pathlib import Path
 
 from varlen.config import Task
 from varlen.errors import CheckpointError
-from varlen.models import bert_checkpoint, gpt2_checkpoint, llama_checkpoint
+from varlen.models import bart_checkpoint, bert_checkpoint, gpt2_checkpoint, llama_checkpoint
 from varlen.models.config_file import Json, read_int, read_num_labels, read_object
 from varlen.models.family import Family
 from varlen.models.generation_config import check_generation, read_end_tokens
 from varlen.models.sentence_transformers import read_sentence_settings
 from varlen.models.tokenizer_files import read_tokenizer_settings
+from varlen.models.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.weights import read_headers
 from varlen_kernels import Pooling
 
@@ -24,6 +25,7 @@ FAMILIES: Mapping[str, Family] = {
     "bert": bert_checkpoint.FAMILY,
     "gpt2": gpt2_checkpoint.FAMILY,
     **llama_checkpoint.FAMILIES,
+    **bart_checkpoint.FAMILIES,
 }
 
 
@@ -40,13 +42,15 @@ class Checkpoint:
         normalize: whether `embed` divides that vector by its length, by default.
         default_prompt: text that `embed` puts before every text.
         hidden_size: features of a token.
-        vocab_size: token ids are below this.
+        vocab_size: token ids of texts are below this.
         num_labels: outputs of the classification head, 0 when there is none.
-        position_limit: longest sequence that has position embeddings, in tokens.
+        position_limit: longest sequence that has position embeddings, in tokens: a source, and a target with its
+            start token.
         max_sequence_tokens: longest sequence by default, in tokens; at most `position_limit`.
         eos_token_ids: the tokens that end a generated sequence.
         chat_template: Jinja source that makes a prompt of chat messages, if the checkpoint has one.
         special_tokens: text of the tokens that the template may name, such as `bos_token`.
+        translate: token ids of targets and defaults of beam search, if it has an encoder and a decoder.
     """
 
     folder: Path
@@ -64,6 +68,7 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     chat_template: str | None
     special_tokens: Mapping[str, str]
+    translate: TranslateSettings | None
 
     @classmethod
     def open(cls, folder: str | Path) -> "Checkpoint":
@@ -98,15 +103,20 @@ class Checkpoint:
             num_labels=read_num_labels(config) if has_labels else 0,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
-            eos_token_ids=read_end_tokens(folder, config) if family.is_decoder else (),
+            eos_token_ids=read_end_tokens(folder, config) if family.kind == "decoder" else (),
             chat_template=tokenizer.chat_template,
             special_tokens=tokenizer.special_tokens,
+            translate=(
+                read_translate_settings(folder, config, vocab_size=_target_vocab_size(config))
+                if family.kind == "encoder_decoder"
+                else None
+            ),
         )
 
     @property
     def is_decoder(self) -> bool:
         """Whether its model is a decoder, whose tokens read only earlier ones."""
-        return _family(self.config).is_decoder
+        return _family(self.config).kind == "decoder"
 
     def check_task(self, task: Task) -> None:
         """Raise CheckpointError unless this checkpoint has the head and the tensors that `task` needs.
@@ -127,6 +137,11 @@ class Checkpoint:
         if task == "generate":
             check_generation(self.folder)
         family.check_tensors(read_headers(self.folder), self.config, self.architecture, task)
+
+
+def _target_vocab_size(config: Json) -> int:
+    name = "vocab_size" if config.get("decoder_vocab_size") is None else "decoder_vocab_size"
+    return read_int(config, name)
 
 
 def _family(config: Json) -> Family:

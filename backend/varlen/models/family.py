@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from varlen.config import Task
 from varlen.models.config_file import Json
 from varlen.models.weights import TensorHeader
+
+# A decoder generates text after its input; a model with both parts generates from the encoder's result.
+Kind: TypeAlias = Literal["encoder", "decoder", "encoder_decoder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +18,7 @@ class ModelSizes:
 
     Attributes:
         hidden: features of a token.
-        positions: longest sequence that has positions, in tokens.
+        positions: longest sequence that has positions, in tokens: of a source, and of a target.
     """
 
     hidden: int
@@ -32,7 +36,7 @@ class Family:
         check_tensors: raises CheckpointError unless the tensors, by name, are those of config.json, architecture
             and task.
         tokenizer_class: the class that transformers takes where tokenizer_config.json names none.
-        is_decoder: whether it generates, token by token.
+        kind: the parts of its models.
     """
 
     architectures: Mapping[str, Task]
@@ -40,9 +44,10 @@ class Family:
     read_sizes: Callable[[Json], ModelSizes]
     check_tensors: Callable[[Mapping[str, TensorHeader], Json, str, Task], None]
     tokenizer_class: str
-    is_decoder: bool = False
+    kind: Kind = "encoder"
 
     @property
     def tasks(self) -> tuple[Task, ...]:
         """The tasks that its checkpoints may serve."""
-        return ("embed", "hidden", *self.heads)
+        vectors: tuple[Task, ...] = () if self.kind == "encoder_decoder" else ("embed", "hidden")
+        return (*vectors, *self.heads)

@@ -146,5 +146,5 @@ FAMILY = Family(
     read_sizes=_read_sizes,
     check_tensors=_check_tensors,
     tokenizer_class="GPT2Tokenizer",
-    is_decoder=True,
+    kind="decoder",
 )

@@ -48,6 +48,20 @@ def block_tables(ops: Recorder) -> tuple[Value, Value, Value, Value]:
     )
 
 
+def source_tables(ops: Recorder) -> tuple[Value, Value, Value, Value]:
+    """Return rows, lengths and blocks of the sources that tokens read, for `attention_paged`.
+
+    Each token is a row of its own, whose context is its whole source.
+    """
+    bounds = (Size(1, tokens=1),)
+    return (
+        ops.input("source_rows", bounds, torch.int32),
+        ops.input("source_lens", ("tokens",), torch.int32),
+        ops.input("source_block_ids", ("source_blocks",), torch.int32),
+        ops.input("cu_source_blocks", bounds, torch.int32),
+    )
+
+
 def logit_rows(ops: Recorder) -> Value:
     """Return the tokens whose logits are read, by their place in the batch."""
     return ops.input("logit_rows", ("logit_rows",), torch.int32)

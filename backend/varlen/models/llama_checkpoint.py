@@ -279,7 +279,7 @@ def _family(name: str, tokenizer_class: str) -> Family:
         read_sizes=_read_sizes,
         check_tensors=_check_tensors,
         tokenizer_class=tokenizer_class,
-        is_decoder=True,
+        kind="decoder",
     )
 
 

@@ -6,8 +6,9 @@ from typing import Protocol
 
 import torch
 
-from varlen.models import llama_checkpoint
-from varlen.models.attention import Attention, PackedAttention
+from varlen.models import bart_checkpoint, llama_checkpoint
+from varlen.models.attention import Attention, CrossAttention, PackedAttention
+from varlen.models.bart import load_bart
 from varlen.models.bert import load_bert
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.gpt2 import load_gpt2
@@ -58,6 +59,31 @@ class DecoderModel(Protocol):
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
 
 
+class EncoderDecoderModel(Protocol):
+    """A loaded model with an encoder and a decoder, of any family."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the decoder."""
+
+    @property
+    def attention_heads(self) -> AttentionHeads:
+        """Heads of each of these layers, in self-attention and in cross-attention."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of targets below this are valid."""
+
+    def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
+        """Record the encoder, and storing its keys and values for each layer of the decoder."""
+
+    def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
+        """Record the decoder and return its last hidden state, `[tokens, hidden]`."""
+
+    def record_logits(self, ops: Recorder, hidden: Value) -> Value:
+        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
+
+
 # By the `model_type` of config.json; `Checkpoint.open` refuses all others.
 _ENCODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], EncoderModel]] = {
     "bert": load_bert
@@ -66,6 +92,9 @@ _DECODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], Decode
     "gpt2": load_gpt2,
     **dict.fromkeys(llama_checkpoint.FAMILIES, load_llama),
 }
+_ENCODER_DECODERS: Mapping[
+    str, Callable[[Checkpoint, torch.dtype, torch.device], EncoderDecoderModel]
+] = dict.fromkeys(bart_checkpoint.FAMILIES, load_bart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +141,14 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         CheckpointError: its weights do not fit its config.json.
     """
     return _DECODERS[checkpoint.config["model_type"]](checkpoint, dtype, device)
+
+
+def load_encoder_decoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> EncoderDecoderModel:
+    """Return the model of a checkpoint, whose `translate` is not None, in `dtype` on `device`.
+
+    Raises:
+        CheckpointError: its weights do not fit its config.json.
+    """
+    return _ENCODER_DECODERS[checkpoint.config["model_type"]](checkpoint, dtype, device)

@@ -65,7 +65,7 @@ def read_tokenizer_settings(folder: Path, family: Family, *, lowercase: bool) ->
             f"{_CONFIG} has truncation_side {show(config['truncation_side'])}; allowed: right"
         )
     class_name = str(config.get("tokenizer_class") or family.tokenizer_class)
-    if family.is_decoder:
+    if family.kind == "decoder":
         check_byte_pair_tokenizer(config, tokenizer, class_name)
     elif class_name in _BERT_CLASSES:
         _check_normalizer(config, normalizer)

@@ -132,7 +132,7 @@ class CheckpointWeights:
     ) -> None:
         self._stack.close()
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._headers
 
     def read(self, name: str, *shape: int) -> "Tensor":

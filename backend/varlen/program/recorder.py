@@ -157,10 +157,12 @@ class Recorder:
         token_table: Tensor,
         position_ids: Value | None = None,
         position_table: Tensor | None = None,
+        *,
+        scale: float = 1.0,
     ) -> Value:
         operands: tuple[Operand, ...] = (token_ids, token_table, position_ids, position_table)
         shape = (*token_ids.shape, token_table.shape[1])
-        return self._call("embed", operands, shape, token_table.dtype)
+        return self._call("embed", operands, shape, token_table.dtype, scale=scale)
 
     def linear(self, x: Value, weight: Tensor, bias: Tensor | None) -> Value:
         return self._call("linear", (x, weight, bias), (x.shape[0], weight.shape[1]), x.dtype)

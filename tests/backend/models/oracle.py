@@ -37,6 +37,15 @@ def decoded(model, rows):
     return [output[0] for output in outputs], [output_layer(output)[0] for output in outputs]
 
 
+@torch.inference_mode()
+def translated(model, pairs):
+    """Return the logits of all tokens of each target, given `(source, target)` token ids."""
+    return [
+        model(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target])).logits[0]
+        for source, target in pairs
+    ]
+
+
 def assert_hidden_states_match(folder, model, rows):
     """Compare our encoder's hidden states with those of a transformers model."""
     with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:

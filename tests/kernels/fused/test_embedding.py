@@ -105,18 +105,23 @@ def test_rejects_invalid_arguments(index, change, message, device):
 
 @DTYPES
 @pytest.mark.parametrize("has_positions", [False, True], ids=["tokens", "positions"])
-@pytest.mark.parametrize("width", [5, 501, 768])
-def test_embed_matches_the_reference(width, has_positions, dtype, device):
+@pytest.mark.parametrize("width, scale", [(5, 1.0), (501, 22.5), (768, 1.0)])
+def test_embed_matches_the_reference(width, scale, has_positions, dtype, device):
     token_ids, position_ids, _, tokens, positions, *_ = inputs(7, width, dtype, device, torch.int64)
     args = [token_ids, spread(tokens)]
     args += [position_ids.int(), spread(positions, 24)] if has_positions else []
 
-    actual = write_guarded(lambda out: embed(*args, out=out), (7, width), dtype, device, gap=16)
+    actual = write_guarded(
+        lambda out: embed(*args, scale=scale, out=out), (7, width), dtype, device, gap=16
+    )
 
-    expected = tokens.float()[token_ids]
+    expected = tokens.float()[token_ids] * scale
     if has_positions:
         expected += positions.float()[position_ids]
-    assert torch.equal(actual, expected.to(dtype))
+    if scale == 1:
+        assert torch.equal(actual, expected.to(dtype))
+    else:
+        assert_close(actual, expected, dtype)
 
 
 def test_every_candidate_launch_of_embed_gives_the_same_bits(device):

@@ -1,0 +1,80 @@
+"""Random models with an encoder and a decoder match the logits of transformers in fp32."""
+
+import pytest
+import torch
+
+from tests.closeness import assert_rows_close, encoder_roundings, relative_error
+
+from .oracle import load_oracle, translated
+from .paged_pairs import run_in_chunks
+
+BART, MBART = "BartForConditionalGeneration", "MBartForConditionalGeneration"
+MARIAN, M2M100 = "MarianMTModel", "M2M100ForConditionalGeneration"
+CASES = {
+    "bart": (BART, {}),
+    "bart-scaled": (BART, {"scale_embedding": True}),
+    "bart-untied": (BART, {"tie_word_embeddings": False}),
+    "bart-relu": (BART, {"activation_function": "relu"}),
+    "bart-no-layers": (BART, {"encoder_layers": 0, "decoder_layers": 1}),
+    "mbart": (MBART, {"scale_embedding": True}),
+    "mbart-untied": (MBART, {"tie_word_embeddings": False}),
+    "marian": (MARIAN, {}),
+    "marian-scaled": (MARIAN, {"scale_embedding": True}),
+    "marian-two-vocabularies": (
+        MARIAN,
+        {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 271},
+    ),
+    "marian-untied": (MARIAN, {"tie_word_embeddings": False}),
+    "m2m": (M2M100, {}),
+    "m2m-other-padding": (M2M100, {"pad_token_id": 5, "scale_embedding": False}),
+}
+# One of each family, for tests that no option concerns.
+PLAIN = ["bart", "mbart", "marian-scaled", "m2m"]
+SIZES = [1, 1, 7, 3]
+
+
+def random_pairs(rng, lengths):
+    return [tuple(rng.integers(6, 250, length).tolist() for length in pair) for pair in lengths]
+
+
+@pytest.fixture
+def pairs(rng):
+    return random_pairs(rng, [(40, 9), (1, 12), (7, 30), (23, 1)])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_transformers_in_chunks(make_checkpoint, pairs, case):
+    kind, options = CASES[case]
+    folder = make_checkpoint(kind, **options)
+
+    logits = run_in_chunks(folder, pairs, SIZES)
+
+    expected = translated(load_oracle(folder, kind), pairs)
+    assert_rows_close(logits, expected, roundings=encoder_roundings(folder))
+    assert all(row.dtype == torch.float32 for row in logits)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 128])
+def test_the_ops_of_cpus_match_for_any_size_of_a_block(make_checkpoint, pairs, block_size):
+    for case in PLAIN:
+        kind, options = CASES[case]
+        folder = make_checkpoint(kind, **options)
+
+        logits = run_in_chunks(folder, pairs, SIZES, block_size=block_size, packed=True)
+
+        expected = translated(load_oracle(folder, kind), pairs)
+        assert_rows_close(logits, expected, roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_bf16_stays_close_to_fp32(make_checkpoint, pairs, case):
+    kind, options = CASES[case]
+    folder = make_checkpoint(kind, dtype=torch.bfloat16, **options)
+
+    logits = run_in_chunks(folder, pairs, SIZES, dtype=torch.bfloat16)
+
+    expected = translated(load_oracle(folder, kind), pairs)
+    assert all(row.dtype == torch.float32 for row in logits)
+    bound = relative_error(encoder_roundings(folder, torch.bfloat16), torch.bfloat16)
+    for mine, theirs in zip(logits, expected, strict=True):
+        assert (mine - theirs).norm() <= bound * theirs.norm()
