@@ -1,6 +1,7 @@
 """Options of a generation request: how tokens are chosen and when to stop.
 
-Names, defaults and meanings are those of vLLM's sampling parameters, so its clients fit.
+Names, defaults and meanings are those of vLLM's sampling parameters, so its clients fit. Those of beam search are from
+Hugging Face's `generate`.
 """
 
 import json
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from varlen.errors import RequestError, shorten
 
@@ -20,6 +21,12 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 256
 MAX_GRAMMAR_CHARACTERS = 65_536
+MAX_BEAMS = 32
+MAX_SUPPRESSED_TOKENS = 1024
+
+EarlyStopping: TypeAlias = bool | Literal["never"]
+LengthPenaltyType: TypeAlias = Literal["hf", "gnmt"]
+DiversityType: TypeAlias = Literal["hamming", "sibling"]
 
 _MAX_INT32 = 2**31 - 1
 
@@ -68,10 +75,49 @@ _RANGES: Mapping[str, _Range] = MappingProxyType(
         "frequency_penalty": _real(-2, 2),
         "seed": _whole(-(2**63), 2**64 - 1),
         "logprobs": _whole(0, MAX_LOGPROBS),
+        "num_beams": _whole(1, MAX_BEAMS),
+        "length_penalty": _real(-10, 10),
+        "num_beam_groups": _whole(1, MAX_BEAMS),
+        "diversity_penalty": _real(0, 100),
+        "no_repeat_ngram_size": _whole(0, _MAX_INT32),
+        "forced_bos_token_id": _whole(0, _MAX_INT32),
+        "forced_eos_token_id": _whole(0, _MAX_INT32),
     }
 )
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
-_OPTIONAL = ("seed", "logprobs")
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "do_sample")
+_OPTIONAL = ("seed", "logprobs", "forced_bos_token_id", "forced_eos_token_id")
+_WORDS: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "early_stopping": (True, False, "never"),
+        "length_penalty_type": ("hf", "gnmt"),
+        "diversity_type": ("hamming", "sibling"),
+    }
+)
+_TOKEN_LISTS: Mapping[str, int] = MappingProxyType(
+    {
+        "stop_token_ids": MAX_STOP_TOKENS,
+        "suppress_tokens": MAX_SUPPRESSED_TOKENS,
+        "begin_suppress_tokens": MAX_SUPPRESSED_TOKENS,
+    }
+)
+
+# Options that only beam search has, and those that it has not.
+_ONLY_BEAMS = (
+    "length_penalty",
+    "length_penalty_type",
+    "early_stopping",
+    "num_beam_groups",
+    "diversity_penalty",
+    "diversity_type",
+    "do_sample",
+    "no_repeat_ngram_size",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+)
+_NO_BEAMS = ("stop", "logprobs", "presence_penalty", "frequency_penalty")
+_ONLY_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 # Parameters of vLLM's clients that are not served, each with the only value that asks for nothing.
 _NEUTRAL: Mapping[str, object] = MappingProxyType(
@@ -82,6 +128,11 @@ _NEUTRAL: Mapping[str, object] = MappingProxyType(
         "use_beam_search": False,
     }
 )
+_HINTS: Mapping[str, str] = MappingProxyType(
+    {"use_beam_search": "; num_beams above 1 is beam search"}
+)
+# Hugging Face's names of options.
+_ALIASES: Mapping[str, str] = MappingProxyType({"num_return_sequences": "n"})
 
 _STRUCTURED = ("structured_outputs", "guided_decoding")
 _GRAMMAR_KINDS = ("json", "regex", "choice", "json_object")
@@ -93,7 +144,7 @@ class GenerationOptions:
 
     Attributes:
         max_tokens, min_tokens: largest and smallest number of generated tokens.
-        n: number of samples of each prompt.
+        n: number of samples of each prompt, or of its best answers with beam search; `num_return_sequences` too.
         temperature: divides the logits; 0 chooses the most likely token.
         top_k: number of most likely tokens that may be chosen; 0 is all.
         top_p: the smallest set of most likely tokens with at least this probability may be chosen.
@@ -110,6 +161,20 @@ class GenerationOptions:
         logprobs: number of most likely tokens reported with each token; None reports no probability.
         grammar: what the answer has to match, a JSON object with one of `json`, `regex` and `choice`, which
             `decoding.structured` compiles; None is any text.
+        num_beams: number of beams of each prompt; 1 is no beam search. `decoding.beam_search` has it and what follows.
+            There `repetition_penalty` multiplies log probabilities.
+        length_penalty: exponent of the length by which the score of an answer is divided.
+        length_penalty_type: the length is that of the generated tokens, or Wu et al. 2016's (5 + tokens) / 6.
+        early_stopping: true ends the search once there are `num_beams` answers; false once the best beam is no better
+            than the worst of them at its present length, "never" at any length.
+        num_beam_groups, diversity_penalty, diversity_type: "hamming" subtracts the penalty from the log probability of
+            a token for each beam of earlier groups that chose it in this step, "sibling" from the rank of a beam for
+            each better one with the same parent.
+        do_sample: whether candidates are drawn at random, as `temperature`, `top_k`, `top_p` and `min_p` say.
+        no_repeat_ngram_size: length in tokens of sequences that do not repeat; 0 is none.
+        forced_bos_token_id: the first token of an answer, after a prompt of one token; None is the checkpoint's.
+        forced_eos_token_id: the token at `max_tokens`; None is the checkpoint's.
+        suppress_tokens, begin_suppress_tokens: tokens that are not generated, or not first; None is the checkpoint's.
 
     Raises:
         RequestError: a value is not allowed; the message names the parameter, the value and what is allowed.
@@ -133,6 +198,19 @@ class GenerationOptions:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     grammar: str | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    length_penalty_type: LengthPenaltyType = "hf"
+    early_stopping: EarlyStopping = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    diversity_type: DiversityType = "hamming"
+    do_sample: bool = False
+    no_repeat_ngram_size: int = 0
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    suppress_tokens: tuple[int, ...] | None = None
+    begin_suppress_tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
@@ -142,10 +220,18 @@ class GenerationOptions:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "true or false")
-        _check_stops(self.stop, self.stop_token_ids)
+        for name, words in _WORDS.items():
+            # 1 equals true, but is no flag
+            value = getattr(self, name)
+            if value not in words or isinstance(value, (int, float)) is not isinstance(value, bool):
+                _refuse(name, value, " or ".join(map(json.dumps, words)))
+        _check_stops(self.stop)
+        for name, longest in _TOKEN_LISTS.items():
+            _check_tokens(name, getattr(self, name), longest)
         if self.min_tokens > self.max_tokens:
             _refuse("min_tokens", self.min_tokens, f"up to max_tokens, {self.max_tokens}")
-        if self.n > 1 and self.temperature == 0:
+        _check_beams(self)
+        if self.n > 1 and self.temperature == 0 and self.num_beams == 1:
             _refuse("n", self.n, "1 with temperature 0, as all samples would be equal")
         if self.grammar is not None:
             if len(self.grammar) > MAX_GRAMMAR_CHARACTERS:
@@ -167,11 +253,14 @@ class GenerationOptions:
             RequestError: a name is unknown or a value is not allowed; the message names both, and what is allowed.
         """
         values: dict[str, Any] = {}
-        for name, value in parameters.items():
+        for given, value in parameters.items():
+            name = _ALIASES.get(given, given)
             if name not in _NAMES:
                 raise RequestError(_unknown(name))
             if value is None:
                 continue
+            if name in values and values[name] != _value(name, value):
+                raise RequestError(f"the request has both {name} and {given}; send one")
             if name in _STRUCTURED:
                 if "grammar" in values:
                     raise RequestError(
@@ -181,7 +270,7 @@ class GenerationOptions:
             elif name in _NEUTRAL:
                 wanted = _NEUTRAL[name]
                 if _parse(value, type(wanted)) != wanted:
-                    _refuse(name, value, json.dumps(wanted))
+                    _refuse(name, value, json.dumps(wanted) + _HINTS.get(name, ""))
             else:
                 values[name] = _value(name, value)
         return cls(**values)
@@ -194,11 +283,12 @@ _NAMES = frozenset(
         *_STRUCTURED,
     }
 )
+_DEFAULTS = MappingProxyType({field.name: field.default for field in fields(GenerationOptions)})
 
 
 def _value(name: str, value: object) -> object:
     """Return the value of an option, in the form that `GenerationOptions` checks."""
-    if name in _FLAGS:
+    if name in _FLAGS or name == "early_stopping":
         return _parse(value, bool)
     if name == "logprobs" and isinstance(value, bool):
         # OpenAI's flag of chats
@@ -237,7 +327,7 @@ def _parse(value: object, kind: type) -> object:
     return value
 
 
-def _check_stops(strings: tuple[str, ...], token_ids: tuple[int, ...]) -> None:
+def _check_stops(strings: tuple[str, ...]) -> None:
     if not isinstance(strings, tuple) or not all(isinstance(each, str) for each in strings):
         _refuse("stop", strings, "a string, or a list of strings")
     if len(strings) > MAX_STOP_STRINGS:
@@ -247,13 +337,56 @@ def _check_stops(strings: tuple[str, ...], token_ids: tuple[int, ...]) -> None:
             raise RequestError(
                 f"stop has a string of {len(each)} characters; allowed: 1 to {MAX_STOP_CHARACTERS}"
             )
+
+
+def _check_tokens(name: str, token_ids: tuple[int, ...] | None, longest: int) -> None:
+    if token_ids is None and name != "stop_token_ids":
+        return
     ids = _whole(0, _MAX_INT32)
     if not isinstance(token_ids, tuple) or not all(ids.allows(each) for each in token_ids):
-        _refuse("stop_token_ids", token_ids, f"a list of {ids.allowed}")
-    if len(token_ids) > MAX_STOP_TOKENS:
-        raise RequestError(
-            f"stop_token_ids has {len(token_ids)} tokens; allowed: up to {MAX_STOP_TOKENS}"
+        _refuse(name, token_ids, f"a list of {ids.allowed}")
+    if len(token_ids) > longest:
+        raise RequestError(f"{name} has {len(token_ids)} tokens; allowed: up to {longest}")
+
+
+def _check_beams(options: GenerationOptions) -> None:
+    """Check that options of beam search go with each other, and with the others."""
+    beams, groups = options.num_beams, options.num_beam_groups
+    if beams == 1:
+        _check_defaults(options, _ONLY_BEAMS, "without num_beams above 1")
+        return
+    _check_defaults(options, _NO_BEAMS, "with num_beams above 1")
+    if options.grammar is not None:
+        raise RequestError("structured_outputs cannot be combined with num_beams above 1")
+    if options.n > beams:
+        _refuse("n", options.n, f"up to num_beams, {beams}")
+    if options.do_sample:
+        _check_defaults(options, ("num_beam_groups", "diversity_penalty"), "with do_sample")
+        if options.temperature == 0:
+            _refuse("temperature", 0, "above 0 with do_sample")
+    else:
+        # temperature 0 asks for no random choice, and there is none
+        names = _ONLY_SAMPLING[options.temperature == 0 :]
+        _check_defaults(options, names, "with num_beams above 1, unless do_sample is true")
+    if beams % groups:
+        _refuse("num_beam_groups", groups, f"divisors of num_beams, {beams}")
+    if options.diversity_type == "sibling" and groups > 1:
+        _refuse("num_beam_groups", groups, '1 with diversity_type "sibling"')
+    is_diverse = groups > 1 or options.diversity_type == "sibling"
+    if is_diverse != (options.diversity_penalty > 0):
+        allowed = "above 0 with" if is_diverse else "0 without"
+        _refuse(
+            "diversity_penalty",
+            options.diversity_penalty,
+            f'{allowed} num_beam_groups above 1 or diversity_type "sibling"',
         )
+
+
+def _check_defaults(options: GenerationOptions, names: tuple[str, ...], condition: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value != _DEFAULTS[name]:
+            _refuse(name, value, f"{json.dumps(_DEFAULTS[name])} {condition}")
 
 
 def _grammar(name: str, value: object) -> str | None:
@@ -307,7 +440,7 @@ def _refuse(name: str, value: object, allowed: str) -> NoReturn:
 
 
 def _unknown(name: str) -> str:
-    served = sorted(_NAMES - {*_NEUTRAL, "guided_decoding"})
+    served = sorted({*_NAMES, *_ALIASES} - {*_NEUTRAL, "guided_decoding"})
     close = get_close_matches(name, served, n=1)
     hint = f' Did you mean "{close[0]}"?' if close else ""
     return f'unknown parameter "{shorten(name)}".{hint} Allowed: {", ".join(served)}'
