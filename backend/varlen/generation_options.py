@@ -6,14 +6,14 @@ Hugging Face's `generate`.
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from varlen.errors import RequestError, shorten
+from varlen.parameter_checks import MAX_INT32, NumberRange, parse, real, refuse, whole
 
 MAX_SAMPLES = 64
 MAX_LOGPROBS = 20
@@ -28,60 +28,31 @@ EarlyStopping: TypeAlias = bool | Literal["never"]
 LengthPenaltyType: TypeAlias = Literal["hf", "gnmt"]
 DiversityType: TypeAlias = Literal["hamming", "sibling"]
 
-_MAX_INT32 = 2**31 - 1
-
 # vLLM takes a temperature below the first for 0, and raises one below the second to it.
 _GREEDY_TEMPERATURE = 1e-5
 _LOWEST_TEMPERATURE = 1e-2
 
-_NUMBER = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]{0,20})?([eE][+-]?[0-9]{1,3})?")
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Allowed numbers of one parameter."""
-
-    kind: type[int] | type[float]
-    low: float
-    high: float
-    allowed: str
-
-    def allows(self, value: object) -> bool:
-        # a whole number is a float too, but true is no number
-        if isinstance(value, bool) or not isinstance(value, (int, self.kind)):
-            return False
-        return self.low <= value <= self.high
-
-
-def _whole(low: int, high: int) -> _Range:
-    return _Range(int, low, high, f"whole numbers from {low} to {high}")
-
-
-def _real(low: float, high: float) -> _Range:
-    return _Range(float, low, high, f"numbers from {low:g} to {high:g}")
-
-
-_RANGES: Mapping[str, _Range] = MappingProxyType(
+_RANGES: Mapping[str, NumberRange] = MappingProxyType(
     {
-        "max_tokens": _whole(1, _MAX_INT32),
-        "min_tokens": _whole(0, _MAX_INT32),
-        "n": _whole(1, MAX_SAMPLES),
-        "temperature": _real(0, 2),
-        "top_k": _whole(-1, _MAX_INT32),
-        "top_p": _Range(float, math.nextafter(0, 1), 1, "numbers above 0, up to 1"),
-        "min_p": _real(0, 1),
-        "repetition_penalty": _real(0.01, 100),
-        "presence_penalty": _real(-2, 2),
-        "frequency_penalty": _real(-2, 2),
-        "seed": _whole(-(2**63), 2**64 - 1),
-        "logprobs": _whole(0, MAX_LOGPROBS),
-        "num_beams": _whole(1, MAX_BEAMS),
-        "length_penalty": _real(-10, 10),
-        "num_beam_groups": _whole(1, MAX_BEAMS),
-        "diversity_penalty": _real(0, 100),
-        "no_repeat_ngram_size": _whole(0, _MAX_INT32),
-        "forced_bos_token_id": _whole(0, _MAX_INT32),
-        "forced_eos_token_id": _whole(0, _MAX_INT32),
+        "max_tokens": whole(1, MAX_INT32),
+        "min_tokens": whole(0, MAX_INT32),
+        "n": whole(1, MAX_SAMPLES),
+        "temperature": real(0, 2),
+        "top_k": whole(-1, MAX_INT32),
+        "top_p": NumberRange(float, math.nextafter(0, 1), 1, "numbers above 0, up to 1"),
+        "min_p": real(0, 1),
+        "repetition_penalty": real(0.01, 100),
+        "presence_penalty": real(-2, 2),
+        "frequency_penalty": real(-2, 2),
+        "seed": whole(-(2**63), 2**64 - 1),
+        "logprobs": whole(0, MAX_LOGPROBS),
+        "num_beams": whole(1, MAX_BEAMS),
+        "length_penalty": real(-10, 10),
+        "num_beam_groups": whole(1, MAX_BEAMS),
+        "diversity_penalty": real(0, 100),
+        "no_repeat_ngram_size": whole(0, MAX_INT32),
+        "forced_bos_token_id": whole(0, MAX_INT32),
+        "forced_eos_token_id": whole(0, MAX_INT32),
     }
 )
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "do_sample")
@@ -216,23 +187,23 @@ class GenerationOptions:
         for name, allowed in _RANGES.items():
             value = getattr(self, name)
             if not allowed.allows(value) and not (value is None and name in _OPTIONAL):
-                _refuse(name, value, allowed.allowed)
+                refuse(name, value, allowed.allowed)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                _refuse(name, getattr(self, name), "true or false")
+                refuse(name, getattr(self, name), "true or false")
         for name, words in _WORDS.items():
             # 1 equals true, but is no flag
             value = getattr(self, name)
             if value not in words or isinstance(value, (int, float)) is not isinstance(value, bool):
-                _refuse(name, value, " or ".join(map(json.dumps, words)))
+                refuse(name, value, " or ".join(map(json.dumps, words)))
         _check_stops(self.stop)
         for name, longest in _TOKEN_LISTS.items():
             _check_tokens(name, getattr(self, name), longest)
         if self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"up to max_tokens, {self.max_tokens}")
+            refuse("min_tokens", self.min_tokens, f"up to max_tokens, {self.max_tokens}")
         _check_beams(self)
         if self.n > 1 and self.temperature == 0 and self.num_beams == 1:
-            _refuse("n", self.n, "1 with temperature 0, as all samples would be equal")
+            refuse("n", self.n, "1 with temperature 0, as all samples would be equal")
         if self.grammar is not None:
             if len(self.grammar) > MAX_GRAMMAR_CHARACTERS:
                 raise RequestError(
@@ -240,7 +211,7 @@ class GenerationOptions:
                     f" allowed: up to {MAX_GRAMMAR_CHARACTERS}"
                 )
             if self.ignore_eos:
-                _refuse("ignore_eos", True, "false with structured_outputs, which end themselves")
+                refuse("ignore_eos", True, "false with structured_outputs, which end themselves")
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, object]) -> "GenerationOptions":
@@ -269,8 +240,8 @@ class GenerationOptions:
                 values["grammar"] = _grammar(name, value)
             elif name in _NEUTRAL:
                 wanted = _NEUTRAL[name]
-                if _parse(value, type(wanted)) != wanted:
-                    _refuse(name, value, json.dumps(wanted) + _HINTS.get(name, ""))
+                if parse(value, type(wanted)) != wanted:
+                    refuse(name, value, json.dumps(wanted) + _HINTS.get(name, ""))
             else:
                 values[name] = _value(name, value)
         return cls(**values)
@@ -289,12 +260,12 @@ _DEFAULTS = MappingProxyType({field.name: field.default for field in fields(Gene
 def _value(name: str, value: object) -> object:
     """Return the value of an option, in the form that `GenerationOptions` checks."""
     if name in _FLAGS or name == "early_stopping":
-        return _parse(value, bool)
+        return parse(value, bool)
     if name == "logprobs" and isinstance(value, bool):
         # OpenAI's flag of chats
         return 1 if value else None
     if name in _RANGES:
-        return _number(name, _parse(value, _RANGES[name].kind))
+        return _number(name, parse(value, _RANGES[name].kind))
     if isinstance(value, list):
         return tuple(value)
     # `stop` may be one string
@@ -314,22 +285,9 @@ def _number(name: str, value: object) -> object:
     return value
 
 
-def _parse(value: object, kind: type) -> object:
-    """Return the number or flag in a string, else the value unchanged."""
-    if kind is bool:
-        words = {"true": True, "false": False}
-        return words.get(value.lower(), value) if isinstance(value, str) else value
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        value = float(value) if kind is float or not value.lstrip("+-").isdigit() else int(value)
-    # JSON writers of some languages know no whole numbers
-    if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
-
-
 def _check_stops(strings: tuple[str, ...]) -> None:
     if not isinstance(strings, tuple) or not all(isinstance(each, str) for each in strings):
-        _refuse("stop", strings, "a string, or a list of strings")
+        refuse("stop", strings, "a string, or a list of strings")
     if len(strings) > MAX_STOP_STRINGS:
         raise RequestError(f"stop has {len(strings)} strings; allowed: up to {MAX_STOP_STRINGS}")
     for each in strings:
@@ -342,9 +300,9 @@ def _check_stops(strings: tuple[str, ...]) -> None:
 def _check_tokens(name: str, token_ids: tuple[int, ...] | None, longest: int) -> None:
     if token_ids is None and name != "stop_token_ids":
         return
-    ids = _whole(0, _MAX_INT32)
+    ids = whole(0, MAX_INT32)
     if not isinstance(token_ids, tuple) or not all(ids.allows(each) for each in token_ids):
-        _refuse(name, token_ids, f"a list of {ids.allowed}")
+        refuse(name, token_ids, f"a list of {ids.allowed}")
     if len(token_ids) > longest:
         raise RequestError(f"{name} has {len(token_ids)} tokens; allowed: up to {longest}")
 
@@ -359,23 +317,23 @@ def _check_beams(options: GenerationOptions) -> None:
     if options.grammar is not None:
         raise RequestError("structured_outputs cannot be combined with num_beams above 1")
     if options.n > beams:
-        _refuse("n", options.n, f"up to num_beams, {beams}")
+        refuse("n", options.n, f"up to num_beams, {beams}")
     if options.do_sample:
         _check_defaults(options, ("num_beam_groups", "diversity_penalty"), "with do_sample")
         if options.temperature == 0:
-            _refuse("temperature", 0, "above 0 with do_sample")
+            refuse("temperature", 0, "above 0 with do_sample")
     else:
         # temperature 0 asks for no random choice, and there is none
         names = _ONLY_SAMPLING[options.temperature == 0 :]
         _check_defaults(options, names, "with num_beams above 1, unless do_sample is true")
     if beams % groups:
-        _refuse("num_beam_groups", groups, f"divisors of num_beams, {beams}")
+        refuse("num_beam_groups", groups, f"divisors of num_beams, {beams}")
     if options.diversity_type == "sibling" and groups > 1:
-        _refuse("num_beam_groups", groups, '1 with diversity_type "sibling"')
+        refuse("num_beam_groups", groups, '1 with diversity_type "sibling"')
     is_diverse = groups > 1 or options.diversity_type == "sibling"
     if is_diverse != (options.diversity_penalty > 0):
         allowed = "above 0 with" if is_diverse else "0 without"
-        _refuse(
+        refuse(
             "diversity_penalty",
             options.diversity_penalty,
             f'{allowed} num_beam_groups above 1 or diversity_type "sibling"',
@@ -386,7 +344,7 @@ def _check_defaults(options: GenerationOptions, names: tuple[str, ...], conditio
     for name in names:
         value = getattr(options, name)
         if value != _DEFAULTS[name]:
-            _refuse(name, value, f"{json.dumps(_DEFAULTS[name])} {condition}")
+            refuse(name, value, f"{json.dumps(_DEFAULTS[name])} {condition}")
 
 
 def _grammar(name: str, value: object) -> str | None:
@@ -394,7 +352,7 @@ def _grammar(name: str, value: object) -> str | None:
     if isinstance(value, str):
         value = _json(name, value)
     if not isinstance(value, dict):
-        _refuse(name, value, f"an object with one of {', '.join(_GRAMMAR_KINDS)}")
+        refuse(name, value, f"an object with one of {', '.join(_GRAMMAR_KINDS)}")
     # clients send all fields of their object: null and false ask for nothing, and the library is ours to choose
     given = {
         key: each for key, each in value.items() if each not in (None, False) and key != "backend"
@@ -410,13 +368,13 @@ def _grammar(name: str, value: object) -> str | None:
     if kind == "json":
         content = _json(f"{name}.json", content) if isinstance(content, str) else content
         if not isinstance(content, dict):
-            _refuse(f"{name}.json", content, "a JSON schema, as an object or a string")
+            refuse(f"{name}.json", content, "a JSON schema, as an object or a string")
     elif kind == "choice":
         texts = content if isinstance(content, list) else []
         if not texts or not all(isinstance(each, str) for each in texts):
-            _refuse(f"{name}.choice", content, "a list of strings, at least one")
+            refuse(f"{name}.choice", content, "a list of strings, at least one")
     elif not isinstance(content, str):
-        _refuse(f"{name}.{kind}", content, "a string")
+        refuse(f"{name}.{kind}", content, "a string")
     try:
         return json.dumps({kind: content}, separators=(",", ":"))
     except RecursionError:
@@ -427,16 +385,7 @@ def _json(name: str, text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        _refuse(name, text, "JSON")
-
-
-def _refuse(name: str, value: object, allowed: str) -> NoReturn:
-    try:
-        shown = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        # an in-process caller may pass any object
-        shown = f"a {type(value).__name__}"
-    raise RequestError(f"{name} is {shorten(shown)}; allowed: {allowed}")
+        refuse(name, text, "JSON")
 
 
 def _unknown(name: str) -> str:

@@ -1,4 +1,4 @@
-"""One group of beams: which candidates of a step go on, which are answers, and when the search ends.
+"""One group of beams: which candidates continue, which are answers, and when it ends.
 
 Up to `width` beams are live. A candidate ends if its token is an end token or the last one that may come; it is an
 answer only if it is among the best `width` candidates. The best `width` answers are kept.
@@ -24,7 +24,9 @@ by_score = itemgetter(0)
 
 @dataclass(slots=True, eq=False)
 class Beam:
-    """Generated tokens, linked from the last to the first, and their score; not changed once made.
+    """Generated tokens, linked from the last to the first, and their score.
+
+    It is not changed once it is made.
 
     Attributes:
         parent: the beam without the last token; None before the first token.

@@ -70,7 +70,7 @@ def draw(scores: _Scores, uniform: Sequence[float]) -> list[Candidate]:
         scores: `[rows, vocabulary]` fp64.
         uniform: a random number from 0 to below 1 for each draw; draws stop when no entry is left.
     """
-    weights = _weights(scores, scores.max())
+    weights = _weights(scores, float(scores.max()))
     totals = weights.sum(axis=1)
     drawn: list[Candidate] = []
     for number in uniform:
@@ -85,7 +85,7 @@ def draw(scores: _Scores, uniform: Sequence[float]) -> list[Candidate]:
 
 
 def _find(weights: _Scores, target: float) -> tuple[int, float]:
-    """Return the index of the weight that covers a part of their sum, and the rest of that part."""
+    """Return the index at which the cumulative weight exceeds `target`, and the rest of it."""
     ends = np.cumsum(weights)
     # rounding may put the target at the end, where weights may be 0
     last = int(np.searchsorted(ends, ends[-1]))
@@ -93,6 +93,7 @@ def _find(weights: _Scores, target: float) -> tuple[int, float]:
     return index, target - (float(ends[index - 1]) if index else 0.0)
 
 
-def _weights(scores: _Scores, peak: npt.ArrayLike) -> _Scores:
+def _weights(scores: _Scores, peak: _Scores | float) -> _Scores:
     """Return exp(scores - peak); 0 where all scores are -inf."""
-    return np.exp(scores - np.where(np.isneginf(peak), 0, peak))
+    weights: _Scores = np.exp(scores - np.where(np.equal(peak, -np.inf), 0, peak))
+    return weights

@@ -207,7 +207,7 @@ class BeamSearch:
         return self._finish_step()
 
     def _ranked_with_siblings(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return candidates by their score minus a penalty for each better one of the same parent."""
+        """Return candidates by their score minus a penalty for each better sibling."""
         penalty, rank, last = self._options.diversity_penalty, 0, -1
         keyed: list[tuple[float, Candidate]] = []
         for candidate in candidates:

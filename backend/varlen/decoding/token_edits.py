@@ -1,4 +1,4 @@
-"""Rules of beam search for the next token: forced and banned tokens, and penalties of repeated ones.
+"""Rules for the next token in beam search: forced, banned and repeated tokens.
 
 Edits change the log probability of single tokens and leave those of all others as they are, so the kernel applies them
 while it reads the logits. What they need of earlier tokens grows token by token and is shared by the beams that have
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -42,8 +42,7 @@ class TokenRules:
 
     def with_options(self, options: GenerationOptions) -> TokenRules:
         """Return these rules with what a request has instead."""
-
-        requested = {
+        requested: dict[str, Any] = {
             "end_ids": () if options.ignore_eos else None,
             "forced_first_id": options.forced_bos_token_id,
             "forced_last_id": options.forced_eos_token_id,
@@ -160,7 +159,7 @@ class TokenEditor:
         return self._rules.forced_first_id if self._has_forced_first and not num_generated else None
 
     def edits(self, histories: Sequence[TokenHistory], num_generated: int) -> TokenEdits | None:
-        """Return the edits of the next tokens of these beams, one row each; None if there are none."""
+        """Return the edits of the next tokens, a row per beam; None without any."""
         early = self._early_bans(num_generated)
         if not early and not self._fixed and self._penalty == 1 and not self._ngram_size:
             return None
@@ -168,7 +167,9 @@ class TokenEditor:
         added: list[Mapping[int, float]] = []
         for history in histories:
             banned = [*early, *self._repeated(history)]
-            bans.append([place for token in banned if (place := self._fixed_places.get(token)) is not None])
+            bans.append(
+                [place for token in banned if (place := self._fixed_places.get(token)) is not None]
+            )
             new = dict.fromkeys((token for token in banned if token not in self._fixed), math.inf)
             added.append({**history.factors, **new} if new else history.factors)
 

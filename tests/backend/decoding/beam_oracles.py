@@ -96,7 +96,7 @@ class TinyModel:
 
     @torch.no_grad()
     def generate(self, case):
-        """Return token ids and score of each answer, prompt by prompt, of Hugging Face's `generate`."""
+        """Return token ids and scores of the answers to each prompt, by `generate`."""
         names = {
             "forced_first_id": "forced_bos_token_id",
             "forced_last_id": "forced_eos_token_id",
@@ -129,7 +129,7 @@ class TinyModel:
         return [answers[at : at + case.width] for at in range(0, len(answers), case.width)]
 
     def search(self, case, noise=None):
-        """Return the answers of our search to each prompt; all prompts run in the same steps.
+        """Return the answers of our search to each prompt, all in the same steps.
 
         noise: generator of errors that are added to the log probabilities, of the size of rounding errors.
         """
@@ -158,8 +158,11 @@ class TinyModel:
         return answers
 
 
-def advance(search, logprobs):
-    """Take a step of a search with the log probabilities of its rows, as a model does."""
+def advance(search, logprobs, num_candidates=None):
+    """Take a step of a search, given all log probabilities of its rows.
+
+    num_candidates: number of candidates to give it; None is what it asks for.
+    """
     if search.forced is not None:
         return search.advance_forced()
     if search.is_sampled:
@@ -170,11 +173,37 @@ def advance(search, logprobs):
         banned = np.isinf(edits.factors)
         logprobs[edits.rows, edits.tokens] *= np.where(banned, 1, edits.factors)
         logprobs[edits.rows[banned], edits.tokens[banned]] = -np.inf
-    tokens = np.argsort(-logprobs, axis=1, kind="stable")[:, : search.width].astype(np.int32)
+    tokens = np.argsort(-logprobs, axis=1, kind="stable").astype(np.int32)
+    tokens = tokens[:, : num_candidates or search.width]
     return search.advance(tokens, np.take_along_axis(logprobs, tokens, axis=1))
 
 
+class TableModel:
+    """Random log probabilities that depend on the last token and the length."""
+
+    def __init__(self, vocab_size, seed=0):
+        logits = np.random.default_rng(seed).standard_normal((16, vocab_size + 1, vocab_size))
+        self.vocab_size = vocab_size
+        self._table = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+    def logprobs(self, token_ids):
+        """Return the log probabilities after these generated tokens, `[vocabulary]` fp64."""
+        return self._table[len(token_ids), token_ids[-1] if token_ids else -1]
+
+    def run(self, search, num_candidates=None):
+        """Return the answers of a search."""
+        answers = None
+        while answers is None:
+            rows = [self.logprobs(search.token_ids(row)) for row in range(search.num_rows)]
+            answers = advance(search, np.array(rows, np.float32), num_candidates).answers
+        return answers
+
+    def score(self, token_ids):
+        """Return the sum of the log probabilities of generated tokens."""
+        return sum(self.logprobs(token_ids[:at])[token] for at, token in enumerate(token_ids))
+
+
 def cut(tokens, end_ids):
-    """Return the tokens up to the first end token, which is kept."""
+    """Return the tokens up to and with the first end token."""
     ends = [at for at, token in enumerate(tokens) if token in end_ids]
     return tuple(tokens[: ends[0] + 1] if ends else tokens)
