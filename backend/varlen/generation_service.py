@@ -82,8 +82,12 @@ class GenerationService:
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
         vocab_size, ends = checkpoint.vocab_size, checkpoint.eos_token_ids
         grammars = Grammars(tokenizer.huggingface, vocab_size, ends)
-        sampler = Sampler(vocab_size, ends, grammars, choose_device(config.device, gpu))
-        runner = StepRunner(checkpoint, config, sampler.sample, gpu=gpu)
+        device = choose_device(config.device, gpu)
+        choice = TokenChoice(
+            Sampler(vocab_size, ends, grammars, device),
+            Searcher(vocab_size, rules, device, renormalizes=renormalizes),
+        )
+        runner = StepRunner(checkpoint, config, choice.choose, gpu=gpu)
         runner.warm_up()
         limits = InputLimits(
             max_sequence_tokens=runner.max_sequence_tokens,
