@@ -9,7 +9,7 @@ from types import TracebackType
 
 import numpy as np
 
-from varlen.config import Device, DType, EngineConfig, KvPolicy
+from varlen.config import NO_LIMIT, Device, DType, EngineConfig, KvPolicy
 from varlen.errors import RequestError
 from varlen.generation_options import GenerationOptions
 from varlen.generation_service import GenerationService
@@ -25,9 +25,6 @@ from varlen.request import (
     TokenLogprobs,
 )
 from varlen.scheduling.iteration import GenerationCounts
-
-# In process the caller's own memory is the queue's bound.
-_NO_CAP = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +92,9 @@ class Generator:
             kv_block_tokens=kv_block_tokens,
             kv_policy=kv_policy,
             prefix_cache=prefix_cache,
-            max_queued_requests=_NO_CAP,
-            max_queued_tokens=_NO_CAP,
-            max_text_bytes=_NO_CAP,
+            max_queued_requests=NO_LIMIT,
+            max_queued_tokens=NO_LIMIT,
+            max_text_bytes=NO_LIMIT,
         )
         return cls(GenerationService.load(folder, config, Stats()))
 

@@ -152,14 +152,14 @@ class TritonPythonModel:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         timeout = request.timeout() if self._uses_timeout else 0
         if service.task == "generate":
-            checked, form = wire_generate.read_generate_request(
+            checked, spec = wire_generate.read_generate_request(
                 tensors,
                 _parameters(request),
                 service.intake,
                 decoupled=self._is_decoupled,
                 timeout_microseconds=timeout,
             )
-            return checked, wire_generate.GeneratedAnswer(form, service.intake.token_text)
+            return checked, wire_generate.GeneratedAnswer(spec, service.intake.token_text)
         checked = wire.read_request(
             tensors,
             _parameters(request),

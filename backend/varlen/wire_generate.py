@@ -75,21 +75,21 @@ OUTPUTS: tuple[TensorSpec, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """What the answer of a request holds.
+class ResponseSpec:
+    """What the responses to a request hold.
 
     Attributes:
         rows: number of samples.
         num_input_tokens: length of the prompt, in tokens.
         stream: whether parts of the answer are sent as they come.
-        echo: text that each row begins with: the prompt, or nothing.
+        prefix: text that each row begins with: the prompt, or nothing.
         returns: names of the outputs to send beside `text_output`.
     """
 
     rows: int
     num_input_tokens: int
     stream: bool = False
-    echo: str = ""
+    prefix: str = ""
     returns: frozenset[str] = frozenset()
 
 
@@ -100,8 +100,8 @@ def read_generate_request(
     *,
     decoupled: bool,
     timeout_microseconds: int = 0,
-) -> tuple[Request, AnswerForm]:
-    """Return the checked request of these tensors and parameters, and the form of its answer.
+) -> tuple[Request, ResponseSpec]:
+    """Return the checked request of these tensors and parameters, and what its responses hold.
 
     Args:
         tensors: by input name; without a dimension of rows.
@@ -139,8 +139,8 @@ def read_generate_request(
             generation=generation,
         ),
     )
-    form = AnswerForm(generation.n, prompt.num_tokens, stream, _echo(tensors, stream), returns)
-    return request, form
+    spec = ResponseSpec(generation.n, prompt.num_tokens, stream, _prefix(tensors, stream), returns)
+    return request, spec
 
 
 @dataclass(slots=True)
@@ -156,23 +156,23 @@ class GeneratedAnswer:
     """Makes the responses to a request out of the parts of its answer.
 
     Attributes:
-        form: what a response holds.
+        spec: what the responses hold.
         token_text: returns the text of a token id, for log probabilities.
     """
 
-    form: AnswerForm
+    spec: ResponseSpec
     token_text: Callable[[int], str]
     _rows: list[_Row] = field(init=False)
-    _echo: str = field(init=False)
+    _prefix: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self._rows = [_Row() for _ in range(self.form.rows)]
-        self._echo = self.form.echo
+        self._rows = [_Row() for _ in range(self.spec.rows)]
+        self._prefix = self.spec.prefix
 
     @property
     def streams(self) -> bool:
         """Whether parts are sent as they come."""
-        return self.form.stream
+        return self.spec.stream
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> dict[str, npt.NDArray[Any]]:
         """Return the outputs of a response by name, given all parts since the last response.
@@ -186,9 +186,9 @@ class GeneratedAnswer:
             parts[row].append(part)
             self._rows[row].finish_reason = part.finish_reason or self._rows[row].finish_reason
             self._rows[row].logprob += sum(token.logprob for token in part.logprobs)
-        texts = [self._echo + "".join(part.text for part in each) for each in parts]
-        self._echo = ""
-        named = {name: self._output(name, parts) for name in self.form.returns}
+        texts = [self._prefix + "".join(part.text for part in each) for each in parts]
+        self._prefix = ""
+        named = {name: self._output(name, parts) for name in self.spec.returns}
         return {"text_output": _strings(texts), **named}
 
     def _output(self, name: str, parts: Sequence[Sequence[GeneratedPart]]) -> npt.NDArray[Any]:
@@ -201,7 +201,7 @@ class GeneratedAnswer:
         if name == "logprobs":
             return _strings([self._logprobs(row) for row in parts])
         if name == "num_input_tokens":
-            return np.array([self.form.num_input_tokens], dtype=np.uint32)
+            return np.array([self.spec.num_input_tokens], dtype=np.uint32)
         if name == "num_output_tokens":
             return np.array([len(row) for row in tokens], dtype=np.uint32)
         assert name == "output_ids"
@@ -245,12 +245,12 @@ def _prompt(tensors: Tensors, intake: Intake) -> Prompt:
     return prompt
 
 
-def _echo(tensors: Tensors, stream: bool) -> str:
+def _prefix(tensors: Tensors, stream: bool) -> str:
     """Return the text that the answer begins with, by default the prompt unless streamed."""
-    can_echo = "text_input" in tensors and not stream
-    if _flag(tensors, "exclude_input_in_output", default=not can_echo):
+    can_include = "text_input" in tensors and not stream
+    if _flag(tensors, "exclude_input_in_output", default=not can_include):
         return ""
-    if not can_echo:
+    if not can_include:
         raise RequestError(
             "exclude_input_in_output is false; only a request with text_input, and without stream, gets its input back"
         )

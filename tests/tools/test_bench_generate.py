@@ -291,8 +291,8 @@ def test_a_small_run_measures_appends_and_ends_with_the_bench_line(tmp_path, mon
 
     assert done.exit_code == 0, done.output
     last = done.output.strip().splitlines()[-1]
-    assert last.startswith("BENCH generate: vs_static_batch=")
-    assert "best_peer=transformers-fp32-arrival" in last
+    assert last.startswith("BENCH generate: tiny_gpt2_vs_static_batch=")
+    assert "tiny_gpt2_best_peer=transformers-fp32-arrival" in last
     rows = read_csv(output)
     assert [row["arrivals"] for row in rows] == [
         "at once",
