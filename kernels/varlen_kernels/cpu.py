@@ -80,7 +80,7 @@ def append_kv(
         return
     from varlen_kernels.paged_cpu import append_tokens
 
-    heads = qkv.float().unflatten(1, (num_heads + 2 * num_kv_heads, key_cache.shape[3]))
+    heads = qkv.float().view(len(qkv), num_heads + 2 * num_kv_heads, key_cache.shape[3])
     append_tokens(heads, slots, key_cache, value_cache)
 
 

@@ -415,9 +415,9 @@ def attention_paged(
     sequence has one new token when it decodes, and several in a chunk of its prompt.
 
     Args:
-        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`, of which only the queries are read; or queries
-            alone, `[tokens, num_heads · head_dim]`, for cross-attention. There each new token is a sequence of its
-            own, whose context is the source: the token reads all of it.
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`; only the queries are read. Or queries alone,
+            `[tokens, num_heads · head_dim]`, for cross-attention. There each new token is a sequence of its own,
+            whose context is the source: the token reads all of it.
         key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`.
         cu_seqlens: `[sequences + 1]` int32, cumulative starts of the new tokens of each sequence.
         context_lens: `[sequences]` int32, keys of each sequence, those of the new tokens included.
@@ -432,7 +432,7 @@ def attention_paged(
     tokens, head_dim = len(qkv), key_cache.shape[3]
     if out is None:
         out = qkv.new_empty(tokens, num_heads * head_dim)
-    queries = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+    queries = qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
     starts = cu_blocks.tolist()
     bounds, lengths = cu_seqlens.tolist(), context_lens.tolist()
     for sequence, (begin, end) in enumerate(pairwise(bounds)):
