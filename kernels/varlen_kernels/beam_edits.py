@@ -209,6 +209,7 @@ def take_edits(logits: Tensor, edits: BeamEdits, sums: Tensor) -> TakenEdits:
         SUMS=sums.shape[2],
         BLOCK=_BLOCK,
         num_warps=1,
+        enable_fp_fusion=False,
     )
     return TakenEdits(edits, taken, bounds)
 

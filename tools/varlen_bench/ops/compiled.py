@@ -115,9 +115,19 @@ def _paged(
     return CompiledCall(label, make, narrow_loads=30)
 
 
-def _beam(label: str, sequences: int, beams: int, vocabulary: int) -> CompiledCall:
+def _beam(
+    label: str,
+    sequences: int,
+    beams: int,
+    vocabulary: int,
+    *,
+    width: int | None = None,
+    edits: int = 0,
+) -> CompiledCall:
     # reading a group a second time needs narrow loads, and so does most of the second kernel
-    make = partial(beam_step, sequences, beams, vocabulary, has_finished=True)
+    make = partial(
+        beam_step, sequences, beams, vocabulary, width=width, edits=edits, has_finished=True
+    )
     return CompiledCall(label, make, dtypes=(_FP16,))
 
 
@@ -212,6 +222,8 @@ COMPILED = [
     replace(_beam("4x250000", 8, 4, 250_000), dtypes=(_FP32, _FP16)),
     _beam("5x300000", 1, 5, 300_000),
     _beam("64x32000", 2, 64, 32_000),
+    replace(_beam("1x32000-edits", 32, 1, 32_000, width=16, edits=64), dtypes=(_FP32, _BF16)),
+    _beam("1x32000-widest", 8, 1, 32_000, width=128),
     replace(_beam("64x300000", 1, 64, 300_000), dtypes=(_FP32, _FP16)),
     # one load of each number of a row
     _sample(32_000, 5),
