@@ -92,6 +92,7 @@ def attention_paged(
     context_lens: Tensor,
     block_ids: Tensor,
     cu_blocks: Tensor,
+    bias: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -119,6 +120,7 @@ def attention_paged(
             context_lens[:single],
             block_ids,
             cu_blocks,
+            bias,
             scale=scale,
             window=window,
         )
@@ -132,6 +134,7 @@ def attention_paged(
             context_lens[single:],
             block_ids,
             cu_blocks[single:],
+            bias,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             scale=scale,

@@ -101,6 +101,7 @@ def _paged(
     kv_heads: int = 4,
     block_size: int = 16,
     window: int = 0,
+    biased: bool = False,
 ) -> CompiledCall:
     make = partial(
         attention_paged,
@@ -111,6 +112,7 @@ def _paged(
         head_dim,
         block_size=block_size,
         window=window,
+        biased=biased,
     )
     return CompiledCall(label, make, narrow_loads=30)
 
@@ -192,10 +194,15 @@ COMPILED = [
     # narrow loads read the slots; of paged attention, the block tables and the bounds of the sequences
     CompiledCall("64", partial(append_kv, 64, 12, 4, 64), 4),
     CompiledCall("80", partial(append_kv, 64, 12, 12, 80), dtypes=(_BF16,)),
+    # keys and values alone
+    CompiledCall("64_alone", partial(append_kv, 64, 0, 4, 64), 4, (_BF16,)),
     replace(_paged("64", 64, 40), dtypes=(_FP32, _FP16, _BF16), tensor_cores=True),
     replace(_paged("64_long", 64, 160), dtypes=(_BF16,), tensor_cores=True),
     replace(_paged("64_short", 64, 5), dtypes=(_BF16,)),
     replace(_paged("64_window", 64, 40, window=32), tensor_cores=True),
+    # one narrow load of the bias per score
+    replace(_paged("64_biased", 64, 40, biased=True), narrow_loads=None, tensor_cores=True),
+    replace(_paged("64_decode_biased", 64, 1, biased=True), narrow_loads=None),
     replace(_paged("128", 128, 40), dtypes=(_BF16,), tensor_cores=True),
     # fp32 spills up to 16 bytes under Triton 3.6
     replace(_paged("256", 256, 40), dtypes=(_BF16,)),
