@@ -1,10 +1,10 @@
-"""One step of beam search in two kernels: the best continuations of the beams of each sequence.
+"""One step of beam search in two kernels: the best continuations of each sequence.
 
 Both kernels work alike, without a sort. Entries are in groups, and only the best entry of each group is known.
-In each round, one per candidate, the best of these is the best of all. It is selected, and its group is searched for the
-next entry. This gives the exact best candidates in order. The order is total, so every run gives the same result. In the
-first kernel the groups are parts of a chunk of the vocabulary; the pass that finds the best entry of each group also
-sums exp. In the second kernel the groups are the beams of a sequence, and the entries are the results of the first.
+There is one round per candidate: the best of these is the best of all. It is selected, and its group is searched for
+the next entry. This gives the exact best candidates in order. The order is total, so every run gives the same result.
+In the first kernel the groups are parts of a chunk of the vocabulary; the pass that finds the best entry of each group
+also sums exp. In the second kernel the groups are the beams of a sequence, and the entries are those results.
 Edits need one small kernel before and one after these, see `beam_edits`.
 Source: the hierarchical search of Wang et al. 2021 (LightSeq), arXiv:2010.13887, section 3.2, which instead sorts all
 entries that reach the lowest of the groups' maxima.
@@ -230,6 +230,9 @@ def _search_beams_kernel(
         best = tl.max(key, axis=0)
         # beam and index in one number, which is lower for the lower beam
         winner = tl.min(tl.where(key == best, beam * FOUND + next_indices, NO_INDEX), axis=0)
+        # after the last entry nothing changes
+        is_entry = best != NO_KEY
+        winner = tl.where(is_entry, winner, 0)
         parent = winner // FOUND
         index = winner % FOUND
         list_ptr = found_ptr + parent * 2 * FOUND
@@ -241,8 +244,9 @@ def _search_beams_kernel(
 
         key = tl.load(list_ptr + entry, mask=entry < FOUND, other=NO_KEY)
         key, index = first_after(tl.load(list_ptr + index), index, key, entry)
-        next_keys = tl.where(beam == parent, key, next_keys)
-        next_indices = tl.where(beam == parent, index, next_indices)
+        advances = is_entry & (beam == parent)
+        next_keys = tl.where(advances, key, next_keys)
+        next_indices = tl.where(advances, index, next_indices)
 
 
 @triton.jit

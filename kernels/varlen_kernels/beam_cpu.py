@@ -36,7 +36,7 @@ _SERIES = tuple(np.float32(math.log(2) ** k / math.factorial(k)) for k in range(
 @numba.njit(nogil=True, cache=True)
 def _without_infinity(x):
     """Return x, and the largest finite number instead of +inf."""
-    return _LARGEST if x > _LARGEST else x
+    return min(x, _LARGEST)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -47,13 +47,12 @@ def _maximum(x, lanes):
     for start in range(0, whole, _LANES):
         for lane in range(_LANES):
             value = x[start + lane]
-            lanes[lane] = value if value > lanes[lane] else lanes[lane]
+            lanes[lane] = max(lanes[lane], value)
     largest = _LOWEST
     for lane in range(_LANES):
         largest = max(largest, lanes[lane])
     for i in range(whole, len(x)):
-        if x[i] > largest:
-            largest = x[i]
+        largest = max(largest, x[i])
     return largest
 
 
@@ -70,7 +69,7 @@ def _sum_exp(x, peak, mantissas, exponents):
     for i in range(len(x)):
         power = (x[i] - peak) * _LOG2_E
         # NaN is not above any number
-        power = power if power > _LEAST_EXPONENT else _LEAST_EXPONENT
+        power = max(_LEAST_EXPONENT, power)
         whole = np.int32(power - _HALF)
         f = power - np.float32(whole)
         series = _SERIES[7] * f + _SERIES[6]
@@ -90,6 +89,33 @@ def _sum_exp(x, peak, mantissas, exponents):
 
 
 @numba.njit(nogil=True, cache=True)
+def _search_group(
+    x,  # [at most _GROUP]
+    first_token,
+    edited,  # [vocabulary] bool
+    floor,
+    found,
+    best_logits,  # [width], sorted
+    best_tokens,  # [width]
+):
+    """Insert logits above `floor` into the best; return their number and the floor."""
+    width = len(best_logits)
+    for i in range(len(x)):
+        # an equal logit of a higher token is worse
+        if x[i] > floor and not edited[first_token + i]:
+            place = min(found, width - 1)
+            while place > 0 and best_logits[place - 1] < x[i]:
+                best_logits[place] = best_logits[place - 1]
+                best_tokens[place] = best_tokens[place - 1]
+                place -= 1
+            best_logits[place], best_tokens[place] = x[i], first_token + i
+            found = min(found + 1, width)
+            if found == width:
+                floor = best_logits[width - 1]
+    return found, floor
+
+
+@numba.njit(nogil=True, cache=True)
 def _search_row(
     logits,  # [vocabulary]
     edited,  # [vocabulary] bool, tokens to leave out of the search
@@ -97,10 +123,12 @@ def _search_row(
     best_tokens,  # [width], overwritten
     buffers,
 ):
-    """Find the best logits of a row in order; return their number, and the row's maximum and log Σ exp(x - maximum)."""
+    """Write the best logits of a row in order.
+
+    Return their number, the row's maximum, and log Σ exp(logit - maximum); 0 for a row of only -inf.
+    """
     lanes, clean, mantissas, exponents = buffers
-    width, found = len(best_logits), 0
-    peak, total, floor = _LOWEST, 0.0, _LOWEST
+    found, peak, total, floor = 0, _LOWEST, 0.0, _LOWEST
     for start in range(0, len(logits), _CHUNK):
         x = logits[start : start + _CHUNK]
         largest = _maximum(x, lanes)
@@ -121,21 +149,10 @@ def _search_row(
             above = 0
             for i in range(len(group)):
                 above += group[i] > floor
-            if above == 0:
-                continue
-            for i in range(len(group)):
-                # an equal logit of a higher token is worse
-                if group[i] > floor and not edited[start + first + i]:
-                    place = min(found, width - 1)
-                    while place > 0 and best_logits[place - 1] < group[i]:
-                        best_logits[place] = best_logits[place - 1]
-                        best_tokens[place] = best_tokens[place - 1]
-                        place -= 1
-                    best_logits[place] = group[i]
-                    best_tokens[place] = start + first + i
-                    found = min(found + 1, width)
-                    if found == width:
-                        floor = best_logits[width - 1]
+            if above > 0:
+                found, floor = _search_group(
+                    group, start + first, edited, floor, found, best_logits, best_tokens
+                )
     if peak == _LOWEST:
         return found, np.float32(0.0), np.float32(0.0)
     return found, peak, np.float32(math.log(total))

@@ -1,8 +1,8 @@
-"""Edits of log probabilities in the step of beam search: the kernels before and after the search.
+"""Edits of the beam step: the kernels before and after the search.
 
-The first one takes the edited tokens out of the logits and sums their exponentials, so that the search finds the best of
-the other tokens. The last one merges both lists: a sorted one, and the edited tokens, which it reads once per candidate
-that it takes from them. Edits are few, so both kernels are short.
+The first one takes the edited tokens out of the logits and sums their exponentials. So the search finds the best of the
+other tokens, with the right sums. The last one merges two lists: the candidates that were found, which are sorted, and
+the edited tokens. It reads all edits of a sequence for each one that it selects, because they are few.
 """
 
 from typing import NamedTuple
@@ -194,7 +194,7 @@ def take_edits(logits: Tensor, edits: BeamEdits, sums: Tensor) -> TakenEdits:
 
     Args:
         logits: `[rows, vocabulary]`.
-        sums: `[rows, 2, any]` fp32: the maximum and the sum of exp(logit - maximum) of each row go into the last column.
+        sums: `[rows, 2, any]` fp32. The last column receives the maximum, and the sum of exp(logit - maximum).
     """
     rows = torch.arange(len(logits) + 1, dtype=torch.int32, device=logits.device)
     bounds = torch.searchsorted(edits.rows, rows, out_int32=True)
@@ -209,6 +209,7 @@ def take_edits(logits: Tensor, edits: BeamEdits, sums: Tensor) -> TakenEdits:
         SUMS=sums.shape[2],
         BLOCK=_BLOCK,
         num_warps=1,
+        enable_fp_fusion=False,
     )
     return TakenEdits(edits, taken, bounds)
 

@@ -1,4 +1,4 @@
-"""One step of beam search in plain torch: the best continuations of the beams of each sequence.
+"""One step of beam search in plain torch: the best continuations of each sequence.
 
 A step on K beams returns by default the best 2K continuations: up to K of them may end the sequence, and K others
 continue it. Only part of the logits is sorted: of groups of logits, the 2K-th largest maximum is a lower bound for the
@@ -222,7 +222,10 @@ def _edits_of(edits: BeamEdits, active: Tensor, finished: Tensor, beams: int) ->
 def _best_with_edits(
     logits: Tensor, peak: Tensor, log_sum: Tensor, edits: BeamEdits, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return row, token and log probability of each row's best tokens without edit, then of all edited tokens."""
+    """Return row, token and log probability of the best tokens.
+
+    These are the best `width` tokens of each row without an edit, then all edited tokens, each by row.
+    """
     at = edits.rows.long(), edits.tokens.long()
     # edited tokens in ascending order, so that a stable sort keeps it
     order = (at[0] * logits.shape[1] + at[1]).argsort()

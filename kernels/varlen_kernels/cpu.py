@@ -84,7 +84,7 @@ def append_kv(
         return
     from varlen_kernels.paged_cpu import append_tokens
 
-    heads = qkv.float().unflatten(1, (num_heads + 2 * num_kv_heads, key_cache.shape[3]))
+    heads = qkv.float().view(len(qkv), num_heads + 2 * num_kv_heads, key_cache.shape[3])
     append_tokens(heads, slots, key_cache, value_cache)
 
 
@@ -96,6 +96,7 @@ def attention_paged(
     context_lens: Tensor,
     block_ids: Tensor,
     cu_blocks: Tensor,
+    bias: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -123,6 +124,7 @@ def attention_paged(
             context_lens[:single],
             block_ids,
             cu_blocks,
+            bias,
             scale=scale,
             window=window,
         )
@@ -136,6 +138,7 @@ def attention_paged(
             context_lens[single:],
             block_ids,
             cu_blocks[single:],
+            bias,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             scale=scale,

@@ -1,4 +1,4 @@
-"""Helpers of the tests of the beam step: random edits, and a full sort of all candidates."""
+"""Helpers of the beam tests: random edits, and a full sort."""
 
 import math
 
@@ -17,7 +17,7 @@ def without_nan(x):
 
 
 def random_edits(logits, per_row, seed=0):
-    """Return up to `per_row` edits of each row: of its best tokens, and of some others."""
+    """Return up to `per_row` edits of each row, half of its best tokens."""
     rng = np.random.default_rng(seed)
     rows, tokens = [], []
     for row, values in enumerate(without_nan(logits.float())):
@@ -84,7 +84,7 @@ def full_sort(logits, scores, finished=None, *, width=None, edits=None):
 
 
 def check_candidates(actual, logits, scores, *, edits=None):
-    """Fail unless the candidates are the best by scores in float64, in any order among almost equal ones."""
+    """Fail unless the candidates are the best in float64, but for rounding."""
     exact = all_scores(logits.double(), scores.double(), edits).flatten(1)
     vocabulary = logits.shape[1]
     tolerance = {"rtol": relative_error(8), "atol": relative_error(vocabulary)}

@@ -1,4 +1,4 @@
-"""The step of beam search in torch and compiled for CPUs, against a full sort of all candidates."""
+"""The step of beam search in torch and compiled for CPUs, against a full sort."""
 
 import math
 
@@ -130,9 +130,7 @@ def test_logits_with_equal_scores_are_ordered_by_logit(beam_step):
 def test_a_row_without_a_possible_token_has_no_candidates(beam_step, value):
     logits, edits = torch.full((1, 3), value), edit((0, 1, 0.5))
 
-    for candidates in (
-        beam_step(logits, torch.zeros(1, 1), edits=given) for given in (None, edits)
-    ):
+    for candidates in (beam_step(logits, torch.zeros(1, 1), edits=each) for each in (None, edits)):
         assert candidates.tokens.tolist() == [[NO_TOKEN] * 2]
         assert candidates.parents.tolist() == [[NO_PARENT] * 2]
         assert candidates.scores.tolist() == [[-torch.inf, -torch.inf]]
