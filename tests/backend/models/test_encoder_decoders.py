@@ -18,7 +18,7 @@ CASES = {
     "bart-no-layers": (BART, {"encoder_layers": 0, "decoder_layers": 1}),
     "mbart": (MBART, {"scale_embedding": True}),
     "mbart-untied": (MBART, {"tie_word_embeddings": False}),
-    "marian": (MARIAN, {}),
+    "marian": (MARIAN, {"activation_function": "swish"}),
     "marian-scaled": (MARIAN, {"scale_embedding": True}),
     "marian-two-vocabularies": (
         MARIAN,
