@@ -10,6 +10,7 @@ from .paged_pairs import run_in_chunks
 
 BART, MBART = "BartForConditionalGeneration", "MBartForConditionalGeneration"
 MARIAN, M2M100 = "MarianMTModel", "M2M100ForConditionalGeneration"
+T5, MT5 = "T5ForConditionalGeneration", "MT5ForConditionalGeneration"
 CASES = {
     "bart": (BART, {}),
     "bart-scaled": (BART, {"scale_embedding": True}),
@@ -27,9 +28,16 @@ CASES = {
     "marian-untied": (MARIAN, {"tie_word_embeddings": False}),
     "m2m": (M2M100, {}),
     "m2m-other-padding": (M2M100, {"pad_token_id": 5, "scale_embedding": False}),
+    "t5": (T5, {}),
+    "t5-untied": (T5, {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}),
+    "t5-gated-silu": (T5, {"feed_forward_proj": "gated-silu"}),
+    "t5-wide-heads": (T5, {"d_kv": 16, "layer_norm_epsilon": 1e-2}),
+    "t5-default-layers": (T5, {"num_layers": 1, "num_decoder_layers": None}),
+    "mt5": (MT5, {"feed_forward_proj": "gated-gelu"}),
+    "mt5-relu": (MT5, {"feed_forward_proj": "relu"}),
 }
 # One of each family, for tests that no option concerns.
-PLAIN = ["bart", "mbart", "marian-scaled", "m2m"]
+PLAIN = ["bart", "mbart", "marian-scaled", "m2m", "t5", "mt5"]
 SIZES = [1, 1, 7, 3]
 
 
