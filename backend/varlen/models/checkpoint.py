@@ -125,6 +125,11 @@ class Checkpoint:
         )
 
     @property
+    def masked_tokens(self) -> tuple[int, ...]:
+        """Tokens whose logits are -inf; see `TranslateSettings`."""
+        return () if self.translate is None else self.translate.masked_tokens
+
+    @property
     def is_decoder(self) -> bool:
         """Whether its model is a decoder, whose tokens read only earlier ones."""
         return _family(self.config).kind == "decoder"

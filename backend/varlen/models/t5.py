@@ -16,7 +16,7 @@ from varlen.models.attention import Attention, CrossAttention
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.embedding_tables import read_tables
 from varlen.models.layers import LayerReader, Linear
-from varlen.models.output import record_output
+from varlen.models.output import record_output, suppress_tokens
 from varlen.models.relative_positions import bias_by_distance
 from varlen.models.residual import RmsResidualStream
 from varlen.models.t5_checkpoint import T5Config, table_names
@@ -201,7 +201,7 @@ def load_t5(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
             ),
             decoder_bias=read.bias("decoder", is_causal=True),
             decoder_norm=read.norm("decoder.final_layer_norm") * config.output_scale,
-            output=Linear(tables.output_weight, None),
+            output=suppress_tokens(Linear(tables.output_weight, None), checkpoint.masked_tokens),
             attention_heads=AttentionHeads(config.num_heads, config.num_heads, config.head_dim),
             norm_eps=config.norm_eps,
         )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.checkpoints import change_tensors, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings, relative_error
 
 from .oracle import load_oracle, translated
@@ -72,6 +73,40 @@ def test_the_ops_of_cpus_match_for_any_size_of_a_block(make_checkpoint, pairs, b
 
         expected = translated(load_oracle(folder, kind), pairs)
         assert_rows_close(logits, expected, roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize("case", ["bart", "t5"])
+def test_tensors_that_are_not_the_shared_table_are_used(make_checkpoint, pairs, case):
+    """T5 1.1 has an output matrix of its own, though transformers 5 reads its config.json as tied."""
+    kind, options = CASES[case]
+    folder = make_checkpoint(kind, **options)
+    prefix = "" if case == "t5" else "model."
+
+    def add_tables(tensors):
+        shared = tensors[f"{prefix}shared.weight"]
+        for name in (f"{prefix}encoder.embed_tokens", f"{prefix}decoder.embed_tokens", "lm_head"):
+            tensors[f"{name}.weight"] = torch.randn_like(shared)
+
+    change_tensors(folder, add_tables)
+
+    logits = run_in_chunks(folder, pairs, SIZES)
+
+    expected = translated(load_oracle(folder, kind), pairs)
+    assert_rows_close(logits, expected, roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize("case", ["marian-scaled", "m2m"])
+def test_probabilities_are_normalized_without_suppressed_tokens(make_checkpoint, pairs, case):
+    """As transformers does with renormalize_logits, which OPUS-MT checkpoints set."""
+    kind, options = CASES[case]
+    folder = make_checkpoint(kind, **options)
+    set_fields(folder, "generation_config.json", renormalize_logits=True, bad_words_ids=[[1], [70]])
+
+    logits = run_in_chunks(folder, pairs, SIZES)
+
+    expected = translated(load_oracle(folder, kind), pairs)
+    expected = [row.index_fill(1, torch.tensor([1, 70]), -torch.inf) for row in expected]
+    assert_rows_close(logits, expected, roundings=encoder_roundings(folder))
 
 
 @pytest.mark.parametrize("case", PLAIN)
