@@ -1,4 +1,4 @@
-"""T5 and mT5: an encoder and a decoder with relative positions and RMS norms, over packed tokens.
+"""T5 and mT5: encoder and decoder with relative positions and RMS norms.
 
 Source: Raffel et al. 2019, arXiv:1910.10683; Shazeer 2020, arXiv:2002.05202 (gates of T5 1.1); Xue et al. 2020,
 arXiv:2010.11934 (mT5); tensor names as Hugging Face transformers saves them.
@@ -47,7 +47,7 @@ class T5SourceAttention:
 
 @dataclass(frozen=True, slots=True)
 class T5FeedForward:
-    """The feed-forward part of a layer; gate and up are one matrix, side by side, if it has a gate."""
+    """The feed-forward part of a layer; gate and up are one matrix."""
 
     norm: Tensor
     up: Linear

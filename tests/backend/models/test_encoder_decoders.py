@@ -77,7 +77,7 @@ def test_the_ops_of_cpus_match_for_any_size_of_a_block(make_checkpoint, pairs, b
 
 @pytest.mark.parametrize("case", ["bart", "t5"])
 def test_tensors_that_are_not_the_shared_table_are_used(make_checkpoint, pairs, case):
-    """T5 1.1 has an output matrix of its own, though transformers 5 reads its config.json as tied."""
+    """T5 1.1 has its own output matrix, though transformers 5 takes it for tied."""
     kind, options = CASES[case]
     folder = make_checkpoint(kind, **options)
     prefix = "" if case == "t5" else "model."
