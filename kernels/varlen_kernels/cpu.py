@@ -94,7 +94,6 @@ def attention_paged(
     context_lens: Tensor,
     block_ids: Tensor,
     cu_blocks: Tensor,
-    bias: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -112,7 +111,7 @@ def attention_paged(
     head_dim = key_cache.shape[3]
     if out is None:
         out = qkv.new_empty(len(qkv), num_heads * head_dim)
-    single = _leading_ones(cu_seqlens) if key_cache.dtype == torch.float32 and bias is None else 0
+    single = _leading_ones(cu_seqlens) if key_cache.dtype == torch.float32 else 0
     if single:
         queries = qkv[:single, : num_heads * head_dim].float().contiguous()
         context = attend_tokens(
@@ -135,7 +134,6 @@ def attention_paged(
             context_lens[single:],
             block_ids,
             cu_blocks[single:],
-            bias,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             scale=scale,

@@ -256,13 +256,13 @@ def residual_rms_norm(
 def attention_varlen(
     qkv: Tensor,
     cu_seqlens: Tensor,
-    distance_bias: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
     scale: float,
     causal: bool = False,
     window: int = 0,
+    distance_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(q kᵀ · scale + bias) v inside each sequence, `[tokens, num_heads · head_dim]`.
@@ -409,7 +409,6 @@ def attention_paged(
     context_lens: Tensor,
     block_ids: Tensor,
     cu_blocks: Tensor,
-    bias: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -460,10 +459,6 @@ def attention_paged(
         readable = position <= query_position
         if window:
             readable &= position > query_position - window
-        if bias is not None:
-            reach = bias.shape[1] // 2
-            distance = (position - query_position).clamp(-reach, reach)
-            readable = bias[:, distance + reach].masked_fill(~readable, -torch.inf).to(keys.dtype)
         context = F.scaled_dot_product_attention(
             queries[begin:end].transpose(0, 1)[None].to(keys.dtype),
             keys[None],
@@ -604,9 +599,8 @@ def _hidden_keys(length: int, window: int, device: torch.device) -> Tensor:
 def _bias_by_distance(distance_bias: Tensor, length: int) -> Tensor:
     """Return the bias of each query and key, `[num_heads, length, length]`."""
     position = torch.arange(length, device=distance_bias.device)
-    reach = distance_bias.shape[1] // 2
-    distance = (position[None, :] - position[:, None]).clamp(-reach, reach)
-    return distance_bias[:, distance + reach].float()
+    distance = position[None, :] - position[:, None]
+    return distance_bias[:, distance + distance_bias.shape[1] // 2].float()
 
 
 def _write(result: Tensor, out: Tensor | None) -> Tensor:

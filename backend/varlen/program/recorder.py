@@ -241,13 +241,10 @@ class Recorder:
         scale: float,
         causal: bool = False,
         window: int = 0,
-        bias: Tensor | None = None,
     ) -> Value:
         shape = (qkv.shape[0], heads.width)
         attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
-        return self._call(
-            "attention_varlen", (qkv, cu_seqlens, bias), shape, qkv.dtype, **attributes
-        )
+        return self._call("attention_varlen", (qkv, cu_seqlens), shape, qkv.dtype, **attributes)
 
     def attention_paged(
         self,
@@ -259,9 +256,8 @@ class Recorder:
         *,
         scale: float,
         window: int = 0,
-        bias: Tensor | None = None,
     ) -> Value:
-        operands: tuple[Operand, ...] = (qkv, key_cache, value_cache, *tables, bias)
+        operands: tuple[Operand, ...] = (qkv, key_cache, value_cache, *tables)
         shape = (qkv.shape[0], heads.width)
         attributes = {**heads.counts, "scale": scale, "window": window}
         return self._call("attention_paged", operands, shape, qkv.dtype, **attributes)
