@@ -50,7 +50,7 @@ def _find_sequence(cu_seqlens_ptr, sequences, token, BLOCK_BATCH: tl.constexpr):
     return tl.max(owners, axis=0)
 
 
-@triton.jit(do_not_specialize=["sequences", "splits"])
+@triton.jit(do_not_specialize=["sequences", "splits", "bias_width"])
 def _read_split_kernel(
     qkv_ptr,  # [tokens, at least NUM_KV_HEADS * GROUP * HEAD_DIM], queries first
     key_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
@@ -59,10 +59,12 @@ def _read_split_kernel(
     context_lens_ptr,  # [sequences]
     block_ids_ptr,  # [blocks in use]
     cu_blocks_ptr,  # [sequences + 1]
+    bias_ptr,  # [NUM_KV_HEADS * GROUP, bias_width], read if HAS_BIAS
     context_ptr,  # [tokens, NUM_KV_HEADS * GROUP, splits, HEAD_DIM], not divided by the sum; `out` if not SPLIT
     sums_ptr,  # [tokens, NUM_KV_HEADS * GROUP, 2, splits]: maximum score, sum of the weights; written if SPLIT
     sequences,
     splits,
+    bias_width,
     scale,
     QKV_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
@@ -73,6 +75,7 @@ def _read_split_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for all keys
+    HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,  # whether there are several splits
     MIN_SPLIT: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
@@ -107,6 +110,9 @@ def _read_split_kernel(
     col = tl.arange(0, BLOCK_D)[None, :]
     inside = is_head[:, None] & (col < HEAD_DIM)
     q = tl.load(q_ptr + head[:, None] * HEAD_DIM + col, mask=inside, other=0.0)
+    # rows past the last head have no bias
+    reach = bias_width // 2
+    bias_ptr += (tl.where(is_head, head, 0) * bias_width + reach)[:, None]
     cache_at = kv_head * (BLOCK_SIZE * HEAD_DIM)
 
     context = tl.zeros([_ROWS, BLOCK_D], tl.float32)
@@ -126,10 +132,13 @@ def _read_split_kernel(
             first_key,
             end,
             scale,
+            bias_ptr,
+            reach,
             BLOCK_STRIDE=NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM,
             BLOCK_SIZE=BLOCK_SIZE,
             HEAD_DIM=HEAD_DIM,
             WINDOW=0,
+            HAS_BIAS=HAS_BIAS,
             BLOCK_N=BLOCK_N,
             BLOCK_D=BLOCK_D,
             MASKED=True,
@@ -192,6 +201,7 @@ def attend_in_splits(
     context_lens: Tensor,
     block_ids: Tensor,
     cu_blocks: Tensor,
+    bias: Tensor | None,
     *,
     num_heads: int,
     scale: float,
@@ -222,10 +232,12 @@ def attend_in_splits(
         context_lens,
         block_ids,
         cu_blocks,
+        qkv if bias is None else bias,
         context,
         sums,
         sequences,
         splits,
+        0 if bias is None else bias.shape[1],
         scale * LOG2_E.value,
         QKV_STRIDE=qkv.stride(0),
         OUT_STRIDE=out.stride(0),
@@ -236,6 +248,7 @@ def attend_in_splits(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=window,
+        HAS_BIAS=bias is not None,
         SPLIT=splits > 1,
         MIN_SPLIT=_MIN_SPLIT,
         BLOCK_BATCH=_BLOCK_BATCH,

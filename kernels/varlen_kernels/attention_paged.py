@@ -15,6 +15,7 @@ from varlen_kernels.attention_decode import attend_in_splits
 from varlen_kernels.attention_varlen import (
     LOG2_E,
     block_d,
+    check_bias,
     check_heads,
     check_scores,
     find_tile,
@@ -43,7 +44,7 @@ _TILES: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {
 }
 
 
-@triton.jit(do_not_specialize=["sequences"])
+@triton.jit(do_not_specialize=["sequences", "bias_width"])
 def _attention_paged_kernel(
     qkv_ptr,  # [tokens, at least NUM_KV_HEADS * GROUP * HEAD_DIM], queries first
     key_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
@@ -52,8 +53,10 @@ def _attention_paged_kernel(
     context_lens_ptr,  # [sequences]
     block_ids_ptr,  # [blocks in use]
     cu_blocks_ptr,  # [sequences + 1]
+    bias_ptr,  # [NUM_KV_HEADS * GROUP, bias_width], read if HAS_BIAS
     out_ptr,  # [tokens, NUM_KV_HEADS * GROUP * HEAD_DIM]
     sequences,
+    bias_width,
     scale,
     QKV_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
@@ -64,6 +67,7 @@ def _attention_paged_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for all keys
+    HAS_BIAS: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -92,6 +96,9 @@ def _attention_paged_kernel(
     q_at = (token * QKV_STRIDE + head * HEAD_DIM)[:, None] + col
     q = tl.load(qkv_ptr + q_at, mask=inside, other=0.0)
 
+    # rows past the last head have no bias
+    reach = bias_width // 2
+    bias_ptr += (tl.where(is_row, head, 0) * bias_width + reach)[:, None]
     earlier = tl.load(context_lens_ptr + sequence) - length
     table_ptr = block_ids_ptr + tl.load(cu_blocks_ptr + sequence)
     cache_at = kv_head * (BLOCK_SIZE * HEAD_DIM)
@@ -129,10 +136,13 @@ def _attention_paged_kernel(
                 loop_begin + offset,
                 end,
                 scale,
+                bias_ptr,
+                reach,
                 BLOCK_STRIDE=NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM,
                 BLOCK_SIZE=BLOCK_SIZE,
                 HEAD_DIM=HEAD_DIM,
                 WINDOW=WINDOW,
+                HAS_BIAS=HAS_BIAS,
                 BLOCK_N=BLOCK_N,
                 BLOCK_D=BLOCK_D,
                 MASKED=MASKED,
@@ -150,6 +160,7 @@ def attention_paged(
     context_lens: Tensor,
     block_ids: Tensor,
     cu_blocks: Tensor,
+    bias: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -174,6 +185,7 @@ def attention_paged(
     check_ids(sequences, context_lens=context_lens)
     check_ids(sequences + 1, cu_blocks=cu_blocks)
     check_ids(block_ids.numel(), block_ids=block_ids)
+    check_bias(bias, num_heads)
     if out is None:
         out = qkv.new_empty(tokens, num_heads * head_dim)
     check_out(out, (tokens, num_heads * head_dim), qkv.dtype)
@@ -181,7 +193,7 @@ def attention_paged(
         return out
     operands = (qkv, key_cache, value_cache, cu_seqlens, context_lens, block_ids, cu_blocks)
     if tokens <= sequences:
-        attend_in_splits(*operands, num_heads=num_heads, scale=scale, window=window, out=out)
+        attend_in_splits(*operands, bias, num_heads=num_heads, scale=scale, window=window, out=out)
         return out
     heads, tiles_of_head = tile_heads(num_heads, num_kv_heads)
     key = (
@@ -194,8 +206,10 @@ def attention_paged(
     tiles = tokens // (launch["BLOCK_M"] // heads) + sequences
     _attention_paged_kernel[(tiles * num_kv_heads * tiles_of_head,)](
         *operands,
+        qkv if bias is None else bias,
         out,
         sequences,
+        0 if bias is None else bias.shape[1],
         scale * LOG2_E.value,
         QKV_STRIDE=qkv.stride(0),
         OUT_STRIDE=out.stride(0),
@@ -206,6 +220,7 @@ def attention_paged(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=key_cache.shape[2],
         WINDOW=window,
+        HAS_BIAS=bias is not None,
         BLOCK_BATCH=_BLOCK_BATCH,
         BLOCK_D=block_d(head_dim),
         **launch,

@@ -148,6 +148,18 @@ def add_values(
 
 
 @triton.jit
+def add_bias(
+    scores,  # [ROWS, BLOCK_N], in base 2
+    bias_ptr,  # bias of distance 0, for all rows or for each
+    distance,  # [ROWS, BLOCK_N], of each key from its query
+    reach,
+):
+    """Return the scores plus the bias of each distance, clamped to -reach and reach."""
+    distance = tl.minimum(tl.maximum(distance, -reach), reach)
+    return scores + tl.load(bias_ptr + distance).to(tl.float32) * LOG2_E
+
+
+@triton.jit
 def attend_to_keys(
     context,  # [BLOCK_M, BLOCK_D], weighted sum of the values read so far
     weight_sum,  # [BLOCK_M]
@@ -156,6 +168,7 @@ def attend_to_keys(
     keys_ptr,  # [length, HEAD_DIM], of the sequence
     values_ptr,  # [length, HEAD_DIM]
     bias_ptr,  # bias of distance 0, read if HAS_BIAS
+    reach,
     first_query,
     first_key,
     length,
@@ -184,11 +197,7 @@ def attend_to_keys(
 
     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
     if HAS_BIAS:
-        # rows past the last query have no entry in the bias
-        inside = (row < length - first_query) & (col < num_keys)
-        bias = tl.load(bias_ptr + (first_key - first_query) + (col - row), mask=inside, other=0.0)
-        bias = bias.to(tl.float32)
-        scores = scores * scale + bias * LOG2_E
+        scores = add_bias(scores * scale, bias_ptr, (first_key - first_query) + (col - row), reach)
         scale = 1.0
     if MASKED:
         readable = col < num_keys
@@ -205,7 +214,7 @@ def attend_to_keys(
 def _attention_varlen_kernel(
     qkv_ptr,  # [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
     cu_seqlens_ptr,  # [batch + 1]
-    distance_bias_ptr,  # [NUM_HEADS, bias_width], read if HAS_BIAS
+    bias_ptr,  # [NUM_HEADS, bias_width], read if HAS_BIAS
     out_ptr,  # [tokens, NUM_HEADS * HEAD_DIM]
     batch,
     bias_width,
@@ -237,7 +246,8 @@ def _attention_varlen_kernel(
     if NUM_KV_HEADS < NUM_HEADS:
         keys_ptr -= (head - head // (NUM_HEADS // NUM_KV_HEADS)) * HEAD_DIM
     values_ptr = keys_ptr + NUM_KV_HEADS * HEAD_DIM
-    bias_ptr = distance_bias_ptr + head.to(tl.int64) * bias_width + bias_width // 2
+    reach = bias_width // 2
+    bias_ptr += head.to(tl.int64) * bias_width + reach
     query = first_query + tl.arange(0, BLOCK_M)
     num_queries = length - first_query
     q_ptr = sequence_ptr + first_query.to(tl.int64) * QKV_STRIDE
@@ -276,6 +286,7 @@ def _attention_varlen_kernel(
                 keys_ptr,
                 values_ptr,
                 bias_ptr,
+                reach,
                 tile_query,
                 first_key,
                 num_keys,
@@ -303,13 +314,13 @@ def _attention_varlen_kernel(
 def attention_varlen(
     qkv: Tensor,
     cu_seqlens: Tensor,
+    bias: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
     scale: float,
     causal: bool = False,
     window: int = 0,
-    distance_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(q kᵀ · scale + bias) v in each sequence, see `reference.attention_varlen`.
@@ -329,7 +340,9 @@ def attention_varlen(
         out = qkv.new_empty(tokens, num_heads * head_dim)
     check_cu_seqlens(cu_seqlens)
     check_out(out, (tokens, num_heads * head_dim), qkv.dtype)
-    _check_bias(distance_bias, num_heads, head_dim, qkv.dtype)
+    check_bias(bias, num_heads)
+    if bias is not None and head_dim > 128 and qkv.dtype == torch.float32:
+        raise ValueError(f"head_dim is {head_dim}; allowed with bias in torch.float32: 1 to 128")
     batch = len(cu_seqlens) - 1
     if tokens == 0 or batch == 0:
         return out
@@ -337,7 +350,7 @@ def attention_varlen(
         head_dim,
         qkv.dtype,
         causal,
-        distance_bias is not None,
+        bias is not None,
         mean_length_bucket(tokens, batch),
     )
     launch = pick("attention_varlen", key, candidate_launches)
@@ -345,10 +358,10 @@ def attention_varlen(
     _attention_varlen_kernel[(tiles * num_heads,)](
         qkv,
         cu_seqlens,
-        qkv if distance_bias is None else distance_bias,
+        qkv if bias is None else bias,
         out,
         batch,
-        0 if distance_bias is None else distance_bias.shape[1],
+        0 if bias is None else bias.shape[1],
         scale * LOG2_E.value,
         QKV_STRIDE=qkv.stride(0),
         OUT_STRIDE=out.stride(0),
@@ -357,7 +370,7 @@ def attention_varlen(
         HEAD_DIM=head_dim,
         CAUSAL=causal,
         WINDOW=window if causal else 0,
-        HAS_BIAS=distance_bias is not None,
+        HAS_BIAS=bias is not None,
         BLOCK_BATCH=_BLOCK_BATCH,
         BLOCK_D=block_d(head_dim),
         **launch,
@@ -440,20 +453,17 @@ def check_scores(scale: float, window: int) -> None:
         raise ValueError(f"window is {window}; allowed: 0 (all tokens) and above")
 
 
-def _check_bias(
-    distance_bias: Tensor | None, num_heads: int, head_dim: int, dtype: torch.dtype
-) -> None:
-    if distance_bias is None:
+def check_bias(bias: Tensor | None, num_heads: int) -> None:
+    """Check the bias of an attention op, if there is one.
+
+    Raises:
+        ValueError: it is not `[num_heads, an odd number]`, contiguous, of a supported dtype.
+    """
+    if bias is None:
         return
-    if head_dim > 128 and dtype == torch.float32:
-        raise ValueError(
-            f"head_dim is {head_dim}; allowed with distance_bias in torch.float32: 1 to 128"
-        )
-    check_dtype(distance_bias=distance_bias)
-    shape = distance_bias.shape
+    check_dtype(bias=bias)
+    shape = bias.shape
     if len(shape) != 2 or shape[0] != num_heads or shape[1] % 2 == 0:
-        raise ValueError(f"distance_bias is {list(shape)}; it must be [{num_heads}, an odd number]")
-    if not distance_bias.is_contiguous():
-        raise ValueError(
-            f"distance_bias has strides {distance_bias.stride()}; it must be contiguous"
-        )
+        raise ValueError(f"bias is {list(shape)}; it must be [{num_heads}, an odd number]")
+    if not bias.is_contiguous():
+        raise ValueError(f"bias has strides {bias.stride()}; it must be contiguous")

@@ -1,10 +1,11 @@
-"""One step of beam search in two kernels: the best 2K continuations of K beams.
+"""One step of beam search in two kernels: the best continuations of each sequence.
 
 Both kernels work alike, without a sort. Entries are in groups, and only the best entry of each group is known.
-In each of 2K rounds the best of these is the best of all. It is selected, and its group is searched for the next entry.
-This gives the exact best 2K in order. The order is total, so every run gives the same result. In the first kernel the
-groups are parts of a chunk of the vocabulary; the pass that finds the best entry of each group also sums exp. In the
-second kernel the groups are the beams of a sequence, and the entries are the results of the first kernel.
+There is one round per candidate: the best of these is the best of all. It is selected, and its group is searched for
+the next entry. This gives the exact best candidates in order. The order is total, so every run gives the same result.
+In the first kernel the groups are parts of a chunk of the vocabulary; the pass that finds the best entry of each group
+also sums exp. In the second kernel the groups are the beams of a sequence, and the entries are those results.
+Edits need one small kernel before and one after these, see `beam_edits`.
 Source: the hierarchical search of Wang et al. 2021 (LightSeq), arXiv:2010.13887, section 3.2, which instead sorts all
 entries that reach the lowest of the groups' maxima.
 """
@@ -17,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from varlen_kernels import beam_reference
+from varlen_kernels.beam_edits import merge_edits, take_edits
 from varlen_kernels.beam_keys import NO_INDEX, NO_KEY, first_after, key_of, value_of, without_nan
-from varlen_kernels.beam_reference import BeamCandidates, check_beams
+from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.checks import check_row_layout
 from varlen_kernels.rows import vector_width
 from varlen_kernels.tuning import Launch, pick
@@ -44,12 +46,13 @@ def _search_chunk_kernel(
     logits_ptr,  # [sequences * BEAMS, VOCABULARY]
     finished_ptr,  # [sequences] uint8, read if HAS_FINISHED
     found_ptr,  # [sequences * BEAMS, 2, CHUNKS, BEST] int32: sort keys of logits, and their tokens
-    sums_ptr,  # [sequences * BEAMS, 2, CHUNKS]: maximum, and sum of exp(logit - maximum)
+    sums_ptr,  # [sequences * BEAMS, 2, SUMS]: maximum, and sum of exp(logit - maximum)
     STRIDE: tl.constexpr,
     VOCABULARY: tl.constexpr,
     BEAMS: tl.constexpr,
     BEST: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SUMS: tl.constexpr,  # at least CHUNKS
     HAS_FINISHED: tl.constexpr,
     CHUNK: tl.constexpr,  # a multiple of TILE
     TILE: tl.constexpr,  # loaded at once; a multiple of GROUPS * VECTOR
@@ -71,9 +74,9 @@ def _search_chunk_kernel(
     peaks = value_of(next_keys)
     peak = value_of(tl.max(next_keys, axis=0))
     total = tl.sum(sums * tl.exp(peaks - tl.where(peak > float("-inf"), peak, 0.0)), axis=0)
-    sums_ptr += row * 2 * CHUNKS + chunk
+    sums_ptr += row * 2 * SUMS + chunk
     tl.store(sums_ptr, peak)
-    tl.store(sums_ptr + CHUNKS, total)
+    tl.store(sums_ptr + SUMS, total)
 
     found_ptr += (row * 2 * CHUNKS + chunk) * BEST
     group = tl.arange(0, GROUPS)
@@ -170,18 +173,21 @@ def _load_tile(
 @triton.jit
 def _search_beams_kernel(
     found_ptr,  # [sequences * BEAMS, 2, CHUNKS, BEST] int32: sort keys of logits, and their tokens
-    sums_ptr,  # [sequences * BEAMS, 2, CHUNKS]: maximum, and sum of exp(logit - maximum)
+    sums_ptr,  # [sequences * BEAMS, 2, SUMS]: maximum, and sum of exp(logit - maximum)
     beam_scores_ptr,  # [sequences, BEAMS], scores so far
     finished_ptr,  # [sequences] uint8, read if HAS_FINISHED
     tokens_ptr,  # [sequences, BEST] int32
     parents_ptr,  # [sequences, BEST] int32
     scores_ptr,  # [sequences, BEST]
+    totals_ptr,  # [sequences * BEAMS, 2]: maximum, and log Σ exp(logit - maximum); written if HAS_EDITS
     BEAMS: tl.constexpr,
     BEST: tl.constexpr,
     CHUNKS: tl.constexpr,
+    SUMS: tl.constexpr,  # at least CHUNKS
     HAS_FINISHED: tl.constexpr,
+    HAS_EDITS: tl.constexpr,
     BLOCK_BEAMS: tl.constexpr,  # power of two >= BEAMS
-    BLOCK_CHUNKS: tl.constexpr,  # power of two >= CHUNKS
+    BLOCK_CHUNKS: tl.constexpr,  # power of two >= SUMS
     BLOCK_FOUND: tl.constexpr,  # power of two >= CHUNKS * BEST
 ):
     """Find the BEST continuations of one sequence among the results of `_search_chunk_kernel`."""
@@ -200,14 +206,19 @@ def _search_beams_kernel(
 
     beam = tl.arange(0, BLOCK_BEAMS)
     chunk = tl.arange(0, BLOCK_CHUNKS)[None, :]
-    inside = (beam[:, None] < BEAMS) & (chunk < CHUNKS)
     found_ptr += sequence * BEAMS * 2 * FOUND
-    sums_ptr += sequence * BEAMS * 2 * CHUNKS
-    peak, log_total = _log_of_sum(sums_ptr + beam[:, None] * 2 * CHUNKS + chunk, inside, CHUNKS)
+    sums_ptr += sequence * BEAMS * 2 * SUMS
+    inside = (beam[:, None] < BEAMS) & (chunk < SUMS)
+    peak, log_total = _log_of_sum(sums_ptr + beam[:, None] * 2 * SUMS + chunk, inside, SUMS)
+    if HAS_EDITS:
+        totals_ptr += (sequence * BEAMS + beam) * 2
+        tl.store(totals_ptr, peak, mask=beam < BEAMS)
+        tl.store(totals_ptr + 1, log_total, mask=beam < BEAMS)
     beam_score = tl.load(beam_scores_ptr + sequence * BEAMS + beam, mask=beam < BEAMS, other=0.0)
     beam_score = without_nan(beam_score)
 
     # the best entry of each chunk; among equal keys, the first chunk has the lowest token
+    inside = (beam[:, None] < BEAMS) & (chunk < CHUNKS)
     first = beam[:, None] * 2 * FOUND + chunk * BEST
     first = tl.load(found_ptr + first, mask=inside, other=NO_KEY)
     next_keys = tl.max(first, axis=1)
@@ -219,32 +230,37 @@ def _search_beams_kernel(
         best = tl.max(key, axis=0)
         # beam and index in one number, which is lower for the lower beam
         winner = tl.min(tl.where(key == best, beam * FOUND + next_indices, NO_INDEX), axis=0)
+        # after the last entry nothing changes
+        is_entry = best != NO_KEY
+        winner = tl.where(is_entry, winner, 0)
         parent = winner // FOUND
         index = winner % FOUND
         list_ptr = found_ptr + parent * 2 * FOUND
-        exists = best != NO_KEY
+        # a score of -inf is no candidate
+        exists = value_of(best) > float("-inf")
         tl.store(tokens_ptr + rank, tl.where(exists, tl.load(list_ptr + FOUND + index), _NO_TOKEN))
         tl.store(parents_ptr + rank, tl.where(exists, parent, _NO_PARENT))
         tl.store(scores_ptr + rank, value_of(best))
 
         key = tl.load(list_ptr + entry, mask=entry < FOUND, other=NO_KEY)
         key, index = first_after(tl.load(list_ptr + index), index, key, entry)
-        next_keys = tl.where(beam == parent, key, next_keys)
-        next_indices = tl.where(beam == parent, index, next_indices)
+        advances = is_entry & (beam == parent)
+        next_keys = tl.where(advances, key, next_keys)
+        next_indices = tl.where(advances, index, next_indices)
 
 
 @triton.jit
 def _log_of_sum(
-    sums_ptr,  # [BLOCK_BEAMS, BLOCK_CHUNKS]: maxima, with the sums CHUNKS elements after them
+    sums_ptr,  # [BLOCK_BEAMS, BLOCK_CHUNKS]: maxima, with the sums SUMS elements after them
     inside,
-    CHUNKS: tl.constexpr,
+    SUMS: tl.constexpr,
 ):
     """Return the maximum of each beam's logits and log Σ exp(logit - maximum).
 
     Both are 0 for a beam whose logits are all -inf.
     """
     peaks = tl.load(sums_ptr, mask=inside, other=float("-inf"))
-    sums = tl.load(sums_ptr + CHUNKS, mask=inside, other=0.0)
+    sums = tl.load(sums_ptr + SUMS, mask=inside, other=0.0)
     peak = tl.max(peaks, axis=1)
     peak = tl.where(peak > float("-inf"), peak, 0.0)
     total = tl.sum(sums * tl.exp(peaks - peak[:, None]), axis=1)
@@ -256,30 +272,43 @@ def beam_step(
     scores: Tensor,
     finished: Tensor | None = None,
     *,
+    width: int | None = None,
+    edits: BeamEdits | None = None,
     out: BeamCandidates | None = None,
 ) -> BeamCandidates:
-    """Return the best 2 · beams candidates of each sequence, see `reference.beam_step`.
+    """Return the best `width` candidates of each sequence, see `reference.beam_step`.
+
+    Logits of edited tokens are overwritten.
 
     Raises:
         ValueError: as `reference.beam_step`; or rows of logits, or another tensor, are not contiguous.
     """
-    check_beams(logits, scores, finished, out)
+    width = check_beams(logits, scores, finished, width, edits, out)
     sequences, beams = scores.shape
     rows, vocabulary = logits.shape
     if out is None:
-        out = BeamCandidates.empty(sequences, beams, logits.device)
+        out = BeamCandidates.empty(sequences, width, logits.device)
     check_row_layout(logits=logits)
     _check_contiguous(scores=scores, finished=finished)
     _check_contiguous(**{f"out.{name}": tensor for name, tensor in out._asdict().items()})
+    if edits is not None:
+        _check_contiguous(**{f"edits.{name}": tensor for name, tensor in edits._asdict().items()})
     if rows == 0:
         return out
 
-    key = launch_key(logits, beams)
+    key = launch_key(logits, width)
     launch = pick("beam_step", key, candidate_launches)
-    chunks, best = triton.cdiv(vocabulary, launch["CHUNK"]), 2 * beams
-    found = torch.empty((rows, 2, chunks, best), dtype=torch.int32, device=logits.device)
-    sums = torch.empty((rows, 2, chunks), dtype=torch.float32, device=logits.device)
+    chunks = triton.cdiv(vocabulary, launch["CHUNK"])
+    # the edited tokens of a row have a sum of their own
+    num_sums = chunks if edits is None else chunks + 1
+    found = torch.empty((rows, 2, chunks, width), dtype=torch.int32, device=logits.device)
+    sums = torch.empty((rows, 2, num_sums), dtype=torch.float32, device=logits.device)
     flags = scores if finished is None else finished.view(torch.uint8)
+    unedited, totals, taken = out, sums, None
+    if edits is not None:
+        unedited = BeamCandidates.empty(sequences, width, logits.device)
+        totals = sums.new_empty(rows, 2)
+        taken = take_edits(logits, edits, sums)
     _search_chunk_kernel[(rows, chunks)](
         logits,
         flags,
@@ -288,8 +317,9 @@ def beam_step(
         STRIDE=logits.stride(0),
         VOCABULARY=vocabulary,
         BEAMS=beams,
-        BEST=best,
+        BEST=width,
         CHUNKS=chunks,
+        SUMS=num_sums,
         HAS_FINISHED=finished is not None,
         VECTOR=key[3],
         **launch,
@@ -299,42 +329,47 @@ def beam_step(
         sums,
         scores,
         flags,
-        *out,
+        *unedited,
+        totals,
         BEAMS=beams,
-        BEST=best,
+        BEST=width,
         CHUNKS=chunks,
+        SUMS=num_sums,
         HAS_FINISHED=finished is not None,
+        HAS_EDITS=edits is not None,
         BLOCK_BEAMS=triton.next_power_of_2(beams),
-        BLOCK_CHUNKS=triton.next_power_of_2(chunks),
-        BLOCK_FOUND=triton.next_power_of_2(chunks * best),
+        BLOCK_CHUNKS=triton.next_power_of_2(num_sums),
+        BLOCK_FOUND=triton.next_power_of_2(chunks * width),
         num_warps=1,
         enable_fp_fusion=launch["enable_fp_fusion"],
     )
+    if taken is not None:
+        merge_edits(unedited, taken, totals, scores, finished, vocabulary, out)
     return out
 
 
-def launch_key(logits: Tensor, beams: int) -> tuple[int, int, int, int, torch.dtype]:
+def launch_key(logits: Tensor, width: int) -> tuple[int, int, int, int, torch.dtype]:
     """Return the launch key, whose entries are the arguments of `candidate_launches`."""
     rows, vocabulary = logits.shape
     bucket = next((bound for bound in _ROW_BUCKETS if rows <= bound), _ROW_BUCKETS[-1])
     vector = vector_width(logits.dtype, logits.stride(0))
-    return beams, vocabulary, bucket, vector, logits.dtype
+    return width, vocabulary, bucket, vector, logits.dtype
 
 
 def candidate_launches(
-    beams: int, vocabulary: int, rows: int, vector: int, dtype: torch.dtype
+    width: int, vocabulary: int, rows: int, vector: int, dtype: torch.dtype
 ) -> list[Launch]:
     """Return the candidate launches of the first kernel; the first is the default.
 
     Args:
-        beams: beams per sequence.
+        width: candidates per sequence.
         vocabulary: logits per row.
         rows: the bucket of sequences · beams.
         vector: elements of one load.
         dtype: that of the logits; part of the key only.
     """
     del dtype
-    max_chunks = max(1, min(_MAX_FOUND // (2 * beams), _ENOUGH_WARPS // rows))
+    max_chunks = max(1, min(_MAX_FOUND // width, _ENOUGH_WARPS // rows))
     chunk = _MIN_CHUNK
     while triton.cdiv(vocabulary, chunk) > max_chunks:
         chunk *= 2

@@ -1,8 +1,8 @@
-"""One step of beam search in plain torch: the best 2K continuations of K beams.
+"""One step of beam search in plain torch: the best continuations of each sequence.
 
-A step on K beams returns the best 2K continuations: up to K of them may end the sequence, and K others continue it.
-Only part of the logits is sorted: the 2K-th largest maximum of groups of logits is a lower bound for the 2K-th largest
-logit, so logits below it are dropped.
+A step on K beams returns by default the best 2K continuations: up to K of them may end the sequence, and K others
+continue it. Only part of the logits is sorted: of groups of logits, the 2K-th largest maximum is a lower bound for the
+2K-th largest logit, so logits below it are dropped.
 Source: the hierarchical search of Wang et al. 2021 (LightSeq), arXiv:2010.13887, section 3.2, made exact.
 """
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 MAX_BEAMS = 64
+MAX_WIDTH = 2 * MAX_BEAMS
 MAX_VOCABULARY = 300_000
 
 # Token and parent where there is no candidate; the score is -inf.
@@ -24,12 +25,12 @@ _GROUP_SIZE = 32
 
 
 class BeamCandidates(NamedTuple):
-    """The best 2 · beams continuations of each sequence, best first.
+    """The best continuations of each sequence, best first.
 
     Attributes:
-        tokens: `[sequences, 2 · beams]` int32; NO_TOKEN where there is no candidate.
-        parents: `[sequences, 2 · beams]` int32, the beam that is continued; NO_PARENT where there is no candidate.
-        scores: `[sequences, 2 · beams]` fp32, sums of log-probabilities; -inf where there is no candidate.
+        tokens: `[sequences, width]` int32; NO_TOKEN where there is no candidate.
+        parents: `[sequences, width]` int32, the beam that is continued; NO_PARENT where there is no candidate.
+        scores: `[sequences, width]` fp32, sums of log probabilities; -inf where there is no candidate.
     """
 
     tokens: Tensor
@@ -37,9 +38,9 @@ class BeamCandidates(NamedTuple):
     scores: Tensor
 
     @classmethod
-    def empty(cls, sequences: int, beams: int, device: torch.device) -> "BeamCandidates":
-        """Return uninitialised tensors for the candidates of `sequences`."""
-        shape = (sequences, 2 * beams)
+    def empty(cls, sequences: int, width: int, device: torch.device) -> "BeamCandidates":
+        """Return uninitialised tensors for `width` candidates of each sequence."""
+        shape = (sequences, width)
         return cls(
             tokens=torch.empty(shape, dtype=torch.int32, device=device),
             parents=torch.empty(shape, dtype=torch.int32, device=device),
@@ -47,32 +48,54 @@ class BeamCandidates(NamedTuple):
         )
 
 
+class BeamEdits(NamedTuple):
+    """Changes of log probabilities: penalties and banned tokens.
+
+    The log probability of each edited token is multiplied by a factor. The others are not normalized again.
+
+    Attributes:
+        rows: `[edits]` int32, ascending: rows of logits.
+        tokens: `[edits]` int32, in the vocabulary; no token twice in a row.
+        factors: `[edits]` fp32, above 0. A factor above 1 makes a token less probable, and +inf bans it.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    factors: Tensor
+
+
 def beam_step(
     logits: Tensor,
     scores: Tensor,
     finished: Tensor | None = None,
     *,
+    width: int | None = None,
+    edits: BeamEdits | None = None,
     out: BeamCandidates | None = None,
 ) -> BeamCandidates:
-    """Return the best 2 · beams (beam, token) pairs of each sequence by score.
+    """Return the best `width` (beam, token) pairs of each sequence by score.
 
     The score is scores + log_softmax(logits), in fp32. The order is total, so the result is the same on every run: by
-    higher score, then lower beam, then higher logit (rounding may give two logits one score), then lower token. In
-    logits and scores, NaN counts as -inf and +inf as the largest finite number. A candidate may have score -inf.
+    higher score, then lower beam, then higher logit (rounding may give two logits one score), then lower token. Among
+    equal scores, edited tokens come last, by lower beam, then lower token. In logits and scores, NaN counts as -inf and
+    +inf as the largest finite number. A pair of score -inf is no candidate: so is a banned token.
 
     Args:
-        logits: `[sequences · beams, vocabulary]`; the row stride may exceed the vocabulary.
-        scores: `[sequences, beams]` fp32, the sum of log-probabilities of each beam so far.
+        logits: `[sequences · beams, vocabulary]`; the row stride may exceed the vocabulary. Those of edited tokens may
+            be overwritten.
+        scores: `[sequences, beams]` fp32, the sum of log probabilities of each beam so far.
         finished: `[sequences]` bool: sequences that get no candidates and whose logits are not read. None: no sequence.
+        width: candidates per sequence, 1 to MAX_WIDTH. None: 2 · beams.
+        edits: factors of log probabilities, applied after log_softmax.
 
     Raises:
         ValueError: a shape or dtype is not as above, there are more than MAX_BEAMS beams, or the vocabulary is
             empty or larger than MAX_VOCABULARY.
     """
-    check_beams(logits, scores, finished, out)
+    width = check_beams(logits, scores, finished, width, edits, out)
     sequences, beams = scores.shape
     if out is None:
-        out = BeamCandidates.empty(sequences, beams, logits.device)
+        out = BeamCandidates.empty(sequences, width, logits.device)
     out.tokens.fill_(NO_TOKEN)
     out.parents.fill_(NO_PARENT)
     out.scores.fill_(-torch.inf)
@@ -82,17 +105,23 @@ def beam_step(
         active = finished.logical_not().nonzero().squeeze(1)
         # a copy of the rows of active sequences
         logits = logits.reshape(sequences, beams, logits.shape[1])[active].flatten(0, 1)
+        edits = None if edits is None else _edits_of(edits, active, finished, beams)
     if len(active) == 0:
         return out
 
-    width = 2 * beams
     logits = without_nan(logits.float())
-    row, token, logit = _best_of_each_row(logits, width)
     peak = _peak(logits)
-    log_prob = (logit - peak[row]) - _log_of_sum(logits, peak)[row]
+    log_sum = _log_of_sum(logits, peak)
+    if edits is None:
+        row, token, logit = _best_of_each_row(logits, width)
+        log_prob = (logit - peak[row]) - log_sum[row]
+    else:
+        row, token, log_prob = _best_with_edits(logits, peak, log_sum, edits, width)
     score = without_nan(scores[active].float()).flatten()[row] + log_prob
+    possible = score > -torch.inf
+    row, token, score = row[possible], token[possible], score[possible]
 
-    # rows ascend, so a stable sort puts the lower beam first among equal scores
+    # a stable sort keeps the order among equal scores: lower beams first, and edited tokens last
     order = score.sort(descending=True, stable=True).indices
     order = order[(row[order] // beams).sort(stable=True).indices]
     rank = _rank_in_group(row[order] // beams, len(active))
@@ -105,9 +134,14 @@ def beam_step(
 
 
 def check_beams(
-    logits: Tensor, scores: Tensor, finished: Tensor | None, out: BeamCandidates | None
-) -> None:
-    """Check the arguments of `beam_step`, fused or reference.
+    logits: Tensor,
+    scores: Tensor,
+    finished: Tensor | None,
+    width: int | None,
+    edits: BeamEdits | None,
+    out: BeamCandidates | None,
+) -> int:
+    """Check the arguments of `beam_step` in any implementation, and return its width.
 
     Raises:
         ValueError: an argument has a wrong shape or dtype; the message names it.
@@ -134,8 +168,24 @@ def check_beams(
         raise ValueError(
             f"finished is {list(finished.shape)} {finished.dtype}; it must be [{sequences}] bool"
         )
+    width = 2 * beams if width is None else width
+    if not 1 <= width <= MAX_WIDTH:
+        raise ValueError(f"width is {width}; allowed: 1 to {MAX_WIDTH}")
+    if edits is not None:
+        _check_edits(edits)
     if out is not None:
-        _check_out(out, (sequences, 2 * beams))
+        _check_out(out, (sequences, width))
+    return width
+
+
+def _check_edits(edits: BeamEdits) -> None:
+    dtypes = (torch.int32, torch.int32, torch.float32)
+    for (name, tensor), dtype in zip(edits._asdict().items(), dtypes, strict=True):
+        if tensor.shape != (len(edits.rows),) or tensor.dtype != dtype:
+            raise ValueError(
+                f"edits.{name} is {list(tensor.shape)} {tensor.dtype};"
+                f" it must be [{len(edits.rows)}] {dtype}"
+            )
 
 
 def _check_out(out: BeamCandidates, shape: tuple[int, int]) -> None:
@@ -157,6 +207,37 @@ def without_nan(x: Tensor) -> Tensor:
     if x.sum().isfinite():
         return x
     return x.nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
+
+
+def _edits_of(edits: BeamEdits, active: Tensor, finished: Tensor, beams: int) -> BeamEdits:
+    """Return the edits of active sequences, whose rows are counted without the others."""
+    sequence = edits.rows.long() // beams
+    kept = ~finished[sequence]
+    index = torch.zeros_like(finished, dtype=torch.long)
+    index[active] = torch.arange(len(active), device=active.device)
+    rows = index[sequence] * beams + edits.rows % beams
+    return BeamEdits(rows[kept].int(), edits.tokens[kept], edits.factors[kept])
+
+
+def _best_with_edits(
+    logits: Tensor, peak: Tensor, log_sum: Tensor, edits: BeamEdits, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return row, token and log probability of the best tokens.
+
+    These are the best `width` tokens of each row without an edit, then all edited tokens, each by row.
+    """
+    at = edits.rows.long(), edits.tokens.long()
+    # edited tokens in ascending order, so that a stable sort keeps it
+    order = (at[0] * logits.shape[1] + at[1]).argsort()
+    at, factor = (at[0][order], at[1][order]), edits.factors[order]
+    edited = (logits[at] - peak[at[0]]) - log_sum[at[0]]
+    edited = (edited * factor).masked_fill_(factor == torch.inf, -torch.inf)
+
+    # a score of -inf is no candidate
+    unedited = logits.index_put(at, logits.new_tensor(-torch.inf))
+    row, token, logit = _best_of_each_row(unedited, width)
+    log_prob = (logit - peak[row]) - log_sum[row]
+    return torch.cat((row, at[0])), torch.cat((token, at[1])), torch.cat((log_prob, edited))
 
 
 def _peak(logits: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from varlen_kernels import reference
+from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.reference import (
     activate,
     activate_gate,
@@ -31,6 +32,7 @@ __all__ = [
     "append_kv",
     "attention_paged",
     "attention_varlen",
+    "beam_step",
     "embed",
     "layer_norm",
     "linear_packed",
@@ -82,7 +84,7 @@ def append_kv(
         return
     from varlen_kernels.paged_cpu import append_tokens
 
-    heads = qkv.float().unflatten(1, (num_heads + 2 * num_kv_heads, key_cache.shape[3]))
+    heads = qkv.float().view(len(qkv), num_heads + 2 * num_kv_heads, key_cache.shape[3])
     append_tokens(heads, slots, key_cache, value_cache)
 
 
@@ -94,6 +96,7 @@ def attention_paged(
     context_lens: Tensor,
     block_ids: Tensor,
     cu_blocks: Tensor,
+    bias: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -121,6 +124,7 @@ def attention_paged(
             context_lens[:single],
             block_ids,
             cu_blocks,
+            bias,
             scale=scale,
             window=window,
         )
@@ -134,6 +138,7 @@ def attention_paged(
             context_lens[single:],
             block_ids,
             cu_blocks[single:],
+            bias,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             scale=scale,
@@ -159,6 +164,25 @@ def sample_tokens(
     check_sampling(logits, temperature, top_k, top_p, min_p, uniform, out)
     tokens = sample_rows(logits, temperature, top_k, top_p, min_p, uniform)
     return tokens if out is None else out.copy_(tokens)
+
+
+def beam_step(
+    logits: Tensor,
+    scores: Tensor,
+    finished: Tensor | None = None,
+    *,
+    width: int | None = None,
+    edits: BeamEdits | None = None,
+    out: BeamCandidates | None = None,
+) -> BeamCandidates:
+    """Return the best continuations of each sequence, see `reference.beam_step`."""
+    from varlen_kernels.beam_cpu import step_sequences
+
+    width = check_beams(logits, scores, finished, width, edits, out)
+    if out is None:
+        out = BeamCandidates.empty(len(scores), width, logits.device)
+    step_sequences(logits, scores, finished, edits, out)
+    return out
 
 
 def _leading_ones(cu_seqlens: Tensor) -> int:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.attention_varlen import add_values
+from varlen_kernels.attention_varlen import add_bias, add_values
 from varlen_kernels.checks import check_dtype
 
 # Fewest rows of a matrix product on tensor cores; larger groups of heads are divided.
@@ -30,10 +30,13 @@ def attend_to_blocks(
     first_key,
     end,  # no query reads this key or later ones
     scale,
+    bias_ptr,  # [ROWS, 1], bias of distance 0 of each row, read if HAS_BIAS
+    reach,
     BLOCK_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
@@ -63,8 +66,11 @@ def attend_to_blocks(
         v = tl.load(values_ptr + at)
 
     scores = tl.dot(q.to(k.dtype), tl.trans(k), input_precision="tf32x3")
+    key = key[None, :]
+    if HAS_BIAS:
+        scores = add_bias(scores * scale, bias_ptr, key - position, reach)
+        scale = 1.0
     if MASKED:
-        key = key[None, :]
         readable = (key < end) & (key <= position)
         if WINDOW > 0:
             readable = readable & (key > position - WINDOW)

@@ -30,6 +30,7 @@ def _attend_items(
     block_ids,  # [blocks in use]
     cu_blocks,  # [sequences + 1]
     context_lens,  # [sequences]
+    bias,  # [num_heads, 2 * reach + 1], or [num_heads, 0] for none
     scale,
     window,
     out,  # [sequences, num_heads, head_dim]
@@ -37,6 +38,8 @@ def _attend_items(
     """Write the attention of some items; an item is one key head of one sequence."""
     num_kv_heads, block_size, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
     group = queries.shape[1] // num_kv_heads
+    # -1 without a bias
+    reach = (bias.shape[1] + 1) // 2 - 1
     # scores of one block, of each query head that reads it
     scores = np.empty((group, block_size), np.float32)
     context = np.empty((group, head_dim), np.float32)
@@ -46,6 +49,7 @@ def _attend_items(
         sequence, kv_head = item // num_kv_heads, item % num_kv_heads
         length = context_lens[sequence]
         begin = max(0, length - window) if window else 0
+        head_bias, query_position = bias[kv_head * group : (kv_head + 1) * group], length - 1
         query = queries[sequence, kv_head * group : (kv_head + 1) * group]
         context[:] = 0.0
         total[:] = 0.0
@@ -64,6 +68,9 @@ def _attend_items(
                     for feature in range(head_dim):
                         score += member_query[feature] * key[feature]
                     score *= scale
+                    if reach >= 0:
+                        distance = block * block_size + place - query_position
+                        score += head_bias[member, max(distance, -reach) + reach]
                     member_scores[place] = score
                     largest = max(largest, score)
                 # what was summed with a smaller maximum counts less
@@ -123,6 +130,7 @@ def attend_tokens(
     context_lens: Tensor,
     block_ids: Tensor,
     cu_blocks: Tensor,
+    bias: Tensor | None,
     *,
     scale: float,
     window: int,
@@ -132,7 +140,7 @@ def attend_tokens(
     Args:
         queries: `[sequences, num_heads, head_dim]` fp32, at least one, contiguous: else the code is not vectorized.
         key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]` fp32.
-        context_lens, block_ids, cu_blocks, scale, window: see `reference.attention_paged`.
+        context_lens, block_ids, cu_blocks, bias, scale, window: see `reference.attention_paged`.
     """
     _, num_kv_heads, _, head_dim = key_cache.shape
     out = torch.empty(queries.shape, dtype=torch.float32)
@@ -140,6 +148,7 @@ def attend_tokens(
     arrays = (
         *(tensor.numpy() for tensor in (queries, key_cache, value_cache, block_ids, cu_blocks)),
         lengths,
+        (queries.new_empty(queries.shape[1], 0) if bias is None else bias.float()).numpy(),
         np.float32(scale),
         window,
         out.numpy(),

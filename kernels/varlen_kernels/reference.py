@@ -256,13 +256,13 @@ def residual_rms_norm(
 def attention_varlen(
     qkv: Tensor,
     cu_seqlens: Tensor,
+    bias: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
     scale: float,
     causal: bool = False,
     window: int = 0,
-    distance_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Return softmax(q kᵀ · scale + bias) v inside each sequence, `[tokens, num_heads · head_dim]`.
@@ -273,13 +273,12 @@ def attention_varlen(
         qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: the queries of each token, then its keys, then
             its values.
         cu_seqlens: `[batch + 1]` int32, ascending from 0 to tokens.
+        bias: `[num_heads, 2 · reach + 1]`, added to the scaled scores: entry reach + d for a key d tokens after its
+            query, where d is clamped to -reach and reach. This covers the relative positions of T5, and ALiBi.
         num_kv_heads: a divisor of `num_heads`; neighbouring heads share a key head. None: as many as `num_heads`.
         scale: multiplies the scores, usually head_dim ** -0.5.
         causal: a token reads only itself and earlier tokens.
         window: number of last tokens that a token reads if `causal`, itself included; 0 is all.
-        distance_bias: `[num_heads, 2 · span - 1]`, added to the scaled scores: entry span - 1 + d for a key
-            d tokens after its query. `span` is at least the longest sequence. This covers the relative
-            positions of T5 and ALiBi.
     """
     tokens, width = qkv.shape
     kv_heads = num_kv_heads or num_heads
@@ -293,18 +292,19 @@ def attention_varlen(
             heads.view(count, length, -1, head_dim).transpose(1, 2)
             for heads in _heads(qkv[rows], num_heads, kv_heads)
         )
-        bias = None if distance_bias is None else _bias_by_distance(distance_bias, length)
+        position = torch.arange(length, device=qkv.device)
+        mask = None if bias is None else _bias_by_distance(bias, position, position)
         hidden_keys = _hidden_keys(length, window, qkv.device) if causal else None
-        if bias is not None and hidden_keys is not None:
-            bias = bias.masked_fill(hidden_keys, -torch.inf)
+        if mask is not None and hidden_keys is not None:
+            mask = mask.masked_fill(hidden_keys, -torch.inf)
         elif hidden_keys is not None and 0 < window < length:
-            bias = ~hidden_keys
+            mask = ~hidden_keys
         context = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=bias,
-            is_causal=causal and bias is None,
+            attn_mask=mask,
+            is_causal=causal and mask is None,
             scale=scale,
             enable_gqa=kv_heads != num_heads,
         )
@@ -409,6 +409,7 @@ def attention_paged(
     context_lens: Tensor,
     block_ids: Tensor,
     cu_blocks: Tensor,
+    bias: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -422,14 +423,15 @@ def attention_paged(
     sequence has one new token when it decodes, and several in a chunk of its prompt.
 
     Args:
-        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`, of which only the queries are read; or queries
-            alone, `[tokens, num_heads · head_dim]`, for cross-attention. There each new token is a sequence of its
-            own, whose context is the source: the token reads all of it.
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`; only the queries are read. Or queries alone,
+            `[tokens, num_heads · head_dim]`, for cross-attention. There each new token is a sequence of its own,
+            whose context is the source: the token reads all of it.
         key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`.
         cu_seqlens: `[sequences + 1]` int32, cumulative starts of the new tokens of each sequence.
         context_lens: `[sequences]` int32, keys of each sequence, those of the new tokens included.
         block_ids: `[blocks in use]` int32, the block table of each sequence, one after the other.
         cu_blocks: `[sequences + 1]` int32, cumulative starts of the block tables.
+        bias: finite, by the distance of key and query, see `attention_varlen`.
         num_heads: a multiple of `num_kv_heads`; neighbouring heads share a key head.
         scale: multiplies the scores, usually head_dim ** -0.5.
         window: number of last tokens that a token reads, itself included; 0 is all.
@@ -439,7 +441,7 @@ def attention_paged(
     tokens, head_dim = len(qkv), key_cache.shape[3]
     if out is None:
         out = qkv.new_empty(tokens, num_heads * head_dim)
-    queries = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+    queries = qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
     starts = cu_blocks.tolist()
     bounds, lengths = cu_seqlens.tolist(), context_lens.tolist()
     for sequence, (begin, end) in enumerate(pairwise(bounds)):
@@ -459,11 +461,15 @@ def attention_paged(
         readable = position <= query_position
         if window:
             readable &= position > query_position - window
+        mask = readable
+        if bias is not None:
+            mask = _bias_by_distance(bias, query_position[:, 0], position)
+            mask = mask.masked_fill(~readable, -torch.inf)
         context = F.scaled_dot_product_attention(
             queries[begin:end].transpose(0, 1)[None].to(keys.dtype),
             keys[None],
             values[None],
-            attn_mask=readable,
+            attn_mask=mask,
             scale=scale,
             enable_gqa=num_heads != num_kv_heads,
         )
@@ -596,11 +602,11 @@ def _hidden_keys(length: int, window: int, device: torch.device) -> Tensor:
     return (distance < 0) | (distance >= window) if window else distance < 0
 
 
-def _bias_by_distance(distance_bias: Tensor, length: int) -> Tensor:
-    """Return the bias of each query and key, `[num_heads, length, length]`."""
-    position = torch.arange(length, device=distance_bias.device)
-    distance = position[None, :] - position[:, None]
-    return distance_bias[:, distance + distance_bias.shape[1] // 2].float()
+def _bias_by_distance(bias: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return the bias of queries and keys at these positions, `[num_heads, queries, keys]`."""
+    reach = bias.shape[1] // 2
+    distance = (keys - queries[:, None]).clamp(-reach, reach)
+    return bias[:, distance + reach].float()
 
 
 def _write(result: Tensor, out: Tensor | None) -> Tensor:

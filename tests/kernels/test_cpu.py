@@ -88,6 +88,18 @@ def test_queries_alone_give_the_same_attention_as_with_keys_and_values(new, cont
     assert torch.equal(actual, cpu.attention_paged(qkv, *others, **options))
 
 
+@pytest.mark.parametrize("new, contexts", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("window, reach", [(0, 0), (17, 9), (0, 300)])
+def test_a_bias_is_added_as_by_the_reference(new, contexts, window, reach):
+    args = paged_inputs(new, contexts, heads=6, kv_heads=2, dim=8, block_size=16)
+    bias = 3 * rand(6, 2 * reach + 1, seed=5)
+    options = {"num_heads": 6, "num_kv_heads": 2, "scale": 0.3, "window": window}
+
+    actual = cpu.attention_paged(*args, bias, **options)
+
+    check(actual, reference.attention_paged(*args, bias, **options))
+
+
 def test_large_steps_are_shared_by_threads_and_equal_each_sequence_alone():
     contexts = [700, 3, 1200, 64, 900]
     args = paged_inputs([1] * 5, contexts, heads=4, kv_heads=4, dim=64, block_size=64)

@@ -26,18 +26,22 @@ HEADS = pytest.mark.parametrize("heads, key_heads", [(1, 1), (3, 3), (6, 2), (7,
 WINDOWS = pytest.mark.parametrize("window", [0, 1, 16, 40, 1000])
 
 
-def last_queries64(queries, keys, values, scale, window):
+def last_queries64(queries, keys, values, scale, window, bias=None):
     """Return the context of the last tokens of a sequence, [new, heads · head_dim].
 
     Args:
         queries: [new, heads, head_dim].
         keys, values: [length, key heads, head_dim].
+        bias: [heads, 2 * reach + 1], or None.
     """
     group = queries.shape[1] // keys.shape[1]
     keys, values = (np.repeat(x, group, axis=1) for x in (keys, values))
     scores = np.einsum("qhd,khd->hqk", queries, keys) * scale
     position = np.arange(len(keys))
     distance = position[len(keys) - len(queries) :, None] - position
+    if bias is not None:
+        reach = bias.shape[1] // 2
+        scores += bias[:, np.clip(-distance, -reach, reach) + reach]
     hidden = distance < 0
     if window:
         hidden |= distance >= window
@@ -87,12 +91,12 @@ def paged_call(step, heads, key_heads, head_dim, dtype, *, block_size=16, shared
     return arguments, contexts
 
 
-def paged64(step, qkv, contexts, heads, head_dim, scale, window=0):
+def paged64(step, qkv, contexts, heads, head_dim, scale, window=0, bias=None):
     queries = f64(qkv)[:, : heads * head_dim].reshape(len(qkv), heads, head_dim)
     per_sequence = np.split(queries, np.cumsum([new for new, _ in step])[:-1])
     return np.concatenate(
         [
-            last_queries64(q, keys, values, scale, window)
+            last_queries64(q, keys, values, scale, window, bias)
             for q, (keys, values) in zip(per_sequence, contexts, strict=True)
             if len(q)
         ]
@@ -150,6 +154,21 @@ def test_queries_alone_attend_to_all_of_a_source_that_they_share(heads, key_head
     step = [(1, len(contexts[source][0])) for source in sources]
     expected = paged64(step, queries, [contexts[source] for source in sources], heads, 8, 0.3)
     check(actual, expected, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("reach", [0, 9, 200])
+@pytest.mark.parametrize("window", [0, 16])
+@STEPS
+def test_attention_paged_adds_a_bias_by_distance(step, window, reach, dtype):
+    arguments, contexts = paged_call(step, 6, 2, 8, dtype)
+    bias = 3 * rand(6, 2 * reach + 1, seed=5)
+
+    actual = reference.attention_paged(
+        *arguments, bias, num_heads=6, num_kv_heads=2, scale=0.3, window=window
+    )
+
+    check(actual, paged64(step, arguments[0], contexts, 6, 8, 0.3, window, f64(bias)), dtype)
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 128])
@@ -303,9 +322,7 @@ def test_a_window_and_a_bias_both_apply():
     bias[:, : 39 - 6] = -torch.inf
     options = {"num_heads": 2, "scale": 0.3, "causal": True}
 
-    both = reference.attention_varlen(
-        qkv, bounds_of([40]), window=20, distance_bias=bias, **options
-    )
+    both = reference.attention_varlen(qkv, bounds_of([40]), window=20, bias=bias, **options)
 
     check(both, varlen64(qkv, [40], 2, 2, 0.3, causal=True, window=7))
 

@@ -29,7 +29,7 @@ def sequences_of(x, lengths):
     return np.split(x[: sum(lengths)], np.cumsum(lengths)[:-1])
 
 
-def attention64(qkv, lengths, num_heads, scale, causal=False, distance_bias=None):
+def attention64(qkv, lengths, num_heads, scale, causal=False, bias=None):
     head_dim = qkv.shape[1] // (3 * num_heads)
     outs = []
     for rows in sequences_of(qkv, lengths):
@@ -38,8 +38,9 @@ def attention64(qkv, lengths, num_heads, scale, causal=False, distance_bias=None
         q, k, v = np.moveaxis(rows.reshape(length, 3, num_heads, head_dim), 1, 0)
         scores = np.einsum("qhd,khd->hqk", q, k) * scale
         distance = np.arange(length)[None, :] - np.arange(length)[:, None]
-        if distance_bias is not None:
-            scores += distance_bias[:, distance + distance_bias.shape[1] // 2]
+        if bias is not None:
+            reach = bias.shape[1] // 2
+            scores += bias[:, np.clip(distance, -reach, reach) + reach]
         if causal:
             scores = np.where(distance > 0, -np.inf, scores)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
@@ -65,14 +66,17 @@ def test_attention_varlen_matches_float64(lengths, num_heads, head_dim, dtype):
 @DTYPES
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("reach", [0, 2, 130])
 @BATCHES
-def test_attention_varlen_adds_a_bias_and_hides_later_tokens(lengths, causal, has_bias, dtype):
+def test_attention_varlen_adds_a_bias_and_hides_later_tokens(
+    lengths, reach, causal, has_bias, dtype
+):
     qkv = rand(sum(lengths), 3 * 5 * 8, dtype=dtype)
-    # wider than the longest sequence needs
-    bias = 3 * rand(5, 2 * max(lengths) + 7, dtype=dtype, seed=1) if has_bias else None
+    # narrower or wider than the longest sequence needs
+    bias = 3 * rand(5, 2 * reach + 1, dtype=dtype, seed=1) if has_bias else None
 
     actual = reference.attention_varlen(
-        qkv, bounds_of(lengths), num_heads=5, scale=0.3, causal=causal, distance_bias=bias
+        qkv, bounds_of(lengths), num_heads=5, scale=0.3, causal=causal, bias=bias
     )
 
     bias64 = None if bias is None else f64(bias)
@@ -84,11 +88,9 @@ def test_a_bias_is_not_rounded_to_the_dtype_of_qkv():
     # bfloat16 has no number between 256 and 258
     bias = torch.tensor([[0.0, 256.0, 257.0]])
 
-    actual = reference.attention_varlen(
-        qkv, bounds_of([2]), num_heads=1, scale=0.3, distance_bias=bias
-    )
+    actual = reference.attention_varlen(qkv, bounds_of([2]), num_heads=1, scale=0.3, bias=bias)
 
-    check(actual, attention64(f64(qkv), [2], 1, 0.3, distance_bias=f64(bias)), torch.bfloat16)
+    check(actual, attention64(f64(qkv), [2], 1, 0.3, bias=f64(bias)), torch.bfloat16)
 
 
 @BATCHES_WITH_EMPTY
@@ -119,7 +121,7 @@ def test_attention_varlen_matches_float64_for_any_lengths(lengths, num_heads, ca
         num_heads=num_heads,
         scale=0.5,
         causal=causal,
-        distance_bias=bias,
+        bias=bias,
         out=out,
     )
 

@@ -237,14 +237,16 @@ class Recorder:
         qkv: Value,
         cu_seqlens: Value,
         heads: AttentionHeads,
+        bias: Tensor | None = None,
         *,
         scale: float,
         causal: bool = False,
         window: int = 0,
     ) -> Value:
+        operands: tuple[Operand, ...] = (qkv, cu_seqlens, bias)
         shape = (qkv.shape[0], heads.width)
         attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
-        return self._call("attention_varlen", (qkv, cu_seqlens), shape, qkv.dtype, **attributes)
+        return self._call("attention_varlen", operands, shape, qkv.dtype, **attributes)
 
     def attention_paged(
         self,
@@ -253,11 +255,12 @@ class Recorder:
         value_cache: State,
         tables: Sequence[Value],
         heads: AttentionHeads,
+        bias: Tensor | None = None,
         *,
         scale: float,
         window: int = 0,
     ) -> Value:
-        operands: tuple[Operand, ...] = (qkv, key_cache, value_cache, *tables)
+        operands: tuple[Operand, ...] = (qkv, key_cache, value_cache, *tables, bias)
         shape = (qkv.shape[0], heads.width)
         attributes = {**heads.counts, "scale": scale, "window": window}
         return self._call("attention_paged", operands, shape, qkv.dtype, **attributes)

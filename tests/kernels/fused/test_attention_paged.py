@@ -115,6 +115,17 @@ def test_a_window_hides_earlier_tokens(window, step, device):
     check_against_reference(step, 16, torch.float32, device, window=window)
 
 
+@STEPS
+@pytest.mark.parametrize("window, heads", [(0, 3), (33, 18)])
+def test_adds_a_bias_by_distance(window, heads, step, device):
+    settings = {"num_heads": heads, "num_kv_heads": heads // 3, "scale": 0.3, "window": window}
+    inputs = paged_inputs(step, 16, torch.float32, device, settings)
+    # keys further away than 20 tokens have the bias of 20
+    inputs["bias"] = 2 * rand(heads, 41, device=device)
+
+    assert_close(attend(**inputs, **settings), reference64(inputs, **settings), torch.float32, 2.0)
+
+
 @pytest.mark.parametrize("new, context", [(33, 33), (17, 65), (1, 31)])
 def test_a_chunk_may_begin_and_end_anywhere_in_a_block(new, context, device):
     # a second token keeps the step from being a decode step
@@ -280,6 +291,7 @@ def test_no_tokens(step, device):
         ({"num_kv_heads": 3}, "num_kv_heads is 3; allowed: divisors of 4 heads"),
         ({"scale": 0.0}, "scale is 0.0; allowed: above 0"),
         ({"window": -1}, "window is -1; allowed: 0"),
+        ({"bias": torch.zeros(4, 8)}, r"bias is \[4, 8\]; it must be \[4, an odd number\]"),
         (
             {"key_cache": torch.zeros(5, 2, 16, 8)},
             r"key_cache is \[5, 2, 16, 8\]; it must be \[blocks, 2, block_size, 16\]",

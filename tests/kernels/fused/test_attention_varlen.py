@@ -31,16 +31,14 @@ def bias_for(lengths, device, dtype=torch.float32):
     return 2 * rand(HEADS, 2 * max(lengths) - 1, dtype=dtype, device=device, seed=7)
 
 
-def reference64(qkv, cu_seqlens, distance_bias=None, **settings):
-    if distance_bias is not None:
-        distance_bias = distance_bias.double()
+def reference64(qkv, cu_seqlens, bias=None, **settings):
+    if bias is not None:
+        bias = bias.double()
     # tokens past the last sequence are not written
     heads = settings["num_heads"]
     head_dim = qkv.shape[1] // (heads + 2 * settings.get("num_kv_heads", heads))
     out = qkv.new_full((len(qkv), heads * head_dim), torch.nan, dtype=torch.float64)
-    return reference.attention_varlen(
-        qkv.double(), cu_seqlens, distance_bias=distance_bias, out=out, **settings
-    )
+    return reference.attention_varlen(qkv.double(), cu_seqlens, bias=bias, out=out, **settings)
 
 
 def check_against_reference(lengths, head_dim, dtype, device, factor=2.0, **settings):
@@ -80,7 +78,7 @@ def test_adds_a_bias_and_hides_later_tokens(causal, has_bias, dtype, device):
     lengths = [70, 1, 0, 33]
     bias = bias_for(lengths, device) if has_bias else None
 
-    check_against_reference(lengths, 32, dtype, device, causal=causal, distance_bias=bias)
+    check_against_reference(lengths, 32, dtype, device, causal=causal, bias=bias)
 
 
 @pytest.mark.parametrize("heads, key_heads", [(2, 1), (6, 2)], ids=str)
@@ -97,7 +95,7 @@ def test_a_window_hides_earlier_tokens_if_causal(window, has_bias, device):
     bias = bias_for(lengths, device) if has_bias else None
 
     check_against_reference(
-        lengths, 16, torch.float32, device, causal=True, window=window, distance_bias=bias
+        lengths, 16, torch.float32, device, causal=True, window=window, bias=bias
     )
 
 
@@ -117,7 +115,7 @@ def test_every_candidate_launch_matches_the_reference(causal, has_bias, mean, de
     lengths = [33, 66]
     qkv = rand(sum(lengths), 3 * HEADS * 64, dtype=torch.float16, device=device)
     settings = {"num_heads": HEADS, "scale": 0.2, "causal": causal}
-    settings["distance_bias"] = bias_for(lengths, device) if has_bias else None
+    settings["bias"] = bias_for(lengths, device) if has_bias else None
     expected = reference64(qkv, cu_seqlens_of(lengths, device), **settings)
     key = (64, torch.float16, causal, has_bias)
 
@@ -146,7 +144,7 @@ def test_padding_of_a_captured_batch_is_neither_read_nor_written(causal, has_bia
     qkv = rand(tokens, 3 * HEADS * 16, device=device)
     qkv[23:] = torch.nan
     bias = bias_for(lengths, device) if has_bias else None
-    settings = {"num_heads": HEADS, "scale": 0.3, "causal": causal, "distance_bias": bias}
+    settings = {"num_heads": HEADS, "scale": 0.3, "causal": causal, "bias": bias}
 
     actual = write_guarded(
         lambda out: attention_varlen(qkv, bounds, out=out, **settings),
@@ -165,7 +163,7 @@ def test_other_sequences_change_no_bit(causal, has_bias, device):
     bounds = cu_seqlens_of(lengths, device)
     qkv = rand(sum(lengths), 3 * HEADS * 24, dtype=torch.float16, device=device)
     bias = bias_for(lengths, device) if has_bias else None
-    settings = {"num_heads": HEADS, "scale": 0.3, "causal": causal, "distance_bias": bias}
+    settings = {"num_heads": HEADS, "scale": 0.3, "causal": causal, "bias": bias}
     before = attention_varlen(qkv, bounds, **settings)
     qkv[37:40], qkv[40:43] = torch.nan, torch.inf
 
@@ -223,6 +221,13 @@ def test_large_scores_do_not_overflow(device):
     )
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_distances_past_the_ends_of_the_bias_have_its_last_entries(causal, device):
+    bias = 2 * rand(HEADS, 15, device=device)
+
+    check_against_reference([50, 3], 16, torch.float32, device, causal=causal, bias=bias)
+
+
 @DTYPES
 def test_a_bias_of_minus_infinity_hides_keys(dtype, device):
     lengths = [70, 3]
@@ -230,7 +235,7 @@ def test_a_bias_of_minus_infinity_hides_keys(dtype, device):
     distance = torch.arange(-69, 70, device=device)
     bias = torch.where((distance >= -5) & (distance <= 2), 0.0, -torch.inf).repeat(HEADS, 1)
 
-    check_against_reference(lengths, 16, dtype, device, distance_bias=bias)
+    check_against_reference(lengths, 16, dtype, device, bias=bias)
 
 
 def test_a_query_that_may_read_no_key_gets_zeros(device):
@@ -240,7 +245,7 @@ def test_a_query_that_may_read_no_key_gets_zeros(device):
     bias[:, 7] = 0
 
     actual = attention_varlen(
-        qkv, cu_seqlens_of([9], device), num_heads=HEADS, scale=0.3, distance_bias=bias
+        qkv, cu_seqlens_of([9], device), num_heads=HEADS, scale=0.3, bias=bias
     )
 
     assert torch.equal(actual[0], torch.zeros_like(actual[0]))
@@ -251,7 +256,7 @@ def test_a_query_that_may_read_no_key_gets_zeros(device):
 def test_accepts_a_bias_of_another_dtype_and_wider_than_needed(dtype, device):
     bias = bias_for([50], device, dtype)
 
-    check_against_reference([20, 30], 16, torch.float32, device, distance_bias=bias)
+    check_against_reference([20, 30], 16, torch.float32, device, bias=bias)
 
 
 @DTYPES
@@ -333,17 +338,17 @@ def test_the_mean_length_has_four_buckets(tokens, batch, mean):
         ({"num_kv_heads": 0}, "num_kv_heads is 0; allowed: divisors of 2 heads"),
         ({"out": torch.zeros(4, 31)}, r"out is \[4, 31\] .* must be \[4, 32\]"),
         (
-            {"distance_bias": torch.zeros(2, 8)},
-            r"distance_bias is \[2, 8\]; it must be \[2, an odd",
+            {"bias": torch.zeros(2, 8)},
+            r"bias is \[2, 8\]; it must be \[2, an odd",
         ),
         (
-            {"distance_bias": torch.zeros(3, 9)},
-            r"distance_bias is \[3, 9\]; it must be \[2, an odd",
+            {"bias": torch.zeros(3, 9)},
+            r"bias is \[3, 9\]; it must be \[2, an odd",
         ),
-        ({"distance_bias": torch.zeros(9, 2).t()}, "distance_bias has strides .1, 2."),
+        ({"bias": torch.zeros(9, 2).t()}, "bias has strides .1, 2."),
         (
-            {"qkv": torch.zeros(4, 6 * 129), "distance_bias": torch.zeros(2, 9)},
-            "head_dim is 129; allowed with distance_bias in torch.float32: 1 to 128",
+            {"qkv": torch.zeros(4, 6 * 129), "bias": torch.zeros(2, 9)},
+            "head_dim is 129; allowed with bias in torch.float32: 1 to 128",
         ),
     ],
     ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",

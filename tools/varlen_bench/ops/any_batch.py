@@ -48,7 +48,7 @@ ANY_BATCH: dict[str, AnyBatch] = {
     "unpack": lambda lengths, dtype: padded.unpack(lengths, 768, dtype),
     "pack": lambda lengths, dtype: padded.pack(lengths, 768, dtype),
     "beam_step": lambda lengths, dtype: beam.beam_step(
-        len(lengths), 4, 1000, dtype, has_finished=True
+        len(lengths), 4, 1000, dtype, edits=max(lengths), has_finished=True
     ),
     "sample_tokens": lambda lengths, dtype: sampling.sample_tokens(
         len(lengths), 500, dtype, top_k=50, top_p=0.9

@@ -101,6 +101,7 @@ def _paged(
     kv_heads: int = 4,
     block_size: int = 16,
     window: int = 0,
+    biased: bool = False,
 ) -> CompiledCall:
     make = partial(
         attention_paged,
@@ -111,13 +112,24 @@ def _paged(
         head_dim,
         block_size=block_size,
         window=window,
+        biased=biased,
     )
     return CompiledCall(label, make, narrow_loads=30)
 
 
-def _beam(label: str, sequences: int, beams: int, vocabulary: int) -> CompiledCall:
+def _beam(
+    label: str,
+    sequences: int,
+    beams: int,
+    vocabulary: int,
+    *,
+    width: int | None = None,
+    edits: int = 0,
+) -> CompiledCall:
     # reading a group a second time needs narrow loads, and so does most of the second kernel
-    make = partial(beam_step, sequences, beams, vocabulary, has_finished=True)
+    make = partial(
+        beam_step, sequences, beams, vocabulary, width=width, edits=edits, has_finished=True
+    )
     return CompiledCall(label, make, dtypes=(_FP16,))
 
 
@@ -182,10 +194,15 @@ COMPILED = [
     # narrow loads read the slots; of paged attention, the block tables and the bounds of the sequences
     CompiledCall("64", partial(append_kv, 64, 12, 4, 64), 4),
     CompiledCall("80", partial(append_kv, 64, 12, 12, 80), dtypes=(_BF16,)),
+    # keys and values alone
+    CompiledCall("64_alone", partial(append_kv, 64, 0, 4, 64), 4, (_BF16,)),
     replace(_paged("64", 64, 40), dtypes=(_FP32, _FP16, _BF16), tensor_cores=True),
     replace(_paged("64_long", 64, 160), dtypes=(_BF16,), tensor_cores=True),
     replace(_paged("64_short", 64, 5), dtypes=(_BF16,)),
     replace(_paged("64_window", 64, 40, window=32), tensor_cores=True),
+    # one narrow load of the bias per score
+    replace(_paged("64_biased", 64, 40, biased=True), narrow_loads=None, tensor_cores=True),
+    replace(_paged("64_decode_biased", 64, 1, biased=True), narrow_loads=None),
     replace(_paged("128", 128, 40), dtypes=(_BF16,), tensor_cores=True),
     # fp32 spills up to 16 bytes under Triton 3.6
     replace(_paged("256", 256, 40), dtypes=(_BF16,)),
@@ -212,6 +229,8 @@ COMPILED = [
     replace(_beam("4x250000", 8, 4, 250_000), dtypes=(_FP32, _FP16)),
     _beam("5x300000", 1, 5, 300_000),
     _beam("64x32000", 2, 64, 32_000),
+    replace(_beam("1x32000-edits", 32, 1, 32_000, width=16, edits=64), dtypes=(_FP32, _BF16)),
+    _beam("1x32000-widest", 8, 1, 32_000, width=128),
     replace(_beam("64x300000", 1, 64, 300_000), dtypes=(_FP32, _FP16)),
     # one load of each number of a row
     _sample(32_000, 5),

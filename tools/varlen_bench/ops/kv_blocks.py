@@ -66,6 +66,7 @@ def attention_paged(
     *,
     block_size: int = 16,
     window: int = 0,
+    biased: bool = False,
 ) -> OpCall:
     """Return attention of new tokens over shuffled KV blocks.
 
@@ -73,8 +74,10 @@ def attention_paged(
         new: new tokens of each sequence; all ones for a decode step.
         contexts: tokens of each sequence, the new ones included.
         window: number of last tokens that a token reads; 0 is all.
+        biased: whether to add a bias by the distance of query and key.
     """
     tokens, group = sum(new), heads // kv_heads
+    reach = max(contexts)
     counts = [-(-length // block_size) for length in contexts]
     tables = list(accumulate(counts, initial=0))
 
@@ -87,16 +90,19 @@ def attention_paged(
             "context_lens": make.ints(contexts),
             "block_ids": make.ints(shuffled(sum(counts))),
             "cu_blocks": make.ints(tables),
+            "bias": make.random(heads, 2 * reach + 1, dtype=torch.float32) if biased else None,
             "out": make.unwritten(tokens, heads * head_dim),
         }
 
-    def attended(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attended(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
         """Return the context of the last tokens; queries are [new, heads, head_dim]."""
         count, length = len(queries), keys.shape[1]
         q = queries.transpose(0, 1).reshape(kv_heads, group, count, head_dim)
         scores = q @ keys[:, None].transpose(2, 3) * head_dim**-0.5
         position = torch.arange(length, device=keys.device)
         distance = position[length - count :, None] - position
+        if bias is not None:
+            scores += bias[:, reach - distance].view(scores.shape)
         hidden = distance < 0 if window == 0 else (distance < 0) | (distance >= window)
         context: Tensor = scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ values[:, None]
         return context.flatten(0, 1).transpose(0, 1).flatten(1)
@@ -109,6 +115,7 @@ def attention_paged(
         context_lens: Tensor,  # noqa: ARG001
         block_ids: Tensor,
         cu_blocks: Tensor,  # noqa: ARG001
+        bias: Tensor | None,
     ) -> Tensor:
         queries = torch.split(qkv.view(tokens, -1, head_dim)[:, :heads], new)
         rows = []
@@ -117,7 +124,7 @@ def attention_paged(
                 cache[block_ids[first:last].long()].transpose(0, 1).flatten(1, 2)[:, :length]
                 for cache in (key_cache, value_cache)
             )
-            rows.append(attended(q, keys, values))
+            rows.append(attended(q, keys, values, bias))
         return torch.cat(rows)
 
     read_keys = sum(

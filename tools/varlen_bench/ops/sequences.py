@@ -49,8 +49,8 @@ def attention_varlen(
         context: Tensor = scores.softmax(-1) @ v
         return context.transpose(0, 1).flatten(1)
 
-    def formula(qkv: Tensor, cu_seqlens: Tensor, distance_bias: Tensor | None) -> Tensor:  # noqa: ARG001
-        return torch.cat([attended(rows, distance_bias) for rows in torch.split(qkv, lengths)])
+    def formula(qkv: Tensor, cu_seqlens: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001
+        return torch.cat([attended(rows, bias) for rows in torch.split(qkv, lengths)])
 
     return OpCall(
         op="attention_varlen",
@@ -59,9 +59,7 @@ def attention_varlen(
         inputs=lambda make: {
             "qkv": make.random(tokens, width),
             "cu_seqlens": make.cu_seqlens(lengths, slots),
-            "distance_bias": (
-                make.random(heads, 2 * span - 1, dtype=torch.float32) if biased else None
-            ),
+            "bias": (make.random(heads, 2 * span - 1, dtype=torch.float32) if biased else None),
             "out": make.unwritten(tokens, hidden),
         },
         formula=formula,
