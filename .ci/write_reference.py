@@ -3,13 +3,14 @@
 The tables are made from `EngineConfig` and the metric catalogue, so they always agree with the code.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from pathlib import Path
 from string import Template
 
-from varlen.config import SETTINGS
+from varlen.config import ITERATIVE_TASKS, ONE_SHOT_TASKS, SETTINGS, Setting
 from varlen.encoder import Encoder
+from varlen.generator import Generator
 from varlen.metrics import METRICS, Metric
 from varlen.wire import DEFAULT_MAX_ROWS
 
@@ -78,10 +79,15 @@ In process, without a server:
 
 ```python
 Encoder.from_pretrained("model_repository/e5/1", max_batch_tokens=8192, dtype="fp32")
+Generator.from_pretrained("model_repository/tiny_gpt2/1", max_running_sequences=16, dtype="fp32")
 ```
 
-`from_pretrained` takes $in_process.
-It always uses the policy `token_budget`, measures no costs, and limits neither the queue nor the length of texts.
+`Encoder.from_pretrained` takes $encoder.
+It always uses the policy `token_budget` and measures no costs.
+
+`Generator.from_pretrained` takes $generator.
+
+Neither limits the queue or the length of texts.
 $sections""")
 _SERVER_FIELDS = [
     (
@@ -126,9 +132,6 @@ $sections""")
 
 def configuration_page() -> str:
     """Return the text of docs/configuration.md."""
-    in_process = [
-        f"`{name}`" for name in signature(Encoder.from_pretrained).parameters if name in SETTINGS
-    ]
     names = list(SETTINGS)
     starts = [names.index(first) for first in _SECTIONS]
     parts = []
@@ -137,7 +140,10 @@ def configuration_page() -> str:
         parts.append(_section(title, "setting, default, allowed, description", rows))
     parts.append(_section("Fields of the server", "field, meaning", _SERVER_FIELDS))
     return _CONFIGURATION.substitute(
-        command=COMMAND, in_process=", ".join(in_process), sections="".join(parts)
+        command=COMMAND,
+        encoder=_settings_in(Encoder.from_pretrained),
+        generator=_settings_in(Generator.from_pretrained),
+        sections="".join(parts),
     )
 
 
@@ -152,10 +158,25 @@ def metrics_page() -> str:
     )
 
 
+def _settings_in(function: Callable[..., object]) -> str:
+    """Return the settings that a function takes."""
+    return ", ".join(f"`{name}`" for name in signature(function).parameters if name in SETTINGS)
+
+
 def _setting_row(name: str) -> tuple[str, ...]:
     setting = SETTINGS[name]
     default = "of the checkpoint" if setting.default is None else f"`{setting.default}`".lower()
-    return f"`{name}`", default, setting.allowed, setting.description
+    return f"`{name}`", default, setting.allowed, setting.description + _tasks_note(setting)
+
+
+def _tasks_note(setting: Setting) -> str:
+    """Return a sentence on the tasks that ignore a setting, if there are any."""
+    iterative = " and ".join(f"`{task}`" for task in ITERATIVE_TASKS)
+    notes = {
+        ITERATIVE_TASKS: f" Only for {iterative}.",
+        ONE_SHOT_TASKS: f" Ignored by {iterative}.",
+    }
+    return notes.get(setting.tasks, "")
 
 
 def _metric_row(metric: Metric) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ SERIES = {
         varlen_arena_reserved_bytes varlen_arena_chunks varlen_arena_footprint_bytes
         varlen_arena_peak_live_bytes varlen_response_cache_bytes varlen_response_cache_entries
         varlen_running_sequences varlen_waiting_sequences varlen_kv_blocks_used
-        varlen_kv_blocks_promised varlen_kv_blocks_capacity
+        varlen_kv_blocks_reserved varlen_kv_blocks_capacity
         """.split(),
         "GAUGE",
     ),

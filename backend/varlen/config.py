@@ -22,12 +22,20 @@ Execution: TypeAlias = Literal["packed", "padded"]
 KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
 LogLevel: TypeAlias = Literal["info", "debug"]
 
+# Tasks whose sequences run for many steps; the others answer each sequence with one batch.
+ITERATIVE_TASKS: tuple[Task, ...] = ("generate",)
+ONE_SHOT_TASKS: tuple[Task, ...] = tuple(
+    task for task in get_args(Task) if task not in ITERATIVE_TASKS
+)
+
 DEFAULT_MAX_BATCH_TOKENS = 4096
 
 # Parameters of the server's python backend, which are not checked here.
 SERVER_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 
 _MAX_DIGITS = 18  # fit an int64
+_BYTES_OR_PERCENTAGE = r"[1-9][0-9]{0,17}|(100|[1-9][0-9]?)%"
+_ALLOWED_BYTES = "whole numbers from 1, and from 1% to 100% of the device's memory"
 _T = TypeVar("_T")
 
 
@@ -42,6 +50,7 @@ class Setting:
         lowest: the lowest whole number allowed.
         pattern: a regular expression of other text allowed.
         allowed: the allowed values in words.
+        tasks: the tasks that read the setting; others ignore it.
     """
 
     default: object
@@ -50,6 +59,7 @@ class Setting:
     lowest: int | None
     pattern: str | None
     allowed: str
+    tasks: tuple[Task, ...]
 
     def allows(self, value: object) -> bool:
         """Return whether the setting may have this value."""
@@ -82,10 +92,11 @@ def _setting(
     lowest: int | None = None,
     pattern: str | None = None,
     allowed: str | None = None,
+    tasks: tuple[Task, ...] = get_args(Task),
 ) -> _T:
     """Return a dataclass field with its `Setting` as metadata."""
     allowed = allowed or ", ".join(choices) or f"whole numbers from {lowest}"
-    setting = Setting(default, description, choices, lowest, pattern, allowed)
+    setting = Setting(default, description, choices, lowest, pattern, allowed, tasks)
     return field(default=default, metadata={"setting": setting})
 
 
@@ -121,6 +132,7 @@ class EngineConfig:
         "`packed` runs batches without padding. `padded` pads every sequence to the longest of its batch,"
         " for comparison.",
         choices=get_args(Execution),
+        tasks=ONE_SHOT_TASKS,
     )
 
     # Batching
@@ -129,27 +141,39 @@ class EngineConfig:
         "How batches are formed. `none` runs every sequence alone. `fifo` fills batches in order up to"
         " `max_batch_sequences`, `token_budget` up to `max_batch_tokens`. `dp` plans batches by measured cost.",
         choices=get_args(PolicyName),
+        tasks=ONE_SHOT_TASKS,
     )
     trigger: Trigger = _setting(
         "hungry",
         "When a batch starts. `hungry` starts it as soon as the model is free. `lazy` waits for a full batch,"
         " at most `max_delay_ms`.",
         choices=get_args(Trigger),
+        tasks=ONE_SHOT_TASKS,
     )
     max_delay_ms: int = _setting(
-        10, "Longest wait of the trigger `lazy` for a full batch, in milliseconds.", lowest=0
+        10,
+        "Longest wait of the trigger `lazy` for a full batch, in milliseconds.",
+        lowest=0,
+        tasks=ONE_SHOT_TASKS,
     )
     max_wait_ms: int = _setting(
         1000,
         "Longest time that the policy `dp` delays the first request of the queue in favor of faster batches,"
         " in milliseconds.",
         lowest=1,
+        tasks=ONE_SHOT_TASKS,
     )
     max_batch_sequences: int = _setting(
-        64, "Largest batch, in sequences. Ignored when policy is `token_budget`.", lowest=1
+        64,
+        "Largest batch, in sequences. Ignored when policy is `token_budget`.",
+        lowest=1,
+        tasks=ONE_SHOT_TASKS,
     )
     max_batch_tokens: int = _setting(
-        DEFAULT_MAX_BATCH_TOKENS, "Largest batch, in tokens, padding included.", lowest=1
+        DEFAULT_MAX_BATCH_TOKENS,
+        "Largest batch, in tokens, padding included.",
+        lowest=1,
+        tasks=ONE_SHOT_TASKS,
     )
 
     # Limits
@@ -157,10 +181,10 @@ class EngineConfig:
         "100%",
         "Largest memory of intermediates, in bytes or as a percentage of the device's memory, such as 25%. They never"
         " take more than `max_batch_tokens` need. In a smaller arena batches are smaller, and a sequence that does not"
-        " fit alone is refused.",
+        " fit alone is refused. The task `generate` does not load unless a step of `max_step_tokens` fits.",
         lowest=1,
-        pattern=r"[1-9][0-9]{0,17}|(100|[1-9][0-9]?)%",
-        allowed="whole numbers from 1, and from 1% to 100% of the device's memory",
+        pattern=_BYTES_OR_PERCENTAGE,
+        allowed=_ALLOWED_BYTES,
     )
     max_sequence_tokens: int | None = _setting(
         None,
@@ -172,8 +196,8 @@ class EngineConfig:
     )
     max_queued_tokens: int = _setting(
         131_072,
-        "Largest queue, in tokens. Requests beyond it get UNAVAILABLE. A full queue should run within the server's"
-        " `--exit-timeout-secs` (30), or a stopping server loses requests.",
+        "Largest queue, in tokens; of the task `generate`, in tokens of prompts. Requests beyond it get UNAVAILABLE."
+        " A full queue should run within the server's `--exit-timeout-secs` (30), or a stopping server loses requests.",
         lowest=1,
     )
     max_text_bytes: int = _setting(
@@ -191,45 +215,59 @@ class EngineConfig:
     # Generation
     max_running_sequences: int = _setting(
         64,
-        "Largest number of sequences that generate at the same time. Only for the task `generate`.",
+        "Largest number of sequences that generate at the same time.",
         lowest=1,
+        tasks=ITERATIVE_TASKS,
     )
     max_step_tokens: int = _setting(
         512,
-        "Largest step of the task `generate`, in tokens. A longer prompt runs in chunks, beside the sequences that"
-        " generate.",
+        "Largest step, in tokens, at least `max_running_sequences`. A longer prompt runs in chunks, beside the"
+        " sequences that generate.",
         lowest=1,
+        tasks=ITERATIVE_TASKS,
     )
     kv_bytes: int | str = _setting(
         "25%",
-        "Memory of keys and values of the task `generate`, in bytes or as a percentage of the device's memory. It never"
-        " takes more than `max_running_sequences` of the longest sequences need.",
+        "Memory of keys and values, in bytes or as a percentage of the device's memory. It never takes more than"
+        " `max_running_sequences` of the longest sequences need.",
         lowest=1,
-        pattern=r"[1-9][0-9]{0,17}|(100|[1-9][0-9]?)%",
-        allowed="whole numbers from 1, and from 1% to 100% of the device's memory",
+        pattern=_BYTES_OR_PERCENTAGE,
+        allowed=_ALLOWED_BYTES,
+        tasks=ITERATIVE_TASKS,
     )
     kv_block_tokens: int = _setting(
-        0, "Tokens of a KV block. 0 is 64 on a CPU and 16 on a GPU.", lowest=0
+        0,
+        "Tokens of a KV block. 0 is 64 on a CPU and 16 on a GPU.",
+        lowest=0,
+        tasks=ITERATIVE_TASKS,
     )
     kv_policy: KvPolicy = _setting(
         "reserve",
-        "When a sequence starts. `reserve` promises it the KV blocks of its prompt and `max_tokens`, so it is never"
+        "When a sequence starts. `reserve` keeps the KV blocks of its prompt and `max_tokens`, so it is never"
         " interrupted. `optimistic` needs the blocks of its prompt only; if blocks run out, the youngest sequence gives"
         " back its own and is computed again later.",
         choices=get_args(KvPolicy),
+        tasks=ITERATIVE_TASKS,
     )
     prefix_cache: bool = _setting(
         True,
         "Whether prompts with an equal beginning share its KV blocks.",
         choices=("true", "false"),
+        tasks=ITERATIVE_TASKS,
     )
 
     # Response cache
     response_cache_bytes: int = _setting(
-        0, "Largest memory of the response cache. 0 turns it off.", lowest=0
+        0,
+        "Largest memory of the response cache, in bytes. 0 turns it off.",
+        lowest=0,
+        tasks=ONE_SHOT_TASKS,
     )
     response_cache_seconds: int = _setting(
-        0, "Longest time that a response is cached, in seconds. 0 is no limit.", lowest=0
+        0,
+        "Longest time that a response is cached, in seconds. 0 is no limit.",
+        lowest=0,
+        tasks=ONE_SHOT_TASKS,
     )
 
     # Cost measurement
@@ -237,12 +275,14 @@ class EngineConfig:
         20,
         "Longest measurement of batch costs at the first load, in seconds. 0 measures nothing and assumes costs.",
         lowest=0,
+        tasks=ONE_SHOT_TASKS,
     )
     cache_folder: str = _setting(
         "auto",
         "Folder of measured costs. `auto` is `varlen` in the user's cache folder.",
         pattern="(?s).+",
         allowed="auto, or a folder",
+        tasks=ONE_SHOT_TASKS,
     )
 
     # Log
@@ -256,6 +296,11 @@ class EngineConfig:
             if not setting.allows(value):
                 shown = f'"{shorten(value)}"' if isinstance(value, str) else shorten(repr(value))
                 raise ConfigError(f"{name} is {shown}; allowed: {setting.allowed}")
+        if self.max_step_tokens < self.max_running_sequences:
+            raise ConfigError(
+                f"max_step_tokens is {self.max_step_tokens}; it must hold a token of each of the"
+                f" {self.max_running_sequences} running sequences (max_running_sequences)"
+            )
 
     def arena_limit(self, device_memory: int) -> int:
         """Return the largest arena in bytes, given the memory of the device in bytes."""

@@ -1,18 +1,19 @@
 """Options of a generation request: how tokens are chosen and when to stop.
 
-Names, defaults and meanings are those of vLLM's sampling parameters, so its clients fit.
+Names, defaults and meanings are those of vLLM's sampling parameters, so its clients fit. Those of beam search are from
+Hugging Face's `generate`.
 """
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Literal, TypeAlias
 
 from varlen.errors import RequestError, shorten
+from varlen.parameter_checks import MAX_INT32, NumberRange, parse, real, refuse, whole
 
 MAX_SAMPLES = 64
 MAX_LOGPROBS = 20
@@ -20,58 +21,74 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 256
 MAX_GRAMMAR_CHARACTERS = 65_536
+MAX_BEAMS = 32
+MAX_SUPPRESSED_TOKENS = 1024
 
-_MAX_INT32 = 2**31 - 1
+EarlyStopping: TypeAlias = bool | Literal["never"]
+LengthPenaltyType: TypeAlias = Literal["hf", "gnmt"]
+DiversityType: TypeAlias = Literal["hamming", "sibling"]
 
 # vLLM takes a temperature below the first for 0, and raises one below the second to it.
 _GREEDY_TEMPERATURE = 1e-5
 _LOWEST_TEMPERATURE = 1e-2
 
-_NUMBER = re.compile(r"[+-]?[0-9]{1,20}(\.[0-9]{0,20})?([eE][+-]?[0-9]{1,3})?")
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Allowed numbers of one parameter."""
-
-    kind: type[int] | type[float]
-    low: float
-    high: float
-    allowed: str
-
-    def allows(self, value: object) -> bool:
-        # a whole number is a float too, but true is no number
-        if isinstance(value, bool) or not isinstance(value, (int, self.kind)):
-            return False
-        return self.low <= value <= self.high
-
-
-def _whole(low: int, high: int) -> _Range:
-    return _Range(int, low, high, f"whole numbers from {low} to {high}")
-
-
-def _real(low: float, high: float) -> _Range:
-    return _Range(float, low, high, f"numbers from {low:g} to {high:g}")
-
-
-_RANGES: Mapping[str, _Range] = MappingProxyType(
+_RANGES: Mapping[str, NumberRange] = MappingProxyType(
     {
-        "max_tokens": _whole(1, _MAX_INT32),
-        "min_tokens": _whole(0, _MAX_INT32),
-        "n": _whole(1, MAX_SAMPLES),
-        "temperature": _real(0, 2),
-        "top_k": _whole(-1, _MAX_INT32),
-        "top_p": _Range(float, math.nextafter(0, 1), 1, "numbers above 0, up to 1"),
-        "min_p": _real(0, 1),
-        "repetition_penalty": _real(0.01, 100),
-        "presence_penalty": _real(-2, 2),
-        "frequency_penalty": _real(-2, 2),
-        "seed": _whole(-(2**63), 2**64 - 1),
-        "logprobs": _whole(0, MAX_LOGPROBS),
+        "max_tokens": whole(1, MAX_INT32),
+        "min_tokens": whole(0, MAX_INT32),
+        "n": whole(1, MAX_SAMPLES),
+        "temperature": real(0, 2),
+        "top_k": whole(-1, MAX_INT32),
+        "top_p": NumberRange(float, math.nextafter(0, 1), 1, "numbers above 0, up to 1"),
+        "min_p": real(0, 1),
+        "repetition_penalty": real(0.01, 100),
+        "presence_penalty": real(-2, 2),
+        "frequency_penalty": real(-2, 2),
+        "seed": whole(-(2**63), 2**64 - 1),
+        "logprobs": whole(0, MAX_LOGPROBS),
+        "num_beams": whole(1, MAX_BEAMS),
+        "length_penalty": real(-10, 10),
+        "num_beam_groups": whole(1, MAX_BEAMS),
+        "diversity_penalty": real(0, 100),
+        "no_repeat_ngram_size": whole(0, MAX_INT32),
+        "forced_bos_token_id": whole(0, MAX_INT32),
+        "forced_eos_token_id": whole(0, MAX_INT32),
     }
 )
-_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
-_OPTIONAL = ("seed", "logprobs")
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "do_sample")
+_OPTIONAL = ("seed", "logprobs", "forced_bos_token_id", "forced_eos_token_id")
+_WORDS: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "early_stopping": (True, False, "never"),
+        "length_penalty_type": ("hf", "gnmt"),
+        "diversity_type": ("hamming", "sibling"),
+    }
+)
+_TOKEN_LISTS: Mapping[str, int] = MappingProxyType(
+    {
+        "stop_token_ids": MAX_STOP_TOKENS,
+        "suppress_tokens": MAX_SUPPRESSED_TOKENS,
+        "begin_suppress_tokens": MAX_SUPPRESSED_TOKENS,
+    }
+)
+
+# Options that only beam search has, and those that it has not.
+_ONLY_BEAMS = (
+    "length_penalty",
+    "length_penalty_type",
+    "early_stopping",
+    "num_beam_groups",
+    "diversity_penalty",
+    "diversity_type",
+    "do_sample",
+    "no_repeat_ngram_size",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+)
+_NO_BEAMS = ("stop", "logprobs", "presence_penalty", "frequency_penalty")
+_ONLY_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 # Parameters of vLLM's clients that are not served, each with the only value that asks for nothing.
 _NEUTRAL: Mapping[str, object] = MappingProxyType(
@@ -82,6 +99,11 @@ _NEUTRAL: Mapping[str, object] = MappingProxyType(
         "use_beam_search": False,
     }
 )
+_HINTS: Mapping[str, str] = MappingProxyType(
+    {"use_beam_search": "; num_beams above 1 is beam search"}
+)
+# Hugging Face's names of options.
+_ALIASES: Mapping[str, str] = MappingProxyType({"num_return_sequences": "n"})
 
 _STRUCTURED = ("structured_outputs", "guided_decoding")
 _GRAMMAR_KINDS = ("json", "regex", "choice", "json_object")
@@ -93,7 +115,7 @@ class GenerationOptions:
 
     Attributes:
         max_tokens, min_tokens: largest and smallest number of generated tokens.
-        n: number of samples of each prompt.
+        n: number of samples of each prompt, or of its best answers with beam search; `num_return_sequences` too.
         temperature: divides the logits; 0 chooses the most likely token.
         top_k: number of most likely tokens that may be chosen; 0 is all.
         top_p: the smallest set of most likely tokens with at least this probability may be chosen.
@@ -110,6 +132,20 @@ class GenerationOptions:
         logprobs: number of most likely tokens reported with each token; None reports no probability.
         grammar: what the answer has to match, a JSON object with one of `json`, `regex` and `choice`, which
             `decoding.structured` compiles; None is any text.
+        num_beams: number of beams of each prompt; 1 is no beam search. `decoding.beam_search` has it and what follows.
+            There `repetition_penalty` multiplies log probabilities.
+        length_penalty: exponent of the length by which the score of an answer is divided.
+        length_penalty_type: the length is that of the generated tokens, or Wu et al. 2016's (5 + tokens) / 6.
+        early_stopping: true ends the search once there are `num_beams` answers; false once the best beam is no better
+            than the worst of them at its present length, "never" at any length.
+        num_beam_groups, diversity_penalty, diversity_type: "hamming" subtracts the penalty from the log probability of
+            a token for each beam of earlier groups that chose it in this step, "sibling" from the rank of a beam for
+            each better one with the same parent.
+        do_sample: whether candidates are drawn at random, as `temperature`, `top_k`, `top_p` and `min_p` say.
+        no_repeat_ngram_size: length in tokens of sequences that do not repeat; 0 is none.
+        forced_bos_token_id: the first token of an answer, after a prompt of one token; None is the checkpoint's.
+        forced_eos_token_id: the token at `max_tokens`; None is the checkpoint's.
+        suppress_tokens, begin_suppress_tokens: tokens that are not generated, or not first; None is the checkpoint's.
 
     Raises:
         RequestError: a value is not allowed; the message names the parameter, the value and what is allowed.
@@ -118,6 +154,7 @@ class GenerationOptions:
     max_tokens: int = 16
     min_tokens: int = 0
     n: int = 1
+    num_beams: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -133,20 +170,41 @@ class GenerationOptions:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     grammar: str | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    length_penalty_type: LengthPenaltyType = "hf"
+    early_stopping: EarlyStopping = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    diversity_type: DiversityType = "hamming"
+    do_sample: bool = False
+    no_repeat_ngram_size: int = 0
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
+    suppress_tokens: tuple[int, ...] | None = None
+    begin_suppress_tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in _RANGES.items():
             value = getattr(self, name)
             if not allowed.allows(value) and not (value is None and name in _OPTIONAL):
-                _refuse(name, value, allowed.allowed)
+                refuse(name, value, allowed.allowed)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                _refuse(name, getattr(self, name), "true or false")
-        _check_stops(self.stop, self.stop_token_ids)
+                refuse(name, getattr(self, name), "true or false")
+        for name, words in _WORDS.items():
+            # 1 equals true, but is no flag
+            value = getattr(self, name)
+            if value not in words or isinstance(value, (int, float)) is not isinstance(value, bool):
+                refuse(name, value, " or ".join(map(json.dumps, words)))
+        _check_stops(self.stop)
+        for name, longest in _TOKEN_LISTS.items():
+            _check_tokens(name, getattr(self, name), longest)
         if self.min_tokens > self.max_tokens:
-            _refuse("min_tokens", self.min_tokens, f"up to max_tokens, {self.max_tokens}")
-        if self.n > 1 and self.temperature == 0:
-            _refuse("n", self.n, "1 with temperature 0, as all samples would be equal")
+            refuse("min_tokens", self.min_tokens, f"up to max_tokens, {self.max_tokens}")
+        _check_beams(self)
+        if self.n > 1 and self.temperature == 0 and self.num_beams == 1:
+            refuse("n", self.n, "1 with temperature 0, as all samples would be equal")
         if self.grammar is not None:
             if len(self.grammar) > MAX_GRAMMAR_CHARACTERS:
                 raise RequestError(
@@ -154,7 +212,7 @@ class GenerationOptions:
                     f" allowed: up to {MAX_GRAMMAR_CHARACTERS}"
                 )
             if self.ignore_eos:
-                _refuse("ignore_eos", True, "false with structured_outputs, which end themselves")
+                refuse("ignore_eos", True, "false with structured_outputs, which end themselves")
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, object]) -> "GenerationOptions":
@@ -167,11 +225,14 @@ class GenerationOptions:
             RequestError: a name is unknown or a value is not allowed; the message names both, and what is allowed.
         """
         values: dict[str, Any] = {}
-        for name, value in parameters.items():
+        for given, value in parameters.items():
+            name = _ALIASES.get(given, given)
             if name not in _NAMES:
                 raise RequestError(_unknown(name))
             if value is None:
                 continue
+            if name in values and values[name] != _value(name, value):
+                raise RequestError(f"the request has both {name} and {given}; send one")
             if name in _STRUCTURED:
                 if "grammar" in values:
                     raise RequestError(
@@ -180,8 +241,8 @@ class GenerationOptions:
                 values["grammar"] = _grammar(name, value)
             elif name in _NEUTRAL:
                 wanted = _NEUTRAL[name]
-                if _parse(value, type(wanted)) != wanted:
-                    _refuse(name, value, json.dumps(wanted))
+                if parse(value, type(wanted)) != wanted:
+                    refuse(name, value, json.dumps(wanted) + _HINTS.get(name, ""))
             else:
                 values[name] = _value(name, value)
         return cls(**values)
@@ -194,17 +255,18 @@ _NAMES = frozenset(
         *_STRUCTURED,
     }
 )
+_DEFAULTS = MappingProxyType({field.name: field.default for field in fields(GenerationOptions)})
 
 
 def _value(name: str, value: object) -> object:
     """Return the value of an option, in the form that `GenerationOptions` checks."""
-    if name in _FLAGS:
-        return _parse(value, bool)
+    if name in _FLAGS or name == "early_stopping":
+        return parse(value, bool)
     if name == "logprobs" and isinstance(value, bool):
         # OpenAI's flag of chats
         return 1 if value else None
     if name in _RANGES:
-        return _number(name, _parse(value, _RANGES[name].kind))
+        return _number(name, parse(value, _RANGES[name].kind))
     if isinstance(value, list):
         return tuple(value)
     # `stop` may be one string
@@ -224,22 +286,9 @@ def _number(name: str, value: object) -> object:
     return value
 
 
-def _parse(value: object, kind: type) -> object:
-    """Return the number or flag in a string, else the value unchanged."""
-    if kind is bool:
-        words = {"true": True, "false": False}
-        return words.get(value.lower(), value) if isinstance(value, str) else value
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        value = float(value) if kind is float or not value.lstrip("+-").isdigit() else int(value)
-    # JSON writers of some languages know no whole numbers
-    if kind is int and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
-
-
-def _check_stops(strings: tuple[str, ...], token_ids: tuple[int, ...]) -> None:
+def _check_stops(strings: tuple[str, ...]) -> None:
     if not isinstance(strings, tuple) or not all(isinstance(each, str) for each in strings):
-        _refuse("stop", strings, "a string, or a list of strings")
+        refuse("stop", strings, "a string, or a list of strings")
     if len(strings) > MAX_STOP_STRINGS:
         raise RequestError(f"stop has {len(strings)} strings; allowed: up to {MAX_STOP_STRINGS}")
     for each in strings:
@@ -247,13 +296,56 @@ def _check_stops(strings: tuple[str, ...], token_ids: tuple[int, ...]) -> None:
             raise RequestError(
                 f"stop has a string of {len(each)} characters; allowed: 1 to {MAX_STOP_CHARACTERS}"
             )
-    ids = _whole(0, _MAX_INT32)
+
+
+def _check_tokens(name: str, token_ids: tuple[int, ...] | None, longest: int) -> None:
+    if token_ids is None and name != "stop_token_ids":
+        return
+    ids = whole(0, MAX_INT32)
     if not isinstance(token_ids, tuple) or not all(ids.allows(each) for each in token_ids):
-        _refuse("stop_token_ids", token_ids, f"a list of {ids.allowed}")
-    if len(token_ids) > MAX_STOP_TOKENS:
-        raise RequestError(
-            f"stop_token_ids has {len(token_ids)} tokens; allowed: up to {MAX_STOP_TOKENS}"
+        refuse(name, token_ids, f"a list of {ids.allowed}")
+    if len(token_ids) > longest:
+        raise RequestError(f"{name} has {len(token_ids)} tokens; allowed: up to {longest}")
+
+
+def _check_beams(options: GenerationOptions) -> None:
+    """Check that options of beam search go with each other, and with the others."""
+    beams, groups = options.num_beams, options.num_beam_groups
+    if beams == 1:
+        _check_defaults(options, _ONLY_BEAMS, "without num_beams above 1")
+        return
+    _check_defaults(options, _NO_BEAMS, "with num_beams above 1")
+    if options.grammar is not None:
+        raise RequestError("structured_outputs cannot be combined with num_beams above 1")
+    if options.n > beams:
+        refuse("n", options.n, f"up to num_beams, {beams}")
+    if options.do_sample:
+        _check_defaults(options, ("num_beam_groups", "diversity_penalty"), "with do_sample")
+        if options.temperature == 0:
+            refuse("temperature", 0, "above 0 with do_sample")
+    else:
+        # temperature 0 asks for no random choice, and there is none
+        names = _ONLY_SAMPLING[options.temperature == 0 :]
+        _check_defaults(options, names, "with num_beams above 1, unless do_sample is true")
+    if beams % groups:
+        refuse("num_beam_groups", groups, f"divisors of num_beams, {beams}")
+    if options.diversity_type == "sibling" and groups > 1:
+        refuse("num_beam_groups", groups, '1 with diversity_type "sibling"')
+    is_diverse = groups > 1 or options.diversity_type == "sibling"
+    if is_diverse != (options.diversity_penalty > 0):
+        allowed = "above 0 with" if is_diverse else "0 without"
+        refuse(
+            "diversity_penalty",
+            options.diversity_penalty,
+            f'{allowed} num_beam_groups above 1 or diversity_type "sibling"',
         )
+
+
+def _check_defaults(options: GenerationOptions, names: tuple[str, ...], condition: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value != _DEFAULTS[name]:
+            refuse(name, value, f"{json.dumps(_DEFAULTS[name])} {condition}")
 
 
 def _grammar(name: str, value: object) -> str | None:
@@ -261,7 +353,7 @@ def _grammar(name: str, value: object) -> str | None:
     if isinstance(value, str):
         value = _json(name, value)
     if not isinstance(value, dict):
-        _refuse(name, value, f"an object with one of {', '.join(_GRAMMAR_KINDS)}")
+        refuse(name, value, f"an object with one of {', '.join(_GRAMMAR_KINDS)}")
     # clients send all fields of their object: null and false ask for nothing, and the library is ours to choose
     given = {
         key: each for key, each in value.items() if each not in (None, False) and key != "backend"
@@ -277,13 +369,13 @@ def _grammar(name: str, value: object) -> str | None:
     if kind == "json":
         content = _json(f"{name}.json", content) if isinstance(content, str) else content
         if not isinstance(content, dict):
-            _refuse(f"{name}.json", content, "a JSON schema, as an object or a string")
+            refuse(f"{name}.json", content, "a JSON schema, as an object or a string")
     elif kind == "choice":
         texts = content if isinstance(content, list) else []
         if not texts or not all(isinstance(each, str) for each in texts):
-            _refuse(f"{name}.choice", content, "a list of strings, at least one")
+            refuse(f"{name}.choice", content, "a list of strings, at least one")
     elif not isinstance(content, str):
-        _refuse(f"{name}.{kind}", content, "a string")
+        refuse(f"{name}.{kind}", content, "a string")
     try:
         return json.dumps({kind: content}, separators=(",", ":"))
     except RecursionError:
@@ -294,20 +386,11 @@ def _json(name: str, text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        _refuse(name, text, "JSON")
-
-
-def _refuse(name: str, value: object, allowed: str) -> NoReturn:
-    try:
-        shown = json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        # an in-process caller may pass any object
-        shown = f"a {type(value).__name__}"
-    raise RequestError(f"{name} is {shorten(shown)}; allowed: {allowed}")
+        refuse(name, text, "JSON")
 
 
 def _unknown(name: str) -> str:
-    served = sorted(_NAMES - {*_NEUTRAL, "guided_decoding"})
+    served = sorted({*_NAMES, *_ALIASES} - {*_NEUTRAL, "guided_decoding"})
     close = get_close_matches(name, served, n=1)
     hint = f' Did you mean "{close[0]}"?' if close else ""
     return f'unknown parameter "{shorten(name)}".{hint} Allowed: {", ".join(served)}'

@@ -25,7 +25,8 @@ from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Reply, Request
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.iteration import IterationScheduler, StepLimits
+from varlen.scheduling.iteration import IterationScheduler
+from varlen.scheduling.step_limits import StepLimits
 from varlen.sequence import GeneratedSequence, OutputWriter
 from varlen.tokenization import Tokenizer
 
@@ -165,24 +166,25 @@ class GenerationService:
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of the gauges and totals of generation. From any thread."""
         requests, tokens = self.admission.depth
-        layout, use = self.runner.arena.layout, self.runner.arena.use()
+        arenas = self.runner.arenas
+        layouts, uses = [arena.layout for arena in arenas], [arena.use() for arena in arenas]
         counts = self.scheduler.snapshot()
         return {
             SnapshotMetric.QUEUED_REQUESTS: requests,
             SnapshotMetric.QUEUED_TOKENS: tokens,
             SnapshotMetric.WEIGHT_BYTES: self.runner.weight_bytes,
-            SnapshotMetric.ARENA_CAPACITY: self.runner.arena.capacity,
-            SnapshotMetric.ARENA_RESERVED: use.reserved_bytes,
-            SnapshotMetric.ARENA_CHUNKS: use.chunks,
-            SnapshotMetric.ARENA_FOOTPRINT: use.footprint_bytes,
-            SnapshotMetric.ARENA_PEAK_LIVE: use.peak_live_bytes,
-            SnapshotMetric.PLAN_SECONDS: layout.plan_seconds,
-            SnapshotMetric.PLAN_CACHE_HITS: layout.plan_hits,
-            SnapshotMetric.PLAN_CACHE_MISSES: layout.plan_misses,
+            SnapshotMetric.ARENA_CAPACITY: sum(arena.capacity for arena in arenas),
+            SnapshotMetric.ARENA_RESERVED: sum(use.reserved_bytes for use in uses),
+            SnapshotMetric.ARENA_CHUNKS: sum(use.chunks for use in uses),
+            SnapshotMetric.ARENA_FOOTPRINT: sum(use.footprint_bytes for use in uses),
+            SnapshotMetric.ARENA_PEAK_LIVE: sum(use.peak_live_bytes for use in uses),
+            SnapshotMetric.PLAN_SECONDS: sum(layout.plan_seconds for layout in layouts),
+            SnapshotMetric.PLAN_CACHE_HITS: sum(layout.plan_hits for layout in layouts),
+            SnapshotMetric.PLAN_CACHE_MISSES: sum(layout.plan_misses for layout in layouts),
             SnapshotMetric.RUNNING_SEQUENCES: counts.running,
             SnapshotMetric.WAITING_SEQUENCES: counts.waiting,
             SnapshotMetric.KV_BLOCKS_USED: counts.blocks.used,
-            SnapshotMetric.KV_BLOCKS_PROMISED: counts.blocks.used + counts.blocks.promised,
+            SnapshotMetric.KV_BLOCKS_RESERVED: counts.blocks.used + counts.blocks.reserved,
             SnapshotMetric.KV_BLOCKS_CAPACITY: counts.blocks.total,
             SnapshotMetric.PREFILL_TOKENS: counts.prefill_tokens,
             SnapshotMetric.DECODE_TOKENS: counts.decode_tokens,

@@ -81,7 +81,7 @@ class CountedMetric(Metric):
     BATCH_TOKENS = "varlen_batch_tokens", "HISTOGRAM", "Tokens per batch, without padding"
     BATCH_SECONDS = "varlen_batch_seconds", "HISTOGRAM", "Measured seconds per batch"
     BATCH_PREDICTED_SECONDS = "varlen_batch_predicted_seconds", "HISTOGRAM", "Predicted seconds per batch"
-    SPLIT_BATCHES = "varlen_split_batches_total", "COUNTER", "Batches split after running out of memory"
+    SPLIT_BATCHES = "varlen_split_batches_total", "COUNTER", "Batches that ran out of memory and were run in parts"
     TIME_TO_FIRST_TOKEN = (
         "varlen_time_to_first_token_seconds", "HISTOGRAM",
         "Seconds from a request's arrival to the first token of each sequence",
@@ -110,7 +110,7 @@ class SnapshotMetric(Metric):
     RUNNING_SEQUENCES = "varlen_running_sequences", "GAUGE", "Sequences that generate"
     WAITING_SEQUENCES = "varlen_waiting_sequences", "GAUGE", "Sequences that wait to generate"
     KV_BLOCKS_USED = "varlen_kv_blocks_used", "GAUGE", "KV blocks that hold keys and values of sequences"
-    KV_BLOCKS_PROMISED = "varlen_kv_blocks_promised", "GAUGE", "KV blocks promised to sequences, those in use included"
+    KV_BLOCKS_RESERVED = "varlen_kv_blocks_reserved", "GAUGE", "KV blocks reserved for sequences, those in use included"
     KV_BLOCKS_CAPACITY = "varlen_kv_blocks_capacity", "GAUGE", "KV blocks that the model has memory for"
     PREFILL_TOKENS = "varlen_prefill_tokens_total", "COUNTER", "Prompt tokens that ran, those computed again included"
     DECODE_TOKENS = (

@@ -19,15 +19,22 @@ class Prompt:
     Attributes:
         token_ids: `[tokens]` int32, at least one.
         type_ids: `[tokens]` int32, or None for all zero.
+        source_ids: `[tokens]` int32, the text that a translation reads; its prompt is how each answer begins.
     """
 
     token_ids: Int32Array
     type_ids: Int32Array | None = None
+    source_ids: Int32Array | None = None
+
+    @property
+    def num_source_tokens(self) -> int:
+        """Length of the source text in tokens; 0 without one."""
+        return 0 if self.source_ids is None else len(self.source_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Length in tokens."""
-        return len(self.token_ids)
+        """Length in tokens, with the source text."""
+        return len(self.token_ids) + self.num_source_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +96,14 @@ class GeneratedPart:
         token_ids: the tokens that were generated since the last part.
         logprobs: one per token, if the request asks for them.
         finish_reason: set in the last part: a stop condition held, or `max_tokens` was reached.
+        score: of an answer that a beam search has found, which comes in one part.
     """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    score: float | None = None
 
 
 Output: TypeAlias = Float32Array | GeneratedPart

@@ -14,6 +14,7 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import VarlenError
 from varlen.generation_options import GenerationOptions
 from varlen.request import (
+    FinishReason,
     Float32Array,
     GeneratedPart,
     Output,
@@ -129,8 +130,8 @@ class SequenceState:
 class OutputWriter(Protocol):
     """Turns the tokens of one sequence into its answer, and knows when it ends."""
 
-    def write(self, token: SampledToken) -> GeneratedPart:
-        """Return the part of the answer that a token adds; its text may be empty."""
+    def write(self, output: SampledToken | BeamAnswer) -> GeneratedPart:
+        """Return the part of the answer that a token adds, whose text may be empty, or the answer of a search."""
 
 
 @dataclass(slots=True, eq=False)
@@ -185,6 +186,8 @@ class Chunk:
         block_ids: block table of the sequence up to these tokens.
         samples: the sequences that take a token from the logits of the last of these tokens; none in the middle of a
             prompt, several for the samples of one prompt.
+        source_block_ids: blocks of the keys and values of its source text.
+        encodes: the tokens of that text if it is encoded in this step, before these tokens.
     """
 
     sequence: GeneratedSequence
@@ -192,6 +195,8 @@ class Chunk:
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
     samples: tuple[GeneratedSequence, ...]
+    source_block_ids: tuple[int, ...] = ()
+    encodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,18 +255,50 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamAnswer:
+    """One of the answers that a beam search has found.
+
+    Attributes:
+        token_ids: what was generated, with the end token.
+        score: sum of log probabilities, divided by the length penalty.
+        finish_reason: whether it ended with an end token, or at `max_tokens`.
+    """
+
+    token_ids: tuple[int, ...]
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class BeamStep:
+    """What one step of a beam search has chosen.
+
+    Attributes:
+        parents: the beam that each new beam continues, by its place.
+        token_ids: by which token.
+        answers: one per sequence of the answer, the best first, if the search has ended.
+        error: why the search cannot go on; ends the request.
+    """
+
+    parents: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    answers: tuple[BeamAnswer, ...] | None = None
+    error: VarlenError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class BatchResult:
     """The result of a batch.
 
     Attributes:
-        outputs: one per sequence of the batch, in its order; of a step, one per sequence that samples, chunk by chunk;
-            empty after an error.
+        outputs: one per sequence of the batch, in its order; of a step, one per sequence that samples, chunk by chunk,
+            where all beams of a search have the same one; empty after an error.
         seconds: run time.
         padding_tokens: number of padding tokens that ran.
         failure: why there are no outputs: memory ran out, this batch failed, or the model cannot run any more.
     """
 
-    outputs: Sequence[Float32Array] | Sequence[SampledToken]
+    outputs: Sequence[Float32Array] | Sequence[SampledToken | BeamStep]
     seconds: float
     padding_tokens: int = 0
     failure: Failure | None = None

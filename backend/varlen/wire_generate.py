@@ -46,6 +46,7 @@ _FLAGS = (
 )
 _GENERATION_PARAMETERS = (
     *(each.name for each in fields(GenerationOptions) if each.name != "grammar"),
+    "num_return_sequences",
     "structured_outputs",
     "guided_decoding",
 )

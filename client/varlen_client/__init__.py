@@ -18,7 +18,7 @@ from varlen_client.errors import (
     ServerUnavailable,
     VarlenClientError,
 )
-from varlen_client.generation import Delta, Generation
+from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.retry import RetryPolicy
 from varlen_client.sync import Client
 from varlen_client.transport import ServerIdentity
@@ -28,7 +28,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "DeadlineMissed",
-    "Delta",
+    "GeneratedPart",
     "Generation",
     "InvalidRequest",
     "InvalidUrl",

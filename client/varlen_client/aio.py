@@ -10,7 +10,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from varlen_client.errors import (
     VarlenClientError,
 )
 from varlen_client.generation import (
-    Delta,
+    GeneratedPart,
     GenerateRequest,
     Generation,
     GenerationPrompt,
@@ -52,6 +52,7 @@ from varlen_client.wire import (
     read_inputs,
     read_inputs_or_pairs,
     read_query_and_documents,
+    with_remaining_deadline,
 )
 
 DEFAULT_ROWS_PER_REQUEST = 32
@@ -285,7 +286,7 @@ class AsyncClient:
         priority: int | None = None,
         timeout: float | None = None,
         **sampling: Any,
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[GeneratedPart, None]:
         """Yield the parts of the answer to a prompt as they come.
 
         Closing the generator cancels the request, so leave a loop early within `contextlib.aclosing`. Only a request
@@ -299,9 +300,9 @@ class AsyncClient:
         reason = None
         async with aclosing(self._responses(request, deadline)) as responses:
             while response := await _until(_next(responses), deadline, timeout):
-                [delta] = read_parts(response, 1)
-                reason = delta.finish_reason
-                yield delta
+                [part] = read_parts(response, 1)
+                reason = part.finish_reason
+                yield part
         if reason is None:
             raise ServerError("the server ended an answer before its last part")
 
@@ -419,11 +420,14 @@ class AsyncClient:
         transport = self._connected()
         clock = asyncio.get_running_loop().time
         start = clock()
+
+        async def attempt() -> object:
+            parameters = with_remaining_deadline(request.parameters, clock() - start)
+            return await transport.infer(info.name, replace(request, parameters=parameters))
+
         try:
             output = await with_retries(
-                lambda: transport.infer(
-                    info.name, request.with_remaining_deadline(clock() - start)
-                ),
+                attempt,
                 self._retry,
                 deadline=_earlier(call.deadline, start, request.parameters.get("deadline_ms")),
             )
@@ -442,8 +446,8 @@ class AsyncClient:
         start = clock()
 
         async def begin() -> tuple[Response, AsyncGenerator[Response, None]]:
-            attempt = request.with_remaining_deadline(clock() - start)
-            responses = transport.generate(info.name, attempt)
+            sampling = with_remaining_deadline(request.sampling, clock() - start)
+            responses = transport.generate(info.name, replace(request, sampling=sampling))
             try:
                 return await anext(responses), responses
             except StopAsyncIteration:

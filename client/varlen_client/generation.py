@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
@@ -27,7 +27,7 @@ _RETURNED = ("finish_reason", "num_input_tokens", "num_output_tokens", "output_i
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class GeneratedPart:
     """A part of a generated answer.
 
     Attributes:
@@ -50,7 +50,7 @@ class Generation:
 
     Attributes:
         text: the text, without the prompt.
-        token_ids, finish_reason, logprobs: see `Delta`.
+        token_ids, finish_reason, logprobs: see `GeneratedPart`.
         num_prompt_tokens: length of the prompt, in tokens.
     """
 
@@ -79,15 +79,6 @@ class GenerateRequest:
     def rows(self) -> int:
         """Number of samples."""
         return int(self.sampling.get("n", 1))
-
-    def with_remaining_deadline(self, elapsed_seconds: float) -> GenerateRequest:
-        """Return the request with `deadline_ms` reduced by the time since its first attempt."""
-        deadline_ms = self.sampling.get("deadline_ms")
-        if deadline_ms is None:
-            return self
-        # The server refuses a deadline of 0, so the last attempt gets 1 ms at least.
-        remaining = max(deadline_ms - elapsed_seconds * 1e3, min(deadline_ms, 1))
-        return replace(self, sampling={**self.sampling, "deadline_ms": remaining})
 
     def values(self) -> dict[str, str | bool | list[int]]:
         """Return the inputs by name, in the form of the HTTP endpoints `generate` and `generate_stream`."""
@@ -129,7 +120,7 @@ def generate_request(
     return GenerateRequest(_prompt(prompt), options, stream)
 
 
-def read_parts(response: Response, rows: int) -> list[Delta]:
+def read_parts(response: Response, rows: int) -> list[GeneratedPart]:
     """Return the part of each row in a response.
 
     Raises:
@@ -144,7 +135,7 @@ def read_parts(response: Response, rows: int) -> list[Delta]:
         assert sum(counts) == len(ids)
         ends = np.cumsum(counts).tolist()
         return [
-            Delta(
+            GeneratedPart(
                 texts[row],
                 tuple(ids[ends[row] - counts[row] : ends[row]]),
                 _finish_reason(reasons[row]),
@@ -162,20 +153,20 @@ def read_generations(responses: Sequence[Response], rows: int) -> list[Generatio
     Raises:
         ServerError: a response cannot be read, or a row has no end.
     """
-    parts = [read_parts(response, rows) for response in responses]
+    by_response = [read_parts(response, rows) for response in responses]
     answers = []
     for row in range(rows):
-        deltas = [each[row] for each in parts]
-        reason = deltas[-1].finish_reason if deltas else None
+        parts = [each[row] for each in by_response]
+        reason = parts[-1].finish_reason if parts else None
         if reason is None:
             raise ServerError("the server ended an answer before its last part")
         answers.append(
             Generation(
-                "".join(delta.text for delta in deltas),
-                tuple(token_id for delta in deltas for token_id in delta.token_ids),
+                "".join(part.text for part in parts),
+                tuple(token_id for part in parts for token_id in part.token_ids),
                 reason,
                 int(responses[0].get("num_input_tokens", [0])[0]),
-                tuple(entry for delta in deltas for entry in delta.logprobs),
+                tuple(entry for part in parts for entry in part.logprobs),
             )
         )
     return answers

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from varlen_client.aio import DEFAULT_CONCURRENCY, AsyncClient, Status
-from varlen_client.generation import Delta, Generation, GenerationPrompt
+from varlen_client.generation import GeneratedPart, Generation, GenerationPrompt
 from varlen_client.retry import RetryPolicy
 from varlen_client.wire import Floats, Inputs, ModelState, Pairs
 
@@ -235,24 +235,24 @@ class Client:
         priority: int | None = None,
         timeout: float | None = None,
         **sampling: Any,
-    ) -> Iterator[Delta]:
+    ) -> Iterator[GeneratedPart]:
         """Yield the parts of the answer to a prompt as they come. See `AsyncClient.stream`.
 
         Leaving the loop early cancels the request.
         """
-        deltas = self._client.stream(
+        parts = self._client.stream(
             prompt, deadline_ms=deadline_ms, priority=priority, timeout=timeout, **sampling
         )
 
-        async def next_delta() -> Delta | None:
-            return await anext(deltas, None)
+        async def next_part() -> GeneratedPart | None:
+            return await anext(parts, None)
 
         async def close() -> None:
-            await deltas.aclose()
+            await parts.aclose()
 
         try:
-            while delta := _loop.run(next_delta()):
-                yield delta
+            while part := _loop.run(next_part()):
+                yield part
         finally:
             # A garbage collection may end up here in the loop's own thread, which must not wait for itself.
             _loop.start(close())

@@ -8,7 +8,7 @@ rows of different lengths may share a request.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -44,16 +44,6 @@ class InferRequest:
     tensors: tuple[Tensor, ...]
     output: str
     parameters: Parameters
-
-    def with_remaining_deadline(self, elapsed_seconds: float) -> InferRequest:
-        """Return the request with `deadline_ms` reduced by the time since its first attempt."""
-        deadline_ms = self.parameters.get("deadline_ms")
-        elapsed_ms = int(elapsed_seconds * 1e3)
-        if deadline_ms is None or not elapsed_ms:
-            return self
-        # The server refuses a deadline of 0, so the last attempt gets 1 ms at least.
-        remaining = max(deadline_ms - elapsed_ms, min(deadline_ms, 1))
-        return replace(self, parameters={**self.parameters, "deadline_ms": remaining})
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +185,19 @@ def read_query_and_documents(query: str, documents: Sequence[str]) -> Rows:
     """Return one row per document, each a pair of the query and the document."""
     _check_not_a_string(documents)
     return read_inputs_or_pairs([(query, document) for document in documents])
+
+
+def with_remaining_deadline(
+    parameters: Mapping[str, Any], elapsed_seconds: float
+) -> Mapping[str, Any]:
+    """Return the parameters with `deadline_ms` reduced by the time since the first attempt."""
+    deadline_ms = parameters.get("deadline_ms")
+    elapsed_ms = int(elapsed_seconds * 1e3)
+    if deadline_ms is None or not elapsed_ms:
+        return parameters
+    # The server refuses a deadline of 0, so the last attempt gets 1 ms at least.
+    remaining = max(deadline_ms - elapsed_ms, min(deadline_ms, 1))
+    return {**parameters, "deadline_ms": remaining}
 
 
 def infer_requests(

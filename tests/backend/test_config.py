@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from varlen.config import SERVER_PARAMETERS, EngineConfig
+from varlen.config import SERVER_PARAMETERS, SETTINGS, EngineConfig
 
 from .refusals import refused_setting as refused
 
@@ -203,3 +203,16 @@ def test_only_what_the_checkpoint_decides_may_be_none():
     assert EngineConfig(task=None, max_sequence_tokens=None) == EngineConfig()
     with refused("dtype is None; allowed: auto, fp32, fp16, bf16"):
         EngineConfig(dtype=None)
+
+
+def test_a_step_holds_a_token_of_each_running_sequence():
+    assert EngineConfig(max_step_tokens=8, max_running_sequences=8).max_step_tokens == 8
+    with refused("max_step_tokens is 32; it must hold a token of each of the 64 running sequences"):
+        EngineConfig.from_parameters({"max_step_tokens": "32"})
+
+
+def test_every_setting_is_read_by_some_task():
+    assert all(setting.tasks for setting in SETTINGS.values())
+    for task, others in (("generate", "policy"), ("embed", "kv_policy")):
+        assert task not in SETTINGS[others].tasks
+        assert task in SETTINGS["max_queued_tokens"].tasks

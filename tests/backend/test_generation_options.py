@@ -132,7 +132,21 @@ def test_logprobs_may_be_the_flag_of_a_chat(sent, used):
         ("stop_token_ids", [-1], "stop_token_ids is [-1]; allowed: a list"),
         ("stop_token_ids", [1] * 257, "stop_token_ids has 257 tokens; allowed: up to 256"),
         ("best_of", 2, "best_of is 2; allowed: 1"),
-        ("use_beam_search", True, "use_beam_search is true; allowed: false"),
+        (
+            "use_beam_search",
+            True,
+            "use_beam_search is true; allowed: false; num_beams above 1 is beam search",
+        ),
+        ("num_beams", 0, "num_beams is 0; allowed: whole numbers from 1 to 32"),
+        ("num_beams", 33, "num_beams is 33; allowed: whole numbers from 1 to 32"),
+        ("length_penalty", math.nan, "length_penalty is NaN; allowed: numbers from -10 to 10"),
+        ("early_stopping", 1, 'early_stopping is 1; allowed: true or false or "never"'),
+        ("early_stopping", "always", 'early_stopping is "always"; allowed: true or false or'),
+        ("length_penalty_type", "mean", 'length_penalty_type is "mean"; allowed: "hf" or "gnmt"'),
+        ("diversity_type", [], 'diversity_type is []; allowed: "hamming" or "sibling"'),
+        ("suppress_tokens", 5, "suppress_tokens is 5; allowed: a list of whole numbers from 0"),
+        ("suppress_tokens", [1] * 1025, "suppress_tokens has 1025 tokens; allowed: up to 1024"),
+        ("forced_bos_token_id", -1, "forced_bos_token_id is -1; allowed: whole numbers from 0"),
     ],
     ids=str,
 )
@@ -174,6 +188,92 @@ def test_in_process_options_are_checked_too():
         GenerationOptions(stop="end")
     with refused("stop is a set; allowed"):
         GenerationOptions(stop={"end"})
+
+
+def test_options_of_beam_search_are_read():
+    values = {
+        "num_beams": 6,
+        "length_penalty": -0.5,
+        "length_penalty_type": "gnmt",
+        "early_stopping": "never",
+        "num_beam_groups": 3,
+        "diversity_penalty": 0.5,
+        "no_repeat_ngram_size": 3,
+        "forced_bos_token_id": 4,
+        "forced_eos_token_id": 2,
+    }
+
+    options = options_of(**values, suppress_tokens=[7, 8], begin_suppress_tokens=[])
+
+    assert {name: getattr(options, name) for name in values} == values
+    assert (options.suppress_tokens, options.begin_suppress_tokens) == ((7, 8), ())
+
+
+@pytest.mark.parametrize("sent, used", [("True", True), (False, False), ("never", "never")])
+def test_early_stopping_is_a_flag_or_a_word(sent, used):
+    assert options_of(num_beams=2, early_stopping=sent).early_stopping == used
+
+
+def test_the_number_of_answers_has_two_names():
+    assert options_of(num_beams=4, num_return_sequences=3).n == 3
+    assert options_of(num_return_sequences="3").n == 3
+    assert options_of(n=2, num_return_sequences=2).n == 2
+    with refused("the request has both n and num_return_sequences; send one"):
+        options_of(n=2, num_return_sequences=3)
+
+
+def test_beam_search_is_deterministic_with_temperature_0_too():
+    assert options_of(num_beams=4, n=4, temperature=0).n == 4
+
+
+@pytest.mark.parametrize(
+    "parameters, message",
+    [
+        ({"n": 5}, "n is 5; allowed: up to num_beams, 4"),
+        ({"stop": "end"}, 'stop is ["end"]; allowed: [] with num_beams above 1'),
+        ({"logprobs": 0}, "logprobs is 0; allowed: null with num_beams above 1"),
+        ({"presence_penalty": 1}, "presence_penalty is 1; allowed: 0.0 with num_beams above 1"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs cannot be combined with"),
+        ({"temperature": 0.5}, "temperature is 0.5; allowed: 1.0 with num_beams above 1, unless"),
+        ({"top_p": 0.5, "temperature": 0}, "top_p is 0.5; allowed: 1.0 with num_beams above 1"),
+        ({"do_sample": True, "temperature": 0}, "temperature is 0; allowed: above 0 with"),
+        (
+            {"do_sample": True, "num_beam_groups": 2, "diversity_penalty": 1},
+            "num_beam_groups is 2; allowed: 1 with do_sample",
+        ),
+        ({"num_beam_groups": 3}, "num_beam_groups is 3; allowed: divisors of num_beams, 4"),
+        ({"num_beam_groups": 2}, "diversity_penalty is 0.0; allowed: above 0 with num_beam_groups"),
+        ({"diversity_penalty": 2}, "diversity_penalty is 2; allowed: 0 without num_beam_groups"),
+        ({"diversity_type": "sibling"}, "diversity_penalty is 0.0; allowed: above 0 with"),
+        (
+            {"diversity_type": "sibling", "diversity_penalty": 1, "num_beam_groups": 2},
+            'num_beam_groups is 2; allowed: 1 with diversity_type "sibling"',
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_contradict_beam_search_are_refused(parameters, message):
+    with refused(message):
+        options_of(num_beams=4, **parameters)
+
+
+@pytest.mark.parametrize(
+    "name, value, default",
+    [
+        ("length_penalty", 0.5, "1.0"),
+        ("length_penalty_type", "gnmt", '"hf"'),
+        ("early_stopping", True, "false"),
+        ("num_beam_groups", 2, "1"),
+        ("diversity_penalty", 1, "0.0"),
+        ("do_sample", True, "false"),
+        ("no_repeat_ngram_size", 2, "0"),
+        ("forced_bos_token_id", 2, "null"),
+        ("suppress_tokens", [2], "null"),
+    ],
+)
+def test_options_of_beam_search_need_beams(name, value, default):
+    with refused(f"{name} is {json.dumps(value)}; allowed: {default} without num_beams above 1"):
+        options_of(**{name: value})
 
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen import wire_generate
@@ -355,6 +355,7 @@ def test_without_flags_only_the_text_is_sent():
     }
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_an_answer_is_the_same_however_its_parts_share_responses(data):
     rows = data.draw(st.integers(1, 3))

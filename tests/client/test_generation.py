@@ -11,7 +11,7 @@ from varlen_client import (
     AsyncClient,
     Client,
     DeadlineMissed,
-    Delta,
+    GeneratedPart,
     Generation,
     InvalidRequest,
     ModelNotFound,
@@ -53,9 +53,13 @@ def test_generates_a_whole_answer(client, server):
 
 
 def test_streams_an_answer_in_parts(client, server):
-    deltas = list(client.stream("hello", max_tokens=3))
+    parts = list(client.stream("hello", max_tokens=3))
 
-    assert deltas == [Delta("0.0 ", (0,)), Delta("0.1 ", (1,)), Delta("0.2 ", (2,), "length")]
+    assert parts == [
+        GeneratedPart("0.0 ", (0,)),
+        GeneratedPart("0.1 ", (1,)),
+        GeneratedPart("0.2 ", (2,), "length"),
+    ]
     assert server.model.requests[0].tensors["stream"][0]
 
 
@@ -166,11 +170,11 @@ def test_an_error_in_the_middle_ends_the_stream_without_a_retry(
     client, server, fault, kind, message, error
 ):
     server.model.fail_after = (2, fault(kind, message))
-    deltas = client.stream("hello")
+    parts = client.stream("hello")
 
-    assert [next(deltas).token_ids, next(deltas).token_ids] == [(0,), (1,)]
+    assert [next(parts).token_ids, next(parts).token_ids] == [(0,), (1,)]
     with pytest.raises(error, match=message):
-        next(deltas)
+        next(parts)
     assert len(server.model.requests) == 1
 
 
@@ -190,8 +194,8 @@ def test_closing_the_async_stream_cancels_the_request(server):
 
     async def leave():
         async with AsyncClient(server.url) as client:
-            async with aclosing(client.stream("hello", max_tokens=1000)) as deltas:
-                async for _ in deltas:
+            async with aclosing(client.stream("hello", max_tokens=1000)) as parts:
+                async for _ in parts:
                     break
             return await asyncio.to_thread(server.model.cancelled.wait, SECONDS)
 

@@ -12,7 +12,7 @@ SETTINGS = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.7},
     "top_k": {"top_k": 40},
-    "large_top_k": {"top_k": 900},
+    "large_top_k": {"top_k": 550},
     "top_p": {"top_p": 0.9},
     "flat_top_p": {"top_p": 0.9, "temperature": 5.0},
     "min_p": {"min_p": 0.1},
@@ -42,7 +42,7 @@ def test_a_real_vocabulary_matches_a_full_sort(sample_tokens):
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_tokens_have_their_probabilities(sample_tokens, settings):
-    draws, vocabulary = 20_000, 1000
+    draws, vocabulary = 8_000, 600
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(1, vocabulary, generator=generator)
     uniform = torch.rand(draws, generator=generator, dtype=torch.float64)

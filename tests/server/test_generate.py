@@ -76,7 +76,7 @@ def wait_until_free(server: LocalServer, model: str = "writer") -> dict[str, flo
     """Wait until no sequence is left and every block is free, and return the metrics."""
     names = (
         "varlen_kv_blocks_used",
-        "varlen_kv_blocks_promised",
+        "varlen_kv_blocks_reserved",
         "varlen_running_sequences",
         "varlen_waiting_sequences",
         "varlen_queued_requests",
@@ -107,12 +107,12 @@ def test_a_whole_answer_is_that_of_the_model_in_process(
 def test_the_parts_of_a_stream_make_the_whole_answer(client: Client) -> None:
     whole = client.generate(prompt_of(20), max_tokens=50, **GREEDY)
 
-    deltas = list(client.stream(prompt_of(20), max_tokens=50, **GREEDY))
+    parts = list(client.stream(prompt_of(20), max_tokens=50, **GREEDY))
 
-    assert len(deltas) > 5
-    assert "".join(delta.text for delta in deltas) == whole.text
-    assert tuple(i for delta in deltas for i in delta.token_ids) == whole.token_ids
-    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
+    assert len(parts) > 5
+    assert "".join(part.text for part in parts) == whole.text
+    assert tuple(i for part in parts for i in part.token_ids) == whole.token_ids
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
 
 
 def test_samples_and_log_probabilities(client: Client) -> None:
@@ -227,8 +227,8 @@ def test_a_client_that_cancels_stops_the_generation(server: LocalServer, call: s
     async def leave() -> None:
         async with AsyncClient(server.grpc_url, "writer") as client:
             if call == "stream":
-                async with aclosing(client.stream("a", max_tokens=most, **GREEDY)) as deltas:
-                    await anext(deltas)
+                async with aclosing(client.stream("a", max_tokens=most, **GREEDY)) as parts:
+                    await anext(parts)
             else:
                 task = asyncio.create_task(client.generate("a", max_tokens=most, **GREEDY))
                 while metrics(server, "writer")["varlen_kv_blocks_used"] == 0:
@@ -271,14 +271,17 @@ def test_64_streams_with_cancels_and_deadlines_are_each_answered_and_return_thei
         }
         for seed in range(STREAMS)
     ]
+    # one leaves at the first part, and one cannot be in time
+    plans[5] |= {"leaves_after": 1}
+    plans[4] |= {"deadline_ms": 1, "max_tokens": 200}
 
     async def talk(client: AsyncClient, plan: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
         tokens: list[int] = []
         options = {"max_tokens": plan["max_tokens"], "deadline_ms": plan["deadline_ms"], **GREEDY}
         try:
-            async with aclosing(client.stream(plan["prompt"], **options)) as deltas:
-                async for number, delta in _enumerated(deltas):
-                    tokens += delta.token_ids
+            async with aclosing(client.stream(plan["prompt"], **options)) as parts:
+                async for number, part in _enumerated(parts):
+                    tokens += part.token_ids
                     if plan["leaves_after"] == number:
                         return "left", tuple(tokens)
         except DeadlineMissed:
@@ -292,7 +295,10 @@ def test_64_streams_with_cancels_and_deadlines_are_each_answered_and_return_thei
 
     ends = asyncio.run(run())
 
+    assert (ends[5][0], ends[4][0]) == ("left", "missed")
     for plan, (end, tokens) in zip(plans, ends, strict=True):
+        if plan["leaves_after"] is plan["deadline_ms"] is None:
+            assert end == "complete"
         [expected] = in_process.generate([plan["prompt"]], max_tokens=plan["max_tokens"], **GREEDY)
         assert expected.token_ids[: len(tokens)] == tokens
         assert end != "complete" or tokens == expected.token_ids
@@ -304,8 +310,8 @@ def test_64_streams_with_cancels_and_deadlines_are_each_answered_and_return_thei
     assert stub_of(server, "writer") == stub
 
 
-async def _enumerated(deltas: Any) -> Any:
+async def _enumerated(parts: Any) -> Any:
     number = 0
-    async for delta in deltas:
+    async for part in parts:
         number += 1
-        yield number, delta
+        yield number, part

@@ -1,5 +1,7 @@
 """The generation benchmark: workloads, passes, figures, and a small run of the whole."""
 
+import importlib
+import json
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from varlen_bench.generate.systems import OURS, REFERENCE, REQUEST_LEVEL, SYSTEM
 from varlen_bench.generate.worker import Worker
 from varlen_bench.generate.workload import Workload, trace_workload, uniform_workload
 from varlen_bench.harness.rows import bench_line
+from varlen_bench.harness.worker import WorkerProcess
 from varlen_bench.peers.checkpoints import DecoderShape, save_random_decoder
 
 from .conftest import read_csv
@@ -251,11 +254,35 @@ def test_options_that_cannot_be_are_refused(options, message):
     assert message in done.output
 
 
+class InProcess:
+    """A worker in this process, where transformers need not be imported once more."""
+
+    def __init__(self, module, argument, log, *, threads):
+        self.handle = importlib.import_module(module).start(json.loads(json.dumps(argument)))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def ask(self, **order):
+        return json.loads(json.dumps(self.handle(json.loads(json.dumps(order)))))
+
+
+def worker_of(module, argument, log, *, threads):
+    kind = WorkerProcess if argument["system"]["engine"] == "varlen" else InProcess
+    return kind(module, argument, log, threads=threads)
+
+
 def test_a_small_run_measures_appends_and_ends_with_the_bench_line(tmp_path, monkeypatch):
     save_random_decoder(TINY, tmp_path / "tiny_gpt2/1")
     monkeypatch.setattr(
         "varlen_bench.generate.run.Comparison.decode_step", lambda _: Step("tiny_gpt2")
     )
+    monkeypatch.setattr("varlen_bench.generate.run.WorkerProcess", worker_of)
+    # this process keeps its number of threads
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     output = tmp_path / "generate.csv"
     arguments = ["--quick", "--repository", str(tmp_path), "--requests", "3", "--threads", "1"]
     arguments += ["--only", f"{OURS},{STATIC}", "--output", str(output)]

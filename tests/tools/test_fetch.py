@@ -3,7 +3,6 @@
 import shutil
 import zipfile
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.checkpoints import WEIGHTS, change_tensors, save_checkpoint, set_fields, write_file
 from varlen import Encoder
-from varlen.config import EngineConfig
+from varlen.config import SETTINGS, EngineConfig
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint import Checkpoint
 from varlen_tools import fetch as fetch_module
@@ -70,7 +69,6 @@ def test_the_config_is_complete(encoder, repository):
         {"name": "sentence_embedding", "dataType": "TYPE_FP32", "dims": ["16"]}
     ]
     parameters = {key: value["stringValue"] for key, value in config["parameters"].items()}
-    assert parameters.keys() == {field.name for field in fields(EngineConfig)}
     assert parameters["task"] == "embed"
     assert parameters["max_sequence_tokens"] == "40"
     # found in review: PyTriton's client knows AUTO, CPU and GPU, and fails at a model of KIND_MODEL
@@ -145,6 +143,21 @@ def test_the_prompt_of_a_model_that_generates_may_be_of_one_kind(decoder, reposi
     assert not {each["name"] for each in others} & {"input_ids", "messages"}
     assert "stream" in [each["name"] for each in others]
     assert all(each["optional"] for each in others)
+
+
+def test_a_config_has_the_settings_that_its_task_reads_and_no_others(encoder, decoder, repository):
+    for source, others in ((encoder, "kv_policy"), (decoder, "warmup_seconds")):
+        target = fetch(str(source), repository=repository)
+
+        task = parse_config(target / "config.pbtxt")["parameters"]["task"]["stringValue"]
+        names = set(parse_config(target / "config.pbtxt")["parameters"])
+        assert names == {name for name, setting in SETTINGS.items() if task in setting.tasks}
+        assert others not in names
+
+
+def test_refuses_a_setting_that_the_task_ignores(decoder, repository):
+    with pytest.raises(FetchError, match="policy is set; the task generate ignores it"):
+        fetch(str(decoder), repository=repository, settings={"policy": "fifo"})
 
 
 def test_refuses_rows_for_a_model_that_generates(decoder, repository):

@@ -256,7 +256,7 @@ def render_config(
     checkpoint.check_task(task)
     generates = task == "generate"
     limit = (step_runner if generates else runner).sequence_limit(checkpoint, config)
-    values = asdict(config) | {"task": task, "max_sequence_tokens": limit}
+    values = _settings_of(task, config) | {"task": task, "max_sequence_tokens": limit}
     all_inputs, outputs = tensors_of(task, checkpoint)
     return "\n".join(
         [
@@ -275,6 +275,20 @@ def render_config(
             "",
         ]
     )
+
+
+def _settings_of(task: Task, config: EngineConfig) -> dict[str, object]:
+    """Return the settings that the task reads, by name.
+
+    Raises:
+        ConfigError: another setting has been set.
+    """
+    values: dict[str, object] = asdict(config)
+    ignored = [name for name, setting in SETTINGS.items() if task not in setting.tasks]
+    for name in ignored:
+        if values.pop(name) != SETTINGS[name].default:
+            raise ConfigError(f"{name} is set; the task {task} ignores it: leave it out")
+    return values
 
 
 def _rows(max_batch_size: int | None) -> list[str]:

@@ -8,7 +8,7 @@ from varlen.decoding.detokenizer import Detokenizer
 from varlen.decoding.stop_strings import StopStrings
 from varlen.generation_options import GenerationOptions
 from varlen.request import FinishReason, GeneratedPart
-from varlen.sequence import SampledToken
+from varlen.sequence import BeamAnswer, SampledToken
 
 
 class TextWriter:
@@ -45,8 +45,21 @@ class TextWriter:
         self._options = options
         self._num_tokens = 0
 
-    def write(self, token: SampledToken) -> GeneratedPart:
-        """Return the part of the answer that a token adds; it may be without text."""
+    def write(self, output: SampledToken | BeamAnswer) -> GeneratedPart:
+        """Return the part of the answer that a token adds, perhaps without text, or the answer of a search."""
+        if isinstance(output, BeamAnswer):
+            return self._whole(output)
+        return self._add(output)
+
+    def _whole(self, answer: BeamAnswer) -> GeneratedPart:
+        # the end token is no text, whichever it is
+        text_ids = answer.token_ids[: -1 if answer.finish_reason == "stop" else None]
+        text = "".join(map(self._detokenizer.add, text_ids)) + self._detokenizer.finish()
+        return GeneratedPart(
+            text, answer.token_ids, finish_reason=answer.finish_reason, score=answer.score
+        )
+
+    def _add(self, token: SampledToken) -> GeneratedPart:
         options = self._options
         self._num_tokens += 1
         # the sampler chooses no end token before `min_tokens`, unless a grammar leaves no other

@@ -42,7 +42,7 @@ def kv_size(
     heads: AttentionHeads,
     *,
     num_layers: int,
-    max_sequence_tokens: int,
+    tokens_per_sequence: int,
 ) -> KvSize:
     """Return the size of the caches that the settings allow.
 
@@ -52,7 +52,7 @@ def kv_size(
         dtype: of the activations.
         heads: of each layer.
         num_layers: number of layers.
-        max_sequence_tokens: longest sequence.
+        tokens_per_sequence: most tokens of a sequence, its source text included.
 
     Raises:
         ConfigError: `kv_bytes` allows no block, or the GPU cannot read blocks of this size.
@@ -70,7 +70,7 @@ def kv_size(
         raise ConfigError(
             f"kv_bytes allows {allowed} bytes; one block of {block_size} tokens needs {block_bytes}"
         )
-    useful = config.max_running_sequences * -(-max_sequence_tokens // block_size)
+    useful = config.max_running_sequences * -(-tokens_per_sequence // block_size)
     return KvSize(min(allowed // block_bytes, useful), block_size, block_bytes, dtype)
 
 

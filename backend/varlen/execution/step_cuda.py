@@ -20,8 +20,9 @@ from varlen.memory.usage import Dims
 from varlen.program.program import PackedBatch, Program
 from varlen.sequence import Chunk
 
-# The one input whose length depends on contexts; last in the buffer, so that only what is used is copied.
+# Their lengths depend on contexts. The longer one is last in the buffer, so that only what is used is copied.
 _TABLES = "block_ids"
+_SOURCE_TABLES = "source_block_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class CudaSteps:
         *,
         block_size: int,
         blocks_per_sequence: int,
+        blocks_per_source: int = 0,
         graphs: Graphs | None = None,
     ) -> None:
         """Capture a graph for each size of decode step.
@@ -55,6 +57,7 @@ class CudaSteps:
             caches: the states of the program, by name.
             block_size: tokens of a block.
             blocks_per_sequence: blocks of the longest sequence.
+            blocks_per_source: blocks of the longest source text.
             graphs: captures them; None is this device's own.
         """
         self._program = program
@@ -63,12 +66,15 @@ class CudaSteps:
         self._caches = caches
         self._block_size = block_size
         self._blocks_per_sequence = blocks_per_sequence
+        self._blocks_per_source = blocks_per_source
         self._graphs = graphs or CudaGraphs(arena.device)
         # tables last
         self._declared = sorted(program.inputs, key=lambda value: value.name == _TABLES)
         rows, tokens = arena.largest["logit_rows"], arena.largest["tokens"]
         most = {"tokens": tokens, "sequences": rows, "logit_rows": rows}
-        size = input_bytes(self._declared, {**most, "blocks": rows * blocks_per_sequence})
+        # a step of prompts has tables for each of its tokens
+        blocks = {"blocks": rows * blocks_per_sequence, "source_blocks": tokens * blocks_per_source}
+        size = input_bytes(self._declared, {**most, **blocks})
         pinned = arena.device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(size, dtype=torch.uint8, device=arena.device)
@@ -89,7 +95,7 @@ class CudaSteps:
         arrays, dims = step_inputs(chunks, self._block_size), step_dims(chunks)
         if all(len(chunk.token_ids) == len(chunk.samples) == 1 for chunk in chunks):
             captured = next(c for c in self._captured if c.dims["sequences"] >= len(chunks))
-            self._copy(_padded(arrays, captured.dims["sequences"]), captured.dims, dims)
+            self._copy(_padded(arrays, captured.dims), captured.dims, dims)
             captured.replay()
             return self._logits[: len(chunks)]
         logits = self._run(self._copy(arrays, dims, dims), dims)
@@ -102,8 +108,13 @@ class CudaSteps:
         self._captured.clear()
 
     def _capture(self, count: int) -> _Captured:
-        blocks = count * self._blocks_per_sequence
-        dims = {"tokens": count, "sequences": count, "logit_rows": count, "blocks": blocks}
+        dims = {
+            "tokens": count,
+            "sequences": count,
+            "logit_rows": count,
+            "blocks": count * self._blocks_per_sequence,
+            "source_blocks": count * self._blocks_per_source,
+        }
         # inputs of zeros, but no slot: tokens of no sequence, which write nothing
         self._device.zero_()
         inputs = input_views(self._device, self._declared, dims)
@@ -139,15 +150,20 @@ def _graph_sizes(most: int) -> list[int]:
     return [*(size for size in (1, 2, 4) if size < most), *range(8, most, 8), most]
 
 
-def _padded(arrays: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+def _padded(arrays: Mapping[str, Tensor], dims: Dims) -> dict[str, Tensor]:
     """Return the inputs of a decode step, filled up with sequences without context."""
-    used = len(arrays["context_lens"])
+    used, count = len(arrays["context_lens"]), dims["sequences"]
     bounds = torch.arange(count + 1, dtype=torch.int32)
     padded = {
         name: torch.nn.functional.pad(tensor, (0, count - used))
         for name, tensor in arrays.items()
-        if name not in (_TABLES, "cu_seqlens", "cu_blocks", "logit_rows", "slots")
+        if name not in (_TABLES, _SOURCE_TABLES, "cu_seqlens", "cu_blocks", "logit_rows", "slots")
     }
+    if _SOURCE_TABLES in arrays:
+        end = arrays["cu_source_blocks"][-1:].expand(count - used)
+        padded["source_rows"] = bounds
+        padded["cu_source_blocks"] = torch.cat((arrays["cu_source_blocks"], end))
+        padded[_SOURCE_TABLES] = arrays[_SOURCE_TABLES]
     end = arrays["cu_blocks"][-1:].expand(count - used)
     return {
         **padded,

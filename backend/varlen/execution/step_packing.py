@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from varlen.memory.usage import Dims
+from varlen.request import Int32Array
 from varlen.sequence import Chunk
 
 
@@ -18,6 +19,9 @@ def step_dims(chunks: Sequence[Chunk]) -> Dims:
         "tokens": sum(len(chunk.token_ids) for chunk in chunks),
         "sequences": len(chunks),
         "blocks": sum(len(chunk.block_ids) for chunk in chunks),
+        "source_blocks": sum(
+            len(chunk.token_ids) * len(chunk.source_block_ids) for chunk in chunks
+        ),
         "logit_rows": sum(len(chunk.samples) for chunk in chunks),
     }
 
@@ -26,38 +30,79 @@ def step_inputs(chunks: Sequence[Chunk], block_size: int) -> dict[str, Tensor]:
     """Return every input that a program of a step may read, by name.
 
     Args:
-        chunks: of the step, at least one.
+        chunks: of the step, at least one; all of them have a source text, or none has.
         block_size: tokens of a block.
     """
     lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, len(chunks))
     starts = np.fromiter((chunk.start for chunk in chunks), np.int32, len(chunks))
-    table_lengths = np.fromiter((len(chunk.block_ids) for chunk in chunks), np.int32, len(chunks))
-    bounds, table_bounds = _bounds(lengths), _bounds(table_lengths)
-    block_ids = _flat([chunk.block_ids for chunk in chunks], int(table_bounds[-1]))
+    bounds = bounds_of(lengths)
     # the first token of each chunk is at its `start`
     position_ids = np.arange(bounds[-1], dtype=np.int32)
     position_ids += np.repeat(starts - bounds[:-1], lengths)
-    tables = np.repeat(table_bounds[:-1], lengths)
-    slots = block_ids[tables + position_ids // block_size].astype(np.int64) * block_size
-    slots += position_ids % block_size
+    tables = [chunk.block_ids for chunk in chunks]
+    block_ids, table_bounds = _tables(tables)
     samples = [len(chunk.samples) for chunk in chunks]
-    arrays: dict[str, npt.NDArray[np.int32] | npt.NDArray[np.int64]] = {
-        "token_ids": _flat([chunk.token_ids for chunk in chunks], int(bounds[-1])),
+    arrays: dict[str, Int32Array | npt.NDArray[np.int64]] = {
+        "token_ids": flat([chunk.token_ids for chunk in chunks], int(bounds[-1])),
         "position_ids": position_ids,
-        "slots": slots,
+        "slots": slots_of(tables, position_ids, lengths, block_size),
         "cu_seqlens": bounds,
         "context_lens": starts + lengths,
         "block_ids": block_ids,
         "cu_blocks": table_bounds,
         "logit_rows": np.repeat(bounds[1:] - 1, samples).astype(np.int32),
     }
+    if chunks[0].source_block_ids:
+        arrays |= _source_inputs(chunks, lengths)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def _bounds(lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+def slots_of(
+    tables: Sequence[Sequence[int]],
+    position_ids: Int32Array,
+    lengths: Int32Array,
+    block_size: int,
+) -> npt.NDArray[np.int64]:
+    """Return the slot of each token in the KV caches: block · block_size + place.
+
+    Args:
+        tables: block table of each sequence.
+        position_ids: of all tokens, sequence by sequence.
+        lengths: number of tokens of each sequence.
+        block_size: tokens of a block.
+    """
+    block_ids, bounds = _tables(tables)
+    first = np.repeat(bounds[:-1], lengths)
+    blocks: npt.NDArray[np.int64] = block_ids[first + position_ids // block_size].astype(np.int64)
+    return blocks * block_size + position_ids % block_size
+
+
+def bounds_of(lengths: Int32Array) -> Int32Array:
     """Return cumulative starts, then the sum: `[lengths + 1]`."""
     return np.concatenate(([0], np.cumsum(lengths)), dtype=np.int32, casting="unsafe")
 
 
-def _flat(rows: Sequence[Sequence[int]], count: int) -> npt.NDArray[np.int32]:
+def flat(rows: Sequence[Sequence[int]], count: int) -> Int32Array:
+    """Return the `count` numbers of all rows, one row after another."""
     return np.fromiter(chain.from_iterable(rows), np.int32, count)
+
+
+def _source_inputs(chunks: Sequence[Chunk], lengths: Int32Array) -> dict[str, Int32Array]:
+    """Return the tables of sources: each token is a row of its own."""
+    sources = np.fromiter(
+        (chunk.sequence.prompt.num_source_tokens for chunk in chunks), np.int32, len(chunks)
+    )
+    tables = [chunk.source_block_ids for chunk in chunks for _ in chunk.token_ids]
+    block_ids, bounds = _tables(tables)
+    return {
+        "source_rows": np.arange(len(tables) + 1, dtype=np.int32),
+        "source_lens": np.repeat(sources, lengths),
+        "source_block_ids": block_ids,
+        "cu_source_blocks": bounds,
+    }
+
+
+def _tables(tables: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
+    """Return the blocks of all tables, and the bounds of each table."""
+    bounds = bounds_of(np.fromiter(map(len, tables), np.int32, len(tables)))
+    return flat(tables, int(bounds[-1])), bounds

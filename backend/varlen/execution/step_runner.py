@@ -12,19 +12,24 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.device import choose_device, choose_dtype, memory_of
-from varlen.execution.kv_cache import kv_size, new_caches
+from varlen.execution.kv_cache import KvSize, kv_size, new_caches
 from varlen.execution.packed_weights import pack_linear_layers
+from varlen.execution.source_encoder import SourceEncoder
 from varlen.execution.step_cpu import CpuSteps
 from varlen.execution.step_cuda import CudaSteps
 from varlen.generation_options import GenerationOptions
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.memory.out_of_memory import memory_errors
-from varlen.memory.usage import Dims
 from varlen.models import inputs
-from varlen.models.attention import PagedAttention
+from varlen.models.attention import CrossAttention, PagedAttention
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.registry import load_decoder
+from varlen.models.registry import (
+    DecoderModel,
+    EncoderDecoderModel,
+    load_decoder,
+    load_encoder_decoder,
+)
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
 from varlen.request import Prompt, Reply, Request, RequestOptions
@@ -65,8 +70,8 @@ class StepRunner:
         max_sequence_tokens: longest sequence, prompt and answer together, in tokens.
         weight_bytes: memory of the weights, in bytes.
         kv: size of the KV caches.
-        program: the recorded step.
-        arena: memory of the intermediates.
+        programs: the step of the decoder, then the encoder if there is one.
+        arenas: memory of their intermediates.
     """
 
     def __init__(
@@ -84,41 +89,50 @@ class StepRunner:
             CheckpointError: the checkpoint is incomplete.
             ConfigError: a limit does not fit the checkpoint, or the device is absent.
         """
-        checkpoint.check_task("generate")
+        has_sources = checkpoint.translate is not None
+        checkpoint.check_task("translate" if has_sources else "generate")
         self.max_sequence_tokens = sequence_limit(checkpoint, config)
         self.device = choose_device(config.device, gpu)
         self.dtype = choose_dtype(config.dtype, self.device)
-        decoder = load_decoder(checkpoint, self.dtype, self.device)
-        self.vocab_size = decoder.vocab_size
+        model: DecoderModel | EncoderDecoderModel
+        load = load_encoder_decoder if has_sources else load_decoder
+        model = load(checkpoint, self.dtype, self.device)
+        self.vocab_size = model.vocab_size
         self.kv = kv_size(
             config,
             self.device,
             self.dtype,
-            decoder.attention_heads,
-            num_layers=decoder.num_layers,
-            max_sequence_tokens=self.max_sequence_tokens,
+            model.attention_heads,
+            num_layers=model.num_layers,
+            # a source and its target
+            tokens_per_sequence=self.max_sequence_tokens * (2 if has_sources else 1),
         )
-        ops = Recorder()
-        attention = PagedAttention(self.kv.num_blocks, self.kv.block_size, self.kv.dtype)
-        hidden = decoder.record(ops, attention)
-        rows = ops.select_rows(hidden, inputs.logit_rows(ops))
-        self.program: Program = ops.finish(decoder.record_logits(ops, rows))
-        self.weight_bytes = self.program.weight_bytes
-        self._caches = new_caches(self.program.states, self.device)
+        self.programs = record_steps(model, self.kv)
+        del model
+        self.weight_bytes = sum(program.weight_bytes for program in self.programs)
+        self._caches = new_caches(self.programs[0].states, self.device)
         self._sample = sample
-        del decoder, ops, attention, hidden, rows
         kernels = decoder_kernels_for(self.device)
         if self.device.type == "cpu":
-            self.program = pack_linear_layers(self.program)
-        self.arena = _make_arena(self.program, config, self.device)
-        parts = self.program, kernels, self.arena, self._caches
+            self.programs = tuple(map(pack_linear_layers, self.programs))
+        self.arenas = make_arenas(self.programs, config, self.device)
+        parts = self.programs[0], kernels, self.arenas[0], self._caches
         block_size = self.kv.block_size
         self._steps: DeviceSteps
         if self.device.type == "cuda":
             blocks = -(-self.max_sequence_tokens // block_size)
-            self._steps = CudaSteps(*parts, block_size=block_size, blocks_per_sequence=blocks)
+            self._steps = CudaSteps(
+                *parts,
+                block_size=block_size,
+                blocks_per_sequence=blocks,
+                blocks_per_source=blocks if has_sources else 0,
+            )
         else:
             self._steps = CpuSteps(*parts, block_size=block_size)
+        self._encoder: SourceEncoder | None = None
+        if has_sources:
+            encoder_parts = self.programs[1], kernels, self.arenas[1], self._caches
+            self._encoder = SourceEncoder(*encoder_parts, block_size=block_size)
 
     def run_batch(self, batch: Batch) -> list[SampledToken]:
         """Return the token of each sequence that samples, chunk by chunk.
@@ -129,21 +143,32 @@ class StepRunner:
         step = cast(StepBatch, batch)
         with memory_errors(), torch.inference_mode(), self._steps.stream():
             self._copy_blocks(step.copies)
+            if self._encoder is not None:
+                self._encoder.encode(step.chunks)
             logits = self._steps.logits(step.chunks)
             return self._sample(logits, [each for chunk in step.chunks for each in chunk.samples])
 
     def warm_up(self) -> None:
         """Run a prompt and a token, so that the first request runs at normal speed."""
-        prompt = Prompt(np.zeros(2, dtype=np.int32))
+        source = None if self._encoder is None else np.zeros(1, dtype=np.int32)
+        prompt = Prompt(np.zeros(2, dtype=np.int32), source_ids=source)
         for options in (GenerationOptions(temperature=0.0), GenerationOptions(top_k=2, top_p=0.5)):
             request = Request((prompt,), RequestOptions(generation=options))
             # never answered
             (sequence,) = RequestState(request, cast(Reply, None), 0.0).sequences
             assert isinstance(sequence, GeneratedSequence)
             # both in one block, even if it holds one token
-            lengths = {1, min(2, self.kv.block_size, self.arena.max_tokens)}
+            lengths = {1, min(2, self.kv.block_size, self.arenas[0].max_tokens)}
             for length in sorted(lengths, reverse=True):
-                chunk = Chunk(sequence, 0, (0,) * length, (0,), (sequence,))
+                chunk = Chunk(
+                    sequence,
+                    0,
+                    (0,) * length,
+                    (0,),
+                    (sequence,),
+                    source_block_ids=() if source is None else (0,),
+                    encodes=() if source is None else (0,),
+                )
                 shape = BatchShape.of([length])
                 self.run_batch(StepBatch((sequence,), shape, 0.0, "warm-up", (chunk,)))
 
@@ -172,30 +197,52 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
     """Return the length of the longest sequence, prompt and answer together, in tokens.
 
     Raises:
-        ConfigError: the configured one is longer than the checkpoint allows, or a step is too small.
+        ConfigError: the configured one is longer than the checkpoint allows.
     """
     limit = config.max_sequence_tokens or checkpoint.max_sequence_tokens
     if limit > checkpoint.position_limit:
         raise ConfigError(
             f"max_sequence_tokens is {limit}; this checkpoint has positions for {checkpoint.position_limit}"
         )
-    if config.max_step_tokens < config.max_running_sequences:
-        raise ConfigError(
-            f"max_step_tokens is {config.max_step_tokens}; it must hold a token of each of the"
-            f" {config.max_running_sequences} running sequences (max_running_sequences)"
-        )
     return limit
 
 
-def _make_arena(program: Program, config: EngineConfig, device: torch.device) -> Arena:
-    """Return an arena for the largest step.
+def record_steps(model: DecoderModel | EncoderDecoderModel, kv: KvSize) -> tuple[Program, ...]:
+    """Return the program of a decoder's step, then that of the encoder if there is one.
+
+    The encoder's program has no outputs: it stores keys and values for the decoder.
+    """
+    caches = kv.num_blocks, kv.block_size, kv.dtype
+    ops, attention = Recorder(), PagedAttention(*caches)
+    others: tuple[Program, ...] = ()
+    if isinstance(model, EncoderDecoderModel):
+        cross, encoder_ops = CrossAttention(*caches), Recorder()
+        model.record_encoder(encoder_ops, cross)
+        hidden = model.record(ops, attention, cross)
+        others = (encoder_ops.finish(),)
+    else:
+        hidden = model.record(ops, attention)
+    rows = ops.select_rows(hidden, inputs.logit_rows(ops))
+    return (ops.finish(model.record_logits(ops, rows)), *others)
+
+
+def make_arenas(
+    programs: Sequence[Program], config: EngineConfig, device: torch.device
+) -> tuple[Arena, ...]:
+    """Return an arena for the largest step of each program.
 
     Raises:
-        ConfigError: `arena_bytes` cannot hold it, or the device has too little memory.
+        ConfigError: `arena_bytes` cannot hold them, or the device has too little memory.
     """
-    layout = Layout(program.buffers, alignment_of(device))
-    largest = _largest_dims(config)
-    allowed, needed = config.arena_limit(memory_of(device)), layout.plan(largest).footprint
+    layouts = [Layout(program.buffers, alignment_of(device)) for program in programs]
+    largest = {
+        "tokens": config.max_step_tokens,
+        "sequences": config.max_running_sequences,
+        "logit_rows": config.max_running_sequences,
+    }
+    allowed = config.arena_limit(memory_of(device))
+    sizes = [layout.plan(largest).footprint for layout in layouts]
+    needed = sum(sizes)
     if needed > allowed:
         raise ConfigError(
             f"arena_bytes allows {allowed} bytes; a step of {config.max_step_tokens} tokens needs {needed}:"
@@ -203,13 +250,13 @@ def _make_arena(program: Program, config: EngineConfig, device: torch.device) ->
         )
     try:
         with memory_errors():
-            return Arena(layout, largest, device, allowed)
+            # what all others need is left for them
+            return tuple(
+                Arena(layout, largest, device, allowed - needed + size)
+                for layout, size in zip(layouts, sizes, strict=True)
+            )
     except MemoryError:
         raise ConfigError(
             f"a step of {config.max_step_tokens} tokens needs {needed} bytes, more than the device has free:"
             " lower max_step_tokens"
         ) from None
-
-
-def _largest_dims(config: EngineConfig) -> Dims:
-    return {"tokens": config.max_step_tokens, "logit_rows": config.max_running_sequences}

@@ -1,11 +1,11 @@
-"""KV blocks: reference counts, promises and cached prefixes. Integers only; the tensors live elsewhere.
+"""KV blocks: reference counts, reservations and cached prefixes. Integers only; the tensors live elsewhere.
 
 A block is free, used by one or several block tables, or cached: unused, but a sequence with the same beginning may
-share its keys and values. Cached blocks are evicted, least recently used first, when no block is free. A promise
+share its keys and values. Cached blocks are evicted, least recently used first, when no block is free. A reservation
 guarantees a number of blocks to a sequence, not their ids.
 
 Source: block tables, sharing and copy-on-write are those of PagedAttention (Kwon et al. 2023, arXiv:2309.06180),
-promises those of Orca (Yu et al. 2022, OSDI).
+reservations those of Orca (Yu et al. 2022, OSDI).
 """
 
 import heapq
@@ -25,14 +25,14 @@ class BlockCounts:
     Attributes:
         total: all blocks.
         used: blocks in at least one block table.
-        promised: blocks that are promised and not used yet.
+        reserved: blocks that are reserved and not used yet.
         cached: unused blocks that a sequence with the same beginning may share.
         prefix_hit_tokens: tokens, so far, whose keys and values were shared instead of computed.
     """
 
     total: int
     used: int
-    promised: int
+    reserved: int
     cached: int
     prefix_hit_tokens: int
 
@@ -62,7 +62,7 @@ class BlockPool:
         self._free = list(range(num_blocks))
         # number of block tables that hold each block
         self._references = [0] * num_blocks
-        self._promised = 0
+        self._reserved = 0
         # key of each full block that is stored: a hash of its tokens and of all before them
         self._key_of: dict[int, bytes] = {}
         # the block that serves each key; others with that key are not shared any further
@@ -73,8 +73,8 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Number of blocks that are neither used nor promised."""
-        return len(self._free) + len(self._cached) - self._promised
+        """Number of blocks that are neither used nor reserved."""
+        return len(self._free) + len(self._cached) - self._reserved
 
     def counts(self) -> BlockCounts:
         """Return how many blocks are in use. From any thread."""
@@ -82,7 +82,7 @@ class BlockPool:
         return BlockCounts(
             total=self.num_blocks,
             used=self.num_blocks - len(self._free) - cached,
-            promised=self._promised,
+            reserved=self._reserved,
             cached=cached,
             prefix_hit_tokens=self._prefix_hit_tokens,
         )
@@ -91,13 +91,13 @@ class BlockPool:
         """Return the number of blocks that hold this number of tokens."""
         return -(-tokens // self.block_size)
 
-    def promise(self, count: int, *, shared: Sequence[int] = (), keep: int = 0) -> bool:
-        """Promise blocks and share stored ones; return False if too few are available.
+    def reserve(self, count: int, *, shared: Sequence[int] = (), keep: int = 0) -> bool:
+        """Reserve blocks and share stored ones; return False if too few are available.
 
         Nothing changes then.
 
         Args:
-            count: number of blocks to promise.
+            count: number of blocks to reserve.
             shared: blocks from `find_prefix`, which become part of a block table.
             keep: number of blocks that stay available.
         """
@@ -105,25 +105,25 @@ class BlockPool:
         if count + unused + keep > self.available:
             return False
         self.fork(shared)
-        self._promised += count
+        self._reserved += count
         self._prefix_hit_tokens += len(shared) * self.block_size
         return True
 
-    def withdraw(self, count: int) -> None:
-        """Make promised blocks available."""
-        assert count <= self._promised
-        self._promised -= count
+    def unreserve(self, count: int) -> None:
+        """Make reserved blocks available."""
+        assert count <= self._reserved
+        self._reserved -= count
 
-    def allocate(self, *, promised: bool) -> int:
+    def allocate(self, *, reserved: bool) -> int:
         """Return a block for one block table.
 
         It is the lowest free one, else the cached one that was least recently used.
 
         Args:
-            promised: whether it keeps a promise; if not, a block has to be available.
+            reserved: whether it is one of the reserved blocks; if not, a block has to be available.
         """
-        if promised:
-            self.withdraw(1)
+        if reserved:
+            self.unreserve(1)
         else:
             assert self.available > 0
         if self._free:
@@ -141,44 +141,47 @@ class BlockPool:
                 del self._cached[block]
             self._references[block] += 1
 
-    def release(self, block_ids: Sequence[int]) -> None:
-        """Count one block table less that holds these blocks; unused ones become cached or free."""
+    def release(self, block_ids: Sequence[int]) -> list[int]:
+        """Count one block table less that holds these blocks; return the unused ones, now cached or free."""
+        unused = []
         # the last first: the beginning of a sequence is evicted after its end, which is of no use without it
         for block in reversed(block_ids):
             assert self._references[block] > 0
             self._references[block] -= 1
             if self._references[block]:
                 continue
+            unused.append(block)
             key = self._key_of.get(block)
             if key is not None and self._block_of.setdefault(key, block) == block:
                 self._cached[block] = None
             else:
                 self._key_of.pop(block, None)
                 heapq.heappush(self._free, block)
+        return unused
 
     def is_shared(self, block: int) -> bool:
         """Return whether several block tables hold a block; it must not be written."""
         return self._references[block] > 1
 
-    def copy_on_write(self, block_ids: list[int], *, promised: bool) -> tuple[int, int]:
+    def copy_on_write(self, block_ids: list[int], *, reserved: bool) -> tuple[int, int]:
         """Replace the shared last block of a table; return source and destination.
 
         The caller copies the contents before either block is written.
 
         Args:
             block_ids: the block table; changed.
-            promised: as in `allocate`.
+            reserved: as in `allocate`.
         """
         source = block_ids[-1]
         assert self.is_shared(source)
-        block_ids[-1] = self.allocate(promised=promised)
+        block_ids[-1] = self.allocate(reserved=reserved)
         self._references[source] -= 1
         return source, block_ids[-1]
 
     def find_prefix(self, token_ids: Sequence[int]) -> list[int]:
         """Return stored blocks of the longest known beginning, which leaves out at least one token.
 
-        They are not part of a block table before `promise` shares them.
+        They are not part of a block table before `reserve` shares them.
         """
         found: list[int] = []
         if not self._block_of:

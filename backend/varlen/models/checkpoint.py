@@ -19,7 +19,7 @@ from varlen.models import (
 )
 from varlen.models.config_file import Json, read_int, read_num_labels, read_object
 from varlen.models.family import Family
-from varlen.models.generation_config import EndTokens, check_generation, read_end_tokens
+from varlen.models.generation_config import check_generation, read_end_tokens
 from varlen.models.sentence_transformers import read_sentence_settings
 from varlen.models.tokenizer_files import read_tokenizer_settings
 from varlen.models.translate_config import TranslateSettings, read_translate_settings
@@ -54,7 +54,6 @@ class Checkpoint:
         position_limit: longest sequence that has position embeddings, in tokens: a source, and a target with its
             start token.
         max_sequence_tokens: longest sequence by default, in tokens; at most `position_limit`.
-        bos_token_id: the token that may begin a sequence, if the checkpoint has one.
         eos_token_ids: the tokens that end a generated sequence.
         chat_template: Jinja source that makes a prompt of chat messages, if the checkpoint has one.
         special_tokens: text of the tokens that the template may name, such as `bos_token`.
@@ -73,7 +72,6 @@ class Checkpoint:
     num_labels: int
     position_limit: int
     max_sequence_tokens: int
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     chat_template: str | None
     special_tokens: Mapping[str, str]
@@ -98,7 +96,6 @@ class Checkpoint:
         sentence = read_sentence_settings(folder, pooling=_default_pooling(architecture))
         tokenizer = read_tokenizer_settings(folder, family, lowercase=sentence.lowercase)
         trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
-        tokens = read_end_tokens(folder, config) if family.kind == "decoder" else EndTokens()
         has_labels = family.architectures[architecture] in ("classify", "token_classify")
         return cls(
             folder=folder,
@@ -113,8 +110,7 @@ class Checkpoint:
             num_labels=read_num_labels(config) if has_labels else 0,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
-            bos_token_id=tokens.bos,
-            eos_token_ids=tokens.eos,
+            eos_token_ids=read_end_tokens(folder, config) if family.kind == "decoder" else (),
             chat_template=tokenizer.chat_template,
             special_tokens=tokenizer.special_tokens,
             translate=(

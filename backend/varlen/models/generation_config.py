@@ -6,7 +6,6 @@ stands for is refused by name.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from varlen.errors import CheckpointError
@@ -57,40 +56,22 @@ FIXED_FIELDS: Mapping[str, object] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EndTokens:
-    """The tokens at the ends of a sequence.
-
-    Attributes:
-        bos: the token that may begin one, if any.
-        eos: the tokens that end a generated one.
-    """
-
-    bos: int | None = None
-    eos: tuple[int, ...] = ()
-
-
-def read_end_tokens(folder: Path, config: Json) -> EndTokens:
-    """Return the tokens of generation_config.json, else of config.json.
+def read_end_tokens(folder: Path, config: Json) -> tuple[int, ...]:
+    """Return the tokens that end a sequence: of generation_config.json, else of config.json.
 
     Raises:
         CheckpointError: a value is not a token id.
     """
-    generation = read_optional_object(folder, _FILE)
-
-    def read(key: str) -> list[int]:
-        for source, name in ((generation, _FILE), (config, "config.json")):
-            value = source.get(key)
-            if value is None:
-                continue
-            ids = value if isinstance(value, list) else [value]
-            if not all(type(token) is int and token >= 0 for token in ids):
-                raise CheckpointError(f"{name} has {key} {value!r}; allowed: token ids")
-            return ids
-        return []
-
-    bos = read("bos_token_id")
-    return EndTokens(bos[0] if bos else None, tuple(read("eos_token_id")))
+    sources = ((_FILE, read_optional_object(folder, _FILE)), ("config.json", config))
+    for name, fields in sources:
+        value = fields.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(type(token) is int and token >= 0 for token in ids):
+            raise CheckpointError(f"{name} has eos_token_id {value!r}; allowed: token ids")
+        return tuple(ids)
+    return ()
 
 
 def check_generation(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -60,6 +60,7 @@ class DecoderModel(Protocol):
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
 
 
+@runtime_checkable
 class EncoderDecoderModel(Protocol):
     """A loaded model with an encoder and a decoder, of any family."""
 

@@ -80,7 +80,7 @@ LIMITS = {
 def test_tokens_are_drawn_with_their_exact_probabilities(sampler, options):
     prompt, generated = (1, 2, 2, 5), [7, 7, 9]
     logits = random_logits(1)
-    draws = 3000
+    draws = 1500
     sequences = [
         sequence_of(*prompt, generated=generated, seed=seed, **options) for seed in range(draws)
     ]

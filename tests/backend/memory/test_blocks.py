@@ -12,8 +12,8 @@ from varlen.memory.blocks import BlockPool
 
 def take(pool, count):
     """Promise blocks and allocate them."""
-    assert pool.promise(count)
-    return [pool.allocate(promised=True) for _ in range(count)]
+    assert pool.reserve(count)
+    return [pool.allocate(reserved=True) for _ in range(count)]
 
 
 def store(pool, token_ids, blocks=None):
@@ -34,33 +34,33 @@ def test_blocks_are_allocated_from_the_lowest_id():
     assert take(pool, 3) == [1, 2, 4]
 
 
-def test_a_promise_is_kept_whatever_others_need():
+def test_a_reservation_is_kept_whatever_others_need():
     pool = BlockPool(4, 4)
-    assert pool.promise(3)
+    assert pool.reserve(3)
 
-    assert not pool.promise(2)
+    assert not pool.reserve(2)
     assert pool.available == 1
-    pool.allocate(promised=False)
+    pool.allocate(reserved=False)
     assert pool.available == 0
-    assert not pool.promise(1)
-    assert sorted(pool.allocate(promised=True) for _ in range(3)) == [1, 2, 3]
+    assert not pool.reserve(1)
+    assert sorted(pool.allocate(reserved=True) for _ in range(3)) == [1, 2, 3]
 
 
-def test_a_withdrawn_promise_is_available():
+def test_a_cancelled_reservation_is_available():
     pool = BlockPool(4, 4)
-    assert pool.promise(4)
+    assert pool.reserve(4)
 
-    pool.withdraw(3)
+    pool.unreserve(3)
 
     assert pool.available == 3
-    assert pool.promise(3)
+    assert pool.reserve(3)
 
 
-def test_a_promise_can_leave_some_blocks_available():
+def test_a_reservation_can_leave_some_blocks_available():
     pool = BlockPool(4, 4)
 
-    assert not pool.promise(3, keep=2)
-    assert pool.promise(2, keep=2)
+    assert not pool.reserve(3, keep=2)
+    assert pool.reserve(2, keep=2)
 
 
 def test_the_longest_stored_beginning_is_found():
@@ -108,7 +108,7 @@ def test_a_pool_without_a_prefix_cache_finds_nothing():
 def test_cached_blocks_are_evicted_when_no_block_is_free_the_least_recently_used_first():
     pool = BlockPool(5, 2)
     old, new = store(pool, [1, 2, 3, 4]), store(pool, [5, 6, 7, 8])
-    assert pool.promise(0, shared=old)
+    assert pool.reserve(0, shared=old)
     pool.release(old)
 
     assert take(pool, 3) == [4, *reversed(new)]
@@ -121,10 +121,10 @@ def test_cached_blocks_are_evicted_when_no_block_is_free_the_least_recently_used
 def test_shared_blocks_are_not_evicted():
     pool = BlockPool(3, 2)
     blocks = store(pool, [1, 2, 3, 4])
-    assert pool.promise(1, shared=blocks)
+    assert pool.reserve(1, shared=blocks)
 
     assert pool.available == 0
-    assert pool.allocate(promised=True) not in blocks
+    assert pool.allocate(reserved=True) not in blocks
     assert pool.find_prefix([1, 2, 3, 4, 5]) == blocks
 
 
@@ -132,11 +132,11 @@ def test_sharing_unused_blocks_needs_room_for_them():
     pool = BlockPool(4, 2)
     blocks = store(pool, [1, 2, 3, 4])
 
-    assert not pool.promise(3, shared=blocks)
+    assert not pool.reserve(3, shared=blocks)
     assert pool.counts().used == 0
-    assert pool.promise(2, shared=blocks)
+    assert pool.reserve(2, shared=blocks)
     # they are in use now, so another sequence shares them at no cost
-    assert pool.promise(0, shared=blocks)
+    assert pool.reserve(0, shared=blocks)
     assert pool.counts().prefix_hit_tokens == 8
 
 
@@ -172,9 +172,9 @@ def test_a_shared_block_is_copied_before_it_is_written():
     table = take(pool, 2)
     other = [*table]
     pool.fork(other)
-    assert pool.promise(1)
+    assert pool.reserve(1)
 
-    copy = pool.copy_on_write(other, promised=True)
+    copy = pool.copy_on_write(other, reserved=True)
 
     assert copy == (1, 2)
     assert (table, other) == ([0, 1], [0, 2])
@@ -188,13 +188,13 @@ def test_releasing_everything_makes_everything_available(seed):
     for _ in range(50):
         tokens = [rng.randrange(2) for _ in range(2 * rng.randint(1, 8))]
         shared = pool.find_prefix(tokens)
-        assert pool.promise(len(tokens) // 2 - len(shared), shared=shared)
-        rest = [pool.allocate(promised=True) for _ in range(len(tokens) // 2 - len(shared))]
+        assert pool.reserve(len(tokens) // 2 - len(shared), shared=shared)
+        rest = [pool.allocate(reserved=True) for _ in range(len(tokens) // 2 - len(shared))]
         pool.store(tokens, shared + rest, begin=2 * len(shared), end=len(tokens))
         pool.release(shared + rest)
 
     assert pool.available == 10
-    assert pool.counts().used == pool.counts().promised == 0
+    assert pool.counts().used == pool.counts().reserved == 0
     assert pool.counts().prefix_hit_tokens > 0
 
 
@@ -203,39 +203,39 @@ class Tables:
 
     def __init__(self, num_blocks, prefix_cache):
         self.pool = BlockPool(num_blocks, 2, prefix_cache=prefix_cache)
-        # tokens, block table, promised blocks of each sequence
+        # tokens, block table, reserved blocks of each sequence
         self.sequences = []
         # tokens at and before the end of each full block, by id
         self.contents = {}
 
-    def start(self, tokens, promised):
+    def start(self, tokens, reserved):
         shared = self.pool.find_prefix(tokens)
         for place, block in enumerate(shared):
             assert self.contents[block] == tuple(tokens[: 2 * place + 2])
         before = self.pool.available
         unused = sum(not any(block in table for _, table, _ in self.sequences) for block in shared)
-        fits = promised + unused <= before
-        assert self.pool.promise(promised, shared=shared) == fits
+        fits = reserved + unused <= before
+        assert self.pool.reserve(reserved, shared=shared) == fits
         if fits:
-            self.sequences.append([tokens[: 2 * len(shared)], shared, promised])
-            assert self.pool.available == before - unused - promised
+            self.sequences.append([tokens[: 2 * len(shared)], shared, reserved])
+            assert self.pool.available == before - unused - reserved
 
     def grow(self, index, token):
         """Append a token as a scheduler does, if there is a block for it."""
         entry = self.sequences[index % len(self.sequences)]
-        tokens, table, promised = entry
+        tokens, table, reserved = entry
         if len(tokens) % 2 == 0 or self.pool.is_shared(table[-1]):
-            if not promised and self.pool.available < 1:
+            if not reserved and self.pool.available < 1:
                 return
             owned = {block for _, other, _ in self.sequences for block in other}
             if len(tokens) % 2 == 0:
-                table.append(self.pool.allocate(promised=promised > 0))
+                table.append(self.pool.allocate(reserved=reserved > 0))
             else:
-                source, destination = self.pool.copy_on_write(table, promised=promised > 0)
+                source, destination = self.pool.copy_on_write(table, reserved=reserved > 0)
                 assert (source in owned, table[-1]) == (True, destination)
             assert table[-1] not in owned
             self.contents.pop(table[-1], None)
-            entry[2] -= promised > 0
+            entry[2] -= reserved > 0
         tokens.append(token)
         self.pool.store(tokens, table, begin=len(tokens) - 1, end=len(tokens))
         if len(tokens) % 2 == 0:
@@ -247,16 +247,16 @@ class Tables:
         self.sequences.append([[*tokens], [*table], 0])
 
     def end(self, index):
-        _, table, promised = self.sequences.pop(index % len(self.sequences))
+        _, table, reserved = self.sequences.pop(index % len(self.sequences))
         self.pool.release(table)
-        self.pool.withdraw(promised)
+        self.pool.unreserve(reserved)
 
     def check(self):
         pool, counts = self.pool, self.pool.counts()
         holders = Counter(block for _, table, _ in self.sequences for block in table)
         assert counts.used == len(holders)
-        assert counts.promised == sum(promised for *_, promised in self.sequences)
-        assert pool.available == pool.num_blocks - counts.used - counts.promised >= 0
+        assert counts.reserved == sum(reserved for *_, reserved in self.sequences)
+        assert pool.available == pool.num_blocks - counts.used - counts.reserved >= 0
         assert 0 <= counts.cached <= pool.num_blocks - counts.used
         for block, number in holders.items():
             assert pool.is_shared(block) == (number > 1)

@@ -152,7 +152,7 @@ def test_takes_files_that_agree(decoder, fields, tokenizer):
     set_fields(decoder, CONFIG, **fields)
     set_fields(decoder, "tokenizer.json", **tokenizer)
 
-    Checkpoint.open(decoder)
+    assert Checkpoint.open(decoder).task == "generate"
 
 
 def test_reads_a_chat_template_and_its_tokens(decoder):
@@ -197,20 +197,17 @@ def test_refuses_a_template_that_is_not_text(decoder):
 @pytest.mark.parametrize(
     "config, generation, expected",
     [
-        ({"eos_token_id": 3, "bos_token_id": 1}, {}, (1, (3,))),
-        ({"eos_token_id": 3, "bos_token_id": 1}, {"eos_token_id": [5, 7]}, (1, (5, 7))),
-        ({"eos_token_id": [3, 4], "bos_token_id": None}, {"eos_token_id": None}, (None, (3, 4))),
-        ({"eos_token_id": None, "bos_token_id": None}, {}, (None, ())),
-        ({"eos_token_id": 3, "bos_token_id": 1}, {"bos_token_id": 2}, (2, (3,))),
+        ({"eos_token_id": 3}, {}, (3,)),
+        ({"eos_token_id": 3}, {"eos_token_id": [5, 7]}, (5, 7)),
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": None}, (3, 4)),
+        ({"eos_token_id": None}, {}, ()),
     ],
 )
 def test_end_tokens_are_those_of_generation_config_first(decoder, config, generation, expected):
     set_fields(decoder, "config.json", **config)
     write_file(decoder, GENERATION, generation)
 
-    checkpoint = Checkpoint.open(decoder)
-
-    assert (checkpoint.bos_token_id, checkpoint.eos_token_ids) == expected
+    assert Checkpoint.open(decoder).eos_token_ids == expected
 
 
 def test_an_encoder_has_no_end_tokens(small_bert):

@@ -13,7 +13,8 @@ from varlen.memory.blocks import BlockPool
 from varlen.metrics import Stats
 from varlen.request import GeneratedPart
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.iteration import IterationScheduler, StepLimits
+from varlen.scheduling.iteration import IterationScheduler
+from varlen.scheduling.step_limits import StepLimits
 from varlen.sequence import BatchResult, SampledToken
 
 from ..fakes.engine_parts import Clock, FakeReply, HeldExecutor
@@ -219,7 +220,7 @@ class Bench:
         """Check that nothing waits or runs, and every block is free."""
         counts = self.scheduler.snapshot()
         assert (counts.running, counts.waiting) == (0, 0)
-        assert (counts.blocks.used, counts.blocks.promised) == (0, 0)
+        assert (counts.blocks.used, counts.blocks.reserved) == (0, 0)
         assert self.pool.available == self.pool.num_blocks
         assert self.admission.depth == (0, 0)
         assert self.scheduler.wake_at(0.0) is None

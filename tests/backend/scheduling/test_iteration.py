@@ -216,7 +216,7 @@ def test_samples_reserve_the_blocks_of_their_prompt_once():
 
     # 24 slots each, 16 of them in four shared blocks
     counts = bench.pool.counts()
-    assert counts.used + counts.promised == 4 + 4 * 2
+    assert counts.used + counts.reserved == 4 + 4 * 2
 
 
 def test_samples_that_reserve_every_block_are_never_interrupted():
@@ -533,7 +533,7 @@ def test_a_writer_that_fails_ends_its_own_request_and_no_other(fails, monkeypatc
 
     assert tokens_of(good) == {0: answer(prompt_of(3), 6)}
     assert isinstance(bad.end, EngineError)
-    assert bench.pool.counts().used == bench.pool.counts().promised == 0
+    assert bench.pool.counts().used == bench.pool.counts().reserved == 0
     assert bench.admission.depth == (0, 0)
 
 

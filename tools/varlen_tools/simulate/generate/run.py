@@ -11,8 +11,16 @@ from varlen.generation_options import GenerationOptions
 from varlen.memory.blocks import BlockPool
 from varlen.request import GeneratedPart, Request, RequestOptions
 from varlen.scheduling.admission import Admission
-from varlen.scheduling.iteration import GenerationCounts, IterationScheduler, StepLimits
-from varlen.sequence import Batch, BatchResult, GeneratedSequence, SampledToken, StepBatch
+from varlen.scheduling.iteration import GenerationCounts, IterationScheduler
+from varlen.scheduling.step_limits import StepLimits
+from varlen.sequence import (
+    Batch,
+    BatchResult,
+    BeamAnswer,
+    GeneratedSequence,
+    SampledToken,
+    StepBatch,
+)
 from varlen_tools.simulate.virtual import Outcome, VirtualReply, play, prompt_of
 from varlen_tools.workloads import Arrival
 
@@ -29,14 +37,14 @@ class Step:
         tokens: of all chunks.
         kv_tokens: tokens whose keys and values are read: each chunk reads its whole context once.
         seconds: run time.
-        blocks_used, blocks_promised: KV blocks while it ran; promised ones include used ones.
+        blocks_used, blocks_reserved: KV blocks while it ran; reserved ones include used ones.
     """
 
     tokens: int
     kv_tokens: int
     seconds: float
     blocks_used: int
-    blocks_promised: int
+    blocks_reserved: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +101,8 @@ def simulate(
 
     def run_batch(batch: Batch) -> BatchResult:
         step, counts = cast(StepBatch, batch), blocks.counts()
-        taken, promised = seconds(step), counts.used + counts.promised
-        steps.append(Step(step.shape.tokens, kv_tokens(step), taken, counts.used, promised))
+        taken, reserved = seconds(step), counts.used + counts.reserved
+        steps.append(Step(step.shape.tokens, kv_tokens(step), taken, counts.used, reserved))
         return BatchResult([_TOKEN] * step.num_outputs, taken)
 
     def make_request(arrival: Arrival) -> Request:
@@ -123,7 +131,7 @@ class _Writer:
         arrival = cast(VirtualReply, sequence.request.reply).outcome.arrival
         self._left = min(arrival.generated or 1, sequence.generation.max_tokens)
 
-    def write(self, token: SampledToken) -> GeneratedPart:  # noqa: ARG002  # all are the same
+    def write(self, output: SampledToken | BeamAnswer) -> GeneratedPart:  # noqa: ARG002  # all are the same
         """Return a part without text, the last one with a reason."""
         self._left -= 1
         return _PART if self._left else _LAST_PART

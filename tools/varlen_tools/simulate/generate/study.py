@@ -51,7 +51,7 @@ class Result:
         token_p50, token_p99: mean seconds between the tokens of an answer.
         gap: longest time between two tokens of an answer, in seconds.
         preemptions: how often sequences gave back their blocks.
-        used, promised: most KV blocks at a time, as shares of all; promised ones include used ones.
+        used, reserved: most KV blocks at a time, as shares of all; reserved ones include used ones.
         refused: requests answered with an error.
         kept_up: share of the requests whose first token came before the last arrival.
     """
@@ -67,7 +67,7 @@ class Result:
     gap: float
     preemptions: int
     used: float
-    promised: float
+    reserved: float
     refused: int
     kept_up: float
 
@@ -97,7 +97,7 @@ def measure(setup: Setup, config: EngineConfig, rate: float) -> Result:
         gap=max(gaps, default=float("nan")),
         preemptions=run.end.preemptions,
         used=max((step.blocks_used for step in run.steps), default=0) / setup.num_blocks,
-        promised=max((step.blocks_promised for step in run.steps), default=0) / setup.num_blocks,
+        reserved=max((step.blocks_reserved for step in run.steps), default=0) / setup.num_blocks,
         refused=len(run.outcomes) - len(answered),
         kept_up=sum(outcome.sent[0] <= last for outcome in answered) / len(run.outcomes),
     )

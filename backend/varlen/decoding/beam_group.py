@@ -1,0 +1,147 @@
+"""One group of beams: which candidates continue, which are answers, and when it ends.
+
+Up to `width` beams are live. A candidate ends if its token is an end token or the last one that may come; it is an
+answer only if it is among the best `width` candidates. The best `width` answers are kept.
+Source: `_beam_search` of Hugging Face's `generate`, version 5. Its placeholder beams and answers with score -1e9, which
+fill its tensors, do not exist here. GNMT's length penalty: Wu et al. 2016, arXiv:1609.08144, section 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from typing import TypeAlias
+
+from varlen.decoding.token_edits import TokenEditor, TokenHistory
+from varlen.generation_options import GenerationOptions
+
+# Score, index of the parent, and token. The score is the sum of log probabilities.
+Candidate: TypeAlias = tuple[float, int, int]
+
+by_score = itemgetter(0)
+
+
+@dataclass(slots=True, eq=False)
+class Beam:
+    """Generated tokens, linked from the last to the first, and their score.
+
+    It is not changed once it is made.
+
+    Attributes:
+        parent: the beam without the last token; None before the first token.
+        token: the last token; -1 before the first.
+        score: sum of log probabilities, with the changes that edits make.
+        history: what edits need of the tokens.
+    """
+
+    parent: Beam | None
+    token: int
+    score: float
+    history: TokenHistory
+
+    def token_ids(self) -> tuple[int, ...]:
+        """Return the generated tokens."""
+        tokens: list[int] = []
+        beam = self
+        while beam.parent is not None:
+            tokens.append(beam.token)
+            beam = beam.parent
+        return tuple(reversed(tokens))
+
+
+@dataclass(slots=True, eq=False)
+class Hypothesis:
+    """A finished beam; `score` is divided by the length penalty."""
+
+    beam: Beam
+    score: float
+
+
+class BeamGroup:
+    """Live beams and answers of one group.
+
+    Attributes:
+        beams: the live ones, the best first; none once the search has ended.
+        parents: of each live beam, the index of its parent among the live beams before the last step.
+        answers: the best first, at most `width`.
+    """
+
+    def __init__(
+        self, options: GenerationOptions, width: int, end_ids: frozenset[int], editor: TokenEditor
+    ) -> None:
+        """Start with one beam that has no token.
+
+        Args:
+            options: of the request.
+            width: number of live beams and of answers.
+            end_ids: tokens that end an answer.
+            editor: extends the histories of beams.
+        """
+        self._options = options
+        self._width = width
+        self._end_ids = end_ids
+        self._editor = editor
+        self._num_generated = 0
+        # a single beam ends with its first answer, as greedy search does
+        self._stops_when_full = options.early_stopping is True or options.num_beams == 1
+        self.beams = [Beam(None, -1, 0.0, editor.start)]
+        self.parents: list[int] = []
+        self.answers: list[Hypothesis] = []
+
+    def advance(self, best: Sequence[Candidate], ranked: Sequence[Candidate]) -> list[int]:
+        """Take a step and return the chosen tokens that do not end an answer.
+
+        Args:
+            best: the candidates that may be answers, at most `width`.
+            ranked: all candidates, the best first.
+        """
+        self._num_generated += 1
+        is_last = self._num_generated >= self._options.max_tokens
+        ends, width = self._end_ids, self._width
+        live: list[Candidate] = []
+        for candidate in ranked:
+            if candidate[2] not in ends:
+                live.append(candidate)
+                if len(live) == width:
+                    break
+
+        beams, extend = self.beams, self._editor.extend
+        ended = best if is_last else [candidate for candidate in best if candidate[2] in ends]
+        if ended:
+            divisor = self._length_penalty(self._num_generated)
+            for score, parent, token in ended:
+                beam = beams[parent]
+                self.answers.append(
+                    Hypothesis(Beam(beam, token, score, beam.history), score / divisor)
+                )
+            # stable: the earlier answer comes first among equal ones
+            self.answers.sort(key=attrgetter("score"), reverse=True)
+            del self.answers[width:]
+        self.parents = [parent for _, parent, _ in live]
+        self.beams = [
+            Beam(beams[parent], token, score, extend(beams[parent].history, token))
+            for score, parent, token in live
+        ]
+        if is_last or self._is_final():
+            self.beams, self.parents = [], []
+        return [token for _, _, token in live]
+
+    def _is_final(self) -> bool:
+        """Return whether the answers are final: full, and no live beam may improve them."""
+        if not self.beams or len(self.answers) < self._width:
+            return not self.beams
+        if self._stops_when_full:
+            return True
+        options = self._options
+        length = self._num_generated
+        if options.early_stopping == "never" and options.length_penalty > 0:
+            length = options.max_tokens
+        best = max(beam.score for beam in self.beams)
+        return best / self._length_penalty(length) <= self.answers[-1].score
+
+    def _length_penalty(self, length: int) -> float:
+        """Return the divisor of the score of an answer of this length."""
+        options = self._options
+        base = (5 + length) / 6 if options.length_penalty_type == "gnmt" else length
+        return float(base**options.length_penalty)

@@ -1,0 +1,99 @@
+"""Random candidates of a step of beam search, drawn without replacement.
+
+Limits are those of Hugging Face's `generate`: on each row, after the edits and before the score of its beam is added.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.decoding.beam_group import Candidate
+from varlen.decoding.token_edits import TokenEdits
+from varlen.generation_options import GenerationOptions
+from varlen.request import Float32Array
+
+_Scores = npt.NDArray[np.float64]
+
+
+def edited(logprobs: Float32Array, edits: TokenEdits | None) -> _Scores:
+    """Return log probabilities with their edits, `[rows, vocabulary]` fp64."""
+    scores = logprobs.astype(np.float64)
+    if edits is not None:
+        is_banned = np.isinf(edits.factors)
+        # log probability 0 times infinity is no number
+        scores[edits.rows, edits.tokens] *= np.where(is_banned, 1, edits.factors)
+        scores[edits.rows[is_banned], edits.tokens[is_banned]] = -np.inf
+    return scores
+
+
+def limited(scores: _Scores, options: GenerationOptions, *, keep: int) -> _Scores:
+    """Return the scores divided by the temperature; -inf beyond top-k, top-p and min-p.
+
+    Args:
+        scores: `[rows, vocabulary]` fp64.
+        options: of the request.
+        keep: smallest number of tokens that the limits leave.
+    """
+    scores = scores / options.temperature
+    size = scores.shape[1]
+    keep = min(keep, size)
+    if 0 < options.top_k < size:
+        rank = size - max(options.top_k, keep)
+        lowest = np.partition(scores, rank, axis=1)[:, rank, None]
+        scores = np.where(scores < lowest, -np.inf, scores)
+    if options.top_p == 1 and options.min_p == 0:
+        return scores
+
+    order = np.argsort(scores, axis=1, kind="stable")
+    ascending = np.take_along_axis(scores, order, axis=1)
+    weights = _weights(ascending, ascending[:, -1:])
+    if options.top_p < 1:
+        shares = np.cumsum(weights, axis=1) / np.sum(weights, axis=1, keepdims=True)
+        is_excluded = shares <= 1 - options.top_p
+        is_excluded[:, size - keep :] = False
+        weights[is_excluded] = 0
+    # the largest weight is 1
+    is_excluded = (weights == 0) | (weights < options.min_p)
+    is_excluded[:, size - keep :] = False
+    ascending[is_excluded] = -np.inf
+    np.put_along_axis(scores, order, ascending, axis=1)
+    return scores
+
+
+def draw(scores: _Scores, uniform: Sequence[float]) -> list[Candidate]:
+    """Return distinct entries, in the order in which they are drawn.
+
+    Each one is drawn from those that are left, with a probability proportional to the exponential of its score.
+
+    Args:
+        scores: `[rows, vocabulary]` fp64.
+        uniform: a random number from 0 to below 1 for each draw; draws stop when no entry is left.
+    """
+    weights = _weights(scores, float(scores.max()))
+    totals = weights.sum(axis=1)
+    drawn: list[Candidate] = []
+    for number in uniform:
+        row, rest = _find(totals, number * totals.sum())
+        token, _ = _find(weights[row], rest)
+        if weights[row, token] == 0:
+            break
+        drawn.append((float(scores[row, token]), row, token))
+        weights[row, token] = 0
+        totals[row] = weights[row].sum()
+    return drawn
+
+
+def _find(weights: _Scores, target: float) -> tuple[int, float]:
+    """Return the index at which the cumulative weight exceeds `target`, and the rest of it."""
+    ends = np.cumsum(weights)
+    # rounding may put the target at the end, where weights may be 0
+    last = int(np.searchsorted(ends, ends[-1]))
+    index = min(int(np.searchsorted(ends, target, side="right")), last)
+    return index, target - (float(ends[index - 1]) if index else 0.0)
+
+
+def _weights(scores: _Scores, peak: _Scores | float) -> _Scores:
+    """Return exp(scores - peak); 0 where all scores are -inf."""
+    weights: _Scores = np.exp(scores - np.where(np.equal(peak, -np.inf), 0, peak))
+    return weights

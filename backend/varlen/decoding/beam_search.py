@@ -1,0 +1,243 @@
+"""Beam search of one prompt: from the candidates of each step to the best answers.
+
+The model runs every live beam as one row. A step takes the most likely tokens of each row, with their log
+probabilities, and tells which rows go on with which tokens. Beams are in one group, or in several that are kept apart
+by a penalty.
+Source: Hugging Face's `generate`, version 5. Groups: Vijayakumar et al. 2016, arXiv:1610.02424, with Hamming
+diversity as in version 4.56. Sibling rank: Li, Monroe, Jurafsky 2016, arXiv:1611.08562, section 3.
+"""
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.decoding.beam_group import Beam, BeamGroup, Candidate, by_score
+from varlen.decoding.beam_sampling import draw, edited, limited
+from varlen.decoding.random_numbers import random_key, uniform_numbers
+from varlen.decoding.token_edits import TokenEditor, TokenEdits, TokenRules
+from varlen.generation_options import GenerationOptions
+from varlen.request import FinishReason, Float32Array
+
+
+@dataclass(frozen=True, slots=True)
+class BeamAnswer:
+    """One answer of a beam search.
+
+    Attributes:
+        token_ids: the generated tokens, with the end token.
+        score: sum of their log probabilities, divided by the length penalty; Hugging Face's `sequences_scores`.
+        finish_reason: an end token came, or `max_tokens` was reached.
+    """
+
+    token_ids: tuple[int, ...]
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class BeamStep:
+    """The result of one step.
+
+    Attributes:
+        parents: row of the last step that each new row continues; none once the search has ended.
+        tokens: the new token of each row.
+        answers: set when the search has ended: the best first. There are fewer than the request asks for, perhaps
+            none, only if its rules allow fewer.
+    """
+
+    parents: tuple[int, ...]
+    tokens: tuple[int, ...]
+    answers: tuple[BeamAnswer, ...] | None = None
+
+
+class BeamSearch:
+    """Live beams of one prompt, and the answers that they lead to.
+
+    In each step the rows of the model are the live beams, in order. In the first step there is one.
+    """
+
+    def __init__(
+        self,
+        options: GenerationOptions,
+        prompt_ids: Sequence[int],
+        *,
+        rules: TokenRules,
+        vocab_size: int,
+    ) -> None:
+        """Start a search; with one beam it is greedy.
+
+        Args:
+            options: of the request.
+            prompt_ids: tokens before the first generated one; for an encoder-decoder those of the decoder.
+            rules: of the checkpoint.
+            vocab_size: number of tokens of the model.
+        """
+        self._options = options
+        rules = rules.with_options(options)
+        ends = (*rules.end_ids, *options.stop_token_ids)
+        self._end_ids = frozenset(token for token in ends if token < vocab_size)
+        self._vocab_size = vocab_size
+        self._editor = TokenEditor(
+            replace(rules, end_ids=tuple(self._end_ids)), options, prompt_ids, vocab_size=vocab_size
+        )
+        width = options.num_beams // options.num_beam_groups
+        self._groups = [
+            BeamGroup(options, width, self._end_ids, self._editor)
+            for _ in range(options.num_beam_groups)
+        ]
+        # before the first step all groups continue the same row
+        self._beams: list[Beam] = self._groups[0].beams
+        self._first_rows = [0] * len(self._groups)
+        self._num_generated = 0
+        if options.do_sample:
+            seed = secrets.randbits(64) if options.seed is None else options.seed
+            self._key = random_key(seed, sample=0)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether steps need all log probabilities of each row, for `advance_sampled`."""
+        return self._options.do_sample
+
+    @property
+    def width(self) -> int:
+        """Number of candidates that a step needs of each row.
+
+        They hold the best `num_beams` tokens that do not end an answer. With groups, penalties of other groups may
+        lower the order of as many tokens as these have beams.
+        """
+        return min(self._options.num_beams + len(self._end_ids), self._vocab_size)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of live beams, which the next step runs; 0 once the search has ended."""
+        return len(self._beams)
+
+    @property
+    def num_generated(self) -> int:
+        """Number of tokens of each live beam."""
+        return self._num_generated
+
+    @property
+    def forced(self) -> int | None:
+        """The only token that may come next, for `advance_forced`; None if there is a choice."""
+        return self._editor.forced(self._num_generated)
+
+    def token_ids(self, row: int) -> tuple[int, ...]:
+        """Return the generated tokens of a live beam."""
+        return self._beams[row].token_ids()
+
+    def edits(self) -> TokenEdits | None:
+        """Return the edits of the next log probabilities; None if there are none."""
+        return self._editor.edits([beam.history for beam in self._beams], self._num_generated)
+
+    def advance(self, tokens: npt.NDArray[np.int32], logprobs: Float32Array) -> BeamStep:
+        """Choose the next tokens out of the best ones of each row.
+
+        Args:
+            tokens: `[num_rows, width]` int32, the best first.
+            logprobs: `[num_rows, width]` fp32, log probabilities of the tokens with the edits; -inf where there is no
+                token.
+        """
+        token_rows, logprob_rows = tokens.tolist(), logprobs.tolist()
+        rows = [
+            [pair for pair in zip(*row, strict=True) if pair[1] > -math.inf]
+            for row in zip(token_rows, logprob_rows, strict=True)
+        ]
+        return self._advance(rows)
+
+    def advance_forced(self) -> BeamStep:
+        """Continue each row with the forced token, whose log probability counts as 0."""
+        assert self.forced is not None
+        return self._advance([[(self.forced, 0.0)]] * self.num_rows)
+
+    def advance_sampled(self, logprobs: Float32Array) -> BeamStep:
+        """Choose the next tokens at random: beam sampling, where `is_sampled`.
+
+        Candidates are drawn without replacement, each with a probability proportional to the exponential of its score.
+        The first ones that are drawn may be answers; the best ones go on.
+
+        Args:
+            logprobs: `[num_rows, vocab_size]` fp32, log probabilities without the edits.
+        """
+        options, num_ends = self._options, len(self._end_ids)
+        scores = edited(logprobs, self.edits())
+        scores = limited(scores, options, keep=max(2, 1 + num_ends))
+        scores += np.array([beam.score for beam in self._beams])[:, None]
+        count = max(2, 1 + num_ends) * options.num_beams
+        first = self._num_generated * count
+        uniform = uniform_numbers([self._key] * count, range(first, first + count))
+        drawn = draw(scores, uniform.tolist())
+        self._groups[0].advance(
+            drawn[: options.num_beams], sorted(drawn, key=by_score, reverse=True)
+        )
+        return self._finish_step()
+
+    def _advance(self, rows: Sequence[Sequence[tuple[int, float]]]) -> BeamStep:
+        """Advance every group, given tokens and log probabilities of each row."""
+        width = self._options.num_beams // self._options.num_beam_groups
+        taken: Counter[int] = Counter()
+        for group, first_row in zip(self._groups, self._first_rows, strict=True):
+            if not group.beams:
+                continue
+            candidates: list[Candidate] = []
+            for parent, beam in enumerate(group.beams):
+                score = beam.score
+                candidates += [
+                    (score + logprob, parent, token) for token, logprob in rows[first_row + parent]
+                ]
+            if taken and self.forced is None:
+                penalty = self._options.diversity_penalty
+                candidates = [
+                    (score - penalty * taken[token], parent, token)
+                    for score, parent, token in candidates
+                ]
+            if self._options.diversity_type == "sibling":
+                ranked = self._ranked_with_siblings(candidates)
+            else:
+                # stable: the lower row comes first among equal scores, then the lower token
+                candidates.sort(key=by_score, reverse=True)
+                ranked = candidates
+            taken.update(group.advance(ranked[:width], ranked))
+        return self._finish_step()
+
+    def _ranked_with_siblings(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return candidates by their score minus a penalty for each better sibling."""
+        penalty, rank, last = self._options.diversity_penalty, 0, -1
+        keyed: list[tuple[float, Candidate]] = []
+        for candidate in candidates:
+            rank = rank + 1 if candidate[1] == last else 0
+            last = candidate[1]
+            keyed.append((candidate[0] - penalty * rank, candidate))
+        keyed.sort(key=by_score, reverse=True)
+        return [candidate for _, candidate in keyed]
+
+    def _finish_step(self) -> BeamStep:
+        """Return the new rows of all groups, or the answers."""
+        self._num_generated += 1
+        parents: list[int] = []
+        self._beams = []
+        for index, group in enumerate(self._groups):
+            parents += [self._first_rows[index] + parent for parent in group.parents]
+            self._first_rows[index] = len(self._beams)
+            self._beams += group.beams
+        answers = None if self._beams else self._answers()
+        return BeamStep(tuple(parents), tuple(beam.token for beam in self._beams), answers)
+
+    def _answers(self) -> tuple[BeamAnswer, ...]:
+        """Return the best answers of all groups."""
+        found = [answer for group in self._groups for answer in group.answers]
+        found.sort(key=attrgetter("score"), reverse=True)
+        return tuple(
+            BeamAnswer(
+                answer.beam.token_ids(),
+                answer.score,
+                "stop" if answer.beam.token in self._end_ids else "length",
+            )
+            for answer in found[: self._options.n]
+        )

@@ -1,0 +1,54 @@
+"""Encodes the source texts of a step: their keys and values go into KV blocks."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from varlen.execution.step_packing import bounds_of, flat, slots_of
+from varlen.memory.arena import Arena
+from varlen.program.program import PackedBatch, Program
+from varlen.sequence import Chunk
+
+
+class SourceEncoder:
+    """Runs a model's encoder, whose program only writes states. Not for two threads at once."""
+
+    def __init__(
+        self,
+        program: Program,
+        kernels: object,
+        arena: Arena,
+        caches: Mapping[str, Tensor],
+        *,
+        block_size: int,
+    ) -> None:
+        self._program = program
+        self._kernels = kernels
+        self._arena = arena
+        self._caches = caches
+        self._block_size = block_size
+
+    def encode(self, chunks: Sequence[Chunk]) -> None:
+        """Encode the sources of the chunks that ask for it, packed into one batch."""
+        new = [chunk for chunk in chunks if chunk.encodes]
+        if not new:
+            return
+        lengths = np.fromiter((len(chunk.encodes) for chunk in new), np.int32, len(new))
+        bounds = bounds_of(lengths)
+        position_ids = np.arange(bounds[-1], dtype=np.int32) - np.repeat(bounds[:-1], lengths)
+        tables = [chunk.source_block_ids for chunk in new]
+        arrays = {
+            "token_ids": flat([chunk.encodes for chunk in new], int(bounds[-1])),
+            "position_ids": position_ids,
+            "cu_seqlens": bounds,
+            "slots": slots_of(tables, position_ids, lengths, self._block_size),
+        }
+        device = self._arena.device
+        inputs = {name: torch.from_numpy(each).to(device) for name, each in arrays.items()}
+        dims = {"tokens": int(bounds[-1]), "sequences": len(new)}
+        region = self._arena.allocate_whole(dims)
+        self._program.run(
+            PackedBatch(inputs, dims), self._kernels, region, states=self._caches, out=[]
+        )

@@ -1,0 +1,163 @@
+"""KV blocks of groups: what they need, hold and share.
+
+With reservations, a group gets all that it may ever need before it starts. Without them it gets what its prompt needs,
+and a block at a time after that.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from varlen.memory.blocks import BlockPool
+from varlen.request import Prompt
+from varlen.scheduling.groups import Group
+from varlen.sequence import GeneratedSequence
+
+
+class GroupMemory:
+    """The block tables of all running groups.
+
+    Attributes:
+        blocks: the pool.
+        reserves: whether groups reserve all that they may need.
+        copies: source by destination of blocks that are copied before the next step.
+    """
+
+    def __init__(self, blocks: BlockPool, *, reserves: bool) -> None:
+        self.blocks = blocks
+        self.reserves = reserves
+        self.copies: dict[int, int] = {}
+
+    def need(self, prompt: Prompt, max_tokens: int, width: int) -> int:
+        """Return the most blocks that a prompt may hold at a time, with this number of samples or beams."""
+        alone, more = self._branch_need(prompt, max_tokens)
+        return self.blocks.blocks_of(prompt.num_source_tokens) + alone + more * (width - 1)
+
+    def start(self, group: Group, *, keep: int) -> bool:
+        """Give a group what it needs to start; return False if too few blocks are available.
+
+        Args:
+            group: holds no blocks.
+            keep: number of blocks that stay available for others, without reservations.
+        """
+        first, blocks = group.first, self.blocks
+        # keys and values of a decoder depend on the source text too
+        shared = [] if group.first.prompt.num_source_tokens else blocks.find_prefix(first.token_ids)
+        source = blocks.blocks_of(group.first.prompt.num_source_tokens)
+        if self.reserves:
+            max_tokens = first.generation.max_tokens
+            needed, keep = self.need(first.prompt, max_tokens, group.width), 0
+        else:
+            needed = source + blocks.blocks_of(len(first.token_ids))
+        if not blocks.reserve(needed - len(shared), shared=shared, keep=keep):
+            return False
+        group.reserved = needed - len(shared)
+        group.source_block_ids = [self._allocate(group) for _ in range(source)]
+        first.block_ids = shared
+        first.num_computed = len(shared) * blocks.block_size
+        return True
+
+    def fill(self, group: Group, branch: GeneratedSequence, num_blocks: int) -> None:
+        """Allocate reserved blocks of a branch until it has this number."""
+        for _ in range(num_blocks - len(branch.block_ids)):
+            branch.block_ids.append(self._allocate(group))
+
+    def extend(self, group: Group, branch: GeneratedSequence) -> bool:
+        """Allocate the block of a branch's next token if it needs one; return False if none is available."""
+        blocks, table = self.blocks, branch.block_ids
+        is_full = branch.num_computed == len(table) * blocks.block_size
+        # only the block of the last token is ever shared and not full
+        if not is_full and not blocks.is_shared(table[-1]):
+            return True
+        if not group.reserved and not blocks.available:
+            return False
+        if is_full:
+            table.append(self._allocate(group))
+        else:
+            source, copy = blocks.copy_on_write(table, reserved=self._use_reserved(group))
+            self.copies[copy] = source
+        return True
+
+    def store(self, group: Group, branch: GeneratedSequence, begin: int) -> None:
+        """Let others share the blocks that a branch has filled since its token `begin`."""
+        if not group.first.prompt.num_source_tokens:
+            self.blocks.store(
+                branch.token_ids, branch.block_ids, begin=begin, end=branch.num_computed
+            )
+
+    def follow(self, group: Group, parents: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Replace the branches of a group, see `Group.follow`; they share the blocks of their parents."""
+        uses = Counter(parents)
+        unused: list[int] = []
+        for place, branch in enumerate(group.branches):
+            for _ in range(uses[place] - 1):
+                self.blocks.fork(branch.block_ids)
+            if place not in uses:
+                unused += self._release(branch.block_ids)
+        group.follow(parents, token_ids)
+        if self.reserves:
+            # the search may need as many again
+            self.blocks.reserve(len(unused))
+            group.reserved += len(unused)
+
+    def split(self, group: Group) -> list[Group]:
+        """Return a group for each sample of a prompt that has run and goes on; they share its blocks."""
+        first, table, source = group.first, group.first.block_ids, group.source_block_ids
+        num_computed, more = (
+            first.num_computed,
+            self._branch_need(first.prompt, first.generation.max_tokens)[1],
+        )
+        left = [sequence for sequence in group.sequences if sequence.status == "running"]
+        # what it still holds is released here, not that of its samples
+        first.block_ids = []
+        group.branches.clear()
+        groups = []
+        priority, number, _ = group.order
+        for sequence in left:
+            alone = Group((priority, number, sequence.row), (sequence,), has_started=True)
+            alone.is_encoded, alone.source_block_ids = True, [*source]
+            sequence.num_computed, sequence.block_ids = num_computed, [*table]
+            self.blocks.fork(source)
+            self.blocks.fork(table)
+            groups.append(alone)
+        if self.reserves and groups:
+            for alone in groups:
+                alone.reserved = more
+            # the first to write a shared block copies it; the last one writes in place, so it needs one block less
+            groups[-1].reserved = group.reserved - more * (len(group.sequences) - 1)
+            group.reserved -= sum(alone.reserved for alone in groups)
+        self._release(table)
+        self.release(group)
+        return groups
+
+    def release(self, group: Group) -> None:
+        """Release all that a group holds."""
+        for branch in group.branches:
+            self._release(branch.block_ids)
+            branch.block_ids = []
+        self._release(group.source_block_ids)
+        group.source_block_ids = []
+        self.blocks.unreserve(group.reserved)
+        group.reserved = 0
+
+    def _branch_need(self, prompt: Prompt, max_tokens: int) -> tuple[int, int]:
+        """Return the most blocks of a branch, and those that each further one adds."""
+        length = len(prompt.token_ids)
+        # the last token is never stored
+        alone = self.blocks.blocks_of(length + max_tokens - 1)
+        return alone, alone - length // self.blocks.block_size if max_tokens > 1 else 0
+
+    def _allocate(self, group: Group) -> int:
+        return self.blocks.allocate(reserved=self._use_reserved(group))
+
+    def _use_reserved(self, group: Group) -> bool:
+        """Return whether a group has a reserved block left, and use it."""
+        is_reserved = group.reserved > 0
+        group.reserved -= is_reserved
+        return is_reserved
+
+    def _release(self, block_ids: list[int]) -> list[int]:
+        """Release a block table; return the blocks that are unused now."""
+        unused = self.blocks.release(block_ids)
+        for block in unused:
+            self.copies.pop(block, None)
+        return unused

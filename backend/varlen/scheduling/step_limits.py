@@ -1,0 +1,54 @@
+"""Limits of steps and sequences, and the refusal of requests that can never run."""
+
+from dataclasses import dataclass
+
+from varlen.errors import RequestError
+from varlen.generation_options import GenerationOptions
+from varlen.request import Prompt
+from varlen.scheduling.group_memory import GroupMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """Limits of a step and of a sequence.
+
+    Attributes:
+        max_step_tokens: largest step, in tokens.
+        max_running_sequences: largest number of sequences that run at the same time.
+        max_sequence_tokens: longest sequence, prompt and generated tokens together.
+    """
+
+    max_step_tokens: int
+    max_running_sequences: int
+    max_sequence_tokens: int
+
+
+def check_fits(
+    row: int, prompt: Prompt, options: GenerationOptions, limits: StepLimits, memory: GroupMemory
+) -> None:
+    """Check that a prompt can run when nothing else does.
+
+    Raises:
+        RequestError: it is too long, has too many samples or beams, or needs too many KV blocks.
+    """
+    length = len(prompt.token_ids)
+    if length + options.max_tokens > limits.max_sequence_tokens:
+        raise RequestError(
+            f"row {row}: the prompt has {length} tokens and max_tokens is {options.max_tokens};"
+            f" this model takes at most {limits.max_sequence_tokens} in all"
+        )
+    name, width = ("num_beams", options.num_beams) if options.num_beams > 1 else ("n", options.n)
+    most = min(limits.max_running_sequences, limits.max_step_tokens)
+    if width > most:
+        raise RequestError(
+            f"{name} is {width}; this model generates at most {most} sequences at a time"
+        )
+    # without reservations, samples that do not fit together run one after another; beams cannot
+    shares = not memory.reserves and options.num_beams == 1
+    needed = memory.need(prompt, options.max_tokens, 1 if shares else width)
+    blocks = memory.blocks
+    if needed > blocks.num_blocks:
+        raise RequestError(
+            f"row {row}: {prompt.num_tokens} tokens and {width} times max_tokens of {options.max_tokens} need"
+            f" {needed} KV blocks of {blocks.block_size} tokens; this model has {blocks.num_blocks} (kv_bytes)"
+        )

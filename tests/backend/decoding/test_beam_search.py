@@ -1,0 +1,223 @@
+"""Beam search: the answers and scores of Hugging Face's `generate`."""
+
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+
+from varlen.decoding.beam_search import BeamSearch, BeamStep
+from varlen.decoding.token_edits import TokenRules
+from varlen.generation_options import GenerationOptions
+
+from .beam_oracles import EOS, PLACEHOLDER_SCORE, VOCABULARY, Case, TableModel, TinyModel
+
+NUM_PROMPTS = 8
+NUM_CASES = 4
+RELATIVE_ERROR = 1e-4
+
+REQUEST_NAMES = {
+    "forced_first_id": "forced_bos_token_id",
+    "forced_last_id": "forced_eos_token_id",
+    "suppressed_ids": "suppress_tokens",
+    "first_suppressed_ids": "begin_suppress_tokens",
+}
+
+
+@cache
+def model_of(kind, seed, boost):
+    return TinyModel(kind, seed, boost)
+
+
+def random_case(kind, width, early_stopping, rng):
+    """Return prompts and options of one call of `generate`."""
+    options = {"num_beams": width, "max_tokens": rng.choice([1, 3, 6, 10, 12])}
+    rules = {}
+    if width > 1:
+        options["early_stopping"] = early_stopping
+        options["length_penalty"] = rng.choice([-1.0, -0.5, 0.0, 0.6, 1.0, 2.0])
+        if rng.random() < 0.4:
+            options["no_repeat_ngram_size"] = rng.choice([1, 2, 3])
+        if rng.random() < 0.4:
+            options["repetition_penalty"] = rng.choice([0.7, 1.3, 2.0])
+    if rng.random() < 0.3:
+        options["min_tokens"] = min(rng.choice([1, 3, 7]), options["max_tokens"])
+    if rng.random() < 0.3:
+        rules["end_ids"] = (EOS, *rng.sample(range(3, VOCABULARY), rng.choice([1, 3])))
+    if rng.random() < 0.3:
+        rules["forced_first_id"] = rng.choice([EOS, 7, 9])
+    if rng.random() < 0.3:
+        rules["forced_last_id"] = EOS
+    if rng.random() < 0.3:
+        rules["suppressed_ids"] = tuple(rng.sample(range(10, VOCABULARY), 20))
+    if rng.random() < 0.3:
+        rules["first_suppressed_ids"] = tuple(rng.sample(range(10, VOCABULARY), 20))
+    if width > 1 and rng.random() < 0.5:
+        # what a request asks for comes before what the checkpoint has
+        given = {name: rules.pop(name) for name in REQUEST_NAMES if name in rules}
+        options |= {REQUEST_NAMES[name]: value for name, value in given.items()}
+    length = rng.randrange(1, 9)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(NUM_PROMPTS)]
+    return Case(kind, rng.randrange(4), rng.choice([0.0, 1.0, 3.0]), prompts, options, rules)
+
+
+def are_equal(expected, actual):
+    """Return whether tokens and scores of all answers to one prompt are equal.
+
+    Where fewer answers exist than beams, as all other tokens are banned, `generate` fills up its result with copies
+    whose score is near -1e9. They are no answers.
+    """
+    expected = [each for each in expected if each[1] > PLACEHOLDER_SCORE / 1000]
+    return [tokens for tokens, _ in expected] == [answer.token_ids for answer in actual] and all(
+        abs(score - answer.score) <= RELATIVE_ERROR * max(abs(score), 0.01)
+        for (_, score), answer in zip(expected, actual, strict=True)
+    )
+
+
+def is_tie(case, row, expected, model):
+    """Return whether rounding errors of the log probabilities decide about the answers.
+
+    `generate` runs other shapes, with a cache, so two scores that are equal but for rounding may change places. Then a
+    search with errors of this size finds the same answers.
+    """
+    noise = np.random.default_rng(0)
+    return any(are_equal(expected, model.search(case, noise)[row]) for _ in range(20))
+
+
+@pytest.mark.parametrize(
+    "width, early_stopping",
+    [(1, False), *((width, early) for width in (2, 4, 5, 8) for early in (True, False, "never"))],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["bart", "gpt2"])
+def test_answers_and_scores_are_those_of_hugging_face(kind, width, early_stopping):
+    rng = random.Random(f"{kind} {width} {early_stopping}")
+    ties = 0
+    for _ in range(NUM_CASES):
+        case = random_case(kind, width, early_stopping, rng)
+        model = model_of(case.model, case.seed, case.boost)
+        for row, (expected, actual) in enumerate(
+            zip(model.generate(case), model.search(case), strict=True)
+        ):
+            if width == 1:
+                # greedy search of Hugging Face has no scores
+                assert [expected[0][0]] == [answer.token_ids for answer in actual]
+            elif not are_equal(expected, actual):
+                assert is_tie(case, row, expected, model), (case, row, expected, actual)
+                ties += 1
+    assert ties <= 1
+
+
+def search_of(model, end_ids=(3,), rules=None, **options):
+    options = {"n": options.get("num_beams", 4), **options}
+    return BeamSearch(
+        GenerationOptions(**{"num_beams": 4, **options}),
+        [0],
+        rules=rules or TokenRules(end_ids),
+        vocab_size=model.vocab_size,
+    )
+
+
+DIVERSITY = {
+    "plain": {},
+    "hamming": {"num_beam_groups": 2, "diversity_penalty": 0.7},
+    "sibling": {"diversity_type": "sibling", "diversity_penalty": 0.7},
+}
+
+
+@pytest.mark.parametrize("options", DIVERSITY.values(), ids=DIVERSITY)
+@pytest.mark.parametrize("end_ids", [(), (3,), (3, 7, 9)], ids=str)
+def test_more_candidates_than_it_asks_for_change_nothing(options, end_ids):
+    for seed in range(20):
+        model = TableModel(40, seed)
+        options |= {"max_tokens": 6, "length_penalty": 0.5}
+
+        few = model.run(search_of(model, end_ids, **options))
+        all_tokens = model.run(search_of(model, end_ids, **options), num_candidates=40)
+
+        assert few == all_tokens
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("kind", ["hf", "gnmt"])
+def test_with_beams_for_all_sequences_the_best_ones_are_found(kind, penalty):
+    model = TableModel(4)
+    options = {"length_penalty": penalty, "length_penalty_type": kind, "early_stopping": "never"}
+
+    answers = model.run(search_of(model, num_beams=32, n=5, max_tokens=3, **options))
+
+    def normalized(tokens):
+        length = (5 + len(tokens)) / 6 if kind == "gnmt" else len(tokens)
+        return model.score(tokens) / length**penalty
+
+    short = [(3,), *((first, 3) for first in range(3))]
+    full = [(a, b, c) for a in range(3) for b in range(3) for c in range(4)]
+    best = sorted(short + full, key=normalized, reverse=True)[:5]
+    assert [answer.token_ids for answer in answers] == best
+    assert [answer.score for answer in answers] == pytest.approx([*map(normalized, best)], 1e-5)
+    assert [answer.finish_reason for answer in answers] == [
+        "stop" if tokens[-1] == 3 else "length" for tokens in best
+    ]
+
+
+def test_the_request_gets_as_many_answers_as_it_asks_for():
+    model = TableModel(20)
+    four = model.run(search_of(model, max_tokens=5))
+
+    assert len(four) == 4
+    assert model.run(search_of(model, max_tokens=5, n=2)) == four[:2]
+
+
+def test_beams_of_equal_score_keep_the_order_of_rows_and_candidates():
+    search = search_of(TableModel(20), num_beams=2)
+    first = search.advance(np.array([[5, 6, 7]], np.int32), np.full((1, 3), -1.0, np.float32))
+    second = search.advance(
+        np.array([[9, 8, 7], [4, 5, 6]], np.int32), np.full((2, 3), -1.0, np.float32)
+    )
+
+    assert first == BeamStep((0, 0), (5, 6))
+    assert second == BeamStep((0, 0), (9, 8))
+    assert [search.token_ids(row) for row in range(2)] == [(5, 9), (5, 8)]
+
+
+def test_missing_candidates_are_no_beams():
+    search = search_of(TableModel(20))
+    logprobs = np.array([[-1.0, -np.inf, -np.inf, -np.inf, -np.inf]], np.float32)
+
+    step = search.advance(np.array([[5, -1, -1, -1, -1]], np.int32), logprobs)
+
+    assert step == BeamStep((0,), (5,))
+    assert search.num_rows == 1
+
+
+def test_a_search_without_an_allowed_token_has_the_answers_it_found():
+    model = TableModel(5)
+    all_but_the_end = TokenRules((3,), suppressed_ids=(0, 1, 2, 4))
+
+    [answer] = model.run(search_of(model, rules=all_but_the_end))
+    none = model.run(search_of(model, rules=TokenRules((), suppressed_ids=(0, 1, 2, 3, 4))))
+
+    assert answer.token_ids == (3,)
+    assert none == ()
+
+
+def test_end_tokens_are_those_of_the_request_too():
+    model = TableModel(20)
+    options = {"max_tokens": 6, "early_stopping": True, "ignore_eos": True}
+    ignored = model.run(search_of(model, **options))
+    stop = ignored[0].token_ids[2]
+    other = model.run(search_of(model, **options, stop_token_ids=(stop,)))
+
+    assert {answer.finish_reason for answer in ignored} == {"length"}
+    assert "stop" in {answer.finish_reason for answer in other}
+    for answer in other:
+        assert stop not in answer.token_ids[:-1]
+        assert (answer.token_ids[-1] == stop) == (answer.finish_reason == "stop")
+
+
+def test_a_forced_token_needs_no_logits():
+    search = search_of(TableModel(20), rules=TokenRules((3,), forced_first_id=7), max_tokens=2)
+
+    assert search.forced == 7
+    assert search.advance_forced() == BeamStep((0,), (7,))
+    assert search.forced is None
