@@ -69,12 +69,27 @@ _SMALL_BART = {
     "eos_token_id": 2,
     "decoder_start_token_id": 2,
 }
+_SMALL_T5 = {
+    "d_model": 36,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 3,
+    "d_kv": 10,
+    "d_ff": 52,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+}
 # By the beginning of the class's name, the fields of a small model with an encoder and a decoder.
 SMALL_ENCODER_DECODERS: Mapping[str, dict[str, Any]] = {
     "Bart": _SMALL_BART,
     "MBart": _SMALL_BART,
     "Marian": {**_SMALL_BART, "forced_eos_token_id": 2},
     "M2M100": _SMALL_BART,
+    "T5": _SMALL_T5,
+    "MT5": _SMALL_T5,
 }
 
 
@@ -113,8 +128,10 @@ def save_checkpoint(
     hidden = next(
         settings[name] for name in ("hidden_size", "n_embd", "d_model") if name in settings
     )
-    deviation = "init_std" if family in SMALL_ENCODER_DECODERS else "initializer_range"
-    settings.setdefault(deviation, hidden**-0.5)
+    if family not in ("T5", "MT5"):
+        # T5 does this itself
+        deviation = "init_std" if family in SMALL_ENCODER_DECODERS else "initializer_range"
+        settings.setdefault(deviation, hidden**-0.5)
     if family in SMALL_DECODERS:
         settings = {"bos_token_id": 0, "eos_token_id": 0, **settings}
     torch.manual_seed(0)

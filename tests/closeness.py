@@ -80,6 +80,10 @@ def encoder_roundings(checkpoint: Path, dtype: torch.dtype = torch.float32) -> i
         layers = config["encoder_layers"] + 2 * config["decoder_layers"]
         inner = max(config["encoder_ffn_dim"], config["decoder_ffn_dim"])
         sizes = [layers, config["d_model"], inner, config["max_position_embeddings"]]
+    elif "num_decoder_layers" in config:
+        layers = config["num_layers"] + 2 * config["num_decoder_layers"]
+        longest = config["relative_attention_max_distance"]
+        sizes = [layers, config["d_model"], config["d_ff"], longest]
     else:
         names = "num_hidden_layers hidden_size intermediate_size max_position_embeddings".split()
         sizes = [config[name] for name in names]

@@ -9,4 +9,4 @@ from typing import Literal, TypeAlias
 # How the tokens of a sequence are reduced to one vector.
 Pooling: TypeAlias = Literal["cls", "mean", "max", "last"]
 # gelu is the exact (erf) form, gelu_tanh its tanh approximation.
-Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu"]
+Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "silu"]

@@ -1,4 +1,4 @@
-"""Bias and activation in one pass: exact GELU, its tanh form, or ReLU.
+"""Bias and activation in one pass: exact GELU, its tanh form, ReLU or SiLU.
 
 One program owns ROWS tokens by BLOCK features, and loads the bias of these features once.
 Source: Hendrycks, Gimpel 2016, arXiv:1606.08415.
@@ -59,12 +59,14 @@ def _gelu(x):
 
 
 @triton.jit
-def _activation(x, KIND: tl.constexpr):
+def activated(x, KIND: tl.constexpr):
     """Return the activation of fp32 `x`."""
     if KIND == "gelu":
         return _gelu(x)
     if KIND == "gelu_tanh":
         return x / (1.0 + tl.exp2(x * (x * x * _TANH_3 + _TANH_1)))
+    if KIND == "silu":
+        return x * sigmoid(x)
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -92,7 +94,7 @@ def _activate_kernel(
     x = tl.load(x_ptr + token * X_STRIDE + col, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + col, mask=col < FEATURES, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * OUT_STRIDE + col, _activation(x, KIND), mask=inside)
+    tl.store(out_ptr + token * OUT_STRIDE + col, activated(x, KIND), mask=inside)
 
 
 def activate(

@@ -10,6 +10,7 @@ from varlen_kernels import reference
 from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.reference import (
     activate,
+    activate_gate,
     add_layer_norm,
     attention_varlen,
     embed,
@@ -20,13 +21,13 @@ from varlen_kernels.reference import (
     rms_norm,
     rotary,
     select_rows,
-    silu_gate,
     to_fp32,
 )
 from varlen_kernels.sampling_reference import check_sampling
 
 __all__ = [
     "activate",
+    "activate_gate",
     "add_layer_norm",
     "append_kv",
     "attention_paged",
@@ -42,7 +43,6 @@ __all__ = [
     "rotary",
     "sample_tokens",
     "select_rows",
-    "silu_gate",
     "to_fp32",
 ]
 

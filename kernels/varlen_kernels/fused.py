@@ -10,7 +10,7 @@ from varlen_kernels.attention_paged import attention_paged
 from varlen_kernels.attention_varlen import attention_varlen
 from varlen_kernels.beam import beam_step
 from varlen_kernels.embedding import embed, embed_layer_norm
-from varlen_kernels.gate import silu_gate
+from varlen_kernels.gate import activate_gate
 from varlen_kernels.heads import norm_heads, rotary
 from varlen_kernels.layer_norm import add_layer_norm, layer_norm, residual_layer_norm
 from varlen_kernels.pooling import first_tokens, pool
@@ -20,6 +20,7 @@ from varlen_kernels.sampling import sample_tokens
 
 __all__ = [
     "activate",
+    "activate_gate",
     "add_layer_norm",
     "append_kv",
     "attention_paged",
@@ -38,7 +39,6 @@ __all__ = [
     "rotary",
     "sample_tokens",
     "select_rows",
-    "silu_gate",
     "tanh",
     "to_fp32",
 ]

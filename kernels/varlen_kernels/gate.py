@@ -1,4 +1,4 @@
-"""The gate of a gated feed-forward layer: silu(gate) * up.
+"""The gate of a gated feed-forward layer: the activation of gate, times up.
 
 One tensor holds gate and up. One program owns ROWS tokens by BLOCK features of the output.
 Source: Shazeer 2020, arXiv:2002.05202.
@@ -9,20 +9,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.activation import sigmoid
+from varlen_kernels import Activation
+from varlen_kernels.activation import activated
 from varlen_kernels.checks import check_dtype, check_out, check_row_layout
 from varlen_kernels.rows import tile_launches, vector_width
 from varlen_kernels.tuning import Launch, pick
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _silu_gate_kernel(
+def _activate_gate_kernel(
     x_ptr,  # [tokens, 2 * FEATURES]
     out_ptr,  # [tokens, FEATURES]
     tokens,
     X_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     FEATURES: tl.constexpr,
+    KIND: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -36,11 +38,11 @@ def _silu_gate_kernel(
     gate_ptr = x_ptr + token * X_STRIDE + col
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + FEATURES, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * OUT_STRIDE + col, gate * sigmoid(gate) * up, mask=inside)
+    tl.store(out_ptr + token * OUT_STRIDE + col, activated(gate, KIND) * up, mask=inside)
 
 
-def silu_gate(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return silu(gate) * up, see `reference.silu_gate`.
+def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:
+    """Return activation(gate) * up, see `reference.activate_gate`.
 
     Raises:
         ValueError: `x` has an odd number of features, or a shape, dtype or layout is not supported.
@@ -55,15 +57,16 @@ def silu_gate(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     check_out(out, (tokens, features), x.dtype)
     if out.numel() == 0:
         return out
-    launch = pick("silu_gate", (features, x.dtype), candidate_launches)
+    launch = pick("activate_gate", (features, x.dtype), candidate_launches)
     tiles = triton.cdiv(tokens, launch["ROWS"]) * triton.cdiv(features, launch["BLOCK"])
-    _silu_gate_kernel[(tiles,)](
+    _activate_gate_kernel[(tiles,)](
         x,
         out,
         tokens,
         X_STRIDE=x.stride(0),
         OUT_STRIDE=out.stride(0),
         FEATURES=features,
+        KIND=kind,
         **launch,
     )
     return out

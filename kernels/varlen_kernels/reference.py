@@ -112,7 +112,7 @@ def linear(
 def activate(
     x: Tensor, bias: Tensor | None = None, *, kind: Activation, out: Tensor | None = None
 ) -> Tensor:
-    """Return the activation of x + bias: exact (erf) GELU, its tanh form, or ReLU.
+    """Return the activation of x + bias: exact (erf) GELU, its tanh form, ReLU or SiLU.
 
     Args:
         x: `[tokens, features]`.
@@ -122,14 +122,16 @@ def activate(
         x = torch.add(x, bias, out=out)
     if kind == "relu":
         return torch.clamp_min(x, 0, out=out)
+    if kind == "silu":
+        return F.silu(x) if out is None else torch.ops.aten.silu.out(x, out=out)
     approximate = "tanh" if kind == "gelu_tanh" else "none"
     if out is None:
         return F.gelu(x, approximate=approximate)
     return torch.ops.aten.gelu.out(x, approximate=approximate, out=out)  # type: ignore[no-any-return]
 
 
-def silu_gate(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return silu(gate) * up, `[tokens, features]`.
+def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:
+    """Return activation(gate) * up, `[tokens, features]`.
 
     Args:
         x: `[tokens, 2 · features]`: the gate of each token, then its up.
@@ -137,7 +139,7 @@ def silu_gate(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     Source: Shazeer 2020, arXiv:2002.05202.
     """
     gate, up = x.chunk(2, dim=1)
-    return torch.mul(F.silu(gate), up, out=out)
+    return torch.mul(activate(gate, kind=kind), up, out=out)
 
 
 def tanh(x: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -65,13 +65,15 @@ def test_linear_matches_float64(tokens, hidden, features, dtype):
 def activate64(x, kind):
     if kind == "relu":
         return np.maximum(x, 0)
+    if kind == "silu":
+        return x / (1 + np.exp(-x))
     if kind == "gelu":
         return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 @DTYPES
-@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
 @SIZES
 def test_activate_matches_float64(tokens, hidden, kind, dtype):
     x = 4 * rand(tokens, hidden, dtype=dtype)
@@ -80,7 +82,7 @@ def test_activate_matches_float64(tokens, hidden, kind, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
 @SIZES
 def test_activate_adds_a_bias_first(tokens, hidden, kind, dtype):
     x, bias = rand(tokens, hidden, dtype=dtype), rand(hidden, dtype=dtype, seed=1)
@@ -93,12 +95,13 @@ def test_activate_adds_a_bias_first(tokens, hidden, kind, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("kind", ["gelu_tanh", "silu"])
 @SIZES
-def test_silu_gate_matches_float64(tokens, hidden, dtype):
+def test_activate_gate_matches_float64(tokens, hidden, kind, dtype):
     x = 3 * rand(tokens, 2 * hidden, dtype=dtype)
 
     gate, up = f64(x)[:, :hidden], f64(x)[:, hidden:]
-    check(reference.silu_gate(x), gate / (1 + np.exp(-gate)) * up, dtype)
+    check(reference.activate_gate(x, kind=kind), activate64(gate, kind) * up, dtype)
 
 
 def test_gelu_and_its_tanh_form_differ():
@@ -318,6 +321,7 @@ def calls(dtype):
         "gelu_with_bias": lambda out: reference.activate(x, bias, kind="gelu", out=out),
         "gelu_tanh": lambda out: reference.activate(x, kind="gelu_tanh", out=out),
         "relu": lambda out: reference.activate(x, kind="relu", out=out),
+        "silu": lambda out: reference.activate(x, kind="silu", out=out),
         "tanh": lambda out: reference.tanh(x, out=out),
         "add_layer_norm": lambda out: reference.add_layer_norm(
             x, other, weight, bias, eps=EPS, out=out
@@ -335,7 +339,7 @@ def calls(dtype):
             x, ids, other[:, :2].float(), num_heads=2, num_kv_heads=1, out=out
         ),
         "select_rows": lambda out: reference.select_rows(x, ids[:5], out=out),
-        "silu_gate": lambda out: reference.silu_gate(x, out=out),
+        "activate_gate": lambda out: reference.activate_gate(x, kind="silu", out=out),
         "to_fp32": lambda out: reference.to_fp32(x, out=out),
     }
 
@@ -423,7 +427,7 @@ def test_many_tokens_are_computed_as_few_are(op, dtype):
         check(result[400:], f64(expected), dtype)
 
 
-@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
 def test_every_activation_works_in_place(kind):
     x = rand(63, 100)
     fresh = reference.activate(x.clone(), kind=kind)
@@ -433,7 +437,7 @@ def test_every_activation_works_in_place(kind):
     assert torch.equal(x, fresh)
 
 
-@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
 def test_every_activation_works_in_place_with_a_bias(kind):
     x, bias = rand(63, 100), rand(100, seed=1)
     fresh = reference.activate(x.clone(), bias, kind=kind)

@@ -26,11 +26,15 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.server_config import tensors_of
 from varlen.wire import DEFAULT_MAX_ROWS, TensorSpec
 from varlen.wire_generate import PROMPTS
+from varlen_tools.marian_tokenizer import ConversionError, convert_marian, has_marian_files
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel
+from varlen_tools.sentencepiece_model import SentencePieceError
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")
+# Files that are read to make tokenizer.json where a checkpoint has none.
+SOURCE_FILES = ("source.spm",)
 VERSION = "1"
 
 # Inputs of text by task, where they are not `text` alone.
@@ -177,7 +181,7 @@ def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Pa
         folder = snapshot_download(
             model,
             revision=revision,
-            allow_patterns=list(ALLOWED_FILES),
+            allow_patterns=[*ALLOWED_FILES, *SOURCE_FILES],
             local_dir=scratch / "download",
         )
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
@@ -195,6 +199,11 @@ def _copy_checkpoint(source: Path, into: Path) -> None:
             if path.is_file() and _is_allowed(path.name):
                 (into / folder).mkdir(exist_ok=True)
                 shutil.copyfile(_resolve_inside(source, path), into / folder / path.name)
+    if has_marian_files(source):
+        try:
+            convert_marian(source).save(str(into / "tokenizer.json"))
+        except (ConversionError, SentencePieceError) as error:
+            raise FetchError(f"there is no tokenizer.json, and none can be made: {error}") from None
 
 
 def _module_folders(source: Path) -> list[str]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from varlen.models import inputs
 from varlen.program.program import State, Value
@@ -14,7 +15,15 @@ class Attention(Protocol):
     """Records the attention of one layer."""
 
     def record(
-        self, ops: Recorder, layer: int, qkv: Value, heads: AttentionHeads, *, window: int = 0
+        self,
+        ops: Recorder,
+        layer: int,
+        qkv: Value,
+        heads: AttentionHeads,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+        bias: Tensor | None = None,
     ) -> Value:
         """Record causal attention and return its context, `[tokens, heads.width]`.
 
@@ -23,7 +32,9 @@ class Attention(Protocol):
             layer: number of the layer, from 0.
             qkv: queries, keys and values of each token, positions applied.
             heads: of the layer.
+            scale: multiplies the scores; None is heads.dim ** -0.5.
             window: number of last tokens that a token reads; 0 is all.
+            bias: `[heads.queries, 2 * reach + 1]` fp32, added to scores by distance; see `attention_varlen`.
         """
 
 
@@ -38,10 +49,19 @@ class PackedAttention:
         qkv: Value,
         heads: AttentionHeads,
         *,
+        scale: float | None = None,
         window: int = 0,
+        bias: Tensor | None = None,
     ) -> Value:
-        bounds, scale = inputs.cu_seqlens(ops), heads.dim**-0.5
-        return ops.attention_varlen(qkv, bounds, heads, scale=scale, causal=True, window=window)
+        return ops.attention_varlen(
+            qkv,
+            inputs.cu_seqlens(ops),
+            heads,
+            scale=_scale(scale, heads),
+            causal=True,
+            window=window,
+            bias=bias,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +90,28 @@ class PagedAttention(_KvCaches):
     """Attention over KV blocks; the keys and values of the step's tokens are appended first."""
 
     def record(
-        self, ops: Recorder, layer: int, qkv: Value, heads: AttentionHeads, *, window: int = 0
+        self,
+        ops: Recorder,
+        layer: int,
+        qkv: Value,
+        heads: AttentionHeads,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+        bias: Tensor | None = None,
     ) -> Value:
         keys, values = self._of(ops, layer, heads)
         ops.append_kv(qkv, inputs.slots(ops), keys, values, heads)
-        tables, scale = inputs.block_tables(ops), heads.dim**-0.5
-        return ops.attention_paged(qkv, keys, values, tables, heads, scale=scale, window=window)
+        return ops.attention_paged(
+            qkv,
+            keys,
+            values,
+            inputs.block_tables(ops),
+            heads,
+            scale=_scale(scale, heads),
+            window=window,
+            bias=bias,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +149,7 @@ class CrossAttention(_KvCaches):
         keys, values = self._of(ops, layer, heads)
         tables = inputs.source_tables(ops)
         return ops.attention_paged(queries, keys, values, tables, heads, scale=scale)
+
+
+def _scale(scale: float | None, heads: AttentionHeads) -> float:
+    return heads.dim**-0.5 if scale is None else scale

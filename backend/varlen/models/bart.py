@@ -18,7 +18,7 @@ from varlen.models.bart_checkpoint import LEARNED_OFFSET, BartConfig, StackConfi
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.embedding_tables import read_tables
 from varlen.models.layers import LayerReader, Linear, Norm
-from varlen.models.output import record_output
+from varlen.models.output import record_output, suppress_tokens
 from varlen.models.residual import ResidualStream
 from varlen.models.sinusoidal import m2m_positions, marian_positions
 from varlen.models.weights import CheckpointWeights
@@ -217,7 +217,9 @@ def load_bart(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) 
             ),
             decoder_norm=read.last_norm("decoder"),
             attention_heads=_heads(config, decoder),
-            output=Linear(tables.output_weight, read.output_bias()),
+            output=suppress_tokens(
+                Linear(tables.output_weight, read.output_bias()), checkpoint.masked_tokens
+            ),
         )
 
 

@@ -1,4 +1,4 @@
-"""Byte-pair tokenizers of decoders: tokenizer_config.json must agree with tokenizer.json.
+"""Tokenizers of generating models: tokenizer_config.json must agree with tokenizer.json.
 
 Releases of transformers differ in which fields of the first override the second: tokens that are added at the ends
 of a text, and a space before it. varlen tokenizes with tokenizer.json alone.
@@ -13,10 +13,14 @@ from varlen.models.config_file import Json, show
 _CONFIG = "tokenizer_config.json"
 # Classes that put no space before a text where tokenizer_config.json does not say it.
 _CLASSES_WITHOUT_SPACE = (
+    "BartTokenizer",
+    "BartTokenizerFast",
     "GPT2Tokenizer",
     "GPT2TokenizerFast",
     "Qwen2Tokenizer",
     "Qwen2TokenizerFast",
+    "RobertaTokenizer",
+    "RobertaTokenizerFast",
 )
 
 
@@ -28,7 +32,7 @@ def check_byte_pair_tokenizer(config: Json, tokenizer: Json, class_name: str) ->
         tokenizer: content of tokenizer.json.
         class_name: the class that transformers takes.
     """
-    first, last = _added_tokens(tokenizer)
+    first, last = added_tokens(tokenizer)
     for key, token_key, added in (
         ("add_bos_token", "bos_token", first),
         ("add_eos_token", "eos_token", last),
@@ -63,7 +67,7 @@ def _refuse(config: Json, key: str, found: str) -> None:
     )
 
 
-def _added_tokens(tokenizer: Json) -> tuple[list[str], list[str]]:
+def added_tokens(tokenizer: Json) -> tuple[list[str], list[str]]:
     """Return the tokens that tokenizer.json puts before and after a text."""
     before: list[str] = []
     after: list[str] = []

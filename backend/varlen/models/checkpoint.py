@@ -10,7 +10,13 @@ from pathlib import Path
 
 from varlen.config import Task
 from varlen.errors import CheckpointError
-from varlen.models import bart_checkpoint, bert_checkpoint, gpt2_checkpoint, llama_checkpoint
+from varlen.models import (
+    bart_checkpoint,
+    bert_checkpoint,
+    gpt2_checkpoint,
+    llama_checkpoint,
+    t5_checkpoint,
+)
 from varlen.models.config_file import Json, read_int, read_num_labels, read_object
 from varlen.models.family import Family
 from varlen.models.generation_config import check_generation, read_end_tokens
@@ -26,6 +32,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": gpt2_checkpoint.FAMILY,
     **llama_checkpoint.FAMILIES,
     **bart_checkpoint.FAMILIES,
+    **t5_checkpoint.FAMILIES,
 }
 
 
@@ -112,6 +119,11 @@ class Checkpoint:
                 else None
             ),
         )
+
+    @property
+    def masked_tokens(self) -> tuple[int, ...]:
+        """Tokens whose logits are -inf; see `TranslateSettings`."""
+        return () if self.translate is None else self.translate.masked_tokens
 
     @property
     def is_decoder(self) -> bool:

@@ -18,6 +18,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
 }
 # Fields of config.json that change no logit and no hidden state of any family.
 HARMLESS_FIELDS = frozenset(

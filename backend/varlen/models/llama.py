@@ -83,7 +83,7 @@ class Llama:
         for number, layer in enumerate(self.layers):
             attended = self._record_attention(ops, attention, number, x)
             residual, x = ops.residual_rms_norm(attended, residual, layer.mlp_norm, eps=eps)
-            inner = ops.silu_gate(layer.gate_up.record(ops, x))
+            inner = ops.activate_gate(layer.gate_up.record(ops, x), kind="silu")
             x = layer.down.record(ops, inner)
             residual, x = ops.residual_rms_norm(x, residual, norms[number + 1], eps=eps)
         return x

@@ -1,5 +1,7 @@
 """The output layer of decoders: the logits of the next token."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,16 @@ def read_output(read: LayerReader, table: Tensor, *, is_tied: bool) -> Linear:
             " set tie_word_embeddings to false"
         )
     return Linear(table.t(), None)
+
+
+def suppress_tokens(output: Linear, tokens: Sequence[int]) -> Linear:
+    """Return the output layer with logits of -inf for these tokens."""
+    if not tokens:
+        return output
+    bias = output.weight.new_zeros(output.weight.shape[1]) if output.bias is None else output.bias
+    return Linear(
+        output.weight, bias.index_fill(0, torch.tensor(tokens).to(bias.device), -torch.inf)
+    )
 
 
 def record_output(ops: Recorder, output: Linear, hidden: Value) -> Value:

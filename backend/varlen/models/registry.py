@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from varlen.models import bart_checkpoint, llama_checkpoint
+from varlen.models import bart_checkpoint, llama_checkpoint, t5_checkpoint
 from varlen.models.attention import Attention, CrossAttention, PackedAttention
 from varlen.models.bart import load_bart
 from varlen.models.bert import load_bert
@@ -14,6 +14,7 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.models.gpt2 import load_gpt2
 from varlen.models.heads import Heads
 from varlen.models.llama import load_llama
+from varlen.models.t5 import load_t5
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
 
@@ -95,7 +96,10 @@ _DECODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], Decode
 }
 _ENCODER_DECODERS: Mapping[
     str, Callable[[Checkpoint, torch.dtype, torch.device], EncoderDecoderModel]
-] = dict.fromkeys(bart_checkpoint.FAMILIES, load_bart)
+] = {
+    **dict.fromkeys(bart_checkpoint.FAMILIES, load_bart),
+    **dict.fromkeys(t5_checkpoint.FAMILIES, load_t5),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from torch import Tensor
+
 from varlen.models.layers import Norm
 from varlen.program.program import Value
 from varlen.program.recorder import Recorder
@@ -50,3 +52,33 @@ class ResidualStream:
             )
         else:
             self.x = self._ops.add_layer_norm(y, self.x, norm.weight, norm.bias, eps=eps)
+
+
+class RmsResidualStream:
+    """Records the residual sums and RMS norms between sublayers, with norms before them.
+
+    Attributes:
+        x: what the next sublayer reads, `[tokens, hidden]`; after the last one, the result of the stack.
+    """
+
+    def __init__(
+        self, ops: Recorder, embedded: Value, norms: Iterable[Tensor], *, eps: float
+    ) -> None:
+        """Begin with embedded tokens.
+
+        Args:
+            ops: has recorded `embedded`.
+            embedded: `[tokens, hidden]`.
+            norms: `[hidden]` before each sublayer, in their order, and after the last one.
+            eps: added to mean squares.
+        """
+        self._ops = ops
+        self._norms = iter(norms)
+        self._eps = eps
+        self._residual = embedded
+        self.x = ops.rms_norm(embedded, next(self._norms), eps=eps)
+
+    def add(self, y: Value) -> None:
+        """Record the sum with the output of a sublayer, `[tokens, hidden]`, and the next norm."""
+        norm = next(self._norms)
+        self._residual, self.x = self._ops.residual_rms_norm(y, self._residual, norm, eps=self._eps)

@@ -9,13 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from varlen.errors import CheckpointError
-from varlen.models.byte_pair_tokenizer import check_byte_pair_tokenizer, token_text
+from varlen.models.byte_pair_tokenizer import (
+    added_tokens,
+    check_byte_pair_tokenizer,
+    token_text,
+)
 from varlen.models.config_file import Json, read_object, read_optional_object, show
 from varlen.models.family import Family
 
 _CONFIG = "tokenizer_config.json"
 _CHAT_TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
+# The source language of classes that put its token around a text, where tokenizer_config.json does not name it.
+_SOURCE_LANGUAGES = {
+    **dict.fromkeys(("NllbTokenizer", "NllbTokenizerFast"), "eng_Latn"),
+    **dict.fromkeys(("MBartTokenizer", "MBartTokenizerFast"), "en_XX"),
+    **dict.fromkeys(("MBart50Tokenizer", "MBart50TokenizerFast"), "en_XX"),
+    "M2M100Tokenizer": "en",
+}
 # Classes whose fields override tokenizer.json.
 _BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
 
@@ -65,8 +76,9 @@ def read_tokenizer_settings(folder: Path, family: Family, *, lowercase: bool) ->
             f"{_CONFIG} has truncation_side {show(config['truncation_side'])}; allowed: right"
         )
     class_name = str(config.get("tokenizer_class") or family.tokenizer_class)
-    if family.kind == "decoder":
+    if family.kind != "encoder":
         check_byte_pair_tokenizer(config, tokenizer, class_name)
+        _check_source_language(config, tokenizer, class_name)
     elif class_name in _BERT_CLASSES:
         _check_normalizer(config, normalizer)
     return TokenizerSettings(
@@ -140,6 +152,24 @@ def _check_normalizer(config: Json, normalizer: object) -> None:
                 f"{_CONFIG} has {key} {show(theirs)}{'' if key in config else ' (its default)'},"
                 f" and the normalizer of tokenizer.json {show(ours)}; make them agree"
             )
+
+
+def _check_source_language(config: Json, tokenizer: Json, class_name: str) -> None:
+    """Raise CheckpointError unless tokenizer.json adds the token of the source language.
+
+    transformers replaces what tokenizer.json adds.
+    """
+    language = config.get("src_lang") or _SOURCE_LANGUAGES.get(class_name)
+    if class_name not in _SOURCE_LANGUAGES or language is None:
+        return
+    first, last = added_tokens(tokenizer)
+    # the second form is that of M2M-100
+    if not {language, f"__{language}__"} & {*first, *last}:
+        default = "" if config.get("src_lang") else " (its default)"
+        raise CheckpointError(
+            f"{_CONFIG} has src_lang {show(language)}{default}, and tokenizer.json adds {show(first)} before a text"
+            f" and {show(last)} after it; save the tokenizer again with that src_lang"
+        )
 
 
 def _lowercases(normalizer: object) -> bool:

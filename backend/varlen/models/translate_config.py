@@ -105,6 +105,11 @@ class TranslateSettings:
     tokens: TargetTokens
     defaults: TranslateDefaults
 
+    @property
+    def masked_tokens(self) -> tuple[int, ...]:
+        """Tokens whose logits are -inf: suppressed ones, if the other probabilities are normalised without them."""
+        return self.tokens.suppressed if self.defaults.renormalize_logits else ()
+
 
 def read_translate_settings(folder: Path, config: Json, *, vocab_size: int) -> TranslateSettings:
     """Return the settings of a checkpoint.

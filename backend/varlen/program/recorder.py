@@ -203,10 +203,10 @@ class Recorder:
         )
         return total, normed
 
-    def silu_gate(self, x: Value) -> Value:
+    def activate_gate(self, x: Value, *, kind: Activation) -> Value:
         rows, width = x.shape
         assert isinstance(width, int)
-        return self._call("silu_gate", (x,), (rows, width // 2), x.dtype)
+        return self._call("activate_gate", (x,), (rows, width // 2), x.dtype, kind=kind)
 
     def norm_heads(
         self,

@@ -91,7 +91,7 @@ def test_takes_an_unknown_feature_that_is_off(folder, value):
             'has position_embedding_type "relative_key"; allowed: "absolute"',
         ),
         ("hidden_act", ["gelu"], "allowed: gelu, gelu_new"),
-        ("hidden_act", "silu", 'has hidden_act "silu"; allowed: gelu, gelu_new'),
+        ("hidden_act", "mish", 'has hidden_act "mish"; allowed: gelu, gelu_new'),
         ("num_attention_heads", 5, "hidden_size 24 is not a multiple of num_attention_heads 5"),
         ("layer_norm_eps", "small", "has layer_norm_eps 'small'; allowed: numbers from 0"),
         ("layer_norm_eps", True, "has layer_norm_eps True; allowed: numbers from 0"),

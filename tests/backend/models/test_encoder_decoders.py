@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.checkpoints import change_tensors, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings, relative_error
 
 from .oracle import load_oracle, translated
@@ -10,6 +11,7 @@ from .paged_pairs import run_in_chunks
 
 BART, MBART = "BartForConditionalGeneration", "MBartForConditionalGeneration"
 MARIAN, M2M100 = "MarianMTModel", "M2M100ForConditionalGeneration"
+T5, MT5 = "T5ForConditionalGeneration", "MT5ForConditionalGeneration"
 CASES = {
     "bart": (BART, {}),
     "bart-scaled": (BART, {"scale_embedding": True}),
@@ -18,7 +20,7 @@ CASES = {
     "bart-no-layers": (BART, {"encoder_layers": 0, "decoder_layers": 1}),
     "mbart": (MBART, {"scale_embedding": True}),
     "mbart-untied": (MBART, {"tie_word_embeddings": False}),
-    "marian": (MARIAN, {}),
+    "marian": (MARIAN, {"activation_function": "swish"}),
     "marian-scaled": (MARIAN, {"scale_embedding": True}),
     "marian-two-vocabularies": (
         MARIAN,
@@ -27,9 +29,16 @@ CASES = {
     "marian-untied": (MARIAN, {"tie_word_embeddings": False}),
     "m2m": (M2M100, {}),
     "m2m-other-padding": (M2M100, {"pad_token_id": 5, "scale_embedding": False}),
+    "t5": (T5, {}),
+    "t5-untied": (T5, {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}),
+    "t5-gated-silu": (T5, {"feed_forward_proj": "gated-silu"}),
+    "t5-wide-heads": (T5, {"d_kv": 16, "layer_norm_epsilon": 1e-2}),
+    "t5-default-layers": (T5, {"num_layers": 1, "num_decoder_layers": None}),
+    "mt5": (MT5, {"feed_forward_proj": "gated-gelu"}),
+    "mt5-relu": (MT5, {"feed_forward_proj": "relu"}),
 }
 # One of each family, for tests that no option concerns.
-PLAIN = ["bart", "mbart", "marian-scaled", "m2m"]
+PLAIN = ["bart", "mbart", "marian-scaled", "m2m", "t5", "mt5"]
 SIZES = [1, 1, 7, 3]
 
 
@@ -64,6 +73,40 @@ def test_the_ops_of_cpus_match_for_any_size_of_a_block(make_checkpoint, pairs, b
 
         expected = translated(load_oracle(folder, kind), pairs)
         assert_rows_close(logits, expected, roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize("case", ["bart", "t5"])
+def test_tensors_that_are_not_the_shared_table_are_used(make_checkpoint, pairs, case):
+    """T5 1.1 has its own output matrix, though transformers 5 takes it for tied."""
+    kind, options = CASES[case]
+    folder = make_checkpoint(kind, **options)
+    prefix = "" if case == "t5" else "model."
+
+    def add_tables(tensors):
+        shared = tensors[f"{prefix}shared.weight"]
+        for name in (f"{prefix}encoder.embed_tokens", f"{prefix}decoder.embed_tokens", "lm_head"):
+            tensors[f"{name}.weight"] = torch.randn_like(shared)
+
+    change_tensors(folder, add_tables)
+
+    logits = run_in_chunks(folder, pairs, SIZES)
+
+    expected = translated(load_oracle(folder, kind), pairs)
+    assert_rows_close(logits, expected, roundings=encoder_roundings(folder))
+
+
+@pytest.mark.parametrize("case", ["marian-scaled", "m2m"])
+def test_probabilities_are_normalized_without_suppressed_tokens(make_checkpoint, pairs, case):
+    """As transformers does with renormalize_logits, which OPUS-MT checkpoints set."""
+    kind, options = CASES[case]
+    folder = make_checkpoint(kind, **options)
+    set_fields(folder, "generation_config.json", renormalize_logits=True, bad_words_ids=[[1], [70]])
+
+    logits = run_in_chunks(folder, pairs, SIZES)
+
+    expected = translated(load_oracle(folder, kind), pairs)
+    expected = [row.index_fill(1, torch.tensor([1, 70]), -torch.inf) for row in expected]
+    assert_rows_close(logits, expected, roundings=encoder_roundings(folder))
 
 
 @pytest.mark.parametrize("case", PLAIN)

@@ -10,7 +10,7 @@ from varlen_kernels.tuning import forced_launch
 from .compare import DTYPES, SIZES, assert_close, rand, spread
 from .guards import write_guarded
 
-KINDS = pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu"])
+KINDS = pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
 
 
 def inputs(tokens, width, dtype, device):

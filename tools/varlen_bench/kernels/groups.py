@@ -60,7 +60,7 @@ def activation(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return bias and GELU, and SwiGLU for a server's batch."""
     calls = _served_and_paper(grid, partial(rows.activate, dtype=dtype), _FEATURES_FACTOR)
     features = [_FEATURES_FACTOR * width for width, _ in grid.serving_widths]
-    gates = [rows.silu_gate(grid.serving_tokens, count, dtype) for count in features]
+    gates = [rows.activate_gate(grid.serving_tokens, count, dtype) for count in features]
     # the paper last, in case the time runs out
     return [*calls[: len(gates)], *gates, *calls[len(gates) :]]
 

@@ -94,7 +94,7 @@ def _first(result: object, inputs: Inputs) -> Tensor:
     return as_tensor(result[0] if isinstance(result, tuple) else result, inputs)
 
 
-def _silu_gate(call: OpCall) -> Peers:
+def _activate_gate(call: OpCall) -> Peers:
     def prepare(inputs: Inputs) -> Inputs:
         gate, up = inputs["x"].chunk(2, dim=1)
         return {"gate": gate.contiguous(), "up": up.contiguous()}
@@ -281,7 +281,7 @@ _PEERS: dict[str, Callable[[OpCall], Peers]] = {
     "add_layer_norm": _add_layer_norm,
     "residual_rms_norm": _residual_rms_norm,
     "activate": _formula,
-    "silu_gate": _silu_gate,
+    "activate_gate": _activate_gate,
     "embed_layer_norm": _formula,
     "attention_varlen": _attention,
     "append_kv": _append_kv,

@@ -12,6 +12,7 @@ from varlen_bench.ops.kv_blocks import append_kv, attention_paged
 from varlen_bench.ops.padded import masked_softmax, pack, unpack
 from varlen_bench.ops.rows import (
     activate,
+    activate_gate,
     add_layer_norm,
     embed,
     embed_layer_norm,
@@ -21,7 +22,6 @@ from varlen_bench.ops.rows import (
     residual_rms_norm,
     rms_norm,
     rotary,
-    silu_gate,
 )
 from varlen_bench.ops.sampling import sample_tokens
 from varlen_bench.ops.sequences import attention_varlen, first_tokens, pool
@@ -169,7 +169,7 @@ COMPILED = [
         CompiledCall(kind, partial(activate, 64, 3072, kind=kind), 0)
         for kind in get_args(Activation)
     ),
-    CompiledCall("3072", partial(silu_gate, 64, 3072), 0),
+    CompiledCall("3072", partial(activate_gate, 64, 3072), 0),
     # one load of a length; 10 and 500 keys allow vectors of 2 and 4 elements
     _softmax(10),
     _softmax(80, 1),

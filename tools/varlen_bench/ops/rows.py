@@ -136,6 +136,8 @@ def activate(
     def formula(x: Tensor, bias: Tensor) -> Tensor:
         if kind == "relu":
             return F.relu(x + bias)
+        if kind == "silu":
+            return F.silu(x + bias)
         return F.gelu(x + bias, approximate="tanh" if kind == "gelu_tanh" else "none")
 
     return OpCall(
@@ -154,7 +156,7 @@ def activate(
     )
 
 
-def silu_gate(tokens: int, features: int, dtype: torch.dtype) -> OpCall:
+def activate_gate(tokens: int, features: int, dtype: torch.dtype) -> OpCall:
     """Return the gate of a SwiGLU block."""
 
     def formula(x: Tensor) -> Tensor:
@@ -162,9 +164,10 @@ def silu_gate(tokens: int, features: int, dtype: torch.dtype) -> OpCall:
         return F.silu(gate) * up
 
     return OpCall(
-        op="silu_gate",
+        op="activate_gate",
         shape=f"{tokens}x{features}",
         dtype=dtype,
+        options={"kind": "silu"},
         inputs=lambda make: {
             "x": make.random(tokens, 2 * features),
             "out": make.unwritten(tokens, features),

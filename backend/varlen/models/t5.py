@@ -1,0 +1,262 @@
+"""T5 and mT5: encoder and decoder with relative positions and RMS norms.
+
+Source: Raffel et al. 2019, arXiv:1910.10683; Shazeer 2020, arXiv:2002.05202 (gates of T5 1.1); Xue et al. 2020,
+arXiv:2010.11934 (mT5); tensor names as Hugging Face transformers saves them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from varlen.models import inputs
+from varlen.models.attention import Attention, CrossAttention
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.embedding_tables import read_tables
+from varlen.models.layers import LayerReader, Linear
+from varlen.models.output import record_output, suppress_tokens
+from varlen.models.relative_positions import bias_by_distance
+from varlen.models.residual import RmsResidualStream
+from varlen.models.t5_checkpoint import T5Config, table_names
+from varlen.models.weights import CheckpointWeights
+from varlen.program.program import Value
+from varlen.program.recorder import AttentionHeads, Recorder
+from varlen_kernels import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class T5SelfAttention:
+    """Attention inside a sequence; query, key and value are one matrix, side by side."""
+
+    norm: Tensor
+    qkv: Linear
+    output: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class T5SourceAttention:
+    """Attention to a source; key and value are one matrix, side by side."""
+
+    norm: Tensor
+    query: Linear
+    kv: Linear
+    output: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class T5FeedForward:
+    """The feed-forward part of a layer; gate and up are one matrix."""
+
+    norm: Tensor
+    up: Linear
+    down: Linear
+    activation: Activation
+    is_gated: bool
+
+    def record(self, ops: Recorder, x: Value) -> Value:
+        """Record its output, `[tokens, hidden]`."""
+        inner, activate = self.up.record(ops, x), ops.activate
+        if self.is_gated:
+            activate = ops.activate_gate
+        return self.down.record(ops, activate(inner, kind=self.activation))
+
+
+@dataclass(frozen=True, slots=True)
+class T5EncoderLayer:
+    """One layer of the encoder."""
+
+    attention: T5SelfAttention
+    mlp: T5FeedForward
+
+    @property
+    def norms(self) -> tuple[Tensor, ...]:
+        """The norm before each part."""
+        return self.attention.norm, self.mlp.norm
+
+
+@dataclass(frozen=True, slots=True)
+class T5DecoderLayer:
+    """One layer of the decoder."""
+
+    attention: T5SelfAttention
+    source: T5SourceAttention
+    mlp: T5FeedForward
+
+    @property
+    def norms(self) -> tuple[Tensor, ...]:
+        """The norm before each part."""
+        return self.attention.norm, self.source.norm, self.mlp.norm
+
+
+@dataclass(frozen=True, slots=True)
+class T5:
+    """A T5 or mT5 in one dtype.
+
+    Attributes:
+        source_table, target_table: `[vocabulary, hidden]`, embeddings of the encoder and the decoder.
+        encoder_bias, decoder_bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
+        encoder_norm, decoder_norm: `[hidden]`, after the last layer; that of the decoder includes the scale before
+            the output layer.
+        output: `[hidden, vocabulary]`.
+        attention_heads: heads of all layers.
+    """
+
+    source_table: Tensor
+    encoder_layers: tuple[T5EncoderLayer, ...]
+    encoder_bias: Tensor
+    encoder_norm: Tensor
+    target_table: Tensor
+    decoder_layers: tuple[T5DecoderLayer, ...]
+    decoder_bias: Tensor
+    decoder_norm: Tensor
+    output: Linear
+    attention_heads: AttentionHeads
+    norm_eps: float
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the decoder."""
+        return len(self.decoder_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of targets below this are valid."""
+        return self.target_table.shape[0]
+
+    def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
+        """Record the encoder, and storing its keys and values for each layer of the decoder."""
+        heads, layers = self.attention_heads, self.encoder_layers
+        stream = self._stream(ops, self.source_table, layers, self.encoder_norm)
+        for layer in layers:
+            context = ops.attention_varlen(
+                layer.attention.qkv.record(ops, stream.x),
+                inputs.cu_seqlens(ops),
+                heads,
+                scale=1.0,
+                bias=self.encoder_bias,
+            )
+            stream.add(layer.attention.output.record(ops, context))
+            stream.add(layer.mlp.record(ops, stream.x))
+        for number, decoder_layer in enumerate(self.decoder_layers):
+            cross.store(ops, number, decoder_layer.source.kv.record(ops, stream.x), heads)
+
+    def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
+        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
+        heads, layers = self.attention_heads, self.decoder_layers
+        stream = self._stream(ops, self.target_table, layers, self.decoder_norm)
+        for number, layer in enumerate(layers):
+            qkv = layer.attention.qkv.record(ops, stream.x)
+            context = attention.record(ops, number, qkv, heads, scale=1.0, bias=self.decoder_bias)
+            stream.add(layer.attention.output.record(ops, context))
+            queries = layer.source.query.record(ops, stream.x)
+            context = cross.attend(ops, number, queries, heads, scale=1.0)
+            stream.add(layer.source.output.record(ops, context))
+            stream.add(layer.mlp.record(ops, stream.x))
+        return stream.x
+
+    def record_logits(self, ops: Recorder, hidden: Value) -> Value:
+        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
+        return record_output(ops, self.output, hidden)
+
+    def _stream(
+        self,
+        ops: Recorder,
+        table: Tensor,
+        layers: Sequence[T5EncoderLayer] | Sequence[T5DecoderLayer],
+        last_norm: Tensor,
+    ) -> RmsResidualStream:
+        """Record the embeddings and return the residual stream of a stack."""
+        norms = chain.from_iterable(layer.norms for layer in layers)
+        embedded = ops.embed(inputs.token_ids(ops), table)
+        return RmsResidualStream(ops, embedded, chain(norms, [last_norm]), eps=self.norm_eps)
+
+
+def load_t5(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> T5:
+    """Return the model of a checkpoint in `dtype` on `device`.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
+    """
+    config = T5Config.read(checkpoint.config)
+    size = config.vocab_size
+    with CheckpointWeights(checkpoint.folder) as weights:
+        layers = LayerReader(weights, dtype, device)
+        read = _T5Reader(config, layers)
+        names = table_names(weights)
+        tables = read_tables(layers, names, config.hidden, sources=size, targets=size)
+        return T5(
+            source_table=tables.source,
+            encoder_layers=tuple(
+                T5EncoderLayer(read.attention(at), read.mlp(f"{at}.1"))
+                for at in _layer_names("encoder", config.encoder_layers)
+            ),
+            encoder_bias=read.bias("encoder", is_causal=False),
+            encoder_norm=read.norm("encoder.final_layer_norm"),
+            target_table=tables.target,
+            decoder_layers=tuple(
+                T5DecoderLayer(read.attention(at), read.source_attention(at), read.mlp(f"{at}.2"))
+                for at in _layer_names("decoder", config.decoder_layers)
+            ),
+            decoder_bias=read.bias("decoder", is_causal=True),
+            decoder_norm=read.norm("decoder.final_layer_norm") * config.output_scale,
+            output=suppress_tokens(Linear(tables.output_weight, None), checkpoint.masked_tokens),
+            attention_heads=AttentionHeads(config.num_heads, config.num_heads, config.head_dim),
+            norm_eps=config.norm_eps,
+        )
+
+
+class _T5Reader:
+    """Reads the parts of the model by their names in a checkpoint."""
+
+    def __init__(self, config: T5Config, read: LayerReader) -> None:
+        self._config = config
+        self._read = read
+
+    def attention(self, layer: str) -> T5SelfAttention:
+        name = f"{layer}.0.SelfAttention"
+        qkv, norm = self._inputs(name, "q", "k", "v"), self.norm(f"{layer}.0.layer_norm")
+        return T5SelfAttention(norm, qkv, self._output(name))
+
+    def source_attention(self, layer: str) -> T5SourceAttention:
+        name = f"{layer}.1.EncDecAttention"
+        return T5SourceAttention(
+            norm=self.norm(f"{layer}.1.layer_norm"),
+            query=self._inputs(name, "q"),
+            kv=self._inputs(name, "k", "v"),
+            output=self._output(name),
+        )
+
+    def mlp(self, part: str) -> T5FeedForward:
+        config, name = self._config, f"{part}.DenseReluDense"
+        ups = [f"{name}.wi_0", f"{name}.wi_1"] if config.is_gated else [f"{name}.wi"]
+        return T5FeedForward(
+            norm=self.norm(f"{part}.layer_norm"),
+            up=self._read.linear(ups, config.hidden, [config.inner] * len(ups), bias=False),
+            down=self._read.linear([f"{name}.wo"], config.inner, [config.hidden], bias=False),
+            activation=config.activation,
+            is_gated=config.is_gated,
+        )
+
+    def norm(self, name: str) -> Tensor:
+        return self._read.tensor(f"{name}.weight", self._config.hidden)
+
+    def bias(self, stack: str, *, is_causal: bool) -> Tensor:
+        config = self._config
+        name = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        table = self._read.tensor(name, config.buckets, config.num_heads)
+        return bias_by_distance(table, max_distance=config.max_distance, is_causal=is_causal)
+
+    def _inputs(self, attention: str, *parts: str) -> Linear:
+        names = [f"{attention}.{part}" for part in parts]
+        widths = [self._config.width] * len(names)
+        return self._read.linear(names, self._config.hidden, widths, bias=False)
+
+    def _output(self, attention: str) -> Linear:
+        config = self._config
+        return self._read.linear([f"{attention}.o"], config.width, [config.hidden], bias=False)
+
+
+def _layer_names(stack: str, layers: int) -> list[str]:
+    return [f"{stack}.block.{index}.layer" for index in range(layers)]

@@ -1,0 +1,216 @@
+"""Checks of a T5 or mT5 checkpoint: fields of config.json, names and shapes of tensors.
+
+T5 1.1 and Flan-T5 checkpoints are T5 ones.
+Source of the names: T5 as saved by Hugging Face transformers.
+"""
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from varlen.config import Task
+from varlen.errors import CheckpointError
+from varlen.models import seq2seq_fields
+from varlen.models.config_file import (
+    ACTIVATIONS,
+    Json,
+    check_fields,
+    check_unquantized,
+    read_flag,
+    read_int,
+    read_norm_eps,
+)
+from varlen.models.embedding_tables import TableNames
+from varlen.models.family import Family, ModelSizes
+from varlen.models.weights import TensorHeader, check_all_used, check_tensor
+from varlen_kernels import Activation
+
+# Fields that this version reads.
+READ_FIELDS = seq2seq_fields.READ_FIELDS | frozenset(
+    "d_ff d_kv d_model dense_act_fn feed_forward_proj is_gated_act layer_norm_epsilon num_decoder_layers num_heads"
+    " num_layers relative_attention_max_distance relative_attention_num_buckets scale_decoder_outputs".split()
+)
+# Fields that change no logit: of training, and of releases that bounded positions.
+HARMLESS_FIELDS = seq2seq_fields.HARMLESS_FIELDS | frozenset(
+    "dropout_rate initializer_factor n_positions".split()
+)
+
+# Longest sequence; relative positions have no limit, but an engine plans memory for it.
+LONGEST_SEQUENCE = 32_768
+
+_MAX_DISTANCE, _BUCKETS = "relative_attention_max_distance", "relative_attention_num_buckets"
+# Saved by old releases, and not used by any.
+_UNUSED_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+# Where config.json has no feed_forward_proj.
+_FEED_FORWARD = {"t5": "relu", "mt5": "gated-gelu"}
+
+
+@dataclass(frozen=True, slots=True)
+class T5Config:
+    """The fields of config.json that shape the model.
+
+    Attributes:
+        head_dim: features of a head; all heads together may be wider or narrower than hidden.
+        buckets: number of biases by distance.
+        max_distance: from this distance on, all share one bias.
+        is_gated: whether the feed-forward parts have a gate.
+        output_scale: multiplies the last hidden state before the output layer.
+    """
+
+    vocab_size: int
+    hidden: int
+    inner: int
+    num_heads: int
+    head_dim: int
+    encoder_layers: int
+    decoder_layers: int
+    buckets: int
+    max_distance: int
+    activation: Activation
+    is_gated: bool
+    norm_eps: float
+    output_scale: float
+
+    @classmethod
+    def read(cls, config: Json) -> "T5Config":
+        """Return the fields; raise CheckpointError for a configuration that is not served."""
+        check_unquantized(config)
+        known = READ_FIELDS | HARMLESS_FIELDS
+        check_fields(config, "config.json", known=known, fixed=seq2seq_fields.FIXED_FIELDS)
+        activation, is_gated = _read_feed_forward(config)
+        layers, hidden = read_int(config, "num_layers"), read_int(config, "d_model")
+        has_own_layers = config.get("num_decoder_layers") is not None
+        return cls(
+            vocab_size=read_int(config, "vocab_size"),
+            hidden=hidden,
+            inner=read_int(config, "d_ff"),
+            num_heads=read_int(config, "num_heads"),
+            head_dim=read_int(config, "d_kv"),
+            encoder_layers=layers,
+            decoder_layers=read_int(config, "num_decoder_layers") if has_own_layers else layers,
+            **_read_buckets(config),
+            activation=activation,
+            is_gated=is_gated,
+            norm_eps=read_norm_eps(config, "layer_norm_epsilon", default=1e-6),
+            output_scale=hidden**-0.5 if _scales_output(config) else 1.0,
+        )
+
+    @property
+    def width(self) -> int:
+        """Features of the queries of one token, and of its keys and values."""
+        return self.num_heads * self.head_dim
+
+
+def table_names(present: Container[str]) -> TableNames:
+    """Return the names of the tensors that hold the tables, given those of the checkpoint.
+
+    Since release 5, transformers ties them whatever config.json says, unless the checkpoint has several.
+    """
+    own = TableNames("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+    return own.find(("shared.weight", own.source, own.target, own.output), present)
+
+
+def tensor_shapes(config: T5Config, present: Container[str]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors that loading reads, by name.
+
+    Args:
+        config: of the checkpoint.
+        present: names of all tensors of the checkpoint.
+    """
+    hidden, inner, width = config.hidden, config.inner, config.width
+    tables = table_names(present)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+        (tables.source, tables.target, tables.output), (config.vocab_size, hidden)
+    )
+    for stack, layers, attentions in (
+        ("encoder", config.encoder_layers, ("SelfAttention",)),
+        ("decoder", config.decoder_layers, ("SelfAttention", "EncDecAttention")),
+    ):
+        shapes[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] = (
+            config.buckets,
+            config.num_heads,
+        )
+        for index in range(layers):
+            layer = f"{stack}.block.{index}.layer"
+            for number, attention in enumerate(attentions):
+                for part in "qkv":
+                    shapes[f"{layer}.{number}.{attention}.{part}.weight"] = (width, hidden)
+                shapes[f"{layer}.{number}.{attention}.o.weight"] = (hidden, width)
+                shapes[f"{layer}.{number}.layer_norm.weight"] = (hidden,)
+            mlp = f"{layer}.{len(attentions)}"
+            for name in ("wi_0", "wi_1") if config.is_gated else ("wi",):
+                shapes[f"{mlp}.DenseReluDense.{name}.weight"] = (inner, hidden)
+            shapes[f"{mlp}.DenseReluDense.wo.weight"] = (hidden, inner)
+            shapes[f"{mlp}.layer_norm.weight"] = (hidden,)
+        shapes[f"{stack}.final_layer_norm.weight"] = (hidden,)
+    return shapes
+
+
+def _read_feed_forward(config: Json) -> tuple[Activation, bool]:
+    """Return the activation of the feed-forward parts, and whether they have a gate."""
+    kind = config.get("feed_forward_proj", _FEED_FORWARD[config["model_type"]])
+    name = str(kind).removeprefix("gated-")
+    is_gated = name != kind
+    if name not in ACTIVATIONS:
+        names = ", ".join([*ACTIVATIONS, *(f"gated-{name}" for name in ACTIVATIONS)])
+        raise CheckpointError(f'config.json has feed_forward_proj "{kind}"; allowed: {names}')
+    # what T5 1.1 means by it
+    name = "gelu_new" if kind == "gated-gelu" else name
+    # release 5 saves these two as well
+    for key, value in (("dense_act_fn", name), ("is_gated_act", is_gated)):
+        if config.get(key, value) != value:
+            raise CheckpointError(
+                f'config.json has {key} {config[key]!r} and feed_forward_proj "{kind}", which disagree'
+            )
+    return ACTIVATIONS[name], is_gated
+
+
+def _read_buckets(config: Json) -> dict[str, int]:
+    fields = {_BUCKETS: 32, _MAX_DISTANCE: 128, **config}
+    buckets, distance = read_int(fields, _BUCKETS, lowest=4), read_int(fields, _MAX_DISTANCE)
+    if distance <= buckets // 2:
+        raise CheckpointError(
+            f"config.json has {_MAX_DISTANCE} {distance}; allowed: numbers above {buckets // 2},"
+            f" half of {_BUCKETS}"
+        )
+    return {"buckets": buckets, "max_distance": distance}
+
+
+def _scales_output(config: Json) -> bool:
+    """Return whether hidden states are scaled before the output layer: in T5 before 1.1."""
+    if config["model_type"] == "mt5":
+        return False
+    is_tied = read_flag(config, "tie_word_embeddings", default=True)
+    return read_flag(config, "scale_decoder_outputs", default=is_tied)
+
+
+def _read_sizes(config: Json) -> ModelSizes:
+    return ModelSizes(T5Config.read(config).hidden, LONGEST_SEQUENCE)
+
+
+def _check_tensors(
+    headers: Mapping[str, TensorHeader],
+    config: Json,
+    architecture: str,  # noqa: ARG001  # one is served
+    task: Task,  # noqa: ARG001  # one is served
+) -> None:
+    expected = tensor_shapes(T5Config.read(config), headers)
+    for name, shape in expected.items():
+        check_tensor(headers, name, shape)
+    check_all_used(headers, expected, {_UNUSED_BIAS, "shared.weight"}.__contains__)
+
+
+def _family(head: str) -> Family:
+    return Family(
+        architectures={head: "translate"},
+        heads={"translate": head},
+        read_sizes=_read_sizes,
+        check_tensors=_check_tensors,
+        tokenizer_class="T5Tokenizer",
+        kind="encoder_decoder",
+    )
+
+
+FAMILIES: Mapping[str, Family] = {
+    "t5": _family("T5ForConditionalGeneration"),
+    "mt5": _family("MT5ForConditionalGeneration"),
+}

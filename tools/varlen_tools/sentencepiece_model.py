@@ -1,0 +1,118 @@
+"""Reads a SentencePiece model file: its pieces, and how it normalizes text.
+
+The file is one message in protobuf's wire format; only the fields that matter are read.
+Source: sentencepiece_model.proto of SentencePiece, arXiv:1808.06226.
+"""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+# Types of a piece, and the type of a model; numbers of the file format.
+_NORMAL, _UNKNOWN, _CONTROL, _UNUSED = 1, 2, 3, 5
+_KINDS = (_NORMAL, _UNKNOWN, _CONTROL, _UNUSED)
+_UNIGRAM = 1
+# Wire types of protobuf, and the sizes of two of them.
+_VARINT, _BYTES = 0, 2
+_FIXED_SIZES = {1: 8, 5: 4}
+
+
+class SentencePieceError(Exception):
+    """The file is damaged, or its model is of a kind that is not converted."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnigramModel:
+    """A unigram model.
+
+    Attributes:
+        scores: log probability of each piece that texts are split into.
+        charsmap: compiled rules that normalize characters; empty without rules.
+        splits_words: whether no piece spans a space.
+    """
+
+    scores: dict[str, float]
+    charsmap: bytes
+    splits_words: bool
+
+
+def read_unigram_model(path: Path) -> UnigramModel:
+    """Return the model in a file.
+
+    Raises:
+        SentencePieceError: it is damaged, or a model of another kind.
+    """
+    try:
+        fields = _read_fields(path.read_bytes())
+        trainer, normalizer = (_read_fields(_last_bytes(fields, field)) for field in (2, 3))
+        pieces = [_read_piece(data) for field, data in fields if field == 1]
+    except (IndexError, TypeError, UnicodeDecodeError, struct.error) as error:
+        raise SentencePieceError(f"{path.name} is damaged: {error}") from None
+    if _last_int(trainer, 3, _UNIGRAM) != _UNIGRAM:
+        raise SentencePieceError(f"{path.name} is not a unigram model; no other kind is converted")
+    has_others = any(kind not in _KINDS for _, _, kind in pieces)
+    # a space before the text; no double spaces; ▁ for a space
+    flags = [_last_int(normalizer, field, 1) for field in (3, 4, 5)]
+    if has_others or _last_int(trainer, 24, 0) or not all(flags):
+        raise SentencePieceError(
+            f"{path.name} has pieces of bytes or of users, or keeps spaces; such models are not converted"
+        )
+    return UnigramModel(
+        scores={piece: score for piece, score, kind in pieces if kind == _NORMAL},
+        charsmap=_last_bytes(normalizer, 2),
+        splits_words=bool(_last_int(trainer, 22, 1)),
+    )
+
+
+def _read_piece(data: int | bytes) -> tuple[str, float, int]:
+    """Return text, score and type of a piece."""
+    if isinstance(data, int):
+        raise TypeError("a piece is no message")
+    fields = _read_fields(data)
+    (score,) = struct.unpack("<f", _last_bytes(fields, 2) or bytes(4))
+    return _last_bytes(fields, 1).decode(), score, _last_int(fields, 3, _NORMAL)
+
+
+def _read_fields(data: bytes) -> list[tuple[int, int | bytes]]:
+    """Return number and value of each field of a message: an integer, or bytes."""
+    fields: list[tuple[int, int | bytes]] = []
+    at = 0
+    while at < len(data):
+        key, at = _read_varint(data, at)
+        number, wire_type = key >> 3, key & 7
+        if wire_type == _VARINT:
+            value, at = _read_varint(data, at)
+            fields.append((number, value))
+            continue
+        if wire_type == _BYTES:
+            size, at = _read_varint(data, at)
+        elif wire_type in _FIXED_SIZES:
+            size = _FIXED_SIZES[wire_type]
+        else:
+            raise TypeError(f"wire type {wire_type}")
+        if at + size > len(data):
+            raise IndexError("it ends inside a field")
+        fields.append((number, data[at : at + size]))
+        at += size
+    return fields
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return an integer of variable length, and the place after it."""
+    value, shift = 0, 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+
+
+def _last_int(fields: list[tuple[int, int | bytes]], number: int, default: int) -> int:
+    values = [each for field, each in fields if field == number and isinstance(each, int)]
+    return values[-1] if values else default
+
+
+def _last_bytes(fields: list[tuple[int, int | bytes]], number: int) -> bytes:
+    values = [each for field, each in fields if field == number and isinstance(each, bytes)]
+    return values[-1] if values else b""
