@@ -51,9 +51,7 @@ def _split(words: str) -> tuple[str, ...]:
 
 
 ENGLISH = Language(
-    _split(
-        "January February March April May June July August September October November December"
-    ),
+    _split("January February March April May June July August September October November December"),
     _split("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec"),
     _split("Monday Tuesday Wednesday Thursday Friday Saturday Sunday"),
     _split("Mon Tue Wed Thu Fri Sat Sun"),

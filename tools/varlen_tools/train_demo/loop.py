@@ -1,4 +1,4 @@
-"""The training loop of every family: Muon for the matrices of layers, AdamW for all else."""
+"""The training loop: Muon for the matrices of layers, AdamW for all other weights."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ _DEVIATION = 0.02  # of initial weights
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """The sizes of a Marian model; `layers` in the encoder and as many in the decoder."""
+class MarianShape:
+    """The sizes of a Marian model; its encoder and its decoder have `layers` layers."""
 
     vocabulary: int
     positions: int
@@ -57,7 +57,7 @@ class Shape:
 class Attention(nn.Module):
     """Attention of queries over keys and values from one place."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: MarianShape) -> None:
         super().__init__()
         self.heads = shape.heads
         self.q_proj = nn.Linear(shape.hidden, shape.hidden)
@@ -87,7 +87,7 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Self-attention and feed-forward, each with its norm after the residual."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: MarianShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape)
         self.self_attn_layer_norm = nn.LayerNorm(shape.hidden)
@@ -112,7 +112,7 @@ class EncoderLayer(Layer):
 class DecoderLayer(Layer):
     """A layer of the decoder: causal, with attention to the source before the feed-forward."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: MarianShape) -> None:
         super().__init__(shape)
         self.encoder_attn = Attention(shape)
         self.encoder_attn_layer_norm = nn.LayerNorm(shape.hidden)
@@ -135,14 +135,16 @@ class Stack(nn.Module):
 class Marian(nn.Module):
     """The model; its state is that of transformers' MarianModel, and the bias of its logits."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: MarianShape) -> None:
         super().__init__()
         self.scale = shape.hidden**0.5
         self.shared = nn.Embedding(shape.vocabulary, shape.hidden)
         self.encoder = Stack(EncoderLayer(shape) for _ in range(shape.layers))
         self.decoder = Stack(DecoderLayer(shape) for _ in range(shape.layers))
         self.final_logits_bias = nn.Parameter(torch.zeros(1, shape.vocabulary))
-        self.register_buffer("sinusoids", sinusoids(shape.positions, shape.hidden), persistent=False)
+        self.register_buffer(
+            "sinusoids", sinusoids(shape.positions, shape.hidden), persistent=False
+        )
         for name, weight in self.named_parameters():
             if weight.ndim == 2 and name != "final_logits_bias":
                 nn.init.normal_(weight, std=_DEVIATION)
@@ -168,8 +170,9 @@ class Marian(nn.Module):
         return functional.linear(x, self.shared.weight, self.final_logits_bias[0])
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        positions: Tensor = self.get_buffer("sinusoids")
-        return self.shared(token_ids) * self.scale + positions[: token_ids.shape[1]]
+        positions = self.get_buffer("sinusoids")[: token_ids.shape[1]]
+        embeddings: Tensor = self.shared(token_ids) * self.scale
+        return embeddings + positions
 
 
 def sinusoids(positions: int, hidden: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +21,13 @@ from torch.nn import functional
 
 from varlen_tools.train_demo.dates import Example, training_examples
 from varlen_tools.train_demo.loop import Report, fit
-from varlen_tools.train_demo.marian import Marian, Shape
+from varlen_tools.train_demo.marian import Marian, MarianShape
 
 END, UNKNOWN, PAD = "</s>", "<unk>", "<pad>"
+# The tokenizer puts them first.
+END_ID, PAD_ID = 0, 2
 # Enough to make every word of a date one token.
-_TOKENIZER_EXAMPLES = 20_000
+_TOKENIZER_EXAMPLES = 5_000
 _EVALUATION_BATCH = 256
 
 
@@ -33,21 +35,22 @@ _EVALUATION_BATCH = 256
 class DateTraining:
     """How the date model is trained: sizes, steps, and dates in each step."""
 
-    shape: Shape
+    shape: MarianShape
     steps: int
     dates: int
     seed: int = 0
 
 
+# Two layers of 128 on each side learn the forms in less than a minute on two cores.
 DEFAULT_DATES = DateTraining(
-    Shape(vocabulary=400, positions=128, hidden=128, layers=2, heads=4), steps=800, dates=64
+    MarianShape(vocabulary=400, positions=128, hidden=128, layers=2, heads=4), steps=400, dates=64
 )
 
 
-def train_date_tokenizer(seed: int, vocabulary: int) -> Tokenizer:
-    """Return a byte-pair tokenizer of lower-case words, single digits and single signs.
+def train_date_tokenizer(vocabulary: int, seed: int) -> Tokenizer:
+    """Return a byte-pair tokenizer that lower-cases, and adds `END` to a text.
 
-    It adds `END` to a text, as tokenizers of Marian models do.
+    Digits and punctuation marks are tokens of their own.
     """
     tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
@@ -64,9 +67,8 @@ def train_date_tokenizer(seed: int, vocabulary: int) -> Tokenizer:
     )
     examples = training_examples(_TOKENIZER_EXAMPLES, random.Random(seed))
     tokenizer.train_from_iterator((example.source for example in examples), trainer)
-    end = tokenizer.token_to_id(END)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {END}", special_tokens=[(END, end)]
+        single=f"$A {END}", special_tokens=[(END, END_ID)]
     )
     return tokenizer
 
@@ -96,13 +98,11 @@ def rewrite(model: Marian, tokenizer: Tokenizer, sources: Sequence[str], tokens:
     """Return the model's greedy answers, of at most `tokens` tokens each."""
     token_ids, mask = _padded(tokenizer, sources)
     source = model.encode(token_ids, mask)
-    start = tokenizer.token_to_id(PAD)
-    answers = torch.full((len(sources), 1), start)
+    answers = torch.full((len(sources), 1), PAD_ID)
     for _ in range(tokens):
         logits = model.decode(answers, source, mask)[:, -1]
         answers = torch.cat([answers, logits.argmax(-1, keepdim=True)], dim=1)
-    end = tokenizer.token_to_id(END)
-    rows = [row[: row.index(end)] if end in row else row for row in answers[:, 1:].tolist()]
+    rows = [row[: row.index(END_ID)] if END_ID in row else row for row in answers[:, 1:].tolist()]
     return tokenizer.decode_batch(rows)
 
 
@@ -115,7 +115,9 @@ def exact_matches(model: Marian, tokenizer: Tokenizer, examples: Sequence[Exampl
     for begin in range(0, len(examples), _EVALUATION_BATCH):
         batch = examples[begin : begin + _EVALUATION_BATCH]
         answers = rewrite(model, tokenizer, [example.source for example in batch], longest)
-        correct += sum(answer == example.target for answer, example in zip(answers, batch, strict=True))
+        correct += sum(
+            answer == example.target for answer, example in zip(answers, batch, strict=True)
+        )
     return correct
 
 
@@ -125,7 +127,7 @@ def _loss(model: Marian, tokenizer: Tokenizer, examples: Sequence[Example]) -> T
     targets = torch.tensor(
         [encoding.ids for encoding in tokenizer.encode_batch([e.target for e in examples])]
     )
-    starts = targets.new_full((len(examples), 1), tokenizer.token_to_id(PAD))
+    starts = targets.new_full((len(examples), 1), PAD_ID)
     logits = model.decode(
         torch.cat([starts, targets[:, :-1]], dim=1), model.encode(token_ids, mask), mask
     )
@@ -136,8 +138,7 @@ def _padded(tokenizer: Tokenizer, sources: Sequence[str]) -> tuple[Tensor, Tenso
     """Return token ids `[batch, tokens]` and the mask of real tokens `[batch, 1, 1, tokens]`."""
     rows = [encoding.ids for encoding in tokenizer.encode_batch(list(sources))]
     longest = max(map(len, rows))
-    pad = tokenizer.token_to_id(PAD)
-    token_ids = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
+    token_ids = torch.tensor([row + [PAD_ID] * (longest - len(row)) for row in rows])
     lengths = torch.tensor([len(row) for row in rows])
     mask = torch.arange(longest) < lengths[:, None]
     return token_ids, mask[:, None, None]
