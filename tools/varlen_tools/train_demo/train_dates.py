@@ -41,7 +41,7 @@ class DateTraining:
     seed: int = 0
 
 
-# Two layers of 128 on each side learn the forms in less than a minute on two cores.
+# Two layers of 128 on each side learn the forms in about a minute on two cores.
 DEFAULT_DATES = DateTraining(
     MarianShape(vocabulary=400, positions=128, hidden=128, layers=2, heads=4), steps=400, dates=64
 )
