@@ -75,7 +75,13 @@ class StepRunner:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, config: EngineConfig, sample: Sample, *, gpu: int = 0
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        sample: Sample,
+        *,
+        gpu: int = 0,
+        kernels: object | None = None,
     ) -> None:
         """Load the weights, record the step and reserve the KV caches.
 
@@ -84,6 +90,7 @@ class StepRunner:
             config: the settings.
             sample: chooses tokens from logits on the device of the settings.
             gpu: number of the GPU, if the model runs on one.
+            kernels: a module with the functions that ops name; None selects the device's own.
 
         Raises:
             CheckpointError: the checkpoint is incomplete.
@@ -112,7 +119,7 @@ class StepRunner:
         self.weight_bytes = sum(program.weight_bytes for program in self.programs)
         self._caches = new_caches(self.programs[0].states, self.device)
         self._sample = sample
-        kernels = decoder_kernels_for(self.device)
+        kernels = kernels or decoder_kernels_for(self.device)
         if self.device.type == "cpu":
             self.programs = tuple(map(pack_linear_layers, self.programs))
         self.arenas = make_arenas(self.programs, config, self.device)
