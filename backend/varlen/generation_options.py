@@ -154,7 +154,6 @@ class GenerationOptions:
     max_tokens: int = 16
     min_tokens: int = 0
     n: int = 1
-    num_beams: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
