@@ -81,7 +81,6 @@ class Generator:
             ConfigError: a setting is out of range or does not fit the checkpoint.
         """
         config = EngineConfig(
-            task="generate",
             device=device,
             dtype=dtype,
             threads=threads,
@@ -106,7 +105,7 @@ class Generator:
         Raises:
             RequestError: a prompt or an option cannot be served; the message says why.
         """
-        checked = GenerationOptions.from_parameters(options)
+        checked = self._service.options(options)
         if isinstance(prompts, str):
             raise RequestError("prompts is one string; send a list of them")
         running: list[Future[list[Generation]]] = []
@@ -125,7 +124,7 @@ class Generator:
         Raises:
             RequestError: the prompt or an option cannot be served; the message says why.
         """
-        checked = GenerationOptions.from_parameters(options)
+        checked = self._service.options(options)
         if checked.n != 1:
             raise RequestError(f"n is {checked.n}; one answer can be streamed")
         parts: SimpleQueue[GeneratedPart | None] = SimpleQueue()

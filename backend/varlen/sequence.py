@@ -167,7 +167,7 @@ class GeneratedSequence(SequenceState):
     @property
     def is_searched(self) -> bool:
         """Whether its answer is searched with beams, one or more; else its tokens are sampled."""
-        return self.generation.num_beams > 1 or self.prompt.source_ids is not None
+        return self.generation.is_search or self.prompt.source_ids is not None
 
     @property
     def num_generated(self) -> int:

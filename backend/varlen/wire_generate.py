@@ -35,6 +35,7 @@ _OPTIONAL_OUTPUTS = (
     "finish_reason",
     "cumulative_logprob",
     "logprobs",
+    "score",
     "num_input_tokens",
     "num_output_tokens",
     "output_ids",
@@ -68,6 +69,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("finish_reason", "TYPE_STRING", (-1,)),
     TensorSpec("cumulative_logprob", "TYPE_FP32", (-1,)),
     TensorSpec("logprobs", "TYPE_STRING", (-1,)),
+    TensorSpec("score", "TYPE_FP32", (-1,)),
     TensorSpec("num_input_tokens", "TYPE_UINT32", (1,)),
     TensorSpec("num_output_tokens", "TYPE_UINT32", (-1,)),
     TensorSpec("output_ids", "TYPE_INT64", (-1,)),
@@ -97,6 +99,7 @@ def read_generate_request(
     tensors: Tensors,
     parameters: str,
     intake: Intake,
+    read_options: Callable[[Mapping[str, object]], GenerationOptions],
     *,
     decoupled: bool,
     timeout_microseconds: int = 0,
@@ -108,6 +111,7 @@ def read_generate_request(
         parameters: the request's parameters, a JSON object. Those of the input `sampling_parameters` come before
             them. Names that are not ours are ignored here, as frontends add their own, and refused there.
         intake: the checks of this model.
+        read_options: returns checked options, see `GenerationOptions.from_parameters`.
         decoupled: whether the model may send several responses to a request.
         timeout_microseconds: see `wire.read_request`.
 
@@ -124,13 +128,19 @@ def read_generate_request(
     given = read_parameters(parameters, names)
     options = {name: given[name] for name in names if name in given}
     options |= _sampling_parameters(tensors)
-    generation = GenerationOptions.from_parameters(
+    generation = read_options(
         {name: value for name, value in options.items() if name not in COMMON_PARAMETERS}
     )
     returns = frozenset(name for name in _OPTIONAL_OUTPUTS if _flag(tensors, f"return_{name}"))
-    if generation.logprobs is None and returns & {"cumulative_logprob", "logprobs"}:
-        generation = replace(generation, logprobs=0)
     prompt = _prompt(tensors, intake)
+    if generation.is_search or prompt.source_ids is not None:
+        _check_returns(
+            returns, {"cumulative_logprob", "logprobs"}, "score is that of a beam search"
+        )
+    else:
+        _check_returns(returns, {"score"}, "only a beam search has it")
+        if generation.logprobs is None and returns & {"cumulative_logprob", "logprobs"}:
+            generation = replace(generation, logprobs=0)
     request = Request(
         (prompt,),
         RequestOptions(
@@ -148,7 +158,8 @@ class _Row:
     """What has been sent of a row."""
 
     finish_reason: str = _UNFINISHED
-    logprob: float = 0.0
+    cumulative_logprob: float = 0.0
+    score: float = 0.0
 
 
 @dataclass(slots=True)
@@ -185,7 +196,8 @@ class GeneratedAnswer:
             assert isinstance(part, GeneratedPart)
             parts[row].append(part)
             self._rows[row].finish_reason = part.finish_reason or self._rows[row].finish_reason
-            self._rows[row].logprob += sum(token.logprob for token in part.logprobs)
+            self._rows[row].score = self._rows[row].score if part.score is None else part.score
+            self._rows[row].cumulative_logprob += sum(token.logprob for token in part.logprobs)
         texts = [self._prefix + "".join(part.text for part in each) for each in parts]
         self._prefix = ""
         named = {name: self._output(name, parts) for name in self.spec.returns}
@@ -196,8 +208,8 @@ class GeneratedAnswer:
         tokens = [[token_id for part in row for token_id in part.token_ids] for row in parts]
         if name == "finish_reason":
             return _strings([row.finish_reason for row in self._rows])
-        if name == "cumulative_logprob":
-            return np.array([row.logprob for row in self._rows], dtype=np.float32)
+        if name in ("cumulative_logprob", "score"):
+            return np.array([getattr(row, name) for row in self._rows], dtype=np.float32)
         if name == "logprobs":
             return _strings([self._logprobs(row) for row in parts])
         if name == "num_input_tokens":
@@ -225,6 +237,11 @@ class GeneratedAnswer:
             "rank": rank,
             "decoded_token": self.token_text(token_id),
         }
+
+
+def _check_returns(returns: frozenset[str], wrong: set[str], reason: str) -> None:
+    if found := sorted(returns & wrong):
+        raise RequestError(f"return_{found[0]} is true; {reason}")
 
 
 def _prompt(tensors: Tensors, intake: Intake) -> Prompt:

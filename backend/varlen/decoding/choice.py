@@ -31,14 +31,13 @@ class TokenChoice:
             return [*self._sampler.sample(logits, sequences)]
         if all(is_searched):
             return [*self._searcher.advance(logits, sequences)]
-        chosen: list[SampledToken | BeamStep | None] = [None] * len(sequences)
-        for wanted, choose in (
-            (False, self._sampler.sample),
-            (True, self._searcher.advance),
-        ):
-            rows = [row for row, each in enumerate(is_searched) if each is wanted]
-            index = torch.tensor(rows, device=logits.device)
-            results = choose(logits[index], [sequences[row] for row in rows])
-            for row, result in zip(rows, results, strict=True):
-                chosen[row] = result
-        return [each for each in chosen if each is not None]
+        chosen: dict[int, SampledToken | BeamStep] = {}
+        for is_search in (False, True):
+            rows = [row for row, each in enumerate(is_searched) if each is is_search]
+            part = logits[torch.tensor(rows, device=logits.device)]
+            of_rows = [sequences[row] for row in rows]
+            if is_search:
+                chosen.update(zip(rows, self._searcher.advance(part, of_rows), strict=True))
+            else:
+                chosen.update(zip(rows, self._sampler.sample(part, of_rows), strict=True))
+        return [chosen[row] for row in range(len(sequences))]

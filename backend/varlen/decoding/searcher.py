@@ -160,7 +160,8 @@ def log_of_rest(
     rest = np.ones(len(tokens))
     np.add.at(rest, edits.rows, after - np.exp(before))
     is_usable = is_known.any(1) & (rest > _LEAST_REST)
-    return np.log(np.where(is_usable, rest, 1)).astype(np.float32)
+    log_rest: Float32Array = np.log(np.where(is_usable, rest, 1)).astype(np.float32)
+    return log_rest
 
 
 def _joined(edits: Sequence[TokenEdits | None], bounds: Sequence[int]) -> TokenEdits | None:
