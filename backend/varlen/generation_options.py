@@ -31,13 +31,15 @@ DiversityType: TypeAlias = Literal["hamming", "sibling"]
 # vLLM takes a temperature below the first for 0, and raises one below the second to it.
 _GREEDY_TEMPERATURE = 1e-5
 _LOWEST_TEMPERATURE = 1e-2
+# vLLM has no limit. With this one all logits that are finite weigh the same.
+_HIGHEST_TEMPERATURE = 100_000
 
 _RANGES: Mapping[str, NumberRange] = MappingProxyType(
     {
         "max_tokens": whole(1, MAX_INT32),
         "min_tokens": whole(0, MAX_INT32),
         "n": whole(1, MAX_SAMPLES),
-        "temperature": real(0, 2),
+        "temperature": real(0, _HIGHEST_TEMPERATURE),
         "top_k": whole(-1, MAX_INT32),
         "top_p": NumberRange(float, math.nextafter(0, 1), 1, "numbers above 0, up to 1"),
         "min_p": real(0, 1),

@@ -70,11 +70,11 @@ def test_a_trace_gives_both_lengths_in_its_order_scaled_to_the_model(tmp_path):
     assert max(len(p) + n for p, n in zip(found.prompts, found.outputs, strict=True)) <= 1089
 
 
-def test_a_trace_without_two_columns_is_refused(tmp_path):
+def test_a_trace_without_its_columns_is_refused(tmp_path):
     path = tmp_path / "lengths.csv"
     path.write_text("when,tokens\nnow,5\n")
 
-    with pytest.raises(ValueError, match="lengths.csv has no two columns of whole numbers"):
+    with pytest.raises(ValueError, match="lengths.csv is no trace of requests"):
         trace_workload(path, 1, vocabulary=50, positions=64, seed=0)
 
 

@@ -37,7 +37,8 @@ def main(
         float, typer.Option(min=0.01, help="Poisson arrivals, as a share of the best peer's speed.")
     ] = 0.7,
     trace: Annotated[
-        Path | None, typer.Option(help="CSV with columns of prompt and output lengths.")
+        Path | None,
+        typer.Option(help="CSV of an Azure LLM trace: TIMESTAMP, ContextTokens, GeneratedTokens."),
     ] = None,
     only: command.Only = "",
     threads: command.Threads = 0,
