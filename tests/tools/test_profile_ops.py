@@ -101,13 +101,27 @@ def test_a_decoders_steps_are_profiled_with_every_op_and_the_choice_of_tokens(de
     "running, context, message",
     [
         ([1], 10_000, "a context of 10000 tokens leaves no room"),
-        ([4, 500], 60, r"kv_bytes allows \d+ blocks; 500 sequences of 61 tokens need 500"),
+        ([4, 500], 60, r"kv_bytes allows \d+ blocks; 500 sequences at 60 tokens need 500"),
     ],
     ids=["context", "blocks"],
 )
 def test_steps_that_do_not_fit_are_refused(decoder, running, context, message):
     with pytest.raises(ConfigError, match=message):
         profile_steps(Checkpoint.open(decoder), CPU, running, context, rounds=1)
+
+
+def test_an_encoder_and_its_decoder_are_profiled_step_by_step(tmp_path):
+    checkpoint = Checkpoint.open(save_checkpoint(tmp_path / "both", "BartForConditionalGeneration"))
+
+    first, decode = profile_steps(checkpoint, CPU, running=[2], context=5, rounds=1)
+
+    assert first.title == "encode, 2 x 5 tokens"
+    assert decode.title == "decode, 2 at 5 tokens"
+    assert first.calls["attention_varlen"] > 0
+    assert "attention_varlen" not in decode.calls
+    # keys and values of the sources are stored once
+    assert first.calls["append_kv"] > decode.calls["append_kv"] > 0
+    assert first.tokens_per_second > 0
 
 
 def test_an_encoders_batches_are_profiled(tmp_path):

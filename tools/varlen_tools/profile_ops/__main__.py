@@ -38,9 +38,11 @@ def main(
     shortest: Annotated[int, typer.Option(min=1, help="Encoder: shortest length, in tokens.")] = 5,
     longest: Annotated[int, typer.Option(min=1, help="Encoder: longest length, in tokens.")] = 500,
     running: Annotated[
-        list[int], typer.Option(min=1, help="Decoder: sequences of a step. May be repeated.")
+        list[int], typer.Option(min=1, help="Generation: sequences of a step. May be repeated.")
     ] = _RUNNING,
-    context: Annotated[int, typer.Option(min=1, help="Decoder: prompt length, in tokens.")] = 128,
+    context: Annotated[
+        int, typer.Option(min=1, help="Generation: length of prompts and sources, in tokens.")
+    ] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of every batch or step.")] = 3,
     output: Annotated[
         list[Path] | None,
@@ -49,14 +51,15 @@ def main(
 ) -> None:
     """Print where a model spends its time on a CPU, by op.
 
-    An encoder runs batches of uniformly random lengths; a decoder a prefill and a decode step.
+    An encoder runs batches of uniformly random lengths. A model that generates runs its first step (prefill, or
+    encoding the sources) and a decode step.
     """
     try:
         found = find_source(source, parse_settings(settings))
         checkpoint = Checkpoint.open(found.checkpoint)
         # a GPU runs whole graphs, in which no op can be timed by itself
         found = replace(found, config=replace(found.config, device="cpu"))
-        if (found.config.task or checkpoint.task) == "generate":
+        if (found.config.task or checkpoint.task) in {"generate", "translate"}:
             breakdowns = profile_steps(checkpoint, found.config, running, context, rounds)
         else:
             lengths = (shortest, longest)

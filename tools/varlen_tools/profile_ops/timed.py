@@ -19,7 +19,7 @@ _CLASSES: Mapping[str, str] = {
     "matrix products": "linear linear_packed",
     "attention": "attention_varlen attention_paged",
     "norms and activations": "layer_norm add_layer_norm residual_layer_norm rms_norm residual_rms_norm norm_heads"
-    " activate silu_gate tanh",
+    " activate activate_gate silu_gate tanh",
     "KV cache": "append_kv",
     "beams and sampling": "beam_step sample_tokens sample",
     _OTHER: "",
