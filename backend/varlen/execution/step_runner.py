@@ -49,6 +49,8 @@ Choose: TypeAlias = Callable[
     [Tensor, Sequence[GeneratedSequence]], Sequence[SampledToken | BeamStep]
 ]
 
+_GREEDY = GenerationOptions(temperature=0.0)
+
 
 class DeviceSteps(Protocol):
     """Runs a program's steps on one device."""
@@ -161,27 +163,22 @@ class StepRunner:
 
     def warm_up(self) -> None:
         """Run a prompt and a token, so that the first request runs at normal speed."""
-        source = None if self._encoder is None else np.zeros(1, dtype=np.int32)
-        prompt = Prompt(np.zeros(2, dtype=np.int32), source_ids=source)
-        greedy, drawn = GenerationOptions(temperature=0.0), GenerationOptions(top_k=2, top_p=0.5)
-        searched = GenerationOptions(num_beams=2)
-        for options in (greedy, drawn, searched) if source is None else (searched,):
+        source: tuple[int, ...] = () if self._encoder is None else (0,)
+        block = source
+        prompt = Prompt(
+            np.zeros(2, dtype=np.int32),
+            source_ids=np.array(source, dtype=np.int32) if source else None,
+        )
+        drawn, searched = GenerationOptions(top_k=2, top_p=0.5), GenerationOptions(num_beams=2)
+        for options in (searched,) if source else (_GREEDY, drawn, searched):
             request = Request((prompt,), RequestOptions(generation=options))
-            # never answered
-            (sequence,) = RequestState(request, cast(Reply, None), 0.0).sequences
-            assert isinstance(sequence, GeneratedSequence)
             # both in one block, even if it holds one token
             lengths = {1, min(2, self.kv.block_size, self.arenas[0].max_tokens)}
             for length in sorted(lengths, reverse=True):
-                chunk = Chunk(
-                    sequence,
-                    0,
-                    (0,) * length,
-                    (0,),
-                    (sequence,),
-                    source_block_ids=() if source is None else (0,),
-                    encodes=() if source is None else (0,),
-                )
+                # never answered
+                (sequence,) = RequestState(request, cast(Reply, None), 0.0).sequences
+                assert isinstance(sequence, GeneratedSequence)
+                chunk = Chunk(sequence, 0, (0,) * length, (0,), (sequence,), block, source)
                 shape = BatchShape.of([length])
                 self.run_batch(StepBatch((sequence,), shape, 0.0, "warm-up", (chunk,)))
 
