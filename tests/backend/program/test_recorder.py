@@ -12,7 +12,7 @@ from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.memory.usage import Size
 from varlen.program.program import PackedBatch
-from varlen.program.recorder import Recorder
+from varlen.program.recorder import AttentionHeads, Recorder
 from varlen_kernels import reference
 
 from ..memory.plan_checker import overlaps, peak_live
@@ -307,6 +307,23 @@ def test_a_layer_without_bias_is_recorded_and_run():
     (answer,) = program.run(batch, reference, make_arena(program, dims).allocate_whole(dims))
 
     torch.testing.assert_close(answer, batch.inputs["x"] @ weight)
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+def test_the_bias_of_attention_is_an_operand(has_bias):
+    bias = torch.randn(2, 5) if has_bias else None
+    ops, heads = Recorder(), AttentionHeads(2, 2, 4)
+    qkv = ops.input("qkv", ("tokens", 24), torch.float32)
+    bounds = ops.input("cu_seqlens", (Size(1, sequences=1),), torch.int32)
+    program = ops.finish(ops.attention_varlen(qkv, bounds, heads, bias, scale=0.5))
+    dims = {"tokens": 7, "sequences": 2}
+    inputs = {"qkv": torch.randn(7, 24), "cu_seqlens": torch.tensor([0, 5, 7], dtype=torch.int32)}
+    batch = PackedBatch(inputs, dims)
+
+    (answer,) = program.run(batch, reference, make_arena(program, dims).allocate_whole(dims))
+
+    expected = reference.attention_varlen(*inputs.values(), bias, **heads.counts, scale=0.5)
+    torch.testing.assert_close(answer, expected)
 
 
 def test_an_input_declared_again_is_the_same_one():
