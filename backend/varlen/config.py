@@ -23,12 +23,14 @@ KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
 LogLevel: TypeAlias = Literal["info", "debug"]
 
 # Tasks whose sequences run for many steps; the others answer each sequence with one batch.
-ITERATIVE_TASKS: tuple[Task, ...] = ("generate",)
+ITERATIVE_TASKS: tuple[Task, ...] = ("generate", "translate")
 ONE_SHOT_TASKS: tuple[Task, ...] = tuple(
     task for task in get_args(Task) if task not in ITERATIVE_TASKS
 )
 
 DEFAULT_MAX_BATCH_TOKENS = 4096
+# A limit that nothing reaches, for callers whose own memory or clock is the limit.
+NO_LIMIT = 2**62
 
 # Parameters of the server's python backend, which are not checked here.
 SERVER_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
@@ -181,7 +183,7 @@ class EngineConfig:
         "100%",
         "Largest memory of intermediates, in bytes or as a percentage of the device's memory, such as 25%. They never"
         " take more than `max_batch_tokens` need. In a smaller arena batches are smaller, and a sequence that does not"
-        " fit alone is refused. The task `generate` does not load unless a step of `max_step_tokens` fits.",
+        " fit alone is refused. A model that generates does not load unless a step of `max_step_tokens` fits.",
         lowest=1,
         pattern=_BYTES_OR_PERCENTAGE,
         allowed=_ALLOWED_BYTES,
@@ -196,8 +198,8 @@ class EngineConfig:
     )
     max_queued_tokens: int = _setting(
         131_072,
-        "Largest queue, in tokens; of the task `generate`, in tokens of prompts. Requests beyond it get UNAVAILABLE."
-        " A full queue should run within the server's `--exit-timeout-secs` (30), or a stopping server loses requests.",
+        "Largest queue, in tokens, of prompts alone for a model that generates. Requests beyond it get UNAVAILABLE. A"
+        " full queue should run within the server's `--exit-timeout-secs` (30), or a stopping server loses requests.",
         lowest=1,
     )
     max_text_bytes: int = _setting(

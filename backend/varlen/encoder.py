@@ -9,7 +9,7 @@ from typing import TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from varlen.config import DEFAULT_MAX_BATCH_TOKENS, Device, DType, EngineConfig, Task
+from varlen.config import DEFAULT_MAX_BATCH_TOKENS, NO_LIMIT, Device, DType, EngineConfig, Task
 from varlen.errors import ConfigError, RequestError
 from varlen.intake import TokenIds
 from varlen.metrics import Stats
@@ -19,8 +19,6 @@ from varlen.tokenization import Text
 
 Inputs: TypeAlias = Sequence[Text] | Sequence[TokenIds]
 
-# In process the caller's own memory is the queue's bound.
-_NO_CAP = 2**62
 _NO_ANSWER: Float32Array = np.empty(0, dtype=np.float32)
 
 
@@ -69,9 +67,9 @@ class Encoder:
             arena_bytes=arena_bytes,
             policy="token_budget",
             warmup_seconds=0,
-            max_queued_requests=_NO_CAP,
-            max_queued_tokens=_NO_CAP,
-            max_text_bytes=_NO_CAP,
+            max_queued_requests=NO_LIMIT,
+            max_queued_tokens=NO_LIMIT,
+            max_text_bytes=NO_LIMIT,
             response_cache_bytes=response_cache_bytes,
             response_cache_seconds=response_cache_seconds,
         )

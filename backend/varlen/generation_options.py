@@ -31,13 +31,15 @@ DiversityType: TypeAlias = Literal["hamming", "sibling"]
 # vLLM takes a temperature below the first for 0, and raises one below the second to it.
 _GREEDY_TEMPERATURE = 1e-5
 _LOWEST_TEMPERATURE = 1e-2
+# vLLM has no limit. With this one all logits that are finite weigh the same.
+_HIGHEST_TEMPERATURE = 100_000
 
 _RANGES: Mapping[str, NumberRange] = MappingProxyType(
     {
         "max_tokens": whole(1, MAX_INT32),
         "min_tokens": whole(0, MAX_INT32),
         "n": whole(1, MAX_SAMPLES),
-        "temperature": real(0, 2),
+        "temperature": real(0, _HIGHEST_TEMPERATURE),
         "top_k": whole(-1, MAX_INT32),
         "top_p": NumberRange(float, math.nextafter(0, 1), 1, "numbers above 0, up to 1"),
         "min_p": real(0, 1),
@@ -73,7 +75,7 @@ _TOKEN_LISTS: Mapping[str, int] = MappingProxyType(
 )
 
 # Options that only beam search has, and those that it has not.
-_ONLY_BEAMS = (
+_ONLY_SEARCH = (
     "length_penalty",
     "length_penalty_type",
     "early_stopping",
@@ -87,7 +89,7 @@ _ONLY_BEAMS = (
     "suppress_tokens",
     "begin_suppress_tokens",
 )
-_NO_BEAMS = ("stop", "logprobs", "presence_penalty", "frequency_penalty")
+_NO_SEARCH = ("stop", "logprobs", "presence_penalty", "frequency_penalty")
 _ONLY_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 # Parameters of vLLM's clients that are not served, each with the only value that asks for nothing.
@@ -154,7 +156,6 @@ class GenerationOptions:
     max_tokens: int = 16
     min_tokens: int = 0
     n: int = 1
-    num_beams: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -202,7 +203,8 @@ class GenerationOptions:
             _check_tokens(name, getattr(self, name), longest)
         if self.min_tokens > self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"up to max_tokens, {self.max_tokens}")
-        _check_beams(self)
+        if self.is_search:
+            self.check_search()
         if self.n > 1 and self.temperature == 0 and self.num_beams == 1:
             refuse("n", self.n, "1 with temperature 0, as all samples would be equal")
         if self.grammar is not None:
@@ -214,9 +216,28 @@ class GenerationOptions:
             if self.ignore_eos:
                 refuse("ignore_eos", True, "false with structured_outputs, which end themselves")
 
+    @property
+    def is_search(self) -> bool:
+        """Whether an option asks for beam search, with one beam or more; else tokens are sampled."""
+        return self.num_beams > 1 or any(
+            getattr(self, name) != _DEFAULTS[name] for name in _ONLY_SEARCH
+        )
+
+    def check_search(self) -> None:
+        """Check that these options can be those of a beam search; with one beam, it is greedy.
+
+        Raises:
+            RequestError: an option is only of sampling, or has another value than the others allow.
+        """
+        _check_search(self)
+
     @classmethod
-    def from_parameters(cls, parameters: Mapping[str, object]) -> "GenerationOptions":
+    def from_parameters(
+        cls, parameters: Mapping[str, object], defaults: Mapping[str, object] = MappingProxyType({})
+    ) -> "GenerationOptions":
         """Return the options of a JSON object of vLLM's sampling parameters.
+
+        `defaults` are options by name, where a model has its own.
 
         A null stands for the default. As with NVIDIA's vLLM backend, numbers and flags may come as strings, and
         structured outputs as a string that holds the object.
@@ -245,7 +266,7 @@ class GenerationOptions:
                     refuse(name, value, json.dumps(wanted) + _HINTS.get(name, ""))
             else:
                 values[name] = _value(name, value)
-        return cls(**values)
+        return cls(**{**defaults, **values})
 
 
 _NAMES = frozenset(
@@ -308,15 +329,14 @@ def _check_tokens(name: str, token_ids: tuple[int, ...] | None, longest: int) ->
         raise RequestError(f"{name} has {len(token_ids)} tokens; allowed: up to {longest}")
 
 
-def _check_beams(options: GenerationOptions) -> None:
+def _check_search(options: GenerationOptions) -> None:
     """Check that options of beam search go with each other, and with the others."""
     beams, groups = options.num_beams, options.num_beam_groups
-    if beams == 1:
-        _check_defaults(options, _ONLY_BEAMS, "without num_beams above 1")
-        return
-    _check_defaults(options, _NO_BEAMS, "with num_beams above 1")
+    _check_defaults(options, _NO_SEARCH, "in a beam search")
     if options.grammar is not None:
-        raise RequestError("structured_outputs cannot be combined with num_beams above 1")
+        raise RequestError("structured_outputs cannot be combined with a beam search")
+    if beams == 1 and options.temperature != 0:
+        refuse("temperature", options.temperature, "0 in a beam search with one beam")
     if options.n > beams:
         refuse("n", options.n, f"up to num_beams, {beams}")
     if options.do_sample:
@@ -326,7 +346,7 @@ def _check_beams(options: GenerationOptions) -> None:
     else:
         # temperature 0 asks for no random choice, and there is none
         names = _ONLY_SAMPLING[options.temperature == 0 :]
-        _check_defaults(options, names, "with num_beams above 1, unless do_sample is true")
+        _check_defaults(options, names, "in a beam search, unless do_sample is true")
     if beams % groups:
         refuse("num_beam_groups", groups, f"divisors of num_beams, {beams}")
     if options.diversity_type == "sibling" and groups > 1:

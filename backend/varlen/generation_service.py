@@ -5,6 +5,7 @@ The server's model class and the in-process API both use it.
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +13,18 @@ import torch
 
 from varlen.config import EngineConfig, Task
 from varlen.decoding.chat import ChatTemplate
+from varlen.decoding.choice import TokenChoice
 from varlen.decoding.sampling import Sampler
+from varlen.decoding.searcher import Searcher
 from varlen.decoding.structured import Grammars
+from varlen.decoding.token_edits import TokenRules
 from varlen.decoding.writer import TextWriter
 from varlen.engine import Engine
+from varlen.errors import CheckpointError
 from varlen.execution.device import choose_device, name_of
 from varlen.execution.executor import ThreadExecutor
 from varlen.execution.step_runner import StepRunner
+from varlen.generation_options import GenerationOptions
 from varlen.intake import InputLimits, Intake
 from varlen.memory.blocks import BlockPool
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
@@ -43,6 +49,7 @@ class GenerationService:
         checkpoint: the loaded checkpoint.
         intake: checks inputs and makes prompts of them.
         grammars: compiles those of structured outputs.
+        defaults: options of requests by name, where the checkpoint has its own.
         admission: counts waiting work.
         scheduler: forms steps.
         engine: runs the loop; started.
@@ -53,6 +60,7 @@ class GenerationService:
     checkpoint: Checkpoint
     intake: Intake
     grammars: Grammars
+    defaults: Mapping[str, object]
     admission: Admission
     scheduler: IterationScheduler
     engine: Engine
@@ -80,15 +88,26 @@ class GenerationService:
             torch.set_num_threads(config.threads)
         checkpoint = Checkpoint.open(folder)
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
-        vocab_size, ends = checkpoint.vocab_size, checkpoint.eos_token_ids
+        rules = search_rules(checkpoint)
+        vocab_size, ends = checkpoint.target_vocab_size, rules.end_ids
         grammars = Grammars(tokenizer.huggingface, vocab_size, ends)
-        sampler = Sampler(vocab_size, ends, grammars, choose_device(config.device, gpu))
-        runner = StepRunner(checkpoint, config, sampler.sample, gpu=gpu)
+        device = choose_device(config.device, gpu)
+        translate = checkpoint.translate
+        choice = TokenChoice(
+            Sampler(vocab_size, ends, grammars, device),
+            Searcher(
+                vocab_size,
+                rules,
+                device,
+                renormalizes=translate is not None and translate.defaults.renormalize_logits,
+            ),
+        )
+        runner = StepRunner(checkpoint, config, choice.choose, gpu=gpu)
         runner.warm_up()
         limits = InputLimits(
             max_sequence_tokens=runner.max_sequence_tokens,
             max_text_bytes=config.max_text_bytes,
-            vocab_size=runner.vocab_size,
+            vocab_size=checkpoint.vocab_size,
             type_vocab_size=1,
         )
         template = None
@@ -98,7 +117,8 @@ class GenerationService:
                 checkpoint.special_tokens,
                 max_characters=config.max_text_bytes,
             )
-        intake = Intake(tokenizer, limits, template)
+        start = None if translate is None else translate.tokens.start
+        intake = Intake(tokenizer, limits, template, target_start=start)
         executor = ThreadExecutor([runner])
         admission = Admission(
             config.max_queued_requests, config.max_queued_tokens, slots=executor.slots
@@ -126,8 +146,9 @@ class GenerationService:
         engine = Engine(scheduler, executor, stats)
         engine.start()
         _log.info(
-            "serving generate in %s on %s, sequences up to %d tokens, %d at a time, steps up to %d tokens;"
+            "serving %s in %s on %s, sequences up to %d tokens, %d at a time, steps up to %d tokens;"
             " %d KV blocks of %d tokens, %.1f MB; weights %.1f MB; loaded in %.1f s",
+            _task_of(checkpoint),
             str(runner.dtype).removeprefix("torch."),
             name_of(runner.device),
             runner.max_sequence_tokens,
@@ -139,17 +160,34 @@ class GenerationService:
             runner.weight_bytes / _MEGABYTE,
             time.monotonic() - began,
         )
-        return cls(checkpoint, intake, grammars, admission, scheduler, engine, executor, runner)
+        defaults = search_defaults(checkpoint, runner.max_sequence_tokens)
+        parts = admission, scheduler, engine, executor, runner
+        return cls(checkpoint, intake, grammars, defaults, *parts)
 
     @property
     def task(self) -> Task:
         """The task of the model."""
-        return "generate"
+        return _task_of(self.checkpoint)
 
     @property
     def is_ready(self) -> bool:
         """Whether requests are accepted; False for good after a fault of the device."""
         return self.engine.is_ready
+
+    def options(self, parameters: Mapping[str, object]) -> GenerationOptions:
+        """Return the checked options of a request, given by name.
+
+        Raises:
+            RequestError: see `GenerationOptions.from_parameters`.
+        """
+        defaults = dict(self.defaults)
+        if parameters.get("do_sample"):
+            # a random choice has vLLM's default
+            defaults.pop("temperature", None)
+        options = GenerationOptions.from_parameters(parameters, defaults)
+        if self.checkpoint.translate is not None:
+            options.check_search()
+        return options
 
     def submit(self, request: Request, reply: Reply) -> None:
         """Answer a request, now or later. Any thread may call this.
@@ -197,3 +235,49 @@ class GenerationService:
         self.engine.close()
         self.executor.close()
         self.runner.close()
+
+
+def search_rules(checkpoint: Checkpoint) -> TokenRules:
+    """Return the rules of beam search of a checkpoint.
+
+    Raises:
+        CheckpointError: it forces one of several tokens at the end.
+    """
+    if checkpoint.translate is None:
+        return TokenRules(end_ids=checkpoint.eos_token_ids)
+    tokens = checkpoint.translate.tokens
+    if len(tokens.forced_last) > 1:
+        raise CheckpointError(
+            f"forced_eos_token_id has {len(tokens.forced_last)} tokens; allowed: one"
+        )
+    return TokenRules(
+        end_ids=tokens.eos,
+        forced_first_id=tokens.forced_first,
+        forced_last_id=next(iter(tokens.forced_last), None),
+        suppressed_ids=tokens.suppressed,
+        first_suppressed_ids=tokens.suppressed_first,
+    )
+
+
+def search_defaults(checkpoint: Checkpoint, max_sequence_tokens: int) -> Mapping[str, object]:
+    """Return the options of a checkpoint for requests that do not say otherwise; none for `generate`."""
+    if checkpoint.translate is None:
+        return {}
+    given = checkpoint.translate.defaults
+    # beside the first token, which begins every target
+    longest = max_sequence_tokens - 1
+    return {
+        "num_beams": given.num_beams,
+        "n": given.num_return_sequences,
+        "length_penalty": given.length_penalty,
+        "early_stopping": given.early_stopping,
+        "no_repeat_ngram_size": given.no_repeat_ngram_size,
+        "repetition_penalty": given.repetition_penalty,
+        "min_tokens": given.min_new_tokens,
+        "max_tokens": min(given.max_new_tokens or longest, longest),
+        "temperature": 0.0,
+    }
+
+
+def _task_of(checkpoint: Checkpoint) -> Task:
+    return "generate" if checkpoint.translate is None else "translate"

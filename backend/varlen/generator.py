@@ -9,7 +9,7 @@ from types import TracebackType
 
 import numpy as np
 
-from varlen.config import Device, DType, EngineConfig, KvPolicy
+from varlen.config import NO_LIMIT, Device, DType, EngineConfig, KvPolicy
 from varlen.errors import RequestError
 from varlen.generation_options import GenerationOptions
 from varlen.generation_service import GenerationService
@@ -25,9 +25,6 @@ from varlen.request import (
     TokenLogprobs,
 )
 from varlen.scheduling.iteration import GenerationCounts
-
-# In process the caller's own memory is the queue's bound.
-_NO_CAP = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,6 @@ class Generator:
             ConfigError: a setting is out of range or does not fit the checkpoint.
         """
         config = EngineConfig(
-            task="generate",
             device=device,
             dtype=dtype,
             threads=threads,
@@ -95,9 +91,9 @@ class Generator:
             kv_block_tokens=kv_block_tokens,
             kv_policy=kv_policy,
             prefix_cache=prefix_cache,
-            max_queued_requests=_NO_CAP,
-            max_queued_tokens=_NO_CAP,
-            max_text_bytes=_NO_CAP,
+            max_queued_requests=NO_LIMIT,
+            max_queued_tokens=NO_LIMIT,
+            max_text_bytes=NO_LIMIT,
         )
         return cls(GenerationService.load(folder, config, Stats()))
 
@@ -109,7 +105,7 @@ class Generator:
         Raises:
             RequestError: a prompt or an option cannot be served; the message says why.
         """
-        checked = GenerationOptions.from_parameters(options)
+        checked = self._service.options(options)
         if isinstance(prompts, str):
             raise RequestError("prompts is one string; send a list of them")
         running: list[Future[list[Generation]]] = []
@@ -128,7 +124,7 @@ class Generator:
         Raises:
             RequestError: the prompt or an option cannot be served; the message says why.
         """
-        checked = GenerationOptions.from_parameters(options)
+        checked = self._service.options(options)
         if checked.n != 1:
             raise RequestError(f"n is {checked.n}; one answer can be streamed")
         parts: SimpleQueue[GeneratedPart | None] = SimpleQueue()

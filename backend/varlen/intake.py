@@ -64,11 +64,25 @@ class Intake:
     """Checks and tokenizes the inputs of one model. Thread-safe."""
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: InputLimits, chat_template: ChatTemplate | None = None
+        self,
+        tokenizer: Tokenizer,
+        limits: InputLimits,
+        chat_template: ChatTemplate | None = None,
+        *,
+        target_start: int | None = None,
     ) -> None:
+        """Start the checks.
+
+        Args:
+            tokenizer: of the checkpoint.
+            limits: of one sequence.
+            chat_template: of the checkpoint, if it has one.
+            target_start: of a model that translates: the token that each target begins with; its inputs are sources.
+        """
         self._tokenizer = tokenizer
         self._limits = limits
         self._chat_template = chat_template
+        self._target_ids = None if target_start is None else np.array([target_start], np.int32)
 
     def texts(
         self, texts: Sequence[Text], *, truncate: bool, special_tokens: bool = True
@@ -104,7 +118,7 @@ class Intake:
                 raise RequestError(f"row {row}: text has no tokens; send at least one word")
             self._check_arena(row, sequence.num_tokens)
             self._check_ids(row, "text", sequence.token_ids, sequence.type_ids)
-        return tuple(sequences)
+        return tuple(map(self._placed, sequences))
 
     def token_ids(
         self,
@@ -123,7 +137,9 @@ class Intake:
         if not len(rows):
             raise RequestError("input_ids has no rows; send at least one row")
         types = type_rows if type_rows is not None else [None] * len(rows)
-        return tuple(self._sequence(row, ids, types[row]) for row, ids in enumerate(rows))
+        return tuple(
+            self._placed(self._sequence(row, ids, types[row])) for row, ids in enumerate(rows)
+        )
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         """Return the prompt of chat messages.
@@ -145,6 +161,12 @@ class Intake:
     def token_text(self, token_id: int) -> str:
         """Return the text of a token."""
         return self._tokenizer.token_text(token_id)
+
+    def _placed(self, tokens: Prompt) -> Prompt:
+        """Return tokens as the prompt of a model, or as the source of a target."""
+        if self._target_ids is None:
+            return tokens
+        return Prompt(self._target_ids, source_ids=tokens.token_ids)
 
     def _sequence(
         self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None

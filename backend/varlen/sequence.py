@@ -165,6 +165,11 @@ class GeneratedSequence(SequenceState):
         return options
 
     @property
+    def is_searched(self) -> bool:
+        """Whether its answer is searched with beams, one or more; else its tokens are sampled."""
+        return self.generation.is_search or self.prompt.source_ids is not None
+
+    @property
     def num_generated(self) -> int:
         """Number of generated tokens."""
         return len(self.token_ids) - self.num_tokens
@@ -274,9 +279,10 @@ class BeamStep:
     """What one step of a beam search has chosen.
 
     Attributes:
-        parents: the beam that each new beam continues, by its place.
+        parents: the beam that each new beam continues, by its place; none once the search has ended.
         token_ids: by which token.
-        answers: one per sequence of the answer, the best first, if the search has ended.
+        answers: set once the search has ended: the best first. There are fewer than the request asks for, perhaps none,
+            only if its rules allow fewer.
         error: why the search cannot go on; ends the request.
     """
 

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any, TypeAlias
 
 from varlen import wire, wire_generate
-from varlen.config import EngineConfig, Task
+from varlen.config import ITERATIVE_TASKS, EngineConfig, Task
 from varlen.errors import ConfigError, shorten
 from varlen.models.checkpoint import Checkpoint
 
@@ -60,14 +60,14 @@ def check_server_settings(model_config: dict[str, Any], task: Task) -> None:
         raise ConfigError(
             "response_cache is enabled; the server's cache ignores shapes and parameters and keeps errors: remove it"
         )
-    if is_decoupled(model_config) and task != "generate":
+    if is_decoupled(model_config) and task not in ITERATIVE_TASKS:
         raise ConfigError(
             "model_transaction_policy is decoupled; this model sends one response per request: remove it"
         )
     rows = model_config["max_batch_size"]
-    if not rows and task != "generate":
+    if not rows and task not in ITERATIVE_TASKS:
         raise ConfigError("max_batch_size is 0; a row is a sequence, so allow at least 1")
-    if rows and task == "generate":
+    if rows and task in ITERATIVE_TASKS:
         raise ConfigError(
             f"max_batch_size is {rows}; a request of the task generate holds one prompt: remove it"
         )
@@ -106,7 +106,7 @@ def check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Ta
 
 def tensors_of(task: Task, checkpoint: Checkpoint) -> tuple[Specs, Specs]:
     """Return the inputs and the outputs of a task."""
-    if task == "generate":
+    if task in ITERATIVE_TASKS:
         return wire_generate.INPUTS, wire_generate.OUTPUTS
     outputs = wire.output_specs(task, checkpoint.hidden_size, checkpoint.num_labels)
     return wire.input_specs(task), outputs

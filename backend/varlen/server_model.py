@@ -15,12 +15,12 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import triton_python_backend_utils as pb_utils
 
 from varlen import wire, wire_generate
-from varlen.config import EngineConfig, Task
+from varlen.config import ITERATIVE_TASKS, EngineConfig, Task
 from varlen.errors import EngineError, RequestError, VarlenError
 from varlen.metrics import Stats
 from varlen.models.checkpoint import Checkpoint
@@ -131,7 +131,7 @@ class TritonPythonModel:
             task, checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
         )
         self._exporter = start_exporter(args, self._stats, self._service.snapshot)
-        self._outbox = Outbox(self._stats, names_codes=task == "generate")
+        self._outbox = Outbox(self._stats, names_codes=task in ITERATIVE_TASKS)
         self._trimmer = MemoryTrimmer()
         self._watchdog = start_watchdog()
 
@@ -151,15 +151,16 @@ class TritonPythonModel:
         service = self._service
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         timeout = request.timeout() if self._uses_timeout else 0
-        if service.task == "generate":
-            checked, form = wire_generate.read_generate_request(
+        if service.task in ITERATIVE_TASKS:
+            checked, spec = wire_generate.read_generate_request(
                 tensors,
                 _parameters(request),
                 service.intake,
+                cast("GenerationService", service).options,
                 decoupled=self._is_decoupled,
                 timeout_microseconds=timeout,
             )
-            return checked, wire_generate.GeneratedAnswer(form, service.intake.token_text)
+            return checked, wire_generate.GeneratedAnswer(spec, service.intake.token_text)
         checked = wire.read_request(
             tensors,
             _parameters(request),
@@ -174,7 +175,7 @@ def _load_service(
     task: Task, folder: Path, config: EngineConfig, stats: Stats, *, gpu: int
 ) -> Service | GenerationService:
     """Return the running model of a task."""
-    if task == "generate":
+    if task in ITERATIVE_TASKS:
         # read when torch is imported: its threads would spin on cores that the server and clients need
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from varlen.generation_service import GenerationService
@@ -199,7 +200,7 @@ def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
     if not given["output"]:
         for spec in outputs:
             config.add_output(tensor_entry(spec))
-    if task == "generate":
+    if task in ITERATIVE_TASKS:
         # without it nothing can be streamed
         if "model_transaction_policy" not in given:
             config.set_model_transaction_policy({"decoupled": True})

@@ -130,7 +130,7 @@ class ServerReply:
     def fail(self, error: Exception) -> None:
         self._finish(error)
 
-    def turn(self) -> None:
+    def send_ready(self) -> None:
         """Send what is ready, and ask whether the client is still there. Never raises."""
         try:
             self._advance()
@@ -278,11 +278,11 @@ class Outbox:
         # replies that asked for another turn after the threads were told to stop
         while not self._queue.empty():
             if reply := self._queue.get():
-                reply.turn()
+                reply.send_ready()
 
     def _loop(self) -> None:
         while (reply := self._queue.get()) is not None:
-            reply.turn()
+            reply.send_ready()
             # this frame must not keep an answer alive until the next one comes
             del reply
 

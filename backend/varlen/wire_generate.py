@@ -35,6 +35,7 @@ _OPTIONAL_OUTPUTS = (
     "finish_reason",
     "cumulative_logprob",
     "logprobs",
+    "score",
     "num_input_tokens",
     "num_output_tokens",
     "output_ids",
@@ -68,6 +69,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("finish_reason", "TYPE_STRING", (-1,)),
     TensorSpec("cumulative_logprob", "TYPE_FP32", (-1,)),
     TensorSpec("logprobs", "TYPE_STRING", (-1,)),
+    TensorSpec("score", "TYPE_FP32", (-1,)),
     TensorSpec("num_input_tokens", "TYPE_UINT32", (1,)),
     TensorSpec("num_output_tokens", "TYPE_UINT32", (-1,)),
     TensorSpec("output_ids", "TYPE_INT64", (-1,)),
@@ -75,21 +77,21 @@ OUTPUTS: tuple[TensorSpec, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """What the answer of a request holds.
+class ResponseSpec:
+    """What the responses to a request hold.
 
     Attributes:
         rows: number of samples.
         num_input_tokens: length of the prompt, in tokens.
         stream: whether parts of the answer are sent as they come.
-        echo: text that each row begins with: the prompt, or nothing.
+        prefix: text that each row begins with: the prompt, or nothing.
         returns: names of the outputs to send beside `text_output`.
     """
 
     rows: int
     num_input_tokens: int
     stream: bool = False
-    echo: str = ""
+    prefix: str = ""
     returns: frozenset[str] = frozenset()
 
 
@@ -97,17 +99,19 @@ def read_generate_request(
     tensors: Tensors,
     parameters: str,
     intake: Intake,
+    read_options: Callable[[Mapping[str, object]], GenerationOptions],
     *,
     decoupled: bool,
     timeout_microseconds: int = 0,
-) -> tuple[Request, AnswerForm]:
-    """Return the checked request of these tensors and parameters, and the form of its answer.
+) -> tuple[Request, ResponseSpec]:
+    """Return the checked request of these tensors and parameters, and what its responses hold.
 
     Args:
         tensors: by input name; without a dimension of rows.
         parameters: the request's parameters, a JSON object. Those of the input `sampling_parameters` come before
             them. Names that are not ours are ignored here, as frontends add their own, and refused there.
         intake: the checks of this model.
+        read_options: returns checked options, see `GenerationOptions.from_parameters`.
         decoupled: whether the model may send several responses to a request.
         timeout_microseconds: see `wire.read_request`.
 
@@ -124,13 +128,19 @@ def read_generate_request(
     given = read_parameters(parameters, names)
     options = {name: given[name] for name in names if name in given}
     options |= _sampling_parameters(tensors)
-    generation = GenerationOptions.from_parameters(
+    generation = read_options(
         {name: value for name, value in options.items() if name not in COMMON_PARAMETERS}
     )
     returns = frozenset(name for name in _OPTIONAL_OUTPUTS if _flag(tensors, f"return_{name}"))
-    if generation.logprobs is None and returns & {"cumulative_logprob", "logprobs"}:
-        generation = replace(generation, logprobs=0)
     prompt = _prompt(tensors, intake)
+    if generation.is_search or prompt.source_ids is not None:
+        _check_returns(
+            returns, {"cumulative_logprob", "logprobs"}, "score is that of a beam search"
+        )
+    else:
+        _check_returns(returns, {"score"}, "only a beam search has it")
+        if generation.logprobs is None and returns & {"cumulative_logprob", "logprobs"}:
+            generation = replace(generation, logprobs=0)
     request = Request(
         (prompt,),
         RequestOptions(
@@ -139,8 +149,8 @@ def read_generate_request(
             generation=generation,
         ),
     )
-    form = AnswerForm(generation.n, prompt.num_tokens, stream, _echo(tensors, stream), returns)
-    return request, form
+    spec = ResponseSpec(generation.n, prompt.num_tokens, stream, _prefix(tensors, stream), returns)
+    return request, spec
 
 
 @dataclass(slots=True)
@@ -148,7 +158,8 @@ class _Row:
     """What has been sent of a row."""
 
     finish_reason: str = _UNFINISHED
-    logprob: float = 0.0
+    cumulative_logprob: float = 0.0
+    score: float = 0.0
 
 
 @dataclass(slots=True)
@@ -156,23 +167,23 @@ class GeneratedAnswer:
     """Makes the responses to a request out of the parts of its answer.
 
     Attributes:
-        form: what a response holds.
+        spec: what the responses hold.
         token_text: returns the text of a token id, for log probabilities.
     """
 
-    form: AnswerForm
+    spec: ResponseSpec
     token_text: Callable[[int], str]
     _rows: list[_Row] = field(init=False)
-    _echo: str = field(init=False)
+    _prefix: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self._rows = [_Row() for _ in range(self.form.rows)]
-        self._echo = self.form.echo
+        self._rows = [_Row() for _ in range(self.spec.rows)]
+        self._prefix = self.spec.prefix
 
     @property
     def streams(self) -> bool:
         """Whether parts are sent as they come."""
-        return self.form.stream
+        return self.spec.stream
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> dict[str, npt.NDArray[Any]]:
         """Return the outputs of a response by name, given all parts since the last response.
@@ -185,10 +196,11 @@ class GeneratedAnswer:
             assert isinstance(part, GeneratedPart)
             parts[row].append(part)
             self._rows[row].finish_reason = part.finish_reason or self._rows[row].finish_reason
-            self._rows[row].logprob += sum(token.logprob for token in part.logprobs)
-        texts = [self._echo + "".join(part.text for part in each) for each in parts]
-        self._echo = ""
-        named = {name: self._output(name, parts) for name in self.form.returns}
+            self._rows[row].score = self._rows[row].score if part.score is None else part.score
+            self._rows[row].cumulative_logprob += sum(token.logprob for token in part.logprobs)
+        texts = [self._prefix + "".join(part.text for part in each) for each in parts]
+        self._prefix = ""
+        named = {name: self._output(name, parts) for name in self.spec.returns}
         return {"text_output": _strings(texts), **named}
 
     def _output(self, name: str, parts: Sequence[Sequence[GeneratedPart]]) -> npt.NDArray[Any]:
@@ -196,12 +208,12 @@ class GeneratedAnswer:
         tokens = [[token_id for part in row for token_id in part.token_ids] for row in parts]
         if name == "finish_reason":
             return _strings([row.finish_reason for row in self._rows])
-        if name == "cumulative_logprob":
-            return np.array([row.logprob for row in self._rows], dtype=np.float32)
+        if name in ("cumulative_logprob", "score"):
+            return np.array([getattr(row, name) for row in self._rows], dtype=np.float32)
         if name == "logprobs":
             return _strings([self._logprobs(row) for row in parts])
         if name == "num_input_tokens":
-            return np.array([self.form.num_input_tokens], dtype=np.uint32)
+            return np.array([self.spec.num_input_tokens], dtype=np.uint32)
         if name == "num_output_tokens":
             return np.array([len(row) for row in tokens], dtype=np.uint32)
         assert name == "output_ids"
@@ -227,6 +239,11 @@ class GeneratedAnswer:
         }
 
 
+def _check_returns(returns: frozenset[str], wrong: set[str], reason: str) -> None:
+    if found := sorted(returns & wrong):
+        raise RequestError(f"return_{found[0]} is true; {reason}")
+
+
 def _prompt(tensors: Tensors, intake: Intake) -> Prompt:
     given = [name for name in PROMPTS if name in tensors]
     if len(given) != 1:
@@ -245,12 +262,12 @@ def _prompt(tensors: Tensors, intake: Intake) -> Prompt:
     return prompt
 
 
-def _echo(tensors: Tensors, stream: bool) -> str:
+def _prefix(tensors: Tensors, stream: bool) -> str:
     """Return the text that the answer begins with, by default the prompt unless streamed."""
-    can_echo = "text_input" in tensors and not stream
-    if _flag(tensors, "exclude_input_in_output", default=not can_echo):
+    can_include = "text_input" in tensors and not stream
+    if _flag(tensors, "exclude_input_in_output", default=not can_include):
         return ""
-    if not can_echo:
+    if not can_include:
         raise RequestError(
             "exclude_input_in_output is false; only a request with text_input, and without stream, gets its input back"
         )

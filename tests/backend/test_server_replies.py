@@ -16,7 +16,7 @@ from varlen.errors import DeadlineError, RequestCancelled, RequestError
 from varlen.metrics import Stats
 from varlen.request import GeneratedPart
 from varlen.wire import ArrayAnswer
-from varlen.wire_generate import AnswerForm, GeneratedAnswer
+from varlen.wire_generate import GeneratedAnswer, ResponseSpec
 
 SECONDS = 20.0
 MODULE = "varlen.server_replies"
@@ -44,15 +44,15 @@ def outbox(replies, stats):
 
 @pytest.fixture
 def start(pb_utils, outbox):
-    """Return a function that returns a request, and its reply in a form."""
+    """Return a function that returns a request, and its reply."""
 
     def start(*, stream=True, rows=1, returns=(), answer=None):
         request = pb_utils.InferenceRequest(decoupled=stream)
         request.answered = Event()
         request.done = request.answered.set
         reply = outbox.reply_to(request)
-        form = AnswerForm(rows, 3, stream, returns=frozenset({"finish_reason", *returns}))
-        reply.expect(answer or GeneratedAnswer(form, str))
+        spec = ResponseSpec(rows, 3, stream, returns=frozenset({"finish_reason", *returns}))
+        reply.expect(answer or GeneratedAnswer(spec, str))
         return request, reply
 
     return start
@@ -367,7 +367,7 @@ def test_closing_sends_what_ends_during_a_send(replies, stats, pb_utils, hold):
     for _ in range(4):
         request = pb_utils.InferenceRequest(decoupled=True)
         reply = outbox.reply_to(request)
-        reply.expect(GeneratedAnswer(AnswerForm(1, 3, True), str))
+        reply.expect(GeneratedAnswer(ResponseSpec(1, 3, True), str))
         held.append((request, *hold(request)))
         reply.send(0, part("a"))
         reply.send(0, part("b", end="stop"))

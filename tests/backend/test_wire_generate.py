@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from varlen import wire_generate
 from varlen.errors import RequestError
+from varlen.generation_options import GenerationOptions
 from varlen.intake import Intake
 from varlen.request import GeneratedPart, TokenLogprobs
 from varlen.tokenization import Tokenizer
-from varlen.wire_generate import AnswerForm, GeneratedAnswer, read_generate_request
+from varlen.wire_generate import GeneratedAnswer, ResponseSpec, read_generate_request
 
 from .fakes.input_limits import input_limits
 from .refusals import refused_request as refused
@@ -94,27 +95,27 @@ def test_the_tensors_are_those_of_the_vllm_backend():
 
 
 def test_reads_a_text(intake):
-    request, form = read(intake, text_input=text("the cat"))
+    request, spec = read(intake, text_input=text("the cat"))
 
     assert ids_of(request) == [2, 5, 6, 3]
     assert request.options.generation.max_tokens == 16
-    assert form == AnswerForm(rows=1, num_input_tokens=4, echo="the cat")
+    assert spec == ResponseSpec(rows=1, num_input_tokens=4, prefix="the cat")
 
 
 def test_reads_token_ids(intake):
-    request, form = read(intake, input_ids=np.array([5, 6, 7]))
+    request, spec = read(intake, input_ids=np.array([5, 6, 7]))
 
     assert ids_of(request) == [5, 6, 7]
-    assert form == AnswerForm(rows=1, num_input_tokens=3)
+    assert spec == ResponseSpec(rows=1, num_input_tokens=3)
 
 
 def test_reads_messages_with_the_chat_template_and_adds_no_special_tokens(intake):
     messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat"}]
 
-    request, form = read(intake, messages=text(json.dumps(messages)))
+    request, spec = read(intake, messages=text(json.dumps(messages)))
 
     assert ids_of(request) == [5, 6]
-    assert form.echo == ""
+    assert spec.prefix == ""
 
 
 def test_refuses_messages_without_a_chat_template(small_bert):
@@ -223,16 +224,16 @@ def test_the_sooner_deadline_holds(intake):
 def test_streams_only_from_a_decoupled_model(intake):
     stream = np.array([True])
 
-    _, form = read(intake, text_input=text("a"), stream=stream)
-    assert form.stream
+    _, spec = read(intake, text_input=text("a"), stream=stream)
+    assert spec.stream
     with refused("stream is true, but this model sends one response per request"):
         read(intake, decoupled=False, text_input=text("a"), stream=stream)
-    _, form = read(intake, decoupled=False, text_input=text("a"), stream=~stream)
-    assert not form.stream
+    _, spec = read(intake, decoupled=False, text_input=text("a"), stream=~stream)
+    assert not spec.stream
 
 
 @pytest.mark.parametrize(
-    "stream, exclude, echo",
+    "stream, exclude, prefix",
     [
         (False, None, "a"),
         (False, False, "a"),
@@ -242,13 +243,13 @@ def test_streams_only_from_a_decoupled_model(intake):
     ],
 )
 def test_the_answer_begins_with_the_prompt_as_the_vllm_backend_has_it(
-    intake, stream, exclude, echo
+    intake, stream, exclude, prefix
 ):
     tensors = {} if exclude is None else {"exclude_input_in_output": np.array([exclude])}
 
-    _, form = read(intake, text_input=text("a"), stream=np.array([stream]), **tensors)
+    _, spec = read(intake, text_input=text("a"), stream=np.array([stream]), **tensors)
 
-    assert form.echo == echo
+    assert spec.prefix == prefix
 
 
 @pytest.mark.parametrize(
@@ -267,12 +268,12 @@ def test_refuses_a_flag_of_another_shape(intake):
 
 
 def test_outputs_are_those_that_the_request_asks_for(intake):
-    _, form = read(intake, text_input=text("a"), **FLAGS)
-    assert form.returns == ALL_OUTPUTS
+    _, spec = read(intake, text_input=text("a"), **FLAGS)
+    assert spec.returns == ALL_OUTPUTS
 
     off = {name: ~flag for name, flag in FLAGS.items()}
-    _, form = read(intake, text_input=text("a"), **off)
-    assert form.returns == frozenset()
+    _, spec = read(intake, text_input=text("a"), **off)
+    assert spec.returns == frozenset()
 
 
 @pytest.mark.parametrize("name", ["return_logprobs", "return_cumulative_logprob"])
@@ -283,8 +284,10 @@ def test_asking_for_log_probabilities_has_them_computed(intake, name, given, exp
     assert request.options.generation.logprobs == expected
 
 
-def answer(*, rows=1, echo="", returns=ALL_OUTPUTS):
-    return GeneratedAnswer(AnswerForm(rows, 4, False, echo, frozenset(returns)), lambda i: f"<{i}>")
+def answer(*, rows=1, prefix="", returns=ALL_OUTPUTS):
+    return GeneratedAnswer(
+        ResponseSpec(rows, 4, False, prefix, frozenset(returns)), lambda i: f"<{i}>"
+    )
 
 
 def listed(tensors):
@@ -292,7 +295,7 @@ def listed(tensors):
 
 
 def test_a_response_holds_what_came_since_the_last_one():
-    made = answer(rows=2, echo="x ")
+    made = answer(rows=2, prefix="x ")
     first = GeneratedPart("a", (1,), (TokenLogprobs(1, -0.5),))
     second = GeneratedPart("b", (2, 3), (TokenLogprobs(2, -1.0), TokenLogprobs(3, -2.0)), "stop")
 
@@ -370,7 +373,7 @@ def test_an_answer_is_the_same_however_its_parts_share_responses(data):
         for number in range(count)
     ]
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, count), max_size=4))), count]
-    whole, parted = answer(rows=rows, echo="x"), answer(rows=rows, echo="x")
+    whole, parted = answer(rows=rows, prefix="x"), answer(rows=rows, prefix="x")
 
     expected = whole.tensors(outputs)
     responses = [parted.tensors(outputs[begin:end]) for begin, end in pairwise(cuts)]
@@ -381,3 +384,16 @@ def test_an_answer_is_the_same_however_its_parts_share_responses(data):
     assert total.tolist() == expected["num_output_tokens"].tolist()
     last = responses[-1]["cumulative_logprob"]
     assert last.tolist() == expected["cumulative_logprob"].tolist()
+
+
+def test_every_served_parameter_may_be_a_parameter_of_the_request(intake):
+    with pytest.raises(RequestError) as caught:
+        GenerationOptions.from_parameters({"?": 1})
+    served = str(caught.value).partition("Allowed: ")[2].split(", ")
+
+    assert {"max_tokens", "structured_outputs"} <= set(served)
+    for name in served:
+        # any string is a stop string
+        wrong = 1.5 if name == "stop" else "?"
+        with pytest.raises(RequestError, match="allowed:"):
+            read(intake, json.dumps({name: wrong}), text_input=text("a"))

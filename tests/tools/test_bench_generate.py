@@ -70,11 +70,11 @@ def test_a_trace_gives_both_lengths_in_its_order_scaled_to_the_model(tmp_path):
     assert max(len(p) + n for p, n in zip(found.prompts, found.outputs, strict=True)) <= 1089
 
 
-def test_a_trace_without_two_columns_is_refused(tmp_path):
+def test_a_trace_without_its_columns_is_refused(tmp_path):
     path = tmp_path / "lengths.csv"
     path.write_text("when,tokens\nnow,5\n")
 
-    with pytest.raises(ValueError, match="lengths.csv has no two columns of whole numbers"):
+    with pytest.raises(ValueError, match="lengths.csv is no trace of requests"):
         trace_workload(path, 1, vocabulary=50, positions=64, seed=0)
 
 
@@ -291,8 +291,8 @@ def test_a_small_run_measures_appends_and_ends_with_the_bench_line(tmp_path, mon
 
     assert done.exit_code == 0, done.output
     last = done.output.strip().splitlines()[-1]
-    assert last.startswith("BENCH generate: vs_static_batch=")
-    assert "best_peer=transformers-fp32-arrival" in last
+    assert last.startswith("BENCH generate: tiny_gpt2_vs_static_batch=")
+    assert "tiny_gpt2_best_peer=transformers-fp32-arrival" in last
     rows = read_csv(output)
     assert [row["arrivals"] for row in rows] == [
         "at once",

@@ -1,4 +1,4 @@
-"""Generation on a virtual clock: policies and step sizes, what they reserve, and what they cost.
+"""Generation on a virtual clock: policies and step sizes, their promises and their costs.
 
 Every run is a function of its seed, but for the measurement of a model.
 """

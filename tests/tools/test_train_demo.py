@@ -14,7 +14,7 @@ from tests.closeness import assert_close
 from varlen_tools.train_demo import __main__ as command
 from varlen_tools.train_demo.gpt2 import Shape
 from varlen_tools.train_demo.muon import orthogonalized
-from varlen_tools.train_demo.save import save_checkpoint
+from varlen_tools.train_demo.save import save_gpt2
 from varlen_tools.train_demo.text import python_documents
 from varlen_tools.train_demo.train import END_OF_TEXT, Training, encode, train, train_tokenizer
 
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory):
     """The folder of a trained model."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     model, tokenizer, _ = trained()
-    save_checkpoint(folder, model, TINY.shape, tokenizer)
+    save_gpt2(folder, model, TINY.shape, tokenizer)
     return folder
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 UNIFORM = {"uniform": (5, 500), "short": (2, 100)}
 # Share of a trace's requests that fit the model after scaling; longer ones are clamped.
 _FITTING = 0.99
-# Shortest and longest prompt and answer of generation, in tokens.
-_PROMPT_TOKENS, _ANSWER_TOKENS = (32, 256), (1, 128)
+# Shortest and longest prompt and answer of generation, in tokens: those of Orca's evaluation.
+PROMPT_TOKENS, ANSWER_TOKENS = (32, 256), (1, 128)
 _TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?")
 # Mean number of arrivals in a burst.
 _BURST = 20
@@ -79,11 +79,16 @@ def trace_mix(path: Path, limit: int) -> Mix:
         ValueError: the file has no such column.
     """
     lengths = _first_whole_column(path)
-    fitting = sorted(lengths)[math.ceil(_FITTING * len(lengths)) - 1]
-    divisor = max(1.0, fitting / limit)
+    divisor = fitting_divisor(lengths, limit)
     scaled = tuple(min(limit, max(1, round(length / divisor))) for length in lengths)
     label = f"trace {path.stem}" + (f" / {divisor:.3g}" if divisor > 1 else "")
     return Mix("trace", label, scaled, in_order=True)
+
+
+def fitting_divisor(lengths: Sequence[int], limit: int) -> float:
+    """Return the divisor, at least 1, with which 99 % of the lengths fit a limit."""
+    fitting = sorted(lengths)[math.ceil(_FITTING * len(lengths)) - 1]
+    return max(1.0, fitting / limit)
 
 
 def poisson_times(rate: float, seconds: float, seed: int) -> list[float]:
@@ -152,7 +157,7 @@ def generation_arrivals(count: int, seed: int) -> list[Arrival]:
     """Return arrivals at 1 per second, with the lengths of Orca's evaluation."""
     numbers = random.Random(seed)
     lengths = [
-        (numbers.randint(*_PROMPT_TOKENS), numbers.randint(*_ANSWER_TOKENS)) for _ in range(count)
+        (numbers.randint(*PROMPT_TOKENS), numbers.randint(*ANSWER_TOKENS)) for _ in range(count)
     ]
     arrivals = [Arrival(0.0, tokens, generated=generated) for tokens, generated in lengths]
     return with_poisson_times(arrivals, seed)
@@ -162,9 +167,23 @@ def generation_trace(path: Path, count: int, seed: int) -> list[Arrival]:
     """Return consecutive requests of a trace, at their own times.
 
     Args:
-        path: CSV file with the columns `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`, as the Azure traces have.
+        path: see `read_generation_trace`.
         count: number of requests, if the trace has them.
         seed: decides where they begin.
+
+    Raises:
+        ValueError: see `read_generation_trace`.
+    """
+    arrivals = read_generation_trace(path)
+    first = random.Random(seed).randint(0, max(0, len(arrivals) - count))
+    return arrivals[first : first + count]
+
+
+def read_generation_trace(path: Path) -> list[Arrival]:
+    """Return the requests of a trace in order of arrival.
+
+    Args:
+        path: CSV file with the columns `TIMESTAMP`, `ContextTokens` and `GeneratedTokens`, as the Azure traces have.
 
     Raises:
         ValueError: a column is missing, or a cell cannot be read.
@@ -186,9 +205,7 @@ def generation_trace(path: Path, count: int, seed: int) -> list[Arrival]:
         ) from None
     if not arrivals:
         raise ValueError(f"{path.name} has no requests")
-    arrivals.sort(key=lambda arrival: arrival.at)
-    first = random.Random(seed).randint(0, max(0, len(arrivals) - count))
-    return arrivals[first : first + count]
+    return sorted(arrivals, key=lambda arrival: arrival.at)
 
 
 def with_poisson_times(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:

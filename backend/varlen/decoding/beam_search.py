@@ -11,7 +11,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
@@ -22,38 +22,8 @@ from varlen.decoding.beam_sampling import draw, edited, limited
 from varlen.decoding.random_numbers import random_key, uniform_numbers
 from varlen.decoding.token_edits import TokenEditor, TokenEdits, TokenRules
 from varlen.generation_options import GenerationOptions
-from varlen.request import FinishReason, Float32Array
-
-
-@dataclass(frozen=True, slots=True)
-class BeamAnswer:
-    """One answer of a beam search.
-
-    Attributes:
-        token_ids: the generated tokens, with the end token.
-        score: sum of their log probabilities, divided by the length penalty; Hugging Face's `sequences_scores`.
-        finish_reason: an end token came, or `max_tokens` was reached.
-    """
-
-    token_ids: tuple[int, ...]
-    score: float
-    finish_reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class BeamStep:
-    """The result of one step.
-
-    Attributes:
-        parents: row of the last step that each new row continues; none once the search has ended.
-        tokens: the new token of each row.
-        answers: set when the search has ended: the best first. There are fewer than the request asks for, perhaps
-            none, only if its rules allow fewer.
-    """
-
-    parents: tuple[int, ...]
-    tokens: tuple[int, ...]
-    answers: tuple[BeamAnswer, ...] | None = None
+from varlen.request import Float32Array
+from varlen.sequence import BeamAnswer, BeamStep
 
 
 class BeamSearch:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.request import Float32Array
-from varlen.sequence import Batch, BatchResult, Failure, SampledToken
+from varlen.sequence import Batch, BatchResult, BeamStep, Failure, SampledToken
 
 _log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ Completed = Callable[[Batch, BatchResult], None]
 class BatchRunner(Protocol):
     """Runs one batch at a time."""
 
-    def run_batch(self, batch: Batch) -> Sequence[Float32Array] | Sequence[SampledToken]:
+    def run_batch(self, batch: Batch) -> Sequence[Float32Array] | Sequence[SampledToken | BeamStep]:
         """Return the outputs of a batch, see `BatchResult`."""
 
     def padding_tokens(self, shape: BatchShape) -> int:
@@ -68,7 +68,7 @@ class ThreadExecutor:
 def _run(runner: BatchRunner, batch: Batch) -> BatchResult:
     """Return the result of a batch. Never raises: tracebacks would keep its memory."""
     began = time.perf_counter()
-    outputs: Sequence[Float32Array] | Sequence[SampledToken] = []
+    outputs: Sequence[Float32Array] | Sequence[SampledToken | BeamStep] = []
     failure: Failure | None = None
     padding = 0
     try:

@@ -43,6 +43,7 @@ def kv_size(
     *,
     num_layers: int,
     tokens_per_sequence: int,
+    has_beams: bool,
 ) -> KvSize:
     """Return the size of the caches that the settings allow.
 
@@ -52,6 +53,7 @@ def kv_size(
         dtype: of the activations.
         heads: of each layer.
         num_layers: number of layers.
+        has_beams: whether most sequences are beams, which copy a block when they part.
         tokens_per_sequence: most tokens of a sequence, its source text included.
 
     Raises:
@@ -59,7 +61,8 @@ def kv_size(
     """
     # on a CPU, fp32 is what the attention kernel reads
     dtype = torch.float32 if device.type == "cpu" else dtype
-    block_size = config.kv_block_tokens or _BLOCK_TOKENS[device.type]
+    default = _GPU_BLOCK_TOKENS if has_beams else _BLOCK_TOKENS[device.type]
+    block_size = config.kv_block_tokens or default
     if device.type == "cuda" and block_size % _GPU_BLOCK_TOKENS:
         raise ConfigError(
             f"kv_block_tokens is {block_size}; allowed on a GPU: multiples of {_GPU_BLOCK_TOKENS}"

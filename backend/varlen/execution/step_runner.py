@@ -35,6 +35,7 @@ from varlen.program.recorder import Recorder
 from varlen.request import Prompt, Reply, Request, RequestOptions
 from varlen.sequence import (
     Batch,
+    BeamStep,
     Chunk,
     GeneratedSequence,
     RequestState,
@@ -43,8 +44,10 @@ from varlen.sequence import (
 )
 from varlen_kernels.dispatch import decoder_kernels_for
 
-# Chooses a token for each row of logits, `[sequences, vocabulary]` fp32, which it may overwrite.
-Sample: TypeAlias = Callable[[Tensor, Sequence[GeneratedSequence]], list[SampledToken]]
+# Chooses what each row of logits goes on with, `[sequences, vocabulary]` fp32, which it may overwrite.
+Choose: TypeAlias = Callable[
+    [Tensor, Sequence[GeneratedSequence]], Sequence[SampledToken | BeamStep]
+]
 
 
 class DeviceSteps(Protocol):
@@ -75,15 +78,22 @@ class StepRunner:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, config: EngineConfig, sample: Sample, *, gpu: int = 0
+        self,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        choose: Choose,
+        *,
+        gpu: int = 0,
+        kernels: object | None = None,
     ) -> None:
         """Load the weights, record the step and reserve the KV caches.
 
         Args:
             checkpoint: the checkpoint to load.
             config: the settings.
-            sample: chooses tokens from logits on the device of the settings.
+            choose: chooses tokens from logits on the device of the settings.
             gpu: number of the GPU, if the model runs on one.
+            kernels: a module with the functions that ops name; None selects the device's own.
 
         Raises:
             CheckpointError: the checkpoint is incomplete.
@@ -106,13 +116,14 @@ class StepRunner:
             num_layers=model.num_layers,
             # a source and its target
             tokens_per_sequence=self.max_sequence_tokens * (2 if has_sources else 1),
+            has_beams=has_sources,
         )
         self.programs = record_steps(model, self.kv)
         del model
         self.weight_bytes = sum(program.weight_bytes for program in self.programs)
         self._caches = new_caches(self.programs[0].states, self.device)
-        self._sample = sample
-        kernels = decoder_kernels_for(self.device)
+        self._choose = choose
+        kernels = kernels or decoder_kernels_for(self.device)
         if self.device.type == "cpu":
             self.programs = tuple(map(pack_linear_layers, self.programs))
         self.arenas = make_arenas(self.programs, config, self.device)
@@ -134,8 +145,8 @@ class StepRunner:
             encoder_parts = self.programs[1], kernels, self.arenas[1], self._caches
             self._encoder = SourceEncoder(*encoder_parts, block_size=block_size)
 
-    def run_batch(self, batch: Batch) -> list[SampledToken]:
-        """Return the token of each sequence that samples, chunk by chunk.
+    def run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
+        """Return what each row of logits goes on with, chunk by chunk.
 
         Raises:
             MemoryError: too little memory for what the step needs beside the arena.
@@ -146,13 +157,15 @@ class StepRunner:
             if self._encoder is not None:
                 self._encoder.encode(step.chunks)
             logits = self._steps.logits(step.chunks)
-            return self._sample(logits, [each for chunk in step.chunks for each in chunk.samples])
+            return self._choose(logits, [each for chunk in step.chunks for each in chunk.samples])
 
     def warm_up(self) -> None:
         """Run a prompt and a token, so that the first request runs at normal speed."""
         source = None if self._encoder is None else np.zeros(1, dtype=np.int32)
         prompt = Prompt(np.zeros(2, dtype=np.int32), source_ids=source)
-        for options in (GenerationOptions(temperature=0.0), GenerationOptions(top_k=2, top_p=0.5)):
+        greedy, drawn = GenerationOptions(temperature=0.0), GenerationOptions(top_k=2, top_p=0.5)
+        searched = GenerationOptions(num_beams=2)
+        for options in (greedy, drawn, searched) if source is None else (searched,):
             request = Request((prompt,), RequestOptions(generation=options))
             # never answered
             (sequence,) = RequestState(request, cast(Reply, None), 0.0).sequences
@@ -200,6 +213,9 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
         ConfigError: the configured one is longer than the checkpoint allows.
     """
     limit = config.max_sequence_tokens or checkpoint.max_sequence_tokens
+    if checkpoint.translate is not None:
+        # a source is encoded in one step
+        limit = min(limit, config.max_step_tokens)
     if limit > checkpoint.position_limit:
         raise ConfigError(
             f"max_sequence_tokens is {limit}; this checkpoint has positions for {checkpoint.position_limit}"

@@ -50,6 +50,7 @@ class Checkpoint:
         default_prompt: text that `embed` puts before every text.
         hidden_size: features of a token.
         vocab_size: token ids of texts are below this.
+        target_vocab_size: token ids that it generates are below this.
         num_labels: outputs of the classification head, 0 when there is none.
         position_limit: longest sequence that has position embeddings, in tokens: a source, and a target with its
             start token.
@@ -69,6 +70,7 @@ class Checkpoint:
     default_prompt: str
     hidden_size: int
     vocab_size: int
+    target_vocab_size: int
     num_labels: int
     position_limit: int
     max_sequence_tokens: int
@@ -106,6 +108,7 @@ class Checkpoint:
             normalize=sentence.normalize,
             default_prompt=sentence.default_prompt,
             vocab_size=read_int(config, "vocab_size"),
+            target_vocab_size=_target_vocab_size(config),
             hidden_size=sizes.hidden,
             num_labels=read_num_labels(config) if has_labels else 0,
             position_limit=sizes.positions,

@@ -43,7 +43,7 @@ class Group:
     @property
     def has_beams(self) -> bool:
         """Whether its answer is searched with beams."""
-        return self.first.generation.num_beams > 1
+        return self.first.is_searched
 
     @property
     def width(self) -> int:

@@ -20,10 +20,11 @@ Sarathi-Serve (Agrawal et al. 2024, OSDI); preemption is that of vLLM (Kwon et a
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, repeat
 from typing import cast
 
 from sortedcontainers import SortedKeyList
@@ -60,6 +61,8 @@ _log = logging.getLogger(__name__)
 _TEXT_FAILED = "the text of the answer could not be made; the server's log says why"
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
+# Where a search has found fewer answers than the request asks for.
+_NO_ANSWER = BeamAnswer((), -math.inf, "length")
 # After a step that ran out of memory, steps grow again by this part of the largest step each.
 _STEP_GROWTH = 32
 
@@ -408,9 +411,10 @@ class IterationScheduler:
         if step.answers is None:
             self._memory.follow(group, step.parents, step.token_ids)
             return []
+        answers = chain(step.answers, repeat(_NO_ANSWER))
         return [
             _write(sequence, answer)
-            for sequence, answer in zip(group.sequences, step.answers, strict=True)
+            for sequence, answer in zip(group.sequences, answers, strict=False)
         ]
 
     def _split(self, group: Group) -> None:

@@ -203,7 +203,7 @@ def test_a_search_without_an_allowed_token_has_the_answers_it_found():
 
 def test_end_tokens_are_those_of_the_request_too():
     model = TableModel(20)
-    options = {"max_tokens": 6, "early_stopping": True, "ignore_eos": True}
+    options = {"max_tokens": 6, "length_penalty": 0.0, "ignore_eos": True}
     ignored = model.run(search_of(model, **options))
     stop = ignored[0].token_ids[2]
     other = model.run(search_of(model, **options, stop_token_ids=(stop,)))

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from varlen_bench.generate import report
-from varlen_bench.generate.report import Result, Step
+from varlen_bench.generate.report import TINY_GPT2, Result, Step
 from varlen_bench.generate.run import Comparison
 from varlen_bench.generate.systems import OURS, SYSTEMS
 from varlen_bench.generate.workload import Workload, trace_workload, uniform_workload
@@ -17,7 +17,7 @@ from varlen_bench.harness import command, machine
 from varlen_bench.peers.checkpoints import GPT2_SMALL, config_field, save_random_decoder
 
 _PACKAGES = ("torch", "transformers", "ctranslate2", "varlen")
-_RANDOM, _TINY = GPT2_SMALL.name, "tiny_gpt2"
+_RANDOM = GPT2_SMALL.name
 
 app = typer.Typer(add_completion=False)
 
@@ -26,9 +26,9 @@ app = typer.Typer(add_completion=False)
 def main(
     context: typer.Context,
     models: Annotated[
-        str, typer.Option(help=f"{_RANDOM} and {_TINY}, comma-separated; by default both.")
+        str, typer.Option(help=f"{_RANDOM} and {TINY_GPT2}, comma-separated; by default both.")
     ] = "",
-    repository: Annotated[Path, typer.Option(help=f"Model repository of {_TINY}.")] = Path(
+    repository: Annotated[Path, typer.Option(help=f"Model repository of {TINY_GPT2}.")] = Path(
         "model_repository"
     ),
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 32,
@@ -37,7 +37,8 @@ def main(
         float, typer.Option(min=0.01, help="Poisson arrivals, as a share of the best peer's speed.")
     ] = 0.7,
     trace: Annotated[
-        Path | None, typer.Option(help="CSV with columns of prompt and output lengths.")
+        Path | None,
+        typer.Option(help="CSV of an Azure LLM trace: TIMESTAMP, ContextTokens, GeneratedTokens."),
     ] = None,
     only: command.Only = "",
     threads: command.Threads = 0,
@@ -57,9 +58,9 @@ def main(
         revision=revision,
     )
     if quick:
-        models, requests, rounds = models or _TINY, min(requests, 8), 1
+        models, requests, rounds = models or TINY_GPT2, min(requests, 8), 1
     try:
-        names = command.select(models, (_RANDOM, _TINY))
+        names = command.select(models, (_RANDOM, TINY_GPT2))
         systems = [SYSTEMS[name] for name in command.select(only, SYSTEMS)]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -95,8 +96,8 @@ def main(
 
 
 def _checkpoint(model: str, repository: Path, scratch: Path) -> Path:
-    if model == _TINY:
-        return repository / _TINY / "1"
+    if model == TINY_GPT2:
+        return repository / TINY_GPT2 / "1"
     save_random_decoder(GPT2_SMALL, scratch / model)
     return scratch / model
 

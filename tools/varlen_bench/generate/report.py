@@ -12,6 +12,8 @@ from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, paired_ratio, ratio, rounded
 from varlen_bench.harness.tables import Table
 
+TINY_GPT2 = "tiny_gpt2"
+
 Arrivals = Literal["at once", "poisson"]
 _TIMES = [f"{name}_p{percent}_ms" for name in ("ttft", "per_token", "gap") for percent in (50, 99)]
 _FIGURES = (
@@ -75,10 +77,10 @@ def csv_rows(results: Iterable[Result], steps: Iterable[Step]) -> list[dict[str,
 def bench_figures(
     results: Sequence[Result], steps: Sequence[Step], models: Sequence[str]
 ) -> dict[str, Cell]:
-    """Return the keys of the BENCH line; the second model is a prefix."""
+    """Return the keys of the BENCH line; the demo model's begin with its name."""
     figures: dict[str, Cell] = {}
-    for number, model in enumerate(models):
-        prefix = f"{model}_" if number else ""
+    for model in models:
+        prefix = f"{TINY_GPT2}_" if model == TINY_GPT2 else ""
         step = next((step for step in steps if step.model == model), Step(model))
         found = _figures([result for result in results if result.model == model])
         found["decode_fraction_of_limit"] = rounded(ratio(step.limit, step.seconds))

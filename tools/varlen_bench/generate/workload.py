@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import csv
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from varlen_tools.workloads import Mix, token_ids
+from varlen_tools.workloads import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
+    Mix,
+    fitting_divisor,
+    read_generation_trace,
+    token_ids,
+)
 
-_PROMPTS, _OUTPUTS = (32, 256), (1, 128)
-# Share of a trace's requests that fit the model after scaling; longer ones are clamped.
-_FITTING = 0.99
 _CHECKED_REQUESTS, _CHECKED_TOKENS = 6, 12
 
 
@@ -55,27 +57,25 @@ class Workload:
 
 def uniform_workload(count: int, vocabulary: int, positions: int, seed: int) -> Workload:
     """Return requests of uniform prompt and output lengths, all at once."""
-    lengths = _uniform(_PROMPTS, count, seed), _uniform(_OUTPUTS, count, seed + 1)
+    lengths = _uniform(PROMPT_TOKENS, count, seed), _uniform(ANSWER_TOKENS, count, seed + 1)
     prompts, outputs = _fitted(*lengths, positions=positions)
-    label = f"prompts {_PROMPTS[0]}-{_PROMPTS[1]}, outputs {_OUTPUTS[0]}-{_OUTPUTS[1]}"
+    label = f"prompts {PROMPT_TOKENS[0]}-{PROMPT_TOKENS[1]}, outputs {ANSWER_TOKENS[0]}-{ANSWER_TOKENS[1]}"
     return Workload(label, token_ids(prompts, vocabulary, seed), outputs, [0.0] * count)
 
 
 def trace_workload(path: Path, count: int, vocabulary: int, positions: int, seed: int) -> Workload:
     """Return consecutive requests of a trace, all at once.
 
-    Its first two columns of whole numbers are prompt and output lengths. If more than one request in a hundred exceeds
-    `positions`, all lengths are divided so that 99 % fit.
+    If more than one request in a hundred exceeds `positions`, all lengths are divided so that 99 % fit.
+
+    Args:
+        path: see `read_generation_trace`.
 
     Raises:
-        ValueError: the file has no two such columns.
+        ValueError: see `read_generation_trace`.
     """
-    found = _whole_columns(path)
-    if len(found) < 2 or not found[0]:
-        raise ValueError(f"{path.name} has no two columns of whole numbers: prompts and outputs")
-    pairs = list(zip(found[0], found[1], strict=True))
-    longest = sorted(map(sum, pairs))[math.ceil(_FITTING * len(pairs)) - 1]
-    divisor = max(1.0, longest / positions)
+    pairs = [(each.tokens, each.generated or 1) for each in read_generation_trace(path)]
+    divisor = fitting_divisor([sum(pair) for pair in pairs], positions)
     first = random.Random(seed).randrange(len(pairs))
     taken = [pairs[(first + i) % len(pairs)] for i in range(count)]
     lengths = [[max(1, round(length / divisor)) for length in pair] for pair in taken]
@@ -97,15 +97,3 @@ def _fitted(
     short = [min(count, positions - 1) for count in outputs]
     fitting = [min(length, positions - count) for length, count in zip(prompts, short, strict=True)]
     return fitting, short
-
-
-def _whole_columns(path: Path) -> list[list[int]]:
-    """Return the columns of a CSV file that hold only whole numbers, without their headings."""
-    with path.open(newline="", encoding="utf-8") as file:
-        _, *rows = [row for row in csv.reader(file) if row] or [[]]
-    columns = zip(*rows, strict=False)
-    return [
-        [int(cell) for cell in column]
-        for column in columns
-        if all(cell.strip().isdecimal() for cell in column)
-    ]

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from varlen.config import EngineConfig
+from varlen.config import NO_LIMIT, EngineConfig
 from varlen.costs.model import CostModel
 from varlen.errors import ConfigError
 from varlen_tools import workloads
@@ -27,7 +27,6 @@ from varlen_tools.simulate.costs import CostSource, cost_models
 from varlen_tools.simulate.study import PolicyResult, compare, full_load, most_within, with_policy
 from varlen_tools.workloads import Arrival
 
-_NO_CAP = 10**9
 # Lengths drawn to find the mean and the longest.
 _DRAWN = 10_000
 _HEADINGS = (
@@ -91,8 +90,8 @@ def main(
         max_batch_sequences=max_batch_sequences,
         max_batch_tokens=max_batch_tokens,
         max_wait_ms=max_wait_ms,
-        max_queued_requests=_NO_CAP,
-        max_queued_tokens=_NO_CAP,
+        max_queued_requests=NO_LIMIT,
+        max_queued_tokens=NO_LIMIT,
     )
     try:
         configs = [with_policy(base, name) for name in policies.split(",")]

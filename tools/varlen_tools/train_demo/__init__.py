@@ -1,1 +1,1 @@
-"""Train a small model on text that ships with Python: no download."""
+"""Train small models on text that needs no download."""

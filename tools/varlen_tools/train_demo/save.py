@@ -1,23 +1,30 @@
 """A checkpoint folder in Hugging Face form."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from varlen_tools.train_demo.gpt2 import GPT2, Shape
+from varlen_tools.train_demo.marian import Marian, MarianShape
 from varlen_tools.train_demo.train import END_OF_TEXT
+from varlen_tools.train_demo.train_dates import END, END_ID, PAD, PAD_ID, UNKNOWN
 
 WEIGHTS = "model.safetensors"
+# As in OPUS-MT's checkpoints.
+_BEAMS = 4
+# A date in ISO form has 11 tokens.
+_MAX_LENGTH = 32
 
 
-def save_checkpoint(folder: Path, model: GPT2, shape: Shape, tokenizer: Tokenizer) -> None:
-    """Write a GPT2LMHeadModel with its tokenizer; the weights come last, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
+def save_gpt2(folder: Path, model: GPT2, shape: Shape, tokenizer: Tokenizer) -> None:
+    """Write a GPT2LMHeadModel with its tokenizer."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     assert end is not None
-    files = {
+    files: dict[str, dict[str, object]] = {
         "config.json": shape.config(end),
         "generation_config.json": {
             "_from_model_config": True,
@@ -33,10 +40,48 @@ def save_checkpoint(folder: Path, model: GPT2, shape: Shape, tokenizer: Tokenize
             "model_max_length": shape.positions,
         },
     }
+    weights = {f"transformer.{name}": value for name, value in model.state_dict().items()}
+    _write(folder, files, tokenizer, weights)
+
+
+def save_marian(folder: Path, model: Marian, shape: MarianShape, tokenizer: Tokenizer) -> None:
+    """Write a MarianMTModel with its tokenizer; it answers with four beams unless asked otherwise."""
+    files: dict[str, dict[str, object]] = {
+        "config.json": shape.config(PAD_ID, END_ID),
+        "generation_config.json": {
+            "bad_words_ids": [[PAD_ID]],
+            "decoder_start_token_id": PAD_ID,
+            "eos_token_id": END_ID,
+            "forced_eos_token_id": END_ID,
+            "max_length": _MAX_LENGTH,
+            "num_beams": _BEAMS,
+            "pad_token_id": PAD_ID,
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": END,
+            "unk_token": UNKNOWN,
+            "pad_token": PAD,
+            "model_max_length": shape.positions,
+        },
+    }
+    state = model.state_dict()
+    weights = {"final_logits_bias": state.pop("final_logits_bias")}
+    weights |= {f"model.{name}": value for name, value in state.items()}
+    _write(folder, files, tokenizer, weights)
+
+
+def _write(
+    folder: Path,
+    files: Mapping[str, Mapping[str, object]],
+    tokenizer: Tokenizer,
+    weights: dict[str, Tensor],
+) -> None:
+    """Write the files; the weights come last, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
     tokenizer.save(str(folder / "tokenizer.json"))
-    weights = {f"transformer.{name}": value for name, value in model.state_dict().items()}
     partial = folder / f"{WEIGHTS}.partial"
     save_file(weights, partial, metadata={"format": "pt"})
     partial.rename(folder / WEIGHTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,15 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from varlen_tools.train_demo.gpt2 import GPT2, Shape
-from varlen_tools.train_demo.muon import Muon
+from varlen_tools.train_demo.loop import Report, fit
 
 END_OF_TEXT = "<|endoftext|>"
-_MATRIX_RATE, _OTHER_RATE = 0.02, 3e-3
-_WARMUP_STEPS = 20
-_LARGEST_GRADIENT = 1.0
-
-# Gets the number of a step, from 1, and its loss.
-Report = Callable[[int, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +62,14 @@ def train(training: Training, token_ids: Tensor, report: Report) -> GPT2:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)
         model = GPT2(training.shape)
-    matrices = [weight for weight in model.h.parameters() if weight.ndim == 2]
-    chosen = set(map(id, matrices))
-    others = [weight for weight in model.parameters() if id(weight) not in chosen]
-    optimizers = (
-        Muon(matrices, lr=_MATRIX_RATE),
-        torch.optim.AdamW(others, lr=_OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
-    )
-    rates = [
-        torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / _WARMUP_STEPS, 1 - step / training.steps)
-        )
-        for optimizer in optimizers
-    ]
     draw = torch.Generator().manual_seed(training.seed)
-    for step in range(training.steps):
-        loss = _loss(model, _windows(token_ids, training, draw))
-        model.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _LARGEST_GRADIENT)
-        for optimizer, rate in zip(optimizers, rates, strict=True):
-            optimizer.step()
-            rate.step()
-        report(step + 1, loss.item())
+    fit(
+        model,
+        [weight for weight in model.h.parameters() if weight.ndim == 2],
+        lambda: _loss(model, _windows(token_ids, training, draw)),
+        steps=training.steps,
+        report=report,
+    )
     return model
 
 

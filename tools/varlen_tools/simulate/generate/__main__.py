@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from varlen.config import EngineConfig
+from varlen.config import NO_LIMIT, EngineConfig
 from varlen.errors import VarlenError
 from varlen_tools import workloads
 from varlen_tools.model_source import SettingsOption, parse_settings
@@ -27,7 +27,6 @@ from varlen_tools.simulate.generate.costs import StepCosts, measure
 from varlen_tools.simulate.generate.study import Result, Setup, compare, full_load, most_within
 from varlen_tools.workloads import Arrival
 
-_NO_CAP = 10**9
 _HEADINGS = (
     "policy, step", "offered\n/s", "tokens\n/s", "TTFT\np50 ms", "\np99", "token\np50 ms", "\np99",
     "longest\ngap ms", "pre-\nempted", "KV\nused", "KV pro-\nmised", "refused",
@@ -98,8 +97,8 @@ def main(
             task="generate",
             max_running_sequences=max_running_sequences,
             kv_block_tokens=kv_block_tokens,
-            max_queued_requests=_NO_CAP,
-            max_queued_tokens=_NO_CAP,
+            max_queued_requests=NO_LIMIT,
+            max_queued_tokens=NO_LIMIT,
         )
         configs = _configs(base, policies, max_step_tokens)
         factors = parse_numbers("loads", loads)

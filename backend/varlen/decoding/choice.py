@@ -1,0 +1,43 @@
+"""What each sequence of a step goes on with: a token of the sampler, or a step of its beam search."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from varlen.decoding.sampling import Sampler
+from varlen.decoding.searcher import Searcher
+from varlen.sequence import BeamStep, GeneratedSequence, SampledToken
+
+
+class TokenChoice:
+    """Chooses tokens from the logits of steps in which some sequences are sampled and others are searched."""
+
+    def __init__(self, sampler: Sampler, searcher: Searcher) -> None:
+        self._sampler = sampler
+        self._searcher = searcher
+
+    def choose(
+        self, logits: Tensor, sequences: Sequence[GeneratedSequence]
+    ) -> list[SampledToken | BeamStep]:
+        """Return what was chosen for each row.
+
+        Args:
+            logits: `[sequences, vocabulary]` fp32; overwritten.
+            sequences: see `Sampler.sample` and `Searcher.advance`.
+        """
+        is_searched = [sequence.is_searched for sequence in sequences]
+        if not any(is_searched):
+            return [*self._sampler.sample(logits, sequences)]
+        if all(is_searched):
+            return [*self._searcher.advance(logits, sequences)]
+        chosen: dict[int, SampledToken | BeamStep] = {}
+        for is_search in (False, True):
+            rows = [row for row, each in enumerate(is_searched) if each is is_search]
+            part = logits[torch.tensor(rows, device=logits.device)]
+            of_rows = [sequences[row] for row in rows]
+            if is_search:
+                chosen.update(zip(rows, self._searcher.advance(part, of_rows), strict=True))
+            else:
+                chosen.update(zip(rows, self._sampler.sample(part, of_rows), strict=True))
+        return [chosen[row] for row in range(len(sequences))]

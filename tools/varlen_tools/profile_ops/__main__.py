@@ -1,0 +1,113 @@
+"""The command: `python -m varlen_tools.profile_ops model_repository/tiny_gpt2 --output ops.html`.
+
+The recorded program runs with timed kernels, so the measured program is the served one.
+"""
+
+import random
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from varlen.errors import VarlenError
+from varlen.models.checkpoint import Checkpoint
+from varlen_tools import pictures
+from varlen_tools.model_source import (
+    ModelSource,
+    SettingsOption,
+    SourceArgument,
+    find_source,
+    parse_settings,
+)
+from varlen_tools.profile_ops.models import profile_batches, profile_steps
+from varlen_tools.profile_ops.picture import class_rows, draw, op_rows, render
+from varlen_tools.profile_ops.timed import Breakdown
+
+_RUNNING = [1, 32]
+
+
+def main(
+    source: SourceArgument,
+    settings: SettingsOption = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Encoder: number of sequences.")] = 100,
+    shortest: Annotated[int, typer.Option(min=1, help="Encoder: shortest length, in tokens.")] = 5,
+    longest: Annotated[int, typer.Option(min=1, help="Encoder: longest length, in tokens.")] = 500,
+    running: Annotated[
+        list[int], typer.Option(min=1, help="Generation: sequences of a step. May be repeated.")
+    ] = _RUNNING,
+    context: Annotated[
+        int, typer.Option(min=1, help="Generation: length of prompts and sources, in tokens.")
+    ] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured runs of every batch or step.")] = 3,
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(help=pictures.OUTPUT_HELP, callback=pictures.check_outputs),
+    ] = None,
+) -> None:
+    """Print where a model spends its time on a CPU, by op.
+
+    An encoder runs batches of uniformly random lengths. A model that generates runs its first step (prefill, or
+    encoding the sources) and a decode step.
+    """
+    try:
+        found = find_source(source, parse_settings(settings))
+        checkpoint = Checkpoint.open(found.checkpoint)
+        # a GPU runs whole graphs, in which no op can be timed by itself
+        found = replace(found, config=replace(found.config, device="cpu"))
+        if (found.config.task or checkpoint.task) in {"generate", "translate"}:
+            breakdowns = profile_steps(checkpoint, found.config, running, context, rounds)
+        else:
+            lengths = (shortest, longest)
+            breakdowns = [_profile_encoder(checkpoint, found, sequences, lengths, rounds)]
+    except VarlenError as error:
+        raise typer.BadParameter(str(error), param_hint="SOURCE") from None
+    _print(breakdowns)
+    if output:
+        pictures.write_outputs(
+            output,
+            partial(draw, found.name, breakdowns),
+            lambda: render(found.name, breakdowns),
+        )
+
+
+def _profile_encoder(
+    checkpoint: Checkpoint,
+    found: ModelSource,
+    sequences: int,
+    lengths: tuple[int, int],
+    rounds: int,
+) -> Breakdown:
+    shortest, longest = lengths
+    limit = min(longest, checkpoint.position_limit)
+    if shortest > limit:
+        raise typer.BadParameter(f"{shortest}; the longest is {limit}", param_hint="--shortest")
+    numbers = random.Random(0)
+    drawn = [numbers.randint(shortest, limit) for _ in range(sequences)]
+    config = replace(found.config, max_sequence_tokens=limit)
+    return profile_batches(checkpoint, config, drawn, rounds)
+
+
+def _print(breakdowns: list[Breakdown]) -> None:
+    console = Console()
+    for one in breakdowns:
+        table = Table("op", "class", "calls", "seconds", "share", title=one.title)
+        for row in op_rows(one):
+            table.add_row(*row)
+        console.print(table)
+    classes = Table("class", *(one.title for one in breakdowns), title="share of time")
+    for row in class_rows(breakdowns):
+        classes.add_row(*row)
+    console.print(classes)
+    for one in breakdowns:
+        print(
+            f"{one.title}: {one.tokens_per_second:,.0f} tokens/s on {torch.get_num_threads()} threads"
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

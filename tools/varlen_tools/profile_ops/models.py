@@ -1,0 +1,210 @@
+"""What is profiled: batches of an encoder, and steps of generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
+
+import numpy as np
+import torch
+
+from varlen.config import EngineConfig
+from varlen.costs.batch_shape import BatchShape
+from varlen.decoding.sampling import Sampler
+from varlen.decoding.structured import Grammars
+from varlen.errors import ConfigError
+from varlen.execution.runner import Runner
+from varlen.execution.step_runner import StepRunner
+from varlen.generation_options import GenerationOptions
+from varlen.models.checkpoint import Checkpoint
+from varlen.request import DEFAULT_OPTIONS, Int32Array, Prompt, Reply, Request, RequestOptions
+from varlen.sequence import Chunk, GeneratedSequence, RequestState, StepBatch
+from varlen.tokenization import Tokenizer
+from varlen_kernels import reference
+from varlen_kernels.dispatch import decoder_kernels_for
+from varlen_tools.profile_ops.timed import Breakdown, TimedKernels, measure
+
+_CPU = torch.device("cpu")
+
+
+def random_batches(
+    lengths: Sequence[int], max_batch_tokens: int, vocab_size: int, seed: int = 0
+) -> list[list[Prompt]]:
+    """Return batches of random sequences, sorted by length, within `max_batch_tokens`."""
+    numbers = np.random.default_rng(seed)
+    batches: list[list[Prompt]] = [[]]
+    room = max_batch_tokens
+    for length in sorted(lengths):
+        if length > room:
+            batches.append([])
+            room = max_batch_tokens
+        ids = numbers.integers(0, vocab_size, length, dtype=np.int32)
+        batches[-1].append(Prompt(ids))
+        room -= length
+    return batches
+
+
+def profile_batches(
+    checkpoint: Checkpoint, config: EngineConfig, lengths: Sequence[int], rounds: int
+) -> Breakdown:
+    """Return where the time of an encoder's batches goes.
+
+    Args:
+        checkpoint: of the encoder.
+        config: the settings; the device is a CPU.
+        lengths: of the sequences, in tokens.
+        rounds: measured runs of every batch.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete.
+        ConfigError: a setting does not fit the checkpoint.
+    """
+    timed = TimedKernels(reference)
+    runner = Runner(checkpoint, config, kernels=timed)
+    batches = random_batches(lengths, runner.max_batch_tokens, runner.vocab_size)
+    title = f"encode, {len(lengths)} sequences"
+    runs = [partial(runner.run, batch, [DEFAULT_OPTIONS] * len(batch)) for batch in batches]
+    try:
+        return measure(title, runs, timed, tokens=sum(lengths), rounds=rounds)
+    finally:
+        runner.close()
+
+
+def profile_steps(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    running: Sequence[int],
+    context: int,
+    rounds: int,
+) -> list[Breakdown]:
+    """Return where time goes in the first step and a decode step of `running` sequences.
+
+    The first step is the prefill of a decoder, or the encoding of sources with one target token each.
+
+    Args:
+        checkpoint: of a decoder, or of an encoder with its decoder.
+        config: the settings; the device is a CPU.
+        running: numbers of sequences in a step.
+        context: length of prompts, and of sources, in tokens; a decode step adds the token after them.
+        rounds: measured runs of every step.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete.
+        ConfigError: a setting does not fit the checkpoint, or the sequences do not fit `kv_bytes`.
+    """
+    most = max(running)
+    config = replace(
+        config,
+        max_running_sequences=max(most, config.max_running_sequences),
+        max_step_tokens=max(most * context, config.max_step_tokens),
+    )
+    timed = TimedKernels(decoder_kernels_for(_CPU))
+    tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
+    vocab_size, ends = checkpoint.vocab_size, checkpoint.eos_token_ids
+    sampler = Sampler(vocab_size, ends, Grammars(tokenizer.huggingface, vocab_size, ends), _CPU)
+    runner = StepRunner(checkpoint, config, timed.timed("sample", sampler.sample), kernels=timed)
+    if context >= runner.max_sequence_tokens:
+        raise ConfigError(
+            f"a context of {context} tokens leaves no room for an answer; this model takes"
+            f" {runner.max_sequence_tokens} tokens"
+        )
+    workload = _Workload(context, runner.kv.block_size, checkpoint.translate is not None)
+    needed = most * workload.blocks_per_sequence
+    if needed > runner.kv.num_blocks:
+        raise ConfigError(
+            f"kv_bytes allows {runner.kv.num_blocks} blocks; {most} sequences at {context} tokens need {needed}"
+        )
+    breakdowns = []
+    for count in running:
+        sequences = workload.sequences(count, runner.vocab_size)
+        first, decode = workload.first_step(sequences), workload.decode_step(sequences)
+        for title, step in (
+            (f"{first.reason}, {count} x {context} tokens", first),
+            (f"{decode.reason}, {count} at {context} tokens", decode),
+        ):
+            # the decode step reads what this one stores
+            runner.run_batch(workload.prompt_step(sequences))
+            runs = [partial(runner.run_batch, step)]
+            breakdowns.append(measure(title, runs, timed, tokens=step.shape.tokens, rounds=rounds))
+    runner.close()
+    return breakdowns
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    """Steps of sequences of one length, each with blocks of its own.
+
+    Attributes:
+        context: length of prompts, and of sources, in tokens.
+        block_size: tokens of a block.
+        has_sources: whether the sequences translate a source.
+    """
+
+    context: int
+    block_size: int
+    has_sources: bool
+
+    @property
+    def target_blocks(self) -> int:
+        """Blocks of a prompt and the token after it."""
+        return -(-(self.context + 1) // self.block_size)
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        """Blocks of a sequence and its source."""
+        source_blocks = -(-self.context // self.block_size) if self.has_sources else 0
+        return self.target_blocks + source_blocks
+
+    def sequences(self, count: int, vocab_size: int) -> list[GeneratedSequence]:
+        """Return sequences with random prompts, which are sampled with the default options."""
+        numbers = np.random.default_rng(0)
+
+        def draw() -> Int32Array:
+            return numbers.integers(0, vocab_size, self.context, dtype=np.int32)
+
+        prompts = tuple(
+            Prompt(draw(), source_ids=draw() if self.has_sources else None) for _ in range(count)
+        )
+        request = Request(prompts, RequestOptions(generation=GenerationOptions(seed=0)))
+        # never answered
+        state = RequestState(request, cast(Reply, None), 0.0)
+        return [each for each in state.sequences if isinstance(each, GeneratedSequence)]
+
+    def first_step(self, sequences: Sequence[GeneratedSequence]) -> StepBatch:
+        """Return the step in which the sequences start."""
+        if not self.has_sources:
+            return self.prompt_step(sequences)
+        return self._step("encode", sequences, slice(1), encodes=True)
+
+    def prompt_step(self, sequences: Sequence[GeneratedSequence]) -> StepBatch:
+        """Return the step of whole prompts."""
+        return self._step("prefill", sequences, slice(self.context), encodes=self.has_sources)
+
+    def decode_step(self, sequences: Sequence[GeneratedSequence]) -> StepBatch:
+        """Return the step of the token after each prompt."""
+        return self._step("decode", sequences, slice(self.context, None), encodes=False)
+
+    def _step(
+        self, name: str, sequences: Sequence[GeneratedSequence], part: slice, *, encodes: bool
+    ) -> StepBatch:
+        """Return a step of a part of each prompt with one more token."""
+        chunks = []
+        for number, sequence in enumerate(sequences):
+            begin = number * self.blocks_per_sequence
+            blocks = range(begin, begin + self.blocks_per_sequence)
+            source = sequence.prompt.source_ids
+            chunks.append(
+                Chunk(
+                    sequence,
+                    part.start or 0,
+                    (*sequence.token_ids, 0)[part],
+                    tuple(blocks[: self.target_blocks]),
+                    (sequence,),
+                    source_block_ids=tuple(blocks[self.target_blocks :]),
+                    encodes=tuple(source.tolist()) if encodes and source is not None else (),
+                )
+            )
+        shape = BatchShape.of([len(chunk.token_ids) + len(chunk.encodes) for chunk in chunks])
+        return StepBatch(tuple(sequences), shape, 0.0, name, tuple(chunks))
