@@ -89,7 +89,7 @@ def test_a_decoders_steps_are_profiled_with_every_op_and_the_choice_of_tokens(de
         "decode, 3 at 5 tokens",
     ]
     for one in found:
-        assert one.calls["sample"] == 2
+        assert one.calls["choose"] == 2
         assert one.calls["append_kv"] == one.calls["attention_paged"]
         shares = one.class_shares()
         assert sum(shares.values()) == pytest.approx(1)
@@ -107,16 +107,18 @@ def test_a_decoders_steps_are_profiled_with_every_op_and_the_choice_of_tokens(de
 )
 def test_steps_that_do_not_fit_are_refused(decoder, running, context, message):
     with pytest.raises(ConfigError, match=message):
-        profile_steps(Checkpoint.open(decoder), CPU, running, context, rounds=1)
+        profile_steps(Checkpoint.open(decoder), CPU, running, context=context, rounds=1)
 
 
 def test_an_encoder_and_its_decoder_are_profiled_step_by_step(tmp_path):
     checkpoint = Checkpoint.open(save_checkpoint(tmp_path / "both", "BartForConditionalGeneration"))
 
-    first, decode = profile_steps(checkpoint, CPU, running=[2], context=5, rounds=1)
+    first, decode = profile_steps(checkpoint, CPU, running=[2], context=5, beams=3, rounds=4)
 
     assert first.title == "encode, 2 x 5 tokens"
-    assert decode.title == "decode, 2 at 5 tokens"
+    assert decode.title == "decode, 2 at 5 tokens, 3 beams"
+    # the same step each time, however often it runs
+    assert decode.calls["choose"] == 4
     assert first.calls["attention_varlen"] > 0
     assert "attention_varlen" not in decode.calls
     # keys and values of the sources are stored once

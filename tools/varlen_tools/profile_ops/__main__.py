@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from varlen.errors import VarlenError
+from varlen.generation_options import MAX_BEAMS
 from varlen.models.checkpoint import Checkpoint
 from varlen_tools import pictures
 from varlen_tools.model_source import (
@@ -43,6 +44,9 @@ def main(
     context: Annotated[
         int, typer.Option(min=1, help="Generation: length of prompts and sources, in tokens.")
     ] = 128,
+    beams: Annotated[
+        int, typer.Option(min=1, max=MAX_BEAMS, help="Generation: beams of a sequence.")
+    ] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Measured runs of every batch or step.")] = 3,
     output: Annotated[
         list[Path] | None,
@@ -60,7 +64,9 @@ def main(
         # a GPU runs whole graphs, in which no op can be timed by itself
         found = replace(found, config=replace(found.config, device="cpu"))
         if (found.config.task or checkpoint.task) in {"generate", "translate"}:
-            breakdowns = profile_steps(checkpoint, found.config, running, context, rounds)
+            breakdowns = profile_steps(
+                checkpoint, found.config, running, context=context, beams=beams, rounds=rounds
+            )
         else:
             lengths = (shortest, longest)
             breakdowns = [_profile_encoder(checkpoint, found, sequences, lengths, rounds)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -12,12 +13,15 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
+from varlen.decoding.choice import TokenChoice
 from varlen.decoding.sampling import Sampler
+from varlen.decoding.searcher import Searcher
 from varlen.decoding.structured import Grammars
 from varlen.errors import ConfigError
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
 from varlen.generation_options import GenerationOptions
+from varlen.generation_service import search_rules
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import DEFAULT_OPTIONS, Int32Array, Prompt, Reply, Request, RequestOptions
 from varlen.sequence import Chunk, GeneratedSequence, RequestState, StepBatch
@@ -76,7 +80,9 @@ def profile_steps(
     checkpoint: Checkpoint,
     config: EngineConfig,
     running: Sequence[int],
+    *,
     context: int,
+    beams: int = 1,
     rounds: int,
 ) -> list[Breakdown]:
     """Return where time goes in the first step and a decode step of `running` sequences.
@@ -88,6 +94,7 @@ def profile_steps(
         config: the settings; the device is a CPU.
         running: numbers of sequences in a step.
         context: length of prompts, and of sources, in tokens; a decode step adds the token after them.
+        beams: number of beams of each sequence; 1 samples, or searches with one beam if there are sources.
         rounds: measured runs of every step.
 
     Raises:
@@ -97,20 +104,19 @@ def profile_steps(
     most = max(running)
     config = replace(
         config,
-        max_running_sequences=max(most, config.max_running_sequences),
-        max_step_tokens=max(most * context, config.max_step_tokens),
+        max_running_sequences=max(most * beams, config.max_running_sequences),
+        max_step_tokens=max(most * max(beams, context), config.max_step_tokens),
     )
     timed = TimedKernels(decoder_kernels_for(_CPU))
-    tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
-    vocab_size, ends = checkpoint.vocab_size, checkpoint.eos_token_ids
-    sampler = Sampler(vocab_size, ends, Grammars(tokenizer.huggingface, vocab_size, ends), _CPU)
-    runner = StepRunner(checkpoint, config, timed.timed("sample", sampler.sample), kernels=timed)
+    choose = timed.timed("choose", _token_choice(checkpoint).choose)
+    runner = StepRunner(checkpoint, config, choose, kernels=timed)
     if context >= runner.max_sequence_tokens:
         raise ConfigError(
             f"a context of {context} tokens leaves no room for an answer; this model takes"
             f" {runner.max_sequence_tokens} tokens"
         )
-    workload = _Workload(context, runner.kv.block_size, checkpoint.translate is not None)
+    has_sources = checkpoint.translate is not None
+    workload = _Workload(context, beams, runner.kv.block_size, has_sources)
     needed = most * workload.blocks_per_sequence
     if needed > runner.kv.num_blocks:
         raise ConfigError(
@@ -118,18 +124,46 @@ def profile_steps(
         )
     breakdowns = []
     for count in running:
-        sequences = workload.sequences(count, runner.vocab_size)
+        sequences = workload.sequences(count, checkpoint.vocab_size)
+        # the decode step reads the keys and values of this one, and goes on with its searches
+        runner.run_batch(workload.prompt_step(sequences))
+        chosen = [sequence.sampler_state for sequence in sequences]
         first, decode = workload.first_step(sequences), workload.decode_step(sequences)
-        for title, step in (
-            (f"{first.reason}, {count} x {context} tokens", first),
-            (f"{decode.reason}, {count} at {context} tokens", decode),
+        name = f"{count} at {context} tokens" + (f", {beams} beams" if beams > 1 else "")
+        for title, step, states in (
+            (f"{first.reason}, {count} x {context} tokens", first, [None] * count),
+            (f"{decode.reason}, {name}", decode, chosen),
         ):
-            # the decode step reads what this one stores
-            runner.run_batch(workload.prompt_step(sequences))
-            runs = [partial(runner.run_batch, step)]
-            breakdowns.append(measure(title, runs, timed, tokens=step.shape.tokens, rounds=rounds))
+            breakdown = measure(
+                title,
+                [partial(runner.run_batch, step)],
+                timed,
+                tokens=step.shape.tokens,
+                rounds=rounds,
+                prepare=partial(_set_states, sequences, states),
+            )
+            breakdowns.append(breakdown)
     runner.close()
     return breakdowns
+
+
+def _token_choice(checkpoint: Checkpoint) -> TokenChoice:
+    """Return the choice of tokens of a checkpoint that generates or translates."""
+    tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
+    vocab_size, rules = checkpoint.target_vocab_size, search_rules(checkpoint)
+    grammars = Grammars(tokenizer.huggingface, vocab_size, rules.end_ids)
+    translate = checkpoint.translate
+    renormalizes = translate is not None and translate.defaults.renormalize_logits
+    return TokenChoice(
+        Sampler(vocab_size, rules.end_ids, grammars, _CPU),
+        Searcher(vocab_size, rules, _CPU, renormalizes=renormalizes),
+    )
+
+
+def _set_states(sequences: Sequence[GeneratedSequence], states: Sequence[object]) -> None:
+    """Let each sequence go on from a copy of a state; None starts it."""
+    for sequence, state in zip(sequences, states, strict=True):
+        sequence.sampler_state = deepcopy(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +172,13 @@ class _Workload:
 
     Attributes:
         context: length of prompts, and of sources, in tokens.
+        beams: beams of a sequence in a decode step; they read and write the same blocks.
         block_size: tokens of a block.
         has_sources: whether the sequences translate a source.
     """
 
     context: int
+    beams: int
     block_size: int
     has_sources: bool
 
@@ -158,7 +194,7 @@ class _Workload:
         return self.target_blocks + source_blocks
 
     def sequences(self, count: int, vocab_size: int) -> list[GeneratedSequence]:
-        """Return sequences with random prompts, which are sampled with the default options."""
+        """Return sequences with random prompts; options other than beams are the default ones."""
         numbers = np.random.default_rng(0)
 
         def draw() -> Int32Array:
@@ -167,7 +203,9 @@ class _Workload:
         prompts = tuple(
             Prompt(draw(), source_ids=draw() if self.has_sources else None) for _ in range(count)
         )
-        request = Request(prompts, RequestOptions(generation=GenerationOptions(seed=0)))
+        request = Request(
+            prompts, RequestOptions(generation=GenerationOptions(num_beams=self.beams))
+        )
         # never answered
         state = RequestState(request, cast(Reply, None), 0.0)
         return [each for each in state.sequences if isinstance(each, GeneratedSequence)]
@@ -184,15 +222,16 @@ class _Workload:
 
     def decode_step(self, sequences: Sequence[GeneratedSequence]) -> StepBatch:
         """Return the step of the token after each prompt."""
-        return self._step("decode", sequences, slice(self.context, None), encodes=False)
+        beams = [sequence for sequence in sequences for _ in range(self.beams)]
+        return self._step("decode", beams, slice(self.context, None), encodes=False)
 
     def _step(
         self, name: str, sequences: Sequence[GeneratedSequence], part: slice, *, encodes: bool
     ) -> StepBatch:
         """Return a step of a part of each prompt with one more token."""
         chunks = []
-        for number, sequence in enumerate(sequences):
-            begin = number * self.blocks_per_sequence
+        for sequence in sequences:
+            begin = sequence.row * self.blocks_per_sequence
             blocks = range(begin, begin + self.blocks_per_sequence)
             source = sequence.prompt.source_ids
             chunks.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock, get_ident
 from typing import ParamSpec, TypeVar
@@ -21,7 +21,7 @@ _CLASSES: Mapping[str, str] = {
     "norms and activations": "layer_norm add_layer_norm residual_layer_norm rms_norm residual_rms_norm norm_heads"
     " activate activate_gate silu_gate tanh",
     "KV cache": "append_kv",
-    "beams and sampling": "beam_step sample_tokens sample",
+    "beams and sampling": "beam_step sample_tokens choose",
     _OTHER: "",
     REST: REST,
 }
@@ -112,6 +112,7 @@ def measure(
     *,
     tokens: int,
     rounds: int,
+    prepare: Callable[[], None] | None = None,
 ) -> Breakdown:
     """Return where the time of the runs goes, after one unmeasured round.
 
@@ -121,15 +122,23 @@ def measure(
         timed: the kernels that the runs use; cleared.
         tokens: number of tokens of a round.
         rounds: how often everything runs.
+        prepare: is called before each run, and not measured.
     """
-    for run in runs:
+
+    def prepared() -> Iterator[Callable[[], object]]:
+        for run in runs:
+            if prepare is not None:
+                prepare()
+            yield run
+
+    for run in prepared():
         run()
     timed.clear()
     calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     elapsed = 0.0
     for _ in range(rounds):
-        for run in runs:
+        for run in prepared():
             timed.clear()
             began = time.perf_counter()
             run()
