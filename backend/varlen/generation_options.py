@@ -74,15 +74,16 @@ _TOKEN_LISTS: Mapping[str, int] = MappingProxyType(
     }
 )
 
-# Options that only beam search has, and those that it has not.
-_ONLY_SEARCH = (
+# Options that need beams, those that ask for a search, with one beam or more, and those that a search has not.
+_ONLY_BEAMS = (
     "length_penalty",
     "length_penalty_type",
     "early_stopping",
     "num_beam_groups",
     "diversity_penalty",
     "diversity_type",
-    "do_sample",
+)
+_ONLY_SEARCH = (
     "no_repeat_ngram_size",
     "forced_bos_token_id",
     "forced_eos_token_id",
@@ -191,13 +192,9 @@ class GenerationOptions:
             if not allowed.allows(value) and not (value is None and name in _OPTIONAL):
                 refuse(name, value, allowed.allowed)
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                refuse(name, getattr(self, name), "true or false")
+            _check_word(name, getattr(self, name), (True, False))
         for name, words in _WORDS.items():
-            # 1 equals true, but is no flag
-            value = getattr(self, name)
-            if value not in words or isinstance(value, (int, float)) is not isinstance(value, bool):
-                refuse(name, value, " or ".join(map(json.dumps, words)))
+            _check_word(name, getattr(self, name), words)
         _check_stops(self.stop)
         for name, longest in _TOKEN_LISTS.items():
             _check_tokens(name, getattr(self, name), longest)
@@ -218,13 +215,13 @@ class GenerationOptions:
 
     @property
     def is_search(self) -> bool:
-        """Whether an option asks for beam search, with one beam or more; else tokens are sampled."""
+        """Whether an option asks for beam search, perhaps with one beam; else tokens are sampled."""
         return self.num_beams > 1 or any(
             getattr(self, name) != _DEFAULTS[name] for name in _ONLY_SEARCH
         )
 
     def check_search(self) -> None:
-        """Check that these options can be those of a beam search; with one beam, it is greedy.
+        """Check that a beam search can have these options; with one beam, it is greedy.
 
         Raises:
             RequestError: an option is only of sampling, or has another value than the others allow.
@@ -266,7 +263,11 @@ class GenerationOptions:
                     refuse(name, value, json.dumps(wanted) + _HINTS.get(name, ""))
             else:
                 values[name] = _value(name, value)
-        return cls(**{**defaults, **values})
+        options = cls(**{**defaults, **values})
+        if options.num_beams == 1:
+            given_beams = tuple(name for name in _ONLY_BEAMS if name in values)
+            _check_defaults(options, given_beams, "without num_beams above 1")
+        return options
 
 
 _NAMES = frozenset(
@@ -307,6 +308,12 @@ def _number(name: str, value: object) -> object:
     return value
 
 
+def _check_word(name: str, value: object, words: tuple[object, ...]) -> None:
+    # 1 equals true, but is no flag
+    if value not in words or isinstance(value, (int, float)) is not isinstance(value, bool):
+        refuse(name, value, " or ".join(map(json.dumps, words)))
+
+
 def _check_stops(strings: tuple[str, ...]) -> None:
     if not isinstance(strings, tuple) or not all(isinstance(each, str) for each in strings):
         refuse("stop", strings, "a string, or a list of strings")
@@ -335,8 +342,11 @@ def _check_search(options: GenerationOptions) -> None:
     _check_defaults(options, _NO_SEARCH, "in a beam search")
     if options.grammar is not None:
         raise RequestError("structured_outputs cannot be combined with a beam search")
-    if beams == 1 and options.temperature != 0:
-        refuse("temperature", options.temperature, "0 in a beam search with one beam")
+    if beams == 1:
+        if options.do_sample:
+            refuse("do_sample", True, "false in a beam search with one beam")
+        if options.temperature != 0:
+            refuse("temperature", options.temperature, "0 in a beam search with one beam")
     if options.n > beams:
         refuse("n", options.n, f"up to num_beams, {beams}")
     if options.do_sample:

@@ -260,7 +260,7 @@ def search_rules(checkpoint: Checkpoint) -> TokenRules:
 
 
 def search_defaults(checkpoint: Checkpoint, max_sequence_tokens: int) -> Mapping[str, object]:
-    """Return the options of a checkpoint for requests that do not say otherwise; none for `generate`."""
+    """Return a checkpoint's own options for requests; none for the task `generate`."""
     if checkpoint.translate is None:
         return {}
     given = checkpoint.translate.defaults

@@ -131,7 +131,7 @@ class OutputWriter(Protocol):
     """Turns the tokens of one sequence into its answer, and knows when it ends."""
 
     def write(self, output: SampledToken | BeamAnswer) -> GeneratedPart:
-        """Return the part of the answer that a token adds, whose text may be empty, or the answer of a search."""
+        """Return the part that a token adds, perhaps without text, or a whole answer."""
 
 
 @dataclass(slots=True, eq=False)

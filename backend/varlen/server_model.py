@@ -156,8 +156,8 @@ class TritonPythonModel:
                 tensors,
                 _parameters(request),
                 service.intake,
-                cast("GenerationService", service).options,
                 decoupled=self._is_decoupled,
+                read_options=cast("GenerationService", service).options,
                 timeout_microseconds=timeout,
             )
             return checked, wire_generate.GeneratedAnswer(spec, service.intake.token_text)

@@ -99,9 +99,11 @@ def read_generate_request(
     tensors: Tensors,
     parameters: str,
     intake: Intake,
-    read_options: Callable[[Mapping[str, object]], GenerationOptions],
     *,
     decoupled: bool,
+    read_options: Callable[
+        [Mapping[str, object]], GenerationOptions
+    ] = GenerationOptions.from_parameters,
     timeout_microseconds: int = 0,
 ) -> tuple[Request, ResponseSpec]:
     """Return the checked request of these tensors and parameters, and what its responses hold.
@@ -111,8 +113,8 @@ def read_generate_request(
         parameters: the request's parameters, a JSON object. Those of the input `sampling_parameters` come before
             them. Names that are not ours are ignored here, as frontends add their own, and refused there.
         intake: the checks of this model.
-        read_options: returns checked options, see `GenerationOptions.from_parameters`.
         decoupled: whether the model may send several responses to a request.
+        read_options: returns checked options, with the defaults of the model.
         timeout_microseconds: see `wire.read_request`.
 
     Raises:
@@ -149,7 +151,9 @@ def read_generate_request(
             generation=generation,
         ),
     )
-    spec = ResponseSpec(generation.n, prompt.num_tokens, stream, _prefix(tensors, stream), returns)
+    spec = ResponseSpec(
+        generation.n, prompt.num_tokens, stream, _prefix(tensors, stream, prompt), returns
+    )
     return request, spec
 
 
@@ -262,14 +266,18 @@ def _prompt(tensors: Tensors, intake: Intake) -> Prompt:
     return prompt
 
 
-def _prefix(tensors: Tensors, stream: bool) -> str:
-    """Return the text that the answer begins with, by default the prompt unless streamed."""
-    can_include = "text_input" in tensors and not stream
+def _prefix(tensors: Tensors, stream: bool, prompt: Prompt) -> str:
+    """Return the text that the answer begins with, by default the prompt unless streamed.
+
+    A source text is no beginning of its translation.
+    """
+    can_include = "text_input" in tensors and not stream and prompt.source_ids is None
     if _flag(tensors, "exclude_input_in_output", default=not can_include):
         return ""
     if not can_include:
         raise RequestError(
-            "exclude_input_in_output is false; only a request with text_input, and without stream, gets its input back"
+            "exclude_input_in_output is false; only a request to a model that continues text, with text_input and"
+            " without stream, gets its input back"
         )
     return _string("text_input", tensors)
 

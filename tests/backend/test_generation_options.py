@@ -230,12 +230,12 @@ def test_beam_search_is_deterministic_with_temperature_0_too():
     "parameters, message",
     [
         ({"n": 5}, "n is 5; allowed: up to num_beams, 4"),
-        ({"stop": "end"}, 'stop is ["end"]; allowed: [] with num_beams above 1'),
-        ({"logprobs": 0}, "logprobs is 0; allowed: null with num_beams above 1"),
-        ({"presence_penalty": 1}, "presence_penalty is 1; allowed: 0.0 with num_beams above 1"),
+        ({"stop": "end"}, 'stop is ["end"]; allowed: [] in a beam search'),
+        ({"logprobs": 0}, "logprobs is 0; allowed: null in a beam search"),
+        ({"presence_penalty": 1}, "presence_penalty is 1; allowed: 0.0 in a beam search"),
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs cannot be combined with"),
-        ({"temperature": 0.5}, "temperature is 0.5; allowed: 1.0 with num_beams above 1, unless"),
-        ({"top_p": 0.5, "temperature": 0}, "top_p is 0.5; allowed: 1.0 with num_beams above 1"),
+        ({"temperature": 0.5}, "temperature is 0.5; allowed: 1.0 in a beam search, unless"),
+        ({"top_p": 0.5, "temperature": 0}, "top_p is 0.5; allowed: 1.0 in a beam search"),
         ({"do_sample": True, "temperature": 0}, "temperature is 0; allowed: above 0 with"),
         (
             {"do_sample": True, "num_beam_groups": 2, "diversity_penalty": 1},
@@ -265,15 +265,34 @@ def test_options_that_contradict_beam_search_are_refused(parameters, message):
         ("early_stopping", True, "false"),
         ("num_beam_groups", 2, "1"),
         ("diversity_penalty", 1, "0.0"),
-        ("do_sample", True, "false"),
-        ("no_repeat_ngram_size", 2, "0"),
-        ("forced_bos_token_id", 2, "null"),
-        ("suppress_tokens", [2], "null"),
     ],
 )
 def test_options_of_beam_search_need_beams(name, value, default):
     with refused(f"{name} is {json.dumps(value)}; allowed: {default} without num_beams above 1"):
         options_of(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"no_repeat_ngram_size": 2}, {"forced_bos_token_id": 2}, {"suppress_tokens": [2]}],
+    ids=str,
+)
+def test_an_option_of_searches_makes_one_with_one_beam(option):
+    assert options_of(**option, temperature=0).is_search
+    with refused("temperature is 1.0; allowed: 0 in a beam search with one beam"):
+        options_of(**option)
+    with refused("do_sample is true; allowed: false in a beam search with one beam"):
+        options_of(**option, do_sample=True)
+
+
+def test_defaults_of_a_model_hold_where_the_request_says_nothing():
+    defaults = {"num_beams": 4, "length_penalty": 0.5, "n": 2}
+
+    assert GenerationOptions.from_parameters({}, defaults).length_penalty == 0.5
+    assert GenerationOptions.from_parameters({"num_beams": None}, defaults).num_beams == 4
+    # what needs beams is without effect, unless the request itself asks for it
+    greedy = GenerationOptions.from_parameters({"num_beams": 1, "n": 1, "temperature": 0}, defaults)
+    assert not greedy.is_search
 
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}

@@ -31,6 +31,7 @@ FLAGS = {
     )
 }
 ALL_OUTPUTS = frozenset(name.removeprefix("return_") for name in FLAGS)
+SEARCH_OUTPUTS = ALL_OUTPUTS | {"score"}
 
 
 class FakeTemplate:
@@ -88,6 +89,7 @@ def test_the_tensors_are_those_of_the_vllm_backend():
         "finish_reason": ("TYPE_STRING", (-1,)),
         "cumulative_logprob": ("TYPE_FP32", (-1,)),
         "logprobs": ("TYPE_STRING", (-1,)),
+        "score": ("TYPE_FP32", (-1,)),
         "num_input_tokens": ("TYPE_UINT32", (1,)),
         "num_output_tokens": ("TYPE_UINT32", (-1,)),
         "output_ids": ("TYPE_INT64", (-1,)),
@@ -345,11 +347,28 @@ def test_the_types_are_those_of_the_configuration():
         "TYPE_INT64": np.int64,
     }
     for outputs in ([], [(0, GeneratedPart("a", (1,), finish_reason="stop"))]):
-        made = answer().tensors(outputs)
+        made = answer(returns=SEARCH_OUTPUTS).tensors(outputs)
         assert made.keys() == {spec.name for spec in wire_generate.OUTPUTS}
         for spec in wire_generate.OUTPUTS:
             assert made[spec.name].dtype == types[spec.data_type]
             assert made[spec.name].ndim == 1
+
+
+def test_answers_of_a_search_have_scores_instead_of_log_probabilities(intake):
+    beams = text('{"num_beams": 2}')
+    yes = np.array([True])
+    request, spec = read(
+        intake, text_input=text("the cat"), sampling_parameters=beams, return_score=yes
+    )
+
+    assert request.options.generation.num_beams == 2
+    part = GeneratedPart("a", (1,), finish_reason="stop", score=-0.5)
+    made = GeneratedAnswer(spec, str).tensors([(0, part)])
+    assert made["score"].tolist() == [-0.5]
+    with refused("return_logprobs is true; score is that of a beam search"):
+        read(intake, text_input=text("a"), sampling_parameters=beams, return_logprobs=yes)
+    with refused("return_score is true; only a beam search has it"):
+        read(intake, text_input=text("a"), return_score=yes)
 
 
 def test_without_flags_only_the_text_is_sent():

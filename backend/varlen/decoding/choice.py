@@ -1,4 +1,4 @@
-"""What each sequence of a step goes on with: a token of the sampler, or a step of its beam search."""
+"""Chooses tokens in steps where some sequences are sampled and others are searched."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from varlen.sequence import BeamStep, GeneratedSequence, SampledToken
 
 
 class TokenChoice:
-    """Chooses tokens from the logits of steps in which some sequences are sampled and others are searched."""
+    """Chooses with a sampler or a searcher, sequence by sequence."""
 
     def __init__(self, sampler: Sampler, searcher: Searcher) -> None:
         self._sampler = sampler

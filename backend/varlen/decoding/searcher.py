@@ -1,4 +1,7 @@
-"""Runs the beam searches of a step: the best tokens of all rows in one op, then each search on its own."""
+"""Runs the beam searches of a step.
+
+One op finds the best tokens of all rows; then each search goes on by itself.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +142,7 @@ def log_of_rest(
     logits: Float32Array,
     logprobs: Float32Array,
 ) -> Float32Array:
-    """Return the log of the sum of all probabilities of each row after the edits, `[rows]`.
+    """Return the log of the sum of each row's probabilities after the edits, `[rows]`.
 
     It follows from the few numbers that are known, without another look at the logits. Where edits leave hardly
     anything, or every known token is edited, it is 0: nothing is normalized.

@@ -46,7 +46,7 @@ class TextWriter:
         self._num_tokens = 0
 
     def write(self, output: SampledToken | BeamAnswer) -> GeneratedPart:
-        """Return the part of the answer that a token adds, perhaps without text, or the answer of a search."""
+        """Return the part that a token adds, perhaps without text, or a whole answer."""
         if isinstance(output, BeamAnswer):
             return self._whole(output)
         return self._add(output)

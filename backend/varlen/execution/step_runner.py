@@ -221,7 +221,7 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
 
 
 def record_steps(model: DecoderModel | EncoderDecoderModel, kv: KvSize) -> tuple[Program, ...]:
-    """Return the program of a decoder's step, then that of the encoder if there is one.
+    """Return the program of a decoder's step, then that of the encoder, if any.
 
     The encoder's program has no outputs: it stores keys and values for the decoder.
     """

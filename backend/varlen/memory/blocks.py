@@ -142,7 +142,10 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, block_ids: Sequence[int]) -> list[int]:
-        """Count one block table less that holds these blocks; return the unused ones, now cached or free."""
+        """Count one block table less that holds these blocks; return the unused ones.
+
+        They are cached or free now.
+        """
         unused = []
         # the last first: the beginning of a sequence is evicted after its end, which is of no use without it
         for block in reversed(block_ids):

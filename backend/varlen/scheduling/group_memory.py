@@ -28,12 +28,12 @@ class GroupMemory:
         self.copies: dict[int, int] = {}
 
     def need(self, prompt: Prompt, max_tokens: int, width: int) -> int:
-        """Return the most blocks that a prompt may hold at a time, with this number of samples or beams."""
+        """Return the most blocks that a prompt may hold, with `width` samples or beams."""
         alone, more = self._branch_need(prompt, max_tokens)
         return self.blocks.blocks_of(prompt.num_source_tokens) + alone + more * (width - 1)
 
     def start(self, group: Group, *, keep: int) -> bool:
-        """Give a group what it needs to start; return False if too few blocks are available.
+        """Give a group its first blocks; return False if too few are available.
 
         Args:
             group: holds no blocks.
@@ -62,7 +62,7 @@ class GroupMemory:
             branch.block_ids.append(self._allocate(group))
 
     def extend(self, group: Group, branch: GeneratedSequence) -> bool:
-        """Allocate the block of a branch's next token if it needs one; return False if none is available."""
+        """Allocate the block of a branch's next token; return False if none is available."""
         blocks, table = self.blocks, branch.block_ids
         is_full = branch.num_computed == len(table) * blocks.block_size
         # only the block of the last token is ever shared and not full
@@ -100,7 +100,7 @@ class GroupMemory:
             group.reserved += len(unused)
 
     def split(self, group: Group) -> list[Group]:
-        """Return a group for each sample of a prompt that has run and goes on; they share its blocks."""
+        """Return a group for each sample that goes on; they share their prompt's blocks."""
         first, table, source = group.first, group.first.block_ids, group.source_block_ids
         num_computed, more = (
             first.num_computed,

@@ -11,7 +11,9 @@ from varlen.sequence import GeneratedSequence
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Sequences that are computed as one: the samples of a prompt until it has run, or its beams.
+    """Sequences that are computed as one.
+
+    They are the samples of a prompt until it has run, or its beams.
 
     Attributes:
         order: place among running and waiting sequences: by priority, then by arrival, then by row.
@@ -68,7 +70,7 @@ class Group:
         )
 
     def follow(self, parents: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Replace the branches: the new ones continue old ones, given by place, by a token each."""
+        """Replace the branches: each continues an old one, given by place, by a token."""
         old = [(branch.token_ids, branch.block_ids) for branch in self.branches]
         num_computed = self.first.num_computed
         del self.branches[len(parents) :]
@@ -81,7 +83,10 @@ class Group:
             branch.num_computed = num_computed
 
     def restart(self) -> None:
-        """Make it start again: samples with the tokens that they have, a search from its prompt."""
+        """Make it start again.
+
+        Samples keep their tokens; a search begins anew with its prompt.
+        """
         self.is_encoded = not self.first.prompt.num_source_tokens
         first = self.first
         first.num_computed = 0

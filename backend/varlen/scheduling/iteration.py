@@ -290,7 +290,7 @@ class IterationScheduler:
         return Forecast(share, least_seconds=alone)
 
     def _groups_of_step(self) -> list[Group]:
-        """Return the running groups that fit into a step, in order; the first one always does."""
+        """Return the running groups that fit into a step; the first one always does."""
         groups: list[Group] = []
         tokens = 0
         for group in self._running:
@@ -389,7 +389,7 @@ class IterationScheduler:
         self._memory.store(group, branch, chunk.start)
 
     def _continue(self, group: Group, outputs: list[object]) -> list[Event]:
-        """Return the events of a group that has run; split it or release what has finished."""
+        """Return the events of a group that has run, and split or release it."""
         events: list[Event] = []
         if group.has_beams:
             if outputs:
@@ -494,7 +494,7 @@ def _append(sequence: GeneratedSequence, token: SampledToken) -> Event:
 
 
 def _write(sequence: GeneratedSequence, output: SampledToken | BeamAnswer) -> Event:
-    """Return what a token, or the end of a search, adds to the answer of a sequence."""
+    """Return what a token, or the end of a search, adds to an answer."""
     try:
         part = sequence.writer.write(output)
     except BaseException:
