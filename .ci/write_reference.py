@@ -94,12 +94,12 @@ _SERVER_FIELDS = [
         "`max_batch_size`",
         f"Largest number of rows in one request, at least 1. The default is {DEFAULT_MAX_ROWS}."
         " A batch holds rows of many requests, so it may be larger."
-        " The task `generate` takes one prompt per request: leave it out, or 0.",
+        " The tasks `generate` and `translate` take one prompt per request: leave it out, or 0.",
     ),
     (
         "`model_transaction_policy`",
-        "For the task `generate`. `decoupled: true`, the default, streams answers, over gRPC streams, `/generate` and"
-        " `/generate_stream`. `decoupled: false` sends one response, over plain gRPC and `/infer` too.",
+        "For the tasks `generate` and `translate`. `decoupled: true`, the default, streams answers, over gRPC streams,"
+        " `/generate` and `/generate_stream`. `decoupled: false` sends one response, over plain gRPC and `/infer` too.",
     ),
     (
         "`input`, `output`",

@@ -69,7 +69,7 @@ def check_server_settings(model_config: dict[str, Any], task: Task) -> None:
         raise ConfigError("max_batch_size is 0; a row is a sequence, so allow at least 1")
     if rows and task in ITERATIVE_TASKS:
         raise ConfigError(
-            f"max_batch_size is {rows}; a request of the task generate holds one prompt: remove it"
+            f"max_batch_size is {rows}; a request of the task {task} holds one prompt: remove it"
         )
     for section, reason in _REFUSED.items():
         # a message without fields is set too: `dynamic_batching { }`; an empty list is not

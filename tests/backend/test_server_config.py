@@ -86,9 +86,10 @@ def test_a_model_is_not_decoupled_unless_it_says_so():
     assert not is_decoupled(model_config())
 
 
-def test_refuses_rows_for_a_model_that_generates():
-    with refused_setting("max_batch_size is 8; a request of the task generate holds one prompt"):
-        check_server_settings(model_config("generate", max_batch_size=8), "generate")
+@pytest.mark.parametrize("task", ["generate", "translate"])
+def test_refuses_rows_for_a_model_that_generates(task):
+    with refused_setting(f"max_batch_size is 8; a request of the task {task} holds one prompt"):
+        check_server_settings(model_config(task, max_batch_size=8), task)
 
 
 TEXT = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}

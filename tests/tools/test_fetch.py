@@ -113,18 +113,21 @@ def test_settings_and_task_are_written_below_their_descriptions(classifier, repo
     ) in (target / "config.pbtxt").read_text()
 
 
-@pytest.fixture
-def decoder(tmp_path):
-    return save_checkpoint(tmp_path / "tiny-decoder", "GPT2LMHeadModel")
+@pytest.fixture(params=[("generate", "GPT2LMHeadModel"), ("translate", "MarianMTModel")], ids=str)
+def generating(request, tmp_path):
+    """Task and folder of a model that generates."""
+    task, kind = request.param
+    return task, str(save_checkpoint(tmp_path / "tiny", kind))
 
 
-def test_the_config_of_a_model_that_generates_streams_and_has_no_rows(decoder, repository):
-    target = fetch(str(decoder), repository=repository)
+def test_the_config_of_a_model_that_generates_streams_and_has_no_rows(generating, repository):
+    task, folder = generating
+    target = fetch(folder, repository=repository)
 
     config = parse_config(target / "config.pbtxt")
     assert config.get("maxBatchSize", 0) == 0
     assert config["modelTransactionPolicy"] == {"decoupled": True}
-    assert config["parameters"]["task"]["stringValue"] == "generate"
+    assert config["parameters"]["task"]["stringValue"] == task
     names = [each["name"] for each in config["input"]]
     assert names[:4] == ["text_input", "input_ids", "messages", "sampling_parameters"]
     assert all(each["optional"] for each in config["input"])
@@ -135,8 +138,9 @@ def test_the_config_of_a_model_that_generates_streams_and_has_no_rows(decoder, r
     }
 
 
-def test_the_prompt_of_a_model_that_generates_may_be_of_one_kind(decoder, repository):
-    target = fetch(str(decoder), repository=repository, inputs="text")
+def test_the_prompt_of_a_model_that_generates_may_be_of_one_kind(generating, repository):
+    _, folder = generating
+    target = fetch(folder, repository=repository, inputs="text")
 
     first, *others = parse_config(target / "config.pbtxt")["input"]
     assert first == {"name": "text_input", "dataType": "TYPE_STRING", "dims": ["1"]}
@@ -145,8 +149,10 @@ def test_the_prompt_of_a_model_that_generates_may_be_of_one_kind(decoder, reposi
     assert all(each["optional"] for each in others)
 
 
-def test_a_config_has_the_settings_that_its_task_reads_and_no_others(encoder, decoder, repository):
-    for source, others in ((encoder, "kv_policy"), (decoder, "warmup_seconds")):
+def test_a_config_has_the_settings_that_its_task_reads_and_no_others(
+    encoder, generating, repository
+):
+    for source, others in ((encoder, "kv_policy"), (generating[1], "warmup_seconds")):
         target = fetch(str(source), repository=repository)
 
         task = parse_config(target / "config.pbtxt")["parameters"]["task"]["stringValue"]
@@ -155,14 +161,16 @@ def test_a_config_has_the_settings_that_its_task_reads_and_no_others(encoder, de
         assert others not in names
 
 
-def test_refuses_a_setting_that_the_task_ignores(decoder, repository):
-    with pytest.raises(FetchError, match="policy is set; the task generate ignores it"):
-        fetch(str(decoder), repository=repository, settings={"policy": "fifo"})
+def test_refuses_a_setting_that_the_task_ignores(generating, repository):
+    task, folder = generating
+    with pytest.raises(FetchError, match=f"policy is set; the task {task} ignores it"):
+        fetch(folder, repository=repository, settings={"policy": "fifo"})
 
 
-def test_refuses_rows_for_a_model_that_generates(decoder, repository):
-    with pytest.raises(FetchError, match="max_batch_size is 4; a request of the task generate"):
-        fetch(str(decoder), repository=repository, settings={"max_batch_size": "4"})
+def test_refuses_rows_for_a_model_that_generates(generating, repository):
+    task, folder = generating
+    with pytest.raises(FetchError, match=f"max_batch_size is 4; a request of the task {task}"):
+        fetch(folder, repository=repository, settings={"max_batch_size": "4"})
 
 
 def test_the_committed_config_of_minilm_is_what_fetch_writes():

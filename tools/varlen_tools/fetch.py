@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from varlen.config import SETTINGS, EngineConfig, Task
+from varlen.config import ITERATIVE_TASKS, SETTINGS, EngineConfig, Task
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint import Checkpoint
 from varlen.server_config import tensors_of
@@ -40,7 +40,7 @@ VERSION = "1"
 # Inputs of text by task, where they are not `text` alone.
 _TEXTS: Mapping[Task, tuple[str, ...]] = {
     "rerank": ("text", "text_pair"),
-    "generate": ("text_input",),
+    **dict.fromkeys(ITERATIVE_TASKS, ("text_input",)),
 }
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
@@ -260,7 +260,7 @@ def render_config(
 
     task: Task = config.task or checkpoint.task
     checkpoint.check_task(task)
-    generates = task == "generate"
+    generates = task in ITERATIVE_TASKS
     limit = (step_runner if generates else runner).sequence_limit(checkpoint, config)
     values = _settings_of(task, config) | {"task": task, "max_sequence_tokens": limit}
     all_inputs, outputs = tensors_of(task, checkpoint)
@@ -269,7 +269,7 @@ def render_config(
             "# Written by `python -m varlen_tools.fetch`; edit it as you like.",
             f'name: "{name}"',
             'backend: "varlen"',
-            *(_once_per_request(max_batch_size) if generates else _rows(max_batch_size)),
+            *(_once_per_request(task, max_batch_size) if generates else _rows(max_batch_size)),
             "",
             *_tensors("input", _input_specs(task, all_inputs, inputs)),
             "",
@@ -302,10 +302,10 @@ def _rows(max_batch_size: int | None) -> list[str]:
     return ["# Largest number of rows in one request.", f"max_batch_size: {rows}"]
 
 
-def _once_per_request(max_batch_size: int | None) -> list[str]:
+def _once_per_request(task: Task, max_batch_size: int | None) -> list[str]:
     if max_batch_size is not None:
         raise ConfigError(
-            f"max_batch_size is {max_batch_size}; a request of the task generate holds one prompt:"
+            f"max_batch_size is {max_batch_size}; a request of the task {task} holds one prompt:"
             " leave it out"
         )
     return [
@@ -323,7 +323,9 @@ def _input_specs(task: Task, specs: Sequence[TensorSpec], inputs: Inputs) -> Seq
     needed = texts if inputs == Inputs.text else ("input_ids",)
     required = [replace(spec, optional=False) for spec in specs if spec.name in needed]
     # flags and sampling parameters stay optional
-    options = [spec for spec in specs if spec.name not in PROMPTS] if task == "generate" else []
+    options = (
+        [spec for spec in specs if spec.name not in PROMPTS] if task in ITERATIVE_TASKS else []
+    )
     return [*required, *options]
 
 

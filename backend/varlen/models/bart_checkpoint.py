@@ -21,8 +21,8 @@ from varlen.models.config_file import (
     read_flag,
     read_int,
 )
-from varlen.models.embedding_tables import TableNames
 from varlen.models.family import Family, ModelSizes
+from varlen.models.table_names import TableNames
 from varlen.models.weights import TensorHeader, check_all_used, check_tensor
 from varlen_kernels import Activation
 

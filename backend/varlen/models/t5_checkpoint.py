@@ -19,8 +19,8 @@ from varlen.models.config_file import (
     read_int,
     read_norm_eps,
 )
-from varlen.models.embedding_tables import TableNames
 from varlen.models.family import Family, ModelSizes
+from varlen.models.table_names import TableNames
 from varlen.models.weights import TensorHeader, check_all_used, check_tensor
 from varlen_kernels import Activation
 
