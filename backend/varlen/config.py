@@ -222,10 +222,11 @@ class EngineConfig:
         tasks=ITERATIVE_TASKS,
     )
     max_step_tokens: int = _setting(
-        512,
+        0,
         "Largest step, in tokens, at least `max_running_sequences`. A longer prompt runs in chunks, beside the"
-        " sequences that generate.",
-        lowest=1,
+        " sequences that generate; a source text runs as a whole, so none may be longer. 0 is 128 on a CPU and 512 on a GPU, and"
+        " 512 for `translate`.",
+        lowest=0,
         tasks=ITERATIVE_TASKS,
     )
     kv_bytes: int | str = _setting(
@@ -298,7 +299,7 @@ class EngineConfig:
             if not setting.allows(value):
                 shown = f'"{shorten(value)}"' if isinstance(value, str) else shorten(repr(value))
                 raise ConfigError(f"{name} is {shown}; allowed: {setting.allowed}")
-        if self.max_step_tokens < self.max_running_sequences:
+        if 0 < self.max_step_tokens < self.max_running_sequences:
             raise ConfigError(
                 f"max_step_tokens is {self.max_step_tokens}; it must hold a token of each of the"
                 f" {self.max_running_sequences} running sequences (max_running_sequences)"

@@ -134,7 +134,7 @@ class GenerationService:
 
         scheduler = IterationScheduler(
             StepLimits(
-                max_step_tokens=config.max_step_tokens,
+                max_step_tokens=runner.max_step_tokens,
                 max_running_sequences=config.max_running_sequences,
                 max_sequence_tokens=runner.max_sequence_tokens,
             ),
@@ -153,7 +153,7 @@ class GenerationService:
             name_of(runner.device),
             runner.max_sequence_tokens,
             config.max_running_sequences,
-            config.max_step_tokens,
+            runner.max_step_tokens,
             runner.kv.num_blocks,
             runner.kv.block_size,
             runner.kv.num_blocks * runner.kv.block_bytes / _MEGABYTE,

@@ -64,7 +64,7 @@ class Generator:
         threads: int = 0,
         max_sequence_tokens: int | None = None,
         max_running_sequences: int = 64,
-        max_step_tokens: int = 512,
+        max_step_tokens: int = 0,
         kv_bytes: int | str = "25%",
         kv_block_tokens: int = 0,
         kv_policy: KvPolicy = "reserve",

@@ -276,8 +276,8 @@ def _prefix(tensors: Tensors, stream: bool, prompt: Prompt) -> str:
         return ""
     if not can_include:
         raise RequestError(
-            "exclude_input_in_output is false; only a request with text_input, without stream, to a model that continues"
-            " text gets its input back"
+            "exclude_input_in_output is false; only a request with text_input, without stream, to a model that"
+            " continues text gets its input back"
         )
     return _string("text_input", tensors)
 

@@ -49,6 +49,9 @@ Choose: TypeAlias = Callable[
     [Tensor, Sequence[GeneratedSequence]], Sequence[SampledToken | BeamStep]
 ]
 
+# Largest step unless the settings say otherwise; docs/decisions/0019-cpu-decoding.md compares sizes.
+_STEP_TOKENS = {"cpu": 128, "cuda": 512}
+_SOURCE_STEP_TOKENS = 512
 _GREEDY = GenerationOptions(temperature=0.0)
 
 
@@ -73,6 +76,7 @@ class StepRunner:
         dtype: data type of weights and activations.
         vocab_size: token ids are below this.
         max_sequence_tokens: longest sequence, prompt and answer together, in tokens.
+        max_step_tokens: largest step, in tokens.
         weight_bytes: memory of the weights, in bytes.
         kv: size of the KV caches.
         programs: the step of the decoder, then the encoder if there is one.
@@ -105,6 +109,7 @@ class StepRunner:
         checkpoint.check_task("translate" if has_sources else "generate")
         self.max_sequence_tokens = sequence_limit(checkpoint, config)
         self.device = choose_device(config.device, gpu)
+        self.max_step_tokens = step_limit(checkpoint, config, self.device)
         self.dtype = choose_dtype(config.dtype, self.device)
         model: DecoderModel | EncoderDecoderModel
         load = load_encoder_decoder if has_sources else load_decoder
@@ -128,7 +133,9 @@ class StepRunner:
         kernels = kernels or decoder_kernels_for(self.device)
         if self.device.type == "cpu":
             self.programs = tuple(map(pack_linear_layers, self.programs))
-        self.arenas = make_arenas(self.programs, config, self.device)
+        self.arenas = make_arenas(
+            self.programs, config, self.device, max_step_tokens=self.max_step_tokens
+        )
         parts = self.programs[0], kernels, self.arenas[0], self._caches
         block_size = self.kv.block_size
         self._steps: DeviceSteps
@@ -212,7 +219,7 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
     limit = config.max_sequence_tokens or checkpoint.max_sequence_tokens
     if checkpoint.translate is not None:
         # a source is encoded in one step
-        limit = min(limit, config.max_step_tokens)
+        limit = min(limit, config.max_step_tokens or _SOURCE_STEP_TOKENS)
     if limit > checkpoint.position_limit:
         raise ConfigError(
             f"max_sequence_tokens is {limit}; this checkpoint has positions for {checkpoint.position_limit}"
@@ -239,8 +246,16 @@ def record_steps(model: DecoderModel | EncoderDecoderModel, kv: KvSize) -> tuple
     return (ops.finish(model.record_logits(ops, rows)), *others)
 
 
+def step_limit(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> int:
+    """Return the size of the largest step, in tokens."""
+    if config.max_step_tokens:
+        return config.max_step_tokens
+    default = _STEP_TOKENS[device.type] if checkpoint.translate is None else _SOURCE_STEP_TOKENS
+    return max(default, config.max_running_sequences)
+
+
 def make_arenas(
-    programs: Sequence[Program], config: EngineConfig, device: torch.device
+    programs: Sequence[Program], config: EngineConfig, device: torch.device, *, max_step_tokens: int
 ) -> tuple[Arena, ...]:
     """Return an arena for the largest step of each program.
 
@@ -249,7 +264,7 @@ def make_arenas(
     """
     layouts = [Layout(program.buffers, alignment_of(device)) for program in programs]
     largest = {
-        "tokens": config.max_step_tokens,
+        "tokens": max_step_tokens,
         "sequences": config.max_running_sequences,
         "logit_rows": config.max_running_sequences,
     }
@@ -258,7 +273,7 @@ def make_arenas(
     needed = sum(sizes)
     if needed > allowed:
         raise ConfigError(
-            f"arena_bytes allows {allowed} bytes; a step of {config.max_step_tokens} tokens needs {needed}:"
+            f"arena_bytes allows {allowed} bytes; a step of {max_step_tokens} tokens needs {needed}:"
             " lower max_step_tokens"
         )
     try:
@@ -270,6 +285,6 @@ def make_arenas(
             )
     except MemoryError:
         raise ConfigError(
-            f"a step of {config.max_step_tokens} tokens needs {needed} bytes, more than the device has free:"
+            f"a step of {max_step_tokens} tokens needs {needed} bytes, more than the device has free:"
             " lower max_step_tokens"
         ) from None

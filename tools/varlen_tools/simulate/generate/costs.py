@@ -96,7 +96,11 @@ def measure(folder: Path, settings: Mapping[str, str]) -> tuple[StepCosts, float
         for number, (count, share) in enumerate(_GROUPS * _REPEATS)
         for _ in range(count)
     ]
-    config = replace(source.config, kv_block_tokens=runner.kv.block_size)
+    config = replace(
+        source.config,
+        kv_block_tokens=runner.kv.block_size,
+        max_step_tokens=runner.max_step_tokens,
+    )
     try:
         return fit(simulate(arrivals, config, runner.kv.num_blocks, seconds).steps)
     finally:
