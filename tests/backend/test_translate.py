@@ -21,7 +21,8 @@ SMALL = {"encoder_layers": 1, "decoder_layers": 2, "eos_token_id": EOS}
 # Class, fields of config.json, fields of generation_config.json.
 MODELS = {
     "marian": ("MarianMTModel", SMALL, {}),
-    "marian-renormalized": (
+    "marian-renormalized": ("MarianMTModel", SMALL, {"renormalize_logits": True}),
+    "marian-masked": (
         "MarianMTModel",
         SMALL,
         {"renormalize_logits": True, "bad_words_ids": [[1], [8]]},
@@ -40,7 +41,7 @@ SEARCHES = [
     *((width, early) for width in (2, 4, 5, 8) for early in (True, False, "never")),
 ]
 # Blocks hold few tokens, so that beams often copy one, and there are few more of them than the largest search needs.
-BLOCK_TOKENS, BLOCKS = 4, 34
+BLOCK_TOKENS, BLOCKS = 4, 37
 SETTINGS = {
     "device": "cpu",
     "dtype": "fp32",
@@ -78,6 +79,10 @@ def oracle(folder):
 def cases(name, oracle):
     """Return random cases, each with the answers of transformers to its prompts."""
     cases = [random_case(name, *each, random.Random(f"{name} {each}")) for each in SEARCHES]
+    if name == "marian-masked":
+        # the mask comes before the penalty, those of transformers after it
+        for case in cases:
+            case.options.pop("repetition_penalty", None)
     return [(case, oracle.generate(case)) for case in cases]
 
 
@@ -98,7 +103,7 @@ def generator_of(folder, policy):
     )
 
 
-def submit(generator, prompt, **options):
+def submit(generator, prompt, options):
     """Start to generate; return a function that waits for the parts of the answer."""
     parts = []
     checked = GenerationOptions(**{"temperature": 0.0, **options})
@@ -118,7 +123,7 @@ def submit_case(generator, case, row):
     """Start to search; return a function that waits for the answers."""
     named = {REQUEST_NAMES[name]: each for name, each in case.rules.items() if name != "end_ids"}
     options = {**case.options, **named, "n": case.width, "stop_token_ids": case.end_ids}
-    wait = submit(generator, case.prompts[row], **options)
+    wait = submit(generator, case.prompts[row], options)
     # where there are fewer answers than beams, the others have no tokens
     return lambda: [part for part in wait() if part.token_ids]
 
@@ -163,3 +168,37 @@ def test_answers_alone_are_those_of_transformers(folder, oracle, cases):
             answers = submit_case(generator, case, 0)()
             assert_equal_but_for_ties(case, 0, found[0], answers, oracle)
         assert generator.snapshot().blocks.used == generator.snapshot().blocks.reserved == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2"], indirect=True)
+def test_samples_and_searches_of_the_same_steps_do_not_change_each_other(folder):
+    requests = [
+        {},
+        {"num_beams": 4, "n": 3, "length_penalty": 0.5},
+        {"temperature": 1.0, "n": 3, "seed": 7},
+        {"num_beams": 3, "do_sample": True, "temperature": 1.5, "n": 3, "seed": 5},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7, "n": 4},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 3, "logprobs": 2},
+        {"num_beams": 5, "no_repeat_ngram_size": 2, "n": 1},
+        {"repetition_penalty": 1.4},
+    ]
+    rng = random.Random(0)
+    requests = [
+        ([rng.randrange(3, VOCABULARY) for _ in range(length)], {**options, "max_tokens": 14})
+        for length in (2, 9, 23)
+        for options in requests
+    ]
+
+    def tokens_of(parts):
+        return [part.token_ids for part in parts]
+
+    with generator_of(folder, "reserve") as generator:
+        alone = [tokens_of(submit(generator, *each)()) for each in requests]
+    with generator_of(folder, "optimistic") as generator:
+        waits = [submit(generator, *each) for each in requests]
+        together = [tokens_of(wait()) for wait in waits]
+        end = generator.snapshot()
+
+    assert together == alone
+    assert end.preemptions > 0
+    assert end.blocks.used == end.blocks.reserved == 0

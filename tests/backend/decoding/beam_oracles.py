@@ -147,6 +147,7 @@ class Oracle:
                 answers[index] = step.answers
         return answers
 
+
 class TinyModel(Oracle):
     """A random model whose next tokens are neither certain nor all alike."""
 
