@@ -10,78 +10,14 @@ from varlen.decoding.beam_search import BeamSearch, BeamStep
 from varlen.decoding.token_edits import TokenRules
 from varlen.generation_options import GenerationOptions
 
-from .beam_oracles import EOS, PLACEHOLDER_SCORE, VOCABULARY, Case, TableModel, TinyModel
+from .beam_oracles import TableModel, TinyModel, are_equal, is_tie, random_case
 
-NUM_PROMPTS = 8
-NUM_CASES = 4
-RELATIVE_ERROR = 1e-4
-
-REQUEST_NAMES = {
-    "forced_first_id": "forced_bos_token_id",
-    "forced_last_id": "forced_eos_token_id",
-    "suppressed_ids": "suppress_tokens",
-    "first_suppressed_ids": "begin_suppress_tokens",
-}
+NUM_CASES = 3
 
 
 @cache
 def model_of(kind, seed, boost):
     return TinyModel(kind, seed, boost)
-
-
-def random_case(kind, width, early_stopping, rng):
-    """Return prompts and options of one call of `generate`."""
-    options = {"num_beams": width, "max_tokens": rng.choice([1, 3, 6, 10, 12])}
-    rules = {}
-    if width > 1:
-        options["early_stopping"] = early_stopping
-        options["length_penalty"] = rng.choice([-1.0, -0.5, 0.0, 0.6, 1.0, 2.0])
-        if rng.random() < 0.4:
-            options["no_repeat_ngram_size"] = rng.choice([1, 2, 3])
-        if rng.random() < 0.4:
-            options["repetition_penalty"] = rng.choice([0.7, 1.3, 2.0])
-    if rng.random() < 0.3:
-        options["min_tokens"] = min(rng.choice([1, 3, 7]), options["max_tokens"])
-    if rng.random() < 0.3:
-        rules["end_ids"] = (EOS, *rng.sample(range(3, VOCABULARY), rng.choice([1, 3])))
-    if rng.random() < 0.3:
-        rules["forced_first_id"] = rng.choice([EOS, 7, 9])
-    if rng.random() < 0.3:
-        rules["forced_last_id"] = EOS
-    if rng.random() < 0.3:
-        rules["suppressed_ids"] = tuple(rng.sample(range(10, VOCABULARY), 20))
-    if rng.random() < 0.3:
-        rules["first_suppressed_ids"] = tuple(rng.sample(range(10, VOCABULARY), 20))
-    if width > 1 and rng.random() < 0.5:
-        # what a request asks for comes before what the checkpoint has
-        given = {name: rules.pop(name) for name in REQUEST_NAMES if name in rules}
-        options |= {REQUEST_NAMES[name]: value for name, value in given.items()}
-    length = rng.randrange(1, 9)
-    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(NUM_PROMPTS)]
-    return Case(kind, rng.randrange(4), rng.choice([0.0, 1.0, 3.0]), prompts, options, rules)
-
-
-def are_equal(expected, actual):
-    """Return whether tokens and scores of all answers to one prompt are equal.
-
-    Where fewer answers exist than beams, as all other tokens are banned, `generate` fills up its result with copies
-    whose score is near -1e9. They are no answers.
-    """
-    expected = [each for each in expected if each[1] > PLACEHOLDER_SCORE / 1000]
-    return [tokens for tokens, _ in expected] == [answer.token_ids for answer in actual] and all(
-        abs(score - answer.score) <= RELATIVE_ERROR * max(abs(score), 0.01)
-        for (_, score), answer in zip(expected, actual, strict=True)
-    )
-
-
-def is_tie(case, row, expected, model):
-    """Return whether rounding errors of the log probabilities decide about the answers.
-
-    `generate` runs other shapes, with a cache, so two scores that are equal but for rounding may change places. Then a
-    search with errors of this size finds the same answers.
-    """
-    noise = np.random.default_rng(0)
-    return any(are_equal(expected, model.search(case, noise)[row]) for _ in range(20))
 
 
 @pytest.mark.parametrize(

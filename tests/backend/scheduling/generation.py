@@ -1,24 +1,28 @@
 """A toy model that generates from what its KV memory really holds.
 
-The next token is a hash of all tokens before it, as they are read through the block table. A wrong table, a copy that
-is not made, or a block that is used again too early gives wrong tokens.
+The next token is a hash of all tokens before it, and of the source text, as they are read through the block tables. So
+is each step of a beam search, of the tokens of all its beams. A wrong table, a copy that is not made, or a block that
+is used again too early gives wrong tokens.
 """
 
-from collections import Counter
+import random
+from collections import Counter, defaultdict
 from hashlib import blake2b
+from itertools import groupby
+
+import numpy as np
 
 from varlen.engine import Engine
 from varlen.generation_options import GenerationOptions
 from varlen.memory.blocks import BlockPool
 from varlen.metrics import Stats
-from varlen.request import GeneratedPart
+from varlen.request import GeneratedPart, Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.iteration import IterationScheduler
 from varlen.scheduling.step_limits import StepLimits
-from varlen.sequence import BatchResult, SampledToken
+from varlen.sequence import BatchResult, BeamAnswer, BeamStep, SampledToken
 
 from ..fakes.engine_parts import Clock, FakeReply, HeldExecutor
-from ..requests import request_of
 
 # a sequence ends with this token, or after `max_tokens`
 END = 0
@@ -41,13 +45,44 @@ def answer(prompt, max_tokens, sample=0):
     return token_ids[len(prompt) :]
 
 
+def search_step(contexts, num_generated, options):
+    """Return the step of a search whose beams have these tokens, of which `num_generated` are generated."""
+    rng = random.Random(repr(contexts))
+    tokens = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, options.num_beams))]
+    parents = [rng.randrange(len(contexts)) for _ in tokens]
+    answers = None
+    if num_generated + 1 == options.max_tokens or rng.random() < 0.1:
+        ends = [(*contexts[parent], token) for parent, token in zip(parents, tokens, strict=True)]
+        generated = [tuple(end[-num_generated - 1 :]) for end in ends]
+        answers = tuple(BeamAnswer(each, rng.random(), "stop") for each in generated[: options.n])
+    return BeamStep(tuple(parents), tuple(tokens), answers)
+
+
+def search_answers(prompt, source, options):
+    """Return the tokens of each answer of a search; where it finds fewer than `n`, the last ones are empty."""
+    beams, step = [list(prompt)], None
+    while step is None or step.answers is None:
+        contexts = [[~token for token in source] + beam for beam in beams]
+        step = search_step(contexts, len(beams[0]) - len(prompt), options)
+        beams = [
+            [*beams[parent], token]
+            for parent, token in zip(step.parents, step.token_ids, strict=True)
+        ]
+    found = [list(each.token_ids) for each in step.answers]
+    return found + [[]] * (options.n - len(found))
+
+
 class Writer:
-    """Ends a sequence after END or `max_tokens`."""
+    """Ends a sequence after END or `max_tokens`, or with the answer of its search."""
 
     def __init__(self, sequence):
         self.sequence = sequence
 
     def write(self, token):
+        if isinstance(token, BeamAnswer):
+            return GeneratedPart(
+                "", token.token_ids, finish_reason=token.finish_reason, score=token.score
+            )
         reason = None
         if token.token_id == END:
             reason = "stop"
@@ -75,34 +110,78 @@ class KvExecutor(HeldExecutor):
         self.bench.check_step(batch)
         self.steps.append(batch)
         failure = self.failures.pop(0) if self.failures else None
+        if failure is None or failure.endswith("late"):
+            copied = {to: dict(self._block(source)) for source, to in batch.copies}
+            self.memory.update(copied)
         if failure is not None:
-            # it may have written anything into its blocks, and made no copy
+            # it may have written anything into its blocks
             for chunk in batch.chunks:
-                self._write(chunk, [None] * len(chunk.token_ids))
-            return BatchResult([], 1.0, failure=failure)
-        copied = {to: dict(self._block(source)) for source, to in batch.copies}
-        self.memory.update(copied)
+                self._write(chunk.block_ids, chunk.start, [None] * len(chunk.token_ids))
+                self._write(chunk.source_block_ids, 0, [None] * len(chunk.encodes))
+            return BatchResult([], 1.0, failure=failure.split()[0])
+        for chunk in batch.chunks:
+            self._write(chunk.source_block_ids, 0, [~token for token in chunk.encodes])
+            self._write(chunk.block_ids, chunk.start, chunk.token_ids)
         outputs = []
-        for chunk in batch.chunks:
-            self._write(chunk, chunk.token_ids)
-        for chunk in batch.chunks:
-            context = [self._read(chunk, i) for i in range(chunk.start + len(chunk.token_ids))]
-            outputs += [SampledToken(next_token(context, s.sample)) for s in chunk.samples]
+        for _, chunks in groupby(batch.chunks, key=prompt_of_chunk):
+            outputs += self._outputs(list(chunks))
         return BatchResult(outputs, 1.0)
+
+    def _outputs(self, chunks):
+        """Return the outputs of a prompt: of its samples, or one for each of its beams."""
+        contexts = [self._context(chunk) for chunk in chunks]
+        first = chunks[0].sequence
+        if not first.is_searched or not chunks[0].samples:
+            return [
+                SampledToken(next_token(context, sample.sample))
+                for chunk, context in zip(chunks, contexts, strict=True)
+                for sample in chunk.samples
+            ]
+        # a search keeps its state with the sequence of its first row
+        rows, generated = first.sampler_state or (1, 0)
+        assert (rows, generated) == (len(chunks), first.num_generated)
+        assert all(chunk.samples == (chunk.sequence,) for chunk in chunks)
+        step = search_step(contexts, generated, first.generation)
+        first.sampler_state = len(step.parents), generated + 1
+        return [step] * rows
+
+    def _context(self, chunk):
+        """Return the source, then the tokens up to those of a chunk, as memory has them."""
+        sequence = chunk.sequence
+        source = self._read(chunk.source_block_ids, sequence.prompt.num_source_tokens)
+        assert source == [~token for token in source_of(sequence)]
+        tokens = self._read(chunk.block_ids, chunk.start + len(chunk.token_ids))
+        assert tokens == sequence.token_ids[: len(tokens)]
+        return source + tokens
 
     def _block(self, block):
         return self.memory.setdefault(block, {})
 
-    def _write(self, chunk, token_ids):
+    def _write(self, block_ids, start, token_ids):
         size = self.bench.pool.block_size
-        for position, token in enumerate(token_ids, start=chunk.start):
-            self._block(chunk.block_ids[position // size])[position % size] = (token, position)
+        for position, token in enumerate(token_ids, start=start):
+            self._block(block_ids[position // size])[position % size] = (token, position)
 
-    def _read(self, chunk, position):
+    def _read(self, block_ids, count):
         size = self.bench.pool.block_size
-        token, stored = self._block(chunk.block_ids[position // size])[position % size]
-        assert stored == position
-        return token
+        found = [self._block(block_ids[i // size])[i % size] for i in range(count)]
+        assert [position for _, position in found] == list(range(count))
+        return [token for token, _ in found]
+
+
+def prompt_of_chunk(chunk):
+    """Return what tells a prompt from the others of a step."""
+    return prompt_of_sequence(chunk.sequence)
+
+
+def prompt_of_sequence(sequence):
+    return sequence.request, sequence.row - sequence.sample
+
+
+def source_of(sequence):
+    """Return the tokens of the source text of a sequence."""
+    source = sequence.prompt.source_ids
+    return [] if source is None else source.tolist()
 
 
 class Bench:
@@ -120,6 +199,7 @@ class Bench:
         longest=200,
         max_requests=100,
     ):
+        self.policy = policy
         self.pool = BlockPool(num_blocks, block_size, prefix_cache=prefix_cache)
         self.admission = Admission(max_requests, 10_000)
         self.limits = StepLimits(
@@ -133,24 +213,37 @@ class Bench:
         self.executor = KvExecutor(self)
         self.clock = Clock()
         self.engine = Engine(self.scheduler, self.executor, Stats(), self.clock)
-        # every sequence, in order of arrival
+        # every sequence, in order of arrival, and their places by request and row
         self.sequences = []
         self.place = {}
 
     def _new_writer(self, sequence):
-        self.place[sequence] = len(self.sequences)
+        self.place[sequence.request, sequence.row] = len(self.sequences)
         self.sequences.append(sequence)
         return Writer(sequence)
 
-    def submit(self, *prompts, max_tokens=8, n=1, priority=0, deadline=None, reply=None):
-        """Submit a request; return its reply. A prompt is a length or token ids."""
+    def submit(
+        self,
+        *prompts,
+        max_tokens=8,
+        n=1,
+        num_beams=1,
+        source=None,
+        priority=0,
+        deadline=None,
+        reply=None,
+    ):
+        """Submit a request; return its reply. A prompt is a length or token ids; all have the same source text."""
         reply = reply or FakeReply()
         rows = [[1] * row if isinstance(row, int) else row for row in prompts]
-        options = GenerationOptions(max_tokens=max_tokens, n=n)
-        request = request_of(
-            *rows, generation=options, priority=priority, deadline_seconds=deadline
+        source = None if source is None else np.array(source, np.int32)
+        options = RequestOptions(
+            generation=GenerationOptions(max_tokens=max_tokens, n=n, num_beams=num_beams),
+            priority=priority,
+            deadline_seconds=deadline,
         )
-        self.engine.submit(request, reply)
+        prompts = (Prompt(np.array(row, np.int32), source_ids=source) for row in rows)
+        self.engine.submit(Request(tuple(prompts), options), reply)
         return reply
 
     def step(self):
@@ -175,46 +268,89 @@ class Bench:
     def check_step(self, step):
         """Check the limits and the order of a step that starts."""
         lengths = [len(chunk.token_ids) for chunk in step.chunks]
-        assert 0 < sum(lengths) == step.shape.tokens <= self.limits.max_step_tokens
+        sources = [len(chunk.encodes) for chunk in step.chunks]
+        assert 0 < sum(lengths) + sum(sources) == step.shape.tokens
+        # a source that fills the step has its first token beside it
+        is_alone = len(set(map(prompt_of_chunk, step.chunks))) == 1
+        assert is_alone or step.shape.tokens <= self.limits.max_step_tokens
+        assert sum(lengths) <= self.limits.max_step_tokens
         assert sorted(lengths, key=lambda length: length > 1) == lengths
         assert tuple(chunk.sequence for chunk in step.chunks) == step.sequences
         assert len(set(step.sequences)) == len(step.sequences)
         running = [sequence for sequence in self.sequences if sequence.status == "running"]
         assert len(running) <= self.limits.max_running_sequences
+        assert len(step.sequences) <= self.limits.max_running_sequences
         for chunk in step.chunks:
-            assert chunk.start == chunk.sequence.num_computed
-            end = chunk.start + len(chunk.token_ids)
-            assert len(chunk.block_ids) == self.pool.blocks_of(end)
-            assert bool(chunk.samples) == (end == len(chunk.sequence.token_ids))
+            self._check_chunk(chunk)
+        self._check_copies(step)
         self._check_first_come_first_served(step)
 
+    def _check_chunk(self, chunk):
+        sequence, source = chunk.sequence, source_of(chunk.sequence)
+        assert chunk.start == sequence.num_computed
+        end = chunk.start + len(chunk.token_ids)
+        assert len(chunk.block_ids) == self.pool.blocks_of(end)
+        assert bool(chunk.samples) == (end == len(sequence.token_ids))
+        # a source is encoded in one piece, when its target starts
+        assert list(chunk.encodes) == (source if chunk.start == 0 else [])
+        assert len(chunk.source_block_ids) == self.pool.blocks_of(len(source))
+        size = self.pool.block_size
+        written = chunk.block_ids[chunk.start // size :]
+        assert not any(map(self.pool.is_shared, written))
+
+    def _check_copies(self, step):
+        sources, copies = {source for source, _ in step.copies}, [to for _, to in step.copies]
+        assert len(set(copies)) == len(copies)
+        assert not sources & set(copies)
+        assert not any(map(self.pool.is_shared, copies))
+
     def _check_first_come_first_served(self, step):
-        runs = {(s.request, s.row - s.sample) for s in step.sequences}
+        runs = set(map(prompt_of_sequence, step.sequences))
         last = {}
         for sequence in step.sequences:
             priority = sequence.options.priority
-            last[priority] = max(last.get(priority, 0), self.place[sequence])
+            place = self.place[sequence.request, sequence.row]
+            last[priority] = max(last.get(priority, 0), place)
         for place, sequence in enumerate(self.sequences):
             is_earlier = place < last.get(sequence.options.priority, 0)
             if is_earlier and sequence.status != "finished":
                 # samples run as one until their prompt has
                 alone = sequence.block_ids or not sequence.sample
-                prompt = (sequence.request, sequence.row - sequence.sample)
-                assert sequence in step.sequences if alone else prompt in runs
+                assert sequence in step.sequences if alone else prompt_of_sequence(sequence) in runs
 
     def check_blocks(self):
-        """Check that the used blocks are those of sequences, or of a step in flight."""
-        holders = Counter(block for s in self.sequences for block in s.block_ids)
+        """Check that the used blocks are those of running groups, and a step in flight has no others."""
+        groups = list(self.scheduler._running)
+        branches = [branch for group in groups for branch in group.branches]
+        tables = [branch.block_ids for branch in branches]
+        tables += [group.source_block_ids for group in groups]
+        holders = Counter(block for table in tables for block in table)
         assert self.pool.counts().used == len(holders)
         for block, number in holders.items():
             assert self.pool.is_shared(block) == (number > 1)
-        for sequence in self.sequences:
-            assert sequence.num_computed <= len(sequence.block_ids) * self.pool.block_size or (
-                sequence.status == "finished"
-            )
+        for branch in branches:
+            assert branch.num_computed <= len(branch.block_ids) * self.pool.block_size
+        assert not any(each.block_ids for each in self.sequences if each not in branches)
         for step, *_ in self.executor.in_flight:
             for chunk in step.chunks:
-                assert set(chunk.block_ids) <= holders.keys()
+                assert {*chunk.block_ids, *chunk.source_block_ids} <= holders.keys()
+        self._check_reservations(groups)
+
+    def _check_reservations(self, groups):
+        assert self.pool.counts().reserved == sum(group.reserved for group in groups)
+        if self.policy != "reserve":
+            return
+        held, reserved = defaultdict(set), Counter()
+        for group in groups:
+            prompt = prompt_of_sequence(group.first)
+            reserved[prompt] += group.reserved
+            held[prompt].update(group.source_block_ids, *(b.block_ids for b in group.branches))
+        for request, row in held:
+            options = request.request.options.generation
+            prompt = request.request.prompts[row // options.n]
+            width = max(options.n, options.num_beams)
+            most = self.scheduler._memory.need(prompt, options.max_tokens, width)
+            assert len(held[request, row]) + reserved[request, row] <= most
 
     def check_idle(self):
         """Check that nothing waits or runs, and every block is free."""
@@ -225,6 +361,7 @@ class Bench:
         assert self.admission.depth == (0, 0)
         assert self.scheduler.wake_at(0.0) is None
         assert not any(sequence.block_ids for sequence in self.sequences)
+        assert not self.scheduler._memory.copies
         # nothing is remembered of what has ended
         assert not self.scheduler._group_of
         assert not self.scheduler._new

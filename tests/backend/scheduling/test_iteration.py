@@ -1,12 +1,8 @@
 """Scheduling by iteration: order, limits, blocks, and tokens that depend on none of them."""
 
-import math
-import random
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from varlen.errors import (
     DeadlineError,
@@ -116,7 +112,7 @@ def test_requests_of_higher_priority_start_first():
         bench.submit(prompt_of(3, priority), max_tokens=1, priority=priority)
 
     while (step := bench.step()) is not None:
-        order.append(bench.place[step.sequences[0]])
+        order.append(bench.sequences.index(step.sequences[0]))
 
     assert order == [1, 3, 2, 0]
 
@@ -129,7 +125,7 @@ def test_a_prompt_of_higher_priority_has_the_larger_part_of_a_step():
     bench.submit(prompt_of(50), priority=1)
 
     assert chunks_of(bench.step()) == [(0, 8), (16, 8)]
-    assert [bench.place[s] for s in bench.step().sequences] == [1, 0]
+    assert [bench.sequences.index(s) for s in bench.step().sequences] == [1, 0]
 
 
 def test_a_request_that_does_not_fit_holds_back_those_behind_it():
@@ -535,114 +531,3 @@ def test_a_writer_that_fails_ends_its_own_request_and_no_other(fails, monkeypatc
     assert isinstance(bad.end, EngineError)
     assert bench.pool.counts().used == bench.pool.counts().reserved == 0
     assert bench.admission.depth == (0, 0)
-
-
-@_both_policies
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["no cache", "cache"])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_random_stream_under_pressure_ends_with_every_answer_right(policy, prefix_cache, seed):
-    rng = random.Random(seed)
-    bench = Bench(
-        num_blocks=rng.randint(12, 16),
-        policy=policy,
-        prefix_cache=prefix_cache,
-        step_tokens=rng.randint(6, 24),
-        running=6,
-    )
-    asked = []
-    for _ in range(60):
-        beginning = [1, 2, 3] * rng.randint(0, 5)
-        prompt = beginning + [rng.randint(1, 11) for _ in range(rng.randint(1, 12))]
-        max_tokens, n = rng.randint(1, 16), rng.choice([1, 1, 2, 3])
-        try:
-            reply = bench.submit(prompt, max_tokens=max_tokens, n=n, priority=rng.choice([0, 0, 5]))
-        except RequestError:
-            # more blocks than there are
-            continue
-        asked.append((reply, [answer(prompt, max_tokens, sample) for sample in range(n)]))
-        for _ in range(rng.choice([0, 0, 1, 4])):
-            bench.step()
-    bench.run_all()
-
-    assert [reply.end for reply, _ in asked] == ["finished"] * len(asked)
-    assert [list(map(tokens_of(r).get, range(len(e)))) for r, e in asked] == [e for _, e in asked]
-    counts = bench.scheduler.snapshot()
-    assert (counts.preemptions > 0) == (policy == "optimistic")
-    assert (counts.blocks.prefix_hit_tokens > 0) == prefix_cache
-    bench.check_idle()
-
-
-def submit_if_admitted(bench, prompts, cancelled_after, **options):
-    """Submit a request; return its prompts, options and reply, or nothing if it is refused."""
-    reply = FakeReply(cancelled_after=cancelled_after)
-    try:
-        bench.submit(*prompts, **options, reply=reply)
-    except (RequestError, QueueFullError, DeadlineError):
-        assert reply.end is None
-        return []
-    return [(prompts, options, reply)]
-
-
-_REQUEST = st.fixed_dictionaries(
-    {
-        # few token ids and small blocks: many prompts begin alike
-        "prompts": st.lists(
-            st.lists(st.integers(1, 2), min_size=1, max_size=20), min_size=1, max_size=2
-        ),
-        "max_tokens": st.integers(1, 12),
-        "n": st.sampled_from([1, 1, 1, 2, 3]),
-        "priority": st.sampled_from([0, 0, 0, 1]),
-        "cancelled_after": st.sampled_from([math.inf, math.inf, math.inf, 0, 1, 4]),
-        "deadline": st.sampled_from([None, None, None, 3.5, 9.5]),
-    }
-)
-
-
-@settings(max_examples=300)
-@given(
-    actions=st.lists(
-        st.one_of(
-            _REQUEST,
-            st.sampled_from(["step", "step", "step", "start", "cancel", "late", "memory", "batch"]),
-        ),
-        max_size=30,
-    ),
-    policy=st.sampled_from(_POLICIES),
-    prefix_cache=st.booleans(),
-    num_blocks=st.integers(4, 24),
-    block_size=st.integers(1, 4),
-    step_tokens=st.integers(1, 12),
-    running=st.integers(1, 6),
-)
-def test_whatever_happens_answers_are_right_and_blocks_return(actions, **limits):
-    bench = Bench(**limits, max_requests=6)
-    asked = []
-    for action in actions:
-        if isinstance(action, dict):
-            asked += submit_if_admitted(bench, **action)
-        elif action == "step":
-            bench.step()
-        elif action == "start":
-            # what follows happens while a step is in flight
-            bench.engine.step()
-        elif action == "cancel" and asked:
-            asked[-1][-1].cancelled = True
-        elif action == "late":
-            bench.clock.now += 4.0
-        elif action in {"memory", "batch"}:
-            bench.executor.failures = [action]
-        bench.check_blocks()
-    bench.run_all()
-
-    for prompts, options, reply in asked:
-        rows = [(prompt, sample) for prompt in prompts for sample in range(options["n"])]
-        expected = [answer(prompt, options["max_tokens"], sample) for prompt, sample in rows]
-        for row, tokens in tokens_of(reply).items():
-            assert tokens == expected[row][: len(tokens)]
-        if reply.end == "finished":
-            assert list(map(tokens_of(reply).get, range(len(rows)))) == expected
-        else:
-            assert isinstance(reply.end, (RequestCancelled, DeadlineError, EngineError))
-    if bench.scheduler.snapshot().preemptions:
-        assert limits["policy"] == "optimistic" or "memory" in actions
-    bench.check_idle()
