@@ -36,12 +36,14 @@ class Generation:
         token_ids: generated tokens.
         finish_reason: whether a stop condition held, or `max_tokens` was reached.
         logprobs: one per token, if they were asked for.
+        score: of an answer that a beam search has found.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] = ()
+    score: float | None = None
 
 
 class Generator:
@@ -225,4 +227,5 @@ def _join(parts: Sequence[GeneratedPart]) -> Generation:
         token_ids=tuple(token for part in parts for token in part.token_ids),
         finish_reason=reason,
         logprobs=tuple(each for part in parts for each in part.logprobs),
+        score=parts[-1].score,
     )

@@ -1,4 +1,4 @@
-"""The wire format of the task `generate`: one prompt, and text whole or in parts.
+"""The wire format of the tasks `generate` and `translate`: one prompt, and text whole or in parts.
 
 Names, types and defaults are those of NVIDIA's vLLM backend, so that its clients fit. Token ids as prompt and answer,
 and chat messages, are added to them. This file uses arrays and JSON, not the server's classes.
@@ -82,7 +82,7 @@ class ResponseSpec:
 
     Attributes:
         rows: number of samples.
-        num_input_tokens: length of the prompt, in tokens.
+        num_input_tokens: length of the prompt, or of the source text, in tokens.
         stream: whether parts of the answer are sent as they come.
         prefix: text that each row begins with: the prompt, or nothing.
         returns: names of the outputs to send beside `text_output`.
@@ -151,9 +151,9 @@ def read_generate_request(
             generation=generation,
         ),
     )
-    spec = ResponseSpec(
-        generation.n, prompt.num_tokens, stream, _prefix(tensors, stream, prompt), returns
-    )
+    num_input_tokens = prompt.num_source_tokens or prompt.num_tokens
+    prefix = _prefix(tensors, stream, prompt)
+    spec = ResponseSpec(generation.n, num_input_tokens, stream, prefix, returns)
     return request, spec
 
 

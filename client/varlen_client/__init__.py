@@ -6,7 +6,7 @@ with Client("grpc://127.0.0.1:8001") as client:
     vectors = client.embed(["a sentence", "another, longer sentence"])  # [2, hidden] fp32
 """
 
-from varlen_client.aio import AsyncClient, Status
+from varlen_client.aio import AsyncClient
 from varlen_client.errors import (
     DeadlineMissed,
     InvalidRequest,
@@ -20,7 +20,9 @@ from varlen_client.errors import (
 )
 from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.retry import RetryPolicy
+from varlen_client.session import Status
 from varlen_client.sync import Client
+from varlen_client.translation import Translation
 from varlen_client.transport import ServerIdentity
 from varlen_client.wire import ModelState
 
@@ -41,5 +43,6 @@ __all__ = [
     "ServerIdentity",
     "ServerUnavailable",
     "Status",
+    "Translation",
     "VarlenClientError",
 ]

@@ -1,16 +1,16 @@
 """The asyncio client, which the sync client in sync.py runs too.
 
-A call is split into requests of `rows_per_request` rows, and `concurrency` of them are in flight at a
-time. Results are in the order of the input. The first failure cancels the rest of the call.
+A call is split into requests, of `rows_per_request` rows or of one text, and `concurrency` of them are
+in flight at a time. Results are in the order of the input. The first failure cancels the rest of the
+call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -18,13 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from varlen_client.endpoint import Endpoint
-from varlen_client.errors import (
-    InvalidRequest,
-    RequestTimeout,
-    ServerError,
-    ServerUnavailable,
-    VarlenClientError,
-)
+from varlen_client.errors import InvalidRequest, RequestTimeout, ServerError
 from varlen_client.generation import (
     GeneratedPart,
     GenerateRequest,
@@ -35,9 +29,11 @@ from varlen_client.generation import (
     read_generations,
     read_parts,
 )
-from varlen_client.retry import RetryPolicy, with_retries
-from varlen_client.tasks import all_or_first_error, with_timeout
-from varlen_client.transport import ServerIdentity, Transport
+from varlen_client.retry import RetryPolicy
+from varlen_client.row_call import RowCall, deadline_of
+from varlen_client.session import Session, Status
+from varlen_client.tasks import with_timeout
+from varlen_client.translation import Translation, read_translation, search_options
 from varlen_client.wire import (
     Floats,
     InferRequest,
@@ -47,31 +43,19 @@ from varlen_client.wire import (
     Pairs,
     Parameters,
     Rows,
+    TokenIds,
     infer_requests,
-    only_ready_model,
     read_inputs,
     read_inputs_or_pairs,
     read_query_and_documents,
-    with_remaining_deadline,
 )
 
 DEFAULT_ROWS_PER_REQUEST = 32
 DEFAULT_CONCURRENCY = 4
-METADATA_TIMEOUT_SECONDS = 10.0
+# A request of one text is small, and the server runs many at a time.
+DEFAULT_TEXT_CONCURRENCY = 32
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """State of the server and its models, as the server reports it."""
-
-    server: ServerIdentity
-    server_ready: bool
-    models: tuple[ModelState, ...]
-    model: str | None
-    """The model that this client uses; None when none was chosen and none is ready."""
-    model_ready: bool
 
 
 class AsyncClient:
@@ -83,7 +67,8 @@ class AsyncClient:
         url: `grpc://host:port`, `http://host:port`, or `grpcs://` and `https://` with TLS.
         model: the model's name; by default the only ready model of the server.
         rows_per_request: by default 32, or the model's max_batch_size if that is less.
-        concurrency: maximum requests of one call in flight.
+        concurrency: maximum requests of one call in flight; by default 4, and 32 in `translate`, whose
+            requests hold one text each.
         retry: see retry.py.
         ca_file: certificates to trust with TLS, instead of the default ones.
 
@@ -98,22 +83,22 @@ class AsyncClient:
         model: str | None = None,
         *,
         rows_per_request: int | None = None,
-        concurrency: int = DEFAULT_CONCURRENCY,
+        concurrency: int | None = None,
         retry: RetryPolicy | None = None,
         ca_file: str | Path | None = None,
     ) -> None:
-        if concurrency < 1:
+        if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency is {concurrency}; at least 1")
         if rows_per_request is not None and rows_per_request < 1:
             raise ValueError(f"rows_per_request is {rows_per_request}; at least 1")
-        self._endpoint = Endpoint.parse(url)
-        self._model = model
         self._rows_per_request = rows_per_request
         self._concurrency = concurrency
-        self._retry = retry or RetryPolicy()
-        self._ca_file = None if ca_file is None else Path(ca_file)
-        self._transport: Transport | None = None
-        self._info: ModelInfo | None = None
+        self._session = Session(
+            Endpoint.parse(url),
+            model,
+            retry or RetryPolicy(),
+            None if ca_file is None else Path(ca_file),
+        )
 
     async def embed(
         self,
@@ -144,9 +129,8 @@ class AsyncClient:
         """
         parameters = _parameters(truncate, deadline_ms, priority, normalize)
         rows = read_inputs(inputs)
-        call = _Call("embed", "sentence_embedding", rank=1, rows=rows, parameters=parameters)
-        call.on_progress = on_progress
-        return await self._matrix(call, timeout)
+        task = _Task("embed", "sentence_embedding", rank=1)
+        return await self._matrix(task, rows, parameters, timeout, on_progress)
 
     async def classify(
         self,
@@ -164,8 +148,8 @@ class AsyncClient:
         """
         parameters = _parameters(truncate, deadline_ms, priority)
         rows = read_inputs_or_pairs(inputs)
-        call = _Call("classify", "logits", rank=1, rows=rows, parameters=parameters)
-        return await self._matrix(call, timeout)
+        task = _Task("classify", "logits", rank=1)
+        return await self._matrix(task, rows, parameters, timeout)
 
     async def rerank(
         self,
@@ -184,9 +168,8 @@ class AsyncClient:
         """
         parameters = _parameters(truncate, deadline_ms, priority)
         rows = read_query_and_documents(query, documents)
-        call = _Call("rerank", "logits", rank=1, rows=rows, parameters=parameters)
-        call.needs_width = 1
-        return (await self._matrix(call, timeout))[:, 0]
+        task = _Task("rerank", "logits", rank=1, needs_width=1)
+        return (await self._matrix(task, rows, parameters, timeout))[:, 0]
 
     async def token_classify(
         self,
@@ -204,8 +187,8 @@ class AsyncClient:
         """
         parameters = _parameters(truncate, deadline_ms, priority)
         rows = read_inputs_or_pairs(inputs)
-        call = _Call("token_classify", "logits", rank=2, rows=rows, parameters=parameters)
-        return await self._arrays(call, timeout)
+        task = _Task("token_classify", "logits", rank=2)
+        return await self._arrays(task, rows, parameters, timeout)
 
     async def hidden(
         self,
@@ -223,8 +206,8 @@ class AsyncClient:
         """
         parameters = _parameters(truncate, deadline_ms, priority)
         rows = read_inputs_or_pairs(inputs)
-        call = _Call("hidden", "last_hidden_state", rank=2, rows=rows, parameters=parameters)
-        return await self._arrays(call, timeout)
+        task = _Task("hidden", "last_hidden_state", rank=2)
+        return await self._arrays(task, rows, parameters, timeout)
 
     async def generate(
         self,
@@ -269,11 +252,10 @@ class AsyncClient:
         request = generate_request(
             prompt, {**sampling, "n": n}, stream=False, deadline_ms=deadline_ms, priority=priority
         )
-
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
 
         async def collect() -> list[Generation]:
-            async with aclosing(self._responses(request, deadline)) as responses:
+            async with aclosing(self._checked_responses(request, deadline)) as responses:
                 return read_generations([each async for each in responses], n)
 
         return await _until(collect(), deadline, timeout)
@@ -294,11 +276,15 @@ class AsyncClient:
         """
         _check_one_sample(sampling, "stream yields one answer; several come from samples")
         request = generate_request(
-            prompt, sampling, stream=True, deadline_ms=deadline_ms, priority=priority
+            prompt,
+            {**sampling, "n": 1},
+            stream=True,
+            deadline_ms=deadline_ms,
+            priority=priority,
         )
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         reason = None
-        async with aclosing(self._responses(request, deadline)) as responses:
+        async with aclosing(self._checked_responses(request, deadline)) as responses:
             while response := await _until(_next(responses), deadline, timeout):
                 [part] = read_parts(response, 1)
                 reason = part.finish_reason
@@ -306,16 +292,75 @@ class AsyncClient:
         if reason is None:
             raise ServerError("the server ended an answer before its last part")
 
+    async def translate(
+        self,
+        texts: Inputs,
+        *,
+        num_beams: int | None = None,
+        n_best: int = 1,
+        max_tokens: int | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        **options: Any,
+    ) -> list[Translation]:
+        """Return the translation of each text, in the order of `texts`.
+
+        Each text is sent as its own request.
+
+        Args:
+            texts: texts, or lists of token ids with the end token of the source language.
+            num_beams: number of beams of each text; by default the checkpoint decides.
+            n_best: number of translations of each text, at most `num_beams`; those after the best one are its
+                `alternatives`.
+            max_tokens: longest translation, in tokens; by default the checkpoint decides.
+            deadline_ms, priority: see `generate`.
+            timeout: seconds for the whole call, retries included; by default no limit.
+            on_progress: see `embed`.
+            options: options of the search with the names of Hugging Face, such as length_penalty, early_stopping,
+                no_repeat_ngram_size, repetition_penalty or do_sample. The server checks them.
+
+        Raises:
+            VarlenClientError: see errors.py. `rows` is the range of the text that failed.
+        """
+        rows = read_inputs(texts)
+        sampling = search_options(
+            options, num_beams=num_beams, n_best=n_best, max_tokens=max_tokens
+        )
+        call = RowCall("translate", len(rows), timeout=timeout, on_progress=on_progress)
+
+        async def translate_all() -> list[Translation]:
+            info = await self._session.model_info(call.deadline)
+            info.check_translates()
+
+            async def send(text: str | TokenIds) -> Translation:
+                request = generate_request(
+                    text,
+                    sampling,
+                    stream=False,
+                    deadline_ms=deadline_ms,
+                    priority=priority,
+                    returns_score=True,
+                )
+                responses = await self._session.all_responses(info, request, call.deadline)
+                return read_translation(responses, n_best)
+
+            return await call.send_all(
+                ((range(row, row + 1), text) for row, text in enumerate(texts)),
+                send,
+                concurrency=self._concurrency or DEFAULT_TEXT_CONCURRENCY,
+            )
+
+        return await call.within_timeout(translate_all())
+
     async def ready(self) -> bool:
         """Return whether the server and the model are ready; False without a connection.
 
         Raises:
             ModelNotFound: no model was chosen and the server has several.
         """
-        try:
-            return await self._with_metadata_timeout(self._read_ready())
-        except (ServerUnavailable, RequestTimeout):
-            return False
+        return await self._session.ready()
 
     async def status(self) -> Status:
         """Return the state of the server and its models, without retries.
@@ -324,17 +369,15 @@ class AsyncClient:
             VarlenClientError: see errors.py; ModelNotFound when no model was chosen and the server
                 has several.
         """
-        return await self._with_metadata_timeout(self._read_status())
+        return await self._session.status()
 
     async def models(self) -> list[ModelState]:
         """Return the server's models and their states, ready or not."""
-        return await self._with_metadata_timeout(self._connected().models())
+        return await self._session.models()
 
     async def close(self) -> None:
         """Close the connections; calls in progress fail."""
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            await transport.close()
+        await self._session.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -347,203 +390,117 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _matrix(self, call: _Call, timeout: float | None) -> Floats:
+    async def _matrix(
+        self,
+        task: _Task,
+        rows: Rows,
+        parameters: Parameters,
+        timeout: float | None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Floats:
         """Return the outputs of all rows in one array, [rows, width]."""
-        outputs = await self._outputs(call, timeout)
-        if not outputs:
-            return np.empty((0, max(call.width, 0)), dtype=np.float32)
-        return np.concatenate(outputs)
+        call = RowCall(task.method, len(rows), timeout=timeout, on_progress=on_progress)
+        outputs, width = await call.within_timeout(
+            self._send_all(call, task, rows, parameters, self._rows_per_request)
+        )
+        return np.concatenate(outputs or [np.empty((0, max(width, 0)), dtype=np.float32)])
 
-    async def _arrays(self, call: _Call, timeout: float | None) -> list[Floats]:
+    async def _arrays(
+        self, task: _Task, rows: Rows, parameters: Parameters, timeout: float | None
+    ) -> list[Floats]:
         """Return the output of each row in its own array, without the batch dimension."""
-        outputs = await self._outputs(call, timeout, rows_per_request=1)
+        call = RowCall(task.method, len(rows), timeout=timeout)
+        outputs, _ = await call.within_timeout(
+            self._send_all(call, task, rows, parameters, rows_per_request=1)
+        )
         return [output[0].copy() for output in outputs]
 
-    async def _outputs(
-        self, call: _Call, timeout: float | None, *, rows_per_request: int | None = None
-    ) -> list[Floats]:
-        """Return the output of each request, in the order of the rows.
-
-        Raises:
-            RequestTimeout: `timeout` passed; requests in flight are cancelled.
-        """
-        if timeout is not None:
-            call.deadline = asyncio.get_running_loop().time() + timeout
-        try:
-            return await with_timeout(self._send_all(call, rows_per_request), timeout)
-        except TimeoutError:
-            raise RequestTimeout(
-                f"{call.method} did not end within {timeout:g} s; "
-                f"{call.rows_answered} of {len(call.rows)} rows were answered",
-                rows=range(len(call.rows)),
-            ) from None
-
-    async def _send_all(self, call: _Call, rows_per_request: int | None) -> list[Floats]:
-        """Return the output of each request; the first failure cancels the other requests."""
-        info = await with_retries(self._model_info, self._retry, deadline=call.deadline)
-        call.width = info.width(call.method, call.output, rank=call.rank)
-        if call.needs_width not in (None, call.width):
-            raise InvalidRequest(
-                f"model {info.name!r} gives {call.width} values per row; "
-                f"{call.method} needs {call.needs_width}"
-            )
+    async def _send_all(
+        self,
+        call: RowCall,
+        task: _Task,
+        rows: Rows,
+        parameters: Parameters,
+        rows_per_request: int | None,
+    ) -> tuple[list[Floats], int]:
+        """Return the output of each request in the order of the rows, and the last dimension."""
+        info = await self._session.model_info(call.deadline)
+        width = task.width(info)
         # An explicit rows_per_request above max_batch_size is sent as it is: the server refuses it
         # with its own message.
         default = min(DEFAULT_ROWS_PER_REQUEST, info.max_batch_size)
-        ranges = call.rows.split(rows_per_request or self._rows_per_request or default)
-        outputs: list[Floats | None] = [None] * len(ranges)
-        queue = enumerate(infer_requests(call.rows, ranges, call.output, call.parameters))
-        workers = [
-            asyncio.ensure_future(self._work(call, info, queue, outputs))
-            for _ in range(min(self._concurrency, len(ranges)))
-        ]
-        if workers:
-            await all_or_first_error(workers)
-        return [output for output in outputs if output is not None]
+        ranges = rows.split(rows_per_request or default)
 
-    async def _work(
-        self,
-        call: _Call,
-        info: ModelInfo,
-        queue: Iterator[tuple[int, InferRequest]],
-        outputs: list[Floats | None],
-    ) -> None:
-        """Send requests from the shared queue, one at a time, until it is empty."""
-        for index, request in queue:
-            outputs[index] = await self._send(call, info, request)
-            call.rows_answered += len(request.rows)
-            if call.on_progress is not None:
-                call.on_progress(call.rows_answered)
+        async def send(request: InferRequest) -> Floats:
+            output = await self._session.infer(info, request, call.deadline)
+            return task.checked(output, len(request.rows), width)
 
-    async def _send(self, call: _Call, info: ModelInfo, request: InferRequest) -> Floats:
-        """Return the output of one request; errors name rows of the whole call."""
-        transport = self._connected()
-        clock = asyncio.get_running_loop().time
-        start = clock()
+        outputs = await call.send_all(
+            (
+                (request.rows, request)
+                for request in infer_requests(rows, ranges, task.output, parameters)
+            ),
+            send,
+            concurrency=self._concurrency or DEFAULT_CONCURRENCY,
+        )
+        return outputs, width
 
-        async def attempt() -> object:
-            parameters = with_remaining_deadline(request.parameters, clock() - start)
-            return await transport.infer(info.name, replace(request, parameters=parameters))
-
-        try:
-            output = await with_retries(
-                attempt,
-                self._retry,
-                deadline=_earlier(call.deadline, start, request.parameters.get("deadline_ms")),
-            )
-            return _checked_output(output, request, call)
-        except VarlenClientError as error:
-            raise _with_rows(error, request.rows, len(call.rows)) from error
-
-    async def _responses(
+    async def _checked_responses(
         self, request: GenerateRequest, deadline: float | None
     ) -> AsyncGenerator[Response, None]:
-        """Yield the responses to a request, which is sent again until the first one comes."""
-        info = await with_retries(self._model_info, self._retry, deadline=deadline)
+        """Yield the responses to a request to a model that generates."""
+        info = await self._session.model_info(deadline)
         info.check_generates()
-        transport = self._connected()
-        clock = asyncio.get_running_loop().time
-        start = clock()
-
-        async def begin() -> tuple[Response, AsyncGenerator[Response, None]]:
-            sampling = with_remaining_deadline(request.sampling, clock() - start)
-            responses = transport.generate(info.name, replace(request, sampling=sampling))
-            try:
-                return await anext(responses), responses
-            except StopAsyncIteration:
-                raise ServerError("the server sent no response") from None
-
-        first, rest = await with_retries(
-            begin,
-            self._retry,
-            deadline=_earlier(deadline, start, request.sampling.get("deadline_ms")),
-        )
-        async with aclosing(rest):
-            yield first
-            async for response in rest:
+        async with aclosing(self._session.responses(info, request, deadline)) as responses:
+            async for response in responses:
                 yield response
 
-    async def _model_info(self) -> ModelInfo:
-        """Return the model's info, read from the server at the first call."""
-        if self._info is None:
-            self._info = await self._with_metadata_timeout(self._read_model_info())
-        return self._info
 
-    async def _read_model_info(self) -> ModelInfo:
-        transport = self._connected()
-        model = self._model or only_ready_model(await transport.models())
-        if model is None:
-            raise ServerUnavailable("the server has no ready model")
-        return ModelInfo.from_config(await transport.model_config(model))
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A task whose answer is an array.
 
-    async def _read_ready(self) -> bool:
-        transport = self._connected()
-        if not await transport.server_ready():
-            return False
-        model = self._model or only_ready_model(await transport.models())
-        return model is not None and await transport.model_ready(model)
-
-    async def _read_status(self) -> Status:
-        transport = self._connected()
-        models = await transport.models()
-        model = self._model or only_ready_model(models)
-        return Status(
-            server=await transport.server_identity(),
-            server_ready=await transport.server_ready(),
-            models=tuple(models),
-            model=model,
-            model_ready=model is not None and await transport.model_ready(model),
-        )
-
-    async def _with_metadata_timeout(self, query: Coroutine[object, object, _T]) -> _T:
-        """Return the result of a metadata query, which a working server answers at once."""
-        try:
-            return await with_timeout(query, METADATA_TIMEOUT_SECONDS)
-        except TimeoutError:
-            raise RequestTimeout(
-                f"{self._endpoint.target} did not answer within {METADATA_TIMEOUT_SECONDS:g} s"
-            ) from None
-
-    def _connected(self) -> Transport:
-        if self._transport is None:
-            self._transport = _connect(self._endpoint, self._ca_file)
-        return self._transport
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call of a public method, and its progress."""
+    Attributes:
+        method: the client's method.
+        output: the array's name.
+        rank: its dimensions, without the batch dimension.
+        needs_width: its last dimension, if only one is served.
+    """
 
     method: str
     output: str
     rank: int
-    """Dimensions of the output, without the batch dimension."""
-    rows: Rows
-    parameters: Parameters
     needs_width: int | None = None
-    on_progress: Callable[[int], None] | None = None
-    # Set while the call runs, in the event loop.
-    deadline: float | None = None
-    width: int = 0
-    rows_answered: int = 0
 
+    def width(self, info: ModelInfo) -> int:
+        """Return the last dimension of the output of a model.
 
-def _connect(endpoint: Endpoint, ca_file: Path | None) -> Transport:
-    """Return a transport for the event loop that runs now."""
-    # Imported here: each protocol takes a few hundred milliseconds to import, and a process rarely
-    # needs both.
-    if endpoint.protocol == "grpc":
-        from varlen_client.grpc_transport import GrpcTransport
+        Raises:
+            InvalidRequest: the model does not serve this task.
+        """
+        width = info.width(self.method, self.output, rank=self.rank)
+        if self.needs_width not in (None, width):
+            raise InvalidRequest(
+                f"model {info.name!r} gives {width} values per row; "
+                f"{self.method} needs {self.needs_width}"
+            )
+        return width
 
-        return GrpcTransport(endpoint, ca_file)
-    from varlen_client.http_transport import HttpTransport
+    def checked(self, output: object, rows: int, width: int) -> Floats:
+        """Return the output if it has the expected shape, [rows, …] fp32.
 
-    return HttpTransport(endpoint, ca_file)
-
-
-def _deadline(timeout: float | None) -> float | None:
-    """Return the end of a call, on the event loop's clock."""
-    return None if timeout is None else asyncio.get_running_loop().time() + timeout
+        Raises:
+            ServerError: it is missing, or has another shape or dtype.
+        """
+        if not isinstance(output, np.ndarray):
+            raise ServerError(f"the response has no output {self.output}")
+        fits = output.ndim == self.rank + 1 and (output.shape[0], output.shape[-1]) == (rows, width)
+        if not fits or output.dtype != np.float32:
+            raise ServerError(
+                f"{self.output} is {output.dtype} {list(output.shape)}; expected float32 with "
+                f"{rows} rows of {width} values in {self.rank + 1} dimensions"
+            )
+        return output
 
 
 async def _until(
@@ -587,47 +544,3 @@ def _parameters(
         "request_priority": priority,
     }
     return {name: value for name, value in parameters.items() if value is not None}
-
-
-def _earlier(deadline: float | None, start: float, milliseconds: float | None) -> float | None:
-    """Return the earlier of `deadline` and `start` plus `milliseconds`, if either is given."""
-    deadlines = [] if deadline is None else [deadline]
-    if milliseconds is not None:
-        deadlines.append(start + milliseconds / 1e3)
-    return min(deadlines, default=None)
-
-
-def _checked_output(output: object, request: InferRequest, call: _Call) -> Floats:
-    """Return the output if it has the expected shape, [rows, …] fp32.
-
-    Raises:
-        ServerError: it is missing, or has another shape or dtype.
-    """
-    if not isinstance(output, np.ndarray):
-        raise ServerError(f"the response has no output {call.output}")
-    rows = len(request.rows)
-    fits = output.ndim == call.rank + 1 and (output.shape[0], output.shape[-1]) == (
-        rows,
-        call.width,
-    )
-    if not fits or output.dtype != np.float32:
-        raise ServerError(
-            f"{call.output} is {output.dtype} {list(output.shape)}; expected float32 with "
-            f"{rows} rows of {call.width} values in {call.rank + 1} dimensions"
-        )
-    return output
-
-
-def _with_rows(error: VarlenClientError, rows: range, total: int) -> VarlenClientError:
-    """Return the same error, with row numbers of the whole call.
-
-    The server numbers the rows of one request ("row 3: text has 700 tokens"), the caller the rows of
-    the whole input.
-    """
-    message = str(error)
-    if len(rows) < total:
-        message = re.sub(r"^row (\d+)", lambda row: f"row {int(row[1]) + rows.start}", message)
-        named = f"rows {rows.start}-{rows.stop - 1}" if len(rows) > 1 else f"row {rows.start}"
-        if not message.startswith(f"{named}:"):
-            message = f"{named} of {total}: {message}"
-    return type(error)(message, rows=rows)

@@ -29,10 +29,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from varlen_client.aio import DEFAULT_CONCURRENCY, Status
+from varlen_client.aio import DEFAULT_CONCURRENCY
 from varlen_client.endpoint import Endpoint
 from varlen_client.errors import InvalidUrl, VarlenClientError
 from varlen_client.metrics import MetricsSample, fetch_metrics, rates, read_metrics
+from varlen_client.session import Status
 from varlen_client.sync import Client
 from varlen_client.wire import Floats
 

@@ -69,11 +69,13 @@ class GenerateRequest:
         prompt: the input's name, and its text, token ids or JSON.
         sampling: sampling parameters, priority and deadline.
         stream: whether the answer comes in parts.
+        returns_score: whether the answer has scores, which only a beam search has.
     """
 
     prompt: tuple[Literal["text_input", "input_ids", "messages"], str | list[int]]
     sampling: Mapping[str, Any]
     stream: bool
+    returns_score: bool = False
 
     @property
     def rows(self) -> int:
@@ -83,7 +85,8 @@ class GenerateRequest:
     def values(self) -> dict[str, str | bool | list[int]]:
         """Return the inputs by name, in the form of the HTTP endpoints `generate` and `generate_stream`."""
         name, prompt = self.prompt
-        flags = {f"return_{output}": True for output in _RETURNED}
+        returned = (*_RETURNED, "score") if self.returns_score else _RETURNED
+        flags = {f"return_{output}": True for output in returned}
         return {
             name: prompt,
             "sampling_parameters": json.dumps(self.sampling),
@@ -105,6 +108,7 @@ def generate_request(
     stream: bool,
     deadline_ms: float | None,
     priority: int | None,
+    returns_score: bool = False,
 ) -> GenerateRequest:
     """Return a request whose prompt has a known form.
 
@@ -117,7 +121,7 @@ def generate_request(
         json.dumps(options, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"the sampling parameters are no JSON: {error}") from None
-    return GenerateRequest(_prompt(prompt), options, stream)
+    return GenerateRequest(_prompt(prompt), options, stream, returns_score)
 
 
 def read_parts(response: Response, rows: int) -> list[GeneratedPart]:

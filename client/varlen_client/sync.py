@@ -14,9 +14,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from varlen_client.aio import DEFAULT_CONCURRENCY, AsyncClient, Status
+from varlen_client.aio import AsyncClient
 from varlen_client.generation import GeneratedPart, Generation, GenerationPrompt
 from varlen_client.retry import RetryPolicy
+from varlen_client.session import Status
+from varlen_client.translation import Translation
 from varlen_client.wire import Floats, Inputs, ModelState, Pairs
 
 _T = TypeVar("_T")
@@ -72,7 +74,7 @@ class Client:
         model: str | None = None,
         *,
         rows_per_request: int | None = None,
-        concurrency: int = DEFAULT_CONCURRENCY,
+        concurrency: int | None = None,
         retry: RetryPolicy | None = None,
         ca_file: str | Path | None = None,
     ) -> None:
@@ -256,6 +258,37 @@ class Client:
         finally:
             # A garbage collection may end up here in the loop's own thread, which must not wait for itself.
             _loop.start(close())
+
+    def translate(
+        self,
+        texts: Inputs,
+        *,
+        num_beams: int | None = None,
+        n_best: int = 1,
+        max_tokens: int | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+        **options: Any,
+    ) -> list[Translation]:
+        """Return the translation of each text. See `AsyncClient.translate`.
+
+        `on_progress` runs in the event loop's thread and must not call this client.
+        """
+        return _loop.run(
+            self._client.translate(
+                texts,
+                num_beams=num_beams,
+                n_best=n_best,
+                max_tokens=max_tokens,
+                deadline_ms=deadline_ms,
+                priority=priority,
+                timeout=timeout,
+                on_progress=on_progress,
+                **options,
+            )
+        )
 
     def ready(self) -> bool:
         """Return whether the server and the model are ready. See `AsyncClient.ready`."""

@@ -74,6 +74,7 @@ class ModelInfo:
     name: str
     max_batch_size: int
     outputs: Mapping[str, tuple[int, ...]]  # name -> dims without the batch
+    task: str | None = None  # None if the config leaves it to the checkpoint
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> ModelInfo:
@@ -85,10 +86,14 @@ class ModelInfo:
         try:
             outputs = config["output"]
             assert isinstance(outputs, list)
+            parameters = config.get("parameters") or {}
+            assert isinstance(parameters, dict)
+            task = parameters.get("task")
             return cls(
                 name=str(config["name"]),
                 max_batch_size=int(str(config.get("max_batch_size", 0))),
                 outputs={out["name"]: tuple(int(dim) for dim in out["dims"]) for out in outputs},
+                task=None if task is None else str(task["string_value"]),
             )
         except (KeyError, TypeError, ValueError, AssertionError) as error:
             raise ServerError(f"the model's config cannot be read: {error!r}") from error
@@ -112,6 +117,18 @@ class ModelInfo:
         """Raise InvalidRequest if this model does not generate text."""
         if "text_output" not in self.outputs:
             raise self._does_not_serve("generate", "text_output")
+
+    def check_translates(self) -> None:
+        """Raise InvalidRequest if this model is known not to translate text.
+
+        Without a task in the config, the server refuses what the model does not serve.
+        """
+        if self.task not in (None, "translate"):
+            raise InvalidRequest(
+                f"model {self.name!r} does not serve translate: its task is {self.task}"
+            )
+        if "text_output" not in self.outputs:
+            raise self._does_not_serve("translate", "text_output")
 
     def _does_not_serve(self, method: str, needed: str) -> InvalidRequest:
         found = ", ".join(f"{name} {list(dims)}" for name, dims in self.outputs.items())

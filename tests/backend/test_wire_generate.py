@@ -254,13 +254,25 @@ def test_the_answer_begins_with_the_prompt_as_the_vllm_backend_has_it(
     assert spec.prefix == prefix
 
 
+def test_a_translation_does_not_begin_with_its_source_and_counts_its_tokens(small_bert):
+    translating = Intake(Tokenizer(small_bert, 12), input_limits(), target_start=3)
+
+    request, spec = read(translating, text_input=text("the cat"))
+
+    [prompt] = request.prompts
+    assert (prompt.source_ids.tolist(), prompt.token_ids.tolist()) == ([2, 5, 6, 3], [3])
+    assert spec == ResponseSpec(rows=1, num_input_tokens=4)
+    with refused("only a request to a model that continues text"):
+        read(translating, text_input=text("the cat"), exclude_input_in_output=np.array([False]))
+
+
 @pytest.mark.parametrize(
     "tensors",
     [{"text_input": text("a"), "stream": np.array([True])}, {"input_ids": np.array([5])}],
     ids=["stream", "token ids"],
 )
 def test_refuses_to_begin_with_a_prompt_that_is_no_text_or_is_streamed(intake, tensors):
-    with refused("exclude_input_in_output is false; only a request with text_input"):
+    with refused("exclude_input_in_output is false; only a request to a model that continues text"):
         read(intake, exclude_input_in_output=np.array([False]), **tensors)
 
 

@@ -34,6 +34,7 @@ OUTPUTS = {
     "token_classify": ("logits", [-1, 2]),
     "hidden": ("last_hidden_state", [-1, 3]),
     "generate": ("text_output", [-1]),
+    "translate": ("text_output", [-1]),
 }
 STATUS = {
     # kind: (gRPC, HTTP), as the real server maps them
@@ -76,6 +77,12 @@ class ReceivedRequest:
         return json.loads(self.tensors["sampling_parameters"][0])
 
     @property
+    def prompt(self) -> str:
+        """The text of a request to generate, in capitals."""
+        text = self.tensors["text_input"][0]
+        return (text.decode() if isinstance(text, bytes) else text).upper()
+
+    @property
     def texts(self) -> list[str]:
         return [text.decode() for text in self.tensors["text"].ravel()]
 
@@ -84,6 +91,8 @@ class ReceivedRequest:
 class FakeModel:
     name: str = "fake"
     task: str = "embed"
+    shows_task: bool = True
+    """Whether the config names the task."""
     max_batch_size: int = 8
     server_ready: bool = True
     models: list[tuple[str, str]] = field(default_factory=lambda: [("fake", "READY")])
@@ -92,6 +101,7 @@ class FakeModel:
     refuse: Callable[[ReceivedRequest], Fault | None] = lambda received: None
     delay: Callable[[ReceivedRequest], float] = lambda received: 0.0
     output_dtype: type = np.float32
+    returns_score: bool = True
     fail_after: tuple[int, Fault] | None = None
     """Number of parts of a generated answer, and the fault that comes then."""
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -104,10 +114,12 @@ class FakeModel:
 
     def config(self) -> dict[str, Any]:
         output, dims = OUTPUTS[self.task]
+        parameters = {"task": {"string_value": self.task}} if self.shows_task else {}
         return {
             "name": self.name,
             "max_batch_size": self.max_batch_size,
             "output": [{"name": output, "data_type": "TYPE_FP32", "dims": dims}],
+            "parameters": parameters,
         }
 
     def check_name(self, name: str) -> None:
@@ -139,9 +151,20 @@ class FakeModel:
         sampling = received.sampling
         with self.lock:
             self.requests.append(received)
+            self.in_flight += 1
+            self.max_in_flight = max(self.max_in_flight, self.in_flight)
             fault = self.faults.pop(0) if self.faults else self.refuse(received)
-        if fault is not None:
-            raise fault
+        try:
+            if fault is not None:
+                raise fault
+            yield from self.responses(received, sampling)
+        finally:
+            with self.lock:
+                self.in_flight -= 1
+
+    def responses(
+        self, received: ReceivedRequest, sampling: dict[str, Any]
+    ) -> Iterator[dict[str, list[Any]]]:
         tokens, rows = sampling.get("max_tokens", 4), sampling.get("n", 1)
         size = 1 if received.tensors["stream"][0] else tokens
         for number, begin in enumerate(range(0, tokens, size)):
@@ -160,6 +183,10 @@ class FakeModel:
             }
             if received.tensors["return_logprobs"][0]:
                 response["logprobs"] = [json.dumps(logprobs)] * rows
+            if self.task == "translate":
+                response["text_output"] = [f"{received.prompt} {row}" for row in range(rows)]
+            if "return_score" in received.tensors and self.returns_score:
+                response["score"] = [-0.5 * (row + 1) for row in range(rows)]
             yield response
 
     def output(self, received: ReceivedRequest) -> np.ndarray:
@@ -232,6 +259,8 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         response = service_pb2.ModelConfigResponse()
         response.config.name = config["name"]
         response.config.max_batch_size = config["max_batch_size"]
+        for key, value in config["parameters"].items():
+            response.config.parameters[key].string_value = value["string_value"]
         for output in config["output"]:
             response.config.output.add(name=output["name"], dims=output["dims"])
         return response
@@ -279,8 +308,9 @@ def grpc_outputs(outputs: dict[str, list[Any]]) -> Any:
                 len(text).to_bytes(4, "little") + text for text in map(str.encode, values)
             )
         else:
-            datatype = "INT64" if name == "output_ids" else "UINT32"
-            raw = np.array(values, np.int64 if datatype == "INT64" else np.uint32).tobytes()
+            datatype = {"output_ids": "INT64", "score": "FP32"}.get(name, "UINT32")
+            dtype = {"INT64": np.int64, "FP32": np.float32, "UINT32": np.uint32}[datatype]
+            raw = np.array(values, dtype).tobytes()
         response.outputs.add(name=name, datatype=datatype, shape=[len(values)])
         response.raw_output_contents.append(raw)
     return response

@@ -1,0 +1,119 @@
+"""A call of many rows: requests with bounded concurrency, results in order, one timeout.
+
+The first failure cancels the other requests. Errors name rows of the whole call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from typing import TypeVar
+
+from varlen_client.errors import RequestTimeout, VarlenClientError
+from varlen_client.tasks import all_or_first_error, with_timeout
+
+_Request = TypeVar("_Request")
+_T = TypeVar("_T")
+
+
+class RowCall:
+    """One call of a public method, and its progress.
+
+    Args:
+        method: its name, for errors.
+        rows: number of rows.
+        timeout: seconds from now for the whole call; None is no limit.
+        on_progress: called with the number of rows answered so far.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        rows: int,
+        *,
+        timeout: float | None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._method = method
+        self._rows = rows
+        self._timeout = timeout
+        self._on_progress = on_progress
+        self._rows_answered = 0
+        self.deadline = deadline_of(timeout)
+        """End of the call on the event loop's clock; None without a timeout."""
+
+    async def within_timeout(self, coroutine: Coroutine[object, object, _T]) -> _T:
+        """Return the coroutine's result.
+
+        Raises:
+            RequestTimeout: the timeout passed; requests in flight are cancelled.
+        """
+        try:
+            return await with_timeout(coroutine, self._timeout)
+        except TimeoutError:
+            raise RequestTimeout(
+                f"{self._method} did not end within {self._timeout:g} s; "
+                f"{self._rows_answered} of {self._rows} rows were answered",
+                rows=range(self._rows),
+            ) from None
+
+    async def send_all(
+        self,
+        requests: Iterable[tuple[range, _Request]],
+        send: Callable[[_Request], Awaitable[_T]],
+        *,
+        concurrency: int,
+    ) -> list[_T]:
+        """Return the result of each request, in order.
+
+        Args:
+            requests: each with its rows; iterated as requests are sent.
+            send: sends a request and returns its result.
+            concurrency: maximum requests in flight.
+        """
+        results: dict[int, _T] = {}
+        queue = enumerate(requests)
+        workers = [
+            asyncio.ensure_future(self._work(queue, send, results))
+            for _ in range(min(concurrency, self._rows))
+        ]
+        if workers:
+            await all_or_first_error(workers)
+        return [results[index] for index in range(len(results))]
+
+    async def _work(
+        self,
+        queue: Iterator[tuple[int, tuple[range, _Request]]],
+        send: Callable[[_Request], Awaitable[_T]],
+        results: dict[int, _T],
+    ) -> None:
+        """Send requests from the shared queue, one at a time, until it is empty."""
+        for index, (rows, request) in queue:
+            try:
+                results[index] = await send(request)
+            except VarlenClientError as error:
+                raise _with_rows(error, rows, self._rows) from error
+            self._rows_answered += len(rows)
+            if self._on_progress is not None:
+                self._on_progress(self._rows_answered)
+
+
+def deadline_of(timeout: float | None) -> float | None:
+    """Return the end of a call that begins now, on the event loop's clock."""
+    return None if timeout is None else asyncio.get_running_loop().time() + timeout
+
+
+def _with_rows(error: VarlenClientError, rows: range, total: int) -> VarlenClientError:
+    """Return the same error, with row numbers of the whole call.
+
+    The server numbers the rows of one request ("row 3: text has 700 tokens"), the caller the rows of
+    the whole input.
+    """
+    message = str(error)
+    if len(rows) < total:
+        message = re.sub(r"^row (\d+)", lambda row: f"row {int(row[1]) + rows.start}", message)
+        named = f"rows {rows.start}-{rows.stop - 1}" if len(rows) > 1 else f"row {rows.start}"
+        if not message.startswith(f"{named}:"):
+            message = f"{named} of {total}: {message}"
+    return type(error)(message, rows=rows)
