@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from itertools import pairwise
 from varlen_bench.generate.engines import OnToken, RunBatch, Submit
 from varlen_bench.generate.systems import System
 from varlen_bench.generate.workload import Workload
+from varlen_bench.harness.arrivals import run_batches, submit_when_due
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import percentile
 
@@ -29,11 +29,13 @@ class Answer:
 def drive_iterations(submit: Submit, workload: Workload) -> list[Answer]:
     """Return the answers to a workload whose requests start when they are due."""
     answers = [Answer(due) for due in workload.due]
-    began = time.perf_counter()
     running: list[Future[None]] = []
-    for answer, prompt, count in zip(answers, workload.prompts, workload.outputs, strict=True):
-        _sleep_until(began + answer.due)
-        running.append(submit(prompt, count, _recorder([answer], began)))
+
+    def start(request: int, began: float) -> None:
+        on_token = _recorder([answers[request]], began)
+        running.append(submit(workload.prompts[request], workload.outputs[request], on_token))
+
+    submit_when_due(workload.due, start)
     for each in running:
         each.result(timeout=_ANSWER_SECONDS)
     return _checked(answers, workload)
@@ -45,19 +47,18 @@ def drive_batches(run: RunBatch, workload: Workload, system: System, size: int) 
     A batch starts as soon as the last one has ended, with the requests that wait.
     """
     answers = [Answer(due) for due in workload.due]
-    left = list(range(len(answers)))
-    began = time.perf_counter()
-    while left:
-        _sleep_until(began + answers[left[0]].due)
-        now = time.perf_counter() - began
-        waiting = [request for request in left if answers[request].due <= now]
-        batch = system.next_batch(waiting, workload.prompts, size)
+
+    def run_batch(batch: Sequence[int], began: float) -> None:
         run(
             [workload.prompts[request] for request in batch],
             [workload.outputs[request] for request in batch],
             _recorder([answers[request] for request in batch], began),
         )
-        left = [request for request in left if request not in set(batch)]
+
+    def choose(waiting: Sequence[int]) -> list[int]:
+        return system.next_batch(waiting, workload.prompts, size)
+
+    run_batches(workload.due, choose, run_batch)
     return _checked(answers, workload)
 
 
@@ -85,10 +86,6 @@ def _recorder(answers: Sequence[Answer], began: float) -> OnToken:
         answers[row].moments.append(moment - began)
 
     return record
-
-
-def _sleep_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.perf_counter()))
 
 
 def _checked(answers: list[Answer], workload: Workload) -> list[Answer]:

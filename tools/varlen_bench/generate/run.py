@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,10 +11,8 @@ from varlen_bench.generate.report import Arrivals, Result, Step, best_peer
 from varlen_bench.generate.systems import OURS, REFERENCE, System
 from varlen_bench.generate.workload import Workload
 from varlen_bench.harness.command import Progress
+from varlen_bench.harness.turns import measure_in_turns, noted_failure
 from varlen_bench.harness.worker import Message, WorkerError, WorkerProcess
-
-# Threads of the last system stop spinning in this time.
-_PAUSE_SECONDS = 0.2
 
 
 class Comparison:
@@ -56,7 +53,7 @@ class Comparison:
             at_once = [self._result(system, "at once") for system in systems]
             for result in at_once:
                 self._report(f"{self._model}: prepare {result.system.name}")
-                with self._failures(result):
+                with noted_failure(result, self._report):
                     process = processes.enter_context(self._start(result.system))
                     _prepare(process, result, self._workload, expected)
                     running[result.system.name] = process
@@ -111,15 +108,11 @@ class Comparison:
         workload: Workload,
         rounds: int,
     ) -> None:
-        for number in range(rounds):
-            for result in results:
-                if not result.note:
-                    named = f"{self._model}, {result.arrivals}: round {number + 1} of {rounds}"
-                    self._report(f"{named}, {result.system.name}")
-                    time.sleep(_PAUSE_SECONDS)
-                    with self._failures(result):
-                        process = running[result.system.name]
-                        result.rounds.append(_ask(process, "measure", workload))
+        def measure(result: Result) -> dict[str, float]:
+            return _ask(running[result.system.name], "measure", workload)
+
+        title = f"{self._model}, {results[0].arrivals}"
+        measure_in_turns(results, measure, rounds=rounds, title=title, report=self._report)
 
     def _rate(self, results: Sequence[Result]) -> float | None:
         """Return the requests/s of the Poisson arrivals; None if no system ran."""
@@ -129,16 +122,6 @@ class Comparison:
         if base is None or speed is None:
             return None
         return self._load * speed * base.requests / base.tokens
-
-    @contextmanager
-    def _failures(self, result: Result) -> Iterator[None]:
-        """Turn an error into a failed result with its reason."""
-        try:
-            yield
-        except (WorkerError, RuntimeError, ValueError) as error:
-            result.note = f"did not run: {error}".replace(str(Path.home()), "~")
-            result.rounds.clear()
-            self._report(f"{result.system.name} {result.note}")
 
 
 def equal_share(tokens: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from varlen_bench.harness.arrivals import exponential_times
 from varlen_tools.workloads import (
     ANSWER_TOKENS,
     PROMPT_TOKENS,
@@ -42,11 +43,7 @@ class Workload:
 
     def arriving(self, rate: float, seed: int) -> Workload:
         """Return the same requests as a Poisson process of `rate` requests/s."""
-        numbers, at, due = random.Random(seed), 0.0, []
-        for _ in self.prompts:
-            at += numbers.expovariate(rate)
-            due.append(at)
-        return replace(self, due=due)
+        return replace(self, due=exponential_times(len(self.prompts), rate, seed))
 
     def checked(self) -> Workload:
         """Return the short part whose tokens are compared between systems."""

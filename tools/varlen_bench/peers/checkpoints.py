@@ -122,3 +122,74 @@ def save_random_decoder(shape: DecoderShape, folder: Path, seed: int = 0) -> Non
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), known[0])
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatorShape:
+    """The sizes of a Marian model; its encoder and its decoder have `layers` layers."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    features: int
+    positions: int = 512
+    vocabulary: int = 32_000
+
+
+TRANSFORMER_BASE = TranslatorShape("transformer-base", hidden=512, layers=6, heads=8, features=2048)
+# Logit of tokens that no answer has.
+_NEVER = -100.0
+
+
+def save_random_translator(shape: TranslatorShape, folder: Path, seed: int = 0) -> None:
+    """Save a MarianMTModel with random weights, and a tokenizer whose words are numbers.
+
+    Its answers never end: the bias of the end token is too low. Tokens 0 and 1 end and pad.
+    """
+    import torch
+    from transformers import MarianConfig, MarianMTModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    end, pad = 0, 1
+    config = MarianConfig(
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.positions,
+        d_model=shape.hidden,
+        encoder_layers=shape.layers,
+        decoder_layers=shape.layers,
+        encoder_attention_heads=shape.heads,
+        decoder_attention_heads=shape.heads,
+        encoder_ffn_dim=shape.features,
+        decoder_ffn_dim=shape.features,
+        activation_function="swish",
+        scale_embedding=True,
+        pad_token_id=pad,
+        eos_token_id=end,
+        decoder_start_token_id=pad,
+        forced_eos_token_id=None,
+    )
+    model = MarianMTModel(config)
+    model.final_logits_bias[0, [end, pad]] = _NEVER
+    # at the usual scale, answers are the same for most sources
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2 and "positions" not in name:
+            weight.data *= 6 if "layers" in name else 2
+    model.save_pretrained(folder)
+    words = ["</s>", "<pad>", *map(str, range(2, shape.vocabulary))]
+    save_word_tokenizer(words, folder)
+
+
+def save_word_tokenizer(words: list[str], folder: Path) -> None:
+    """Save a tokenizer of a translator, whose text is words; "</s>" and "<pad>" are among them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    ids = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    special = {"eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -1,0 +1,114 @@
+"""Command line of the benchmark of beam search; `make bench-beam` runs it with its defaults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from varlen_bench.beam import report
+from varlen_bench.beam.report import BASE, DATES, Result
+from varlen_bench.beam.run import Comparison, measure_steps
+from varlen_bench.beam.step import StepTimes
+from varlen_bench.beam.systems import OURS, SYSTEMS
+from varlen_bench.beam.workload import Workload, date_workload, news_workload
+from varlen_bench.harness import command, machine
+from varlen_bench.peers.checkpoints import TRANSFORMER_BASE, config_field, save_random_translator
+
+_PACKAGES = ("torch", "transformers", "ctranslate2", "varlen")
+_QUICK_REQUESTS = 8
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Option(help=f"{BASE} and {DATES}, comma-separated; by default both.")
+    ] = "",
+    repository: Annotated[Path, typer.Option(help=f"Model repository of {DATES}.")] = Path(
+        "model_repository"
+    ),
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured passes of each system.")] = 3,
+    load: Annotated[
+        float, typer.Option(min=0.01, help="Poisson arrivals, as a share of transformers' speed.")
+    ] = 0.5,
+    only: command.Only = "",
+    threads: command.Threads = 0,
+    seed: command.Seed = 0,
+    quick: command.Quick = False,
+    revision: command.Revision = "",
+    output: command.Output = None,
+) -> None:
+    """Compare varlen's beam search with transformers and CTranslate2 on this CPU."""
+    cores = threads or machine.cpu_count()
+    bench = command.Run(
+        context,
+        "varlen_bench.beam",
+        threads=cores,
+        packages=_PACKAGES,
+        output=command.csv_path("beam", output, is_trial=quick),
+        revision=revision,
+    )
+    if quick:
+        model, requests, rounds = model or DATES, min(requests, _QUICK_REQUESTS), 1
+    try:
+        names = command.select(model, (BASE, DATES))
+        systems = [SYSTEMS[name] for name in command.select(only, SYSTEMS)]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    results: list[Result] = []
+    steps: list[StepTimes] = []
+    for name in names:
+        with TemporaryDirectory(prefix="varlen-bench-") as folder, bench.progress() as progress:
+            scratch = Path(folder)
+            try:
+                checkpoint = _checkpoint(name, repository, scratch)
+                comparison = Comparison(
+                    name,
+                    checkpoint,
+                    _workload(name, checkpoint, requests, seed),
+                    threads=cores,
+                    load=load,
+                    seed=seed,
+                    scratch=scratch,
+                    report=progress,
+                )
+            except (ValueError, OSError) as error:
+                raise typer.BadParameter(str(error)) from error
+            found = comparison.compare(systems, rounds)
+        bench.append(report.csv_rows(found, []))
+        results += found
+    if SYSTEMS[OURS] in systems:
+        with TemporaryDirectory(prefix="varlen-bench-") as folder, bench.progress() as progress:
+            progress("the step alone")
+            steps = measure_steps(threads=cores, scratch=Path(folder))
+        bench.append(report.csv_rows([], steps))
+    bench.show(*report.tables(report.csv_rows(results, steps)))
+    bench.finish("beam", report.bench_figures(results, steps, names))
+    if any(result.system.is_ours and not result.rounds for result in results):
+        raise typer.Exit(1)
+
+
+def _checkpoint(model: str, repository: Path, scratch: Path) -> Path:
+    if model == DATES:
+        return repository / DATES / "1"
+    save_random_translator(TRANSFORMER_BASE, scratch / model)
+    return scratch / model
+
+
+def _workload(model: str, checkpoint: Path, requests: int, seed: int) -> Workload:
+    # without it, the tokenizer fails with a message that names no file
+    vocabulary = config_field(checkpoint, "vocab_size")
+    if model == DATES:
+        return date_workload(checkpoint, requests, seed)
+    positions = config_field(checkpoint, "max_position_embeddings")
+    return news_workload(requests, vocabulary, positions, seed)
+
+
+if __name__ == "__main__":
+    app()
