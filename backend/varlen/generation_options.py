@@ -23,6 +23,8 @@ MAX_STOP_TOKENS = 256
 MAX_GRAMMAR_CHARACTERS = 65_536
 MAX_BEAMS = 32
 MAX_SUPPRESSED_TOKENS = 1024
+# Each end token adds a candidate to every step of a search.
+MAX_SEARCH_STOP_TOKENS = 64
 
 EarlyStopping: TypeAlias = bool | Literal["never"]
 LengthPenaltyType: TypeAlias = Literal["hf", "gnmt"]
@@ -347,6 +349,7 @@ def _check_search(options: GenerationOptions) -> None:
             refuse("do_sample", True, "false in a beam search with one beam")
         if options.temperature != 0:
             refuse("temperature", options.temperature, "0 in a beam search with one beam")
+    _check_tokens("stop_token_ids", options.stop_token_ids, MAX_SEARCH_STOP_TOKENS)
     if options.n > beams:
         refuse("n", options.n, f"up to num_beams, {beams}")
     if options.do_sample:

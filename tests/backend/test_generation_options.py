@@ -230,6 +230,7 @@ def test_beam_search_is_deterministic_with_temperature_0_too():
     "parameters, message",
     [
         ({"n": 5}, "n is 5; allowed: up to num_beams, 4"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids has 65 tokens; allowed: up to 64"),
         ({"stop": "end"}, 'stop is ["end"]; allowed: [] in a beam search'),
         ({"logprobs": 0}, "logprobs is 0; allowed: null in a beam search"),
         ({"presence_penalty": 1}, "presence_penalty is 1; allowed: 0.0 in a beam search"),
