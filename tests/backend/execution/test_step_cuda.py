@@ -8,37 +8,41 @@ import torch
 
 from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
+from varlen.execution.kv_cache import KvSize
 from varlen.execution.step_cpu import CpuSteps
 from varlen.execution.step_cuda import CudaSteps
+from varlen.execution.step_runner import record_steps
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
-from varlen.models import inputs
-from varlen.models.attention import PagedAttention
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.registry import load_decoder
-from varlen.program.recorder import Recorder
+from varlen.models.registry import load_decoder, load_encoder_decoder
 from varlen.sequence import Chunk
 from varlen_kernels import reference
 
 from .test_cuda import RepeatedWork
+from .test_step_packing import sequence_of_source
 
 CPU = torch.device("cpu")
-BLOCK_SIZE, BLOCKS = 16, 40
+BLOCK_SIZE, BLOCKS = 16, 90
 LARGEST = {"tokens": 64, "logit_rows": 20}
+KINDS = ["GPT2LMHeadModel", "BartForConditionalGeneration", "T5ForConditionalGeneration"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("gpt2"), "GPT2LMHeadModel")
+def has_sources(folder):
+    return Checkpoint.open(folder).translate is not None
 
 
 @pytest.fixture(scope="module")
-def program(folder):
-    decoder = load_decoder(Checkpoint.open(folder), torch.float32, CPU)
-    ops = Recorder()
-    hidden = decoder.record(ops, PagedAttention(BLOCKS, BLOCK_SIZE, torch.float32))
-    rows = ops.select_rows(hidden, inputs.logit_rows(ops))
-    return ops.finish(decoder.record_logits(ops, rows))
+def program(folder, has_sources):
+    load = load_encoder_decoder if has_sources else load_decoder
+    model = load(Checkpoint.open(folder), torch.float32, CPU)
+    return record_steps(model, KvSize(BLOCKS, BLOCK_SIZE, 0, torch.float32))[0]
 
 
 @pytest.fixture
@@ -57,16 +61,27 @@ def steps(program, graphs):
         copies = {name: cache.clone() for name, cache in caches.items()}
         return kind(program, reference, arena, copies, block_size=BLOCK_SIZE, **options), copies
 
-    return make(CpuSteps), make(CudaSteps, blocks_per_sequence=20, graphs=graphs)
+    blocks = {"blocks_per_sequence": 20, "blocks_per_source": 4}
+    return make(CpuSteps), make(CudaSteps, graphs=graphs, **blocks)
 
 
-def chunk(start, tokens, samples=1):
-    """Return a chunk whose blocks are its own."""
-    first = chunk.next_block
-    chunk.next_block += -(-(start + tokens) // BLOCK_SIZE)
-    blocks = tuple(range(first, chunk.next_block))
-    token_ids = tuple(range(1, tokens + 1))
-    return Chunk(None, start, token_ids, blocks, (None,) * samples)
+@pytest.fixture
+def chunk(has_sources):
+    """Return a function that returns a chunk whose blocks are its own; lengths of sources differ."""
+    free = iter(range(BLOCKS))
+
+    def take(tokens):
+        return tuple(next(free) for _ in range(-(-tokens // BLOCK_SIZE)))
+
+    def chunk(start, tokens, samples=1):
+        blocks, token_ids = take(start + tokens), tuple(range(1, tokens + 1))
+        if not has_sources:
+            return Chunk(None, start, token_ids, blocks, (None,) * samples)
+        length = 1 + (7 * blocks[0] + start) % 50
+        sequence = sequence_of_source(length)
+        return Chunk(sequence, start, token_ids, blocks, (None,) * samples, take(length))
+
+    return chunk
 
 
 STEPS = {
@@ -80,8 +95,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_step_gives_the_logits_and_the_caches_of_the_cpu(folder, steps, step):
-    chunk.next_block = 0
+def test_a_step_gives_the_logits_and_the_caches_of_the_cpu(folder, steps, chunk, step):
     chunks = [chunk(*each) for each in step]
     (cpu, cpu_caches), (gpu, gpu_caches) = steps
 
@@ -93,21 +107,20 @@ def test_a_step_gives_the_logits_and_the_caches_of_the_cpu(folder, steps, step):
         assert_close(cache, cpu_caches[name], roundings=roundings)
 
 
-def test_steps_that_decode_replay_and_capture_nothing(steps, graphs):
+def test_steps_that_decode_replay_and_capture_nothing(steps, graphs, chunk):
     _, (gpu, _) = steps
     captured = graphs.captured
 
+    chunks = [chunk(5, 1) for _ in range(20)]
     for count in range(1, 21):
-        chunk.next_block = 0
-        gpu.logits([chunk(5, 1) for _ in range(count)])
+        gpu.logits(chunks[:count])
 
     assert graphs.captured == captured
     assert graphs.replayed == 20
 
 
-def test_a_step_with_a_prompt_replays_nothing(steps, graphs):
+def test_a_step_with_a_prompt_replays_nothing(steps, graphs, chunk):
     _, (gpu, _) = steps
-    chunk.next_block = 0
 
     gpu.logits([chunk(5, 1), chunk(0, 7)])
 

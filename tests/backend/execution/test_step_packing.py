@@ -1,16 +1,29 @@
 """The inputs of a step are those that a loop over tokens makes."""
 
+from dataclasses import replace
 from itertools import accumulate
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.execution.step_packing import step_dims, step_inputs
-from varlen.sequence import Chunk
+from varlen.generation_options import GenerationOptions
+from varlen.request import Prompt, Request, RequestOptions
+from varlen.sequence import Chunk, GeneratedSequence, RequestState
+
+
+def sequence_of_source(length):
+    """Return a sequence that translates a source text of this length."""
+    prompt = Prompt(np.zeros(1, np.int32), source_ids=np.zeros(length, np.int32))
+    request = RequestState(
+        Request((prompt,), RequestOptions(generation=GenerationOptions())), None, 0.0
+    )
+    return GeneratedSequence(request, 0, prompt, 1)
 
 
 @st.composite
-def steps(draw):
+def steps(draw, *, sources=False):
     block_size = draw(st.sampled_from([1, 4, 16]))
     chunks = []
     for _ in range(draw(st.integers(1, 6))):
@@ -19,7 +32,12 @@ def steps(draw):
         blocks = -(-(start + count) // block_size)
         table = tuple(draw(st.lists(st.integers(0, 500), min_size=blocks, max_size=blocks)))
         samples = (None,) * draw(st.integers(0, 3))
-        chunks.append(Chunk(None, start, tokens, table, samples))
+        sequence, source = None, ()
+        if sources:
+            sequence = sequence_of_source(draw(st.integers(1, 40)))
+            count = -(-sequence.prompt.num_source_tokens // block_size)
+            source = tuple(draw(st.lists(st.integers(0, 500), min_size=count, max_size=count)))
+        chunks.append(Chunk(sequence, start, tokens, table, samples, source))
     return chunks, block_size
 
 
@@ -46,18 +64,46 @@ def test_each_token_has_its_position_and_its_slot(step):
     ]
 
 
-@given(steps())
+@given(steps(sources=True))
+def test_each_token_is_a_row_that_reads_its_whole_source(step):
+    chunks, block_size = step
+
+    inputs = {name: tensor.tolist() for name, tensor in step_inputs(chunks, block_size).items()}
+
+    rows = [chunk for chunk in chunks for _ in chunk.token_ids]
+    assert inputs["source_rows"] == list(range(len(rows) + 1))
+    assert inputs["source_lens"] == [row.sequence.prompt.num_source_tokens for row in rows]
+    bounds = inputs["cu_source_blocks"]
+    assert bounds[0] == 0
+    assert [
+        tuple(inputs["source_block_ids"][begin:end])
+        for begin, end in zip(bounds, bounds[1:], strict=False)
+    ] == [row.source_block_ids for row in rows]
+    # the rest is as without sources
+    others = step_inputs([replace(chunk, source_block_ids=()) for chunk in chunks], block_size)
+    assert inputs == inputs | {name: tensor.tolist() for name, tensor in others.items()}
+
+
+@given(st.booleans().flatmap(lambda sources: steps(sources=sources)))
 def test_the_dimensions_are_those_of_the_inputs(step):
     chunks, block_size = step
 
     inputs, dims = step_inputs(chunks, block_size), step_dims(chunks)
 
-    for name, size in (
+    sizes = [
         ("token_ids", dims["tokens"]),
         ("slots", dims["tokens"]),
         ("context_lens", dims["sequences"]),
         ("cu_seqlens", dims["sequences"] + 1),
         ("block_ids", dims["blocks"]),
         ("logit_rows", dims["logit_rows"]),
-    ):
+    ]
+    if "source_rows" in inputs:
+        sizes += [
+            ("source_rows", dims["tokens"] + 1),
+            ("source_lens", dims["tokens"]),
+            ("source_block_ids", dims["source_blocks"]),
+            ("cu_source_blocks", dims["tokens"] + 1),
+        ]
+    for name, size in sizes:
         assert len(inputs[name]) == size

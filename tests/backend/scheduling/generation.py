@@ -97,6 +97,7 @@ class KvExecutor(HeldExecutor):
     Attributes:
         failures: of the next steps; None runs one.
         steps: all that have started.
+        has_failed: whether one has failed; steps are smaller for some time.
     """
 
     def __init__(self, bench):
@@ -105,6 +106,7 @@ class KvExecutor(HeldExecutor):
         self.memory = {}
         self.failures = []
         self.steps = []
+        self.has_failed = False
 
     def result_of(self, batch):
         self.bench.check_step(batch)
@@ -114,6 +116,7 @@ class KvExecutor(HeldExecutor):
             copied = {to: dict(self._block(source)) for source, to in batch.copies}
             self.memory.update(copied)
         if failure is not None:
+            self.has_failed = True
             # it may have written anything into its blocks
             for chunk in batch.chunks:
                 self._write(chunk.block_ids, chunk.start, [None] * len(chunk.token_ids))
@@ -271,7 +274,8 @@ class Bench:
         sources = [len(chunk.encodes) for chunk in step.chunks]
         assert 0 < sum(lengths) + sum(sources) == step.shape.tokens
         # a source that fills the step has its first token beside it
-        is_alone = len(set(map(prompt_of_chunk, step.chunks))) == 1
+        prompts = set(map(prompt_of_chunk, step.chunks))
+        is_alone = len(prompts) == 1
         assert is_alone or step.shape.tokens <= self.limits.max_step_tokens
         assert sum(lengths) <= self.limits.max_step_tokens
         assert sorted(lengths, key=lambda length: length > 1) == lengths
@@ -280,6 +284,9 @@ class Bench:
         running = [sequence for sequence in self.sequences if sequence.status == "running"]
         assert len(running) <= self.limits.max_running_sequences
         assert len(step.sequences) <= self.limits.max_running_sequences
+        # a step with a source that fills it has no place for others
+        if not is_alone and not self.executor.has_failed:
+            assert {prompt_of_sequence(sequence) for sequence in running} == prompts
         for chunk in step.chunks:
             self._check_chunk(chunk)
         self._check_copies(step)
