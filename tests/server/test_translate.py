@@ -1,4 +1,4 @@
-"""Translation and beam search through the server, beside an encoder: answers, refusals, many clients, shared load."""
+"""Translation and beam search through the server: answers, refusals, many clients, shared load."""
 
 import asyncio
 import random
