@@ -1,4 +1,4 @@
-"""The wire format of the tasks `generate` and `translate`: one prompt, and text whole or in parts.
+"""The wire format of `generate` and `translate`: one prompt, text whole or in parts.
 
 Names, types and defaults are those of NVIDIA's vLLM backend, so that its clients fit. Token ids as prompt and answer,
 and chat messages, are added to them. This file uses arrays and JSON, not the server's classes.

@@ -423,7 +423,7 @@ class AsyncClient:
         parameters: Parameters,
         rows_per_request: int | None,
     ) -> tuple[list[Floats], int]:
-        """Return the output of each request in the order of the rows, and the last dimension."""
+        """Return the output of each request, in order, and its last dimension."""
         info = await self._session.model_info(call.deadline)
         width = task.width(info)
         # An explicit rows_per_request above max_batch_size is sent as it is: the server refuses it

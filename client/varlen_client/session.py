@@ -1,4 +1,4 @@
-"""A session of an asyncio client: one model of one server, found at the first call.
+"""A session of the asyncio client with one model of one server.
 
 Requests are sent again while the server is unavailable. Timeouts and rows are above it.
 """

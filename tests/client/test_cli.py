@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from varlen_client import cli
+from varlen_client import cli, cli_status
 
 
 @pytest.fixture
@@ -139,6 +139,9 @@ def test_skips_empty_lines_with_the_option(varlen, write_lines):
         (["embed", "a", "--output", "/nonexistent/v.npy"], "/nonexistent is not a folder"),
         (["embed", "a", "--url", "localhost:8001"], "must start with grpc://"),
         (["similarity", "a"], "at least two texts"),
+        (["translate"], "either texts or --file"),
+        (["translate", "a", "--beams", "0"], "--beams"),
+        (["translate", "a", "--output", "/nonexistent/o"], "/nonexistent is not a folder"),
         (["generate"], "Missing argument"),
         (["generate", "a", "--max-tokens", "0"], "--max-tokens"),
         (["generate", "a", "--json-schema", "/nonexistent"], "cannot read /nonexistent"),
@@ -260,6 +263,67 @@ def test_an_error_in_the_middle_of_a_stream_keeps_the_text_and_exits_with_1(
     assert result.stderr == "error: broken\n"
 
 
+@pytest.fixture
+def translating(varlen, server):
+    """Return the function that runs the command, against a model that translates."""
+    server.model.task = "translate"
+    return varlen
+
+
+def test_translate_prints_a_line_per_text(translating, server):
+    result = translating("translate", "un", "deux", "--beams", 4, "--max-tokens", 2)
+
+    assert (result.exit_code, result.stdout) == (0, "UN 0\nDEUX 0\n")
+    assert all(
+        received.sampling == {"num_beams": 4, "max_tokens": 2, "n": 1}
+        for received in server.model.requests
+    )
+
+
+def test_translate_prints_score_and_text_of_the_n_best(translating):
+    result = translating("translate", "un", "deux", "--beams", 2, "--n-best", 2)
+
+    assert result.stdout == "-0.5000\tUN 0\n-1.0000\tUN 1\n-0.5000\tDEUX 0\n-1.0000\tDEUX 1\n"
+
+
+def test_translates_a_file_in_order_and_keeps_empty_lines(translating, write_lines, tmp_path):
+    lines = [f"line {n}" if n % 5 else "" for n in range(1, 100)]
+    output = tmp_path / "out.txt"
+
+    result = translating(
+        "translate", "--file", write_lines("\n".join(lines) + "\n"), "--output", output
+    )
+
+    assert result.exit_code == 0
+    assert result.stdout == ""
+    assert "wrote 80 translations to" in result.stderr
+    written = [f"{line.upper()} 0" if line else "" for line in lines]
+    assert output.read_text() == "".join(f"{line}\n" for line in written)
+
+
+def test_translate_reads_stdin_and_prints(translating):
+    result = CliRunner().invoke(
+        cli.app, ["translate", "--file", "-", "--output", "-"], input="über\n\nzwei"
+    )
+
+    assert (result.exit_code, result.stdout) == (0, "ÜBER 0\n\nZWEI 0\n")
+
+
+def test_a_line_that_cannot_be_translated_is_named_and_nothing_is_written(
+    translating, server, write_lines, tmp_path, fault
+):
+    server.model.refuse = lambda received: (
+        fault("invalid", "row 0: text has 900 tokens") if received.prompt == "BAD" else None
+    )
+    lines = write_lines("a\n\nbad\nb\n")
+
+    result = translating("translate", "--file", lines, "--output", tmp_path / "out.txt")
+
+    assert result.exit_code == 1
+    assert result.stderr == f"error: {lines}, line 3: text has 900 tokens\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["lines.txt"]
+
+
 def test_status_reports_missing_metrics(varlen):
     result = varlen("status", "--metrics-url", "http://127.0.0.1:9/metrics")
 
@@ -278,7 +342,7 @@ def test_status_exits_1_when_the_model_is_not_ready(varlen, server):
 
 
 def test_status_shows_queue_rates_and_outcomes(varlen, metrics_page, monkeypatch):
-    monkeypatch.setattr(cli, "SAMPLE_SECONDS", 0.2)
+    monkeypatch.setattr(cli_status, "SAMPLE_SECONDS", 0.2)
 
     result = varlen("status", "--metrics-url", metrics_page)
 

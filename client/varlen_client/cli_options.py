@@ -1,0 +1,99 @@
+"""Options that several commands have, and how commands report errors and progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from varlen_client.errors import InvalidUrl, VarlenClientError
+
+SHOWN_CHARACTERS = 40
+
+Url = Annotated[
+    str,
+    typer.Option(
+        envvar="VARLEN_URL", help="grpc://host:port or http://host:port; grpcs and https use TLS."
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(envvar="VARLEN_MODEL", help="Default: the only ready model of the server."),
+]
+Truncate = Annotated[bool, typer.Option("--truncate", help="Truncate texts that are too long.")]
+DeadlineMs = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001, help="Milliseconds for each request; the server refuses those it cannot meet."
+    ),
+]
+Priority = Annotated[int | None, typer.Option(min=0, max=9, help="Larger runs sooner; default: 0.")]
+Timeout = Annotated[
+    float | None, typer.Option(min=0.001, help="Seconds for the whole command; default: no limit.")
+]
+
+DEFAULT_URL = "grpc://127.0.0.1:8001"
+
+
+@contextmanager
+def show_progress(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar if stderr is a terminal; yield its update function."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not (shown and console.is_terminal)
+    ) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Turn the client's errors into a message and an exit code."""
+    try:
+        yield
+    except InvalidUrl as error:
+        usage_error(str(error))
+    except VarlenClientError as error:
+        fail(str(error))
+
+
+def fail(message: str) -> NoReturn:
+    """Print an error of the server or of a request, and exit with 1."""
+    print_message(f"error: {message}")
+    raise typer.Exit(1)
+
+
+def usage_error(message: str) -> NoReturn:
+    """Print an error of the arguments or of an input file, and exit with 2."""
+    print_message(f"error: {message}")
+    raise typer.Exit(2)
+
+
+def print_message(message: str) -> None:
+    """Print one line to stderr."""
+    typer.echo(" ".join(message.split()), err=True)
+
+
+def shorten(text: str) -> str:
+    """Return the beginning of a text on one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
