@@ -143,6 +143,7 @@ def test_a_worker_imports_only_the_libraries_of_its_engine():
 
 def test_the_step_alone_finds_the_same_scores_and_counts_survivors(monkeypatch):
     monkeypatch.setattr(step, "_SECONDS", 0.0)
+    monkeypatch.setattr(step, "_LEAST_REPEATS", 1)
 
     found = measure_step(2, 1000)
 

@@ -102,7 +102,9 @@ def measure_step(sequences: int, vocabulary: int) -> StepTimes:
 
 
 def mean_survivors(logits: Tensor, groups: int) -> float:
-    """Return how many logits of a row reach LightSeq's threshold: the least maximum of its groups.
+    """Return the mean number of logits per row that reach the least maximum of the groups.
+
+    This is the threshold of LightSeq's rule.
 
     Source: Wang et al. 2021, arXiv:2010.13887, section 3.2.
     """
