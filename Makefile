@@ -32,7 +32,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help setup server demo serve test test-kernels test-gpu check
-.PHONY: bench-encoder bench-generate bench-memory bench-serving bench-kernels tune-kernels install-backend clean
+.PHONY: bench-beam bench-encoder bench-generate bench-memory bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,6 +104,11 @@ bench-generate: setup ## Compare generation with its peers on this machine; appe
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
 	$(BIN)/python -m varlen_bench.generate $(BENCH)
+
+bench-beam: setup ## Compare beam search with its peers on this machine; appends to docs/benchmarks
+	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
+	$(INSTALL) --no-deps triton==$(TRITON)
+	$(BIN)/python -m varlen_bench.beam $(BENCH)
 
 bench-serving: setup ## Load real servers, ours and plain ones, until they cannot keep up; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'

@@ -12,7 +12,7 @@ from varlen_tools.setup_server import PROJECT
 
 TARGETS = {
     "help", "setup", "demo", "serve", "test", "test-kernels", "test-gpu", "check",
-    "bench-encoder", "bench-generate", "bench-memory", "bench-serving",
+    "bench-beam", "bench-encoder", "bench-generate", "bench-memory", "bench-serving",
     "bench-kernels", "tune-kernels", "install-backend", "clean"
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A Marian checkpoint as CTranslate2 reads it: the padding token is the last one, and words are token ids."""
+"""A Marian checkpoint as CTranslate2 reads it; the words of its vocabulary are token ids."""
 
 from __future__ import annotations
 

@@ -95,8 +95,8 @@ def bench_figures(
 
 def tables(rows: Sequence[dict[str, Cell]]) -> list[Table]:
     """Return a table of each model and kind of arrivals, the fastest system first."""
-    columns = ("workload", "system", "batch", "rate", "equal_hypotheses", "requests", *_FIGURES)
-    columns += (*_STEP_FIGURES, "step_vs_torch", "note")
+    about = ("workload", "system", "batch", "rate", "equal_hypotheses", "requests")
+    columns = (*about, *_FIGURES, *_STEP_FIGURES, "step_vs_torch", "note")
     fastest_first = sorted(rows, key=lambda row: -float(row["sentences_per_second"] or 0))
     kinds = dict.fromkeys((row["model"], row["arrivals"]) for row in rows)
     return [
@@ -110,7 +110,7 @@ def tables(rows: Sequence[dict[str, Cell]]) -> list[Table]:
 
 
 def equal_latency_ratio(results: Sequence[Result]) -> float | None:
-    """Return the rate at which varlen has the p99 latency of transformers, over that of transformers.
+    """Return the rate of varlen over that of transformers, at equal p99 latency.
 
     Between two measured rates the latency counts as linear. The rate is at most what varlen serves at once, since a
     higher one lasts only as long as the workload. None if one of both did not run.

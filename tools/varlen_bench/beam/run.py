@@ -1,4 +1,4 @@
-"""The order of a run: reference answers, preparation, rounds in turn, higher rates, the step alone."""
+"""The order of a run: reference answers, preparation, rounds, higher rates, the step alone."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Comparison:
     def _faster(
         self, poisson: Sequence[Result], expected: list[list[int]], rounds: int
     ) -> list[Result]:
-        """Return the results of varlen at higher rates, the last of which is too high."""
+        """Return the results of varlen at higher rates, up to the first that is too high."""
         by_name = {result.system.name: result for result in poisson if result.rounds}
         ours, theirs = by_name.get(OURS), by_name.get(TRANSFORMERS)
         if ours is None or theirs is None or ours.rate is None:

@@ -1,7 +1,7 @@
 """The step of beam search alone on a CPU, without the model: `beam_step` beside torch.
 
 torch: log_softmax, the sum with the scores of the beams, topk of 2K, and a copy of the cache of keys and values in the
-order of the new beams. varlen: `beam_step`, and a copy of one KV block per beam, which is its most.
+order of the new beams. varlen: `beam_step`, and copies of KV blocks: at most one for each beam but the first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepTimes:
     Attributes:
         sequences, vocabulary: shape of the step, with `BEAMS` beams.
         step_us: of `beam_step`.
-        blocks_us: of the copy of a KV block per beam.
+        blocks_us: of the copies of KV blocks, as many as there can be.
         torch_us: of log_softmax, sum and topk.
         reorder_us: of the copy of the cache.
         survivors: logits of a row that reach LightSeq's threshold, on average.
@@ -70,7 +70,7 @@ def measure_step(sequences: int, vocabulary: int) -> StepTimes:
     cache = torch.zeros(2 * _LAYERS, rows, _HEADS, _LENGTH, _HEAD_DIM)
     blocks = torch.zeros(2 * _LAYERS, 2 * rows, _HEADS, _BLOCK_TOKENS, _HEAD_DIM)
     parents = torch.randint(rows, (rows,), generator=numbers)
-    new = torch.arange(rows, 2 * rows)
+    copied = torch.arange(rows).view(sequences, BEAMS)[:, 1:].flatten()
 
     def search() -> Tensor:
         log_prob = torch.log_softmax(logits, dim=-1).view(sequences, BEAMS, -1)
@@ -82,7 +82,7 @@ def measure_step(sequences: int, vocabulary: int) -> StepTimes:
 
     def copy_blocks() -> None:
         for layer in blocks:
-            layer[new] = layer[parents]
+            layer[rows + copied] = layer[copied]
 
     def step() -> Tensor:
         return cpu.beam_step(logits, scores, width=_WIDTH).scores
@@ -102,7 +102,9 @@ def measure_step(sequences: int, vocabulary: int) -> StepTimes:
 
 
 def mean_survivors(logits: Tensor, groups: int) -> float:
-    """Return how many logits of a row reach LightSeq's threshold: the least maximum of its groups.
+    """Return the mean number of logits per row that reach the least maximum of the groups.
+
+    This is the threshold of LightSeq's rule.
 
     Source: Wang et al. 2021, arXiv:2010.13887, section 3.2.
     """

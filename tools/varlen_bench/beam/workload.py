@@ -15,7 +15,7 @@ from varlen_tools.workloads import Mix, token_ids
 # Words of a sentence of WMT's newstest: the median, and the length that a tenth exceeds.
 _MEDIAN_WORDS, _LONG_WORDS = 21, 38
 _TOKENS_PER_WORD = 1.3
-# The mix of lengths is so many quantiles of the log-normal distribution.
+# Number of quantiles of the log-normal distribution in the mix of lengths.
 _QUANTILES = 1000
 # A date in ISO form has 11 tokens with the end.
 _DATE_TOKENS = 16

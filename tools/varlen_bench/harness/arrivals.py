@@ -1,4 +1,4 @@
-"""Requests that arrive at given times, for systems that take them one by one or in batches."""
+"""Requests that arrive at given times, one by one or in batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def run_batches(
     choose: Callable[[Sequence[int]], list[int]],
     run: Callable[[list[int], float], None],
 ) -> None:
-    """Run requests in batches; a batch starts when the last one has ended and a request waits.
+    """Run requests in batches.
+
+    A batch starts when the last one has ended and a request waits.
 
     Args:
         due: as in `submit_when_due`.

@@ -183,7 +183,11 @@ def save_random_translator(shape: TranslatorShape, folder: Path, seed: int = 0) 
 
 
 def save_word_tokenizer(words: list[str], folder: Path) -> None:
-    """Save a tokenizer of a translator, whose text is words; "</s>" and "<pad>" are among them."""
+    """Save the tokenizer of a translator.
+
+    Args:
+        words: the vocabulary, with "</s>" and "<pad>".
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     ids = {word: number for number, word in enumerate(words)}
