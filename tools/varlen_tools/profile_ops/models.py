@@ -102,9 +102,9 @@ def profile_steps(
         ConfigError: a setting does not fit the checkpoint, or the sequences do not fit `kv_bytes`.
     """
     most = max(running)
-    sequences = max(most * beams, config.max_running_sequences)
-    tokens = max(most * context, sequences, config.max_step_tokens)
-    config = replace(config, max_running_sequences=sequences, max_step_tokens=tokens)
+    rows = max(most * beams, config.max_running_sequences)
+    tokens = max(most * context, rows, config.max_step_tokens)
+    config = replace(config, max_running_sequences=rows, max_step_tokens=tokens)
     timed = TimedKernels(decoder_kernels_for(_CPU))
     choose = timed.timed("choose", _token_choice(checkpoint).choose)
     runner = StepRunner(checkpoint, config, choose, kernels=timed)
