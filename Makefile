@@ -63,7 +63,7 @@ $(TINY_GPT2): | $(VENV)/setup.stamp
 $(TINY_DATES): | $(VENV)/setup.stamp
 	OMP_WAIT_POLICY=passive $(BIN)/python -m varlen_tools.train_demo dates --output $(@D)
 
-demo: setup ## Start a server, embed sentences over gRPC and HTTP, stream a text, stop it
+demo: setup ## Start a server, embed sentences, stream a text, rewrite dates, stop it
 	@$(BIN)/python -m varlen_tools.demo
 
 serve: setup ## Serve model_repository on 127.0.0.1:8000 (HTTP), 8001 (gRPC), 8002 (metrics)

@@ -10,7 +10,7 @@ import pytest
 
 from varlen_client import VarlenClientError
 from varlen_tools import demo
-from varlen_tools.demo import PROMPT, SENTENCES
+from varlen_tools.demo import DATES, PROMPT, SENTENCES
 from varlen_tools.local_server import ServerError
 from varlen_tools.setup_server import PROJECT
 
@@ -86,6 +86,44 @@ def test_a_stream_that_fails_is_shown_with_the_log(monkeypatch):
         demo.stream(SERVER, "tiny_gpt2")
 
 
+class TranslatingClient:
+    """Answers each text with its length, or fails."""
+
+    fails = False
+
+    def __init__(self, url, model):
+        assert (url, model) == ("grpc", "tiny_dates")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def translate(self, texts):
+        if self.fails:
+            raise VarlenClientError("no answer")
+        return [SimpleNamespace(text=str(len(text))) for text in texts]
+
+
+def test_dates_are_printed_with_their_answers(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "Client", TranslatingClient)
+
+    demo.translate(SERVER, "tiny_dates")
+
+    *lines, times = capsys.readouterr().out.splitlines()
+    assert lines == [f"tiny_dates: {date} -> {len(date)}" for date in DATES]
+    assert times.startswith(f"rewrote {len(DATES)} dates in ")
+
+
+def test_a_translation_that_fails_is_shown_with_the_log(monkeypatch):
+    monkeypatch.setattr(demo, "Client", TranslatingClient)
+    monkeypatch.setattr(TranslatingClient, "fails", True)
+
+    with pytest.raises(ServerError, match="no answer\nthe log"):
+        demo.translate(SERVER, "tiny_dates")
+
+
 @pytest.mark.server
 def test_the_whole_demo_prints_a_table_and_stops_its_server():
     run = run_demo()
@@ -98,6 +136,7 @@ def test_the_whole_demo_prints_a_table_and_stops_its_server():
         "HTTP: 6 vectors",
         PROMPT,
         "streamed ",
+        "tiny_dates: 03/14/99 -> 1999-03-14",
     ):
         assert words in run.stdout
     assert run.stdout.endswith("tritonserver has stopped\n")
@@ -112,7 +151,7 @@ def test_without_a_checkpoint_it_says_what_to_run(tmp_path):
 
 @pytest.mark.server
 def test_a_server_that_does_not_start_ends_it_with_the_servers_words(tmp_path):
-    for name in ("minilm", "tiny_gpt2"):
+    for name in ("minilm", "tiny_gpt2", "tiny_dates"):
         (tmp_path / name / "1").mkdir(parents=True)
         (tmp_path / name / "1/config.json").write_text("{}")
         (tmp_path / name / "config.pbtxt").write_text('backend: "no-such-backend"\n')

@@ -21,6 +21,13 @@ SENTENCES = [
 ]
 PROMPT = "In Python, a list"
 MAX_TOKENS = 80
+DATES = [
+    "the 3rd of March, 2021",
+    "03/14/99",
+    "Wednesday, 1 Jan 2020",
+    "am einunddreißigsten Dezember 1999",
+    "le vingt et un février 2000",
+]
 # Largest cosine distance: both protocols carry the same numbers, but two runs may be batched differently.
 TOLERANCE = 1e-3
 
@@ -75,19 +82,40 @@ def stream(server: LocalServer, model: str) -> None:
     print(f"\nstreamed {tokens} tokens in {seconds:.2f} s, the first after {1000 * first:.0f} ms")
 
 
+def translate(server: LocalServer, model: str) -> None:
+    """Print dates, and what the model makes of them.
+
+    Raises:
+        ServerError: the request fails.
+    """
+    start = time.perf_counter()
+    try:
+        with Client(server.grpc_url, model) as client:
+            answers = client.translate(DATES)
+    except VarlenClientError as error:
+        raise ServerError(f"{error}\n{server.log_tail()}") from None
+    milliseconds = 1000 * (time.perf_counter() - start)
+    for date, answer in zip(DATES, answers, strict=True):
+        print(f"{model}: {date} -> {answer.text}")
+    print(f"rewrote {len(DATES)} dates in {milliseconds:.0f} ms")
+
+
 def main(
     repository: Annotated[Path, typer.Option(help="Model repository.")] = Path("model_repository"),
     model: Annotated[str, typer.Option(help="Name of an embedding model in it.")] = "minilm",
     generator: Annotated[
         str, typer.Option(help="Name of a model of the task generate in it.")
     ] = "tiny_gpt2",
+    translator: Annotated[
+        str, typer.Option(help="Name of a model that rewrites dates in it.")
+    ] = "tiny_dates",
     timeout: Annotated[
         float, typer.Option(help="Longest start of the server, in seconds.")
     ] = 120.0,
 ) -> None:
-    """Start a server, embed sentences over both protocols, stream a text, stop the server."""
+    """Start a server, embed sentences, stream a text, rewrite dates, stop the server."""
     try:
-        for name in (model, generator):
+        for name in (model, generator, translator):
             if not (repository / name / "1" / "config.json").is_file():
                 raise ServerError(f"{repository / name} has no checkpoint; run `make setup`")
         print(f"starting tritonserver with {repository}", flush=True)
@@ -98,6 +126,7 @@ def main(
             compare(server, model)
             similarity(SENTENCES, url=server.grpc_url, model=model)
             stream(server, generator)
+            translate(server, translator)
     except ServerError as error:
         print(f"demo: {error}")
         raise typer.Exit(1) from None
