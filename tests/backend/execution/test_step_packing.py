@@ -1,7 +1,7 @@
 """The inputs of a step are those that a loop over tokens makes."""
 
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from hypothesis import given
@@ -75,10 +75,9 @@ def test_each_token_is_a_row_that_reads_its_whole_source(step):
     assert inputs["source_lens"] == [row.sequence.prompt.num_source_tokens for row in rows]
     bounds = inputs["cu_source_blocks"]
     assert bounds[0] == 0
-    assert [
-        tuple(inputs["source_block_ids"][begin:end])
-        for begin, end in zip(bounds, bounds[1:], strict=False)
-    ] == [row.source_block_ids for row in rows]
+    assert [tuple(inputs["source_block_ids"][begin:end]) for begin, end in pairwise(bounds)] == [
+        row.source_block_ids for row in rows
+    ]
     # the rest is as without sources
     others = step_inputs([replace(chunk, source_block_ids=()) for chunk in chunks], block_size)
     assert inputs == inputs | {name: tensor.tolist() for name, tensor in others.items()}
