@@ -144,7 +144,8 @@ class GeneratedSequence(SequenceState):
         num_computed: number of its tokens whose keys and values are stored.
         block_ids: its block table.
         writer: set by the scheduler when it is queued.
-        sampler_state: kept by the sampler from one token to the next.
+        sampler_state: kept by the sampler, or the search, from one token to the next.
+        is_searched: whether its answer is searched with beams, one or more; else its tokens are sampled.
     """
 
     sample: int = 0
@@ -153,9 +154,11 @@ class GeneratedSequence(SequenceState):
     block_ids: list[int] = field(default_factory=list)
     writer: OutputWriter = field(init=False)
     sampler_state: object = field(default=None, init=False)
+    is_searched: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = self.prompt.token_ids.tolist()
+        self.is_searched = self.generation.is_search or self.prompt.source_ids is not None
 
     @property
     def generation(self) -> GenerationOptions:
@@ -163,11 +166,6 @@ class GeneratedSequence(SequenceState):
         options = self.options.generation
         assert options is not None
         return options
-
-    @property
-    def is_searched(self) -> bool:
-        """Whether its answer is searched with beams, one or more; else its tokens are sampled."""
-        return self.generation.is_search or self.prompt.source_ids is not None
 
     @property
     def num_generated(self) -> int:

@@ -18,6 +18,8 @@ class Group:
     Attributes:
         order: place among running and waiting sequences: by priority, then by arrival, then by row.
         sequences: those of the answer, at least one.
+        has_beams: whether its answer is searched with beams.
+        width: most of its samples or beams that run at the same time.
         branches: what is computed: the first sequence, or the beams that are alive.
         source_block_ids: blocks of the keys and values of its source text.
         is_encoded: whether these are stored; also without a source text.
@@ -27,6 +29,8 @@ class Group:
 
     order: tuple[int, int, int]
     sequences: tuple[GeneratedSequence, ...]
+    has_beams: bool = field(init=False)
+    width: int = field(init=False)
     branches: list[GeneratedSequence] = field(init=False)
     source_block_ids: list[int] = field(default_factory=list)
     is_encoded: bool = field(init=False)
@@ -34,6 +38,9 @@ class Group:
     has_started: bool = False
 
     def __post_init__(self) -> None:
+        generation = self.first.generation
+        self.has_beams = self.first.is_searched
+        self.width = generation.num_beams if self.has_beams else len(self.sequences)
         self.branches = [self.first]
         self.is_encoded = not self.first.prompt.num_source_tokens
 
@@ -41,16 +48,6 @@ class Group:
     def first(self) -> GeneratedSequence:
         """The first sequence of the answer, whose status is that of the group."""
         return self.sequences[0]
-
-    @property
-    def has_beams(self) -> bool:
-        """Whether its answer is searched with beams."""
-        return self.first.is_searched
-
-    @property
-    def width(self) -> int:
-        """Largest number of its branches, now or later."""
-        return self.first.generation.num_beams if self.has_beams else len(self.sequences)
 
     @property
     def remaining(self) -> int:
