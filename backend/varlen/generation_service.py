@@ -254,6 +254,7 @@ def search_rules(checkpoint: Checkpoint) -> TokenRules:
         end_ids=tokens.eos,
         forced_first_id=tokens.forced_first,
         forced_last_id=next(iter(tokens.forced_last), None),
+        banned_ids=tokens.bad_words,
         suppressed_ids=tokens.suppressed,
         first_suppressed_ids=tokens.suppressed_first,
     )

@@ -26,7 +26,12 @@ MODELS = {
         SMALL,
         {"renormalize_logits": True, "bad_words_ids": [[1], [8]]},
     ),
-    "bart": ("BartForConditionalGeneration", SMALL, {}),
+    "bart": (
+        "BartForConditionalGeneration",
+        SMALL,
+        # beside them, a request has its own suppressed tokens
+        {"bad_words_ids": [[token] for token in range(60, VOCABULARY, 3)]},
+    ),
     "m2m": ("M2M100ForConditionalGeneration", SMALL, {"forced_bos_token_id": 7}),
     "t5": (
         "T5ForConditionalGeneration",
@@ -70,7 +75,7 @@ def oracle(folder):
     checkpoint = Checkpoint.open(folder)
     model = getattr(transformers, checkpoint.architecture).from_pretrained(folder)
     rules = search_rules(checkpoint)
-    names = ("forced_first_id", "forced_last_id", "suppressed_ids")
+    names = ("forced_first_id", "forced_last_id", "banned_ids")
     return Oracle(model, {name: getattr(rules, name) for name in names})
 
 

@@ -30,8 +30,9 @@ class TokenRules:
         end_ids: tokens that end an answer.
         forced_first_id: the first token after a prompt of one token; Hugging Face's `forced_bos_token_id`.
         forced_last_id: the token at `max_tokens`; Hugging Face's `forced_eos_token_id`.
-        suppressed_ids: tokens that are never generated.
+        suppressed_ids: tokens that are not generated; `suppress_tokens`.
         first_suppressed_ids: tokens that are not the first one, forced ones aside; `begin_suppress_tokens`.
+        banned_ids: tokens that are not generated, whatever a request suppresses; `bad_words_ids`.
     """
 
     end_ids: tuple[int, ...] = ()
@@ -39,6 +40,7 @@ class TokenRules:
     forced_last_id: int | None = None
     suppressed_ids: tuple[int, ...] = ()
     first_suppressed_ids: tuple[int, ...] = ()
+    banned_ids: tuple[int, ...] = ()
 
     def with_options(self, options: GenerationOptions) -> TokenRules:
         """Return these rules with what a request has instead."""
@@ -113,7 +115,7 @@ class TokenEditor:
         penalty = options.repetition_penalty
         self._penalty = penalty
         fixed = dict.fromkeys(prompt_ids, penalty) if penalty != 1 else {}
-        fixed |= dict.fromkeys(rules.suppressed_ids, math.inf)
+        fixed |= dict.fromkeys((*rules.suppressed_ids, *rules.banned_ids), math.inf)
         # tokens with an edit in every step, of every beam
         self._fixed = {token: factor for token, factor in fixed.items() if token < vocab_size}
         self._fixed_tokens = np.array(list(self._fixed), dtype=np.int32)

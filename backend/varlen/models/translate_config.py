@@ -64,7 +64,8 @@ class TargetTokens:
         pad: the token that fills up targets, if there is one.
         forced_first: the first token of every target, if it is forced: the language, for instance.
         forced_last: tokens that end a target of the greatest length, any one of them; empty if none is forced.
-        suppressed: the tokens that no target has.
+        bad_words: the tokens that no target has.
+        suppressed: more of them, unless a request says otherwise.
         suppressed_first: the tokens that no target begins with; after a forced first token, the second is meant.
     """
 
@@ -73,6 +74,7 @@ class TargetTokens:
     pad: int | None
     forced_first: int | None
     forced_last: tuple[int, ...]
+    bad_words: tuple[int, ...]
     suppressed: tuple[int, ...]
     suppressed_first: tuple[int, ...]
 
@@ -107,8 +109,8 @@ class TranslateSettings:
 
     @property
     def masked_tokens(self) -> tuple[int, ...]:
-        """Tokens whose logits are -inf: suppressed ones, if the other probabilities are normalised without them."""
-        return self.tokens.suppressed if self.defaults.renormalize_logits else ()
+        """Tokens whose logits are -inf: bad words, if the other probabilities are normalised without them."""
+        return self.tokens.bad_words if self.defaults.renormalize_logits else ()
 
 
 def read_translate_settings(folder: Path, config: Json, *, vocab_size: int) -> TranslateSettings:
@@ -164,14 +166,15 @@ def _read_tokens(fields: Json, config: Json, name: str, vocab_size: int) -> Targ
     if read_flag(fields, "force_bos_token_to_be_generated", default=False, name=name):
         forced_first = one("bos_token_id")
     # as in transformers, an eos token is not a bad word
-    bad_words = [token for token in _read_bad_words(fields, name, vocab_size) if token not in eos]
+    bad_words = {*_read_bad_words(fields, name, vocab_size)} - {*eos}
     return TargetTokens(
         start=start,
         eos=eos,
         pad=one("pad_token_id"),
         forced_first=forced_first,
         forced_last=ids("forced_eos_token_id"),
-        suppressed=tuple(sorted({*ids("suppress_tokens"), *bad_words})),
+        bad_words=tuple(sorted(bad_words)),
+        suppressed=tuple(sorted(set(ids("suppress_tokens")))),
         suppressed_first=tuple(sorted(set(ids("begin_suppress_tokens")))),
     )
 

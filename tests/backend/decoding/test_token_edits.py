@@ -95,13 +95,19 @@ def test_the_last_token_is_forced_where_max_tokens_ends_the_answer():
 
 
 def test_what_a_request_has_replaces_the_rules_of_the_checkpoint():
-    rules = TokenRules((3,), 7, 3, (5,), (6,))
+    rules = TokenRules((3,), 7, 3, (5,), (6,), banned_ids=(8,))
     options = GenerationOptions(
         num_beams=2, ignore_eos=True, forced_bos_token_id=9, suppress_tokens=()
     )
 
     assert rules.with_options(GenerationOptions()) == rules
-    assert rules.with_options(options) == TokenRules((), 9, 3, (), (6,))
+    assert rules.with_options(options) == TokenRules((), 9, 3, (), (6,), banned_ids=(8,))
+
+
+def test_banned_and_suppressed_tokens_are_never_generated():
+    [found] = edits_of(editor_of([1], TokenRules((3,), suppressed_ids=(5,), banned_ids=(8, 5))), ())
+
+    assert found == {5: math.inf, 8: math.inf}
 
 
 def test_tokens_beyond_the_vocabulary_are_no_edits():

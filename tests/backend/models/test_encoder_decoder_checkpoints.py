@@ -246,7 +246,8 @@ def test_reads_what_generation_config_says(copy_of):
         pad=1,
         forced_first=8,
         forced_last=(2,),
-        suppressed=(1, 5, 9),
+        bad_words=(1, 9),
+        suppressed=(5,),
         suppressed_first=(3, 4),
     )
     assert settings.defaults == TranslateDefaults(
