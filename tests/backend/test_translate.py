@@ -1,4 +1,4 @@
-"""Beam search by the whole engine gives the answers and scores of transformers, whatever runs beside it."""
+"""Beam search by the whole engine gives the answers and scores of transformers."""
 
 import random
 

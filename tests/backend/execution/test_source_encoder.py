@@ -1,4 +1,4 @@
-"""Sources of a step are encoded into their own blocks, in memory beside that of the decoder."""
+"""Sources of a step are encoded into their own blocks."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def programs(folder):
 
 
 def encoded(programs, *steps):
-    """Return the caches after the sources of some steps; blocks that are not written hold NaN."""
+    """Return the caches after some steps; slots that are not written hold NaN."""
     encoder = programs[1]
     caches = {state.name: torch.full(state.shape, torch.nan) for state in encoder.states}
     arena = Arena(Layout(encoder.buffers, 64), LARGEST, CPU)

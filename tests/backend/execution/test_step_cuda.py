@@ -67,7 +67,7 @@ def steps(program, graphs):
 
 @pytest.fixture
 def chunk(has_sources):
-    """Return a function that returns a chunk whose blocks are its own; lengths of sources differ."""
+    """Return a function that returns a chunk whose blocks are its own."""
     free = iter(range(BLOCKS))
 
     def take(tokens):

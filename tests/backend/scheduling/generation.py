@@ -46,7 +46,13 @@ def answer(prompt, max_tokens, sample=0):
 
 
 def search_step(contexts, num_generated, options):
-    """Return the step of a search whose beams have these tokens, of which `num_generated` are generated."""
+    """Return the step of a search.
+
+    Args:
+        contexts: source and tokens of each beam.
+        num_generated: number of generated tokens of each.
+        options: of its request.
+    """
     rng = random.Random(repr(contexts))
     tokens = [rng.randrange(1, VOCABULARY) for _ in range(rng.randint(1, options.num_beams))]
     parents = [rng.randrange(len(contexts)) for _ in tokens]
@@ -59,7 +65,7 @@ def search_step(contexts, num_generated, options):
 
 
 def search_answers(prompt, source, options):
-    """Return the tokens of each answer of a search; where it finds fewer than `n`, the last ones are empty."""
+    """Return the tokens of each answer of a search; those not found are empty."""
     beams, step = [list(prompt)], None
     while step is None or step.answers is None:
         contexts = [[~token for token in source] + beam for beam in beams]
@@ -131,7 +137,7 @@ class KvExecutor(HeldExecutor):
         return BatchResult(outputs, 1.0)
 
     def _outputs(self, chunks):
-        """Return the outputs of a prompt: of its samples, or one for each of its beams."""
+        """Return the outputs of a prompt: one for each sample or beam."""
         contexts = [self._context(chunk) for chunk in chunks]
         first = chunks[0].sequence
         if not first.is_searched or not chunks[0].samples:
@@ -149,7 +155,7 @@ class KvExecutor(HeldExecutor):
         return [step] * rows
 
     def _context(self, chunk):
-        """Return the source, then the tokens up to those of a chunk, as memory has them."""
+        """Return the source and the tokens up to those of a chunk, from memory."""
         sequence = chunk.sequence
         source = self._read(chunk.source_block_ids, sequence.prompt.num_source_tokens)
         assert source == [~token for token in source_of(sequence)]
@@ -236,7 +242,10 @@ class Bench:
         deadline=None,
         reply=None,
     ):
-        """Submit a request; return its reply. A prompt is a length or token ids; all have the same source text."""
+        """Submit a request; return its reply.
+
+        A prompt is a length or token ids. All prompts have the same source text.
+        """
         reply = reply or FakeReply()
         rows = [[1] * row if isinstance(row, int) else row for row in prompts]
         source = None if source is None else np.array(source, np.int32)
@@ -326,7 +335,7 @@ class Bench:
                 assert sequence in step.sequences if alone else prompt_of_sequence(sequence) in runs
 
     def check_blocks(self):
-        """Check that the used blocks are those of running groups, and a step in flight has no others."""
+        """Check that the used blocks are those of running groups, also in flight."""
         groups = list(self.scheduler._running)
         branches = [branch for group in groups for branch in group.branches]
         tables = [branch.block_ids for branch in branches]

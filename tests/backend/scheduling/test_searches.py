@@ -1,4 +1,4 @@
-"""Beam searches and source texts in the scheduler: blocks, order of starts, limits, and answers that depend on none."""
+"""Beam searches and source texts in the scheduler: blocks, order, limits and answers."""
 
 import math
 
@@ -17,7 +17,7 @@ PROMPT = [5, 1, 4, 1, 5, 9]
 
 
 def steady(monkeypatch, end=None):
-    """Let each beam go on, until `max_tokens`: all as wide as they can be; return what the steps were asked."""
+    """Let all beams go on until `max_tokens`; return the list of what steps read."""
     asked = []
 
     def search_step(contexts, num_generated, options):
