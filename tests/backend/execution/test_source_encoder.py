@@ -1,7 +1,5 @@
 """Sources of a step are encoded into their own blocks."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -25,9 +23,6 @@ from .test_step_packing import sequence_of_source
 CPU = torch.device("cpu")
 BLOCK_SIZE, BLOCKS = 4, 40
 LARGEST = {"tokens": 64, "sequences": 8, "logit_rows": 8}
-CONFIG = EngineConfig(
-    task="translate", max_step_tokens=LARGEST["tokens"], max_running_sequences=8, arena_bytes=10**9
-)
 LENGTHS = [9, 1, 16, 5]
 
 
@@ -104,7 +99,10 @@ def test_sources_that_are_encoded_are_not_encoded_again(folder, programs, chunks
 
 def test_arenas_of_both_programs_share_the_memory_that_is_allowed(programs):
     def arenas(allowed):
-        return make_arenas(programs, replace(CONFIG, arena_bytes=allowed), CPU)
+        config = EngineConfig(
+            task="translate", max_running_sequences=LARGEST["sequences"], arena_bytes=allowed
+        )
+        return make_arenas(programs, config, CPU, max_step_tokens=LARGEST["tokens"])
 
     layouts = [Layout(program.buffers, alignment_of(CPU)) for program in programs]
     sizes = [layout.plan(LARGEST).footprint for layout in layouts]

@@ -1,6 +1,7 @@
 """Random streams of samples, beam searches and source texts.
 
-Answers are right, and blocks are conserved. The bench checks each step, what each row of it reads from KV memory, and the blocks after it.
+Answers are right, and blocks are conserved. The bench checks each step, what each row of it reads from KV memory, and
+the blocks after it.
 """
 
 import math
