@@ -57,6 +57,14 @@ def test_the_next_best_translations_are_alternatives_of_the_best(client):
     )
 
 
+def test_a_search_may_find_fewer_than_n_best(client, server):
+    server.model.most_answers = 2
+
+    [best] = client.translate(["un"], n_best=4, max_tokens=1)
+
+    assert [each.text for each in best.alternatives] == ["UN 1"]
+
+
 def test_the_checkpoint_decides_what_the_caller_leaves_out(client, server):
     client.translate(["un"])
 
