@@ -162,6 +162,13 @@ def test_a_config_may_leave_the_task_to_the_checkpoint(client, server):
             other.translate(["a"])
 
 
+def test_a_model_that_translates_does_not_embed(client, server):
+    server.model.max_batch_size = 0
+
+    with pytest.raises(InvalidRequest, match="does not serve embed: it has text_output"):
+        client.embed(["a"])
+
+
 def test_generate_works_with_a_model_that_translates(client):
     assert client.generate("un", max_tokens=2).text == "UN 0"
 
