@@ -429,6 +429,8 @@ def generate_handler(
                         return http_fault(request, fault, event=streams)
                     content = {"error": fault.stream_message}
                 if not streams:
+                    # the request has ended before its client reads the answer
+                    responses.close()
                     return web.json_response(content)
                 if stream is None:
                     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
