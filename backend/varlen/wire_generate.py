@@ -56,6 +56,7 @@ _GENERATION_PARAMETERS = (
 _UNFINISHED = "None"
 # JSON has no infinity.
 _LOWEST_LOGPROB = -9999.0
+_LOWEST_SCORE = float(np.finfo(np.float32).min)
 
 INPUTS: tuple[TensorSpec, ...] = (
     TensorSpec("text_input", "TYPE_STRING", (1,), optional=True),
@@ -200,7 +201,9 @@ class GeneratedAnswer:
             assert isinstance(part, GeneratedPart)
             parts[row].append(part)
             self._rows[row].finish_reason = part.finish_reason or self._rows[row].finish_reason
-            self._rows[row].score = self._rows[row].score if part.score is None else part.score
+            if part.score is not None:
+                # a search that finds too few answers gives the others -inf
+                self._rows[row].score = max(part.score, _LOWEST_SCORE)
             self._rows[row].cumulative_logprob += sum(token.logprob for token in part.logprobs)
         texts = [self._prefix + "".join(part.text for part in each) for each in parts]
         self._prefix = ""

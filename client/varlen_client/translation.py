@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from varlen_client.errors import InvalidRequest, ServerError
@@ -22,7 +22,8 @@ class Translation:
         token_ids: its tokens.
         score: sum of the log probabilities of its tokens, divided by the length penalty.
         finish_reason: whether the translation ended, or `max_tokens` was reached.
-        alternatives: the next best translations, best first; without alternatives of their own.
+        alternatives: the next best translations, best first; without alternatives of their own. There are fewer than
+            asked for if the options leave fewer.
     """
 
     text: str
@@ -64,10 +65,10 @@ def read_translation(responses: Sequence[Response], n_best: int) -> Translation:
         made = [_translation(*each) for each in zip(answers, scores, strict=True)]
     except (KeyError, ValueError, TypeError) as error:
         raise ServerError(f"the response cannot be read: {error!r}") from error
-    best, *alternatives = made
-    return Translation(
-        best.text, best.token_ids, best.score, best.finish_reason, tuple(alternatives)
-    )
+    best, *others = made
+    # where the search found no more, the server sends answers without tokens that have no end
+    found = (each for each in others if each.token_ids or each.finish_reason == "stop")
+    return replace(best, alternatives=tuple(found))
 
 
 def _translation(answer: Generation, score: float) -> Translation:

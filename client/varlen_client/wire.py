@@ -104,13 +104,13 @@ class ModelInfo:
         Raises:
             InvalidRequest: the model has no output of that name and rank, or no batch dimension.
         """
+        dims = self.outputs.get(output, ())
+        if len(dims) != rank:
+            raise self._does_not_serve(method, f"{output} of rank {rank}")
         if self.max_batch_size < 1:
             raise InvalidRequest(
                 f"model {self.name!r} has max_batch_size 0; this client needs at least 1"
             )
-        dims = self.outputs.get(output, ())
-        if len(dims) != rank:
-            raise self._does_not_serve(method, f"{output} of rank {rank}")
         return dims[-1]
 
     def check_generates(self) -> None:

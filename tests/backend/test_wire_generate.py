@@ -262,7 +262,7 @@ def test_a_translation_does_not_begin_with_its_source_and_counts_its_tokens(smal
     [prompt] = request.prompts
     assert (prompt.source_ids.tolist(), prompt.token_ids.tolist()) == ([2, 5, 6, 3], [3])
     assert spec == ResponseSpec(rows=1, num_input_tokens=4)
-    with refused("only a request to a model that continues text"):
+    with refused("exclude_input_in_output is false; only a request with text_input"):
         read(translating, text_input=text("the cat"), exclude_input_in_output=np.array([False]))
 
 
@@ -272,7 +272,7 @@ def test_a_translation_does_not_begin_with_its_source_and_counts_its_tokens(smal
     ids=["stream", "token ids"],
 )
 def test_refuses_to_begin_with_a_prompt_that_is_no_text_or_is_streamed(intake, tensors):
-    with refused("exclude_input_in_output is false; only a request to a model that continues text"):
+    with refused("exclude_input_in_output is false; only a request with text_input"):
         read(intake, exclude_input_in_output=np.array([False]), **tensors)
 
 
@@ -377,6 +377,9 @@ def test_answers_of_a_search_have_scores_instead_of_log_probabilities(intake):
     part = GeneratedPart("a", (1,), finish_reason="stop", score=-0.5)
     made = GeneratedAnswer(spec, str).tensors([(0, part)])
     assert made["score"].tolist() == [-0.5]
+    # JSON has no infinity
+    nothing = GeneratedPart("", (), finish_reason="length", score=float("-inf"))
+    assert np.isfinite(GeneratedAnswer(spec, str).tensors([(0, nothing)])["score"]).all()
     with refused("return_logprobs is true; score is that of a beam search"):
         read(intake, text_input=text("a"), sampling_parameters=beams, return_logprobs=yes)
     with refused("return_score is true; only a beam search has it"):

@@ -102,6 +102,8 @@ class FakeModel:
     delay: Callable[[ReceivedRequest], float] = lambda received: 0.0
     output_dtype: type = np.float32
     returns_score: bool = True
+    most_answers: int = 99
+    """A search finds no more answers than these."""
     fail_after: tuple[int, Fault] | None = None
     """Number of parts of a generated answer, and the fault that comes then."""
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -185,6 +187,11 @@ class FakeModel:
                 response["logprobs"] = [json.dumps(logprobs)] * rows
             if self.task == "translate":
                 response["text_output"] = [f"{received.prompt} {row}" for row in range(rows)]
+            if rows > self.most_answers:
+                # as the backend sends them
+                missing = rows - self.most_answers
+                response["num_output_tokens"][-missing:] = [0] * missing
+                response["output_ids"] = [*ids] * self.most_answers
             if "return_score" in received.tensors and self.returns_score:
                 response["score"] = [-0.5 * (row + 1) for row in range(rows)]
             yield response
@@ -422,6 +429,8 @@ def generate_handler(
                         return http_fault(request, fault, event=streams)
                     content = {"error": fault.stream_message}
                 if not streams:
+                    # the request has ended before its client reads the answer
+                    responses.close()
                     return web.json_response(content)
                 if stream is None:
                     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -57,6 +57,14 @@ def test_the_next_best_translations_are_alternatives_of_the_best(client):
     )
 
 
+def test_a_search_may_find_fewer_than_n_best(client, server):
+    server.model.most_answers = 2
+
+    [best] = client.translate(["un"], n_best=4, max_tokens=1)
+
+    assert [each.text for each in best.alternatives] == ["UN 1"]
+
+
 def test_the_checkpoint_decides_what_the_caller_leaves_out(client, server):
     client.translate(["un"])
 
@@ -152,6 +160,13 @@ def test_a_config_may_leave_the_task_to_the_checkpoint(client, server):
     with Client(server.url) as other:
         with pytest.raises(InvalidRequest, match="translate: it has sentence_embedding .3., "):
             other.translate(["a"])
+
+
+def test_a_model_that_translates_does_not_embed(client, server):
+    server.model.max_batch_size = 0
+
+    with pytest.raises(InvalidRequest, match="does not serve embed: it has text_output"):
+        client.embed(["a"])
 
 
 def test_generate_works_with_a_model_that_translates(client):

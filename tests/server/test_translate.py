@@ -172,6 +172,17 @@ def test_the_generate_endpoint_takes_plain_json(server: LocalServer, translator:
     assert (status, "num_beams is 0" in answer["error"]) == (400, True)
 
 
+def test_a_search_that_finds_fewer_answers_says_so(url: str) -> None:
+    # two tokens are left to choose from
+    options = {"suppress_tokens": list(range(2, 261)), "num_beams": 4, "max_tokens": 1}
+
+    with Client(url, "translator") as client:
+        [best] = client.translate(["the cat"], n_best=4, **options)
+
+    assert len(best.alternatives) < 3
+    assert all(each.token_ids for each in (best, *best.alternatives))
+
+
 def test_searches_of_different_widths_share_steps_and_change_no_answer(
     server: LocalServer, translator: Generator
 ) -> None:
