@@ -52,7 +52,8 @@ class Comparison:
         leaves results with the reason; the others go on.
         """
         self._report(f"{self._model}: reference answers")
-        with self._start(REFERENCE) as alone:
+        # one thread: with two, a sentence alone waits long for other work of the machine
+        with self._start(REFERENCE, threads=1) as alone:
             expected = _ask(alone, "measure", self._workload)["answers"]
         with ExitStack() as processes:
             at_once = [self._result(system, "at once") for system in systems]
@@ -77,7 +78,7 @@ class Comparison:
     def _faster(
         self, poisson: Sequence[Result], expected: list[list[int]], rounds: int
     ) -> list[Result]:
-        """Return the results of varlen at higher rates, up to the first that is too high."""
+        """Return the results of varlen at higher rates, until one is too high."""
         by_name = {result.system.name: result for result in poisson if result.rounds}
         ours, theirs = by_name.get(OURS), by_name.get(TRANSFORMERS)
         if ours is None or theirs is None or ours.rate is None:
@@ -93,17 +94,18 @@ class Comparison:
                 break
         return found
 
-    def _start(self, system: System) -> WorkerProcess:
+    def _start(self, system: System, *, threads: int = 0) -> WorkerProcess:
+        threads = threads or self._threads
         folder = self._scratch / system.name
         folder.mkdir(parents=True)
         argument = {
             "system": asdict(system),
             "checkpoint": str(self._checkpoint.resolve()),
             "scratch": str(folder),
-            "threads": self._threads,
+            "threads": threads,
         }
         module = "varlen_bench.beam.worker"
-        return WorkerProcess(module, argument, folder / "log", threads=self._threads)
+        return WorkerProcess(module, argument, folder / "log", threads=threads)
 
     def _result(self, system: System, arrivals: Arrivals) -> Result:
         load = self._workload

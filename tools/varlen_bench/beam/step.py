@@ -102,7 +102,7 @@ def measure_step(sequences: int, vocabulary: int) -> StepTimes:
 
 
 def mean_survivors(logits: Tensor, groups: int) -> float:
-    """Return the mean number of logits per row that reach the least maximum of the groups.
+    """Return the mean number of logits per row above the least group maximum.
 
     This is the threshold of LightSeq's rule.
 
