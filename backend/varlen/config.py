@@ -224,8 +224,8 @@ class EngineConfig:
     max_step_tokens: int = _setting(
         0,
         "Largest step, in tokens, at least `max_running_sequences`. A longer prompt runs in chunks, beside the"
-        " sequences that generate; a source text runs as a whole, so none may be longer. 0 is 128 on a CPU and 512 on a"
-        " GPU, and 512 for `translate`.",
+        " sequences that generate; a source text runs as a whole, beside a token of each of them. 0 is 128 on a CPU,"
+        " 512 on a GPU, and for `translate` room for a source of 512 tokens.",
         lowest=0,
         tasks=ITERATIVE_TASKS,
     )

@@ -51,7 +51,8 @@ Choose: TypeAlias = Callable[
 
 # Largest step unless the settings say otherwise; docs/decisions/0019-cpu-decoding.md compares sizes.
 _STEP_TOKENS = {"cpu": 128, "cuda": 512}
-_SOURCE_STEP_TOKENS = 512
+# Longest source text, likewise.
+_SOURCE_TOKENS = 512
 _GREEDY = GenerationOptions(temperature=0.0)
 
 
@@ -218,8 +219,7 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
     """
     limit = config.max_sequence_tokens or checkpoint.max_sequence_tokens
     if checkpoint.translate is not None:
-        # a source is encoded in one step
-        limit = min(limit, config.max_step_tokens or _SOURCE_STEP_TOKENS)
+        limit = min(limit, _source_limit(config))
     if limit > checkpoint.position_limit:
         raise ConfigError(
             f"max_sequence_tokens is {limit}; this checkpoint has positions for {checkpoint.position_limit}"
@@ -250,8 +250,25 @@ def step_limit(checkpoint: Checkpoint, config: EngineConfig, device: torch.devic
     """Return the size of the largest step, in tokens."""
     if config.max_step_tokens:
         return config.max_step_tokens
-    default = _STEP_TOKENS[device.type] if checkpoint.translate is None else _SOURCE_STEP_TOKENS
-    return max(default, config.max_running_sequences)
+    if checkpoint.translate is not None:
+        return _source_limit(config) + config.max_running_sequences
+    return max(_STEP_TOKENS[device.type], config.max_running_sequences)
+
+
+def _source_limit(config: EngineConfig) -> int:
+    """Return the longest source, which is encoded in one step beside every running sequence.
+
+    Raises:
+        ConfigError: a step has no room for one.
+    """
+    if not config.max_step_tokens:
+        return _SOURCE_TOKENS
+    if config.max_step_tokens <= config.max_running_sequences:
+        raise ConfigError(
+            f"max_step_tokens is {config.max_step_tokens}; it must hold a source text beside a token of each of the"
+            f" {config.max_running_sequences} running sequences (max_running_sequences)"
+        )
+    return config.max_step_tokens - config.max_running_sequences
 
 
 def make_arenas(

@@ -323,8 +323,8 @@ class IterationScheduler:
             if self._num_running + group.width > self._max_running:
                 return
             step_tokens += group.least_tokens
-            # a source text is encoded in one piece
-            if self._running and not group.is_encoded and step_tokens > self._step_tokens:
+            # what does not fit into the step starts in a later one: a source text runs in one piece
+            if self._running and step_tokens > self._step_tokens:
                 return
             # each running sequence may need a block soon; without them the new one would be preempted at once
             if not self._memory.start(group, keep=self._num_running):
