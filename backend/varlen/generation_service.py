@@ -13,14 +13,11 @@ import torch
 
 from varlen.config import EngineConfig, Task
 from varlen.decoding.chat import ChatTemplate
+from varlen.decoding.checkpoint_rules import search_defaults, search_rules
 from varlen.decoding.choice import TokenChoice
-from varlen.decoding.sampling import Sampler
-from varlen.decoding.searcher import Searcher
 from varlen.decoding.structured import Grammars
-from varlen.decoding.token_edits import TokenRules
 from varlen.decoding.writer import TextWriter
 from varlen.engine import Engine
-from varlen.errors import CheckpointError
 from varlen.execution.device import choose_device, name_of
 from varlen.execution.executor import ThreadExecutor
 from varlen.execution.step_runner import StepRunner
@@ -88,20 +85,9 @@ class GenerationService:
             torch.set_num_threads(config.threads)
         checkpoint = Checkpoint.open(folder)
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
-        rules = search_rules(checkpoint)
-        vocab_size, ends = checkpoint.target_vocab_size, rules.end_ids
-        grammars = Grammars(tokenizer.huggingface, vocab_size, ends)
-        device = choose_device(config.device, gpu)
-        translate = checkpoint.translate
-        choice = TokenChoice(
-            Sampler(vocab_size, ends, grammars, device),
-            Searcher(
-                vocab_size,
-                rules,
-                device,
-                renormalizes=translate is not None and translate.defaults.renormalize_logits,
-            ),
-        )
+        ends = search_rules(checkpoint).end_ids
+        grammars = Grammars(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
+        choice = TokenChoice(checkpoint, grammars, choose_device(config.device, gpu))
         runner = StepRunner(checkpoint, config, choice.choose, gpu=gpu)
         runner.warm_up()
         limits = InputLimits(
@@ -117,6 +103,7 @@ class GenerationService:
                 checkpoint.special_tokens,
                 max_characters=config.max_text_bytes,
             )
+        translate = checkpoint.translate
         start = None if translate is None else translate.tokens.start
         intake = Intake(tokenizer, limits, template, target_start=start)
         executor = ThreadExecutor([runner])
@@ -235,49 +222,6 @@ class GenerationService:
         self.engine.close()
         self.executor.close()
         self.runner.close()
-
-
-def search_rules(checkpoint: Checkpoint) -> TokenRules:
-    """Return the rules of beam search of a checkpoint.
-
-    Raises:
-        CheckpointError: it forces one of several tokens at the end.
-    """
-    if checkpoint.translate is None:
-        return TokenRules(end_ids=checkpoint.eos_token_ids)
-    tokens = checkpoint.translate.tokens
-    if len(tokens.forced_last) > 1:
-        raise CheckpointError(
-            f"forced_eos_token_id has {len(tokens.forced_last)} tokens; allowed: one"
-        )
-    return TokenRules(
-        end_ids=tokens.eos,
-        forced_first_id=tokens.forced_first,
-        forced_last_id=next(iter(tokens.forced_last), None),
-        banned_ids=tokens.bad_words,
-        suppressed_ids=tokens.suppressed,
-        first_suppressed_ids=tokens.suppressed_first,
-    )
-
-
-def search_defaults(checkpoint: Checkpoint, max_sequence_tokens: int) -> Mapping[str, object]:
-    """Return a checkpoint's own options for requests; none for the task `generate`."""
-    if checkpoint.translate is None:
-        return {}
-    given = checkpoint.translate.defaults
-    # beside the first token, which begins every target
-    longest = max_sequence_tokens - 1
-    return {
-        "num_beams": given.num_beams,
-        "n": given.num_return_sequences,
-        "length_penalty": given.length_penalty,
-        "early_stopping": given.early_stopping,
-        "no_repeat_ngram_size": given.no_repeat_ngram_size,
-        "repetition_penalty": given.repetition_penalty,
-        "min_tokens": given.min_new_tokens,
-        "max_tokens": min(given.max_new_tokens or longest, longest),
-        "temperature": 0.0,
-    }
 
 
 def _task_of(checkpoint: Checkpoint) -> Task:

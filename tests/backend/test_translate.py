@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from tests.checkpoints import change_tensors, save_checkpoint, set_fields
+from varlen.decoding.checkpoint_rules import search_rules
 from varlen.generation_options import GenerationOptions
-from varlen.generation_service import search_rules
 from varlen.generator import Generator
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.registry import load_decoder, load_encoder_decoder

@@ -5,17 +5,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from varlen.decoding.checkpoint_rules import search_rules
 from varlen.decoding.sampling import Sampler
 from varlen.decoding.searcher import Searcher
+from varlen.decoding.structured import Grammars
+from varlen.models.checkpoint import Checkpoint
 from varlen.sequence import BeamStep, GeneratedSequence, SampledToken
 
 
 class TokenChoice:
     """Chooses with a sampler or a searcher, sequence by sequence."""
 
-    def __init__(self, sampler: Sampler, searcher: Searcher) -> None:
-        self._sampler = sampler
-        self._searcher = searcher
+    def __init__(self, checkpoint: Checkpoint, grammars: Grammars, device: torch.device) -> None:
+        """Prepare the choice.
+
+        Args:
+            checkpoint: of the model.
+            grammars: of sequences with structured output.
+            device: of the logits.
+
+        Raises:
+            CheckpointError: its rules are not served.
+        """
+        vocab_size, rules = checkpoint.target_vocab_size, search_rules(checkpoint)
+        translate = checkpoint.translate
+        renormalizes = translate is not None and translate.defaults.renormalize_logits
+        self._sampler = Sampler(vocab_size, rules.end_ids, grammars, device)
+        self._searcher = Searcher(vocab_size, rules, device, renormalizes=renormalizes)
 
     def choose(
         self, logits: Tensor, sequences: Sequence[GeneratedSequence]

@@ -13,15 +13,13 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
+from varlen.decoding.checkpoint_rules import search_rules
 from varlen.decoding.choice import TokenChoice
-from varlen.decoding.sampling import Sampler
-from varlen.decoding.searcher import Searcher
 from varlen.decoding.structured import Grammars
 from varlen.errors import ConfigError
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
 from varlen.generation_options import GenerationOptions
-from varlen.generation_service import search_rules
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import DEFAULT_OPTIONS, Int32Array, Prompt, Reply, Request, RequestOptions
 from varlen.sequence import Chunk, GeneratedSequence, RequestState, StepBatch
@@ -148,14 +146,9 @@ def profile_steps(
 def _token_choice(checkpoint: Checkpoint) -> TokenChoice:
     """Return the choice of tokens of a checkpoint that generates or translates."""
     tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
-    vocab_size, rules = checkpoint.target_vocab_size, search_rules(checkpoint)
-    grammars = Grammars(tokenizer.huggingface, vocab_size, rules.end_ids)
-    translate = checkpoint.translate
-    renormalizes = translate is not None and translate.defaults.renormalize_logits
-    return TokenChoice(
-        Sampler(vocab_size, rules.end_ids, grammars, _CPU),
-        Searcher(vocab_size, rules, _CPU, renormalizes=renormalizes),
-    )
+    ends = search_rules(checkpoint).end_ids
+    grammars = Grammars(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
+    return TokenChoice(checkpoint, grammars, _CPU)
 
 
 def _set_states(sequences: Sequence[GeneratedSequence], states: Sequence[object]) -> None:
