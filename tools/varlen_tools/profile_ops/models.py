@@ -101,7 +101,8 @@ def profile_steps(
     """
     most = max(running)
     rows = max(most * beams, config.max_running_sequences)
-    tokens = max(most * context, rows, config.max_step_tokens)
+    # sources run beside a token of each running sequence
+    tokens = max(most * (context + 1) + rows, config.max_step_tokens)
     config = replace(config, max_running_sequences=rows, max_step_tokens=tokens)
     timed = TimedKernels(decoder_kernels_for(_CPU))
     choose = timed.timed("choose", _token_choice(checkpoint).choose)
