@@ -1,4 +1,4 @@
-"""KV blocks on a CPU, compiled by numba: append tokens, and attend to them.
+"""KV blocks on a CPU, compiled by numba: copy them, append tokens, attend to them.
 
 A decode step reads every key and value of its sequences once, so it is bound by memory. Blocks are read where they are:
 no key is copied, and no score leaves the cache of its core.
@@ -116,6 +116,28 @@ def _append(
             for feature in range(head_dim):
                 value = qkv[token, first_key + num_kv_heads + head, feature]
                 value_cache[block, head, place, feature] = value
+
+
+@numba.njit(nogil=True, cache=True)
+def _copy(
+    cache,  # [blocks, numbers of a block]
+    sources,  # [copies]
+    destinations,  # [copies]
+):
+    for i in range(len(sources)):
+        block, copy = cache[sources[i]], cache[destinations[i]]
+        for place in range(len(block)):
+            copy[place] = block[place]
+
+
+def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """Copy blocks of a cache, one after another.
+
+    Args:
+        cache: `[blocks, num_kv_heads, block_size, head_dim]` fp32, contiguous.
+        sources, destinations: `[copies]` int64, block ids.
+    """
+    _copy(*(each.numpy() for each in (cache.flatten(1), sources, destinations)))
 
 
 def append_tokens(qkv: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:

@@ -171,6 +171,7 @@ class StepRunner:
 
     def warm_up(self) -> None:
         """Run a prompt and a token, so that the first request runs at normal speed."""
+        self._copy_blocks([(0, 0)])
         source: tuple[int, ...] = () if self._encoder is None else (0,)
         block = source
         prompt = Prompt(
@@ -207,6 +208,14 @@ class StepRunner:
         if not copies:
             return
         sources, destinations = torch.tensor(np.array(copies).T, device=self.device)
+        if self.device.type == "cpu":
+            # numba loads in half a second
+            from varlen_kernels.paged_cpu import copy_blocks
+
+            for cache in self._caches.values():
+                # an indexed assignment takes several times as long
+                copy_blocks(cache, sources, destinations)
+            return
         for cache in self._caches.values():
             cache[destinations] = cache[sources]
 

@@ -18,6 +18,7 @@ from varlen_bench.beam.systems import BEAMS
 from varlen_bench.harness.summary import Spread
 from varlen_bench.harness.worker import Message, run_worker
 from varlen_kernels import cpu
+from varlen_kernels.paged_cpu import copy_blocks
 
 SEQUENCES = (1, 8, 32)
 VOCABULARIES = (32_000, 250_000)
@@ -80,9 +81,9 @@ def measure_step(sequences: int, vocabulary: int) -> StepTimes:
         for layer in cache:
             layer.index_select(0, parents)
 
-    def copy_blocks() -> None:
+    def fork() -> None:
         for layer in blocks:
-            layer[rows + copied] = layer[copied]
+            copy_blocks(layer, copied, rows + copied)
 
     def step() -> Tensor:
         return cpu.beam_step(logits, scores, width=_WIDTH).scores
@@ -94,7 +95,7 @@ def measure_step(sequences: int, vocabulary: int) -> StepTimes:
             sequences,
             vocabulary,
             step_us=_median_us(step),
-            blocks_us=_median_us(copy_blocks),
+            blocks_us=_median_us(fork),
             torch_us=_median_us(search),
             reorder_us=_median_us(reorder),
             survivors=mean_survivors(logits, groups=_WIDTH),
