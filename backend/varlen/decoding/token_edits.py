@@ -163,8 +163,8 @@ class TokenEditor:
     def edits(self, histories: Sequence[TokenHistory], num_generated: int) -> TokenEdits | None:
         """Return the edits of the next tokens, a row per beam; None without any."""
         early = self._early_bans(num_generated)
-        if not early and not self._fixed and self._penalty == 1 and not self._ngram_size:
-            return None
+        if not early and self._penalty == 1 and not self._ngram_size:
+            return self._fixed_edits(len(histories))
         bans: list[list[int]] = []
         added: list[Mapping[int, float]] = []
         for history in histories:
@@ -190,6 +190,16 @@ class TokenEditor:
         if not end:
             return None
         return TokenEdits(np.repeat(np.arange(len(sizes), dtype=np.int32), sizes), tokens, factors)
+
+    def _fixed_edits(self, rows: int) -> TokenEdits | None:
+        """Return the edits of every step alone: all that most requests have."""
+        if not self._fixed:
+            return None
+        return TokenEdits(
+            np.repeat(np.arange(rows, dtype=np.int32), len(self._fixed)),
+            np.concatenate([self._fixed_tokens] * rows),
+            np.concatenate([self._fixed_factors] * rows),
+        )
 
     def _early_bans(self, num_generated: int) -> tuple[int, ...]:
         """Return tokens that may not come after this number of tokens."""
