@@ -175,8 +175,10 @@ def attend_tokens(
         window,
         out.numpy(),
     )
-    work = np.cumsum(np.repeat(lengths, num_kv_heads))
-    cores = torch.get_num_threads() if work[-1] * head_dim >= _LEAST_SHARED_WORK else 1
-    bounds = [0, *np.searchsorted(work, np.arange(1, cores) * (work[-1] / cores)), len(work)]
+    bounds = [0, len(lengths) * num_kv_heads]
+    cores = torch.get_num_threads()
+    if cores > 1 and int(lengths.sum()) * num_kv_heads * head_dim >= _LEAST_SHARED_WORK:
+        work = np.cumsum(np.repeat(lengths, num_kv_heads))
+        bounds[1:1] = np.searchsorted(work, np.arange(1, cores) * (work[-1] / cores)).tolist()
     run_parts(_attend_items, bounds, *arrays)
     return out
