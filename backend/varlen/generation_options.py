@@ -92,7 +92,13 @@ _ONLY_SEARCH = (
     "suppress_tokens",
     "begin_suppress_tokens",
 )
-_NO_SEARCH = ("stop", "logprobs", "presence_penalty", "frequency_penalty")
+_NO_SEARCH = (
+    "include_stop_str_in_output",
+    "stop",
+    "logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _ONLY_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 # Parameters of vLLM's clients that are not served, each with the only value that asks for nothing.
@@ -265,7 +271,7 @@ class GenerationOptions:
                     refuse(name, value, json.dumps(wanted) + _HINTS.get(name, ""))
             else:
                 values[name] = _value(name, value)
-        options = cls(**{**defaults, **values})
+        options = cls(**{**_fitting_defaults(defaults, values), **values})
         if options.num_beams == 1:
             given_beams = tuple(name for name in _ONLY_BEAMS if name in values)
             _check_defaults(options, given_beams, "without num_beams above 1")
@@ -280,6 +286,21 @@ _NAMES = frozenset(
     }
 )
 _DEFAULTS = MappingProxyType({field.name: field.default for field in fields(GenerationOptions)})
+
+
+def _fitting_defaults(
+    defaults: Mapping[str, object], values: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the defaults of a model that go with what a request asks for."""
+    fitting = dict(defaults)
+    for name, limit in (("min_tokens", "max_tokens"), ("n", "num_beams")):
+        default, most = defaults.get(name), values.get(limit)
+        if isinstance(default, int) and isinstance(most, int):
+            fitting[name] = min(default, most)
+    if values.get("do_sample") is True:
+        # a random choice has vLLM's default
+        fitting.pop("temperature", None)
+    return fitting
 
 
 def _value(name: str, value: object) -> object:

@@ -18,6 +18,7 @@ from varlen.decoding.choice import TokenChoice
 from varlen.decoding.structured import Grammars
 from varlen.decoding.writer import TextWriter
 from varlen.engine import Engine
+from varlen.errors import RequestError
 from varlen.execution.device import choose_device, name_of
 from varlen.execution.executor import ThreadExecutor
 from varlen.execution.step_runner import StepRunner
@@ -165,13 +166,16 @@ class GenerationService:
         """Return the checked options of a request, given by name.
 
         Raises:
-            RequestError: see `GenerationOptions.from_parameters`.
+            RequestError: see `GenerationOptions.from_parameters`; or a forced token is none of the model.
         """
-        defaults = dict(self.defaults)
-        if parameters.get("do_sample"):
-            # a random choice has vLLM's default
-            defaults.pop("temperature", None)
-        options = GenerationOptions.from_parameters(parameters, defaults)
+        options = GenerationOptions.from_parameters(parameters, self.defaults)
+        vocab_size = self.checkpoint.target_vocab_size
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            token_id = getattr(options, name)
+            if token_id is not None and token_id >= vocab_size:
+                raise RequestError(
+                    f"{name} is {token_id}; this model generates 0 to {vocab_size - 1}"
+                )
         if self.checkpoint.translate is not None:
             options.check_search()
         return options

@@ -292,8 +292,20 @@ def test_defaults_of_a_model_hold_where_the_request_says_nothing():
     assert GenerationOptions.from_parameters({}, defaults).length_penalty == 0.5
     assert GenerationOptions.from_parameters({"num_beams": None}, defaults).num_beams == 4
     # what needs beams is without effect, unless the request itself asks for it
-    greedy = GenerationOptions.from_parameters({"num_beams": 1, "n": 1, "temperature": 0}, defaults)
+    greedy = GenerationOptions.from_parameters({"num_beams": 1, "temperature": 0}, defaults)
     assert not greedy.is_search
+    assert greedy.n == 1
+
+
+def test_defaults_of_a_model_contradict_no_request():
+    defaults = {"num_beams": 4, "n": 4, "min_tokens": 56, "max_tokens": 142, "temperature": 0.0}
+
+    short = GenerationOptions.from_parameters({"max_tokens": 20, "num_beams": 2}, defaults)
+    assert (short.min_tokens, short.n) == (20, 2)
+    assert GenerationOptions.from_parameters({"do_sample": True}, defaults).temperature == 1
+    assert GenerationOptions.from_parameters({"do_sample": "false"}, defaults).temperature == 0
+    with refused("min_tokens is 30; allowed: up to max_tokens, 20"):
+        GenerationOptions.from_parameters({"max_tokens": 20, "min_tokens": 30}, defaults)
 
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import TypeAlias
 
-from varlen.decoding.token_edits import TokenEditor, TokenHistory
+from varlen.decoding.token_edits import TokenEditor
 from varlen.generation_options import GenerationOptions
 
 # Score, index of the parent, and token. The score is the sum of log probabilities.
@@ -32,13 +32,11 @@ class Beam:
         parent: the beam without the last token; None before the first token.
         token: the last token; -1 before the first.
         score: sum of log probabilities, with the changes that edits make.
-        history: what edits need of the tokens.
     """
 
     parent: Beam | None
     token: int
     score: float
-    history: TokenHistory
 
     def token_ids(self) -> tuple[int, ...]:
         """Return the generated tokens."""
@@ -63,6 +61,7 @@ class BeamGroup:
 
     Attributes:
         beams: the live ones, the best first; none once the search has ended.
+        histories: what edits need of the tokens of each live beam.
         parents: of each live beam, the index of its parent among the live beams before the last step.
         answers: the best first, at most `width`.
     """
@@ -85,7 +84,9 @@ class BeamGroup:
         self._num_generated = 0
         # a single beam ends with its first answer, as greedy search does
         self._stops_when_full = options.early_stopping is True or options.num_beams == 1
-        self.beams = [Beam(None, -1, 0.0, editor.start)]
+        self.beams = [Beam(None, -1, 0.0)]
+        # apart from beams: these keep their ancestors, whose histories are not read again
+        self.histories = [editor.start]
         self.parents: list[int] = []
         self.answers: list[Hypothesis] = []
 
@@ -111,20 +112,17 @@ class BeamGroup:
         if ended:
             divisor = self._length_penalty(self._num_generated)
             for score, parent, token in ended:
-                beam = beams[parent]
-                self.answers.append(
-                    Hypothesis(Beam(beam, token, score, beam.history), score / divisor)
-                )
+                beam = Beam(beams[parent], token, score)
+                self.answers.append(Hypothesis(beam, score / divisor))
             # stable: the earlier answer comes first among equal ones
             self.answers.sort(key=attrgetter("score"), reverse=True)
             del self.answers[width:]
         self.parents = [parent for _, parent, _ in live]
-        self.beams = [
-            Beam(beams[parent], token, score, extend(beams[parent].history, token))
-            for score, parent, token in live
-        ]
+        histories = self.histories
+        self.histories = [extend(histories[parent], token) for _, parent, token in live]
+        self.beams = [Beam(beams[parent], token, score) for score, parent, token in live]
         if is_last or self._is_final():
-            self.beams, self.parents = [], []
+            self.beams, self.histories, self.parents = [], [], []
         return [token for _, _, token in live]
 
     def _is_final(self) -> bool:

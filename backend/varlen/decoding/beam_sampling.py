@@ -3,8 +3,6 @@
 Limits are those of Hugging Face's `generate`: on each row, after the edits and before the score of its beam is added.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -61,36 +59,39 @@ def limited(scores: _Scores, options: GenerationOptions, *, keep: int) -> _Score
     return scores
 
 
-def draw(scores: _Scores, uniform: Sequence[float]) -> list[Candidate]:
+def normalized(scores: _Scores) -> _Scores:
+    """Return the scores of each row minus the log of the sum of their exponentials."""
+    peaks = scores.max(axis=1, keepdims=True)
+    sums = _weights(scores, peaks).sum(axis=1, keepdims=True)
+    # a row without tokens stays as it is
+    sums[sums == 0] = 1
+    logs: _Scores = np.where(np.isneginf(peaks), 0, peaks) + np.log(sums)
+    return scores - logs
+
+
+def draw(scores: _Scores, uniform: npt.NDArray[np.float64], count: int) -> list[Candidate]:
     """Return distinct entries, in the order in which they are drawn.
 
-    Each one is drawn from those that are left, with a probability proportional to the exponential of its score.
+    Each one is drawn from those that are left, with a probability proportional to the exponential of its score: the
+    entries with the largest sums of score and Gumbel noise are such draws (Vieira 2014, "Gumbel-max trick and weighted
+    reservoir sampling").
 
     Args:
         scores: `[rows, vocabulary]` fp64.
-        uniform: a random number from 0 to below 1 for each draw; draws stop when no entry is left.
+        uniform: `[rows * vocabulary]`, random numbers from 0 to below 1.
+        count: number of entries; fewer are drawn if there are fewer above -inf.
     """
-    weights = _weights(scores, float(scores.max()))
-    totals = weights.sum(axis=1)
-    drawn: list[Candidate] = []
-    for number in uniform:
-        row, rest = _find(totals, number * totals.sum())
-        token, _ = _find(weights[row], rest)
-        if weights[row, token] == 0:
-            break
-        drawn.append((float(scores[row, token]), row, token))
-        weights[row, token] = 0
-        totals[row] = weights[row].sum()
-    return drawn
-
-
-def _find(weights: _Scores, target: float) -> tuple[int, float]:
-    """Return the index at which the cumulative weight exceeds `target`, and the rest of it."""
-    ends = np.cumsum(weights)
-    # rounding may put the target at the end, where weights may be 0
-    last = int(np.searchsorted(ends, ends[-1]))
-    index = min(int(np.searchsorted(ends, target, side="right")), last)
-    return index, target - (float(ends[index - 1]) if index else 0.0)
+    # exponential waiting times, never 0, and their negative logarithms
+    noise = -np.log(np.maximum(-np.log1p(-uniform), 2.0**-54))
+    flat = scores.ravel()
+    keys = flat + noise
+    count = min(count, int(np.isfinite(flat).sum()))
+    if not count:
+        return []
+    best = np.argpartition(-keys, count - 1)[:count]
+    best = best[np.argsort(-keys[best], kind="stable")]
+    rows, tokens = np.divmod(best, scores.shape[1])
+    return list(zip(flat[best].tolist(), rows.tolist(), tokens.tolist(), strict=True))
 
 
 def _weights(scores: _Scores, peak: _Scores | float) -> _Scores:

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.decoding.beam_group import Beam, BeamGroup, Candidate, by_score
-from varlen.decoding.beam_sampling import draw, edited, limited
-from varlen.decoding.random_numbers import random_key, uniform_numbers
-from varlen.decoding.token_edits import TokenEditor, TokenEdits, TokenRules
+from varlen.decoding.beam_sampling import draw, edited, limited, normalized
+from varlen.decoding.random_numbers import random_key, uniform_range
+from varlen.decoding.token_edits import TokenEditor, TokenEdits, TokenHistory, TokenRules
 from varlen.generation_options import GenerationOptions
 from varlen.request import Float32Array
 from varlen.sequence import BeamAnswer, BeamStep
@@ -63,6 +63,7 @@ class BeamSearch:
         ]
         # before the first step all groups continue the same row
         self._beams: list[Beam] = self._groups[0].beams
+        self._histories: list[TokenHistory] = self._groups[0].histories
         self._first_rows = [0] * len(self._groups)
         self._num_generated = 0
         if options.do_sample:
@@ -89,11 +90,6 @@ class BeamSearch:
         return len(self._beams)
 
     @property
-    def num_generated(self) -> int:
-        """Number of tokens of each live beam."""
-        return self._num_generated
-
-    @property
     def forced(self) -> int | None:
         """The only token that may come next, for `advance_forced`; None if there is a choice."""
         return self._editor.forced(self._num_generated)
@@ -104,7 +100,7 @@ class BeamSearch:
 
     def edits(self) -> TokenEdits | None:
         """Return the edits of the next log probabilities; None if there are none."""
-        return self._editor.edits([beam.history for beam in self._beams], self._num_generated)
+        return self._editor.edits(self._histories, self._num_generated)
 
     def advance(self, tokens: npt.NDArray[np.int32], logprobs: Float32Array) -> BeamStep:
         """Choose the next tokens out of the best ones of each row.
@@ -126,7 +122,7 @@ class BeamSearch:
         assert self.forced is not None
         return self._advance([[(self.forced, 0.0)]] * self.num_rows)
 
-    def advance_sampled(self, logprobs: Float32Array) -> BeamStep:
+    def advance_sampled(self, logprobs: Float32Array, *, renormalizes: bool = False) -> BeamStep:
         """Choose the next tokens at random: beam sampling, where `is_sampled`.
 
         Candidates are drawn without replacement, each with a probability proportional to the exponential of its score.
@@ -134,15 +130,17 @@ class BeamSearch:
 
         Args:
             logprobs: `[num_rows, vocab_size]` fp32, log probabilities without the edits.
+            renormalizes: whether those of each row are normalized again after edits and limits.
         """
         options, num_ends = self._options, len(self._end_ids)
         scores = edited(logprobs, self.edits())
         scores = limited(scores, options, keep=max(2, 1 + num_ends))
+        if renormalizes:
+            scores = normalized(scores)
         scores += np.array([beam.score for beam in self._beams])[:, None]
         count = max(2, 1 + num_ends) * options.num_beams
-        first = self._num_generated * count
-        uniform = uniform_numbers([self._key] * count, range(first, first + count))
-        drawn = draw(scores, uniform.tolist())
+        first = self._num_generated * options.num_beams * self._vocab_size
+        drawn = draw(scores, uniform_range(self._key, first, scores.size), count)
         self._groups[0].advance(
             drawn[: options.num_beams], sorted(drawn, key=by_score, reverse=True)
         )
@@ -191,11 +189,12 @@ class BeamSearch:
         """Return the new rows of all groups, or the answers."""
         self._num_generated += 1
         parents: list[int] = []
-        self._beams = []
+        self._beams, self._histories = [], []
         for index, group in enumerate(self._groups):
             parents += [self._first_rows[index] + parent for parent in group.parents]
             self._first_rows[index] = len(self._beams)
             self._beams += group.beams
+            self._histories += group.histories
         answers = None if self._beams else self._answers()
         return BeamStep(tuple(parents), tuple(beam.token for beam in self._beams), answers)
 

@@ -33,6 +33,13 @@ def uniform_numbers(keys: Sequence[int], positions: Sequence[int]) -> npt.NDArra
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
+def uniform_range(key: int, first: int, count: int) -> npt.NDArray[np.float64]:
+    """Return the numbers of `count` positions from `first` on, `[count]` fp64."""
+    counter = np.arange(first, first + count, dtype=np.uint64) * np.uint64(_GAMMA)
+    bits = _mix(np.array([key], dtype=np.uint64) + counter)
+    return (bits >> np.uint64(11)) * 2.0**-53
+
+
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return a hash of each value; arrays wrap around at 64 bits."""
     values = values + np.uint64(_GAMMA)

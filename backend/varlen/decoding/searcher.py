@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import torch
@@ -30,12 +32,19 @@ _SEARCH_FAILED = "the search for an answer failed; the server's log says why"
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _Part:
     """The rows of one search in a step: its live beams, in order."""
 
     search: BeamSearch
     begin: int
     end: int
+
+    @property
+    def kind(self) -> Literal["forced", "sampled", "best"]:
+        """How the search goes on."""
+        if self.search.forced is not None:
+            return "forced"
+        return "sampled" if self.search.is_sampled else "best"
 
 
 class Searcher:
@@ -65,24 +74,22 @@ class Searcher:
             logits: `[sequences, vocabulary]` fp32; overwritten.
             sequences: the beams of one search after those of another. One that has no search yet begins one.
         """
-        groups = list(self._groups(sequences))
-        steps: dict[int, BeamStep] = {}
-        chosen = []
-        for group in groups:
-            search, begin, end = group.search, group.begin, group.end
-            if search.forced is not None:
-                steps[begin] = _guarded(search.advance_forced)
-            elif search.is_sampled:
+        parts = list(self._parts(sequences))
+        # what may run out of memory comes first: a step that does is repeated, so no search may have gone on
+        steps = self._best_of_rows(logits, [part for part in parts if part.kind == "best"])
+        for part in parts:
+            if part.kind == "sampled":
                 # one search at a time: these need the whole rows on the host
-                rows = torch.log_softmax(logits[begin:end], dim=1).cpu().numpy()
-                steps[begin] = _guarded(partial(search.advance_sampled, rows))
-            else:
-                chosen.append(group)
-        if chosen:
-            steps |= self._choose(logits, chosen)
-        return [steps[group.begin] for group in groups for _ in range(group.begin, group.end)]
+                rows = torch.log_softmax(logits[part.begin : part.end], dim=1).cpu().numpy()
+                steps[part.begin] = partial(
+                    part.search.advance_sampled, rows, renormalizes=self._renormalizes
+                )
+            elif part.kind == "forced":
+                steps[part.begin] = part.search.advance_forced
+        chosen = {begin: _guarded(advance) for begin, advance in steps.items()}
+        return [chosen[part.begin] for part in parts for _ in range(part.begin, part.end)]
 
-    def _groups(self, sequences: Sequence[GeneratedSequence]) -> Iterator[_Rows]:
+    def _parts(self, sequences: Sequence[GeneratedSequence]) -> Iterator[_Part]:
         begin = 0
         while begin < len(sequences):
             sequence = sequences[begin]
@@ -95,25 +102,32 @@ class Searcher:
                     vocab_size=self._vocab_size,
                 )
             assert isinstance(search, BeamSearch)
-            yield _Rows(search, begin, begin + search.num_rows)
+            assert search.num_rows
+            yield _Part(search, begin, begin + search.num_rows)
             begin += search.num_rows
 
-    def _choose(self, logits: Tensor, groups: Sequence[_Rows]) -> dict[int, BeamStep]:
-        """Return the step of each group that reads its best tokens, by its first row."""
-        sizes = [group.end - group.begin for group in groups]
+    def _best_of_rows(
+        self, logits: Tensor, parts: Sequence[_Part]
+    ) -> dict[int, Callable[[], BeamStep]]:
+        """Return how each search goes on that reads its best tokens, by its first row."""
+        if not parts:
+            return {}
+        sizes = [part.end - part.begin for part in parts]
         if sum(sizes) < len(logits):
-            rows = np.concatenate([np.arange(group.begin, group.end) for group in groups])
+            rows = np.concatenate([np.arange(part.begin, part.end) for part in parts])
             logits = logits[torch.from_numpy(rows).to(self._device)]
         bounds = np.cumsum([0, *sizes]).tolist()
-        edits = _joined([group.search.edits() for group in groups], bounds)
-        width = max(group.search.width for group in groups)
+        edits = _joined([part.search.edits() for part in parts], bounds)
+        width = max(part.search.width for part in parts)
         tokens, logprobs = self._best(logits, edits, width)
-        steps = {}
-        for group, begin, end in zip(groups, bounds, bounds[1:], strict=False):
-            search = group.search
-            best = tokens[begin:end, : search.width], logprobs[begin:end, : search.width]
-            steps[group.begin] = _guarded(partial(search.advance, *best))
-        return steps
+        return {
+            part.begin: partial(
+                part.search.advance,
+                tokens[begin:end, : part.search.width],
+                logprobs[begin:end, : part.search.width],
+            )
+            for part, (begin, end) in zip(parts, pairwise(bounds), strict=True)
+        }
 
     def _best(
         self, logits: Tensor, edits: TokenEdits | None, width: int
@@ -131,7 +145,10 @@ class Searcher:
         tokens, logprobs = found.tokens.cpu().numpy(), found.scores.cpu().numpy()
         if edits is not None and raw is not None:
             best = logits.gather(1, found.tokens.long().clamp(min=0)).cpu().numpy()
-            logprobs = logprobs - log_of_rest(edits, raw, tokens, best, logprobs)[:, None]
+            rest = log_of_rest(edits, raw, tokens, best, logprobs)
+            for row in np.flatnonzero(np.isnan(rest)):
+                rest[row] = _exact_log_of_rest(logits[row], edits, raw, row)
+            logprobs = logprobs - rest[:, None]
         return tokens, logprobs
 
 
@@ -145,7 +162,7 @@ def log_of_rest(
     """Return the log of the sum of each row's probabilities after the edits, `[rows]`.
 
     It follows from the few numbers that are known, without another look at the logits. Where edits leave hardly
-    anything, or every known token is edited, it is 0: nothing is normalized.
+    anything, or every known token is edited, it is NaN.
 
     Args:
         edits: of all rows.
@@ -163,8 +180,24 @@ def log_of_rest(
     rest = np.ones(len(tokens))
     np.add.at(rest, edits.rows, after - np.exp(before))
     is_usable = is_known.any(1) & (rest > _LEAST_REST)
-    log_rest: Float32Array = np.log(np.where(is_usable, rest, 1)).astype(np.float32)
+    log_rest: Float32Array = np.log(np.where(is_usable, rest, np.nan)).astype(np.float32)
     return log_rest
+
+
+def _exact_log_of_rest(logits: Tensor, edits: TokenEdits, raw: Float32Array, row: int) -> float:
+    """Return `log_of_rest` of one row from all its logits, `[vocabulary]`."""
+    is_own = edits.rows == row
+    tokens, factors = torch.from_numpy(edits.tokens[is_own]).long(), edits.factors[is_own]
+    whole = logits.cpu().double()
+    # the op may have overwritten them
+    whole[tokens] = torch.from_numpy(raw[is_own]).double()
+    logprobs = whole.log_softmax(0)
+    is_banned = torch.from_numpy(np.isinf(factors))
+    edited = logprobs[tokens] * torch.from_numpy(np.where(np.isinf(factors), 1, factors))
+    logprobs[tokens] = edited.masked_fill(is_banned, -torch.inf)
+    rest = float(logprobs.logsumexp(0))
+    # nothing is left to normalize
+    return rest if rest > -np.inf else 0.0
 
 
 def _joined(edits: Sequence[TokenEdits | None], bounds: Sequence[int]) -> TokenEdits | None:

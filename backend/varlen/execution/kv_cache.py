@@ -42,7 +42,7 @@ def kv_size(
     heads: AttentionHeads,
     *,
     num_layers: int,
-    tokens_per_sequence: int,
+    lengths: Sequence[int],
     has_beams: bool,
 ) -> KvSize:
     """Return the size of the caches that the settings allow.
@@ -54,7 +54,7 @@ def kv_size(
         heads: of each layer.
         num_layers: number of layers.
         has_beams: whether most sequences are beams, which copy a block when they part.
-        tokens_per_sequence: most tokens of a sequence, its source text included.
+        lengths: of the longest sequence, and of the longest source text if there are any.
 
     Raises:
         ConfigError: `kv_bytes` allows no block, or the GPU cannot read blocks of this size.
@@ -73,7 +73,7 @@ def kv_size(
         raise ConfigError(
             f"kv_bytes allows {allowed} bytes; one block of {block_size} tokens needs {block_bytes}"
         )
-    useful = config.max_running_sequences * -(-tokens_per_sequence // block_size)
+    useful = config.max_running_sequences * sum(-(-length // block_size) for length in lengths)
     return KvSize(min(allowed // block_bytes, useful), block_size, block_bytes, dtype)
 
 

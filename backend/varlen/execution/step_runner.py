@@ -123,7 +123,7 @@ class StepRunner:
             model.attention_heads,
             num_layers=model.num_layers,
             # a source and its target
-            tokens_per_sequence=self.max_sequence_tokens * (2 if has_sources else 1),
+            lengths=[self.max_sequence_tokens] * (2 if has_sources else 1),
             has_beams=has_sources,
         )
         self.programs = record_steps(model, self.kv)
@@ -172,8 +172,9 @@ class StepRunner:
     def warm_up(self) -> None:
         """Run a prompt and a token, so that the first request runs at normal speed."""
         self._copy_blocks([(0, 0)])
+        # a token, and its block
         source: tuple[int, ...] = () if self._encoder is None else (0,)
-        block = source
+        source_block_ids = (0,) if source else ()
         prompt = Prompt(
             np.zeros(2, dtype=np.int32),
             source_ids=np.array(source, dtype=np.int32) if source else None,
@@ -187,7 +188,9 @@ class StepRunner:
                 # never answered
                 (sequence,) = RequestState(request, cast(Reply, None), 0.0).sequences
                 assert isinstance(sequence, GeneratedSequence)
-                chunk = Chunk(sequence, 0, (0,) * length, (0,), (sequence,), block, source)
+                chunk = Chunk(
+                    sequence, 0, (0,) * length, (0,), (sequence,), source_block_ids, source
+                )
                 shape = BatchShape.of([length])
                 self.run_batch(StepBatch((sequence,), shape, 0.0, "warm-up", (chunk,)))
 

@@ -60,7 +60,7 @@ def test_draws_without_replacement_have_their_exact_probabilities():
     rng = np.random.default_rng(0)
     found = {}
     for _ in range(NUM_DRAWS):
-        drawn = tuple((row, token) for _, row, token in draw(scores, rng.random(3).tolist()))
+        drawn = tuple((row, token) for _, row, token in draw(scores, rng.random(6), 3))
         found[drawn] = found.get(drawn, 0) + 1
 
     assert_frequencies(found, ordered_draws(entries, 3))
@@ -70,8 +70,8 @@ def test_draws_end_when_nothing_is_left():
     scores = np.array([[-np.inf, -1.0, -np.inf], [-np.inf, -np.inf, -np.inf]])
 
     for number in (0.0, 0.5, np.nextafter(1, 0)):
-        assert draw(scores, [number] * 4) == [(-1.0, 0, 1)]
-    assert draw(np.full((2, 3), -np.inf), [0.5]) == []
+        assert draw(scores, np.full(6, number), 4) == [(-1.0, 0, 1)]
+    assert draw(np.full((2, 3), -np.inf), np.full(6, 0.5), 1) == []
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,29 @@ def test_a_seed_gives_the_same_answers_again():
     assert answers(7) == answers(7)
     assert len({answers(seed) for seed in range(10)}) == 10
     assert len({answers(None) for _ in range(10)}) == 10
+
+
+def test_no_draw_is_lost_at_a_low_temperature():
+    # the weight of the second best is 0 in fp64
+    scores = np.array([[0.0, -900.0, -1800.0, -np.inf]])
+
+    drawn = draw(scores, np.random.default_rng(0).random(4), 3)
+
+    assert [token for _, _, token in drawn] == [0, 1, 2]
+
+
+def test_scores_are_normalized_after_the_limits_where_the_model_asks_for_it():
+    rules = TokenRules((3,), suppressed_ids=(0,))
+    logprobs = np.log([[0.9, 0.06, 0.03, 0.01]]).astype(np.float32)
+    options = {"num_beams": 2, "n": 2, "max_tokens": 1, "length_penalty": 0.0, "seed": 1}
+
+    step = search_of(4, rules, **options).advance_sampled(logprobs, renormalizes=True)
+
+    assert step.answers
+    for answer in step.answers:
+        [token] = answer.token_ids
+        expected = math.log({1: 0.6, 2: 0.3, 3: 0.1}[token])
+        assert answer.score == pytest.approx(expected, rel=1e-5)
 
 
 def test_banned_tokens_are_not_drawn():

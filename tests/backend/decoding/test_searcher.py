@@ -1,0 +1,89 @@
+"""The searches of one step: normalized scores, steps that are repeated, and failures of one search."""
+
+import numpy as np
+import pytest
+import torch
+
+from varlen.decoding.beam_search import BeamSearch
+from varlen.decoding.searcher import Searcher
+from varlen.decoding.token_edits import TokenRules
+
+from .sequences import sequences_of
+
+CPU = torch.device("cpu")
+VOCABULARY = 40
+END = 3
+
+
+def searcher_of(*, renormalizes=False, **rules):
+    return Searcher(VOCABULARY, TokenRules((END,), **rules), CPU, renormalizes=renormalizes)
+
+
+def logits_of(rows, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal((rows, VOCABULARY))).float()
+
+
+def states_of(sequences):
+    return [sequence.sampler_state.num_rows for sequence in sequences]
+
+
+@pytest.mark.parametrize("likely", [0.0, 5.0, 12.0, 30.0])
+def test_scores_are_normalized_again_however_likely_a_banned_token_is(likely):
+    searcher = searcher_of(renormalizes=True)
+    options = {"num_beams": 2, "n": 2, "min_tokens": 1, "max_tokens": 2, "length_penalty": 0.0}
+    logits = logits_of(1)
+    logits[0, END] = logits.max() + likely
+    rest = logits.clone()
+    rest[0, END] = -torch.inf
+    expected = rest.log_softmax(1).topk(2).values[0]
+
+    sequence = sequences_of(1, **options)[0]
+    searcher.advance(logits, [sequence])
+
+    scores = [beam.score for beam in sequence.sampler_state._beams]
+    torch.testing.assert_close(torch.tensor(scores), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_that_ran_out_of_memory_is_repeated_as_if_it_had_not_run(monkeypatch):
+    searcher = searcher_of()
+    forced = {"num_beams": 2, "max_tokens": 3, "forced_bos_token_id": 7}
+    last = {"num_beams": 2, "max_tokens": 1, "forced_eos_token_id": END}
+    drawn = {"num_beams": 2, "max_tokens": 3, "do_sample": True, "seed": 1}
+    rows = [forced, last, drawn, {"num_beams": 2, "max_tokens": 3}]
+    sequences = [sequences_of(1, **options)[0] for options in rows]
+    best = Searcher._best
+
+    def failing(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(Searcher, "_best", failing)
+    with pytest.raises(MemoryError):
+        searcher.advance(logits_of(4), sequences)
+    assert states_of(sequences) == [1, 1, 1, 1]
+
+    monkeypatch.setattr(Searcher, "_best", best)
+    steps = searcher.advance(logits_of(4), sequences)
+
+    alone = [sequences_of(1, **options)[0] for options in rows]
+    for row, sequence in enumerate(alone):
+        assert searcher_of().advance(logits_of(4)[row : row + 1], [sequence]) == [steps[row]]
+    assert steps[0].token_ids == (7,)
+    assert steps[1].answers[0].token_ids == (END,)
+
+
+def test_a_search_that_fails_ends_alone(monkeypatch):
+    searcher = searcher_of()
+    sequences = [sequences_of(1, num_beams=2, max_tokens=4, n=n)[0] for n in (1, 2)]
+    advance = BeamSearch.advance
+
+    def failing(self, *arguments):
+        if self is sequences[0].sampler_state:
+            raise ValueError("broken")
+        return advance(self, *arguments)
+
+    monkeypatch.setattr(BeamSearch, "advance", failing)
+    first, second = searcher.advance(logits_of(2), sequences)
+
+    assert "the search for an answer failed" in str(first.error)
+    assert second.error is None
+    assert len(second.token_ids) == 2
