@@ -1,4 +1,4 @@
-"""The searches of one step: normalized scores, steps that are repeated, and failures of one search."""
+"""The searches of one step: normalized scores, repeated steps, and failures of one search."""
 
 import numpy as np
 import pytest
