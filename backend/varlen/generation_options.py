@@ -295,7 +295,8 @@ def _fitting_defaults(
     fitting = dict(defaults)
     for name, limit in (("min_tokens", "max_tokens"), ("n", "num_beams")):
         default, most = defaults.get(name), values.get(limit)
-        if isinstance(default, int) and isinstance(most, int):
+        # a number that is not allowed is refused under its own name
+        if isinstance(default, int) and isinstance(most, int) and most >= 1:
             fitting[name] = min(default, most)
     if values.get("do_sample") is True:
         # a random choice has vLLM's default

@@ -306,6 +306,8 @@ def test_defaults_of_a_model_contradict_no_request():
     assert GenerationOptions.from_parameters({"do_sample": "false"}, defaults).temperature == 0
     with refused("min_tokens is 30; allowed: up to max_tokens, 20"):
         GenerationOptions.from_parameters({"max_tokens": 20, "min_tokens": 30}, defaults)
+    with refused("num_beams is 0; allowed: "):
+        GenerationOptions.from_parameters({"num_beams": 0}, defaults)
 
 
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
