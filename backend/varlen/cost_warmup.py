@@ -10,82 +10,96 @@ import os
 import statistics
 import time
 from pathlib import Path
+from typing import cast
 
 import numpy as np
-import torch
 
 from varlen.config import EngineConfig
-from varlen.costs.batch_shape import BatchLimits
+from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.costs.measurement import Measurement, measure
 from varlen.costs.model import CostModel
 from varlen.costs.store import CostKey, CostStore, StoredCosts
-from varlen.execution.fingerprint import checkpoint_hash, device_name, library_versions
-from varlen.execution.runner import Runner
+from varlen.errors import EngineError
+from varlen.execution.executor import ThreadExecutor
+from varlen.execution.model_info import ModelInfo
 from varlen.models.checkpoint import Checkpoint
-from varlen.request import DEFAULT_OPTIONS, Prompt
+from varlen.request import Int32Array, Prompt, Reply, Request
+from varlen.sequence import Batch, RequestState
 
 _log = logging.getLogger(__name__)
 
 # To be increased when other batches are measured, or the same in another way.
-_PLAN_VERSION = "4"
+_PLAN_VERSION = "5"
 # Models that load together measure one after another. Longest wait for the others, in units of `warmup_seconds`.
 _LONGEST_WAIT = 3
 # A larger spread means that other work keeps the machine busy; an idle machine has 1.1.
 _BUSY_SPREAD = 1.5
+# Larger batches than this are allowed, but a load should not wait for one.
+_WARM_UP_TOKENS = 16_384
 _SYSTEM_CACHE = Path("/var/cache")
 
 
-def costs_for(runner: Runner, checkpoint: Checkpoint, config: EngineConfig) -> CostModel:
+def costs_for(
+    info: ModelInfo, executor: ThreadExecutor, checkpoint: Checkpoint, config: EngineConfig
+) -> CostModel:
     """Return the cost model of a model: stored, measured, or assumed.
 
     If `warmup_seconds` is 0, costs are assumed, and nothing is read or written.
 
     Args:
-        runner: runs the model; nothing else may use it meanwhile.
+        info: of the model.
+        executor: runs the model; nothing else may use it meanwhile.
         checkpoint: the checkpoint of the model.
         config: its settings.
     """
     if not config.warmup_seconds:
         _log.info("warmup_seconds is 0; using assumed costs, which batches correct as they run")
-        return assumed_costs(runner, config)
+        return assumed_costs(info, config)
     try:
-        return measured_costs(runner, checkpoint, config).measurement.model(config.execution)
+        return measured_costs(info, executor, checkpoint, config).measurement.model(
+            config.execution
+        )
     except MemoryError:
         _log.warning("too little memory to measure costs; using assumed costs")
-        return assumed_costs(runner, config)
+        return assumed_costs(info, config)
 
 
-def assumed_costs(runner: Runner, config: EngineConfig) -> CostModel:
-    """Return typical costs of a small encoder on two cores or on a GPU."""
-    on_gpu = runner.device.type == "cuda"
+def assumed_costs(info: ModelInfo, config: EngineConfig) -> CostModel:
+    """Return typical costs of a small encoder on one core or on a GPU."""
+    on_gpu = info.device == "cuda"
 
     def seconds(count: int, length: int) -> float:
         tokens, squares = count * length, count * length**2
         if on_gpu:
             return 2e-3 + 4e-6 * max(tokens, 256) + 2e-9 * squares
-        return 1.5e-3 + 30e-6 * tokens + 20e-9 * squares
+        return 2e-3 + 150e-6 * tokens + 50e-9 * squares
 
     return CostModel.of_function(
         seconds,
         config.execution,
         max_sequences=config.max_batch_sequences,
-        max_length=runner.max_sequence_tokens,
+        max_length=info.max_sequence_tokens,
     )
 
 
 def measured_costs(
-    runner: Runner, checkpoint: Checkpoint, config: EngineConfig, *, again: bool = False
+    info: ModelInfo,
+    executor: ThreadExecutor,
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    *,
+    again: bool = False,
 ) -> StoredCosts:
     """Return the stored costs of a model, or measure and store them.
 
     Args:
-        runner, checkpoint, config: as for `costs_for`.
+        info, executor, checkpoint, config: as for `costs_for`.
         again: measure even if there are stored costs.
 
     Raises:
         MemoryError: there is too little memory for one sequence.
     """
-    key = cache_key_fields(runner, checkpoint, config)
+    key = cache_key_fields(info, checkpoint, config)
     store = CostStore(cache_folder(config.cache_folder))
     stored = None if again else _load(store, key, config)
     if stored is None:
@@ -93,7 +107,9 @@ def measured_costs(
             # while this one waited, another server may have measured the same
             stored = None if again else _load(store, key, config)
             if stored is None:
-                stored = StoredCosts.now(key, config.warmup_seconds, _measure(runner, config))
+                stored = StoredCosts.now(
+                    key, config.warmup_seconds, _measure(info, executor, config)
+                )
                 store.save(stored)
                 return stored
     _log.info(
@@ -102,23 +118,19 @@ def measured_costs(
     return stored
 
 
-def cache_key_fields(runner: Runner, checkpoint: Checkpoint, config: EngineConfig) -> CostKey:
+def cache_key_fields(info: ModelInfo, checkpoint: Checkpoint, config: EngineConfig) -> CostKey:
     """Return everything that decides costs, and which batches are measured."""
-    device = {"device": device_name(runner.device)}
-    if runner.device.type == "cpu":
-        device["threads"] = str(torch.get_num_threads())
     return {
-        "checkpoint": checkpoint_hash(checkpoint.folder),
         "model": _name(checkpoint),
-        "task": runner.task,
-        **device,
-        "dtype": str(runner.dtype).removeprefix("torch."),
+        "task": info.task,
+        "workers": str(info.workers),
+        "dtype": info.dtype,
         "execution": config.execution,
         "max_batch_sequences": str(config.max_batch_sequences),
-        "max_batch_tokens": str(runner.max_batch_tokens),
-        "max_sequence_tokens": str(runner.max_sequence_tokens),
-        "arena_bytes": str(runner.arena.capacity),
-        **library_versions(runner.device),
+        "max_batch_tokens": str(info.max_batch_tokens),
+        "max_sequence_tokens": str(info.max_sequence_tokens),
+        "arena_bytes": str(info.arena_bytes),
+        **info.cost_fields,
         "plan": _PLAN_VERSION,
     }
 
@@ -150,19 +162,44 @@ def _load(store: CostStore, key: CostKey, config: EngineConfig) -> StoredCosts |
     return stored
 
 
-def _measure(runner: Runner, config: EngineConfig) -> Measurement:
+def warm_up(info: ModelInfo, executor: ThreadExecutor) -> None:
+    """Run a full batch in every worker, so that the first request runs at normal speed."""
+    length = min(info.max_sequence_tokens, info.max_batch_tokens)
+    count = max(1, min(info.max_batch_tokens, _WARM_UP_TOKENS) // length)
+    _run_on_all(executor, [np.zeros(length, dtype=np.int32)] * count)
+
+
+def _run_on_all(executor: ThreadExecutor, rows: list[Int32Array]) -> None:
+    """Run a batch of token ids in every worker.
+
+    Raises:
+        MemoryError: a worker has too little memory.
+        EngineError: a worker failed.
+    """
+    request = Request(tuple(map(Prompt, rows)))
+    # never answered
+    sequences = RequestState(request, cast(Reply, None), 0.0).sequences
+    batch = Batch(sequences, BatchShape.of([len(row) for row in rows]), 0.0, "warm-up")
+    failures = [result.failure for result in executor.run_on_all(batch)]
+    if "memory" in failures:
+        raise MemoryError("too little memory for a batch")
+    if any(failures):
+        raise EngineError("the model failed on its first batches; the log says why")
+
+
+def _measure(info: ModelInfo, executor: ThreadExecutor, config: EngineConfig) -> Measurement:
     # a token's id does not change its cost
     numbers = np.random.default_rng(0)
-    ids = numbers.integers(0, runner.vocab_size, runner.max_batch_tokens, dtype=np.int32)
+    ids = numbers.integers(0, info.vocab_size, info.max_batch_tokens, dtype=np.int32)
 
     def run(lengths: list[int]) -> None:
-        runner.run([Prompt(ids[:length]) for length in lengths], [DEFAULT_OPTIONS] * len(lengths))
+        _run_on_all(executor, [ids[:length] for length in lengths])
 
-    limits = BatchLimits(config.max_batch_sequences, runner.max_batch_tokens, config.execution)
+    limits = BatchLimits(config.max_batch_sequences, info.max_batch_tokens, config.execution)
     measurement = measure(
         run,
         limits,
-        max_length=runner.max_sequence_tokens,
+        max_length=info.max_sequence_tokens,
         seconds=config.warmup_seconds,
         clock=time.perf_counter,
         report=_log.info,

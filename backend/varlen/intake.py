@@ -20,21 +20,6 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 IntegerArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
-class ArenaLimits(Protocol):
-    """The longest sequence that fits the arena.
-
-    Attributes:
-        max_tokens: longest sequence that fits, in tokens.
-        capacity: largest size of the arena, in bytes.
-    """
-
-    max_tokens: int
-    capacity: int
-
-    def bytes_needed(self, tokens: int) -> int:
-        """Return the arena bytes of one sequence of this length."""
-
-
 @dataclass(frozen=True, slots=True)
 class InputLimits:
     """Limits of one sequence.
@@ -43,14 +28,14 @@ class InputLimits:
         max_sequence_tokens: longest sequence, in tokens.
         max_text_bytes: longest text, in bytes of UTF-8; of a pair, each text.
         vocab_size, type_vocab_size: token ids and token type ids are below these.
-        arena: the memory that one sequence has to fit; None if a longer one runs in chunks.
+        max_arena_tokens: longest sequence that the arena has memory for; None if a longer one runs in chunks.
     """
 
     max_sequence_tokens: int
     max_text_bytes: int
     vocab_size: int
     type_vocab_size: int
-    arena: ArenaLimits | None = None
+    max_arena_tokens: int | None = None
 
 
 class ChatTemplate(Protocol):
@@ -185,11 +170,10 @@ class Intake:
         return Prompt(ids.astype(np.int32), None if types is None else types.astype(np.int32))
 
     def _check_arena(self, row: int, tokens: int) -> None:
-        arena = self._limits.arena
-        if arena is not None and tokens > arena.max_tokens:
+        most = self._limits.max_arena_tokens
+        if most is not None and tokens > most:
             raise RequestError(
-                f"row {row}: {tokens} tokens need {arena.bytes_needed(tokens)} bytes of memory to run; this model has"
-                f" {arena.capacity}, enough for {arena.max_tokens} tokens (arena_bytes)"
+                f"row {row}: {tokens} tokens; the memory of this model is enough for {most} (arena_bytes)"
             )
 
     def _check_ids(

@@ -82,6 +82,7 @@ class CountedMetric(Metric):
     BATCH_SECONDS = "varlen_batch_seconds", "HISTOGRAM", "Measured seconds per batch"
     BATCH_PREDICTED_SECONDS = "varlen_batch_predicted_seconds", "HISTOGRAM", "Predicted seconds per batch"
     SPLIT_BATCHES = "varlen_split_batches_total", "COUNTER", "Batches that ran out of memory and were run in parts"
+    WORKER_RESTARTS = "varlen_worker_restarts_total", "COUNTER", "Worker processes that ended and were started again"
     TIME_TO_FIRST_TOKEN = (
         "varlen_time_to_first_token_seconds", "HISTOGRAM",
         "Seconds from a request's arrival to the first token of each sequence",

@@ -37,6 +37,10 @@ class Prompt:
         return len(self.token_ids) + self.num_source_tokens
 
 
+# One token, which every vocabulary has.
+SHORTEST_PROMPT = Prompt(np.zeros(1, dtype=np.int32))
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """Checked options of a request, the same for all its prompts.

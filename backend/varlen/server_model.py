@@ -22,6 +22,7 @@ import triton_python_backend_utils as pb_utils
 from varlen import wire, wire_generate
 from varlen.config import ITERATIVE_TASKS, EngineConfig, Task
 from varlen.errors import EngineError, RequestError, VarlenError
+from varlen.memory.heap import return_large_memory
 from varlen.metrics import Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Request
@@ -38,7 +39,6 @@ from varlen.server_process import (
     MemoryTrimmer,
     check_numpy,
     log_to_server,
-    return_large_memory,
     start_exporter,
     start_watchdog,
 )
@@ -183,7 +183,7 @@ def _load_service(
         return GenerationService.load(folder, config, stats, gpu=gpu)
     from varlen.service import Service
 
-    return Service.load(folder, config, stats, gpu=gpu)
+    return Service.load(folder, config, stats, gpu=gpu, isolated=True)
 
 
 def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import subprocess
@@ -15,16 +14,12 @@ import triton_python_backend_utils as pb_utils
 
 from varlen.config import LogLevel
 from varlen.errors import ConfigError
+from varlen.memory.heap import trim_heap
 from varlen.metrics import Exporter, Metric, MetricsSnapshot, Series, Stats
 
 _log = logging.getLogger(__name__)
 
-# mallopt's parameter: blocks from this size on are mapped, and returned to the system when freed.
-_M_MMAP_THRESHOLD = -3
-# By default it grows to 32 MiB, and blocks that requests of random sizes free stay in the heap of each thread.
-_MAPPED_BYTES = 1 << 20
-# Seconds between two trims of the heap, which take a millisecond or two, and the CPU seconds without which a trim is
-# skipped.
+# Seconds between two trims of the heap, and the CPU seconds without which a trim is skipped.
 _TRIM_SECONDS = 1.0
 _TRIM_AFTER_SECONDS = 0.05
 
@@ -62,21 +57,10 @@ def check_numpy() -> None:
         )
 
 
-def return_large_memory() -> None:
-    """Have the C library return large freed blocks to the system at once."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-
-
 class MemoryTrimmer:
-    """A thread that returns free heap pages to the system while the process works.
-
-    Requests of random sizes leave gaps in the heap of every thread.
-    """
+    """A thread that returns free heap pages to the system while the process works."""
 
     def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._stop = Event()
         self._thread = Thread(target=self._loop, name="varlen-trimmer", daemon=True)
         self._thread.start()
@@ -88,9 +72,9 @@ class MemoryTrimmer:
 
     def _loop(self) -> None:
         trimmed_at = 0.0
-        while self._trim is not None and not self._stop.wait(_TRIM_SECONDS):
+        while not self._stop.wait(_TRIM_SECONDS):
             if time.process_time() - trimmed_at > _TRIM_AFTER_SECONDS:
-                self._trim(0)
+                trim_heap()
                 trimmed_at = time.process_time()
 
 

@@ -9,19 +9,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from varlen.config import EngineConfig, Task
-from varlen.cost_warmup import costs_for
+from varlen.cost_warmup import costs_for, warm_up
 from varlen.engine import Engine
-from varlen.execution.device import name_of
 from varlen.execution.executor import ThreadExecutor
-from varlen.execution.runner import Runner
+from varlen.execution.model_info import ModelInfo
+from varlen.execution.workers import Workers, load_workers
 from varlen.intake import InputLimits, Intake
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
-from varlen.request import DEFAULT_OPTIONS, Prompt, Reply, Request
+from varlen.request import Reply, Request
 from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
@@ -30,8 +27,6 @@ from varlen.tokenization import Tokenizer
 _log = logging.getLogger(__name__)
 
 _MEGABYTE = 1e6
-# Larger batches than this are allowed, but a load should not wait for one.
-_WARM_UP_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +40,8 @@ class Service:
         admission: counts waiting work.
         engine: schedules requests; started.
         executor: runs batches.
-        runner: the model that the engine owns.
+        workers: what the executor runs them with.
+        info: what is known of the model.
         cache: the response cache in front of the engine, if it is on.
     """
 
@@ -55,12 +51,19 @@ class Service:
     admission: Admission
     engine: Engine
     executor: ThreadExecutor
-    runner: Runner
+    workers: Workers
+    info: ModelInfo
     cache: ResponseCache | None = None
 
     @classmethod
     def load(
-        cls, folder: str | Path, config: EngineConfig, stats: Stats, *, gpu: int = 0
+        cls,
+        folder: str | Path,
+        config: EngineConfig,
+        stats: Stats,
+        *,
+        gpu: int = 0,
+        isolated: bool = False,
     ) -> "Service":
         """Return the model of a checkpoint folder, warmed up.
 
@@ -69,49 +72,50 @@ class Service:
             config: the settings.
             stats: gets the counts of the engine.
             gpu: number of the GPU, if the model runs on one.
+            isolated: whether workers on a CPU are processes, whose faults stay theirs, instead of threads.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.
             ConfigError: a setting does not fit the checkpoint.
         """
         began = time.monotonic()
-        if config.threads:
-            torch.set_num_threads(config.threads)
         checkpoint = Checkpoint.open(folder)
-        runner = Runner(checkpoint, config, gpu=gpu)
-        _warm_up(runner)
+        workers = load_workers(checkpoint, config, stats, gpu=gpu, isolated=isolated)
+        info = workers.info
+        executor = ThreadExecutor(workers.runners, workers.prepare)
+        warm_up(info, executor)
         limits = InputLimits(
-            max_sequence_tokens=runner.max_sequence_tokens,
+            max_sequence_tokens=info.max_sequence_tokens,
             max_text_bytes=config.max_text_bytes,
-            vocab_size=runner.vocab_size,
-            type_vocab_size=runner.type_vocab_size,
-            arena=runner.arena,
+            vocab_size=info.vocab_size,
+            type_vocab_size=info.type_vocab_size,
+            max_arena_tokens=info.max_batch_tokens,
         )
-        prompt = checkpoint.default_prompt if runner.task == "embed" else ""
-        tokenizer = Tokenizer(checkpoint.folder, runner.max_sequence_tokens, prompt=prompt)
+        prompt = checkpoint.default_prompt if info.task == "embed" else ""
+        tokenizer = Tokenizer(checkpoint.folder, info.max_sequence_tokens, prompt=prompt)
         intake = Intake(tokenizer, limits)
-        executor = ThreadExecutor([runner])
         admission = Admission(
             config.max_queued_requests, config.max_queued_tokens, slots=executor.slots
         )
-        costs = costs_for(runner, checkpoint, config)
-        scheduler = OneShotScheduler(config, costs, admission, runner.max_batch_tokens)
+        costs = costs_for(info, executor, checkpoint, config)
+        scheduler = OneShotScheduler(config, costs, admission, info.max_batch_tokens)
         engine = Engine(scheduler, executor, stats)
         engine.start()
         _log.info(
-            "serving %s in %s on %s, sequences up to %d tokens, batches up to %d; arena up to %.1f MB, weights %.1f MB;"
-            " loaded in %.1f s",
-            runner.task,
-            str(runner.dtype).removeprefix("torch."),
-            name_of(runner.device),
-            runner.max_sequence_tokens,
-            runner.max_batch_tokens,
-            runner.arena.capacity / _MEGABYTE,
-            runner.weight_bytes / _MEGABYTE,
+            "serving %s in %s on %s, %d workers, sequences up to %d tokens, batches up to %d;"
+            " arena up to %.1f MB a worker, weights %.1f MB; loaded in %.1f s",
+            info.task,
+            info.dtype,
+            info.device_name,
+            info.workers,
+            info.max_sequence_tokens,
+            info.max_batch_tokens,
+            info.arena_bytes / _MEGABYTE,
+            info.weight_bytes / _MEGABYTE,
             time.monotonic() - began,
         )
-        cache = _response_cache(config, engine, runner)
-        return cls(checkpoint, runner.task, intake, admission, engine, executor, runner, cache)
+        cache = _response_cache(config, engine, info)
+        return cls(checkpoint, info.task, intake, admission, engine, executor, workers, info, cache)
 
     @property
     def is_ready(self) -> bool:
@@ -129,21 +133,20 @@ class Service:
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of all gauges and totals. From any thread."""
         requests, tokens = self.admission.depth
-        arena = self.runner.arena
-        layout, use = arena.layout, arena.use()
+        info, use = self.info, self.workers.use()
         cache = self.cache.use() if self.cache else CacheUse()
         return {
             SnapshotMetric.QUEUED_REQUESTS: requests,
             SnapshotMetric.QUEUED_TOKENS: tokens,
-            SnapshotMetric.WEIGHT_BYTES: self.runner.weight_bytes,
-            SnapshotMetric.ARENA_CAPACITY: arena.capacity,
+            SnapshotMetric.WEIGHT_BYTES: info.weight_bytes,
+            SnapshotMetric.ARENA_CAPACITY: info.workers * info.arena_bytes,
             SnapshotMetric.ARENA_RESERVED: use.reserved_bytes,
             SnapshotMetric.ARENA_CHUNKS: use.chunks,
             SnapshotMetric.ARENA_FOOTPRINT: use.footprint_bytes,
             SnapshotMetric.ARENA_PEAK_LIVE: use.peak_live_bytes,
-            SnapshotMetric.PLAN_SECONDS: layout.plan_seconds,
-            SnapshotMetric.PLAN_CACHE_HITS: layout.plan_hits,
-            SnapshotMetric.PLAN_CACHE_MISSES: layout.plan_misses,
+            SnapshotMetric.PLAN_SECONDS: use.plan_seconds,
+            SnapshotMetric.PLAN_CACHE_HITS: use.plan_hits,
+            SnapshotMetric.PLAN_CACHE_MISSES: use.plan_misses,
             SnapshotMetric.CACHE_BYTES: cache.held_bytes,
             SnapshotMetric.CACHE_ENTRIES: cache.entries,
             SnapshotMetric.CACHE_HITS: cache.hits,
@@ -156,14 +159,14 @@ class Service:
         """Run what is queued, then stop."""
         self.engine.close()
         self.executor.close()
-        self.runner.close()
+        self.workers.close()
 
 
-def _response_cache(config: EngineConfig, engine: Engine, runner: Runner) -> ResponseCache | None:
+def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> ResponseCache | None:
     if not config.response_cache_bytes:
         return None
     joins = JoinLimits(
-        max_flight_tokens=runner.max_batch_tokens,
+        max_flight_tokens=info.max_batch_tokens,
         max_requests=config.max_queued_requests,
         max_tokens=config.max_queued_tokens,
     )
@@ -174,11 +177,3 @@ def _response_cache(config: EngineConfig, engine: Engine, runner: Runner) -> Res
         max_bytes=config.response_cache_bytes,
         max_seconds=config.response_cache_seconds or math.inf,
     )
-
-
-def _warm_up(runner: Runner) -> None:
-    """Run a full batch, so that the first request runs at normal speed."""
-    length = min(runner.max_sequence_tokens, runner.max_batch_tokens)
-    longest = Prompt(np.zeros(length, dtype=np.int32))
-    count = max(1, min(runner.max_batch_tokens, _WARM_UP_TOKENS) // length)
-    runner.run([longest] * count, [DEFAULT_OPTIONS] * count)

@@ -1,8 +1,10 @@
 """The device and the dtype that a model gets on this machine."""
 
+import math
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock, Thread
 
 import torch
 
@@ -11,6 +13,10 @@ from varlen.errors import ConfigError
 
 # Memory limit of a container; "max" if there is none.
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+# Microseconds of all cores that a container may use, and the period in microseconds; "max 100000" without a limit.
+_CGROUP_CORES = Path("/sys/fs/cgroup/cpu.max")
+
+_setting_cores = Lock()
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -70,6 +76,29 @@ def memory_of(device: torch.device) -> int:
     except (OSError, ValueError):
         # no container, or one without a limit
         return installed
+
+
+def usable_cores() -> int:
+    """Return the number of cores: those that torch uses, or the container's limit."""
+    cores = torch.get_num_threads()
+    try:
+        quota, period = map(int, _CGROUP_CORES.read_text().split())
+    except (OSError, ValueError):
+        # no container, or one without a limit
+        return cores
+    return max(1, min(cores, math.ceil(quota / period)))
+
+
+def use_one_core() -> None:
+    """Have torch use one core in this thread; in others the number stays."""
+    with _setting_cores:
+        # torch applies its default when a thread first asks, even over the thread's own setting: so ask, then set
+        cores = torch.get_num_threads()
+        torch.set_num_threads(1)
+        # the last setting is also the default of later threads, so another thread restores it
+        restore = Thread(target=torch.set_num_threads, args=(cores,))
+        restore.start()
+        restore.join()
 
 
 def name_of(device: torch.device) -> str:

@@ -36,8 +36,17 @@ class ThreadExecutor:
         slots: batches that may be in flight: one thread and one runner each.
     """
 
-    def __init__(self, runners: Sequence[BatchRunner]) -> None:
+    def __init__(
+        self, runners: Sequence[BatchRunner], prepare: Callable[[], None] | None = None
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            runners: one per thread.
+            prepare: each thread calls it first.
+        """
         self.slots = len(runners)
+        self._prepare = prepare
         self._queue: SimpleQueue[tuple[Batch, Completed] | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._loop, args=(runner,), name=f"varlen-executor-{slot}", daemon=True)
@@ -50,6 +59,13 @@ class ThreadExecutor:
         """Start a batch. A thread of this executor calls `completed` once with the result."""
         self._queue.put((batch, completed))
 
+    def run_on_all(self, batch: Batch) -> list[BatchResult]:
+        """Run a batch once per slot, all at the same time, and return the results."""
+        results: SimpleQueue[BatchResult] = SimpleQueue()
+        for _ in range(self.slots):
+            self.start(batch, lambda _, result: results.put(result))
+        return [results.get() for _ in range(self.slots)]
+
     def close(self) -> None:
         """Run what was started and stop the threads."""
         for _ in self._threads:
@@ -58,6 +74,8 @@ class ThreadExecutor:
             thread.join()
 
     def _loop(self, runner: BatchRunner) -> None:
+        if self._prepare is not None:
+            self._prepare()
         while (work := self._queue.get()) is not None:
             batch, completed = work
             completed(batch, _run(runner, batch))

@@ -19,6 +19,7 @@ import varlen.memory
 import varlen.models
 import varlen.program
 import varlen_kernels
+from varlen.models.checkpoint import Checkpoint
 from varlen.models.weights import shards
 
 # Our own packages that run a batch, and the files of theirs that count.
@@ -26,6 +27,19 @@ _PACKAGES = (varlen.models, varlen.program, varlen.execution, varlen.memory, var
 _CODE = (".py", ".json")
 # A safetensors file begins with the length of its header, a little-endian number of this many bytes.
 _LENGTH_BYTES = 8
+
+
+def cost_fields(checkpoint: Checkpoint, device: torch.device) -> Mapping[str, str]:
+    """Return what decides the run time of a batch beside settings, by name.
+
+    Raises:
+        CheckpointError, OSError: see `checkpoint_hash`.
+    """
+    return {
+        "checkpoint": checkpoint_hash(checkpoint.folder),
+        "device": device_name(device),
+        **library_versions(device),
+    }
 
 
 def checkpoint_hash(folder: Path) -> str:

@@ -1,6 +1,7 @@
 """A loaded model: prompts in, one fp32 array per prompt out."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +12,9 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.cpu import CpuRunner
 from varlen.execution.cuda import CudaRunner
-from varlen.execution.device import choose_device, choose_dtype, memory_of
+from varlen.execution.device import choose_device, choose_dtype, memory_of, name_of
+from varlen.execution.fingerprint import cost_fields
+from varlen.execution.model_info import ModelInfo, WorkerUse
 from varlen.execution.packing import largest_dims
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
@@ -21,7 +24,13 @@ from varlen.models.heads import record_head
 from varlen.models.registry import load_encoder
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
-from varlen.request import DEFAULT_OPTIONS, Float32Array, Prompt, RequestOptions
+from varlen.request import (
+    DEFAULT_OPTIONS,
+    SHORTEST_PROMPT,
+    Float32Array,
+    Prompt,
+    RequestOptions,
+)
 from varlen.sequence import Batch
 from varlen_kernels.dispatch import kernels_for
 
@@ -35,22 +44,18 @@ class DeviceRunner(Protocol):
         """Return the answer of each sequence; see `Runner.run`."""
 
     def close(self) -> None:
-        """Release threads and device memory."""
+        """Release device memory."""
 
 
 class Runner:
     """Runs batches of one model on one device. Not for two threads at once.
 
+    On a CPU it uses the cores that torch gives its thread; workers give it one.
+
     Attributes:
-        task: the task of the model.
+        info: what the engine knows of the model.
         device: device of its weights and batches.
-        dtype: data type of weights and activations.
-        vocab_size, type_vocab_size: ids below these are valid.
-        max_sequence_tokens: longest sequence, in tokens.
-        max_batch_tokens: largest batch, in tokens.
-        weight_bytes: memory of the weights, in bytes.
         program: the recorded forward pass.
-        is_padded: whether sequences are padded to the longest of their batch, for comparison.
         arena: memory of the intermediates.
         device_runner: runs the program.
     """
@@ -62,6 +67,7 @@ class Runner:
         *,
         gpu: int = 0,
         kernels: object | None = None,
+        workers: int = 1,
     ) -> None:
         """Load the weights and record the forward pass; on a GPU, capture every bucket.
 
@@ -70,35 +76,48 @@ class Runner:
             config: the settings.
             gpu: number of the GPU, if the model runs on one.
             kernels: a module with the functions that ops name; None selects the device's own.
+            workers: number of runners of the model, which share `arena_bytes`.
 
         Raises:
             CheckpointError: the checkpoint is incomplete, or lacks the head of the task.
             ConfigError: a limit does not fit the checkpoint, or the device is absent.
         """
-        self.task: Task = config.task or checkpoint.task
-        checkpoint.check_task(self.task)
-        self.max_sequence_tokens = sequence_limit(checkpoint, config)
+        task: Task = config.task or checkpoint.task
+        checkpoint.check_task(task)
+        longest = sequence_limit(checkpoint, config)
         self.device = choose_device(config.device, gpu)
-        self.dtype = choose_dtype(config.dtype, self.device)
-        encoder = load_encoder(checkpoint, self.dtype, self.device)
-        self.vocab_size = encoder.vocab_size
-        self.type_vocab_size = encoder.type_vocab_size
+        dtype = choose_dtype(config.dtype, self.device)
+        encoder = load_encoder(checkpoint, dtype, self.device)
         ops = Recorder()
         hidden = encoder.record(ops)
-        output = record_head(ops, self.task, encoder.heads, hidden, checkpoint.pooling)
+        output = record_head(ops, task, encoder.heads, hidden, checkpoint.pooling)
         self.program: Program = ops.finish(output)
-        self.weight_bytes = self.program.weight_bytes
-        self.arena = _make_arena(self.program, config, self.device)
-        self.max_batch_tokens = self.arena.max_tokens
-        self.is_padded = config.execution == "padded"
-        kernels = kernels or kernels_for(self.device)
-        self.device_runner: DeviceRunner
-        if self.device.type == "cuda":
-            self.device_runner = CudaRunner(self.program, kernels, self.arena)
-        else:
-            self.device_runner = CpuRunner(
-                self.program, kernels, self.arena, checkpoint.hidden_size
-            )
+        self._config = config
+        self.arena = _make_arena(self.program, config, self.device, workers)
+        self._kernels = kernels or kernels_for(self.device)
+        self.device_runner: DeviceRunner = self._make_device_runner()
+        self.info = ModelInfo(
+            task,
+            self.device.type,
+            name_of(self.device),
+            str(dtype).removeprefix("torch."),
+            encoder.vocab_size,
+            encoder.type_vocab_size,
+            longest,
+            self.arena.max_tokens,
+            self.program.weight_bytes,
+            self.arena.capacity,
+            config.execution == "padded",
+            workers,
+            cost_fields(checkpoint, self.device),
+        )
+
+    def another(self) -> "Runner":
+        """Return a runner of the same model on the same CPU, with an arena of its own."""
+        other = copy(self)
+        other.arena = _make_arena(self.program, self._config, self.device, self.info.workers)
+        other.device_runner = other._make_device_runner()
+        return other
 
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
@@ -118,7 +137,7 @@ class Runner:
             MemoryError: too little memory for what the batch needs beside the arena.
         """
         count = len(prompts)
-        if self.is_padded:
+        if self.info.is_padded:
             padding = _padding(prompts)
             prompts = [*prompts, *padding]
             options = [*options, *(DEFAULT_OPTIONS for _ in padding)]
@@ -132,15 +151,32 @@ class Runner:
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
-        return shape.sequences * shape.longest - shape.tokens if self.is_padded else 0
+        return self.info.padding_tokens(shape)
+
+    def use(self) -> WorkerUse:
+        """Return the memory use. From any thread."""
+        use, layout = self.arena.use(), self.arena.layout
+        return WorkerUse(
+            use.reserved_bytes,
+            use.footprint_bytes,
+            use.peak_live_bytes,
+            use.chunks,
+            layout.plan_seconds,
+            layout.plan_hits,
+            layout.plan_misses,
+        )
 
     def check(self) -> None:
         """Run one sequence of one token; raise whatever it raises."""
-        self.run([Prompt(np.zeros(1, dtype=np.int32))], [DEFAULT_OPTIONS])
+        self.run([SHORTEST_PROMPT], [DEFAULT_OPTIONS])
 
     def close(self) -> None:
-        """Release threads and device memory."""
+        """Release device memory."""
         self.device_runner.close()
+
+    def _make_device_runner(self) -> DeviceRunner:
+        make = CudaRunner if self.device.type == "cuda" else CpuRunner
+        return make(self.program, self._kernels, self.arena)
 
 
 def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -169,19 +205,21 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
     return limit
 
 
-def _make_arena(program: Program, config: EngineConfig, device: torch.device) -> Arena:
-    """Return an arena for the largest batch that the settings allow.
+def _make_arena(
+    program: Program, config: EngineConfig, device: torch.device, workers: int
+) -> Arena:
+    """Return an arena for the largest batch that the settings allow each worker.
 
     Raises:
         ConfigError: the arena cannot hold one token, or the device has too little memory.
     """
     layout = Layout(program.buffers, alignment_of(device))
-    allowed = config.arena_limit(memory_of(device))
+    allowed = config.arena_limit(memory_of(device)) // workers
     most = layout.max_tokens_that_fit(allowed, config.max_batch_tokens, largest_dims)
     if not most:
         needed = layout.plan(largest_dims(1)).footprint
         raise ConfigError(
-            f"arena_bytes allows {allowed} bytes; this model needs {needed} for one token"
+            f"arena_bytes allows {allowed} bytes for each of {workers} workers; this model needs {needed} for one token"
         )
     try:
         with memory_errors():

@@ -1,51 +1,108 @@
-"""Worker threads of one core each, for the sub-batches of `split_batch`."""
+"""The workers of a model: on a GPU one, on a CPU one per core.
+
+Each runs whole batches, so cores never wait for each other. docs/decisions/0025-workers.md has the reasons.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Protocol
 
-import torch
+from varlen.config import EngineConfig
+from varlen.execution.executor import BatchRunner
+from varlen.execution.model_info import ModelInfo, WorkerUse
+from varlen.execution.worker_process import WorkerHost, WorkerProcess
+from varlen.metrics import CountedMetric, Stats
+from varlen.models.checkpoint import Checkpoint
 
-_T = TypeVar("_T")
+# Where a driver of NVIDIA shows its GPUs, on Linux and on Windows' Linux.
+_GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
-class WorkerThreads:
-    """Runs tasks in parallel, each in a thread where torch uses one core."""
+class Worker(BatchRunner, Protocol):
+    """A runner whose memory use can be read."""
 
-    def __init__(self, count: int) -> None:
-        cores = torch.get_num_threads()
-        self._workers = [
-            ThreadPoolExecutor(1, f"varlen-worker-{number}", _use_one_core)
-            for number in range(count)
-        ]
-        # started now; torch takes the last setting as the default of later threads, so it is restored
-        self.run([_nothing] * count)
-        torch.set_num_threads(cores)
-
-    def run(self, tasks: Sequence[Callable[[], _T]]) -> list[_T]:
-        """Return the results of the tasks; task i runs in worker i.
-
-        Args:
-            tasks: at most one per worker.
-
-        Raises:
-            Exception: that of the first failed task, after all tasks have ended.
-        """
-        running = [worker.submit(task) for worker, task in zip(self._workers, tasks, strict=False)]
-        wait(running)
-        return [future.result() for future in running]
+    def use(self) -> WorkerUse:
+        """Return the memory use. From any thread."""
 
     def close(self) -> None:
-        """Stop the threads."""
-        for worker in self._workers:
-            worker.shutdown()
+        """Release what it holds."""
 
 
-def _use_one_core() -> None:
-    # torch applies its default when a thread first asks, even over the thread's own setting: so ask, then set
-    torch.get_num_threads()
-    torch.set_num_threads(1)
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The workers of one model.
+
+    Attributes:
+        info: what the engine knows of the model.
+        runners: one per worker.
+        prepare: to be called first by each thread that uses one.
+        host: the process that starts them, if they are processes.
+    """
+
+    info: ModelInfo
+    runners: Sequence[Worker]
+    prepare: Callable[[], None] | None = None
+    host: WorkerHost | None = None
+
+    def use(self) -> WorkerUse:
+        """Return the memory use of all workers together. From any thread."""
+        return WorkerUse(
+            *map(sum, zip(*(astuple(each.use()) for each in self.runners), strict=True))
+        )
+
+    def close(self) -> None:
+        """Release memory and end processes. Nothing may run."""
+        for runner in self.runners:
+            runner.close()
+        if self.host is not None:
+            self.host.close()
 
 
-def _nothing() -> None:
-    pass
+def load_workers(
+    checkpoint: Checkpoint, config: EngineConfig, stats: Stats, *, gpu: int, isolated: bool
+) -> Workers:
+    """Return the workers of a model.
+
+    Args:
+        checkpoint: to load.
+        config: the settings.
+        stats: counts workers that had to be started again.
+        gpu: number of the GPU, if the model runs on one.
+        isolated: whether workers on a CPU are processes instead of threads.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or of a kind that is not served.
+        ConfigError: a setting does not fit the checkpoint.
+    """
+    if isolated and (config.device == "cpu" or not any(path.exists() for path in _GPU_FILES)):
+        return _processes(checkpoint, config, stats)
+    # imports torch, which an engine of processes does not need
+    from varlen.execution.device import choose_device, usable_cores, use_one_core
+    from varlen.execution.runner import Runner
+
+    if choose_device(config.device, gpu).type == "cuda":
+        runner = Runner(checkpoint, config, gpu=gpu)
+        return Workers(runner.info, [runner])
+    if isolated:
+        return _processes(checkpoint, config, stats)
+    count = config.threads or usable_cores()
+    runner = Runner(checkpoint, config, workers=count)
+    others = [runner.another() for _ in range(count - 1)]
+    return Workers(runner.info, [runner, *others], use_one_core)
+
+
+def _processes(checkpoint: Checkpoint, config: EngineConfig, stats: Stats) -> Workers:
+    host = WorkerHost(checkpoint.folder, config)
+
+    def count_restart() -> None:
+        stats.count(CountedMetric.WORKER_RESTARTS)
+
+    try:
+        runners = [WorkerProcess(host, count_restart) for _ in range(host.info.workers)]
+    except BaseException:
+        host.close()
+        raise
+    return Workers(host.info, runners, host=host)

@@ -146,7 +146,7 @@ def asked_bytes(system: LoadedSystem, ids: Ids) -> int:
         system.embed(ids)
         return int(torch.cuda.memory_stats(system.device)[asked] - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        system.embed_in_one_thread(ids)
+        system.embed(ids)
     with TemporaryDirectory() as folder:
         trace = Path(folder, "trace.json")
         profiled.export_chrome_trace(str(trace))

@@ -39,10 +39,8 @@ class LoadedSystem:
     """A system that is ready to embed requests."""
 
     name: SystemName
-    # on all cores
-    embed: EmbedIds
     # in the calling thread, the only one that torch's profiler sees
-    embed_in_one_thread: EmbedIds
+    embed: EmbedIds
     weights: Sequence[Tensor]
     device: torch.device
     # None of systems without one
@@ -90,7 +88,7 @@ def unplanned(planned_program: Program, device: torch.device, max_tokens: int) -
     """Return the same program and weights without an arena."""
     program, arena = UnplannedProgram(planned_program), NoArena(largest_dims(max_tokens), device)
     if device.type == "cpu":
-        return _loaded(NO_ARENA, program, arena, _cpu_runner(program, arena))
+        return _loaded(NO_ARENA, program, arena, CpuRunner(program, kernels_for(device), arena))
     return _loaded(NO_ARENA, program, arena, CudaRunner(program, kernels_for(device), arena))
 
 
@@ -104,20 +102,14 @@ def _load_transformers(folder: Path, device: torch.device) -> LoadedSystem:
         vectors: Vectors = torch.nn.functional.normalize(pooled, dim=1).cpu().numpy()
         return vectors
 
-    return LoadedSystem(PEER, embed, embed, [*model.parameters(), *model.buffers()], device)
+    return LoadedSystem(PEER, embed, [*model.parameters(), *model.buffers()], device)
 
 
 def _loaded(name: SystemName, program: Program, arena: Arena, runner: DeviceRunner) -> LoadedSystem:
-    alone = runner
-    if arena.device.type == "cpu":
-        cores = torch.get_num_threads()
-        torch.set_num_threads(1)
-        alone = _cpu_runner(program, arena)
-        torch.set_num_threads(cores)
     operands = (operand for op in program.ops for operand in op.operands)
     weights = [operand for operand in operands if isinstance(operand, Tensor)]
     embed, measured = _embedder(runner), arena if name == OURS else None
-    return LoadedSystem(name, embed, _embedder(alone), weights, arena.device, measured)
+    return LoadedSystem(name, embed, weights, arena.device, measured)
 
 
 def _embedder(runner: DeviceRunner) -> EmbedIds:
@@ -126,9 +118,3 @@ def _embedder(runner: DeviceRunner) -> EmbedIds:
         return np.stack(runner.run([Prompt(row) for row in ids], options))
 
     return embed
-
-
-def _cpu_runner(program: Program, arena: Arena) -> CpuRunner:
-    width = program.outputs[0].shape[1]
-    assert isinstance(width, int)
-    return CpuRunner(program, kernels_for(arena.device), arena, width)

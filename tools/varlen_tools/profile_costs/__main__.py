@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
-from varlen.cost_warmup import measured_costs
+from varlen.cost_warmup import measured_costs, warm_up
 from varlen.costs.store import StoredCosts
 from varlen.errors import VarlenError
-from varlen.execution.runner import Runner
+from varlen.execution.executor import ThreadExecutor
+from varlen.execution.workers import load_workers
+from varlen.metrics import Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen_tools import pictures
 from varlen_tools.model_source import (
@@ -68,14 +69,15 @@ def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -
     """Return the costs of batches, measured as the server measures them."""
     allowed = seconds or source.config.warmup_seconds or _DEFAULT_SECONDS
     config = replace(source.config, warmup_seconds=allowed)
-    if config.threads:
-        torch.set_num_threads(config.threads)
     checkpoint = Checkpoint.open(source.checkpoint)
-    runner = Runner(checkpoint, config, gpu=gpu)
+    workers = load_workers(checkpoint, config, Stats(), gpu=gpu, isolated=True)
+    executor = ThreadExecutor(workers.runners, workers.prepare)
     try:
-        return measured_costs(runner, checkpoint, config, again=again)
+        warm_up(workers.info, executor)
+        return measured_costs(workers.info, executor, checkpoint, config, again=again)
     finally:
-        runner.close()
+        executor.close()
+        workers.close()
 
 
 if __name__ == "__main__":

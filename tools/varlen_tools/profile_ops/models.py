@@ -65,7 +65,7 @@ def profile_batches(
     """
     timed = TimedKernels(reference)
     runner = Runner(checkpoint, config, kernels=timed)
-    batches = random_batches(lengths, runner.max_batch_tokens, runner.vocab_size)
+    batches = random_batches(lengths, runner.info.max_batch_tokens, runner.info.vocab_size)
     title = f"encode, {len(lengths)} sequences"
     runs = [partial(runner.run, batch, [DEFAULT_OPTIONS] * len(batch)) for batch in batches]
     try:

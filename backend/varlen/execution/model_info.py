@@ -1,0 +1,67 @@
+"""What the engine knows of a loaded model; its workers may run in other processes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from varlen.config import Task
+from varlen.costs.batch_shape import BatchShape
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A loaded model.
+
+    Attributes:
+        task: the task of the model.
+        device: kind of the device that runs it: cpu or cuda.
+        device_name: for the log.
+        dtype: data type of weights and activations.
+        vocab_size, type_vocab_size: ids below these are valid.
+        max_sequence_tokens: longest sequence, in tokens.
+        max_batch_tokens: largest batch of a worker, in tokens, padding included.
+        weight_bytes: memory of the weights, in bytes; workers share it.
+        arena_bytes: largest memory of intermediates, in bytes, of one worker.
+        is_padded: whether sequences are padded to the longest of their batch, for comparison.
+        workers: number of batches that run at the same time.
+        cost_fields: what decides the run time of batches beside settings.
+    """
+
+    task: Task
+    device: str
+    device_name: str
+    dtype: str
+    vocab_size: int
+    type_vocab_size: int
+    max_sequence_tokens: int
+    max_batch_tokens: int
+    weight_bytes: int
+    arena_bytes: int
+    is_padded: bool
+    workers: int
+    cost_fields: Mapping[str, str]
+
+    def padding_tokens(self, shape: BatchShape) -> int:
+        """Return the number of padding tokens of a batch of this shape."""
+        return shape.sequences * shape.longest - shape.tokens if self.is_padded else 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUse:
+    """Memory use of one worker; of several, the sum.
+
+    Attributes:
+        reserved_bytes: arena memory allocated now.
+        footprint_bytes: footprint of the last batch's plan.
+        peak_live_bytes: most bytes live at one op of that batch; no plan can use fewer.
+        chunks: allocations that the arena is made of.
+        plan_seconds: time spent planning since the start.
+        plan_hits, plan_misses: batches whose plan was cached, and was not.
+    """
+
+    reserved_bytes: int = 0
+    footprint_bytes: int = 0
+    peak_live_bytes: int = 0
+    chunks: int = 0
+    plan_seconds: float = 0.0
+    plan_hits: int = 0
+    plan_misses: int = 0
