@@ -18,54 +18,79 @@ from varlen.config import EngineConfig
 from varlen.cost_warmup import (
     assumed_costs,
     cache_folder,
-    cache_key_fields,
     costs_for,
     measured_costs,
 )
 from varlen.costs.batch_shape import BatchShape
 from varlen.costs.store import CostStore
+from varlen.errors import EngineError
 from varlen.execution import fingerprint
-from varlen.execution.fingerprint import checkpoint_hash, device_name, library_versions
+from varlen.execution.executor import ThreadExecutor
+from varlen.execution.fingerprint import (
+    checkpoint_hash,
+    cost_fields,
+    device_name,
+    library_versions,
+)
+from varlen.execution.model_info import ModelInfo
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
+from varlen.sequence import BatchResult
 
 from .fakes.engine_parts import Clock
 
 VOCAB_SIZE = 50
 
 
-class FakeRunner:
-    """Runs batches on a virtual clock, in time proportional to their tokens."""
+INFO = ModelInfo(
+    task="embed",
+    device="cpu",
+    device_name="2 cores",
+    dtype="float32",
+    vocab_size=VOCAB_SIZE,
+    type_vocab_size=2,
+    max_sequence_tokens=64,
+    max_batch_tokens=512,
+    weight_bytes=1 << 20,
+    arena_bytes=1 << 20,
+    is_padded=False,
+    workers=2,
+    cost_fields={"checkpoint": "00ff", "device": "a CPU, 2 cores", "torch": "2"},
+)
 
-    task = "embed"
-    device = torch.device("cpu")
-    dtype = torch.float32
-    vocab_size = VOCAB_SIZE
-    max_sequence_tokens = 64
-    max_batch_tokens = 512
-    arena = SimpleNamespace(capacity=1 << 20)
+
+class FakeExecutor:
+    """Runs batches on a virtual clock, in time proportional to their tokens."""
 
     def __init__(self, clock):
         self.clock = clock
         self.ran = []
 
-    def run(self, prompts, options):
-        assert len(prompts) == len(options)
+    def run_on_all(self, batch):
+        try:
+            self.run([each.prompt for each in batch.sequences])
+        except MemoryError:
+            return [BatchResult([], 0.0), BatchResult([], 0.0, failure="memory")]
+        except RuntimeError:
+            return [BatchResult([], 0.0, failure="batch")] * 2
+        return [BatchResult([], 0.0)] * 2
+
+    def run(self, prompts):
         self.ran.append(prompts)
         self.clock.now += 1e-3 + 1e-5 * sum(prompt.num_tokens for prompt in prompts)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only a fake runner moves."""
+    """A clock that only a fake executor moves."""
     made = Clock(0.0)
     monkeypatch.setattr(cost_warmup.time, "perf_counter", made)
     return made
 
 
 @pytest.fixture
-def runner(clock):
-    return FakeRunner(clock)
+def executor(clock):
+    return FakeExecutor(clock)
 
 
 @pytest.fixture
@@ -92,12 +117,12 @@ def lines(caplog):
 
 
 def test_the_first_start_measures_and_the_second_one_reads(
-    runner, clock, checkpoint, config, caplog
+    executor, clock, checkpoint, config, caplog
 ):
-    first = costs_for(runner, checkpoint, config)
+    first = costs_for(INFO, executor, checkpoint, config)
     *progress, done = lines(caplog)
-    again = FakeRunner(clock)
-    second = costs_for(again, checkpoint, config)
+    again = FakeExecutor(clock)
+    second = costs_for(INFO, again, checkpoint, config)
 
     assert len(progress) == 3
     assert all(line.startswith("measured ") for line in progress)
@@ -113,44 +138,43 @@ def test_the_first_start_measures_and_the_second_one_reads(
     assert first.seconds(BatchShape.of([20, 30])) == pytest.approx(1.5e-3, rel=0.02)
 
 
-def test_batches_are_of_valid_random_ids(runner, checkpoint, config):
-    costs_for(runner, checkpoint, config)
+def test_batches_are_of_valid_random_ids(executor, checkpoint, config):
+    costs_for(INFO, executor, checkpoint, config)
 
-    ids = np.concatenate([sequence.token_ids for batch in runner.ran for sequence in batch])
+    ids = np.concatenate([sequence.token_ids for batch in executor.ran for sequence in batch])
     assert ids.dtype == np.int32
     assert ids.min() == 0
     assert ids.max() == VOCAB_SIZE - 1
-    assert all(s.token_ids.flags.c_contiguous for batch in runner.ran for s in batch)
+    assert all(s.token_ids.flags.c_contiguous for batch in executor.ran for s in batch)
 
 
-def test_no_batch_passes_the_limits(runner, checkpoint, config):
-    costs_for(runner, checkpoint, config)
+def test_no_batch_passes_the_limits(executor, checkpoint, config):
+    costs_for(INFO, executor, checkpoint, config)
 
-    assert max(len(batch) for batch in runner.ran) == 16
-    assert max(s.num_tokens for batch in runner.ran for s in batch) == 64
-    assert 400 < max(sum(s.num_tokens for s in batch) for batch in runner.ran) <= 512
+    assert max(len(batch) for batch in executor.ran) == 16
+    assert max(s.num_tokens for batch in executor.ran for s in batch) == 64
+    assert 400 < max(sum(s.num_tokens for s in batch) for batch in executor.ran) <= 512
 
 
 def test_without_warm_up_nothing_runs_and_nothing_is_read_or_written(
-    runner, checkpoint, config, caplog
+    executor, checkpoint, config, caplog
 ):
-    costs = costs_for(runner, checkpoint, replace(config, warmup_seconds=0))
+    costs = costs_for(INFO, executor, checkpoint, replace(config, warmup_seconds=0))
 
-    assert runner.ran == []
+    assert executor.ran == []
     assert not Path(config.cache_folder).exists()
     assert lines(caplog) == [
         "warmup_seconds is 0; using assumed costs, which batches correct as they run"
     ]
-    assert costs.seconds(BatchShape.of([64])) == pytest.approx(1.5e-3 + 30e-6 * 64 + 20e-9 * 64**2)
+    assert costs.seconds(BatchShape.of([64])) == pytest.approx(2e-3 + 150e-6 * 64 + 50e-9 * 64**2)
 
 
 @pytest.mark.parametrize("execution", ["packed", "padded"])
-def test_costs_are_assumed_for_one_sequence_a_batch_and_on_a_gpu(runner, config, execution):
+def test_costs_are_assumed_for_one_sequence_a_batch_and_on_a_gpu(executor, config, execution):
     alone = replace(config, max_batch_sequences=1, execution=execution)
 
-    assert assumed_costs(runner, alone).seconds(BatchShape.of([10])) > 0
-    runner.device = torch.device("cuda")
-    on_gpu = assumed_costs(runner, alone)
+    assert assumed_costs(INFO, alone).seconds(BatchShape.of([10])) > 0
+    on_gpu = assumed_costs(replace(INFO, device="cuda"), alone)
     assert on_gpu.execution == execution
     # a GPU batch counts as at least 256 tokens
     assert on_gpu.seconds(BatchShape.of([32])) == pytest.approx(3.0e-3, rel=0.01)
@@ -165,12 +189,12 @@ def test_costs_are_assumed_for_one_sequence_a_batch_and_on_a_gpu(runner, config,
     ids=str,
 )
 def test_a_setting_that_changes_costs_is_measured_by_itself(
-    runner, clock, checkpoint, config, changes
+    executor, clock, checkpoint, config, changes
 ):
-    costs_for(runner, checkpoint, config)
-    again = FakeRunner(clock)
+    costs_for(INFO, executor, checkpoint, config)
+    again = FakeExecutor(clock)
 
-    costs = costs_for(again, checkpoint, replace(config, **changes))
+    costs = costs_for(INFO, again, checkpoint, replace(config, **changes))
 
     assert again.ran
     assert costs.execution == changes.get("execution", "packed")
@@ -181,36 +205,36 @@ def test_a_setting_that_changes_costs_is_measured_by_itself(
     "changes", [{"policy": "fifo"}, {"trigger": "lazy"}, {"warmup_seconds": 5}, {"max_wait_ms": 7}]
 )
 def test_a_setting_that_changes_no_cost_does_not_measure_again(
-    runner, clock, checkpoint, config, changes
+    executor, clock, checkpoint, config, changes
 ):
-    costs_for(runner, checkpoint, config)
-    again = FakeRunner(clock)
+    costs_for(INFO, executor, checkpoint, config)
+    again = FakeExecutor(clock)
 
-    costs_for(again, checkpoint, replace(config, **changes))
+    costs_for(INFO, again, checkpoint, replace(config, **changes))
 
     assert again.ran == []
 
 
 def test_what_was_cut_short_is_measured_again_only_with_more_time(
-    runner, clock, checkpoint, config, caplog
+    executor, clock, checkpoint, config, caplog
 ):
     slow = replace(config, warmup_seconds=1)
-    runner.run = lambda sequences, _: setattr(clock, "now", clock.now + 0.1 * len(sequences))
-    costs_for(runner, checkpoint, slow)
+    executor.run = lambda sequences: setattr(clock, "now", clock.now + 0.1 * len(sequences))
+    costs_for(INFO, executor, checkpoint, slow)
     assert "cut short" in lines(caplog)[-1]
-    again = FakeRunner(clock)
+    again = FakeExecutor(clock)
 
-    costs_for(again, checkpoint, slow)
+    costs_for(INFO, again, checkpoint, slow)
     assert again.ran == []
-    costs_for(again, checkpoint, config)
+    costs_for(INFO, again, checkpoint, config)
     assert again.ran != []
     assert "cut short" not in lines(caplog)[-1]
 
 
 def test_what_another_server_measured_meanwhile_is_read(
-    runner, clock, checkpoint, config, monkeypatch, caplog
+    executor, clock, checkpoint, config, monkeypatch, caplog
 ):
-    theirs = measured_costs(runner, checkpoint, config)
+    theirs = measured_costs(INFO, executor, checkpoint, config)
     store = CostStore(Path(config.cache_folder))
     load, answers = CostStore.load, [None]
 
@@ -218,27 +242,27 @@ def test_what_another_server_measured_meanwhile_is_read(
         return answers.pop() if answers else load(self, key)
 
     monkeypatch.setattr(CostStore, "load", not_there_at_first)
-    again = FakeRunner(clock)
+    again = FakeExecutor(clock)
 
-    assert measured_costs(again, checkpoint, config) == theirs
+    assert measured_costs(INFO, again, checkpoint, config) == theirs
     assert again.ran == []
     assert store.entries() == [theirs]
 
 
-def test_measuring_again_replaces_what_is_kept(runner, checkpoint, config):
-    old = measured_costs(runner, checkpoint, config)
+def test_measuring_again_replaces_what_is_kept(executor, checkpoint, config):
+    old = measured_costs(INFO, executor, checkpoint, config)
     store = CostStore(Path(config.cache_folder))
     store.save(replace(old, measured_at=old.measured_at - timedelta(days=9)))
-    runner.ran.clear()
+    executor.ran.clear()
 
-    new = measured_costs(runner, checkpoint, config, again=True)
+    new = measured_costs(INFO, executor, checkpoint, config, again=True)
 
-    assert runner.ran
+    assert executor.ran
     assert store.entries() == [new]
 
 
-def test_a_cache_that_cannot_be_used_costs_one_warning(runner, checkpoint, config, caplog):
-    costs = costs_for(runner, checkpoint, replace(config, cache_folder="/dev/null/varlen"))
+def test_a_cache_that_cannot_be_used_costs_one_warning(executor, checkpoint, config, caplog):
+    costs = costs_for(INFO, executor, checkpoint, replace(config, cache_folder="/dev/null/varlen"))
 
     warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warned) == 1
@@ -246,61 +270,63 @@ def test_a_cache_that_cannot_be_used_costs_one_warning(runner, checkpoint, confi
     assert costs.seconds(BatchShape.of([32])) == pytest.approx(1.32e-3)
 
 
-def test_a_busy_machine_is_warned_of(runner, checkpoint, config, caplog):
-    run, calls = runner.run, []
+def test_a_busy_machine_is_warned_of(executor, checkpoint, config, caplog):
+    run, calls = executor.run, []
 
-    def sometimes_slow(prompts, options):
+    def sometimes_slow(prompts):
         calls.append(len(prompts))
         for _ in range(3 if len(calls) % 3 == 0 else 1):
-            run(prompts, options)
+            run(prompts)
 
-    runner.run = sometimes_slow
+    executor.run = sometimes_slow
 
-    costs_for(runner, checkpoint, config)
+    costs_for(INFO, executor, checkpoint, config)
 
     (warned,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "took 3.0 times as long" in warned
     assert "profile_costs --again" in warned
 
 
-def test_stored_costs_without_batches_are_measured_again(runner, clock, checkpoint, config, caplog):
-    stored = measured_costs(runner, checkpoint, config)
+def test_stored_costs_without_batches_are_measured_again(
+    executor, clock, checkpoint, config, caplog
+):
+    stored = measured_costs(INFO, executor, checkpoint, config)
     empty = replace(stored.measurement, batches=())
     CostStore(Path(config.cache_folder)).save(replace(stored, measurement=empty))
-    again = FakeRunner(clock)
+    again = FakeExecutor(clock)
 
-    costs_for(again, checkpoint, config)
+    costs_for(INFO, again, checkpoint, config)
 
     assert again.ran
     assert any("measuring them again" in line for line in lines(caplog))
 
 
 def test_too_little_memory_to_measure_anything_leaves_assumed_costs(
-    runner, checkpoint, config, caplog
+    executor, checkpoint, config, caplog
 ):
-    def run(prompts, options):
+    def run(prompts):
         raise MemoryError
 
-    runner.run = run
+    executor.run = run
 
-    costs = costs_for(runner, checkpoint, config)
+    costs = costs_for(INFO, executor, checkpoint, config)
 
     shape = BatchShape.of([3, 60])
-    assert costs.seconds(shape) == assumed_costs(runner, config).seconds(shape)
+    assert costs.seconds(shape) == assumed_costs(INFO, config).seconds(shape)
     assert "too little memory to measure costs; using assumed costs" in lines(caplog)
 
 
-def test_a_model_that_fails_is_not_served(runner, checkpoint, config):
-    def run(prompts, options):
+def test_a_model_that_fails_is_not_served(executor, checkpoint, config):
+    def run(prompts):
         raise RuntimeError("broken")
 
-    runner.run = run
+    executor.run = run
 
-    with pytest.raises(RuntimeError, match="broken"):
-        costs_for(runner, checkpoint, config)
+    with pytest.raises(EngineError, match="first batches"):
+        costs_for(INFO, executor, checkpoint, config)
     # the next load may measure
-    runner.run = lambda prompts, options: FakeRunner.run(runner, prompts, options)
-    costs_for(runner, checkpoint, config)
+    executor.run = lambda prompts: FakeExecutor.run(executor, prompts)
+    costs_for(INFO, executor, checkpoint, config)
 
 
 @pytest.mark.parametrize("execution", ["packed", "padded"])
@@ -315,33 +341,32 @@ def test_a_real_model_is_measured(small_bert, tmp_path, execution):
     )
     checkpoint = Checkpoint.open(small_bert)
     runner = Runner(checkpoint, config)
+    executor = ThreadExecutor([runner])
 
-    stored = measured_costs(runner, checkpoint, config)
+    stored = measured_costs(runner.info, executor, checkpoint, config)
 
-    runner.close()
+    executor.close()
     assert stored.measurement.batches
     costs = stored.measurement.model(execution)
     assert costs.seconds(BatchShape.of([64] * 4)) >= costs.seconds(BatchShape.of([4])) > 0
     key = stored.key
     assert key["model"] == "bert, 2 layers of 24"
     assert key["dtype"] == "float32"
-    assert key["threads"] == str(torch.get_num_threads())
+    assert key["workers"] == "1"
     assert key.keys() >= {"checkpoint", "device", "task", "varlen", "torch", "plan"}
     assert all(isinstance(value, str) for value in key.values())
     # a key holds no path: another folder may hold the same checkpoint
     assert str(small_bert) not in json.dumps(dict(key))
 
 
-def test_keys_name_triton_on_a_gpu_and_no_threads(runner, checkpoint, config, monkeypatch):
-    runner.device = torch.device("cuda")
+def test_what_decides_costs_on_a_gpu_includes_triton(checkpoint, monkeypatch):
     gpu = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
 
-    key = cache_key_fields(runner, checkpoint, config)
+    fields = cost_fields(checkpoint, torch.device("cuda"))
 
-    assert key["device"] == "NVIDIA H200, 132 multiprocessors"
-    assert "triton" in key
-    assert "threads" not in key
+    assert fields["device"] == "NVIDIA H200, 132 multiprocessors"
+    assert "triton" in fields
 
 
 def test_a_checkpoint_is_known_by_its_architecture(make_checkpoint):

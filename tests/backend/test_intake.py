@@ -11,7 +11,7 @@ from tests.checkpoints import set_fields
 from varlen.intake import Intake
 from varlen.tokenization import Tokenizer
 
-from .fakes.input_limits import FakeArena, input_limits
+from .fakes.input_limits import input_limits
 from .refusals import refused_checkpoint
 from .refusals import refused_request as refused
 
@@ -174,17 +174,15 @@ def test_refuses_a_text_whose_token_the_model_does_not_know(small_bert):
 
 
 def test_refuses_a_sequence_that_does_not_fit_the_arena(tokenizer):
-    intake = Intake(tokenizer, replace(LIMITS, arena=FakeArena(3)))
+    intake = Intake(tokenizer, replace(LIMITS, max_arena_tokens=3))
 
     assert intake.token_ids([ids(2, 5, 3)])
     assert intake.texts(["the"], truncate=False)
-    with refused(
-        "row 1: 4 tokens need 400 bytes of memory to run; this model has 300, enough for 3 tokens (arena_bytes)"
-    ):
+    with refused("row 1: 4 tokens; the memory of this model is enough for 3 (arena_bytes)"):
         intake.token_ids([ids(2), ids(2, 5, 6, 3)])
     # truncating a text to fit memory would change its meaning
     for truncate in (False, True):
-        with refused("row 0: 4 tokens need 400 bytes"):
+        with refused("row 0: 4 tokens; the memory of this model is enough for 3"):
             intake.texts(["the cat"], truncate=truncate)
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
+from varlen import service
 from varlen.errors import DeadlineError
 
 from .model_configs import model_config
@@ -61,14 +62,20 @@ def our_threads():
 
 
 @pytest.fixture
-def load(server_model, pb_utils, small_bert):
-    """Return a function that loads a model until the test ends."""
+def load(server_model, pb_utils, small_bert, monkeypatch):
+    """Return a function that loads a model with one worker, a thread, until the test ends."""
     loaded = []
+    load_workers = service.load_workers
+
+    def load_thread(*args, isolated, **kwargs):  # noqa: ARG001
+        return load_workers(*args, isolated=False, **kwargs)
+
+    monkeypatch.setattr(service, "load_workers", load_thread)
 
     def load(folder=small_bert, given=None, **parameters):
         pb_utils.model_dir = str(folder)
         model = server_model.TritonPythonModel()
-        parameters = {"dtype": "fp32", "warmup_seconds": "0", **parameters}
+        parameters = {"dtype": "fp32", "threads": "1", "warmup_seconds": "0", **parameters}
         model.initialize(args(given or model_config(parameters=parameters)))
         loaded.append(model)
         return model
@@ -128,9 +135,14 @@ def failure(request):
     return error.code(), error.message()
 
 
+def only_runner(model):
+    (runner,) = model._service.workers.runners
+    return runner
+
+
 def start_and_hold(model, request):
     """Execute a request; return the event that lets its running batch continue."""
-    runner = model._service.runner
+    runner = only_runner(model)
     begun, go_on, run = Event(), Event(), runner.run
 
     def wait_and_run(prompts, options):
@@ -146,7 +158,7 @@ def start_and_hold(model, request):
 
 def fail_once(model):
     """Make the model fail in its next batch."""
-    runner = model._service.runner
+    runner = only_runner(model)
     run = runner.run
 
     def fail(prompts, options):
@@ -344,7 +356,7 @@ def test_a_model_whose_device_is_lost_is_not_ready_and_refuses_at_once(load, ask
     def lost(prompts, options):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    model._service.runner.run = lost
+    only_runner(model).run = lost
     first, later = ask(text=text("a")), ask(text=text("b"))
     model.execute([first])
     wait_for(first)

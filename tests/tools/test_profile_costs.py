@@ -198,7 +198,7 @@ def test_the_command_measures_once_prints_and_draws(model, tmp_path):
         assert text in first.output
     (kept,) = CostStore(tmp_path / "cache").entries()
     assert kept.allowed_seconds == 30
-    assert kept.key["threads"] == "1"
+    assert kept.key["workers"] == "1"
     assert files[0].with_stem("costs-dark").exists()
     assert files[1].read_text().startswith("<!doctype html>")
 

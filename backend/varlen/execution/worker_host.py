@@ -87,23 +87,25 @@ def _fork_workers(control: socket.socket, runner: Runner) -> None:
         message, descriptors, *_ = socket.recv_fds(control, MAX_MESSAGE, 1)
         if not message:
             break
-        ended = {pid: status for pid in workers if (status := _status_of(pid)) is not None}
-        workers -= set(ended)
+        code = _exit_code(workers, json.loads(message)["ended"])
         pid = os.fork()
         if not pid:
             control.close()
             _run_batches(Connection(descriptors[0]), runner)
         os.close(descriptors[0])
         workers.add(pid)
-        _send(control, {"pid": pid, "ended": ended})
+        _send(control, {"pid": pid, "code": code})
     for pid in workers:
         os.waitpid(pid, 0)
 
 
-def _status_of(pid: int) -> int | None:
-    """Return the exit code of a worker, negative for a signal; None if it runs."""
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if ended else None
+def _exit_code(workers: set[int], ended: int | None) -> int | None:
+    """Forget a worker that has ended; return its exit code, negative for a signal."""
+    if ended not in workers:
+        return None
+    workers.remove(ended)
+    _, status = os.waitpid(ended, 0)
+    return os.waitstatus_to_exitcode(status)
 
 
 def _run_batches(connection: Connection, runner: Runner) -> None:

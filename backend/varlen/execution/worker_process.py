@@ -65,20 +65,28 @@ class WorkerHost:
         self._lock = Lock()
         self._load()
 
-    def fork(self) -> tuple[Connection, int]:
+    @property
+    def pid(self) -> int:
+        """Id of the process."""
+        return self._process.pid
+
+    def fork(self, ended: int | None = None) -> tuple[Connection, int]:
         """Return the connection and the process id of a new worker.
+
+        Args:
+            ended: process id of the worker that it replaces.
 
         Raises:
             EngineError: the host ended and cannot be started again.
         """
         with self._lock:
             try:
-                return self._fork()
+                return self._fork(ended)
             except (EOFError, OSError):
                 _log.warning("the process that starts workers has ended; it loads the model again")
                 self._end()
                 self._load()
-                return self._fork()
+                return self._fork(None)
 
     def close(self) -> None:
         """End the process, once the workers' connections are closed."""
@@ -109,13 +117,19 @@ class WorkerHost:
             raise
         self.info = ModelInfo(**model)
 
-    def _fork(self) -> tuple[Connection, int]:
+    def _fork(self, ended: int | None) -> tuple[Connection, int]:
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
+            order = json.dumps({"ended": ended}).encode()
+            socket.send_fds(self._control, [order], [theirs.fileno()])
             answer = self._receive()
-            for pid, code in answer["ended"].items():
-                _log.warning("worker process %s ended with code %d", pid, code)
+            if ended is not None:
+                _log.warning(
+                    "worker process %d ended with code %d while it ran a batch; %d replaces it",
+                    ended,
+                    answer["code"],
+                    answer["pid"],
+                )
             return Connection(ours.detach()), answer["pid"]
 
     def _receive(self) -> dict[str, Any]:
@@ -213,7 +227,6 @@ class WorkerProcess:
         return answers.rows
 
     def _restart(self) -> None:
-        _log.warning("worker process %d ended while it ran a batch; starting another one", self.pid)
         self._connection.close()
-        self._connection, self.pid = self._host.fork()
+        self._connection, self.pid = self._host.fork(self.pid)
         self._restarted()

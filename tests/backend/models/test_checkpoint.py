@@ -347,12 +347,12 @@ def test_refuses_a_cap_that_cannot_hold_the_longest_sequence(folder, name):
 
 
 def test_refuses_an_arena_without_room_for_one_token(folder):
-    with refused_setting("arena_bytes allows 100 bytes; this model needs "):
+    with refused_setting("arena_bytes allows 100 bytes for each of 1 workers; this model needs "):
         load(folder, arena_bytes=100)
 
 
 def test_a_loaded_model_keeps_nothing_of_its_file_mapped(folder):
     runner = Runner(Checkpoint.open(folder), EngineConfig(device="cpu"))
 
-    assert runner.weight_bytes
+    assert runner.info.weight_bytes
     assert str(folder) not in Path("/proc/self/maps").read_text()

@@ -103,7 +103,7 @@ def test_usages_have_the_bytes_of_what_ops_write(runner):
 def test_a_batch_brings_only_what_the_task_reads(runner):
     names = ["token_ids", "position_ids", "type_ids", "cu_seqlens"]
 
-    expected = [*names, "normalize"] if runner.task == "embed" else names
+    expected = [*names, "normalize"] if runner.info.task == "embed" else names
     assert [value.name for value in runner.program.inputs] == expected
 
 

@@ -75,9 +75,13 @@ def _model_maps(folder: Path, batches: list[list[int]]) -> tuple[str, list[Map]]
     runner.close()
     longest, most = max(map(max, batches)), max(map(sum, batches))
     if longest > runner.info.max_sequence_tokens:
-        raise ValueError(f"{longest} tokens; this model takes at most {runner.info.max_sequence_tokens}")
+        raise ValueError(
+            f"{longest} tokens; this model takes at most {runner.info.max_sequence_tokens}"
+        )
     if most > runner.info.max_batch_tokens:
-        raise ValueError(f"{most} tokens together; a batch has at most {runner.info.max_batch_tokens}")
+        raise ValueError(
+            f"{most} tokens together; a batch has at most {runner.info.max_batch_tokens}"
+        )
     maps = [program_map(runner.program, runner.arena.layout, batch) for batch in batches]
     return source.name, maps
 
