@@ -82,8 +82,7 @@ class GenerationService:
             ConfigError: a setting does not fit the checkpoint.
         """
         began = time.monotonic()
-        if config.threads:
-            torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.threads or usable_cores())
         checkpoint = Checkpoint.open(folder)
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
         ends = search_rules(checkpoint).end_ids

@@ -47,6 +47,9 @@ def check_numpy() -> None:
     Raises:
         ConfigError: the backend corrupts arrays of this numpy.
     """
+    if np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        return
+    # half a second, and its memory: only where it is needed
     import torch
 
     # an array that the python backend makes itself: one of numpy's would come back unchanged

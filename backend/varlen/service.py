@@ -102,7 +102,7 @@ class Service:
         engine = Engine(scheduler, executor, stats)
         engine.start()
         _log.info(
-            "serving %s in %s on %s, %d workers, sequences up to %d tokens, batches up to %d;"
+            "serving %s in %s on %s; workers: %d; sequences up to %d tokens, batches up to %d;"
             " arena up to %.1f MB a worker, weights %.1f MB; loaded in %.1f s",
             info.task,
             info.dtype,

@@ -63,11 +63,11 @@ def our_threads():
 
 @pytest.fixture
 def load(server_model, pb_utils, small_bert, monkeypatch):
-    """Return a function that loads a model with one worker, a thread, until the test ends."""
+    """Return a function that loads a model with one thread as its worker."""
     loaded = []
     load_workers = service.load_workers
 
-    def load_thread(*args, isolated, **kwargs):  # noqa: ARG001
+    def load_thread(*args, isolated, **kwargs):
         return load_workers(*args, isolated=False, **kwargs)
 
     monkeypatch.setattr(service, "load_workers", load_thread)

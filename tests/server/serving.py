@@ -162,6 +162,25 @@ def _is_watchdog(arguments: list[str], stub_pid: int) -> bool:
     return "varlen-watchdog" in arguments and str(stub_pid) in arguments
 
 
+def worker_processes(stub_pid: int) -> tuple[int, list[int]]:
+    """Return the process id of a stub's host of workers, and those of the workers."""
+    (host,) = _children(stub_pid)
+    return host, _children(host)
+
+
+def _children(pid: int) -> list[int]:
+    """Return the process ids of the children that run workers."""
+    # /proc lists the children of each thread apart
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(child) for each in threads for child in (each / "children").read_text().split()]
+    return [child for child in children if "varlen.execution.worker_host" in _command_line(child)]
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    return _command_line(pid) != [""]
+
+
 def shared_memory(server_pid: int) -> list[Path]:
     """Return the shared memory regions of a server and its Python processes.
 

@@ -18,6 +18,7 @@ from .clients import AnswerError, Array, Client, GrpcClient, HttpClient, integer
 from .serving import (
     add_model,
     http_call,
+    is_running,
     load,
     metrics,
     remove_shared_memory,
@@ -27,6 +28,7 @@ from .serving import (
     unload,
     wait_until,
     watchdogs,
+    worker_processes,
 )
 
 # 32,000 tokens: about a second of work.
@@ -130,7 +132,9 @@ def test_model_processes_end_themselves_when_the_server_is_killed(
 ) -> None:
     server, clients = start_server()
     sent = [client.start("slow", BULK) for client in clients]
-    assert len(stubs(server.pid)) == 1
+    (stub,) = stubs(server.pid)
+    host, workers = worker_processes(stub)
+    assert workers
 
     os.kill(server.pid, signal.SIGKILL)
 
@@ -138,6 +142,7 @@ def test_model_processes_end_themselves_when_the_server_is_killed(
         error = answer.exception()
         assert error is None or (isinstance(error, AnswerError) and error.code == "UNAVAILABLE")
     wait_until(lambda: not stubs(server.pid), "no process of the server is left")
+    wait_until(lambda: not any(map(is_running, [host, *workers])), "no worker is left")
 
 
 def _fill_the_queue(server: LocalServer, clients: list[Client]) -> list[Future[Array]]:

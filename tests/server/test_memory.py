@@ -35,7 +35,9 @@ def small_arena(
     """A model with a small arena."""
     name = "small_arena"
     if not (repository / name).exists():
-        add_model(repository, name, checkpoints["encoder"], arena_bytes=str(ARENA_BYTES))
+        add_model(
+            repository, name, checkpoints["encoder"], arena_bytes=str(ARENA_BYTES), threads="1"
+        )
     assert load(server, name) is None
     yield name
     unload(server, name)

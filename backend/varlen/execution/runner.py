@@ -12,8 +12,8 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.cpu import CpuRunner
 from varlen.execution.cuda import CudaRunner
-from varlen.execution.device import choose_device, choose_dtype, memory_of, name_of
-from varlen.execution.fingerprint import cost_fields
+from varlen.execution.device import choose_device, choose_dtype, memory_of
+from varlen.execution.fingerprint import cost_fields, device_name
 from varlen.execution.model_info import ModelInfo, WorkerUse
 from varlen.execution.packing import largest_dims
 from varlen.memory.arena import Arena, alignment_of
@@ -99,7 +99,7 @@ class Runner:
         self.info = ModelInfo(
             task,
             self.device.type,
-            name_of(self.device),
+            device_name(self.device),
             str(dtype).removeprefix("torch."),
             encoder.vocab_size,
             encoder.type_vocab_size,
@@ -113,7 +113,7 @@ class Runner:
         )
 
     def another(self) -> "Runner":
-        """Return a runner of the same model on the same CPU, with an arena of its own."""
+        """Return a runner of the same model on its CPU, with another arena."""
         other = copy(self)
         other.arena = _make_arena(self.program, self._config, self.device, self.info.workers)
         other.device_runner = other._make_device_runner()

@@ -69,7 +69,7 @@ def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOpt
 
 
 def send_answers(connection: Connection, answers: Answers) -> None:
-    """Send the answers of a batch to the engine: a header, then all rows as one array."""
+    """Send the answers of a batch: a header, then all rows as one array."""
     header = {
         "use": asdict(answers.use),
         "problem": answers.problem,

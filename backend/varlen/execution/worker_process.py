@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
@@ -176,6 +176,8 @@ class WorkerProcess:
         self._host = host
         self._restarted = restarted
         self._use = WorkerUse()
+        # totals of the workers before it
+        self._earlier = WorkerUse()
         self._connection, self.pid = host.fork()
 
     def run_batch(self, batch: Batch) -> Sequence[Float32Array]:
@@ -219,7 +221,7 @@ class WorkerProcess:
         self._connection.close()
 
     def _rows(self, answers: Answers) -> Sequence[Float32Array]:
-        self._use = answers.use
+        self._count(answers.use)
         if answers.problem == "memory":
             raise MemoryError("too little memory in a worker process")
         if answers.problem:
@@ -228,5 +230,16 @@ class WorkerProcess:
 
     def _restart(self) -> None:
         self._connection.close()
+        self._earlier = self._use
         self._connection, self.pid = self._host.fork(self.pid)
         self._restarted()
+
+    def _count(self, use: WorkerUse) -> None:
+        """Set the memory use; totals go on where the worker before ended."""
+        before = self._earlier
+        self._use = replace(
+            use,
+            plan_seconds=before.plan_seconds + use.plan_seconds,
+            plan_hits=before.plan_hits + use.plan_hits,
+            plan_misses=before.plan_misses + use.plan_misses,
+        )

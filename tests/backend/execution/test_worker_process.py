@@ -79,6 +79,7 @@ def test_answers_are_those_of_a_runner_in_process(worker, host, small_bert):
 def test_a_worker_that_is_killed_costs_one_retry(worker, restarts, caplog):
     prompts, options = batch(5, 8)
     before = worker.run(prompts, options)
+    plans = worker.use().plan_hits + worker.use().plan_misses
     killed = worker.pid
     # it cannot answer before it is killed
     os.kill(killed, signal.SIGSTOP)
@@ -91,6 +92,8 @@ def test_a_worker_that_is_killed_costs_one_retry(worker, restarts, caplog):
     np.testing.assert_array_equal(after, before)
     assert restarts == [1]
     assert worker.pid != killed
+    # totals never fall
+    assert worker.use().plan_hits + worker.use().plan_misses > plans
     assert f"worker process {killed} ended with code -9" in caplog.text
 
 
@@ -132,7 +135,7 @@ def test_the_model_is_loaded_again_if_its_host_was_killed(small_bert):
 
 
 class FakeHost:
-    """Starts workers that are threads: they read a batch and then do as they are told."""
+    """Starts workers that are threads: each reads a batch and gives one answer."""
 
     def __init__(self, *answers):
         self.answers = list(answers)

@@ -1,0 +1,78 @@
+"""Worker processes of the real server: what dies there costs no request."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.closeness import assert_close
+from varlen_tools.local_server import LocalServer
+
+from .clients import GrpcClient, integers
+from .serving import (
+    add_model,
+    is_running,
+    load,
+    metrics,
+    outcomes,
+    stub_of,
+    unload,
+    wait_until,
+    worker_processes,
+)
+
+NAME = "workers"
+# some tenths of a second of work, in batches of different lengths
+LENGTHS = (500, 40, 333, 7) * 8
+
+
+@pytest.fixture
+def model(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) -> Iterator[str]:
+    """A model with two workers."""
+    if not (repository / NAME).exists():
+        add_model(repository, NAME, checkpoints["slow"], threads="2")
+    assert load(server, NAME) is None
+    yield NAME
+    unload(server, NAME)
+
+
+@pytest.mark.parametrize("kills_host", [False, True], ids=["workers", "host_and_workers"])
+def test_requests_of_killed_workers_are_answered_by_others(
+    model: str,
+    server: LocalServer,
+    grpc_client: GrpcClient,
+    roundings: dict[str, int],
+    *,
+    kills_host: bool,
+) -> None:
+    requests = {n: {"input_ids": integers(np.full((1, n), 7))} for n in LENGTHS}
+    expected = {n: grpc_client.infer(model, request) for n, request in requests.items()}
+    stub = stub_of(server, model)
+    host, workers = worker_processes(stub)
+    assert len(workers) == 2
+
+    held = [grpc_client.start(model, requests[n]) for n in LENGTHS]
+    for pid in [host, *workers] if kills_host else workers:
+        os.kill(pid, signal.SIGKILL)
+
+    for length, answer in zip(LENGTHS, held, strict=True):
+        assert_close(answer.result(), expected[length], roundings=roundings["slow"])
+    assert stub_of(server, model) == stub
+    assert outcomes(server, model)["failed"] == 0
+    wait_until(
+        lambda: metrics(server, model)["varlen_worker_restarts_total"] == 2, "both are counted"
+    )
+    now_host, now_workers = worker_processes(stub)
+    assert (now_host == host) != kills_host
+    assert not set(workers) & set(now_workers)
+
+
+def test_unloading_ends_host_and_workers(model: str, server: LocalServer) -> None:
+    host, workers = worker_processes(stub_of(server, model))
+
+    unload(server, model)
+
+    wait_until(lambda: not any(map(is_running, [host, *workers])), "all processes have ended")
