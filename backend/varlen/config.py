@@ -128,8 +128,8 @@ class EngineConfig:
     )
     threads: int = _setting(
         0,
-        "CPU cores that the model uses: each runs batches of its own, or, in generation, all run one step. 0 is all cores"
-        " that the process may use, a container's limit included.",
+        "CPU cores that the model uses: each runs batches of its own, or, in generation, all run one step. 0 is all"
+        " cores that the process may use, a container's limit included.",
         lowest=0,
     )
     execution: Execution = _setting(

@@ -163,7 +163,7 @@ def _load(store: CostStore, key: CostKey, config: EngineConfig) -> StoredCosts |
 
 
 def warm_up(info: ModelInfo, executor: ThreadExecutor) -> None:
-    """Run a full batch in every worker, so that the first request runs at normal speed."""
+    """Run a full batch in every worker, so that the first request is fast."""
     length = min(info.max_sequence_tokens, info.max_batch_tokens)
     count = max(1, min(info.max_batch_tokens, _WARM_UP_TOKENS) // length)
     _run_on_all(executor, [np.zeros(length, dtype=np.int32)] * count)

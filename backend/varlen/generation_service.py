@@ -19,7 +19,7 @@ from varlen.decoding.structured import Grammars
 from varlen.decoding.writer import TextWriter
 from varlen.engine import Engine
 from varlen.errors import RequestError
-from varlen.execution.device import choose_device, name_of
+from varlen.execution.device import choose_device, name_of, usable_cores
 from varlen.execution.executor import ThreadExecutor
 from varlen.execution.step_runner import StepRunner
 from varlen.generation_options import GenerationOptions
