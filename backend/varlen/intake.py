@@ -173,7 +173,7 @@ class Intake:
         most = self._limits.max_arena_tokens
         if most is not None and tokens > most:
             raise RequestError(
-                f"row {row}: {tokens} tokens; the memory of this model is enough for {most} (arena_bytes)"
+                f"row {row}: {tokens} tokens; the memory of this model is enough for {most} tokens (arena_bytes)"
             )
 
     def _check_ids(

@@ -178,7 +178,7 @@ def test_refuses_a_sequence_that_does_not_fit_the_arena(tokenizer):
 
     assert intake.token_ids([ids(2, 5, 3)])
     assert intake.texts(["the"], truncate=False)
-    with refused("row 1: 4 tokens; the memory of this model is enough for 3 (arena_bytes)"):
+    with refused("row 1: 4 tokens; the memory of this model is enough for 3 tokens (arena_bytes)"):
         intake.token_ids([ids(2), ids(2, 5, 6, 3)])
     # truncating a text to fit memory would change its meaning
     for truncate in (False, True):

@@ -17,7 +17,6 @@ from .serving import (
     is_running,
     load,
     metrics,
-    outcomes,
     stub_of,
     unload,
     wait_until,
@@ -61,7 +60,6 @@ def test_requests_of_killed_workers_are_answered_by_others(
     for length, answer in zip(LENGTHS, held, strict=True):
         assert_close(answer.result(), expected[length], roundings=roundings["slow"])
     assert stub_of(server, model) == stub
-    assert outcomes(server, model)["failed"] == 0
     wait_until(
         lambda: metrics(server, model)["varlen_worker_restarts_total"] == 2, "both are counted"
     )
