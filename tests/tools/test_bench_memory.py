@@ -205,7 +205,7 @@ def test_a_soak_samples_memory_between_parts_of_its_requests(monkeypatch, tmp_pa
         "Client": FakeClient,
         "model_process": lambda *_: 2,
         "resident_bytes": lambda _: MIB * next(resident),
-        "peak_resident_bytes": lambda _: MIB * 200,
+        "family_bytes": lambda _: MIB * next(resident),
         "_REST_SECONDS": 0.0,
     }
     for name, fake in fakes.items():
@@ -218,7 +218,7 @@ def test_a_soak_samples_memory_between_parts_of_its_requests(monkeypatch, tmp_pa
     assert [len(part) for part in sent] == [3, 4, 1]
     assert all(5 <= length <= 9 for part in sent for length in part)
     assert (stub.rss_least_mib, stub.rss_median_mib, stub.rss_most_mib) == (10, 30, 50)
-    assert (process.rss_least_mib, process.peak_mib, stub.rss_flatness) == (20, 200, 40 / 30)
+    assert (process.rss_least_mib, process.peak_mib, stub.rss_flatness) == (20, 60, 40 / 30)
 
 
 @pytest.mark.server

@@ -8,6 +8,7 @@ import random
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,7 +286,7 @@ def invoke(checkpoint, monkeypatch, tmp_path):
     """Return a function that runs the command; the fake systems sustain 90 % of their capacity."""
 
     def measure(system, load):
-        capacity = CAPACITY[system.name]
+        capacity = CAPACITY.get(system.name, 20.0)
         rate = load.rate or capacity
         p99 = 100.0 if rate <= 0.9 * capacity else 900.0
         figures = {"seconds": load.seconds, "served": min(rate, capacity), "share": 1.0, "lost": 0}
@@ -293,14 +294,20 @@ def invoke(checkpoint, monkeypatch, tmp_path):
         return Row(load.mix.label, system.name, load.kind, offered=load.rate, **figures, **latency)
 
     embed = engines.load("transformers", checkpoint, "fp32", threads=1)
-    served = SimpleNamespace(
-        address="127.0.0.1:9",
-        measure=measure,
-        embed=lambda system, requests: embed(requests),
-        process=lambda system: os.getpid(),
-    )
+
+    def serve(system, settings, scratch):
+        return nullcontext(
+            SimpleNamespace(
+                system=system,
+                address="127.0.0.1:9",
+                measure=partial(measure, system),
+                embed=embed,
+                process=os.getpid,
+            )
+        )
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "serve", lambda systems, settings, scratch: nullcontext(served))
+    monkeypatch.setattr(run, "serve", serve)
     analyzed = Row("uniform 5-40", "varlen-dp", "perf_analyzer")
     monkeypatch.setattr(run.perf_analyzer, "measure", lambda *asked: analyzed)
     return lambda *options: CliRunner().invoke(app, ["--model", str(checkpoint), *options])
@@ -345,6 +352,30 @@ def test_turns_are_in_the_order_a_b_b_a(invoke):
     assert [float(row["offered"]) for row in rows] == pytest.approx([12, 12, 16, 16] * 2)
     assert "short_dp_mean_vs_token_budget=1 " in done.stdout.splitlines()[-1]
     assert Path("serving-paired.html").is_file()
+
+
+def test_an_older_commit_is_compared_beside_other_work(invoke):
+    done = invoke(
+        *("--paired", "1", "--baseline", "3fcb3b0", "--busy"),
+        *("--lengths", "short", "--output", "serving.csv"),
+    )
+
+    assert done.exit_code == 0, done.output
+    rows = [row for row in read_csv("serving.csv") if row["kind"] == "paired"]
+    assert [row["system"] for row in rows] == ["varlen-before", "varlen-dp"] * 2
+    assert {row["note"] for row in rows} == {"beside half a busy core"}
+    assert "short_mean_vs_before=1 " in done.stdout.splitlines()[-1]
+
+
+def test_the_backend_of_a_commit_is_extracted_once(tmp_path):
+    python_path = server.sources_at("HEAD", tmp_path)
+
+    backend, kernels = map(Path, python_path.split(":"))
+    assert (backend / "varlen" / "engine.py").is_file()
+    assert (kernels / "varlen_kernels" / "reference.py").is_file()
+    assert server.sources_at("HEAD", tmp_path) == python_path
+    with pytest.raises(RuntimeError, match="no-such-commit"):
+        server.sources_at("no-such-commit", tmp_path)
 
 
 def test_an_overload_is_twice_the_capacity_with_deadlines(invoke):
@@ -395,8 +426,8 @@ error: creating server"""
 @pytest.mark.parametrize("value", [1.0, 0.0, np.nan])
 def test_wrong_answers_are_not_timed(checkpoint, monkeypatch, tmp_path, value):
     vectors = np.full((8, 16), value, np.float32)
-    served = SimpleNamespace(embed=lambda system, requests: vectors)
-    monkeypatch.setattr(run, "serve", lambda systems, settings, scratch: nullcontext(served))
+    served = SimpleNamespace(embed=lambda requests: vectors)
+    monkeypatch.setattr(run, "serve", lambda system, settings, scratch: nullcontext(served))
 
     with np.errstate(invalid="ignore"):
         ((row,),) = parts_of(settings(checkpoint), tmp_path)

@@ -133,12 +133,12 @@ def test_a_row_has_what_the_system_counted_once_all_answers_are_in_its_metrics(m
     pages = [f'{requests}{n}\n{tokens}{{model="varlen-dp"}} {n * 9}\n' for n in (5, 5, 8, 11)]
     monkeypatch.setattr(server, "fetch_metrics", lambda url, timeout: pages.pop(0))
     monkeypatch.setattr(server, "model_process", lambda pid, model: 7)
-    monkeypatch.setattr(server, "resident_bytes", lambda pid: 3 << 20)
+    monkeypatch.setattr(server, "family_bytes", lambda pid: 3 << 20)
     answer = asdict(Row(UNIFORM.label, OURS, "closed", sent=7, lost=1))
     generator = SimpleNamespace(ask=lambda model, load: answer)
     local = SimpleNamespace(pid=1, metrics_url="url")
 
-    row = Served(local, generator, "").measure(SYSTEMS[OURS], Load("closed", UNIFORM, 1.0, 0))
+    row = Served(SYSTEMS[OURS], local, generator, "").measure(Load("closed", UNIFORM, 1.0, 0))
 
     assert pages == []
     assert (row.sent, row.lost, row.rss_mib, row.padding_share) == (7, 1, 3.0, None)
@@ -250,7 +250,8 @@ def test_tables_have_the_results_by_mix_and_the_paired_ratios_with_their_spread(
     assert result["machine_gflops"] == "100"
     assert short.title.startswith("uniform 2-100 tokens")
     assert paired.lines == [
-        [mix.label, "2", "0.849", "0.83-0.88", "1.179", "1.15-1.22"] for mix in (UNIFORM, SHORT)
+        [mix.label, TOKEN_BUDGET, "2", "0.849", "0.83-0.88", "1.179", "1.15-1.22"]
+        for mix in (UNIFORM, SHORT)
     ]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,17 @@ def resident_bytes(pid: int | None = None) -> int:
     """Return the resident memory of a process now; by default of this one."""
     pages = _process_file(pid, "statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def family_bytes(pid: int) -> int:
+    """Return the resident memory of a process and all its descendants; shared pages count once."""
+    total = 0
+    for member in _family(pid):
+        # one may end meanwhile
+        with suppress(OSError):
+            lines = _process_file(member, "smaps_rollup").splitlines()
+            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total
 
 
 def peak_resident_bytes(pid: int | None = None) -> int:
@@ -53,8 +64,10 @@ def model_process(server_pid: int, model: str) -> int:
 
 
 @contextmanager
-def sampled_memory(pid: int, seconds: float) -> Iterator[list[int]]:
-    """Yield a list that grows by the resident bytes of a process at intervals."""
+def sampled_memory(
+    pid: int, seconds: float, read: Callable[[int], int] = resident_bytes
+) -> Iterator[list[int]]:
+    """Yield a list that grows by the bytes of a process at intervals, as `read` returns them."""
     samples: list[int] = []
     ended = threading.Event()
 
@@ -62,7 +75,7 @@ def sampled_memory(pid: int, seconds: float) -> Iterator[list[int]]:
         # the process may end first
         with suppress(OSError):
             while not ended.wait(seconds):
-                samples.append(resident_bytes(pid))
+                samples.append(read(pid))
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
@@ -92,6 +105,15 @@ def resident_peak() -> Iterator[ResidentPeak]:
             yield peak
         highest = max(samples, default=before)
     peak.above = max(0, highest - before)
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    with suppress(OSError):
+        # each thread has children of its own
+        for thread in Path("/proc", str(pid), "task").iterdir():
+            for child in (thread / "children").read_text(encoding="ascii").split():
+                yield from _family(int(child))
 
 
 def _process_file(pid: int | None, name: str) -> str:

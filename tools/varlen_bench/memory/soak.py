@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from varlen_bench.harness.resident import MIB, model_process, peak_resident_bytes, resident_bytes
+from varlen_bench.harness.resident import MIB, family_bytes, model_process, resident_bytes
 from varlen_bench.harness.summary import flatness
 from varlen_bench.memory.rows import SERVER, STUB, Row
 from varlen_bench.peers.checkpoints import config_field
@@ -52,22 +53,27 @@ def soak(settings: Soak) -> list[Row]:
     arguments = ["--model-control-mode=explicit", f"--load-model={settings.model}"]
     with LocalServer(settings.repository, arguments=arguments) as server:
         server.wait_ready(_READY_SECONDS)
-        pids = {STUB: model_process(server.pid, settings.model), SERVER: server.pid}
-        samples: dict[str, list[int]] = {process: [] for process in pids}
+        stub = model_process(server.pid, settings.model)
+        # the model's process has workers
+        read: dict[str, Callable[[], int]] = {
+            STUB: partial(family_bytes, stub),
+            SERVER: partial(resident_bytes, server.pid),
+        }
+        samples: dict[str, list[int]] = {process: [] for process in read}
         for _ in _send(settings, server.grpc_url):
             time.sleep(_REST_SECONDS)
-            for process, pid in pids.items():
-                samples[process].append(resident_bytes(pid))
+            for process, resident in read.items():
+                samples[process].append(resident())
         return [
             replace(
                 settings.row(process),
-                peak_mib=peak_resident_bytes(pid) / MIB,
+                peak_mib=max(samples[process]) / MIB,
                 rss_least_mib=min(samples[process]) / MIB,
                 rss_median_mib=statistics.median(samples[process]) / MIB,
                 rss_most_mib=max(samples[process]) / MIB,
                 rss_flatness=flatness(samples[process]),
             )
-            for process, pid in pids.items()
+            for process in read
         ]
 
 

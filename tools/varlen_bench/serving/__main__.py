@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Annotated
@@ -9,11 +10,19 @@ from typing import Annotated
 import typer
 
 from varlen_bench.harness import command, machine
+from varlen_bench.harness.neighbour import half_a_busy_core
 from varlen_bench.peers.checkpoints import max_positions
 from varlen_bench.serving import report
 from varlen_bench.serving.figures import bench_figures, overload_figures
 from varlen_bench.serving.run import LoadTest
-from varlen_bench.serving.systems import OURS, Settings, chosen_systems
+from varlen_bench.serving.systems import (
+    OURS,
+    SYSTEMS,
+    TOKEN_BUDGET,
+    Settings,
+    before,
+    chosen_systems,
+)
 from varlen_tools.local_server import end_on_sigterm
 from varlen_tools.workloads import Mix, trace_mix, uniform_mix
 
@@ -49,6 +58,12 @@ def main(
     paired: Annotated[
         int, typer.Option(min=0, help="Only dp and token_budget, in this number of turns.")
     ] = 0,
+    baseline: Annotated[
+        str, typer.Option(help="Commit whose token_budget --paired compares with instead.")
+    ] = "",
+    busy: Annotated[
+        bool, typer.Option("--busy", help="Keep half a core busy beside the servers.")
+    ] = False,
     seed: command.Seed = 0,
     quick: command.Quick = False,
     revision: command.Revision = "",
@@ -67,6 +82,7 @@ def main(
             peer_batch=peer_batch,
             threads=machine.cpu_count(),
             seed=seed,
+            note="beside half a busy core" if busy else "",
         )
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -78,12 +94,16 @@ def main(
         output=command.csv_path("serving", output, is_trial=quick),
         revision=revision,
     )
-    with TemporaryDirectory(prefix="varlen-serving-") as scratch, bench.progress() as progress:
+    with (
+        TemporaryDirectory(prefix="varlen-serving-") as scratch,
+        half_a_busy_core() if busy else nullcontext(),
+        bench.progress() as progress,
+    ):
         load_test = LoadTest(settings, Path(scratch), report=progress, append=bench.append)
         if overload:
             load_test.overload()
         elif paired:
-            load_test.compare_in_turns()
+            load_test.compare_in_turns(before(baseline) if baseline else SYSTEMS[TOKEN_BUDGET])
         else:
             load_test.compare()
     rows = load_test.rows

@@ -9,6 +9,7 @@ from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import ratio, rounded, worst
 from varlen_bench.serving.rows import Row
 from varlen_bench.serving.systems import (
+    BEFORE,
     DP_PADDED,
     DYNAMIC_BATCHER,
     FIFO_PADDED,
@@ -49,17 +50,15 @@ def best_peer(rows: Iterable[Row]) -> Row | None:
     return max(peers, key=lambda row: row.sustained or 0.0, default=None)
 
 
-def paired_ratios(rows: Iterable[Row], attribute: str) -> list[float]:
-    """Return `varlen-dp` over `varlen-token-budget` for each load and turn of one mix."""
+def paired_ratios(rows: Iterable[Row], attribute: str, other: str = TOKEN_BUDGET) -> list[float]:
+    """Return `varlen-dp` over the other system of a pair, for each load and turn of one mix."""
     loads: dict[tuple[float | None, int | None], dict[str, float]] = {}
     for row in rows:
         value = getattr(row, attribute)
         if row.kind == "paired" and value is not None:
             loads.setdefault((row.offered, row.turn), {})[row.system] = value
     return [
-        values[OURS] / values[TOKEN_BUDGET]
-        for values in loads.values()
-        if {OURS, TOKEN_BUDGET} <= values.keys()
+        values[OURS] / values[other] for values in loads.values() if {OURS, other} <= values.keys()
     ]
 
 
@@ -70,15 +69,20 @@ def _mix_figures(rows: Sequence[Row]) -> dict[str, Cell]:
         values = (getattr(row, attribute, None) for row in (results.get(part), whole))
         return rounded(ratio(*values))
 
-    def mean_ratio(attribute: str) -> float | None:
-        ratios = paired_ratios(rows, attribute)
+    def mean_ratio(attribute: str, other: str) -> float | None:
+        ratios = paired_ratios(rows, attribute, other)
         return rounded(statistics.geometric_mean(ratios)) if ratios else None
 
     dynamic_batcher, fifo = results.get(DYNAMIC_BATCHER), results.get(FIFO_PADDED)
+    if any(row.system == BEFORE for row in rows):
+        return {
+            "mean_vs_before": mean_ratio("mean_ms", BEFORE),
+            "p99_vs_before": mean_ratio("p99_ms", BEFORE),
+        }
     return {
         "sustained_vs_dynamic_batcher": over(dynamic_batcher, "sustained"),
         "sustained_vs_best_peer": over(best_peer(rows), "sustained"),
         "dp_padded_vs_fifo_padded": over(fifo, "saturated", DP_PADDED),
-        "dp_mean_vs_token_budget": mean_ratio("mean_ms"),
-        "dp_p99_vs_token_budget": mean_ratio("p99_ms"),
+        "dp_mean_vs_token_budget": mean_ratio("mean_ms", TOKEN_BUDGET),
+        "dp_p99_vs_token_budget": mean_ratio("p99_ms", TOKEN_BUDGET),
     }

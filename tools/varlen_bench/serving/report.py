@@ -14,7 +14,7 @@ from varlen_bench.harness.tables import Table
 from varlen_bench.serving import picture
 from varlen_bench.serving.figures import paired_ratios
 from varlen_bench.serving.rows import Row
-from varlen_bench.serving.systems import OURS, TOKEN_BUDGET
+from varlen_bench.serving.systems import BEFORE, OURS, TOKEN_BUDGET
 from varlen_tools import html_page, pictures
 
 _RESULTS = (
@@ -22,7 +22,7 @@ _RESULTS = (
     "rss_mib cosine_min"
 ).split()
 _LOADS = [field.name for field in fields(Row)]
-_PAIRED = ("lengths", "loads", "mean", "middle half", "p99", "middle half")
+_PAIRED = ("lengths", "other", "loads", "mean", "middle half", "p99", "middle half")
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -98,10 +98,12 @@ def _paired(rows: Sequence[Row]) -> Table:
     """Return by mix: geometric mean and quartiles of the ratios of mean and p99 latency."""
     lines = []
     for label, of_mix in _by_mix(rows):
-        means, p99s = (paired_ratios(of_mix, name) for name in ("mean_ms", "p99_ms"))
-        if means and p99s:
-            lines.append([label, str(len(means)), *_with_quartiles(means), *_with_quartiles(p99s)])
-    return Table(f"Latency of {OURS} over {TOKEN_BUDGET}, same arrivals", _PAIRED, lines)
+        for other in (TOKEN_BUDGET, BEFORE):
+            means, p99s = (paired_ratios(of_mix, name, other) for name in ("mean_ms", "p99_ms"))
+            if means and p99s:
+                figures = [*_with_quartiles(means), *_with_quartiles(p99s)]
+                lines.append([label, other, str(len(means)), *figures])
+    return Table(f"Latency of {OURS} over another system, same arrivals", _PAIRED, lines)
 
 
 def _with_quartiles(ratios: Sequence[float]) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from varlen_bench.harness.accuracy import EQUAL_QUALITY, Vectors, cosines
 from varlen_bench.harness.command import Progress
-from varlen_bench.harness.resident import sampled_memory
+from varlen_bench.harness.resident import family_bytes, sampled_memory
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import flatness
 from varlen_bench.harness.worker import WorkerError
@@ -75,11 +76,11 @@ class LoadTest:
         for system in self._settings.systems:
             self._run_part(self._measure_system, system)
         if {TOKEN_BUDGET, OURS} <= {system.name for system in self._settings.systems}:
-            self.compare_in_turns()
+            self.compare_in_turns(SYSTEMS[TOKEN_BUDGET])
 
-    def compare_in_turns(self) -> None:
-        """Measure the two policies on one server under the same arrivals."""
-        self._run_part(self._measure_in_turns, SYSTEMS[TOKEN_BUDGET], SYSTEMS[OURS])
+    def compare_in_turns(self, other: System) -> None:
+        """Measure ours and another system under the same arrivals."""
+        self._run_part(self._measure_in_turns, other, SYSTEMS[OURS])
 
     def overload(self) -> None:
         """Measure each system at twice its capacity, with deadlines."""
@@ -87,22 +88,26 @@ class LoadTest:
             self._run_part(self._measure_overload, system)
 
     def _run_part(self, measure: Callable[..., None], *systems: System) -> None:
-        """Measure systems on one server; an error becomes the last row of the part."""
+        """Measure systems, each on its server; an error becomes the last row of the part."""
         names = " and ".join(system.name for system in systems)
         self._report(f"{names}: starting")
         begin = len(self.rows)
         try:
-            with serve(systems, self._settings, self._scratch) as served:
-                for system in systems:
-                    self._check(served, system)
-                measure(served, *systems)
+            with ExitStack() as servers:
+                started = [
+                    servers.enter_context(serve(system, self._settings, self._scratch))
+                    for system in systems
+                ]
+                for served in started:
+                    self._check(served)
+                measure(*started)
         except _FAULTS as error:
             self.rows.append(Row("", names, "failed", note=f"did not run on: {reason(error)}"))
         self._append([asdict(row) for row in self.rows[begin:]])
 
-    def _check(self, served: Served, system: System) -> None:
+    def _check(self, served: Served) -> None:
         """Raise RuntimeError if a system returns wrong vectors."""
-        vectors = served.embed(system, self._requests)
+        vectors = served.embed(self._requests)
         try:
             cosine = float(cosines(vectors, self._vectors).min())
         except ValueError as error:
@@ -110,18 +115,18 @@ class LoadTest:
         # a zero vector has no cosine: NaN
         if not cosine >= EQUAL_QUALITY:
             raise RuntimeError(f"answers are wrong: cosine {cosine:.4f}; allowed: {EQUAL_QUALITY}")
-        self._cosines[system.name] = cosine
+        self._cosines[served.system.name] = cosine
 
-    def _measure_system(self, served: Served, system: System) -> None:
+    def _measure_system(self, served: Served) -> None:
         for mix in self._settings.mixes:
-            self._report(f"{system.name}: {mix.label}")
-            self._measure_mix(served, system, mix)
-        if system.name == OURS:
-            self._cross_check(served, system)
+            self._report(f"{served.system.name}: {mix.label}")
+            self._measure_mix(served, mix)
+        if served.system.name == OURS:
+            self._cross_check(served)
 
-    def _measure_mix(self, served: Served, system: System, mix: Mix) -> None:
+    def _measure_mix(self, served: Served, mix: Mix) -> None:
         """Measure a system on one mix: capacity, search, saturation; add the result."""
-        capacity = self._capacity(served, system, mix)
+        system, capacity = served.system, self._capacity(served, mix)
         hopeless = is_hopeless(system, capacity, self._rows_of(mix))
         seconds, steps = self._settings.search_effort(system, is_hopeless=hopeless)
         search = Search(capacity, steps)
@@ -130,27 +135,28 @@ class LoadTest:
         while rate is not None:
             longer = seconds_at(rate, seconds) if number else seconds
             load = self._load("load", mix, longer, capacity, rate=rate, seed=number)
-            row = self._measure(served, system, replace(load, may_give_up=True))
+            row = self._measure(served, replace(load, may_give_up=True))
             search.record(rate, is_sustained=row.is_sustained, is_step=number > 0)
             rate, number = search.next_rate(), number + 1
         rows = self._rows_of(mix)
         best = max(row.capacity for row in rows if row.kind in {"closed", "most"})
         seconds = 2.0 if self._settings.quick else 0.75 * self._settings.seconds
         load = self._load("most", mix, seconds, capacity, rate=_SATURATING * best)
-        most = self._measure(served, system, load)
+        most = self._measure(served, load)
         result = Row(mix.label, system.name, "result", rss_mib=most.rss_mib, saturated=most.served)
         cosine, sustained = self._cosines[system.name], search.sustained if steps else None
         self.rows.append(replace(result, cosine_min=cosine, sustained=sustained))
 
-    def _cross_check(self, served: Served, system: System) -> None:
+    def _cross_check(self, served: Served) -> None:
         """Measure one load with our generator, then with perf_analyzer."""
+        system = served.system
         self._report(f"{system.name}: beside perf_analyzer")
         mix = self._settings.mixes[0]
         closed = (row for row in self._rows_of(mix) if row.kind == "closed")
         capacity = next(row.capacity for row in closed if row.system == system.name)
         seconds = _CROSS_CHECK_LONGER * self._settings.seconds
         load = self._load("load", mix, seconds, capacity, rate=_CROSS_CHECKED * capacity)
-        self._measure(served, system, load)
+        self._measure(served, load)
         try:
             requests = load.token_ids(self._settings.vocabulary)
             row = perf_analyzer.measure(served.address, system.name, load, requests)
@@ -158,7 +164,7 @@ class LoadTest:
             row = Row(mix.label, system.name, "failed", note=f"perf_analyzer: {reason(error)}")
         self.rows.append(row)
 
-    def _measure_in_turns(self, served: Served, *systems: System) -> None:
+    def _measure_in_turns(self, *systems: Served) -> None:
         """Measure two systems under the same arrivals: A B, B A and so on."""
         turns, seconds = self._settings.turns, self._settings.seconds
         # the two systems are nearly equal
@@ -167,18 +173,18 @@ class LoadTest:
             for turn in range(turns):
                 self._report(f"{mix.label}: turn {turn + 1} of {turns}")
                 # anew: the speed of a shared machine changes
-                capacity = self._capacity(served, systems[0], mix)
+                capacity = self._capacity(systems[0], mix)
                 for part in _PAIRED:
                     rate = part * capacity
                     load = self._load("paired", mix, seconds, capacity, rate=rate, seed=turn)
-                    for system in systems[::-1] if turn % 2 else systems:
-                        self._measure(served, system, load, turn=turn)
+                    for served in systems[::-1] if turn % 2 else systems:
+                        self._measure(served, load, turn=turn)
 
-    def _measure_overload(self, served: Served, system: System) -> None:
+    def _measure_overload(self, served: Served) -> None:
         for mix in self._settings.mixes:
-            self._report(f"{system.name}: {mix.label}, overload")
+            self._report(f"{served.system.name}: {mix.label}, overload")
             load = Load("closed", mix, _OVERLOAD_CLOSED_SECONDS, self._settings.seed)
-            capacity = max(self._measure(served, system, load).served or 0.0, 1.0)
+            capacity = max(self._measure(served, load).served or 0.0, 1.0)
             overload = replace(
                 load,
                 kind="overload",
@@ -187,8 +193,8 @@ class LoadTest:
                 max_waiting=int(_OVERLOAD_BACKLOG_SECONDS * capacity),
                 deadline_ms=_DEADLINE_MS,
             )
-            with sampled_memory(served.process(system), _SAMPLE_SECONDS) as samples:
-                row = served.measure(system, overload)
+            with sampled_memory(served.process(), _SAMPLE_SECONDS, family_bytes) as samples:
+                row = served.measure(overload)
             full = samples[int(_FILLING * len(samples)) :]
             self.rows.append(replace(row, rss_flatness=flatness(full) if full else None))
 
@@ -198,12 +204,13 @@ class LoadTest:
         """Return an open load for a system; `seed` is added to the run's."""
         return Load(kind, mix, seconds, self._settings.seed + seed, rate, max_waiting(capacity))
 
-    def _capacity(self, served: Served, system: System, mix: Mix) -> float:
+    def _capacity(self, served: Served, mix: Mix) -> float:
         load = Load("closed", mix, 2.0 if self._settings.quick else 3.0, self._settings.seed)
-        return self._measure(served, system, load).capacity
+        return self._measure(served, load).capacity
 
-    def _measure(self, served: Served, system: System, load: Load, **columns: Any) -> Row:
-        row = replace(served.measure(system, load), **columns)
+    def _measure(self, served: Served, load: Load, **columns: Any) -> Row:
+        row = replace(served.measure(load), **columns)
+        row = replace(row, note="; ".join(filter(None, [row.note, self._settings.note])))
         self.rows.append(row)
         return row
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import subprocess
+import tarfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ import numpy as np
 
 from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.harness.machine import gflops
-from varlen_bench.harness.resident import MIB, model_process, resident_bytes
+from varlen_bench.harness.resident import MIB, family_bytes, model_process
 from varlen_bench.harness.summary import ratio
 from varlen_bench.harness.worker import WorkerProcess
 from varlen_bench.serving.loads import Load
@@ -34,44 +37,43 @@ _REQUESTS = "varlen_requests_total"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server that is ready, and the process that sends requests to it."""
+    """A server of one system that is ready, and the process that sends requests to it."""
 
+    system: System
     server: LocalServer
     generator: WorkerProcess
     address: str
 
-    def measure(self, system: System, load: Load) -> Row:
+    def measure(self, load: Load) -> Row:
         """Return the row of a load."""
-        before, speed = self._series(system), gflops()
-        row = Row(**self.generator.ask(model=system.name, load=asdict(load)))
-        growth = self._growth(system, before, (row.sent or 0) - (row.lost or 0))
-        memory = resident_bytes(self.process(system)) / MIB
+        before, speed = self._series(), gflops()
+        row = Row(**self.generator.ask(model=self.system.name, load=asdict(load)))
+        growth = self._growth(before, (row.sent or 0) - (row.lost or 0))
+        memory = family_bytes(self.process()) / MIB
         return replace(row, rss_mib=memory, machine_gflops=speed, **counted(growth))
 
-    def embed(self, system: System, requests: Sequence[Sequence[int]]) -> Vectors:
-        """Return a system's vectors of requests that are sent at once, [requests, hidden]."""
-        answer = self.generator.ask(model=system.name, requests=requests)
+    def embed(self, requests: Sequence[Sequence[int]]) -> Vectors:
+        """Return the vectors of requests that are sent at once, [requests, hidden]."""
+        answer = self.generator.ask(model=self.system.name, requests=requests)
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return np.array(answer["vectors"], dtype=np.float32)
 
-    def process(self, system: System) -> int:
-        """Return the id of the process that runs a system's model."""
-        return model_process(self.server.pid, system.name)
+    def process(self) -> int:
+        """Return the id of the process that runs the model."""
+        return model_process(self.server.pid, self.system.name)
 
-    def _series(self, system: System) -> dict[str, float]:
+    def _series(self) -> dict[str, float]:
         page = fetch_metrics(self.server.metrics_url, timeout=10)
         if page is None:
             raise RuntimeError("the server has no metrics page")
-        return model_series(page, system.name)
+        return model_series(page, self.system.name)
 
-    def _growth(
-        self, system: System, before: Mapping[str, float], answered: int
-    ) -> dict[str, float]:
+    def _growth(self, before: Mapping[str, float], answered: int) -> dict[str, float]:
         """Return the growth of each series, once all answered requests are counted."""
         deadline = time.monotonic() + _FLUSH_SECONDS
         while True:
-            series = self._series(system)
+            series = self._series()
             growth = {name: value - before.get(name, 0.0) for name, value in series.items()}
             if growth.get(_REQUESTS, answered) >= answered or time.monotonic() > deadline:
                 return growth
@@ -79,19 +81,37 @@ class Served:
 
 
 @contextmanager
-def serve(systems: Sequence[System], settings: Settings, scratch: Path) -> Iterator[Served]:
-    """Yield a server of these systems; it keeps the costs that it measures in `scratch`."""
+def serve(system: System, settings: Settings, scratch: Path) -> Iterator[Served]:
+    """Yield a server of a system; it keeps the costs that it measures in `scratch`."""
     environment = {"XDG_CACHE_HOME": str(scratch), "HF_HUB_OFFLINE": "1"}
+    if system.revision:
+        environment["PYTHONPATH"] = sources_at(system.revision, scratch)
     with TemporaryDirectory(prefix="varlen-serving-") as folder:
-        for system in systems:
-            write_model(Path(folder), system, settings)
+        write_model(Path(folder), system, settings)
         arguments = ["--disable-auto-complete-config"]
         with LocalServer(folder, arguments=arguments, environment=environment) as server:
             server.wait_ready(_READY_SECONDS)
             address = server.grpc_url.removeprefix("grpc://")
             argument = {"address": address, "vocabulary": settings.vocabulary}
             with WorkerProcess(_WORKER, argument, scratch / "log", threads=1) as generator:
-                yield Served(server, generator, address)
+                yield Served(system, server, generator, address)
+
+
+def sources_at(revision: str, scratch: Path) -> str:
+    """Return the Python path of this project's backend as of a commit, extracted to `scratch`.
+
+    Raises:
+        RuntimeError: git does not know the commit.
+    """
+    tree = scratch / revision
+    if not tree.exists():
+        git = ["git", "archive", "--format=tar", revision, "backend", "kernels"]
+        archive = subprocess.run(git, capture_output=True, check=False)
+        if archive.returncode:
+            raise RuntimeError(archive.stderr.decode().strip())
+        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+            files.extractall(tree, filter="data")
+    return f"{tree / 'backend'}:{tree / 'kernels'}"
 
 
 def counted(growth: Mapping[str, float]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ INPUT, OUTPUT = "input_ids", "sentence_embedding"
 OURS = "varlen-dp"
 TOKEN_BUDGET = "varlen-token-budget"  # noqa: S105 - a policy
 DYNAMIC_BATCHER = "transformers-fp32-dynamic"
+# an older commit
+BEFORE = "varlen-before"
 DP_PADDED, FIFO_PADDED = "varlen-dp-padded", "varlen-fifo-padded"
 
 
@@ -30,6 +32,8 @@ class System:
     precision: Precision = "fp32"
     # whether the server's dynamic batcher joins requests; our backend has a scheduler instead
     dynamic: bool = False
+    # commit of our backend; the working tree if empty
+    revision: str = ""
     # of our backend
     parameters: Mapping[str, str] = field(default_factory=dict)
 
@@ -44,6 +48,11 @@ class System:
         return not self.is_ours or self.name in {OURS, TOKEN_BUDGET}
 
 
+def before(revision: str) -> System:
+    """Return our backend as of a commit, with a token budget."""
+    return System(BEFORE, "varlen", revision=revision, parameters={"policy": "token_budget"})
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a run measures.
@@ -52,6 +61,7 @@ class Settings:
         seconds: measured seconds of a load of a key system, or of an overload.
         turns: turns of the paired comparison.
         peer_batch: largest batch of the server's dynamic batcher.
+        note: what every row says.
     """
 
     model: Path
@@ -63,6 +73,7 @@ class Settings:
     peer_batch: int
     threads: int
     seed: int
+    note: str = ""
 
     @property
     def vocabulary(self) -> int:
