@@ -3,8 +3,9 @@
 SERIES = {
     **dict.fromkeys(
         """
-        varlen_queued_requests varlen_queued_tokens varlen_weight_bytes varlen_arena_capacity_bytes
-        varlen_arena_reserved_bytes varlen_arena_chunks varlen_arena_footprint_bytes
+        varlen_queued_requests varlen_queued_tokens varlen_queued_text_bytes
+        varlen_weight_bytes varlen_arena_capacity_bytes varlen_arena_reserved_bytes
+        varlen_arena_chunks varlen_arena_footprint_bytes
         varlen_arena_peak_live_bytes varlen_response_cache_bytes varlen_response_cache_entries
         varlen_running_sequences varlen_waiting_sequences varlen_kv_blocks_used
         varlen_kv_blocks_reserved varlen_kv_blocks_capacity

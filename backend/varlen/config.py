@@ -210,6 +210,11 @@ class EngineConfig:
         "Longest text accepted, in bytes of UTF-8, checked before tokenization.",
         lowest=1,
     )
+    max_queued_text_bytes: int = _setting(
+        33_554_432,
+        "Largest amount of text that waits for tokenization, in bytes of UTF-8. Requests beyond it get UNAVAILABLE.",
+        lowest=1,
+    )
     ignore_request_timeout: bool = _setting(
         False,
         "Whether the `timeout` field of requests is ignored. It is a deadline in microseconds, as the server defines"

@@ -154,9 +154,8 @@ class Engine:
             except DeadlineError:
                 self._stats.count_refusal("deadline")
                 raise
-            allowed = request.options.deadline_seconds
-            deadline = math.inf if allowed is None else now + allowed
-            self._inbox.put(RequestState(request, reply, now, deadline, forecast))
+            arrival, deadline = request.arrived(now), request.deadline(now)
+            self._inbox.put(RequestState(request, reply, arrival, deadline, forecast))
 
     @property
     def is_ready(self) -> bool:
@@ -226,7 +225,7 @@ class Engine:
             if math.isfinite(arrived.deadline):
                 self._by_deadline.add(arrived)
             try:
-                self._scheduler.add(arrived, arrived.arrival)
+                self._scheduler.add(arrived, self._clock())
             except BaseException:
                 # also a panic of a library, which is no Exception
                 _log.exception("a request could not be queued; it fails")

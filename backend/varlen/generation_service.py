@@ -17,6 +17,7 @@ from varlen.decoding.checkpoint_rules import search_defaults, search_rules
 from varlen.decoding.choice import TokenChoice
 from varlen.decoding.structured import Grammars
 from varlen.decoding.writer import TextWriter
+from varlen.draft import Draft, Step
 from varlen.engine import Engine
 from varlen.errors import RequestError
 from varlen.execution.device import choose_device, name_of, usable_cores
@@ -27,7 +28,7 @@ from varlen.intake import InputLimits, Intake
 from varlen.memory.blocks import BlockPool
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
-from varlen.request import Reply, Request
+from varlen.request import Prompt, Reply, Request
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.iteration import IterationScheduler
 from varlen.scheduling.step_limits import StepLimits
@@ -179,6 +180,11 @@ class GenerationService:
             options.check_search()
         return options
 
+    def with_grammar(self, draft: Draft) -> Draft:
+        """Return a draft with a step that compiles its grammar, if it has one."""
+        grammar = draft.options.generation.grammar if draft.options.generation else None
+        return draft if grammar is None else draft.and_then(self._grammar_step(grammar))
+
     def submit(self, request: Request, reply: Reply) -> None:
         """Answer a request, now or later. Any thread may call this.
 
@@ -190,6 +196,13 @@ class GenerationService:
         if options.grammar is not None:
             self.grammars.check(options.grammar)
         self.engine.submit(request, reply)
+
+    def _grammar_step(self, grammar: str) -> Step:
+        def compile_grammar() -> tuple[Prompt, ...]:
+            self.grammars.check(grammar)
+            return ()
+
+        return Step(len(grammar), compile_grammar)
 
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of the gauges and totals of generation. From any thread."""

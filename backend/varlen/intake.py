@@ -6,18 +6,23 @@ below trust their inputs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from varlen.draft import Step
 from varlen.errors import RequestError
 from varlen.request import Prompt
-from varlen.tokenization import Text, Tokenizer
+from varlen.tokenization import Text, Tokenized, Tokenizer
 
 # One sequence.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 IntegerArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
+# Rows of short texts that are tokenized in one step have about this many bytes; a longer text is a step of its own.
+_STEP_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +87,25 @@ class Intake:
         Raises:
             RequestError: a text is empty, too long, or holds a NUL; the message names the row.
         """
-        if not texts:
-            raise RequestError("text has no rows; send at least one row")
-        for row, text in enumerate(texts):
-            if isinstance(text, tuple) and len(text) != 2:
-                raise RequestError(
-                    f"row {row}: text is a tuple of {len(text)}; send a pair of two texts"
-                )
-            for part in text if isinstance(text, tuple) else (text,):
-                self._check_text(row, part)
-        sequences = self._tokenizer.encode(texts, truncate=truncate, special_tokens=special_tokens)
-        most = self._limits.max_sequence_tokens
-        for row, sequence in enumerate(sequences):
-            if sequence.num_tokens > most:
-                raise RequestError(
-                    f"row {row}: text has {sequence.num_tokens} tokens; this model takes at most {most}"
-                    " (truncate=true cuts it)"
-                )
-            if not sequence.num_tokens:
-                raise RequestError(f"row {row}: text has no tokens; send at least one word")
-            self._check_arena(row, sequence.num_tokens)
-            self._check_ids(row, "text", sequence.token_ids, sequence.type_ids)
-        return tuple(map(self._placed, sequences))
+        self._check_texts(texts)
+        return self._tokenize(texts, truncate, special_tokens)
+
+    def text_steps(self, texts: Sequence[Text], *, truncate: bool) -> tuple[Step, ...]:
+        """Return the steps that make prompts of texts or pairs, which are checked now.
+
+        Raises:
+            RequestError: see `texts`; a step raises it for a text that is too long.
+        """
+        sizes = self._check_texts(texts)
+        steps = []
+        begin = num_bytes = 0
+        for end, size in enumerate(sizes, start=1):
+            num_bytes += size
+            if num_bytes >= _STEP_BYTES or end == len(sizes):
+                run = partial(self._tokenize, texts[begin:end], truncate, first_row=begin)
+                steps.append(Step(num_bytes, run))
+                begin, num_bytes = end, 0
+        return tuple(steps)
 
     def token_ids(
         self,
@@ -143,9 +145,58 @@ class Intake:
         (prompt,) = self.texts([text], truncate=False, special_tokens=False)
         return prompt
 
+    def chat_step(self, messages: Sequence[Mapping[str, Any]], num_bytes: int) -> Step:
+        """Return the step that makes a prompt of chat messages of this length; see `chat`."""
+        return Step(num_bytes, lambda: (self.chat(messages),))
+
     def token_text(self, token_id: int) -> str:
         """Return the text of a token."""
         return self._tokenizer.token_text(token_id)
+
+    @property
+    def reads_sources(self) -> bool:
+        """Whether its texts are the sources of translations."""
+        return self._target_ids is not None
+
+    def _check_texts(self, texts: Sequence[Text]) -> list[int]:
+        """Return the length of each row in UTF-8, or raise RequestError."""
+        if not texts:
+            raise RequestError("text has no rows; send at least one row")
+        sizes = []
+        for row, text in enumerate(texts):
+            if isinstance(text, tuple) and len(text) != 2:
+                raise RequestError(
+                    f"row {row}: text is a tuple of {len(text)}; send a pair of two texts"
+                )
+            parts = text if isinstance(text, tuple) else (text,)
+            sizes.append(sum(self._check_text(row, part) for part in parts))
+        return sizes
+
+    def _tokenize(
+        self,
+        texts: Sequence[Text],
+        truncate: bool,
+        special_tokens: bool = True,
+        *,
+        first_row: int = 0,
+    ) -> tuple[Prompt, ...]:
+        """Return the prompts of checked texts."""
+        found = self._tokenizer.encode(texts, truncate=truncate, special_tokens=special_tokens)
+        return tuple(self._prompt(row, each) for row, each in enumerate(found, start=first_row))
+
+    def _prompt(self, row: int, text: Tokenized) -> Prompt:
+        tokens, most = len(text.token_ids), self._limits.max_sequence_tokens
+        if tokens > most:
+            count = tokens if text.is_complete else f"more than {most}"
+            raise RequestError(
+                f"row {row}: text has {count} tokens; this model takes at most {most}"
+                " (truncate=true cuts it)"
+            )
+        if not tokens:
+            raise RequestError(f"row {row}: text has no tokens; send at least one word")
+        self._check_arena(row, tokens)
+        self._check_ids(row, "text", text.token_ids, text.type_ids)
+        return self._placed(Prompt(text.token_ids, text.type_ids))
 
     def _placed(self, tokens: Prompt) -> Prompt:
         """Return tokens as the prompt of a model, or as the source of a target."""
@@ -187,7 +238,8 @@ class Intake:
         if types is not None:
             _check_range(row, "token_type_ids", types, self._limits.type_vocab_size)
 
-    def _check_text(self, row: int, text: str) -> None:
+    def _check_text(self, row: int, text: str) -> int:
+        """Return the length of a text in UTF-8, or raise RequestError."""
         if not isinstance(text, str):
             raise RequestError(f"row {row}: text is a {type(text).__name__}; send a string")
         if not text.strip():
@@ -204,6 +256,7 @@ class Intake:
             raise RequestError(
                 f"row {row}: text has {size} bytes; this model takes at most {self._limits.max_text_bytes}"
             )
+        return size
 
 
 def _check_range(row: int, name: str, ids: IntegerArray, size: int) -> None:

@@ -97,8 +97,9 @@ class CountedMetric(Metric):
 class SnapshotMetric(Metric):
     """Metrics whose current value the service reads: gauges, and totals since the start."""
 
-    QUEUED_REQUESTS = "varlen_queued_requests", "GAUGE", "Requests in the queue"
+    QUEUED_REQUESTS = "varlen_queued_requests", "GAUGE", "Requests in the queue, those not tokenized yet included"
     QUEUED_TOKENS = "varlen_queued_tokens", "GAUGE", "Tokens in the queue"
+    QUEUED_TEXT_BYTES = "varlen_queued_text_bytes", "GAUGE", "Bytes of text that wait for tokenization"
     WEIGHT_BYTES = "varlen_weight_bytes", "GAUGE", "Bytes of the model's weights, outside the arena"
     ARENA_CAPACITY = "varlen_arena_capacity_bytes", "GAUGE", "Largest size of the arena in bytes"
     ARENA_RESERVED = "varlen_arena_reserved_bytes", "GAUGE", "Bytes that the arena has allocated"

@@ -1,5 +1,6 @@
 """Requests of clients and their replies: prompts, options, request and reply."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -57,21 +58,39 @@ class RequestOptions:
     deadline_seconds: float | None = None
     generation: GenerationOptions | None = None
 
+    def deadline(self, arrival: float) -> float:
+        """Return the time after which an answer is useless; infinity if there is none."""
+        return math.inf if self.deadline_seconds is None else arrival + self.deadline_seconds
+
 
 DEFAULT_OPTIONS = RequestOptions()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A checked request: one or many prompts with their options."""
+    """A checked request: one or many prompts with their options.
+
+    Attributes:
+        prompts, options: what runs, and how.
+        arrival: when it came, in seconds of the engine's clock; None if it comes when it is submitted.
+    """
 
     prompts: tuple[Prompt, ...]
     options: RequestOptions = DEFAULT_OPTIONS
+    arrival: float | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(prompt.num_tokens for prompt in self.prompts)
+
+    def arrived(self, now: float) -> float:
+        """Return when it came, if it is submitted now."""
+        return now if self.arrival is None else self.arrival
+
+    def deadline(self, now: float) -> float:
+        """Return the time after which its answer is useless; infinity if there is none."""
+        return self.options.deadline(self.arrived(now))
 
 
 FinishReason: TypeAlias = Literal["stop", "length"]

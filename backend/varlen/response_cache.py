@@ -253,9 +253,10 @@ class ResponseCache:
         Raises:
             VarlenError: the engine did not admit the missing rows; the caller answers the request.
         """
-        deadline = math.inf
-        if request.options.deadline_seconds is not None:
-            deadline = self._clock() + request.options.deadline_seconds
+        now = self._clock()
+        # a part of it that runs later, or again, has come with it
+        request = replace(request, arrival=request.arrived(now))
+        deadline = request.deadline(now)
         keys = [_key(prompt, request.options.normalize) for prompt in request.prompts]
         pending = _Pending(request, reply, keys, deadline)
         error, others = self._start(pending, range(len(keys)), is_new=True)
@@ -353,13 +354,8 @@ class ResponseCache:
         return True
 
     def _request_of(self, flight: _Flight) -> Request:
-        """Return the engine's request for a flight, with the time that is left."""
-        leader = flight.leader
-        seconds = None
-        if math.isfinite(leader.deadline):
-            seconds = max(0.0, leader.deadline - self._clock())
-        options = replace(leader.request.options, deadline_seconds=seconds)
-        return Request(flight.prompts(), options)
+        """Return the engine's request for a flight, which came when its leader did."""
+        return replace(flight.leader.request, prompts=flight.prompts())
 
     def _restart(self, waiting: Rows) -> None:
         """Restart each of these requests, or fail it if it is refused."""

@@ -50,7 +50,7 @@ class RequestState:
 
     Attributes:
         request, reply: what came, and where the answer goes.
-        arrival: time of admission, in seconds of the engine's clock, as are all times here.
+        arrival: when the request came, in seconds of the engine's clock, as are all times here.
         deadline: time after which the answer is useless; infinity if there is none.
         forecast: expected run time, when it was admitted.
         sequences: one per prompt, or per sample of a prompt, in order; empty once it is answered.

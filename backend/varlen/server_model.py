@@ -14,6 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -21,9 +22,10 @@ import triton_python_backend_utils as pb_utils
 
 from varlen import wire, wire_generate
 from varlen.config import ITERATIVE_TASKS, EngineConfig, Task
+from varlen.draft import Draft
 from varlen.errors import EngineError, RequestError, VarlenError
 from varlen.memory.heap import return_large_memory
-from varlen.metrics import Stats
+from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Request
 from varlen.server_config import (
@@ -43,6 +45,7 @@ from varlen.server_process import (
     start_watchdog,
 )
 from varlen.server_replies import Answer, Outbox, ServerReply
+from varlen.tokenizer_pool import PoolLimits, TokenizerPool
 
 if TYPE_CHECKING:
     from varlen.generation_service import GenerationService
@@ -102,6 +105,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Stop the threads. The server calls this once every request has been answered."""
+        self._pool.close()
         self._service.close()
         self._outbox.close()
         if self._exporter is not None:
@@ -130,51 +134,80 @@ class TritonPythonModel:
         self._service = _load_service(
             task, checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
         )
-        self._exporter = start_exporter(args, self._stats, self._service.snapshot)
+        limits = PoolLimits(
+            config.max_queued_requests,
+            config.max_queued_text_bytes,
+            waiting_elsewhere=lambda: self._service.admission.depth[0],
+        )
+        self._pool = TokenizerPool(limits, self._stats)
+        self._pool.start()
+        self._exporter = start_exporter(args, self._stats, self._snapshot)
         self._outbox = Outbox(self._stats, names_codes=task in ITERATIVE_TASKS)
         self._trimmer = MemoryTrimmer()
         self._watchdog = start_watchdog()
 
     def _submit(self, request: pb_utils.InferenceRequest, reply: ServerReply) -> None:
         try:
-            checked, answer = self._read(request)
-            reply.expect(answer)
-            self._service.submit(checked, reply)
+            draft, answer_to = self._read(request)
+
+            def accept(checked: Request) -> None:
+                reply.expect(answer_to(checked))
+                self._service.submit(checked, reply)
+
+            if draft.num_bytes:
+                self._pool.submit(draft, reply, accept, arrival=reply.arrival)
+            else:
+                accept(replace(draft.complete(), arrival=reply.arrival))
         except VarlenError as error:
             reply.fail(error)
         except Exception:
             _log.exception("a request could not be read")
             reply.fail(EngineError("the request could not be read; the server's log says why"))
 
-    def _read(self, request: pb_utils.InferenceRequest) -> tuple[Request, Answer]:
-        """Return the checked request, and what makes its responses."""
+    def _read(
+        self, request: pb_utils.InferenceRequest
+    ) -> tuple[Draft, Callable[[Request], Answer]]:
+        """Return the draft of a request, and what returns the maker of its responses."""
         service = self._service
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         timeout = request.timeout() if self._uses_timeout else 0
-        if service.task in ITERATIVE_TASKS:
-            checked, spec = wire_generate.read_generate_request(
+        if service.task not in ITERATIVE_TASKS:
+            draft = wire.read_request(
                 tensors,
                 _parameters(request),
                 service.intake,
-                decoupled=self._is_decoupled,
-                read_options=cast("GenerationService", service).options,
+                normalize=service.checkpoint.normalize,
                 timeout_microseconds=timeout,
             )
-            return checked, wire_generate.GeneratedAnswer(spec, service.intake.token_text)
-        checked = wire.read_request(
+            return draft, lambda _: wire.ArrayAnswer(service.task)
+        generation = cast("GenerationService", service)
+        draft, spec = wire_generate.read_generate_request(
             tensors,
             _parameters(request),
             service.intake,
-            normalize=service.checkpoint.normalize,
+            decoupled=self._is_decoupled,
+            read_options=generation.options,
             timeout_microseconds=timeout,
         )
-        return checked, wire.ArrayAnswer(service.task)
+        draft = generation.with_grammar(draft)
+        return draft, lambda checked: wire_generate.answer_to(
+            checked, spec, service.intake.token_text
+        )
+
+    def _snapshot(self) -> MetricsSnapshot:
+        requests, num_bytes = self._pool.depth
+        values = dict(self._service.snapshot())
+        values[SnapshotMetric.QUEUED_REQUESTS] += requests
+        values[SnapshotMetric.QUEUED_TEXT_BYTES] = num_bytes
+        return values
 
 
 def _load_service(
     task: Task, folder: Path, config: EngineConfig, stats: Stats, *, gpu: int
 ) -> Service | GenerationService:
     """Return the running model of a task."""
+    # a step is tokenized in one thread of the pool, not in all cores
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if task in ITERATIVE_TASKS:
         # read when torch is imported: its threads would spin on cores that the server and clients need
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")

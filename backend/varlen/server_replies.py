@@ -101,6 +101,11 @@ class ServerReply:
         self._cancelled = False
         self._last_check = self._arrival
 
+    @property
+    def arrival(self) -> float:
+        """When the request came, in seconds of `time.monotonic`."""
+        return self._arrival
+
     def expect(self, answer: Answer) -> None:
         """Set what makes the responses, before the first output."""
         self._answer = answer

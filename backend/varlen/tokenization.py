@@ -1,20 +1,43 @@
 """Text to token ids, with the checkpoint's own `tokenizer.json`.
 
-The tokenizers library does the work and lets other threads run meanwhile; this file limits
-the length of texts.
+The tokenizers library does the work and lets other threads run meanwhile; this file limits the length of texts. A text
+that is much too long is tokenized only up to a safe boundary (`text_boundaries`): the result is that of the whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+from tokenizers import Encoding
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from varlen.errors import CheckpointError
-from varlen.request import Prompt
+from varlen.request import Int32Array
+from varlen.text_boundaries import safe_boundary
 
 Text: TypeAlias = str | tuple[str, str]
+
+# Characters of the first prefix of a long text, per token of the limit: most texts have fewer per token.
+_CHARACTERS_PER_TOKEN = 6
+# How much longer the next prefix is, if the last one has too few tokens.
+_GROWTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The tokens of a text or of a pair of texts.
+
+    Attributes:
+        token_ids: `[tokens]` int32.
+        type_ids: `[tokens]` int32, for pairs only.
+        is_complete: False if these tokens exceed the limit, and the text has even more.
+    """
+
+    token_ids: Int32Array
+    type_ids: Int32Array | None
+    is_complete: bool = True
 
 
 class Tokenizer:
@@ -36,6 +59,9 @@ class Tokenizer:
         self._cut = _load(folder)
         self._cut.enable_truncation(max_sequence_tokens)
         self._prompt = prompt
+        self._max_tokens = max_sequence_tokens
+        self._long_size = max_sequence_tokens * _CHARACTERS_PER_TOKEN
+        self._boundary = safe_boundary(self._whole)
 
     @property
     def huggingface(self) -> HuggingFaceTokenizer:
@@ -44,30 +70,85 @@ class Tokenizer:
 
     def encode(
         self, texts: Sequence[Text], *, truncate: bool, special_tokens: bool = True
-    ) -> list[Prompt]:
+    ) -> list[Tokenized]:
         """Return one sequence per text or pair of texts; type ids only for pairs.
 
         Args:
             texts: checked: not empty.
-            truncate: cut sequences longer than max_sequence_tokens, the longer text of a pair first.
+            truncate: cut sequences longer than max_sequence_tokens, the longer text of a pair first. Otherwise some
+                tokens beyond that number may be missing.
             special_tokens: whether to add special tokens.
         """
-        tokenizer = self._cut if truncate else self._whole
         if self._prompt:
             texts = [self._prompt + text if isinstance(text, str) else text for text in texts]
-        encodings = tokenizer.encode_batch(list(texts), add_special_tokens=special_tokens)
+        # one that is much too long is not tokenized as a whole
+        prefixes = [self._encode_prefix(text, truncate, special_tokens) for text in texts]
+        others = [text for text, prefix in zip(texts, prefixes, strict=True) if prefix is None]
+        whole = iter(_encode(self._cut if truncate else self._whole, others, special_tokens))
         return [
-            Prompt(
-                np.array(encoding.ids, dtype=np.int32),
+            Tokenized(
+                np.array((encoding := prefix or next(whole)).ids, dtype=np.int32),
                 np.array(encoding.type_ids, dtype=np.int32) if isinstance(text, tuple) else None,
+                is_complete=truncate or prefix is None,
             )
-            for text, encoding in zip(texts, encodings, strict=True)
+            for text, prefix in zip(texts, prefixes, strict=True)
         ]
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a token, special ones included."""
         text: str = self._whole.decode([token_id], skip_special_tokens=False)
         return text
+
+    def _encode_prefix(self, text: Text, truncate: bool, special_tokens: bool) -> Encoding | None:
+        """Return the encoding of a prefix; None if the whole text is needed.
+
+        It is that of the whole text, or too long like it.
+        """
+        if isinstance(text, tuple):
+            return self._encode_pair_prefix(text, truncate, special_tokens)
+        tokenizer = self._cut if truncate else self._whole
+        for prefix in self._prefixes(text):
+            (encoding,) = _encode(tokenizer, [prefix], special_tokens)
+            if len(encoding.ids) >= self._max_tokens + (not truncate):
+                return encoding
+        return None
+
+    def _encode_pair_prefix(
+        self, pair: tuple[str, str], truncate: bool, special_tokens: bool
+    ) -> Encoding | None:
+        """Return the encoding of a pair with a prefix of its longer text."""
+        longer = int(len(pair[1]) > len(pair[0]))
+        other = 1 - longer
+        # of two long texts, each has to be known whole: truncation begins with the longer one, in tokens
+        if len(pair[other]) > self._long_size:
+            return None
+        for prefix in self._prefixes(pair[longer]):
+            shortened = (pair[0], prefix) if longer else (prefix, pair[1])
+            (encoding,) = _encode(self._whole, [shortened], special_tokens)
+            if not truncate and len(encoding.ids) > self._max_tokens:
+                return encoding
+            # truncation depends on the length of the shorter text only, in tokens
+            sequences = encoding.sequence_ids
+            if truncate and sequences.count(longer) > max(self._max_tokens, sequences.count(other)):
+                return _encode(self._cut, [shortened], special_tokens)[0]
+        return None
+
+    def _prefixes(self, text: str) -> Iterator[str]:
+        """Yield longer and longer prefixes of a long text, up to safe boundaries."""
+        size = self._long_size
+        while self._boundary and len(text) > size and (end := self._boundary.search(text, size)):
+            yield text[: end.end()]
+            size = end.end() * _GROWTH
+
+
+def _encode(
+    tokenizer: HuggingFaceTokenizer, texts: Sequence[Text], special_tokens: bool
+) -> list[Encoding]:
+    # the fast way omits offsets, which nothing reads, and the type ids of pairs where no template sets them
+    has_pairs = any(isinstance(text, tuple) for text in texts)
+    encode = tokenizer.encode_batch if has_pairs else tokenizer.encode_batch_fast
+    encodings: list[Encoding] = encode(list(texts), add_special_tokens=special_tokens)
+    return encodings
 
 
 def _load(folder: Path) -> HuggingFaceTokenizer:

@@ -1,4 +1,4 @@
-"""The wire format: tensor names and shapes, request parameters, and their conversion to a `Request`.
+"""The wire format: tensor names and shapes, request parameters, and their conversion to a `Draft`.
 
 Names follow exported Hugging Face models, so that existing clients work. This file uses arrays and
 JSON, not the server's classes.
@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.config import Task
+from varlen.draft import Draft
 from varlen.errors import RequestError, shorten
 from varlen.intake import Intake
-from varlen.request import Float32Array, Output, Prompt, Request, RequestOptions
+from varlen.request import Float32Array, Output, Prompt, RequestOptions
 from varlen.tokenization import Text
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -84,8 +85,8 @@ def read_request(
     *,
     normalize: bool,
     timeout_microseconds: int = 0,
-) -> Request:
-    """Return the checked request of these tensors and parameters. Keeps no reference to a tensor.
+) -> Draft:
+    """Return the draft of these tensors and parameters. Keeps no reference to a tensor.
 
     Args:
         tensors: by input name; the first dimension is rows.
@@ -104,15 +105,14 @@ def read_request(
     normalize = _flag(options, "normalize", default=normalize)
     priority = read_priority(options)
     deadline = read_deadline(options, timeout_microseconds)
+    checked = RequestOptions(normalize, priority, deadline)
     if "text" in tensors:
-        prompts = intake.texts(_texts(tensors), truncate=truncate)
-    elif "input_ids" in tensors:
-        prompts = _token_rows(tensors, intake)
-    else:
-        raise RequestError(
-            f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send text, or input_ids"
-        )
-    return Request(prompts, RequestOptions(normalize, priority, deadline))
+        return Draft(intake.text_steps(_texts(tensors), truncate=truncate), checked)
+    if "input_ids" in tensors:
+        return Draft.of_prompts(_token_rows(tensors, intake), checked)
+    raise RequestError(
+        f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send text, or input_ids"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from varlen.draft import Draft, Step
 from varlen.errors import RequestError, shorten
 from varlen.generation_options import GenerationOptions
 from varlen.intake import Intake
-from varlen.request import GeneratedPart, Output, Prompt, Request, RequestOptions, TokenLogprobs
+from varlen.request import GeneratedPart, Output, Request, RequestOptions, TokenLogprobs
 from varlen.wire import (
     COMMON_PARAMETERS,
     Tensors,
@@ -83,14 +84,12 @@ class ResponseSpec:
 
     Attributes:
         rows: number of samples.
-        num_input_tokens: length of the prompt, or of the source text, in tokens.
         stream: whether parts of the answer are sent as they come.
         prefix: text that each row begins with: the prompt, or nothing.
         returns: names of the outputs to send beside `text_output`.
     """
 
     rows: int
-    num_input_tokens: int
     stream: bool = False
     prefix: str = ""
     returns: frozenset[str] = frozenset()
@@ -106,8 +105,8 @@ def read_generate_request(
         [Mapping[str, object]], GenerationOptions
     ] = GenerationOptions.from_parameters,
     timeout_microseconds: int = 0,
-) -> tuple[Request, ResponseSpec]:
-    """Return the checked request of these tensors and parameters, and what its responses hold.
+) -> tuple[Draft, ResponseSpec]:
+    """Return the draft of these tensors and parameters, and what the responses hold.
 
     Args:
         tensors: by input name; without a dimension of rows.
@@ -135,8 +134,8 @@ def read_generate_request(
         {name: value for name, value in options.items() if name not in COMMON_PARAMETERS}
     )
     returns = frozenset(name for name in _OPTIONAL_OUTPUTS if _flag(tensors, f"return_{name}"))
-    prompt = _prompt(tensors, intake)
-    if generation.is_search or prompt.source_ids is not None:
+    step = _prompt_step(tensors, intake)
+    if generation.is_search or intake.reads_sources:
         _check_returns(
             returns, {"cumulative_logprob", "logprobs"}, "score is that of a beam search"
         )
@@ -144,18 +143,16 @@ def read_generate_request(
         _check_returns(returns, {"score"}, "only a beam search has it")
         if generation.logprobs is None and returns & {"cumulative_logprob", "logprobs"}:
             generation = replace(generation, logprobs=0)
-    request = Request(
-        (prompt,),
+    draft = Draft(
+        (step,),
         RequestOptions(
             priority=read_priority(options),
             deadline_seconds=read_deadline(options, timeout_microseconds),
             generation=generation,
         ),
     )
-    num_input_tokens = prompt.num_source_tokens or prompt.num_tokens
-    prefix = _prefix(tensors, stream, prompt)
-    spec = ResponseSpec(generation.n, num_input_tokens, stream, prefix, returns)
-    return request, spec
+    prefix = _prefix(tensors, stream, can_continue=not intake.reads_sources)
+    return draft, ResponseSpec(generation.n, stream, prefix, returns)
 
 
 @dataclass(slots=True)
@@ -173,10 +170,12 @@ class GeneratedAnswer:
 
     Attributes:
         spec: what the responses hold.
+        num_input_tokens: length of the prompt, or of the source text, in tokens.
         token_text: returns the text of a token id, for log probabilities.
     """
 
     spec: ResponseSpec
+    num_input_tokens: int
     token_text: Callable[[int], str]
     _rows: list[_Row] = field(init=False)
     _prefix: str = field(init=False)
@@ -220,7 +219,7 @@ class GeneratedAnswer:
         if name == "logprobs":
             return _strings([self._logprobs(row) for row in parts])
         if name == "num_input_tokens":
-            return np.array([self.spec.num_input_tokens], dtype=np.uint32)
+            return np.array([self.num_input_tokens], dtype=np.uint32)
         if name == "num_output_tokens":
             return np.array([len(row) for row in tokens], dtype=np.uint32)
         assert name == "output_ids"
@@ -246,12 +245,21 @@ class GeneratedAnswer:
         }
 
 
+def answer_to(
+    request: Request, spec: ResponseSpec, token_text: Callable[[int], str]
+) -> GeneratedAnswer:
+    """Return what makes the responses to a request; see `GeneratedAnswer`."""
+    (prompt,) = request.prompts
+    return GeneratedAnswer(spec, prompt.num_source_tokens or prompt.num_tokens, token_text)
+
+
 def _check_returns(returns: frozenset[str], wrong: set[str], reason: str) -> None:
     if found := sorted(returns & wrong):
         raise RequestError(f"return_{found[0]} is true; {reason}")
 
 
-def _prompt(tensors: Tensors, intake: Intake) -> Prompt:
+def _prompt_step(tensors: Tensors, intake: Intake) -> Step:
+    """Return the step that makes the prompt."""
     given = [name for name in PROMPTS if name in tensors]
     if len(given) != 1:
         raise RequestError(
@@ -261,20 +269,20 @@ def _prompt(tensors: Tensors, intake: Intake) -> Prompt:
         ids = tensors["input_ids"]
         if ids.ndim != 1:
             raise RequestError(f"input_ids has shape {list(ids.shape)}; send [tokens]")
-        (prompt,) = intake.token_ids([ids.astype(np.int64, copy=False)])
-    elif "messages" in tensors:
-        prompt = intake.chat(_messages(tensors))
-    else:
-        (prompt,) = intake.texts([_string("text_input", tensors)], truncate=False)
-    return prompt
+        prompts = intake.token_ids([ids.astype(np.int64, copy=False)])
+        return Step(0, lambda: prompts)
+    if "messages" in tensors:
+        return intake.chat_step(_messages(tensors), len(_only("messages", tensors)))
+    (step,) = intake.text_steps([_string("text_input", tensors)], truncate=False)
+    return step
 
 
-def _prefix(tensors: Tensors, stream: bool, prompt: Prompt) -> str:
+def _prefix(tensors: Tensors, stream: bool, *, can_continue: bool) -> str:
     """Return the text that the answer begins with, by default the prompt unless streamed.
 
     A source text is no beginning of its translation.
     """
-    can_include = "text_input" in tensors and not stream and prompt.source_ids is None
+    can_include = "text_input" in tensors and not stream and can_continue
     if _flag(tensors, "exclude_input_in_output", default=not can_include):
         return ""
     if not can_include:

@@ -56,6 +56,7 @@ def test_every_setting_can_be_spelt_out():
         "max_queued_requests": "3",
         "max_queued_tokens": "4",
         "max_text_bytes": "5",
+        "max_queued_text_bytes": "18",
         "response_cache_bytes": "8",
         "ignore_request_timeout": "true",
         "response_cache_seconds": "9",

@@ -20,13 +20,14 @@ from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
 from varlen import service
 from varlen.errors import DeadlineError
+from varlen.metrics import SnapshotMetric
 
 from .model_configs import model_config
 
 FAKES = Path(__file__).parent / "fakes"
 SERVER_MODULES = ("varlen.server_model", "varlen.server_process", "varlen.server_replies")
 SECONDS = 20.0
-OUR_THREADS = ("varlen-engine", "varlen-sender", "varlen-metrics")
+OUR_THREADS = ("varlen-engine", "varlen-sender", "varlen-metrics", "varlen-tokenizer")
 
 
 @pytest.fixture
@@ -178,6 +179,84 @@ def test_execute_answers_later_and_returns_none(load, ask):
     assert result(request).name() == "sentence_embedding"
     assert result(request).as_numpy().shape == (1, 24)
     assert request.sends == 1
+
+
+def hold_tokenizer(model, monkeypatch):
+    """Hold the tokenizer; return events: it has begun, it may go on."""
+    tokenizer = model._service.intake._tokenizer
+    begun, go_on, encode = Event(), Event(), tokenizer.encode
+
+    def wait_and_encode(*texts, **options):
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return encode(*texts, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", wait_and_encode)
+    return begun, go_on
+
+
+def test_execute_does_not_wait_for_the_tokenizer(load, ask, monkeypatch):
+    model = load()
+    begun, go_on = hold_tokenizer(model, monkeypatch)
+    with_text, with_ids, bad = (
+        ask(text=text("the cat")),
+        ask(input_ids=ids([2, 5, 3])),
+        ask(text=text("")),
+    )
+
+    model.execute([with_text, with_ids, bad])
+
+    assert begun.wait(SECONDS)
+    result(with_ids)
+    assert failure(bad)[1] == "row 0: text is empty; send at least one word"
+    assert with_text.sends == 0
+    assert series_of_pool(model) == (1, 7)
+    go_on.set()
+    result(with_text)
+
+
+def series_of_pool(model):
+    """Return the gauges of waiting requests and their texts."""
+    values = model._snapshot()
+    names = ("varlen_queued_requests", "varlen_queued_text_bytes")
+    return tuple(values[SnapshotMetric(name)] for name in names)
+
+
+def test_deadlines_and_latency_count_from_execute(load, ask, pb_utils, monkeypatch):
+    model = load()
+    begun, go_on = hold_tokenizer(model, monkeypatch)
+    seen = []
+    engine = model._service.engine
+    monkeypatch.setattr(engine, "submit", lambda *given: (seen.append(given), refuse(given[1])))
+    before = time.monotonic()
+    request = ask({"deadline_ms": 5e6}, text=text("a"))
+    model.execute([request])
+    after = time.monotonic()
+    assert begun.wait(SECONDS)
+
+    go_on.set()
+
+    wait_for(request)
+    [(checked, reply)] = seen
+    assert before <= checked.arrival == reply.arrival <= after
+    assert checked.deadline(time.monotonic()) == checked.arrival + 5000.0
+
+
+def refuse(reply):
+    reply.fail(DeadlineError("too late"))
+
+
+def test_finalize_answers_texts_that_are_not_tokenized_yet(server_model, pb_utils, small_bert, ask):
+    pb_utils.model_dir = str(small_bert)
+    model = server_model.TritonPythonModel()
+    model.initialize(args(model_config(parameters={"dtype": "fp32", "warmup_seconds": "0"})))
+    requests = [ask(text=text(*["the cat"] * 64)) for _ in range(5)]
+    model.execute(requests)
+
+    model.finalize()
+
+    for request in requests:
+        assert result(request).as_numpy().shape == (64, 24)
 
 
 def test_answers_are_those_of_the_encoder(load, ask, small_bert):

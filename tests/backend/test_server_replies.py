@@ -51,8 +51,8 @@ def start(pb_utils, outbox):
         request.answered = Event()
         request.done = request.answered.set
         reply = outbox.reply_to(request)
-        spec = ResponseSpec(rows, 3, stream, returns=frozenset({"finish_reason", *returns}))
-        reply.expect(answer or GeneratedAnswer(spec, str))
+        spec = ResponseSpec(rows, stream, returns=frozenset({"finish_reason", *returns}))
+        reply.expect(answer or GeneratedAnswer(spec, 3, str))
         return request, reply
 
     return start
@@ -367,7 +367,7 @@ def test_closing_sends_what_ends_during_a_send(replies, stats, pb_utils, hold):
     for _ in range(4):
         request = pb_utils.InferenceRequest(decoupled=True)
         reply = outbox.reply_to(request)
-        reply.expect(GeneratedAnswer(ResponseSpec(1, 3, True), str))
+        reply.expect(GeneratedAnswer(ResponseSpec(1, True), 3, str))
         held.append((request, *hold(request)))
         reply.send(0, part("a"))
         reply.send(0, part("b", end="stop"))

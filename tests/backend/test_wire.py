@@ -33,9 +33,10 @@ def ids(rows):
 
 
 def read(intake, parameters="", *, normalize=False, timeout=0, **tensors):
+    """Return the request of these tensors, whose texts are tokenized at once."""
     return wire.read_request(
         tensors, parameters, intake, normalize=normalize, timeout_microseconds=timeout
-    )
+    ).complete()
 
 
 def rows_of(request):

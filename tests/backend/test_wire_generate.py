@@ -59,9 +59,11 @@ def sampling(**parameters):
 def read(intake, parameters="", *, decoupled=True, timeout=0, **tensors):
     if isinstance(parameters, dict):
         parameters = json.dumps(parameters)
-    return read_generate_request(
+    """Return the request of these tensors, whose text is tokenized at once, and what its responses hold."""
+    draft, spec = read_generate_request(
         tensors, parameters, intake, decoupled=decoupled, timeout_microseconds=timeout
     )
+    return draft.complete(), spec
 
 
 def ids_of(request):
@@ -101,14 +103,14 @@ def test_reads_a_text(intake):
 
     assert ids_of(request) == [2, 5, 6, 3]
     assert request.options.generation.max_tokens == 16
-    assert spec == ResponseSpec(rows=1, num_input_tokens=4, prefix="the cat")
+    assert spec == ResponseSpec(rows=1, prefix="the cat")
 
 
 def test_reads_token_ids(intake):
     request, spec = read(intake, input_ids=np.array([5, 6, 7]))
 
     assert ids_of(request) == [5, 6, 7]
-    assert spec == ResponseSpec(rows=1, num_input_tokens=3)
+    assert spec == ResponseSpec(rows=1)
 
 
 def test_reads_messages_with_the_chat_template_and_adds_no_special_tokens(intake):
@@ -261,7 +263,7 @@ def test_a_translation_does_not_begin_with_its_source_and_counts_its_tokens(smal
 
     [prompt] = request.prompts
     assert (prompt.source_ids.tolist(), prompt.token_ids.tolist()) == ([2, 5, 6, 3], [3])
-    assert spec == ResponseSpec(rows=1, num_input_tokens=4)
+    assert spec == ResponseSpec(rows=1)
     with refused("exclude_input_in_output is false; only a request with text_input"):
         read(translating, text_input=text("the cat"), exclude_input_in_output=np.array([False]))
 
@@ -300,7 +302,7 @@ def test_asking_for_log_probabilities_has_them_computed(intake, name, given, exp
 
 def answer(*, rows=1, prefix="", returns=ALL_OUTPUTS):
     return GeneratedAnswer(
-        ResponseSpec(rows, 4, False, prefix, frozenset(returns)), lambda i: f"<{i}>"
+        ResponseSpec(rows, False, prefix, frozenset(returns)), 4, lambda i: f"<{i}>"
     )
 
 
@@ -375,11 +377,11 @@ def test_answers_of_a_search_have_scores_instead_of_log_probabilities(intake):
 
     assert request.options.generation.num_beams == 2
     part = GeneratedPart("a", (1,), finish_reason="stop", score=-0.5)
-    made = GeneratedAnswer(spec, str).tensors([(0, part)])
+    made = GeneratedAnswer(spec, 4, str).tensors([(0, part)])
     assert made["score"].tolist() == [-0.5]
     # JSON has no infinity
     nothing = GeneratedPart("", (), finish_reason="length", score=float("-inf"))
-    assert np.isfinite(GeneratedAnswer(spec, str).tensors([(0, nothing)])["score"]).all()
+    assert np.isfinite(GeneratedAnswer(spec, 4, str).tensors([(0, nothing)])["score"]).all()
     with refused("return_logprobs is true; score is that of a beam search"):
         read(intake, text_input=text("a"), sampling_parameters=beams, return_logprobs=yes)
     with refused("return_score is true; only a beam search has it"):

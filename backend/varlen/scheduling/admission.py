@@ -5,6 +5,7 @@ Threads that submit requests and the engine's thread share these counters; a loc
 
 from __future__ import annotations
 
+import math
 from threading import Lock
 
 from varlen.errors import DeadlineError, QueueFullError, RequestError
@@ -68,7 +69,7 @@ class Admission:
                     f"the queue is full: {self._tokens} tokens wait, the request has {tokens},"
                     f" at most {self._max_tokens} may wait; try again later"
                 )
-            self._check_deadline(request.options.deadline_seconds, forecast, now)
+            self._check_deadline(request.deadline(now) - now, forecast, now)
             self._requests += 1
             self._tokens += tokens
             self._seconds += forecast.seconds
@@ -101,8 +102,8 @@ class Admission:
         in_flight = sum(max(0.0, end - now) for end in self._ends.values())
         return (in_flight + self._seconds) / self._slots
 
-    def _check_deadline(self, allowed: float | None, forecast: Forecast, now: float) -> None:
-        if allowed is None:
+    def _check_deadline(self, allowed: float, forecast: Forecast, now: float) -> None:
+        if allowed == math.inf:
             return
         wait = self._wait_seconds(now)
         # later requests may fill up its batch
@@ -110,5 +111,6 @@ class Admission:
         expected = wait + alone
         if expected > allowed:
             raise DeadlineError(
-                f"the answer is expected in about {1000 * expected:.0f} ms, the deadline is in {1000 * allowed:.0f} ms"
+                f"the answer is expected in about {1000 * expected:.0f} ms, the deadline is in"
+                f" {1000 * max(0.0, allowed):.0f} ms"
             )

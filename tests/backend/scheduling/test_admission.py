@@ -1,6 +1,7 @@
 """Limits on queued requests and tokens, and counters that return to zero."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -145,3 +146,15 @@ def test_a_request_that_takes_longer_than_its_part_of_the_machine_is_expected_la
 
     # another waits for its part only
     enter(admission, 5, forecast=Forecast(1.0), now=0.0, deadline_seconds=3.5)
+
+
+def test_a_deadline_counts_from_the_arrival_of_the_request():
+    admission = Admission(10, 100)
+    request = replace(request_of(3, deadline_seconds=5.0), arrival=10.0)
+    forecast = Forecast(2.0, 0.0)
+
+    admission.enter(request, forecast, 12.0)
+
+    message = "deadline missed: the answer is expected in about 4000 ms, the deadline is in 2000 ms"
+    with raises(DeadlineError, message):
+        admission.enter(request, forecast, 13.0)
