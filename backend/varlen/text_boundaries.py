@@ -1,7 +1,9 @@
 """Places in a text that no token crosses.
 
-A text up to such a place has the first tokens of the whole text. A tokenizer adds special tokens, normalizes, splits the text into words and finds the tokens of each word. A place is
-a safe boundary if every one of these steps treats the text before it alike, whatever comes after it:
+The tokens of a text up to such a place are the first tokens of the whole text.
+
+A tokenizer finds added tokens such as [MASK], normalizes, splits the text into words and finds the tokens of each word.
+A place is safe if every one of these steps treats the text before it alike, whatever comes after it:
 
 * A letter or digit before a space, if words are split at spaces. The space begins a new character for every Unicode
   normalization: nothing composes with it, and it belongs to no cluster of characters that precede it.

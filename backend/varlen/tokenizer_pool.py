@@ -1,6 +1,7 @@
 """Threads that tokenize: they turn drafts into requests.
 
-No client waits while a long text of another one is tokenized. A draft is worked on step by step, and the step that is due first runs next:
+No client waits while a long text of another one is tokenized. A draft is worked on step by step, and the step that is
+due first runs next:
 
     due = arrival + bytes of the draft up to and with this step / (bytes per second * (1 + priority))
 

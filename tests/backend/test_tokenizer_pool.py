@@ -66,7 +66,7 @@ class Bench:
         self.pool = TokenizerPool(limits, self.stats, self.clock)
 
     def ask(self, name, *sizes, client=None, errors=(), **options):
-        """Submit a draft with a step per size; those in `errors` fail."""
+        """Submit a draft with a step per size."""
         client = client or Client()
 
         def step(number, size):
