@@ -159,7 +159,8 @@ class TritonPythonModel:
             else:
                 accept(replace(draft.complete(), arrival=reply.arrival))
         except VarlenError as error:
-            reply.fail(error)
+            # the reply keeps the error, whose traceback would keep the texts
+            reply.fail(error.with_traceback(None))
         except Exception:
             _log.exception("a request could not be read")
             reply.fail(EngineError("the request could not be read; the server's log says why"))

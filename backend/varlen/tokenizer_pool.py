@@ -272,6 +272,7 @@ def _fail(work: _Work, error: BaseException) -> None:
         _log.error("a request could not be read", exc_info=error)
         error = EngineError(_FAILED)
     try:
-        work.reply.fail(error)
+        # the reply keeps the error, whose traceback would keep the texts
+        work.reply.fail(error.with_traceback(None))
     except Exception:
         _log.exception("sending an error failed")

@@ -1,5 +1,7 @@
 """The pool of tokenizer threads: requests end once, in fair order, within limits."""
 
+import gc
+import weakref
 from threading import Event, Thread
 
 import pytest
@@ -214,6 +216,35 @@ def test_the_first_bad_row_fails_its_request_and_the_rest_is_not_tokenized():
     assert bad.error is error
     assert ("bad", 2) not in bench.ran
     assert good.ends == ["accepted"]
+
+
+@pytest.mark.parametrize("ends", ["refused", "bad", "late"])
+def test_a_request_that_has_failed_keeps_no_texts(ends):
+    class Text:
+        """Texts of a step, which tell when they are freed."""
+
+        def __call__(self):
+            if ends == "bad":
+                raise RequestError("bad")
+            return (prompt_of([1]),)
+
+    bench = Bench()
+    client = Client(QueueFullError("full") if ends == "refused" else None)
+    texts = Text()
+    draft = Draft((Step(10, texts),), RequestOptions(deadline_seconds=1.0))
+    bench.pool.submit(draft, client, client.accept, arrival=bench.clock.now)
+    if ends == "late":
+        bench.clock.now += 2.0
+    freed = weakref.ref(texts)
+    del texts, draft
+    gc.disable()
+    try:
+        bench.run()
+    finally:
+        gc.enable()
+
+    assert len(client.ends) == 1
+    assert freed() is None
 
 
 class Panic(BaseException):
