@@ -67,7 +67,7 @@ def model_process(server_pid: int, model: str) -> int:
 def sampled_memory(
     pid: int, seconds: float, read: Callable[[int], int] = resident_bytes
 ) -> Iterator[list[int]]:
-    """Yield a list that grows by the bytes of a process at intervals, as `read` returns them."""
+    """Yield a list that grows by what `read` returns for a process, at intervals."""
     samples: list[int] = []
     ended = threading.Event()
 

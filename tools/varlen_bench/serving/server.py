@@ -37,7 +37,7 @@ _REQUESTS = "varlen_requests_total"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A server of one system that is ready, and the process that sends requests to it."""
+    """A ready server of one system, and the process that sends requests to it."""
 
     system: System
     server: LocalServer
