@@ -24,7 +24,8 @@ SERIES = {
         """
         varlen_requests_total varlen_refused_requests_total varlen_sequences_total
         varlen_tokens_total varlen_padding_tokens_total varlen_split_batches_total
-        varlen_worker_restarts_total varlen_scheduling_seconds_total varlen_plan_seconds_total varlen_plan_cache_hits_total
+        varlen_worker_restarts_total varlen_scheduling_seconds_total varlen_plan_seconds_total
+        varlen_plan_cache_hits_total
         varlen_plan_cache_misses_total varlen_response_cache_hits_total
         varlen_response_cache_joined_total varlen_response_cache_misses_total
         varlen_response_cache_evictions_total varlen_prefill_tokens_total
