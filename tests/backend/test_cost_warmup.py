@@ -17,12 +17,11 @@ from varlen import cost_warmup
 from varlen.config import EngineConfig
 from varlen.cost_warmup import (
     assumed_costs,
-    cache_folder,
     costs_for,
     measured_costs,
 )
 from varlen.costs.batch_shape import BatchShape
-from varlen.costs.store import CostStore
+from varlen.costs.store import CostStore, cache_folder
 from varlen.errors import EngineError
 from varlen.execution import fingerprint
 from varlen.execution.executor import ThreadExecutor
