@@ -23,7 +23,10 @@ _KEPT_PRIMITIVES = 64
 
 
 def limit_primitives() -> None:
-    """Limit the memory of compiled primitives. To be called before torch uses oneDNN, which reads it once."""
+    """Limit the memory of compiled primitives.
+
+    oneDNN reads the limit once, when torch first uses it.
+    """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KEPT_PRIMITIVES))
 
 

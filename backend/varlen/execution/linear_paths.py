@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -160,7 +160,8 @@ def measure_paths(
     """Return the fastest path of each layer shape.
 
     Shapes, paths and numbers of rows take turns, so that weights come from memory as they do in a forward pass. The
-    numbers grow from round to round: some paths compile a product for each new number.
+    numbers grow from round to round: some paths compile a product for each new number, which the first of the layers
+    of one shape waits for.
 
     Args:
         program: has the layers, as ops named `linear`.
@@ -174,19 +175,24 @@ def measure_paths(
         shape: {PLAIN: weight, PACKED: pack_weight(weight)}
         for shape, weight in _weights_by_shape(program).items()
     }
+    layer_counts = Counter(map(_shape, _linear_weights(program)))
     times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     began, deadline = clock(), clock() + min(seconds, _LONGEST)
     for number in range(_ROUNDS + 1):
         for shape, weights in layers.items():
             for count in rows:
                 x, out = _operands(weights[PLAIN], count + number)
-                for path, weight in weights.items():
-                    multiply: _Linear = getattr(kernels, path)
-                    start = clock()
-                    multiply(x, weight, out=out)
-                    # the first round warms up
-                    if number:
-                        times[shape, path, count].append(clock() - start)
+                spent: defaultdict[str, float] = defaultdict(float)
+                # the first layer, then all others of its shape
+                for repeats in (1, layer_counts[shape] - 1):
+                    for path, weight in weights.items() if repeats else ():
+                        multiply: _Linear = getattr(kernels, path)
+                        start = clock()
+                        multiply(x, weight, out=out)
+                        spent[path] += repeats * (clock() - start)
+                # the first round warms up
+                for path, each in spent.items() if number else ():
+                    times[shape, path, count].append(each)
         if clock() > deadline:
             break
     paths, lines = {}, []
@@ -232,13 +238,14 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 def _weights_by_shape(program: Program) -> dict[str, Tensor]:
     """Return the first weight of each shape."""
-    weights: dict[str, Tensor] = {}
-    for op in program.ops:
-        if op.kernel == PLAIN:
-            weight = op.operands[1]
-            assert isinstance(weight, Tensor)
-            weights.setdefault(_shape(weight), weight)
-    return weights
+    # the last one of equal keys counts
+    return {_shape(weight): weight for weight in reversed(_linear_weights(program))}
+
+
+def _linear_weights(program: Program) -> list[Tensor]:
+    """Return the weight of each linear layer."""
+    weights = [op.operands[1] for op in program.ops if op.kernel == PLAIN]
+    return [weight for weight in weights if isinstance(weight, Tensor)]
 
 
 def _operands(weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
