@@ -447,7 +447,7 @@ def test_a_user_without_a_home_has_the_system_s_cache(monkeypatch, setting):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(cost_warmup.Path, "home", no_home)
-    monkeypatch.setattr(cost_warmup.Path, "expanduser", no_home)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(Path, "expanduser", no_home)
 
     assert cache_folder(setting) == Path("/var/cache/varlen")
