@@ -284,16 +284,15 @@ class EngineConfig:
     # Cost measurement
     warmup_seconds: int = _setting(
         20,
-        "Longest measurement of batch costs at the first load, in seconds. 0 measures nothing and assumes costs.",
+        "Longest measurement of batch costs, and of linear layers on a CPU, at the first load, in seconds. 0 measures"
+        " nothing and assumes costs.",
         lowest=0,
-        tasks=ONE_SHOT_TASKS,
     )
     cache_folder: str = _setting(
         "auto",
-        "Folder of measured costs. `auto` is `varlen` in the user's cache folder.",
+        "Folder of measurements. `auto` is `varlen` in the user's cache folder.",
         pattern="(?s).+",
         allowed="auto, or a folder",
-        tasks=ONE_SHOT_TASKS,
     )
 
     # Log

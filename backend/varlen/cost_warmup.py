@@ -6,10 +6,8 @@ Costs are measured when a model is first loaded on a device with its settings, f
 from __future__ import annotations
 
 import logging
-import os
 import statistics
 import time
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -18,7 +16,7 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.costs.measurement import Measurement, measure
 from varlen.costs.model import CostModel
-from varlen.costs.store import CostKey, CostStore, StoredCosts
+from varlen.costs.store import CostKey, CostStore, StoredCosts, cache_folder
 from varlen.errors import EngineError
 from varlen.execution.executor import ThreadExecutor
 from varlen.execution.model_info import ModelInfo
@@ -36,7 +34,6 @@ _LONGEST_WAIT = 3
 _BUSY_SPREAD = 1.5
 # Larger batches than this are allowed, but a load should not wait for one.
 _WARM_UP_TOKENS = 16_384
-_SYSTEM_CACHE = Path("/var/cache")
 
 
 def costs_for(
@@ -133,20 +130,6 @@ def cache_key_fields(info: ModelInfo, checkpoint: Checkpoint, config: EngineConf
         **info.cost_fields,
         "plan": _PLAN_VERSION,
     }
-
-
-def cache_folder(setting: str) -> Path:
-    """Return the folder of a `cache_folder` setting; `auto` is `varlen` in the user's cache folder."""
-    try:
-        if setting != "auto":
-            return Path(setting).expanduser()
-        configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        # the XDG specification says to ignore relative paths
-        base = configured if configured.is_absolute() else Path.home() / ".cache"
-    except RuntimeError:
-        # a user without a home
-        base = _SYSTEM_CACHE
-    return base / "varlen"
 
 
 def _load(store: CostStore, key: CostKey, config: EngineConfig) -> StoredCosts | None:

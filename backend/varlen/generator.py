@@ -96,6 +96,7 @@ class Generator:
             max_queued_requests=NO_LIMIT,
             max_queued_tokens=NO_LIMIT,
             max_text_bytes=NO_LIMIT,
+            warmup_seconds=0,
         )
         return cls(GenerationService.load(folder, config, Stats()))
 

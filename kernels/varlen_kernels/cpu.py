@@ -1,4 +1,4 @@
-"""The ops of generation on CPUs: plain torch, numba or oneDNN, whichever is fastest.
+"""The ops on CPUs: plain torch, numba or oneDNN, whichever is fastest.
 
 Names and signatures are those of `reference`, which specifies each op.
 """
@@ -14,13 +14,18 @@ from varlen_kernels.reference import (
     add_layer_norm,
     attention_varlen,
     embed,
+    embed_layer_norm,
+    first_tokens,
     layer_norm,
+    linear,
     norm_heads,
+    pool,
     residual_layer_norm,
     residual_rms_norm,
     rms_norm,
     rotary,
     select_rows,
+    tanh,
     to_fp32,
 )
 from varlen_kernels.sampling_reference import check_sampling
@@ -34,24 +39,38 @@ __all__ = [
     "attention_varlen",
     "beam_step",
     "embed",
+    "embed_layer_norm",
+    "first_tokens",
     "layer_norm",
+    "linear",
     "linear_packed",
     "norm_heads",
+    "pool",
     "residual_layer_norm",
     "residual_rms_norm",
     "rms_norm",
     "rotary",
     "sample_tokens",
     "select_rows",
+    "tanh",
     "to_fp32",
 ]
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies weights of this dtype on this CPU."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
 
 
 def pack_weight(weight: Tensor) -> Tensor:
     """Return a weight in the layout that oneDNN reads fastest, for `linear_packed`.
 
     Args:
-        weight: `[hidden, features]`, as `linear` takes it.
+        weight: `[hidden, features]`, as `linear` takes it, of a dtype that `can_pack` allows.
     """
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
     return packed

@@ -17,12 +17,11 @@ from varlen import cost_warmup
 from varlen.config import EngineConfig
 from varlen.cost_warmup import (
     assumed_costs,
-    cache_folder,
     costs_for,
     measured_costs,
 )
 from varlen.costs.batch_shape import BatchShape
-from varlen.costs.store import CostStore
+from varlen.costs.store import CostStore, cache_folder
 from varlen.errors import EngineError
 from varlen.execution import fingerprint
 from varlen.execution.executor import ThreadExecutor
@@ -448,7 +447,7 @@ def test_a_user_without_a_home_has_the_system_s_cache(monkeypatch, setting):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(cost_warmup.Path, "home", no_home)
-    monkeypatch.setattr(cost_warmup.Path, "expanduser", no_home)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(Path, "expanduser", no_home)
 
     assert cache_folder(setting) == Path("/var/cache/varlen")

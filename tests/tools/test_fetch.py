@@ -152,7 +152,7 @@ def test_the_prompt_of_a_model_that_generates_may_be_of_one_kind(generating, rep
 def test_a_config_has_the_settings_that_its_task_reads_and_no_others(
     encoder, generating, repository
 ):
-    for source, others in ((encoder, "kv_policy"), (generating[1], "warmup_seconds")):
+    for source, others in ((encoder, "kv_policy"), (generating[1], "policy")):
         target = fetch(str(source), repository=repository)
 
         task = parse_config(target / "config.pbtxt")["parameters"]["task"]["stringValue"]

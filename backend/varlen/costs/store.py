@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +43,9 @@ _SCHEMA = (
     " allowed_seconds REAL NOT NULL, seconds REAL NOT NULL, is_complete INTEGER NOT NULL, spread REAL NOT NULL)",
     "CREATE TABLE IF NOT EXISTS batches (digest TEXT NOT NULL, position INTEGER NOT NULL, lengths TEXT NOT NULL,"
     " seconds REAL NOT NULL, PRIMARY KEY (digest, position))",
+    "CREATE TABLE IF NOT EXISTS linear_paths (digest TEXT PRIMARY KEY, key TEXT NOT NULL, paths TEXT NOT NULL)",
 )
+_SYSTEM_CACHE = Path("/var/cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,29 @@ class CostStore:
 
         def write(database: sqlite3.Connection) -> bool:
             _write(database, costs)
+            return True
+
+        return self._try(write, False)
+
+    def load_paths(self, key: CostKey) -> Mapping[str, str] | None:
+        """Return the path of each linear layer with this key, or None."""
+
+        def read(database: sqlite3.Connection) -> Mapping[str, str] | None:
+            row = database.execute(
+                "SELECT paths FROM linear_paths WHERE digest = ?", (digest_of(key),)
+            ).fetchone()
+            return None if row is None else _checked_paths(json.loads(row[0]))
+
+        return self._try(read, None)
+
+    def save_paths(self, key: CostKey, paths: Mapping[str, str]) -> bool:
+        """Store the path of each linear layer, and return whether that was possible."""
+
+        def write(database: sqlite3.Connection) -> bool:
+            database.execute(
+                "INSERT OR REPLACE INTO linear_paths VALUES (?, ?, ?)",
+                (digest_of(key), json.dumps(dict(key)), json.dumps(dict(paths))),
+            )
             return True
 
         return self._try(write, False)
@@ -171,6 +197,20 @@ class CostStore:
         _log.warning("the cost cache is damaged (%s) and was renamed to %s", error, renamed)
 
 
+def cache_folder(setting: str) -> Path:
+    """Return the folder of a `cache_folder` setting; `auto` is `varlen` in the user's cache folder."""
+    try:
+        if setting != "auto":
+            return Path(setting).expanduser()
+        configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        # the XDG specification says to ignore relative paths
+        base = configured if configured.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:
+        # a user without a home
+        base = _SYSTEM_CACHE
+    return base / "varlen"
+
+
 def digest_of(key: CostKey) -> str:
     """Return a hash of a key: equal for equal keys."""
     return hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
@@ -239,6 +279,12 @@ def _write(database: sqlite3.Connection, costs: StoredCosts) -> None:
 def _checked_length(value: object) -> int:
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{value!r} is not a length in tokens")
+    return value
+
+
+def _checked_paths(value: object) -> Mapping[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(path, str) for path in value.values()):
+        raise ValueError(f"{value!r} does not name a path for each layer")
     return value
 
 

@@ -17,9 +17,17 @@ from varlen.memory.arena import Arena
 from varlen.program.program import PackedBatch, Program
 from varlen.request import Float32Array, Prompt, RequestOptions
 
-# oneDNN caches compiled primitives by shape, for GELU (32 KiB each) and bf16 products (556 KiB each), 1,024 by default.
-# Shapes of random lengths hardly repeat, so a small cache serves as well.
+# oneDNN caches compiled primitives by shape, for GELU (32 KiB each) and products (up to 1.7 MiB each), 1,024 by
+# default. Shapes of random lengths hardly repeat, so a small cache serves as well.
 _KEPT_PRIMITIVES = 64
+
+
+def limit_primitives() -> None:
+    """Limit the memory of compiled primitives.
+
+    oneDNN reads the limit once, when torch first uses it.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KEPT_PRIMITIVES))
 
 
 class CpuRunner:
@@ -29,8 +37,7 @@ class CpuRunner:
         self._program = program
         self._kernels = kernels
         self._arena = arena
-        # read when torch first asks oneDNN for anything
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KEPT_PRIMITIVES))
+        limit_primitives()
 
     @torch.inference_mode()
     def run(

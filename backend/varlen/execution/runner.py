@@ -10,10 +10,11 @@ import torch
 from varlen.config import EngineConfig, Task
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
-from varlen.execution.cpu import CpuRunner
+from varlen.execution.cpu import CpuRunner, limit_primitives
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.device import choose_device, choose_dtype, memory_of
 from varlen.execution.fingerprint import cost_fields, device_name
+from varlen.execution.linear_paths import BATCH_ROWS, PLAIN, choose_paths
 from varlen.execution.model_info import ModelInfo, WorkerUse
 from varlen.execution.packing import largest_dims
 from varlen.memory.arena import Arena, alignment_of
@@ -68,6 +69,7 @@ class Runner:
         gpu: int = 0,
         kernels: object | None = None,
         workers: int = 1,
+        measures: bool = False,
     ) -> None:
         """Load the weights and record the forward pass; on a GPU, capture every bucket.
 
@@ -77,6 +79,7 @@ class Runner:
             gpu: number of the GPU, if the model runs on one.
             kernels: a module with the functions that ops name; None selects the device's own.
             workers: number of runners of the model, which share `arena_bytes`.
+            measures: whether to measure the fastest way to run linear layers, unless `warmup_seconds` is 0.
 
         Raises:
             CheckpointError: the checkpoint is incomplete, or lacks the head of the task.
@@ -91,10 +94,23 @@ class Runner:
         ops = Recorder()
         hidden = encoder.record(ops)
         output = record_head(ops, task, encoder.heads, hidden, checkpoint.pooling)
+        self._kernels = kernels or kernels_for(self.device)
         self.program: Program = ops.finish(output)
+        # packed weights have no address
+        weight_bytes, fields = self.program.weight_bytes, cost_fields(checkpoint, self.device)
+        if measures and self.device.type == "cpu":
+            limit_primitives()
+            self.program = choose_paths(
+                self.program,
+                self._kernels,
+                config,
+                fields,
+                default=PLAIN,
+                rows=BATCH_ROWS,
+                threads=1,
+            )
         self._config = config
         self.arena = _make_arena(self.program, config, self.device, workers)
-        self._kernels = kernels or kernels_for(self.device)
         self.device_runner: DeviceRunner = self._make_device_runner()
         self.info = ModelInfo(
             task,
@@ -105,11 +121,11 @@ class Runner:
             encoder.type_vocab_size,
             longest,
             self.arena.max_tokens,
-            self.program.weight_bytes,
+            weight_bytes,
             self.arena.capacity,
             config.execution == "padded",
             workers,
-            cost_fields(checkpoint, self.device),
+            fields,
         )
 
     def another(self) -> "Runner":

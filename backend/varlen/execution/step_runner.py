@@ -12,8 +12,9 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.device import choose_device, choose_dtype, memory_of
+from varlen.execution.fingerprint import cost_fields
 from varlen.execution.kv_cache import KvSize, kv_size, new_caches
-from varlen.execution.packed_weights import pack_linear_layers
+from varlen.execution.linear_paths import PACKED, STEP_ROWS, choose_paths
 from varlen.execution.source_encoder import SourceEncoder
 from varlen.execution.step_cpu import CpuSteps
 from varlen.execution.step_cuda import CudaSteps
@@ -42,7 +43,7 @@ from varlen.sequence import (
     SampledToken,
     StepBatch,
 )
-from varlen_kernels.dispatch import decoder_kernels_for
+from varlen_kernels.dispatch import kernels_for
 
 # Chooses what each row of logits goes on with, `[sequences, vocabulary]` fp32, which it may overwrite.
 Choose: TypeAlias = Callable[
@@ -131,9 +132,21 @@ class StepRunner:
         self.weight_bytes = sum(program.weight_bytes for program in self.programs)
         self._caches = new_caches(self.programs[0].states, self.device)
         self._choose = choose
-        kernels = kernels or decoder_kernels_for(self.device)
+        kernels = kernels or kernels_for(self.device)
         if self.device.type == "cpu":
-            self.programs = tuple(map(pack_linear_layers, self.programs))
+            fields = cost_fields(checkpoint, self.device)
+            self.programs = tuple(
+                choose_paths(
+                    program,
+                    kernels,
+                    config,
+                    fields,
+                    default=PACKED,
+                    rows=STEP_ROWS,
+                    threads=torch.get_num_threads(),
+                )
+                for program in self.programs
+            )
         self.arenas = make_arenas(
             self.programs, config, self.device, max_step_tokens=self.max_step_tokens
         )

@@ -89,7 +89,7 @@ def load_workers(
     if isolated:
         return _processes(checkpoint, config, stats)
     count = config.threads or usable_cores()
-    runner = Runner(checkpoint, config, workers=count)
+    runner = Runner(checkpoint, config, workers=count, measures=True)
     others = [runner.another() for _ in range(count - 1)]
     return Workers(runner.info, [runner, *others], use_one_core)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from varlen.execution.packed_weights import pack_linear_layers
+from varlen.execution.linear_paths import PACKED, use_paths
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models import inputs
@@ -87,7 +87,7 @@ def _programs(folder, num_blocks, block_size, dtype, *, packed):
     }
 
     def runner(program, largest):
-        program = pack_linear_layers(program) if packed else program
+        program = use_paths(program, {}, PACKED) if packed else program
         arena = Arena(Layout(program.buffers, 64), largest, CPU)
 
         @torch.inference_mode()

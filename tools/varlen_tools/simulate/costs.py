@@ -53,7 +53,7 @@ def cost_models(
     """
     if source is CostSource.measured:
         # imports torch, which nothing else here needs
-        from varlen.cost_warmup import cache_folder
+        from varlen.costs.store import cache_folder
 
         stored = CostStore(cache_folder(cache)).entries()
         latest = {execution: _latest(stored, execution) for execution in executions}
