@@ -275,8 +275,8 @@ def test_a_part_that_fails_fails_its_request_once_and_the_rest_is_dropped():
 
     assert isinstance(reply.only, EngineError)
     assert after.only == [[5]]
-    # its rows after the failure did not run
-    assert [len(batch[0]) for batch in bench.executor.batches] == [8, 8, 1]
+    # the single row passes; rows after the failure did not run
+    assert [len(batch[0]) for batch in bench.executor.batches] == [1, 8, 8]
     assert bench.admission.depth == (0, 0)
 
 

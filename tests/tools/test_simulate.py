@@ -294,11 +294,12 @@ def test_a_large_request_waits_at_most_about_twice_as_long_as_single_rows_at_ove
     assert max(seconds[True]) <= 2.5 * max(seconds[False])
 
 
-def test_requests_with_a_deadline_keep_it_or_are_refused_at_once():
-    rate = 2.0 * full()
+@pytest.mark.parametrize("workers", [1, 4])
+def test_requests_with_a_deadline_keep_it_or_are_refused_at_once(workers):
+    rate = 2.0 * full(workers=workers)
     arrivals = with_deadline(poisson_arrivals(3000, rate, MIX, seed=7), 0.5)
 
-    run = simulate(arrivals, config("shortest_first"), table())
+    run = simulate(arrivals, config("shortest_first"), table(), workers=workers)
 
     refused = [outcome for outcome in run.outcomes if isinstance(outcome.error, DeadlineError)]
     at_once = [outcome for outcome in refused if outcome.seconds == 0.0]

@@ -42,11 +42,6 @@ class Admission:
         with self._lock:
             return self._requests, self._tokens
 
-    def waiting_seconds(self) -> float:
-        """Expected run time of all that waits."""
-        with self._lock:
-            return self._seconds
-
     def enter(self, request: Request, forecast: Forecast, now: float) -> None:
         """Count a request that begins to wait.
 
