@@ -51,7 +51,7 @@ def best_peer(rows: Iterable[Row]) -> Row | None:
 
 
 def paired_ratios(rows: Iterable[Row], attribute: str, other: str = TOKEN_BUDGET) -> list[float]:
-    """Return `varlen-shortest-first` over the other system of a pair, for each load and turn of one mix."""
+    """Return `varlen-shortest-first` over the other system of a pair, by load and turn."""
     loads: dict[tuple[float | None, int | None], dict[str, float]] = {}
     for row in rows:
         value = getattr(row, attribute)
