@@ -16,7 +16,7 @@ Task: TypeAlias = Literal[
 ]
 DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
-PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "dp"]
+PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "shortest_first"]
 Trigger: TypeAlias = Literal["hungry", "lazy"]
 Execution: TypeAlias = Literal["packed", "padded"]
 KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
@@ -142,9 +142,10 @@ class EngineConfig:
 
     # Batching
     policy: PolicyName = _setting(
-        "dp",
+        "shortest_first",
         "How batches are formed. `none` runs every sequence alone. `fifo` fills batches in order up to"
-        " `max_batch_sequences`, `token_budget` up to `max_batch_tokens`. `dp` plans batches by measured cost.",
+        " `max_batch_sequences`, `token_budget` up to `max_batch_tokens`. `shortest_first` lets short requests pass"
+        " long ones, within a bound, and chooses the size of batches by measured cost.",
         choices=get_args(PolicyName),
         tasks=ONE_SHOT_TASKS,
     )
@@ -159,13 +160,6 @@ class EngineConfig:
         10,
         "Longest wait of the trigger `lazy` for a full batch, in milliseconds.",
         lowest=0,
-        tasks=ONE_SHOT_TASKS,
-    )
-    max_wait_ms: int = _setting(
-        1000,
-        "Longest time that the policy `dp` delays the first request of the queue in favor of faster batches,"
-        " in milliseconds.",
-        lowest=1,
         tasks=ONE_SHOT_TASKS,
     )
     max_batch_sequences: int = _setting(

@@ -10,7 +10,6 @@ from .refusals import refused_setting as refused
 
 INTEGERS = [
     "max_delay_ms",
-    "max_wait_ms",
     "max_batch_sequences",
     "max_batch_tokens",
     "max_sequence_tokens",
@@ -48,7 +47,6 @@ def test_every_setting_can_be_spelt_out():
         "execution": "padded",
         "trigger": "lazy",
         "max_delay_ms": "10",
-        "max_wait_ms": "11",
         "max_batch_sequences": "12",
         "max_batch_tokens": "1",
         "arena_bytes": "7%",

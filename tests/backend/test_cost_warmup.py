@@ -201,7 +201,7 @@ def test_a_setting_that_changes_costs_is_measured_by_itself(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"policy": "fifo"}, {"trigger": "lazy"}, {"warmup_seconds": 5}, {"max_wait_ms": 7}]
+    "changes", [{"policy": "fifo"}, {"trigger": "lazy"}, {"warmup_seconds": 5}, {"max_delay_ms": 7}]
 )
 def test_a_setting_that_changes_no_cost_does_not_measure_again(
     executor, clock, checkpoint, config, changes

@@ -275,8 +275,8 @@ def test_a_part_that_fails_fails_its_request_once_and_the_rest_is_dropped():
 
     assert isinstance(reply.only, EngineError)
     assert after.only == [[5]]
-    # its rows after the failure did not run
-    assert [len(batch[0]) for batch in bench.executor.batches] == [8, 8, 1]
+    # the single row passes; rows after the failure did not run
+    assert [len(batch[0]) for batch in bench.executor.batches] == [1, 8, 8]
     assert bench.admission.depth == (0, 0)
 
 
@@ -563,7 +563,7 @@ def test_the_thread_survives_a_reply_that_raises_while_the_queue_is_failed(start
 
 
 ROWS = st.lists(st.lists(st.integers(0, 13), min_size=1, max_size=9), min_size=1, max_size=4)
-POLICIES = st.sampled_from(["none", "fifo", "token_budget", "dp"])
+POLICIES = st.sampled_from(["none", "fifo", "token_budget", "shortest_first"])
 SLOTS = st.sampled_from([1, 2, 4])
 ACTIONS = st.lists(
     st.one_of(

@@ -14,18 +14,22 @@ from varlen.sequence import Batch, Forecast
 
 
 class Admission:
-    """Counts waiting work, and refuses requests beyond a limit or too late."""
+    """Counts waiting work, and refuses requests beyond a limit or too late.
+
+    Attributes:
+        slots: number of batches that run at the same time.
+    """
 
     def __init__(self, max_requests: int, max_tokens: int, *, slots: int = 1) -> None:
         """Start with an empty queue.
 
         Args:
             max_requests, max_tokens: limits of waiting work.
-            slots: number of batches that run at the same time.
+            slots: see the class.
         """
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._slots = slots
+        self.slots = slots
         self._requests = 0
         self._tokens = 0
         self._seconds = 0.0
@@ -38,11 +42,6 @@ class Admission:
         """Waiting requests and waiting tokens."""
         with self._lock:
             return self._requests, self._tokens
-
-    def waiting_seconds(self) -> float:
-        """Expected run time of all that waits."""
-        with self._lock:
-            return self._seconds
 
     def enter(self, request: Request, forecast: Forecast, now: float) -> None:
         """Count a request that begins to wait.
@@ -100,7 +99,7 @@ class Admission:
 
     def _wait_seconds(self, now: float) -> float:
         in_flight = sum(max(0.0, end - now) for end in self._ends.values())
-        return (in_flight + self._seconds) / self._slots
+        return (in_flight + self._seconds) / self.slots
 
     def _check_deadline(self, allowed: float, forecast: Forecast, now: float) -> None:
         if allowed == math.inf:

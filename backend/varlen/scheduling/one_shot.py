@@ -19,8 +19,7 @@ from varlen.errors import EngineError
 from varlen.request import Float32Array, Request
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.forecast import Forecaster
-from varlen.scheduling.load import LoadMeter
-from varlen.scheduling.policy import InOrder, LeastCost, Policy
+from varlen.scheduling.policy import CutByCost, FullBatches, Policy
 from varlen.scheduling.queue import RequestQueue
 from varlen.sequence import (
     Batch,
@@ -54,19 +53,18 @@ class OneShotScheduler:
             admission: counts waiting work.
             max_batch_tokens: largest batch of the executor; no sequence is longer.
         """
-        self._queue = RequestQueue()
+        is_by_cost = config.policy == "shortest_first"
+        self._queue = RequestQueue("tokens" if is_by_cost else "sequences")
         self._admission = admission
-        self._load = LoadMeter()
         self._costs = costs
         self._max_delay = config.max_delay_ms * _MILLISECOND if config.trigger == "lazy" else 0.0
         self._limits = _limits(config, max_batch_tokens)
         self._forecaster = Forecaster(costs, self._limits)
-        self._policy: Policy = InOrder(self._limits, costs)
-        if config.policy == "dp":
-            max_wait = config.max_wait_ms * _MILLISECOND
-            self._policy = LeastCost(
-                self._limits, costs, self._load, admission.waiting_seconds, max_wait
-            )
+        self._policy: Policy = (
+            CutByCost(self._limits, costs, admission.slots)
+            if is_by_cost
+            else FullBatches(self._limits, costs)
+        )
         # parts of batches that ran out of memory; they run first
         self._split: deque[Batch] = deque()
 
@@ -80,12 +78,11 @@ class OneShotScheduler:
         self._admission.enter(request, forecast, now)
         return forecast
 
-    def add(self, request: RequestState, now: float) -> None:
+    def add(self, request: RequestState, now: float) -> None:  # noqa: ARG002  # as others do
         """Queue an admitted request."""
         forecast = request.forecast
         # when its time comes, a batch may just have started, and its own runs after that
         self._queue.add(request, request.deadline - forecast.seconds - 2 * forecast.batch_seconds)
-        self._load.arrived(now, seconds=forecast.seconds)
 
     def wake_at(self, now: float) -> float | None:
         """Return when `schedule` will have a batch if nothing else happens; None if nothing waits."""

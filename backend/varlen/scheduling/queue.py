@@ -1,14 +1,15 @@
 """Requests that wait, in the order in which they are served.
 
-The order is fair by served work. A server that shares its time equally among requests would finish a request of
-`rows` rows, which finds `waiting` others in the queue, after about `waiting * rows` more sequences. First come, first
-served would take the sequences that wait. The rank is the former, at most twice the latter:
+The order is fair by served work. Work is counted in sequences, or in tokens, which lets short requests pass long ones.
+A server that shares its time equally among requests would finish a request of size `own`, which finds `waiting`
+others in the queue, after about `waiting * own` of work. First come, first served would take the work that waits.
+The rank is the lower of the two, and the request itself:
 
-    rank = served sequences + min(waiting * rows / (1 + priority), 2 * waiting sequences)
+    rank = served work + min(waiting * own / (1 + priority), waiting work) + own
 
-Requests of one row and one priority are therefore served first come, first served. A large request lets smaller
-ones pass, and waits at most about twice as long as in order of arrival. A request whose deadline would be missed
-otherwise goes first.
+Requests of one size and one priority are therefore served first come, first served. A larger request lets smaller
+ones pass, but once all that it found and as much as its own size has been served, nothing passes it. A request whose
+deadline would be missed otherwise goes first.
 
 Source: the order in which processor sharing would finish (Friedman and Henderson 2003, "Fairness and efficiency in
 web server protocols"), with the number of competitors taken at arrival.
@@ -18,16 +19,17 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
+from typing import Literal, TypeAlias
 
 from sortedcontainers import SortedKeyList
 
 from varlen.sequence import RequestState, SequenceState
 
-# How much longer than in order of arrival a large request may wait.
-_LONGEST_WAIT = 2
+# What is fair is counted in.
+WorkUnit: TypeAlias = Literal["sequences", "tokens"]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,17 +63,24 @@ class _Entry:
 
 
 class RequestQueue:
-    """Requests with sequences that wait. Every operation is logarithmic in the number of requests."""
+    """Requests with sequences that wait. Every operation is logarithmic in the number of requests.
 
-    def __init__(self) -> None:
+    Attributes:
+        waiting_tokens: tokens of the sequences that wait.
+    """
+
+    def __init__(self, unit: WorkUnit = "sequences") -> None:
+        """Make an empty queue whose order is fair by served sequences, or by served tokens."""
+        self._unit = unit
         self._entries = SortedKeyList(key=lambda entry: entry.order)
         self._entry_of: dict[RequestState, _Entry] = {}
         # requests with a deadline that are not urgent
         self._by_latest_start = SortedKeyList(key=lambda entry: (entry.latest_start, entry.number))
         self._numbers = count()
-        # sequences that have left the queue, and those in it
+        # work that has left the queue, and work in it
         self._served = 0
-        self._sequences = 0
+        self._waiting = 0
+        self.waiting_tokens = 0
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -93,12 +102,13 @@ class RequestQueue:
             request: new here.
             latest_start: time from which it goes first, so that it keeps its deadline.
         """
-        rows, weight = len(request.sequences), 1 + request.request.options.priority
-        lead = min(len(self) * rows / weight, _LONGEST_WAIT * self._sequences)
-        entry = _Entry(request, next(self._numbers), self._served + lead, latest_start)
+        own, weight = self._work_of(request.sequences), 1 + request.request.options.priority
+        rank = self._served + min(len(self) * own / weight, self._waiting) + own
+        entry = _Entry(request, next(self._numbers), rank, latest_start)
         self._entry_of[request] = entry
         self._entries.add(entry)
-        self._sequences += rows
+        self._waiting += own
+        self.waiting_tokens += _tokens_of(request.sequences)
         if math.isfinite(latest_start):
             self._by_latest_start.add(entry)
 
@@ -138,7 +148,7 @@ class RequestQueue:
         for sequence in sequences:
             entry = self._entry_of[sequence.request]
             del entry.waiting[sequence]
-            self._mark_served(1)
+            self._mark_served([sequence])
             if not entry.waiting:
                 self._discard(entry)
                 left += 1
@@ -150,7 +160,7 @@ class RequestQueue:
         if entry is None:
             return
         # as if served, so that no newcomer gets a lower rank than requests that came before it
-        self._mark_served(len(entry.waiting))
+        self._mark_served(entry.waiting)
         self._discard(entry)
 
     def _discard(self, entry: _Entry) -> None:
@@ -158,6 +168,15 @@ class RequestQueue:
         self._entries.remove(entry)
         self._by_latest_start.discard(entry)
 
-    def _mark_served(self, sequences: int) -> None:
-        self._served += sequences
-        self._sequences -= sequences
+    def _mark_served(self, sequences: Collection[SequenceState]) -> None:
+        work = self._work_of(sequences)
+        self._served += work
+        self._waiting -= work
+        self.waiting_tokens -= _tokens_of(sequences)
+
+    def _work_of(self, sequences: Collection[SequenceState]) -> int:
+        return len(sequences) if self._unit == "sequences" else _tokens_of(sequences)
+
+
+def _tokens_of(sequences: Iterable[SequenceState]) -> int:
+    return sum(sequence.num_tokens for sequence in sequences)

@@ -1,36 +1,44 @@
-"""Scheduling policies: batch limits, no lost sequences, and bounded waiting."""
+"""Scheduling policies: best sizes by brute force, limits, deadlines, no lost sequences."""
+
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.costs.batch_shape import BatchLimits, BatchShape
-from varlen.scheduling.load import LoadMeter
-from varlen.scheduling.policy import InOrder, LeastCost
+from varlen.scheduling.policy import CutByCost, FullBatches
 from varlen.scheduling.queue import RequestQueue
 
 from .waiting import cost_table, lengths_of, state_of
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 EXECUTIONS = st.sampled_from(["packed", "padded"])
+# of one CPU core
+CORE = cost_table(lambda n, length: 6e-3 + 160e-6 * n + 360e-6 * n * length)
+ROOMY = BatchLimits(64, 4096)
 
 
 def queue_of(lengths):
+    """Return a queue whose order is that of these lengths."""
     queue = RequestQueue()
     for number, length in enumerate(lengths):
         queue.add(state_of(length, arrival=number * 1e-3))
     return queue
 
 
-def in_order(max_sequences, max_tokens, execution="packed"):
+def full_batches(max_sequences, max_tokens, execution="packed"):
     limits = BatchLimits(max_sequences, max_tokens, execution)
-    return InOrder(limits, cost_table(execution=execution))
+    return FullBatches(limits, cost_table(execution=execution))
 
 
-def least_cost(costs=None, max_sequences=64, max_tokens=4096, max_wait=1.0):
-    costs = costs or cost_table()
-    limits = BatchLimits(max_sequences, max_tokens, costs.execution)
-    return LeastCost(limits, costs, LoadMeter(), lambda: 0.0, max_wait)
+def cut_by_cost(costs=CORE, limits=ROOMY, workers=1):
+    return CutByCost(limits, costs, workers)
+
+
+def size_of(lengths, **policy):
+    """Return the size of the first batch of a queue."""
+    return len(cut_by_cost(**policy).choose(queue_of(lengths), 0.0).sequences)
 
 
 def drain(policy, queue, now=0.0):
@@ -44,8 +52,8 @@ def drain(policy, queue, now=0.0):
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 8), st.integers(60, 200), EXECUTIONS)
-def test_in_order_fills_batches_one_after_the_other(lengths, max_sequences, max_tokens, execution):
-    policy = in_order(max_sequences, max_tokens, execution)
+def test_full_batches_are_filled_one_after_the_other(lengths, max_sequences, max_tokens, execution):
+    policy = full_batches(max_sequences, max_tokens, execution)
 
     batches = [lengths_of(batch) for batch in drain(policy, queue_of(lengths))]
 
@@ -58,119 +66,107 @@ def test_in_order_fills_batches_one_after_the_other(lengths, max_sequences, max_
             assert not limits.allow(len(more), sum(more), max(more))
 
 
-@settings(deadline=None, max_examples=60)
-@given(LENGTHS, st.integers(1, 8), st.integers(60, 200), EXECUTIONS, st.floats(0, 2))
-def test_least_cost_keeps_the_limits_and_loses_nothing(
-    lengths, max_sequences, max_tokens, execution, now
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 8), st.integers(60, 200), EXECUTIONS, st.integers(1, 4))
+def test_batches_cut_by_cost_keep_the_order_and_the_limits(
+    lengths, max_sequences, max_tokens, execution, workers
 ):
     costs = cost_table(execution=execution)
-    policy = least_cost(costs, max_sequences, max_tokens)
-    queue = queue_of(lengths)
-    held = list(queue)
-
-    batches = drain(policy, queue, now)
-
-    ran = [each for batch in batches for each in batch.sequences]
-    assert sorted(map(id, ran)) == sorted(map(id, held))
     limits = BatchLimits(max_sequences, max_tokens, execution)
+
+    batches = drain(cut_by_cost(costs, limits, workers), queue_of(lengths))
+
+    assert [length for batch in batches for length in lengths_of(batch)] == lengths
     for batch in batches:
         assert batch.shape == BatchShape.of(lengths_of(batch))
         assert batch.seconds == pytest.approx(costs.seconds(batch.shape))
         assert limits.allow(batch.shape.sequences, batch.shape.tokens, batch.shape.longest)
 
 
+@settings(deadline=None)
+@given(LENGTHS, EXECUTIONS, st.integers(1, 4))
+def test_no_other_size_has_a_lower_delay(lengths, execution, workers):
+    """A batch delays its own requests, and those that wait by its seconds per token."""
+    costs = cost_table(execution=execution)
+    limits = BatchLimits(8, 200, execution)
+
+    size = size_of(lengths, costs=costs, limits=limits, workers=workers)
+
+    def delay(size):
+        shape = BatchShape.of(lengths[:size])
+        batches_left = sum(lengths) / (shape.tokens * workers)
+        return costs.seconds(shape) * (1 + 8 * batches_left)
+
+    allowed = [
+        n
+        for n in range(1, len(lengths) + 1)
+        if n == 1 or limits.allow(n, sum(lengths[:n]), max(lengths[:n]))
+    ]
+    assert delay(size) == pytest.approx(min(map(delay, allowed)))
+
+
 def test_choosing_takes_nothing_out_of_the_queue():
     queue = queue_of([3, 400, 5])
 
-    least_cost().choose(queue, 0.0)
+    cut_by_cost().choose(queue, 0.0)
 
     assert [each.num_tokens for each in queue] == [3, 400, 5]
+    assert queue.waiting_tokens == 408
 
 
-def test_short_sequences_go_first_while_the_long_one_is_young():
-    batch = least_cost().choose(queue_of([512, 4, 4, 4]), 0.0)
+def test_a_longer_queue_has_larger_batches():
+    sizes = [size_of([60] * waiting) for waiting in (1, 2, 4, 8, 32, 512)]
 
-    assert lengths_of(batch) == [4, 4, 4]
-    assert batch.reason.startswith("by length, 4 requests waiting")
-
-
-def test_a_sequence_that_has_waited_as_long_as_serving_all_in_order_takes_is_not_passed_over():
-    costs = cost_table()
-    backlog = costs.seconds(BatchShape.of([512, 4, 4, 4]))
-
-    batch = least_cost(costs).choose(queue_of([512, 4, 4, 4]), backlog)
-
-    assert 512 in lengths_of(batch)
+    assert sizes == sorted(sizes)
+    assert sizes[:2] == [1, 2]
+    assert sizes[-2] < sizes[-1] < 64
 
 
-def test_a_sequence_that_has_waited_longer_than_max_wait_is_not_passed_over():
-    policy = least_cost(max_wait=0.05)
+def test_more_workers_share_the_queue():
+    sizes = [size_of([60] * 32, workers=workers) for workers in (1, 2, 8, 32)]
 
-    batch = policy.choose(queue_of([512, 4, 4, 4]), 0.06)
-
-    assert 512 in lengths_of(batch)
-
-
-def test_padded_batches_hold_sequences_of_like_length():
-    costs = cost_table(lambda n, length: 2.0 + 1e-3 * n * length, "padded")
-    policy = least_cost(costs, max_wait=100.0)
-
-    batches = drain(policy, queue_of([500, 5, 495, 6, 490, 7]))
-
-    assert sorted(sorted(lengths_of(batch)) for batch in batches) == [[5, 6, 7], [490, 495, 500]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < sizes[0]
 
 
-def test_packed_batches_in_order_where_nothing_is_gained_by_another():
-    # batches of any size cost nearly the same
-    policy = least_cost(cost_table(lambda n, length: 1.0 + 1e-6 * n * length))
+def test_a_batch_below_the_floor_is_filled():
+    """A GPU takes as long for 256 tokens as for one."""
+    costs = cost_table(lambda n, length: 2e-3 + 4e-6 * max(256, n * length))
 
-    batch = policy.choose(queue_of([500, 5, 490, 6]), 0.0)
-
-    assert lengths_of(batch) == [500, 5, 490, 6]
-    assert batch.reason.startswith("in order")
+    assert size_of([30, 30, 30, 30], costs=costs) == 4
+    assert size_of([30] * 8, costs=costs, workers=8) == 8
 
 
-def test_a_deadline_that_could_be_kept_is_kept():
-    # in order of length, the long one would run last and miss its deadline
-    policy = least_cost()
-    alone = cost_table().seconds(BatchShape.of([512]))
-    queue = queue_of([100] * 30)
-    queue.add(state_of(512, deadline=alone + 0.001), latest_start=0.0)
-    queue.promote(0.0)
+def test_a_long_sequence_does_not_join_short_ones_that_pad_it():
+    costs = cost_table(lambda n, length: 6e-3 + 360e-6 * n * length, "padded")
 
-    assert lengths_of(policy.choose(queue, 0.0)) == [512]
+    assert size_of([5, 6, 7, 500], costs=costs, limits=BatchLimits(64, 4096, "padded")) == 3
 
 
-def test_only_the_first_of_a_long_queue_are_planned():
-    policy = least_cost(max_sequences=4)
-    queue = queue_of([60] * 300 + [1] * 300)
+def test_a_batch_ends_before_the_deadlines_of_its_requests():
+    queue = RequestQueue()
+    in_time = CORE.seconds(BatchShape.of([60] * 3)) + 1e-6
+    queue.add(state_of(60, deadline=in_time))
+    for _ in range(100):
+        queue.add(state_of(60))
 
-    assert set(lengths_of(policy.choose(queue, 0.0))) == {60}
+    batch = cut_by_cost().choose(queue, 0.0)
+
+    assert len(batch.sequences) == 3
+    assert batch.reason.startswith("cut by cost, for a deadline")
 
 
-@settings(deadline=None, max_examples=30)
-@given(
-    st.lists(st.tuples(st.integers(1, 512), st.floats(0, 0.2)), min_size=1, max_size=40),
-    st.floats(0.01, 0.3),
-)
-def test_no_sequence_is_passed_over_for_longer_than_allowed(arrivals, max_wait):
-    """After `max_wait`, the queue's first sequence runs in the next batch."""
-    policy = least_cost(max_wait=max_wait)
-    queue, now = RequestQueue(), 0.0
-    coming = []
-    at = 0.0
-    for length, gap in arrivals:
-        at += gap
-        coming.append(state_of(length, arrival=at))
-    while coming or len(queue):
-        while coming and coming[0].arrival <= now:
-            queue.add(coming.pop(0))
-        if not len(queue):
-            now = coming[0].arrival
-            continue
-        (first,) = queue.first(1)
-        batch = policy.choose(queue, now)
-        if now - first.request.arrival >= max_wait:
-            assert first in batch.sequences
-        queue.remove(batch.sequences)
-        now += batch.seconds
+def test_a_deadline_that_is_missed_anyway_does_not_make_batches_small():
+    queue = RequestQueue()
+    queue.add(state_of(60, deadline=1e-3))
+    for _ in range(100):
+        queue.add(state_of(60))
+
+    assert len(cut_by_cost().choose(queue, 0.0).sequences) > 10
+
+
+def test_a_sequence_beyond_the_token_limit_runs_alone():
+    # a limit below the longest sequence may come from a small arena
+    batch = cut_by_cost(limits=BatchLimits(64, 100)).choose(queue_of([500, 1]), math.inf)
+
+    assert lengths_of(batch) == [500]

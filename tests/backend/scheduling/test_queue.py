@@ -1,7 +1,7 @@
 """Queue order: arrival for equal requests, fairness by served work otherwise, and deadlines."""
 
 import math
-from itertools import count
+from itertools import count, pairwise
 from statistics import fmean
 
 import pytest
@@ -71,7 +71,7 @@ def test_one_row_passes_nearly_all_of_a_crowd_of_large_requests():
 
 
 def test_a_large_request_is_not_overtaken_for_ever():
-    """Single rows arrive as fast as they are served, yet the wait is bounded."""
+    """It waits for the rows that it found, and as many as its own."""
     queue = RequestQueue()
     for _ in range(10):
         queue.add(state_of(1))
@@ -83,8 +83,82 @@ def test_a_large_request_is_not_overtaken_for_ever():
         queue.remove(queue.first(1))
         queue.add(state_of(1))
         passed += 1
-        assert passed <= 2 * 10 + 1
+        assert passed <= 10 + 64
     assert queue.first(1)[0].request is large
+
+
+@given(
+    st.lists(st.integers(1, 60), max_size=10),
+    st.integers(1, 60),
+    st.lists(st.integers(1, 60), min_size=1, max_size=40),
+)
+def test_nothing_new_passes_once_what_was_found_and_the_own_size_have_been_served(
+    found, own, coming
+):
+    """The bound on overtaking in an order by tokens: one arrives whenever one has run."""
+    queue = RequestQueue("tokens")
+    for length in found:
+        queue.add(state_of(length))
+    watched = state_of(own)
+    queue.add(watched)
+
+    served, too_late = 0, []
+    for length in coming:
+        newcomer = state_of(length)
+        queue.add(newcomer)
+        if served >= sum(found) + own:
+            too_late.append(newcomer)
+        (first,) = queue.first(1)
+        queue.remove([first])
+        served += first.num_tokens
+    order = serve_all(queue)
+    if watched in order:
+        assert all(order.index(watched) < order.index(each) for each in too_late if each in order)
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=40))
+def test_short_requests_are_served_sooner_than_in_order_of_arrival(lengths):
+    queue = RequestQueue("tokens")
+    requests = [state_of(length) for length in lengths]
+    for request in requests:
+        queue.add(request)
+
+    place = {request: number for number, request in enumerate(serve_all(queue))}
+
+    for earlier, later in pairwise(requests):
+        if earlier.request.num_tokens <= later.request.num_tokens:
+            # both have found the same, but for the earlier one
+            assert place[earlier] < place[later]
+
+
+def test_by_tokens_a_short_request_passes_long_ones():
+    queue = RequestQueue("tokens")
+    for length in (500, 400, 5):
+        queue.add(state_of(length))
+
+    assert lengths(queue) == [5, 500, 400]
+
+
+def test_by_tokens_large_requests_of_short_rows_count_as_a_whole():
+    queue = RequestQueue("tokens")
+    queue.add(state_of(50))
+    queue.add(state_of(*[10] * 32))
+    queue.add(state_of(60))
+
+    assert lengths(queue) == [50, 60, *[10] * 32]
+
+
+def test_waiting_tokens_are_those_of_sequences_that_wait():
+    queue = RequestQueue()
+    several, single = state_of(1, 2, 3), state_of(40)
+    queue.add(several)
+    queue.add(single)
+    assert queue.waiting_tokens == 46
+
+    queue.remove(several.sequences[:2])
+    assert queue.waiting_tokens == 43
+    queue.discard(single)
+    assert queue.waiting_tokens == 3
 
 
 @pytest.mark.parametrize("rows", [1, 64])

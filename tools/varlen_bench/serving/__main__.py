@@ -56,7 +56,8 @@ def main(
         bool, typer.Option("--overload", help="Only twice the capacity, with deadlines.")
     ] = False,
     paired: Annotated[
-        int, typer.Option(min=0, help="Only dp and token_budget, in this number of turns.")
+        int,
+        typer.Option(min=0, help="Only shortest_first and token_budget, in this number of turns."),
     ] = 0,
     baseline: Annotated[
         str, typer.Option(help="Commit whose token_budget --paired compares with instead.")

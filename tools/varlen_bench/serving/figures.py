@@ -10,10 +10,10 @@ from varlen_bench.harness.summary import ratio, rounded, worst
 from varlen_bench.serving.rows import Row
 from varlen_bench.serving.systems import (
     BEFORE,
-    DP_PADDED,
     DYNAMIC_BATCHER,
     FIFO_PADDED,
     OURS,
+    OURS_PADDED,
     SYSTEMS,
     TOKEN_BUDGET,
 )
@@ -51,7 +51,7 @@ def best_peer(rows: Iterable[Row]) -> Row | None:
 
 
 def paired_ratios(rows: Iterable[Row], attribute: str, other: str = TOKEN_BUDGET) -> list[float]:
-    """Return `varlen-dp` over the other system of a pair, by load and turn."""
+    """Return `varlen-shortest-first` over the other system of a pair, by load and turn."""
     loads: dict[tuple[float | None, int | None], dict[str, float]] = {}
     for row in rows:
         value = getattr(row, attribute)
@@ -82,7 +82,7 @@ def _mix_figures(rows: Sequence[Row]) -> dict[str, Cell]:
     return {
         "sustained_vs_dynamic_batcher": over(dynamic_batcher, "sustained"),
         "sustained_vs_best_peer": over(best_peer(rows), "sustained"),
-        "dp_padded_vs_fifo_padded": over(fifo, "saturated", DP_PADDED),
-        "dp_mean_vs_token_budget": mean_ratio("mean_ms", TOKEN_BUDGET),
-        "dp_p99_vs_token_budget": mean_ratio("p99_ms", TOKEN_BUDGET),
+        "shortest_first_padded_vs_fifo_padded": over(fifo, "saturated", OURS_PADDED),
+        "shortest_first_mean_vs_token_budget": mean_ratio("mean_ms", TOKEN_BUDGET),
+        "shortest_first_p99_vs_token_budget": mean_ratio("p99_ms", TOKEN_BUDGET),
     }

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 # Ours in blues and greens, peers in warm colors; the dynamic batcher of today is red. Readable on light and dark.
 COLORS = {
-    "varlen-dp": "#1f6fd6",
+    "varlen-shortest-first": "#1f6fd6",
     "varlen-token-budget": "#2fb0d8",
-    "varlen-dp-padded": "#12906a",
+    "varlen-shortest-first-padded": "#12906a",
     "varlen-fifo-padded": "#6fb58f",
     "varlen-none": "#8b8fd6",
     "transformers-fp32-dynamic": "#d62f3c",

@@ -14,12 +14,12 @@ from varlen_tools.workloads import Mix
 # The tensors of every model.
 INPUT, OUTPUT = "input_ids", "sentence_embedding"
 
-OURS = "varlen-dp"
+OURS = "varlen-shortest-first"
 TOKEN_BUDGET = "varlen-token-budget"  # noqa: S105 - a policy
 DYNAMIC_BATCHER = "transformers-fp32-dynamic"
 # an older commit
 BEFORE = "varlen-before"
-DP_PADDED, FIFO_PADDED = "varlen-dp-padded", "varlen-fifo-padded"
+OURS_PADDED, FIFO_PADDED = "varlen-shortest-first-padded", "varlen-fifo-padded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ def _ours(name: str, policy: str) -> System:
 
 _ALL = (
     _ours(TOKEN_BUDGET, "token_budget"),
-    _ours(OURS, "dp"),
-    _ours(DP_PADDED, "dp"),
+    _ours(OURS, "shortest_first"),
+    _ours(OURS_PADDED, "shortest_first"),
     _ours(FIFO_PADDED, "fifo"),
     _ours("varlen-none", "none"),
     System(DYNAMIC_BATCHER, "transformers", dynamic=True),

@@ -1,4 +1,4 @@
-"""The command: `python -m varlen_tools.simulate --loads 0.6,0.8 --policies token_budget,dp`."""
+"""The command: `python -m varlen_tools.simulate --loads 0.6,0.8 --policies token_budget,shortest_first`."""
 
 from __future__ import annotations
 
@@ -49,14 +49,17 @@ _STREAMS = {Stream.poisson: workloads.poisson_arrivals, Stream.bursts: workloads
 @app.command()
 def main(
     policies: Annotated[
-        str, typer.Option(help="By comma: policy, or policy/execution such as dp/padded.")
-    ] = "none,fifo,token_budget,dp",
+        str, typer.Option(help="By comma: policy, or policy/execution such as fifo/padded.")
+    ] = "none,fifo,token_budget,shortest_first",
     loads: Annotated[
         str, typer.Option(help="By comma; 1 is full batches of the mean length, without padding.")
     ] = "0.2,0.4,0.6,0.8,0.9,1.0,1.2",
     costs: Annotated[
-        CostSource, typer.Option(help="Costs of batches: made up, or measured on this machine.")
+        CostSource, typer.Option(help="Costs of batches: by formula, or measured on this machine.")
     ] = CostSource.cpu,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Batches that run at the same time; 0: 2 for cpu, else 1.")
+    ] = 0,
     cache: Annotated[
         str, typer.Option("--cache-folder", help="Cache of measured costs; the latest are used.")
     ] = "auto",
@@ -76,9 +79,8 @@ def main(
     deadline_ms: Annotated[
         float, typer.Option(min=0, help="Deadline of each request; 0: none.")
     ] = 0.0,
-    max_batch_sequences: Annotated[int, typer.Option(min=1, help="As in config.pbtxt.")] = 20,
+    max_batch_sequences: Annotated[int, typer.Option(min=1, help="As in config.pbtxt.")] = 64,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="As in config.pbtxt.")] = 4096,
-    max_wait_ms: Annotated[int, typer.Option(min=1, help="As in config.pbtxt.")] = 1000,
     goal_ms: Annotated[
         float, typer.Option(min=0, help="Also find the highest rate with this p99; 0: do not.")
     ] = 0.0,
@@ -89,7 +91,6 @@ def main(
     base = EngineConfig(
         max_batch_sequences=max_batch_sequences,
         max_batch_tokens=max_batch_tokens,
-        max_wait_ms=max_wait_ms,
         max_queued_requests=NO_LIMIT,
         max_queued_tokens=NO_LIMIT,
     )
@@ -121,17 +122,25 @@ def main(
         arrivals = _STREAMS[stream](count, rate, population, seed)
         return workloads.with_deadline(arrivals, deadline_ms / MILLISECONDS or None)
 
-    one = full_load(make_model("packed"), drawn, max_batch_sequences)
+    slots = workers or costs.workers
+    one = full_load(make_model("packed"), drawn, max_batch_sequences, workers=slots)
     rates = [factor * one for factor in factors]
-    results = list(compare(configs, make_costs, make_arrivals, rates))
+    results = list(compare(configs, make_costs, make_arrivals, rates, slots))
     console = new_console()
-    console.print(f"load 1 is {one:.1f} requests per second; {count:,} requests per run")
+    console.print(
+        f"{slots} workers; load 1 is {one:.1f} requests per second; {count:,} requests per run"
+    )
     console.print(_table(results))
     if table is not None:
         write_results(table, results)
     for config in configs if goal_ms else ():
         most = most_within(
-            config, make_costs(config), make_arrivals, p99=goal_ms / MILLISECONDS, upper=2 * one
+            config,
+            make_costs(config),
+            make_arrivals,
+            p99=goal_ms / MILLISECONDS,
+            upper=2 * one,
+            workers=slots,
         )
         console.print(
             f"{config.policy}, {config.execution}: {most:.1f} requests per second with a p99 of {goal_ms:g} ms"

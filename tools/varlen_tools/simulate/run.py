@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,24 +57,26 @@ def simulate(
     config: EngineConfig,
     costs: CostModel,
     *,
-    actual: CostModel | None = None,
+    actual: Callable[[BatchShape], float] | None = None,
+    workers: int = 1,
 ) -> Run:
     """Return the run of an engine over arrivals, which are in order of time.
 
     Args:
         costs: the scheduler's cost model, which it refines.
-        actual: the real costs; None if the scheduler's are right.
+        actual: returns the real seconds of a batch; None if the scheduler's costs are right.
+        workers: number of batches that run at the same time.
     """
     batches: list[BatchShape] = []
 
     def run_batch(batch: Batch) -> BatchResult:
         batches.append(batch.shape)
-        seconds = (actual or costs).seconds(batch.shape)
+        seconds = (actual or costs.seconds)(batch.shape)
         return BatchResult([_NOTHING] * len(batch.sequences), seconds)
 
-    admission = Admission(config.max_queued_requests, config.max_queued_tokens, slots=1)
+    admission = Admission(config.max_queued_requests, config.max_queued_tokens, slots=workers)
     scheduler = OneShotScheduler(config, costs, admission, config.max_batch_tokens)
-    outcomes = play(scheduler, run_batch, arrivals, _request)
+    outcomes = play(scheduler, run_batch, arrivals, _request, workers)
     began = arrivals[0].at if arrivals else 0.0
     end = max((o.end for o in outcomes if o.end is not None), default=began)
     padding = [b.sequences * b.longest - b.tokens for b in batches]

@@ -30,6 +30,7 @@ class PolicyResult:
 
     Attributes:
         policy, execution: of the engine.
+        workers: number of batches that run at the same time.
         offered: requests per second.
         served: answers without an error per second.
         mean, p50, p95, p99: latency of those answers, in seconds.
@@ -41,6 +42,7 @@ class PolicyResult:
 
     policy: str
     execution: str
+    workers: int
     offered: float
     served: float
     mean: float
@@ -54,15 +56,21 @@ class PolicyResult:
 
 
 def measure(
-    config: EngineConfig, make_costs: MakeCosts, arrivals: Sequence[Arrival], offered: float
+    config: EngineConfig,
+    make_costs: MakeCosts,
+    arrivals: Sequence[Arrival],
+    *,
+    offered: float,
+    workers: int = 1,
 ) -> PolicyResult:
     """Return the result of a policy; there is at least one arrival."""
-    run = simulate(arrivals, config, make_costs())
+    run = simulate(arrivals, config, make_costs(), workers=workers)
     latencies = run.latencies
     tokens = sum(shape.tokens for shape in run.batches)
     return PolicyResult(
         policy=config.policy,
         execution=config.execution,
+        workers=workers,
         offered=offered,
         served=run.served_per_second,
         mean=statistics.fmean(latencies) if latencies else float("nan"),
@@ -81,12 +89,13 @@ def compare(
     make_costs: Callable[[EngineConfig], MakeCosts],
     make_arrivals: MakeArrivals,
     rates: Sequence[float],
+    workers: int,
 ) -> Iterator[PolicyResult]:
     """Yield a result for every rate and configuration; all of them see the same arrivals."""
     for rate in rates:
         arrivals = make_arrivals(rate)
         for config in configs:
-            yield measure(config, make_costs(config), arrivals, rate)
+            yield measure(config, make_costs(config), arrivals, offered=rate, workers=workers)
 
 
 def most_within(
@@ -96,11 +105,12 @@ def most_within(
     *,
     p99: float,
     upper: float,
+    workers: int = 1,
 ) -> float:
     """Return the highest rate up to `upper` that is served with this p99."""
 
     def sustains(rate: float) -> bool:
-        result = measure(config, make_costs, make_arrivals(rate), rate)
+        result = measure(config, make_costs, make_arrivals(rate), offered=rate, workers=workers)
         return result.p99 <= p99 and result.served >= LEAST_SERVED * rate
 
     return highest(sustains, upper)
@@ -117,11 +127,13 @@ def highest(sustains: Callable[[float], bool], upper: float) -> float:
     return low
 
 
-def full_load(costs: CostModel, lengths: Sequence[int], max_sequences: int) -> float:
+def full_load(
+    costs: CostModel, lengths: Sequence[int], max_sequences: int, *, workers: int = 1
+) -> float:
     """Return requests per second in full batches of the mean length: a load of 1."""
     mean = round(statistics.fmean(lengths))
     shape = BatchShape.of([mean] * max_sequences)
-    return max_sequences / costs.seconds(shape)
+    return workers * max_sequences / costs.seconds(shape)
 
 
 def with_policy(config: EngineConfig, name: str) -> EngineConfig:

@@ -1,6 +1,6 @@
 """A virtual clock, and an engine that runs arrivals on it.
 
-Only the executor is simulated: a batch ends after its seconds, and requests arrive meanwhile.
+Only the executor is simulated: each worker ends a batch after its seconds, and requests arrive meanwhile.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,26 +87,39 @@ class VirtualReply:
         self.outcome.end, self.outcome.error = self.clock.now, error
 
 
+class _Running(NamedTuple):
+    """A running batch: when it ends, its number, and what completes it."""
+
+    end: float
+    number: int
+    complete: Callable[[], None]
+
+
 class _Executor:
-    """Ends each batch after its seconds, on the virtual clock."""
+    """Workers that run one batch each, on the virtual clock."""
 
-    slots = 1
-
-    def __init__(self, clock: _Clock, run_batch: Callable[[Batch], BatchResult]) -> None:
-        # of the running batch; infinity if none runs
-        self.end = math.inf
+    def __init__(
+        self, clock: _Clock, run_batch: Callable[[Batch], BatchResult], workers: int
+    ) -> None:
+        self.slots = workers
         self._clock = clock
         self._run_batch = run_batch
+        self._numbers = count()
+        self._running: list[_Running] = []
+
+    @property
+    def end(self) -> float:
+        """Time at which the next batch ends; infinity if none runs."""
+        return self._running[0].end if self._running else math.inf
 
     def start(self, batch: Batch, completed: Callable[[Batch, BatchResult], None]) -> None:
         result = self._run_batch(batch)
-        self.end = self._clock.now + result.seconds
-        self._complete = partial(completed, batch, result)
+        end, complete = self._clock.now + result.seconds, partial(completed, batch, result)
+        heappush(self._running, _Running(end, next(self._numbers), complete))
 
     def complete(self) -> None:
-        """Complete the running batch."""
-        self.end = math.inf
-        self._complete()
+        """Complete the batch that ends next."""
+        heappop(self._running).complete()
 
 
 def play(
@@ -111,6 +127,7 @@ def play(
     run_batch: Callable[[Batch], BatchResult],
     arrivals: Sequence[Arrival],
     make_request: Callable[[Arrival], Request],
+    workers: int = 1,
 ) -> list[Outcome]:
     """Return the outcome of every arrival, in order, on an engine of its own.
 
@@ -119,9 +136,10 @@ def play(
         run_batch: returns the result of a batch, whose seconds pass on the clock.
         arrivals: in order of time.
         make_request: returns the request of an arrival; its reply is a `VirtualReply`.
+        workers: number of batches that run at the same time.
     """
     clock = _Clock(arrivals[0].at if arrivals else 0.0)
-    executor = _Executor(clock, run_batch)
+    executor = _Executor(clock, run_batch, workers)
     engine = Engine(scheduler, executor, Stats(), clock)
     outcomes: list[Outcome] = []
     coming = deque(arrivals)
