@@ -1,7 +1,11 @@
-"""The ops of generation on CPUs: plain torch, numba or oneDNN, whichever is fastest.
+"""Every op on CPUs: plain torch, numba or oneDNN, whichever is fastest.
 
 Names and signatures are those of `reference`, which specifies each op.
 """
+
+import logging
+from functools import cache
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -12,15 +16,19 @@ from varlen_kernels.reference import (
     activate,
     activate_gate,
     add_layer_norm,
-    attention_varlen,
     embed,
+    embed_layer_norm,
+    first_tokens,
     layer_norm,
+    linear,
     norm_heads,
+    pool,
     residual_layer_norm,
     residual_rms_norm,
     rms_norm,
     rotary,
     select_rows,
+    tanh,
     to_fp32,
 )
 from varlen_kernels.sampling_reference import check_sampling
@@ -34,17 +42,41 @@ __all__ = [
     "attention_varlen",
     "beam_step",
     "embed",
+    "embed_layer_norm",
+    "first_tokens",
     "layer_norm",
+    "linear",
     "linear_packed",
     "norm_heads",
+    "pool",
     "residual_layer_norm",
     "residual_rms_norm",
     "rms_norm",
     "rotary",
     "sample_tokens",
     "select_rows",
+    "tanh",
     "to_fp32",
 ]
+
+
+_log = logging.getLogger(__name__)
+_COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+
+
+@cache
+def has_numba() -> bool:
+    """Return whether numba compiles ops; without it they run in plain torch, which is slower.
+
+    It loads in half a second, when the first op runs.
+    """
+    try:
+        import_module("varlen_kernels.paged_cpu")
+    except (ImportError, RuntimeError) as error:
+        # RuntimeError: there is no folder that can hold compiled code
+        _log.warning("ops on CPUs are not compiled, which makes them slower: %s", error)
+        return False
+    return True
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -67,6 +99,67 @@ def linear_packed(
     return product if out is None else out.copy_(product)
 
 
+def attention_varlen(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    scale: float,
+    causal: bool = False,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the attention inside each sequence, see `reference.attention_varlen`."""
+    if not has_numba() or qkv.dtype not in _COMPILED_DTYPES:
+        return reference.attention_varlen(
+            qkv,
+            cu_seqlens,
+            bias,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            scale=scale,
+            causal=causal,
+            window=window,
+            out=out,
+        )
+    from varlen_kernels.attention_cpu import attend_sequences
+
+    num_kv_heads = num_kv_heads or num_heads
+    if out is None:
+        head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+        out = qkv.new_empty(len(qkv), num_heads * head_dim)
+    attend_sequences(
+        qkv,
+        cu_seqlens,
+        bias,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        scale=scale,
+        causal=causal,
+        window=window,
+        out=out,
+    )
+    return out
+
+
+def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """Copy KV blocks of a cache, one after another.
+
+    Args:
+        cache: `[blocks, num_kv_heads, block_size, head_dim]`, contiguous.
+        sources, destinations: `[copies]` int64, block ids.
+    """
+    if not has_numba() or cache.dtype != torch.float32:
+        for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+            cache[destination] = cache[source]
+        return
+    from varlen_kernels import paged_cpu
+
+    paged_cpu.copy_blocks(cache, sources, destinations)
+
+
 def append_kv(
     qkv: Tensor,
     slots: Tensor,
@@ -77,7 +170,7 @@ def append_kv(
     num_kv_heads: int,
 ) -> None:
     """Write keys and values into the caches, see `reference.append_kv`."""
-    if key_cache.dtype != torch.float32:
+    if not has_numba() or key_cache.dtype != torch.float32:
         reference.append_kv(
             qkv, slots, key_cache, value_cache, num_heads=num_heads, num_kv_heads=num_kv_heads
         )
@@ -108,14 +201,14 @@ def attention_paged(
 
     Sequences of one new token are fastest if they come first.
     """
-    # numba loads in half a second, and only generation needs it
-    from varlen_kernels.paged_cpu import attend_tokens
-
     head_dim = key_cache.shape[3]
     if out is None:
         out = qkv.new_empty(len(qkv), num_heads * head_dim)
-    single = _leading_ones(cu_seqlens) if key_cache.dtype == torch.float32 else 0
+    is_compiled = has_numba() and key_cache.dtype == torch.float32
+    single = _leading_ones(cu_seqlens) if is_compiled else 0
     if single:
+        from varlen_kernels.paged_cpu import attend_tokens
+
         queries = qkv[:single, : num_heads * head_dim].float().contiguous()
         context = attend_tokens(
             queries.view(single, num_heads, head_dim),
@@ -159,6 +252,8 @@ def sample_tokens(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return one token of each row, see `reference.sample_tokens`."""
+    if not has_numba():
+        return reference.sample_tokens(logits, temperature, top_k, top_p, min_p, uniform, out=out)
     from varlen_kernels.sampling_cpu import sample_rows
 
     check_sampling(logits, temperature, top_k, top_p, min_p, uniform, out)
@@ -176,6 +271,8 @@ def beam_step(
     out: BeamCandidates | None = None,
 ) -> BeamCandidates:
     """Return the best continuations of each sequence, see `reference.beam_step`."""
+    if not has_numba():
+        return reference.beam_step(logits, scores, finished, width=width, edits=edits, out=out)
     from varlen_kernels.beam_cpu import step_sequences
 
     width = check_beams(logits, scores, finished, width, edits, out)

@@ -1,25 +1,12 @@
-"""Choice between the fused and the reference ops, by device."""
+"""Choice of the ops by device."""
 
 from types import ModuleType
 
 import torch
 
 
-def decoder_kernels_for(device: torch.device) -> ModuleType:
-    """Return the module of ops that generate on `device`: `fused` on CUDA, else `cpu`.
-
-    Raises:
-        ImportError: the device is CUDA and the triton package is not installed.
-    """
-    if device.type == "cuda":
-        return kernels_for(device)
-    from varlen_kernels import cpu
-
-    return cpu
-
-
 def kernels_for(device: torch.device) -> ModuleType:
-    """Return the module of ops for `device`: `fused` on CUDA, else `reference`.
+    """Return the module of ops for `device`: `fused` on CUDA, else `cpu`.
 
     Raises:
         ImportError: the device is CUDA and the triton package is not installed.
@@ -29,6 +16,6 @@ def kernels_for(device: torch.device) -> ModuleType:
         from varlen_kernels import fused
 
         return fused
-    from varlen_kernels import reference
+    from varlen_kernels import cpu
 
-    return reference
+    return cpu

@@ -20,7 +20,7 @@ from varlen.decoding.token_counts import TokenCounts
 from varlen.errors import EngineError, VarlenError
 from varlen.request import TokenLogprobs
 from varlen.sequence import GeneratedSequence, SampledToken
-from varlen_kernels.dispatch import decoder_kernels_for
+from varlen_kernels.dispatch import kernels_for
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._grammars = grammars
-        self._kernels = decoder_kernels_for(device)
+        self._kernels = kernels_for(device)
 
     def sample(self, logits: Tensor, sequences: Sequence[GeneratedSequence]) -> list[SampledToken]:
         """Return the next token of each sequence.

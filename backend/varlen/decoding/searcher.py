@@ -22,7 +22,7 @@ from varlen.errors import EngineError
 from varlen.request import Float32Array, Int32Array
 from varlen.sequence import BeamStep, GeneratedSequence
 from varlen_kernels.beam_reference import BeamEdits
-from varlen_kernels.dispatch import decoder_kernels_for
+from varlen_kernels.dispatch import kernels_for
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Searcher:
         self._rules = rules
         self._device = device
         self._renormalizes = renormalizes
-        self._kernels = decoder_kernels_for(device)
+        self._kernels = kernels_for(device)
 
     def advance(self, logits: Tensor, sequences: Sequence[GeneratedSequence]) -> list[BeamStep]:
         """Return the step of each row's search; all rows of one search have the same.

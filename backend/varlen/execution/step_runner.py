@@ -42,7 +42,8 @@ from varlen.sequence import (
     SampledToken,
     StepBatch,
 )
-from varlen_kernels.dispatch import decoder_kernels_for
+from varlen_kernels.cpu import copy_blocks
+from varlen_kernels.dispatch import kernels_for
 
 # Chooses what each row of logits goes on with, `[sequences, vocabulary]` fp32, which it may overwrite.
 Choose: TypeAlias = Callable[
@@ -131,7 +132,7 @@ class StepRunner:
         self.weight_bytes = sum(program.weight_bytes for program in self.programs)
         self._caches = new_caches(self.programs[0].states, self.device)
         self._choose = choose
-        kernels = kernels or decoder_kernels_for(self.device)
+        kernels = kernels or kernels_for(self.device)
         if self.device.type == "cpu":
             self.programs = tuple(map(pack_linear_layers, self.programs))
         self.arenas = make_arenas(
@@ -211,16 +212,11 @@ class StepRunner:
         if not copies:
             return
         sources, destinations = torch.tensor(np.array(copies).T, device=self.device)
-        if self.device.type == "cpu":
-            # numba loads in half a second
-            from varlen_kernels.paged_cpu import copy_blocks
-
-            for cache in self._caches.values():
-                # an indexed assignment takes several times as long
-                copy_blocks(cache, sources, destinations)
-            return
         for cache in self._caches.values():
-            cache[destinations] = cache[sources]
+            if self.device.type == "cpu":
+                copy_blocks(cache, sources, destinations)
+            else:
+                cache[destinations] = cache[sources]
 
 
 def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:

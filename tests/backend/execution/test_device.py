@@ -6,7 +6,7 @@ import torch
 from varlen.errors import ConfigError
 from varlen.execution import device as module
 from varlen.execution.device import choose_device, choose_dtype
-from varlen_kernels import reference
+from varlen_kernels import cpu
 from varlen_kernels.dispatch import kernels_for
 
 CPU = torch.device("cpu")
@@ -102,8 +102,8 @@ def test_fp16_is_for_gpus(gpus):
         choose_dtype("fp16", CPU)
 
 
-def test_a_cpu_runs_the_reference():
-    assert kernels_for(CPU) is reference
+def test_a_cpu_runs_the_ops_of_cpus():
+    assert kernels_for(CPU) is cpu
 
 
 def test_a_gpu_runs_the_fused_kernels():

@@ -25,7 +25,7 @@ from varlen.request import DEFAULT_OPTIONS, Int32Array, Prompt, Reply, Request, 
 from varlen.sequence import Chunk, GeneratedSequence, RequestState, StepBatch
 from varlen.tokenization import Tokenizer
 from varlen_kernels import reference
-from varlen_kernels.dispatch import decoder_kernels_for
+from varlen_kernels.dispatch import kernels_for
 from varlen_tools.profile_ops.timed import Breakdown, TimedKernels, measure
 
 _CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def profile_steps(
     # sources run beside a token of each running sequence
     tokens = max(most * (context + 1) + rows, config.max_step_tokens)
     config = replace(config, max_running_sequences=rows, max_step_tokens=tokens)
-    timed = TimedKernels(decoder_kernels_for(_CPU))
+    timed = TimedKernels(kernels_for(_CPU))
     choose = timed.timed("choose", _token_choice(checkpoint).choose)
     runner = StepRunner(checkpoint, config, choose, kernels=timed)
     if context >= runner.max_sequence_tokens:
