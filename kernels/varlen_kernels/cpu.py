@@ -10,11 +10,9 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from varlen_kernels import reference
+from varlen_kernels import Activation, reference
 from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.reference import (
-    activate,
-    activate_gate,
     add_layer_norm,
     embed,
     embed_layer_norm,
@@ -62,6 +60,8 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+# Results of an activation below which the call of compiled code takes longer than torch.
+_LEAST_ACTIVATED = 4096
 
 
 @cache
@@ -97,6 +97,30 @@ def linear_packed(
         return torch.empty(0, weight.shape[0]) if out is None else out
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product if out is None else out.copy_(product)
+
+
+def activate(
+    x: Tensor, bias: Tensor | None = None, *, kind: Activation, out: Tensor | None = None
+) -> Tensor:
+    """Return the activation of x + bias, see `reference.activate`."""
+    if not _compiles_activation(x, kind, x.numel()):
+        return reference.activate(x, bias, kind=kind, out=out)
+    from varlen_kernels.gelu_cpu import gelu_tanh_rows
+
+    out = torch.empty_like(x) if out is None else out
+    gelu_tanh_rows(x, bias, out)
+    return out
+
+
+def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:
+    """Return activation(gate) * up, see `reference.activate_gate`."""
+    if not _compiles_activation(x, kind, x.numel() // 2):
+        return reference.activate_gate(x, kind=kind, out=out)
+    from varlen_kernels.gelu_cpu import gelu_tanh_rows
+
+    out = x.new_empty(len(x), x.shape[1] // 2) if out is None else out
+    gelu_tanh_rows(x, None, out)
+    return out
 
 
 def attention_varlen(
@@ -280,6 +304,12 @@ def beam_step(
         out = BeamCandidates.empty(len(scores), width, logits.device)
     step_sequences(logits, scores, finished, edits, out)
     return out
+
+
+def _compiles_activation(x: Tensor, kind: Activation, results: int) -> bool:
+    """Return whether an activation is faster in compiled code than in torch."""
+    is_slow = kind == "gelu_tanh" and results >= _LEAST_ACTIVATED
+    return is_slow and x.dtype in _COMPILED_DTYPES and has_numba()
 
 
 def _leading_ones(cu_seqlens: Tensor) -> int:

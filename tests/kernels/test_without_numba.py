@@ -44,13 +44,19 @@ def calls():
         ops.append_kv(qkv, torch.arange(3, 10), *copies, **heads)
         return torch.stack(copies)
 
+    x = rand(64, 128)
+
     return {
+        "activate": lambda ops: ops.activate(x, kind="gelu_tanh"),
+        "activate_gate": lambda ops: ops.activate_gate(x, kind="gelu_tanh"),
         "attention_varlen": lambda ops: ops.attention_varlen(
             qkv, bounds_of([3, 4]), num_heads=2, scale=0.3
         ),
         "attention_paged": lambda ops: ops.attention_paged(*paged, **heads, scale=0.3),
         "append_kv": append,
-        "sample_tokens": lambda ops: ops.sample_tokens(logits, half, zero, half, 0 * half, half.double()),
+        "sample_tokens": lambda ops: ops.sample_tokens(
+            logits, half, zero, half, 0 * half, half.double()
+        ),
         "beam_step": lambda ops: ops.beam_step(logits, half[None]).scores,
     }
 
