@@ -115,9 +115,6 @@ def _write_score_bias(score_bias, length, bias, head, is_causal, window):
 @numba.njit(forceinline=True, _nrt=False)
 def _weigh(scores, row, count, score_bias, offset, top, totals, context, is_first):
     """Replace the scores of a query by weights; what was summed with a smaller maximum counts less."""
-    # keys past the last one
-    for column in range(count, (count + LANES - 1) // LANES * LANES):
-        scores[row, column] = _NO_KEY
     if score_bias.shape[1]:
         for column in range(0, count, LANES):
             biased = load(scores, row, column) + load(score_bias, 0, offset + column)
@@ -172,6 +169,10 @@ def _attend_tile(queries, count, tile, length, is_causal, window, score_bias, ke
             panel = (block + column) // LANES * width
             for row in range(0, rows, _ROWS):
                 _multiply(scores, row, column, queries, width, panels, panel, 0, True)
+        # keys past the last one, written long before they are read: a vector waits for single numbers stored just before
+        for row in range(count):
+            for column in range(keys, (keys + LANES - 1) // LANES * LANES):
+                scores[row, column] = _NO_KEY
         for row in range(count):
             offset = block - (tile + row) + length - 1
             _weigh(scores, row, keys, score_bias, offset, top, totals, context, is_first)
