@@ -169,7 +169,7 @@ def _attend_tile(queries, count, tile, length, is_causal, window, score_bias, ke
             panel = (block + column) // LANES * width
             for row in range(0, rows, _ROWS):
                 _multiply(scores, row, column, queries, width, panels, panel, 0, True)
-        # keys past the last one, written long before they are read: a vector waits for single numbers stored just before
+        # keys past the last one; not just before they are read, as a vector waits for numbers stored one by one
         for row in range(count):
             for column in range(keys, (keys + LANES - 1) // LANES * LANES):
                 scores[row, column] = _NO_KEY
