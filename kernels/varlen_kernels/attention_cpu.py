@@ -62,7 +62,7 @@ def _clear_rows(matrix, first, last):
 
 @numba.njit(forceinline=True, _nrt=False)
 def _multiply(out, row, column, factors, depth, matrix, first, matrix_column, is_first):
-    """Write 4 x 16 numbers of the product of factors and a matrix, or add them to `out`."""
+    """Write 4 x 16 numbers of a product, or add them to `out`."""
     if is_first:
         a = b = c = d = splat(_ZERO)
     else:
@@ -99,7 +99,7 @@ def _copy_keys_and_values(qkv, start, length, columns, head_dim, scale, key_rows
 
 @numba.njit(forceinline=True, _nrt=False)
 def _write_score_bias(score_bias, length, bias, head, is_causal, window):
-    """Write what is added to a score by the place of its key after its query, from 1 - length on."""
+    """Write what is added to a score, by distance from query to key from 1 - length on."""
     # -1 without a bias
     reach = (bias.shape[1] + 1) // 2 - 1
     for i in range(2 * length - 1):
@@ -114,7 +114,10 @@ def _write_score_bias(score_bias, length, bias, head, is_causal, window):
 
 @numba.njit(forceinline=True, _nrt=False)
 def _weigh(scores, row, count, score_bias, offset, top, totals, context, is_first):
-    """Replace the scores of a query by weights; what was summed with a smaller maximum counts less."""
+    """Replace the scores of a query by weights.
+
+    What was summed with a smaller maximum counts less.
+    """
     if score_bias.shape[1]:
         for column in range(0, count, LANES):
             biased = load(scores, row, column) + load(score_bias, 0, offset + column)

@@ -71,7 +71,7 @@ def has_numba() -> bool:
     It loads in half a second, when the first op runs.
     """
     try:
-        import_module("varlen_kernels.paged_cpu")
+        import_module("varlen_kernels.attention_cpu")
     except (ImportError, RuntimeError) as error:
         # RuntimeError: there is no folder that can hold compiled code
         _log.warning("ops on CPUs are not compiled, which makes them slower: %s", error)

@@ -1,5 +1,6 @@
-"""The tanh form of GELU on a CPU, compiled by numba: torch's takes several times as long.
+"""The tanh form of GELU on a CPU, compiled by numba.
 
+Torch takes two to five times as long.
 Source: the specifications are `reference.activate` and `reference.activate_gate`.
 """
 
@@ -69,8 +70,9 @@ def _activate_rows(
 
 
 def gelu_tanh_rows(x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write the activation of x + bias; times the second half of x, if it is twice as wide as `out`.
+    """Write the activation of x + bias.
 
+    If x is twice as wide as `out`, its second half multiplies the activation of the first.
     Args:
         x, out: fp32 or bf16 matrices with adjacent columns; `out` may be `x`.
         bias: `[features]`.

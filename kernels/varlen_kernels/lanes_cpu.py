@@ -78,7 +78,7 @@ def _register_op(emit: Emit, result: Any, *arguments: Any) -> Any:
 
 
 def _memory_op(emit: Emit, result: Any, *others: Any) -> Any:
-    """Return a function of (array, row, column, *others); `emit(builder, pointer, *others)` writes it."""
+    """Return a function of an array, row, column and others; `emit` gets a pointer instead."""
 
     def declare(_context: Any, array: Any, *_types: Any) -> tuple[Any, Generate]:
         def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
@@ -131,7 +131,7 @@ def _ints(number: int) -> Any:
 
 
 def _shuffle(builder: Any, first: Any, second: Any, places: list[int]) -> Any:
-    """Return the lanes at these places of both vectors, where those of the second begin at 16."""
+    """Return the lanes at these places of both vectors; the second begins at 16."""
     return builder.shuffle_vector(first, second, ir.Constant(_INTS, places))
 
 
@@ -247,7 +247,7 @@ power_of_two = _register_op(_power_of_two, LANES_TYPE, LANES_TYPE)
 
 @numba.extending.intrinsic
 def transpose(_context, source, _column, destination, _row, _factor):
-    """Write 16 columns of the first 16 rows of a matrix, times a factor, as rows of another."""
+    """Write a square of 16 rows from a column on, times a factor, transposed."""
 
     def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
         from_array, from_column, to_array, to_row, factor = values
@@ -295,8 +295,9 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 @numba.njit(forceinline=True, _nrt=False)
 def exp(x):
-    """Return e ** x of x up to 88, with a relative error of 1e-7; 0 below -87.3 and for NaN.
+    """Return e ** x of x up to 88, with a relative error of 1e-7.
 
+    It is 0 below -87.3 and for NaN.
     Source: the polynomial of Moshier's Cephes, expf.
     """
     bounded = maximum(x, splat(_LOWEST))
