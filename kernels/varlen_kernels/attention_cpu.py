@@ -99,7 +99,7 @@ def _copy_keys_and_values(qkv, start, length, columns, head_dim, scale, key_rows
 
 @numba.njit(forceinline=True, _nrt=False)
 def _write_score_bias(score_bias, length, bias, head, is_causal, window):
-    """Write what is added to a score, by distance from query to key from 1 - length on."""
+    """Write what is added to a score, by distance from 1 - length on."""
     # -1 without a bias
     reach = (bias.shape[1] + 1) // 2 - 1
     for i in range(2 * length - 1):
@@ -301,7 +301,7 @@ def attend_sequences(
     """Write the attention inside each sequence, see `reference.attention_varlen`.
 
     Args:
-        qkv, out: fp32 or bf16, with adjacent columns.
+        qkv, out: fp32 or bf16, contiguous.
         cu_seqlens, bias, num_heads, num_kv_heads, scale, causal, window: see the reference.
     """
     bounds = cu_seqlens.numpy()

@@ -73,8 +73,9 @@ def gelu_tanh_rows(x: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write the activation of x + bias.
 
     If x is twice as wide as `out`, its second half multiplies the activation of the first.
+
     Args:
-        x, out: fp32 or bf16 matrices with adjacent columns; `out` may be `x`.
+        x, out: fp32 or bf16 matrices, contiguous; `out` may be `x`.
         bias: `[features]`.
     """
     parts = torch.get_num_threads() if out.numel() >= _LEAST_SHARED_WORK else 1

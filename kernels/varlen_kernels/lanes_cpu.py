@@ -220,7 +220,7 @@ def _largest_of(builder: Any, value: Any) -> Any:
 
 
 def _power_of_two(builder: Any, shifted: Any) -> Any:
-    """Return 2 ** n of n + 1.5 · 2 ** 23, a number whose last bits are those of n."""
+    """Return 2 ** n of n + 1.5 · 2 ** 23, whose last bits are n."""
     exponent = builder.shl(builder.bitcast(shifted, _INTS), _ints(23))
     return builder.bitcast(builder.add(exponent, _ints(0x3F800000)), _FLOATS)
 

@@ -15,7 +15,7 @@ from .float64 import bounds_of, rand
     params=[ImportError("No module named 'numba'"), RuntimeError("no locator")], ids=str
 )
 def without_numba(request, monkeypatch):
-    """Make the import of compiled ops fail, as without numba or a folder for its code."""
+    """Make the import of compiled ops fail."""
 
     class Refuses:
         def find_spec(self, name, path=None, target=None):
