@@ -1,6 +1,6 @@
 """Ops for transformers on packed (padding-free) input.
 
-`reference` is the specification of every op and runs on CPUs; `fused` runs on CUDA GPUs. The types below
+`reference` is the specification of every op, `cpu` runs on CPUs and `fused` on CUDA GPUs. The types below
 are here because importing this module does not import torch.
 """
 

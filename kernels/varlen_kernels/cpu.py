@@ -1,18 +1,19 @@
-"""The ops on CPUs: plain torch, numba or oneDNN, whichever is fastest.
+"""Every op on CPUs: plain torch, numba or oneDNN, whichever is fastest.
 
 Names and signatures are those of `reference`, which specifies each op.
 """
 
+import logging
+from functools import cache
+from importlib import import_module
+
 import torch
 from torch import Tensor
 
-from varlen_kernels import reference
+from varlen_kernels import Activation, reference
 from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.reference import (
-    activate,
-    activate_gate,
     add_layer_norm,
-    attention_varlen,
     embed,
     embed_layer_norm,
     first_tokens,
@@ -57,6 +58,27 @@ __all__ = [
 ]
 
 
+_log = logging.getLogger(__name__)
+_COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+# Results of an activation below which the call of compiled code takes longer than torch.
+_LEAST_ACTIVATED = 4096
+
+
+@cache
+def has_numba() -> bool:
+    """Return whether numba compiles ops; without it they run in plain torch, which is slower.
+
+    It loads in half a second, when the first op runs.
+    """
+    try:
+        import_module("varlen_kernels.attention_cpu")
+    except (ImportError, RuntimeError) as error:
+        # RuntimeError: there is no folder that can hold compiled code
+        _log.warning("ops on CPUs are not compiled, which makes them slower: %s", error)
+        return False
+    return True
+
+
 def can_pack(dtype: torch.dtype) -> bool:
     """Return whether oneDNN multiplies weights of this dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -86,6 +108,91 @@ def linear_packed(
     return product if out is None else out.copy_(product)
 
 
+def activate(
+    x: Tensor, bias: Tensor | None = None, *, kind: Activation, out: Tensor | None = None
+) -> Tensor:
+    """Return the activation of x + bias, see `reference.activate`."""
+    if not _compiles_activation(x, kind, x.numel()):
+        return reference.activate(x, bias, kind=kind, out=out)
+    from varlen_kernels.gelu_cpu import gelu_tanh_rows
+
+    out = torch.empty_like(x) if out is None else out
+    gelu_tanh_rows(x, bias, out)
+    return out
+
+
+def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:
+    """Return activation(gate) * up, see `reference.activate_gate`."""
+    if not _compiles_activation(x, kind, x.numel() // 2):
+        return reference.activate_gate(x, kind=kind, out=out)
+    from varlen_kernels.gelu_cpu import gelu_tanh_rows
+
+    out = x.new_empty(len(x), x.shape[1] // 2) if out is None else out
+    gelu_tanh_rows(x, None, out)
+    return out
+
+
+def attention_varlen(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    scale: float,
+    causal: bool = False,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the attention inside each sequence, see `reference.attention_varlen`."""
+    if not has_numba() or qkv.dtype not in _COMPILED_DTYPES:
+        return reference.attention_varlen(
+            qkv,
+            cu_seqlens,
+            bias,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            scale=scale,
+            causal=causal,
+            window=window,
+            out=out,
+        )
+    from varlen_kernels.attention_cpu import attend_sequences
+
+    num_kv_heads = num_kv_heads or num_heads
+    if out is None:
+        head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+        out = qkv.new_empty(len(qkv), num_heads * head_dim)
+    attend_sequences(
+        qkv,
+        cu_seqlens,
+        bias,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        scale=scale,
+        causal=causal,
+        window=window,
+        out=out,
+    )
+    return out
+
+
+def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """Copy KV blocks of a cache, one after another.
+
+    Args:
+        cache: `[blocks, num_kv_heads, block_size, head_dim]`, contiguous.
+        sources, destinations: `[copies]` int64, block ids.
+    """
+    if not has_numba() or cache.dtype != torch.float32:
+        for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+            cache[destination] = cache[source]
+        return
+    from varlen_kernels import paged_cpu
+
+    paged_cpu.copy_blocks(cache, sources, destinations)
+
+
 def append_kv(
     qkv: Tensor,
     slots: Tensor,
@@ -96,7 +203,7 @@ def append_kv(
     num_kv_heads: int,
 ) -> None:
     """Write keys and values into the caches, see `reference.append_kv`."""
-    if key_cache.dtype != torch.float32:
+    if not has_numba() or key_cache.dtype != torch.float32:
         reference.append_kv(
             qkv, slots, key_cache, value_cache, num_heads=num_heads, num_kv_heads=num_kv_heads
         )
@@ -127,14 +234,14 @@ def attention_paged(
 
     Sequences of one new token are fastest if they come first.
     """
-    # numba loads in half a second, and only generation needs it
-    from varlen_kernels.paged_cpu import attend_tokens
-
     head_dim = key_cache.shape[3]
     if out is None:
         out = qkv.new_empty(len(qkv), num_heads * head_dim)
-    single = _leading_ones(cu_seqlens) if key_cache.dtype == torch.float32 else 0
+    is_compiled = has_numba() and key_cache.dtype == torch.float32
+    single = _leading_ones(cu_seqlens) if is_compiled else 0
     if single:
+        from varlen_kernels.paged_cpu import attend_tokens
+
         queries = qkv[:single, : num_heads * head_dim].float().contiguous()
         context = attend_tokens(
             queries.view(single, num_heads, head_dim),
@@ -178,6 +285,8 @@ def sample_tokens(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return one token of each row, see `reference.sample_tokens`."""
+    if not has_numba():
+        return reference.sample_tokens(logits, temperature, top_k, top_p, min_p, uniform, out=out)
     from varlen_kernels.sampling_cpu import sample_rows
 
     check_sampling(logits, temperature, top_k, top_p, min_p, uniform, out)
@@ -195,6 +304,8 @@ def beam_step(
     out: BeamCandidates | None = None,
 ) -> BeamCandidates:
     """Return the best continuations of each sequence, see `reference.beam_step`."""
+    if not has_numba():
+        return reference.beam_step(logits, scores, finished, width=width, edits=edits, out=out)
     from varlen_kernels.beam_cpu import step_sequences
 
     width = check_beams(logits, scores, finished, width, edits, out)
@@ -202,6 +313,12 @@ def beam_step(
         out = BeamCandidates.empty(len(scores), width, logits.device)
     step_sequences(logits, scores, finished, edits, out)
     return out
+
+
+def _compiles_activation(x: Tensor, kind: Activation, results: int) -> bool:
+    """Return whether an activation is faster in compiled code than in torch."""
+    is_slow = kind == "gelu_tanh" and results >= _LEAST_ACTIVATED
+    return is_slow and x.dtype in _COMPILED_DTYPES and has_numba()
 
 
 def _leading_ones(cu_seqlens: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Choice between the ops for GPUs and for CPUs, by device."""
+"""Choice of the ops by device."""
 
 from types import ModuleType
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import varlen_kernels.reference
+import varlen_kernels.cpu
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import EngineError
@@ -31,7 +31,7 @@ def onednn_refuses():
 @pytest.fixture
 def limit_memory(monkeypatch):
     """Return a function that makes linear layers fail above a number of tokens."""
-    linear = varlen_kernels.reference.linear
+    linear = varlen_kernels.cpu.linear
 
     def make(refuse, max_tokens):
         def limited_linear(x, *args, **kwargs):
@@ -39,7 +39,7 @@ def limit_memory(monkeypatch):
                 refuse()
             return linear(x, *args, **kwargs)
 
-        monkeypatch.setattr(varlen_kernels.reference, "linear", limited_linear)
+        monkeypatch.setattr(varlen_kernels.cpu, "linear", limited_linear)
 
     return make
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from varlen_kernels import cpu, reference
-from varlen_kernels.paged_cpu import copy_blocks
 
-from .float64 import bounds_of, check, rand
+from .float64 import DTYPES, bounds_of, check, rand
 
 NEW_NAMES = {"linear_packed": "linear"}
 
@@ -140,14 +139,15 @@ def test_tokens_are_appended_as_by_the_reference_and_nothing_else_changes(dtype,
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_blocks_are_copied_in_order_and_nothing_else_changes():
-    cache = rand(6, 2, 3, 4)
+@DTYPES
+def test_blocks_are_copied_in_order_and_nothing_else_changes(dtype):
+    cache = rand(6, 2, 3, 4, dtype=dtype)
     expected = cache.clone()
     # block 5 is copied again after it was written
     pairs = [(0, 5), (2, 1), (5, 3)]
     for source, destination in pairs:
         expected[destination] = expected[source]
 
-    copy_blocks(cache, *torch.tensor(pairs).T)
+    cpu.copy_blocks(cache, *torch.tensor(pairs).T)
 
     torch.testing.assert_close(cache, expected, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""The reference ops on whole sequences, against float64 arithmetic in numpy."""
+"""The ops of CPUs on whole sequences, against float64 arithmetic in numpy."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen_kernels import reference
+from varlen_kernels import cpu, reference
 
 from .float64 import DTYPES, bounds_of, check, f64, rand
 
@@ -21,7 +21,13 @@ BATCHES_WITH_EMPTY = pytest.mark.parametrize(
     [[0], [0, 3], [3, 0], [0, 0, 4, 0, 0], [2, 0, 2], [0, 2, 0, 3, 0, 0, 3], [1, 0, 0, 1]],
     ids=str,
 )
+OPS = [reference, cpu]
 MODES = pytest.mark.parametrize("mode", ["cls", "mean", "max", "last"])
+
+
+@pytest.fixture(params=OPS, ids=["reference", "cpu"], scope="module")
+def ops(request):
+    return request.param
 
 
 def sequences_of(x, lengths):
@@ -54,11 +60,11 @@ def attention64(qkv, lengths, num_heads, scale, causal=False, bias=None):
     "num_heads, head_dim", [(1, 1), (1, 64), (3, 5), (5, 32), (12, 32), (7, 9)], ids=str
 )
 @BATCHES
-def test_attention_varlen_matches_float64(lengths, num_heads, head_dim, dtype):
+def test_attention_varlen_matches_float64(ops, lengths, num_heads, head_dim, dtype):
     qkv = rand(sum(lengths), 3 * num_heads * head_dim, dtype=dtype)
     scale = head_dim**-0.5
 
-    actual = reference.attention_varlen(qkv, bounds_of(lengths), num_heads=num_heads, scale=scale)
+    actual = ops.attention_varlen(qkv, bounds_of(lengths), num_heads=num_heads, scale=scale)
 
     check(actual, attention64(f64(qkv), lengths, num_heads, scale), dtype)
 
@@ -69,13 +75,13 @@ def test_attention_varlen_matches_float64(lengths, num_heads, head_dim, dtype):
 @pytest.mark.parametrize("reach", [0, 2, 130])
 @BATCHES
 def test_attention_varlen_adds_a_bias_and_hides_later_tokens(
-    lengths, reach, causal, has_bias, dtype
+    ops, lengths, reach, causal, has_bias, dtype
 ):
     qkv = rand(sum(lengths), 3 * 5 * 8, dtype=dtype)
     # narrower or wider than the longest sequence needs
     bias = 3 * rand(5, 2 * reach + 1, dtype=dtype, seed=1) if has_bias else None
 
-    actual = reference.attention_varlen(
+    actual = ops.attention_varlen(
         qkv, bounds_of(lengths), num_heads=5, scale=0.3, causal=causal, bias=bias
     )
 
@@ -83,22 +89,22 @@ def test_attention_varlen_adds_a_bias_and_hides_later_tokens(
     check(actual, attention64(f64(qkv), lengths, 5, 0.3, causal, bias64), dtype)
 
 
-def test_a_bias_is_not_rounded_to_the_dtype_of_qkv():
+def test_a_bias_is_not_rounded_to_the_dtype_of_qkv(ops):
     qkv = rand(2, 3 * 8, dtype=torch.bfloat16)
     # bfloat16 has no number between 256 and 258
     bias = torch.tensor([[0.0, 256.0, 257.0]])
 
-    actual = reference.attention_varlen(qkv, bounds_of([2]), num_heads=1, scale=0.3, bias=bias)
+    actual = ops.attention_varlen(qkv, bounds_of([2]), num_heads=1, scale=0.3, bias=bias)
 
     check(actual, attention64(f64(qkv), [2], 1, 0.3, bias=f64(bias)), torch.bfloat16)
 
 
 @BATCHES_WITH_EMPTY
-def test_attention_varlen_skips_empty_sequences(lengths):
+def test_attention_varlen_skips_empty_sequences(ops, lengths):
     qkv = rand(sum(lengths), 3 * 2 * 8)
     out = torch.full((sum(lengths), 16), torch.nan)
 
-    reference.attention_varlen(qkv, bounds_of(lengths), num_heads=2, scale=0.3, out=out)
+    ops.attention_varlen(qkv, bounds_of(lengths), num_heads=2, scale=0.3, out=out)
 
     check(out, attention64(f64(qkv), lengths, 2, 0.3))
 
@@ -110,12 +116,14 @@ def test_attention_varlen_skips_empty_sequences(lengths):
     st.booleans(),
     st.booleans(),
 )
-def test_attention_varlen_matches_float64_for_any_lengths(lengths, num_heads, causal, has_bias):
+def test_attention_varlen_matches_float64_for_any_lengths(
+    ops, lengths, num_heads, causal, has_bias
+):
     qkv = rand(sum(lengths), 3 * num_heads * 4)
     bias = rand(num_heads, 2 * 12 - 1, seed=1) if has_bias else None
     out = torch.full((sum(lengths), num_heads * 4), torch.nan)
 
-    reference.attention_varlen(
+    ops.attention_varlen(
         qkv,
         bounds_of(lengths),
         num_heads=num_heads,
@@ -129,32 +137,32 @@ def test_attention_varlen_matches_float64_for_any_lengths(lengths, num_heads, ca
     check(out, attention64(f64(qkv), lengths, num_heads, 0.5, causal, bias64))
 
 
-def test_attention_varlen_of_large_scores_does_not_overflow():
+def test_attention_varlen_of_large_scores_does_not_overflow(ops):
     qkv = 100 * rand(9, 3 * 2 * 8)
 
-    actual = reference.attention_varlen(qkv, bounds_of([4, 5]), num_heads=2, scale=1.0)
+    actual = ops.attention_varlen(qkv, bounds_of([4, 5]), num_heads=2, scale=1.0)
 
     check(actual, attention64(f64(qkv), [4, 5], 2, 1.0))
 
 
-def test_a_token_reads_its_own_sequence_only():
+def test_a_token_reads_its_own_sequence_only(ops):
     qkv = rand(10, 3 * 3 * 4)
     bounds = bounds_of([4, 2, 4])
-    before = reference.attention_varlen(qkv, bounds, num_heads=3, scale=0.5)
+    before = ops.attention_varlen(qkv, bounds, num_heads=3, scale=0.5)
     poisoned = qkv.clone()
     poisoned[4:6] = torch.nan
 
-    after = reference.attention_varlen(poisoned, bounds, num_heads=3, scale=0.5)
+    after = ops.attention_varlen(poisoned, bounds, num_heads=3, scale=0.5)
 
     assert torch.equal(after[:4], before[:4])
     assert torch.equal(after[6:], before[6:])
 
 
-def test_tokens_past_the_last_sequence_get_no_attention():
+def test_tokens_past_the_last_sequence_get_no_attention(ops):
     qkv = rand(7, 3 * 2 * 4)
     out = torch.full((7, 8), torch.nan)
 
-    reference.attention_varlen(qkv, bounds_of([3, 2, 0, 0]), num_heads=2, scale=0.5, out=out)
+    ops.attention_varlen(qkv, bounds_of([3, 2, 0, 0]), num_heads=2, scale=0.5, out=out)
 
     check(out[:5], attention64(f64(qkv), [3, 2], 2, 0.5))
     assert out[5:].isnan().all()
@@ -256,28 +264,28 @@ def test_first_tokens_gives_zeros_for_an_empty_sequence(lengths):
     np.testing.assert_array_equal(f64(actual), pool64(f64(x), lengths, "cls"))
 
 
-def calls(dtype):
+def calls(ops, dtype):
     """Return a call for each op, as a function of `out`."""
     lengths = [5, 1, 5, 0, 5, 2]
     tokens, hidden = sum(lengths), 12
     x, qkv = rand(tokens, hidden, dtype=dtype), rand(tokens, 3 * hidden, dtype=dtype, seed=1)
     bounds, chosen = bounds_of(lengths), torch.arange(len(lengths)) % 3 == 0
     pools = {
-        f"pool_{mode}": lambda out, mode=mode: reference.pool(x, bounds, chosen, mode=mode, out=out)
+        f"pool_{mode}": lambda out, mode=mode: ops.pool(x, bounds, chosen, mode=mode, out=out)
         for mode in ("cls", "mean", "max", "last")
     }
     return pools | {
-        "attention_varlen": lambda out: reference.attention_varlen(
+        "attention_varlen": lambda out: ops.attention_varlen(
             qkv, bounds, num_heads=3, scale=0.5, causal=True, out=out
         ),
-        "first_tokens": lambda out: reference.first_tokens(x, bounds, out=out),
+        "first_tokens": lambda out: ops.first_tokens(x, bounds, out=out),
     }
 
 
 @DTYPES
-@pytest.mark.parametrize("op", calls(torch.float32))
-def test_a_poisoned_out_is_fully_overwritten_with_the_same_bits(op, dtype):
-    call = calls(dtype)[op]
+@pytest.mark.parametrize("op", calls(reference, torch.float32))
+def test_a_poisoned_out_is_fully_overwritten_with_the_same_bits(ops, op, dtype):
+    call = calls(ops, dtype)[op]
     fresh = call(None)
     out = torch.full_like(fresh, torch.nan)
 

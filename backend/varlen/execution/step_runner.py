@@ -43,6 +43,7 @@ from varlen.sequence import (
     SampledToken,
     StepBatch,
 )
+from varlen_kernels.cpu import copy_blocks
 from varlen_kernels.dispatch import kernels_for
 
 # Chooses what each row of logits goes on with, `[sequences, vocabulary]` fp32, which it may overwrite.
@@ -224,16 +225,11 @@ class StepRunner:
         if not copies:
             return
         sources, destinations = torch.tensor(np.array(copies).T, device=self.device)
-        if self.device.type == "cpu":
-            # numba loads in half a second
-            from varlen_kernels.paged_cpu import copy_blocks
-
-            for cache in self._caches.values():
-                # an indexed assignment takes several times as long
-                copy_blocks(cache, sources, destinations)
-            return
         for cache in self._caches.values():
-            cache[destinations] = cache[sources]
+            if self.device.type == "cpu":
+                copy_blocks(cache, sources, destinations)
+            else:
+                cache[destinations] = cache[sources]
 
 
 def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:

@@ -102,7 +102,7 @@ def test_fp16_is_for_gpus(gpus):
         choose_dtype("fp16", CPU)
 
 
-def test_a_cpu_runs_its_own_kernels():
+def test_a_cpu_runs_the_ops_of_cpus():
     assert kernels_for(CPU) is cpu
 
 

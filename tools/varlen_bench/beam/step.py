@@ -18,7 +18,6 @@ from varlen_bench.beam.systems import BEAMS
 from varlen_bench.harness.summary import Spread
 from varlen_bench.harness.worker import Message, run_worker
 from varlen_kernels import cpu
-from varlen_kernels.paged_cpu import copy_blocks
 
 SEQUENCES = (1, 8, 32)
 VOCABULARIES = (32_000, 250_000)
@@ -83,7 +82,7 @@ def measure_step(sequences: int, vocabulary: int) -> StepTimes:
 
     def fork() -> None:
         for layer in blocks:
-            copy_blocks(layer, copied, rows + copied)
+            cpu.copy_blocks(layer, copied, rows + copied)
 
     def step() -> Tensor:
         return cpu.beam_step(logits, scores, width=_WIDTH).scores

@@ -1,0 +1,326 @@
+"""Attention inside packed sequences on a CPU, compiled by numba.
+
+One step is one key head of one sequence. Its keys are copied as panels of 16 keys, with the features as rows, so that
+16 scores of a query are one vector; its values are copied as rows. Tiles of 16 queries read blocks of 128 keys with a
+running maximum (Milakov, Gimelshein 2018, arXiv:1805.02867), so scores stay in the first-level cache. A sequence has
+the same result alone and in a batch, to the last bit.
+Source: the specification is `reference.attention_varlen`.
+"""
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from varlen_kernels.lanes_cpu import (
+    LANES,
+    as_array,
+    exp,
+    largest_of,
+    load,
+    load_first,
+    maximum,
+    multiply_add,
+    splat,
+    store,
+    store_first,
+    sum_of,
+    transpose,
+)
+from varlen_kernels.threads_cpu import run_parts
+
+# Below every score; not infinite: the difference of two is 0.
+_LOWEST = np.float32(-1e30)
+# The score of no key: its weight is 0 beside the lowest score too.
+_NO_KEY = np.float32(-3e38)
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_QUERY_TILE = 16
+_KEY_BLOCK = 128
+# Queries that are multiplied together: their sums are in registers.
+_ROWS = 4
+# Multiplications below which a second thread costs more than it saves.
+_LEAST_SHARED_WORK = 1 << 22
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _copy_head(source, row, column, head_dim, destination, to_row):
+    """Copy the features of one head as fp32, with zeros up to a whole vector."""
+    whole = head_dim // LANES * LANES
+    for feature in range(0, whole, LANES):
+        store(destination, to_row, feature, load(source, row, column + feature))
+    if whole < head_dim:
+        rest = load_first(source, row, column + whole, head_dim - whole)
+        store(destination, to_row, whole, rest)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _clear_rows(matrix, first, last):
+    for row in range(first, last):
+        for column in range(0, matrix.shape[1], LANES):
+            store(matrix, row, column, splat(_ZERO))
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _multiply(out, row, column, factors, depth, matrix, first, matrix_column, is_first):
+    """Write 4 x 16 numbers of a product, or add them to `out`."""
+    if is_first:
+        a = b = c = d = splat(_ZERO)
+    else:
+        a = load(out, row, column)
+        b = load(out, row + 1, column)
+        c = load(out, row + 2, column)
+        d = load(out, row + 3, column)
+    for i in range(depth):
+        lanes = load(matrix, first + i, matrix_column)
+        a = multiply_add(splat(factors[row, i]), lanes, a)
+        b = multiply_add(splat(factors[row + 1, i]), lanes, b)
+        c = multiply_add(splat(factors[row + 2, i]), lanes, c)
+        d = multiply_add(splat(factors[row + 3, i]), lanes, d)
+    store(out, row, column, a)
+    store(out, row + 1, column, b)
+    store(out, row + 2, column, c)
+    store(out, row + 3, column, d)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _copy_keys_and_values(qkv, start, length, columns, head_dim, scale, key_rows, panels, values):
+    """Write panels of scaled keys, and rows of values."""
+    width = values.shape[1]
+    for first in range(0, length, LANES):
+        count = min(LANES, length - first)
+        for i in range(count):
+            row = start + first + i
+            _copy_head(qkv, row, columns[0], head_dim, key_rows, i)
+            _copy_head(qkv, row, columns[1], head_dim, values, first + i)
+        _clear_rows(key_rows, count, LANES)
+        for feature in range(0, width, LANES):
+            transpose(key_rows, feature, panels, first // LANES * width + feature, splat(scale))
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _write_score_bias(score_bias, length, bias, head, is_causal, window):
+    """Write what is added to a score, by distance from 1 - length on."""
+    # -1 without a bias
+    reach = (bias.shape[1] + 1) // 2 - 1
+    for i in range(2 * length - 1):
+        distance = i - (length - 1)
+        if is_causal and (distance > 0 or (window > 0 and distance <= -window)):
+            score_bias[0, i] = _LOWEST
+        elif reach >= 0:
+            score_bias[0, i] = bias[head, min(max(distance, -reach), reach) + reach]
+        else:
+            score_bias[0, i] = _ZERO
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _weigh(scores, row, count, score_bias, offset, top, totals, context, is_first):
+    """Replace the scores of a query by weights.
+
+    What was summed with a smaller maximum counts less.
+    """
+    if score_bias.shape[1]:
+        for column in range(0, count, LANES):
+            biased = load(scores, row, column) + load(score_bias, 0, offset + column)
+            store(scores, row, column, biased)
+    largest = splat(_LOWEST if is_first else top[row])
+    for column in range(0, count, LANES):
+        largest = maximum(load(scores, row, column), largest)
+    new_top = largest_of(largest)
+    total = splat(_ZERO)
+    for column in range(0, count, LANES):
+        weights = exp(load(scores, row, column) - splat(new_top))
+        store(scores, row, column, weights)
+        total = total + weights
+    if not is_first:
+        rescale = exp(splat(top[row] - new_top))
+        total = multiply_add(load(totals, row, 0), rescale, total)
+        for feature in range(0, context.shape[1], LANES):
+            store(context, row, feature, load(context, row, feature) * rescale)
+    store(totals, row, 0, total)
+    top[row] = new_top
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _write_context(context, row, total, out, to_row, column, head_dim):
+    factor = splat(_ONE) / splat(total)
+    whole = head_dim // LANES * LANES
+    for feature in range(0, whole, LANES):
+        store(out, to_row, column + feature, load(context, row, feature) * factor)
+    if whole < head_dim:
+        rest = load(context, row, whole) * factor
+        store_first(out, to_row, column + whole, rest, head_dim - whole)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _attend_tile(queries, count, tile, length, is_causal, window, score_bias, keys_values, room):
+    """Write the sum of weighted values of some queries, and the sums of their weights.
+
+    Args:
+        queries: of the sequence from the one at `tile` on; `count` rows, then zeros up to a multiple of `_ROWS`.
+        keys_values, room: panels and values; scores, context, totals and largest scores, overwritten.
+    """
+    panels, values = keys_values
+    scores, context, totals, top = room
+    width = queries.shape[1]
+    rows = (count + _ROWS - 1) // _ROWS * _ROWS
+    first_key = max(0, tile - window + 1) // LANES * LANES if window else 0
+    last_key = tile + count if is_causal else length
+    for block in range(first_key, last_key, _KEY_BLOCK):
+        keys = min(_KEY_BLOCK, last_key - block)
+        is_first = block == first_key
+        for column in range(0, keys, LANES):
+            panel = (block + column) // LANES * width
+            for row in range(0, rows, _ROWS):
+                _multiply(scores, row, column, queries, width, panels, panel, 0, True)
+        # keys past the last one; not just before they are read, as a vector waits for numbers stored one by one
+        for row in range(count):
+            for column in range(keys, (keys + LANES - 1) // LANES * LANES):
+                scores[row, column] = _NO_KEY
+        for row in range(count):
+            offset = block - (tile + row) + length - 1
+            _weigh(scores, row, keys, score_bias, offset, top, totals, context, is_first)
+        for feature in range(0, width, LANES):
+            for row in range(0, rows, _ROWS):
+                _multiply(context, row, feature, scores, keys, values, block, feature, is_first)
+
+
+@numba.njit(_nrt=False)
+def _attend(
+    item,
+    qkv,
+    cu_seqlens,
+    bias,
+    num_kv_heads,
+    scale,
+    is_causal,
+    window,
+    out,
+    score_bias,  # [1, distances], or [1, 0]
+    rows_of_heads,  # keys, queries
+    keys_values,  # panels, values
+    room,  # of _attend_tile
+):
+    """Write the attention of one key head of one sequence."""
+    num_heads = bias.shape[0]
+    group = num_heads // num_kv_heads
+    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    sequence, kv_head = item // num_kv_heads, item % num_kv_heads
+    start = cu_seqlens[sequence]
+    length = cu_seqlens[sequence + 1] - start
+    key_rows, queries = rows_of_heads
+    panels, values = keys_values
+    context, totals = room[1:3]
+    columns = (num_heads + kv_head) * head_dim, (num_heads + num_kv_heads + kv_head) * head_dim
+    _copy_keys_and_values(qkv, start, length, columns, head_dim, scale, key_rows, panels, values)
+    for head in range(kv_head * group, (kv_head + 1) * group):
+        column = head * head_dim
+        if score_bias.shape[1]:
+            _write_score_bias(score_bias, length, bias, head, is_causal, window)
+        for tile in range(0, length, _QUERY_TILE):
+            count = min(_QUERY_TILE, length - tile)
+            for row in range(count):
+                _copy_head(qkv, start + tile + row, column, head_dim, queries, row)
+            # up to a multiple of _ROWS
+            _clear_rows(queries, count, min(count + _ROWS - 1, _QUERY_TILE))
+            _attend_tile(
+                queries, count, tile, length, is_causal, window, score_bias, keys_values, room
+            )
+            for row in range(count):
+                total = sum_of(load(totals, row, 0))
+                _write_context(context, row, total, out, start + tile + row, column, head_dim)
+
+
+@numba.njit(nogil=True, cache=True)
+def _attend_items(
+    first_item,
+    last_item,
+    qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+    cu_seqlens,  # [sequences + 1]
+    bias,  # [num_heads, 2 * reach + 1], or [num_heads, 0] for none
+    num_kv_heads,
+    scale,
+    is_causal,
+    window,
+    out,  # [tokens, num_heads * head_dim]
+):
+    """Write the attention of some items; an item is one key head of one sequence."""
+    head_dim = qkv.shape[1] // (bias.shape[0] + 2 * num_kv_heads)
+    width = (head_dim + LANES - 1) // LANES * LANES
+    longest = 0
+    for item in range(first_item, last_item):
+        sequence = item // num_kv_heads
+        longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
+    panels = (longest + LANES - 1) // LANES
+    # a vector that begins at the last distance ends LANES - 1 further
+    distances = 2 * longest + LANES if is_causal or bias.shape[1] else 0
+    score_bias = np.zeros((1, distances), np.float32)
+    rows_of_heads = (
+        np.empty((LANES, width), np.float32),
+        np.empty((_QUERY_TILE, width), np.float32),
+    )
+    keys_values = (
+        np.empty((panels * width, LANES), np.float32),
+        np.empty((panels * LANES, width), np.float32),
+    )
+    room = (
+        np.empty((_QUERY_TILE, _KEY_BLOCK), np.float32),
+        np.empty((_QUERY_TILE, width), np.float32),
+        np.empty((_QUERY_TILE, LANES), np.float32),
+        np.empty(_QUERY_TILE, np.float32),
+    )
+    for item in range(first_item, last_item):
+        _attend(
+            item,
+            qkv,
+            cu_seqlens,
+            bias,
+            num_kv_heads,
+            scale,
+            is_causal,
+            window,
+            out,
+            score_bias,
+            rows_of_heads,
+            keys_values,
+            room,
+        )
+
+
+def attend_sequences(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    bias: Tensor | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    causal: bool,
+    window: int,
+    out: Tensor,
+) -> None:
+    """Write the attention inside each sequence, see `reference.attention_varlen`.
+
+    Args:
+        qkv, out: fp32 or bf16, contiguous.
+        cu_seqlens, bias, num_heads, num_kv_heads, scale, causal, window: see the reference.
+    """
+    bounds = cu_seqlens.numpy()
+    arguments = (
+        as_array(qkv),
+        bounds,
+        (torch.empty(num_heads, 0) if bias is None else bias.float()).numpy(),
+        num_kv_heads,
+        np.float32(scale),
+        causal,
+        window if causal else 0,
+        as_array(out),
+    )
+    items = (len(bounds) - 1) * num_kv_heads
+    parts = [0, items]
+    cores = torch.get_num_threads()
+    if cores > 1:
+        squares = np.diff(bounds).astype(np.int64) ** 2
+        if int(squares.sum()) * qkv.shape[1] >= _LEAST_SHARED_WORK:
+            work = np.cumsum(np.repeat(squares, num_kv_heads))
+            parts[1:1] = np.searchsorted(work, np.arange(1, cores) * (work[-1] / cores)).tolist()
+    run_parts(_attend_items, parts, *arguments)

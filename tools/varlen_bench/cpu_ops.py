@@ -1,0 +1,152 @@
+"""Compare the compiled ops of CPUs with plain torch: `python -m varlen_bench.cpu_ops`.
+
+Both run on one core, in turns. A time is the CPU time of the thread, so other work on the machine counts less; of the
+rounds it is the 20th percentile. Results are compared first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from varlen_bench.harness.command import Output, Quick, Run, csv_path
+from varlen_bench.harness.rows import Cell
+from varlen_bench.harness.summary import Spread, rounded, worst
+from varlen_bench.harness.tables import Table
+from varlen_kernels import cpu, reference
+
+LENGTHS = {
+    "20 x 5": [5] * 20,
+    "20 x 20": [20] * 20,
+    "5 x 50": [50] * 5,
+    "4 x 100": [100] * 4,
+    "2 x 250": [250] * 2,
+    "1 x 500": [500],
+    "mixed short": [30, 25, 22, 18, 14, 11, 9, 7, 5, 5],
+    "mixed long": [500, 430, 350, 280, 200, 130, 60, 20],
+}
+_HEADS, _HEAD_DIMS = 12, (32, 64)
+_ROWS, _FEATURES = (1, 16, 128, 1024), 3072
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_COLUMNS = ("op", "case", "dtype", "reference_us", "compiled_us", "speedup")
+# Seconds of one variant in one round, at least.
+_ROUND_SECONDS = 5e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call of an op."""
+
+    op: str
+    name: str
+    dtype: str
+    run: Callable[[object, Tensor], Tensor]
+    out: Tensor
+
+
+def cases() -> list[Case]:
+    """Return every call that is compared."""
+    return [
+        case
+        for dtype in _DTYPES
+        for case in (
+            *(_attention(name, dim, dtype) for dim in _HEAD_DIMS for name in LENGTHS),
+            *(_gelu(rows, dtype) for rows in _ROWS),
+        )
+    ]
+
+
+def _attention(name: str, head_dim: int, dtype: str) -> Case:
+    lengths = LENGTHS[name]
+    qkv = torch.randn(sum(lengths), 3 * _HEADS * head_dim).to(_DTYPES[dtype])
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+    def run(ops: object, out: Tensor) -> Tensor:
+        attend = vars(ops)["attention_varlen"]
+        result: Tensor = attend(qkv, bounds, num_heads=_HEADS, scale=head_dim**-0.5, out=out)
+        return result
+
+    out = qkv.new_empty(len(qkv), _HEADS * head_dim)
+    return Case("attention_varlen", f"{name}, {_HEADS} heads of {head_dim}", dtype, run, out)
+
+
+def _gelu(rows: int, dtype: str) -> Case:
+    x = torch.randn(rows, _FEATURES).to(_DTYPES[dtype])
+
+    def run(ops: object, out: Tensor) -> Tensor:
+        result: Tensor = vars(ops)["activate"](x, kind="gelu_tanh", out=out)
+        return result
+
+    return Case("activate gelu_tanh", f"{rows} x {_FEATURES}", dtype, run, torch.empty_like(x))
+
+
+def compare(case: Case, rounds: int) -> dict[str, Cell]:
+    """Return the row of a case.
+
+    Raises:
+        RuntimeError: the results differ.
+    """
+    expected, actual = case.run(reference, torch.empty_like(case.out)), case.run(cpu, case.out)
+    tolerance = 2e-2 if case.dtype == "bf16" else 1e-5
+    if not torch.allclose(actual, expected, rtol=tolerance, atol=tolerance):
+        raise RuntimeError(f"{case.op} of {case.name} in {case.dtype} differs from the reference")
+    repeats = 1 + int(_ROUND_SECONDS / _seconds(case, reference, 1))
+    torch_times, compiled_times = [], []
+    for _ in range(rounds):
+        torch_times.append(_seconds(case, reference, repeats))
+        compiled_times.append(_seconds(case, cpu, repeats))
+    torch_us, compiled_us = (1e6 * Spread.of(t).p20 for t in (torch_times, compiled_times))
+    return {
+        "op": case.op,
+        "case": case.name,
+        "dtype": case.dtype,
+        "reference_us": rounded(torch_us, 1),
+        "compiled_us": rounded(compiled_us, 1),
+        "speedup": rounded(torch_us / compiled_us, 2),
+    }
+
+
+def _seconds(case: Case, ops: object, repeats: int) -> float:
+    begin = time.thread_time()
+    for _ in range(repeats):
+        case.run(ops, case.out)
+    return (time.thread_time() - begin) / repeats
+
+
+def main(
+    context: typer.Context,
+    quick: Quick = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each case.")] = 25,
+    output: Output = None,
+) -> None:
+    """Compare the compiled ops of CPUs with plain torch, on one core."""
+    torch.set_num_threads(1)
+    run = Run(
+        context,
+        "varlen_bench.cpu_ops",
+        threads=1,
+        packages=("torch", "numba"),
+        output=csv_path("cpu_ops", output, is_trial=quick),
+    )
+    rows: list[dict[str, Cell]] = []
+    with torch.inference_mode(), run.progress() as report:
+        for case in cases():
+            rows.append(compare(case, 1 if quick else rounds))
+            report(f"{case.op} {case.name} {case.dtype}: {rows[-1]['speedup']}")
+            run.append(rows[-1:])
+    run.show(Table.of("Compiled ops of CPUs beside torch", _COLUMNS, rows))
+    least = worst(
+        min, (float(str(row["speedup"])) for row in rows if row["op"] == "attention_varlen")
+    )
+    run.finish("cpu_ops", {"attention_speedup_min": least})
+
+
+if __name__ == "__main__":
+    typer.run(main)
