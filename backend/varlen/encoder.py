@@ -65,7 +65,6 @@ class Encoder:
             max_batch_tokens=max_batch_tokens,
             max_sequence_tokens=max_sequence_tokens,
             arena_bytes=arena_bytes,
-            policy="token_budget",
             warmup_seconds=0,
             max_queued_requests=NO_LIMIT,
             max_queued_tokens=NO_LIMIT,

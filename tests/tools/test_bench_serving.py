@@ -376,14 +376,14 @@ def test_an_older_commit_is_compared_beside_other_work(invoke):
 
 
 def test_the_backend_of_a_commit_is_extracted_once(tmp_path):
-    python_path = server.sources_at("HEAD", tmp_path)
+    backends = server.backends_at("HEAD", tmp_path)
 
-    backend, kernels = map(Path, python_path.split(":"))
-    assert (backend / "varlen" / "engine.py").is_file()
-    assert (kernels / "varlen_kernels" / "reference.py").is_file()
-    assert server.sources_at("HEAD", tmp_path) == python_path
+    assert str(tmp_path / "HEAD" / "backend") in (backends / "varlen" / "model.py").read_text()
+    assert (tmp_path / "HEAD" / "backend" / "varlen" / "engine.py").is_file()
+    assert (tmp_path / "HEAD" / "kernels" / "varlen_kernels" / "reference.py").is_file()
+    assert server.backends_at("HEAD", tmp_path) == backends
     with pytest.raises(RuntimeError, match="no-such-commit"):
-        server.sources_at("no-such-commit", tmp_path)
+        server.backends_at("no-such-commit", tmp_path)
 
 
 def test_an_overload_is_twice_the_capacity_with_deadlines(invoke):

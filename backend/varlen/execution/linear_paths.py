@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol, TypeAlias
@@ -33,11 +33,11 @@ Clock: TypeAlias = Callable[[], float]
 PLAIN = "linear"
 PACKED = "linear_packed"
 # Typical numbers of rows: of an encoder's batches, and of generation's steps.
-BATCH_ROWS = (24, 96, 384)
+BATCH_ROWS = (32, 96, 384)
 STEP_ROWS = (1, 8, 32, 128)
 
 # To be increased when paths are measured in another way.
-_PLAN_VERSION = "1"
+_PLAN_VERSION = "2"
 # Seconds of a measurement at most.
 _LONGEST = 3.0
 _ROUNDS = 9
@@ -159,9 +159,7 @@ def measure_paths(
 ) -> LinearPaths:
     """Return the fastest path of each layer shape.
 
-    Shapes, paths and numbers of rows take turns, so that weights come from memory as they do in a forward pass. The
-    numbers grow from round to round: some paths compile a product for each new number, which the first of the layers
-    of one shape waits for.
+    Shapes, paths and numbers of rows take turns, so that weights come from memory as they do in a forward pass.
 
     Args:
         program: has the layers, as ops named `linear`.
@@ -175,24 +173,19 @@ def measure_paths(
         shape: {PLAIN: weight, PACKED: pack_weight(weight)}
         for shape, weight in _weights_by_shape(program).items()
     }
-    layer_counts = Counter(map(_shape, _linear_weights(program)))
     times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     began, deadline = clock(), clock() + min(seconds, _LONGEST)
     for number in range(_ROUNDS + 1):
         for shape, weights in layers.items():
             for count in rows:
-                x, out = _operands(weights[PLAIN], count + number)
-                spent: defaultdict[str, float] = defaultdict(float)
-                # the first layer, then all others of its shape
-                for repeats in (1, layer_counts[shape] - 1):
-                    for path, weight in weights.items() if repeats else ():
-                        multiply: _Linear = getattr(kernels, path)
-                        start = clock()
-                        multiply(x, weight, out=out)
-                        spent[path] += repeats * (clock() - start)
-                # the first round warms up
-                for path, each in spent.items() if number else ():
-                    times[shape, path, count].append(each)
+                x, out = _operands(weights[PLAIN], count)
+                for path, weight in weights.items():
+                    multiply: _Linear = getattr(kernels, path)
+                    start = clock()
+                    multiply(x, weight, out=out)
+                    # the first round compiles and warms up
+                    if number:
+                        times[shape, path, count].append(clock() - start)
         if clock() > deadline:
             break
     paths, lines = {}, []
@@ -223,6 +216,29 @@ def _fastest(times: Mapping[str, Sequence[Sequence[float]]], default: str) -> tu
     }
     best = min(means, key=lambda path: means[path] * (1.0 if path == default else _MARGIN))
     return best, max(means.values()) / means[best]
+
+
+def compiles_products(program: Program) -> bool:
+    """Return whether oneDNN runs linear layers: it compiles a product for each number of rows."""
+    return any(op.kernel == PACKED for op in program.ops) or any(
+        weight.dtype == torch.bfloat16 for weight in _linear_weights(program)
+    )
+
+
+@torch.inference_mode()
+def compile_products(program: Program, kernels: object, rows: Iterable[int]) -> None:
+    """Compile the products of all linear layers for these numbers of rows."""
+    layers = {}
+    for op in program.ops:
+        if op.kernel in (PLAIN, PACKED):
+            weight, bias = op.operands[1:]
+            assert isinstance(weight, Tensor)
+            layers[op.kernel, tuple(weight.shape), bias is None] = op, weight, bias
+    for count in rows:
+        for op, weight, bias in layers.values():
+            fan_out, fan_in = weight.shape if op.kernel == PACKED else reversed(weight.shape)
+            x, out = (torch.zeros(count, size, dtype=weight.dtype) for size in (fan_in, fan_out))
+            getattr(kernels, op.kernel)(x, weight, bias, out=out)
 
 
 @contextmanager

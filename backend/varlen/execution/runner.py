@@ -182,6 +182,12 @@ class Runner:
             layout.plan_misses,
         )
 
+    def compile(self) -> None:
+        """Compile what batches need, so that none of them has to."""
+        if isinstance(self.device_runner, CpuRunner):
+            self.device_runner.compile()
+        self.check()
+
     def check(self) -> None:
         """Run one sequence of one token; raise whatever it raises."""
         self.run([SHORTEST_PROMPT], [DEFAULT_OPTIONS])

@@ -76,8 +76,8 @@ def _load(folder: str, config: dict[str, Any], log_level: str) -> Runner:
     workers = settings.threads or usable_cores()
     torch.set_num_threads(1)
     runner = Runner(Checkpoint.open(Path(folder)), settings, workers=workers, measures=True)
-    # compiles what has to be compiled, once for all workers
-    runner.check()
+    # once for all workers
+    runner.compile()
     return runner
 
 

@@ -116,37 +116,6 @@ def test_numbers_of_rows_count_equally():
     assert set(measured(kernels, rows=(4, 64)).values()) == {PLAIN}
 
 
-def test_numbers_of_rows_do_not_repeat_between_rounds():
-    kernels = FakeKernels(lambda *_: 1.0)
-
-    measured(kernels, rows=(100,))
-
-    # two paths of two layers each
-    assert kernels.rows == [100 + number for number in range(10) for _ in range(4)]
-
-
-def test_what_the_first_layer_of_a_shape_waits_for_counts_once():
-    class Compiling(FakeKernels):
-        compiled = frozenset()
-
-        def _run(self, op, x, width, out):
-            super()._run(op, x, width, out)
-            if op == PACKED and len(x) not in self.compiled:
-                self.compiled |= {len(x)}
-                self.now += 3e-3
-
-    def chosen(layers):
-        kernels = Compiling(lambda op, _: 1.0 if op == PACKED else 2.0)
-        program, _ = program_of(*[48] * (layers + 1))
-        (path,) = measure_paths(
-            program, kernels, default=PLAIN, rows=(4,), seconds=1e9, clock=kernels.clock
-        ).values()
-        return path
-
-    # 3 + layers milliseconds against 2 * layers
-    assert [chosen(layers) for layers in (1, 2, 4, 6)] == [PLAIN, PLAIN, PACKED, PACKED]
-
-
 def test_without_time_for_enough_rounds_layers_keep_the_default():
     kernels = FakeKernels(lambda op, _: 1.0 if op == PACKED else 2.0)
 

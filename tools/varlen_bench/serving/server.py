@@ -26,6 +26,7 @@ from varlen_bench.serving.rows import Row
 from varlen_bench.serving.systems import Settings, System
 from varlen_client.metrics import fetch_metrics, model_series
 from varlen_tools.local_server import LocalServer
+from varlen_tools.setup_server import SERVER_FOLDER
 
 _WORKER = "varlen_bench.serving.worker"
 _READY_SECONDS = 240.0
@@ -33,6 +34,16 @@ _READY_SECONDS = 240.0
 _FLUSH_SECONDS = 1.5
 _POLL_SECONDS = 0.05
 _REQUESTS = "varlen_requests_total"
+# The model.py of an older commit: its packages come before those that are installed.
+_OLDER = """import sys
+
+sys.path[:0] = {}
+for name in list(sys.modules):
+    if name.partition(".")[0] in ("varlen", "varlen_kernels"):
+        del sys.modules[name]
+
+from varlen.server_model import TritonPythonModel
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +95,11 @@ class Served:
 def serve(system: System, settings: Settings, scratch: Path) -> Iterator[Served]:
     """Yield a server of a system; it keeps the costs that it measures in `scratch`."""
     environment = {"XDG_CACHE_HOME": str(scratch), "HF_HUB_OFFLINE": "1"}
-    if system.revision:
-        environment["PYTHONPATH"] = sources_at(system.revision, scratch)
     with TemporaryDirectory(prefix="varlen-serving-") as folder:
         write_model(Path(folder), system, settings)
         arguments = ["--disable-auto-complete-config"]
+        if system.revision:
+            arguments.append(f"--backend-directory={backends_at(system.revision, scratch)}")
         with LocalServer(folder, arguments=arguments, environment=environment) as server:
             server.wait_ready(_READY_SECONDS)
             address = server.grpc_url.removeprefix("grpc://")
@@ -97,21 +108,26 @@ def serve(system: System, settings: Settings, scratch: Path) -> Iterator[Served]
                 yield Served(system, server, generator, address)
 
 
-def sources_at(revision: str, scratch: Path) -> str:
-    """Return the Python path of this project's backend as of a commit, extracted to `scratch`.
+def backends_at(revision: str, scratch: Path) -> Path:
+    """Return a backends folder whose varlen is that of a commit, made in `scratch`.
 
     Raises:
         RuntimeError: git does not know the commit.
     """
     tree = scratch / revision
-    if not tree.exists():
+    backends = tree / "backends"
+    if not backends.exists():
         git = ["git", "archive", "--format=tar", revision, "backend", "kernels"]
         archive = subprocess.run(git, capture_output=True, check=False)
         if archive.returncode:
             raise RuntimeError(archive.stderr.decode().strip())
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
             files.extractall(tree, filter="data")
-    return f"{tree / 'backend'}:{tree / 'kernels'}"
+        (backends / "varlen").mkdir(parents=True)
+        (backends / "python").symlink_to(SERVER_FOLDER / "backends" / "python")
+        sources = [str(tree / "backend"), str(tree / "kernels")]
+        (backends / "varlen" / "model.py").write_text(_OLDER.format(sources), encoding="utf-8")
+    return backends
 
 
 def counted(growth: Mapping[str, float]) -> dict[str, Any]:
