@@ -27,10 +27,10 @@ class GroupMemory:
         self.reserves = reserves
         self.copies: dict[int, int] = {}
 
-    def need(self, prompt: Prompt, max_tokens: int, width: int) -> int:
-        """Return the most blocks that a prompt may hold, with `width` samples or beams."""
+    def need(self, prompt: Prompt, max_tokens: int, num_branches: int) -> int:
+        """Return the most blocks that a prompt may hold, with this number of samples or beams."""
         alone, more = self._branch_need(prompt, max_tokens)
-        return self.blocks.blocks_of(prompt.num_source_tokens) + alone + more * (width - 1)
+        return self.blocks.blocks_of(prompt.num_source_tokens) + alone + more * (num_branches - 1)
 
     def start(self, group: Group, *, keep: int) -> bool:
         """Give a group its first blocks; return False if too few are available.
@@ -45,7 +45,7 @@ class GroupMemory:
         source = blocks.blocks_of(group.first.prompt.num_source_tokens)
         if self.reserves:
             max_tokens = first.generation.max_tokens
-            needed, keep = self.need(first.prompt, max_tokens, group.width), 0
+            needed, keep = self.need(first.prompt, max_tokens, group.max_branches), 0
         else:
             needed = source + blocks.blocks_of(len(first.token_ids))
         if not blocks.reserve(needed - len(shared), shared=shared, keep=keep):

@@ -255,7 +255,7 @@ class IterationScheduler:
         new = [group for group in waiting if not group.has_started]
         for group in waiting:
             self._waiting.remove(group)
-            self._num_waiting -= group.width
+            self._num_waiting -= group.max_branches
         if new:
             del self._new[request]
             self._subtract_waiting(new, requests=1)
@@ -278,15 +278,15 @@ class IterationScheduler:
         """
         options = request.options.generation
         assert options is not None
-        width = max(options.n, options.num_beams)
+        branches = max(options.n, options.num_beams)
         share, alone = 0.0, 0.0
         for prompt in request.prompts:
             chunks = -(-prompt.num_tokens // self._limits.max_step_tokens)
             steps, tokens = chunks + options.max_tokens - 1, options.max_tokens - 1
-            alone = max(alone, self._cost.seconds(steps, prompt.num_tokens + width * tokens))
+            alone = max(alone, self._cost.seconds(steps, prompt.num_tokens + branches * tokens))
             # in full steps, sequences divide the constant part among them
-            share += self._cost.seconds(0, prompt.num_tokens + width * tokens)
-            share += self._cost.seconds(steps, 0) * width / self._max_running
+            share += self._cost.seconds(0, prompt.num_tokens + branches * tokens)
+            share += self._cost.seconds(steps, 0) * branches / self._max_running
         return Forecast(share, least_seconds=alone)
 
     def _groups_of_step(self) -> list[Group]:
@@ -320,7 +320,7 @@ class IterationScheduler:
         step_tokens = sum(group.least_tokens for group in self._running)
         while self._waiting:
             group = self._waiting[0]
-            if self._num_running + group.width > self._max_running:
+            if self._num_running + group.max_branches > self._max_running:
                 return
             step_tokens += group.least_tokens
             # what does not fit into the step starts in a later one: a source text runs in one piece
@@ -330,8 +330,8 @@ class IterationScheduler:
             if not self._memory.start(group, keep=self._num_running):
                 return
             del self._waiting[0]
-            self._num_waiting -= group.width
-            self._num_running += group.width
+            self._num_waiting -= group.max_branches
+            self._num_running += group.max_branches
             self._running.add(group)
             for sequence in group.sequences:
                 sequence.status = "running"
@@ -420,7 +420,7 @@ class IterationScheduler:
     def _split(self, group: Group) -> None:
         """Replace a group by one for each sample that goes on."""
         self._running.remove(group)
-        self._num_running -= group.width
+        self._num_running -= group.max_branches
         self._forget(group)
         for alone in self._memory.split(group):
             self._group_of[alone.first] = alone
@@ -429,7 +429,7 @@ class IterationScheduler:
 
     def _preempt(self, group: Group) -> None:
         """Release the blocks of a group, and let it wait in its old place."""
-        self._preemptions += group.width
+        self._preemptions += group.max_branches
         self._stop(group)
         group.restart()
         for sequence in group.sequences:
@@ -438,7 +438,7 @@ class IterationScheduler:
 
     def _enqueue(self, group: Group) -> None:
         self._waiting.add(group)
-        self._num_waiting += group.width
+        self._num_waiting += group.max_branches
 
     def _end(self, group: Group) -> None:
         """Release all of a finished group that was running."""
@@ -447,7 +447,7 @@ class IterationScheduler:
 
     def _stop(self, group: Group) -> None:
         self._running.remove(group)
-        self._num_running -= group.width
+        self._num_running -= group.max_branches
         self._memory.release(group)
 
     def _forget(self, group: Group) -> None:
