@@ -242,19 +242,19 @@ def attention_paged(
     if single:
         from varlen_kernels.paged_cpu import attend_tokens
 
-        queries = qkv[:single, : num_heads * head_dim].float().contiguous()
-        context = attend_tokens(
-            queries.view(single, num_heads, head_dim),
+        attend_tokens(
+            qkv[:single],
             key_cache,
             value_cache,
             context_lens[:single],
             block_ids,
             cu_blocks,
             bias,
+            num_heads=num_heads,
             scale=scale,
             window=window,
+            out=out[:single],
         )
-        out[:single] = context.view(single, -1)
     if single < len(qkv):
         reference.attention_paged(
             qkv[single:],

@@ -24,7 +24,7 @@ _LEAST_SHARED_WORK = 1 << 21
 def _attend_items(
     first_item,
     last_item,
-    queries,  # [sequences, num_heads, head_dim]
+    queries,  # [sequences, at least num_heads * head_dim]
     keys,  # [blocks, num_kv_heads, block_size, head_dim]
     values,  # [blocks, num_kv_heads, block_size, head_dim]
     block_ids,  # [blocks in use]
@@ -33,11 +33,11 @@ def _attend_items(
     bias,  # [num_heads, 2 * reach + 1], or [num_heads, 0] for none
     scale,
     window,
-    out,  # [sequences, num_heads, head_dim]
+    out,  # [sequences, num_heads * head_dim]
 ):
     """Write the attention of some items; an item is one key head of one sequence."""
     num_kv_heads, block_size, head_dim = keys.shape[1], keys.shape[2], keys.shape[3]
-    group = queries.shape[1] // num_kv_heads
+    group = out.shape[1] // (num_kv_heads * head_dim)
     # -1 without a bias
     reach = (bias.shape[1] + 1) // 2 - 1
     # scores of one block, of each query head that reads it
@@ -50,7 +50,8 @@ def _attend_items(
         length = context_lens[sequence]
         begin = max(0, length - window) if window else 0
         head_bias, query_position = bias[kv_head * group : (kv_head + 1) * group], length - 1
-        query = queries[sequence, kv_head * group : (kv_head + 1) * group]
+        first_feature = kv_head * group * head_dim
+        query = queries[sequence, first_feature : first_feature + group * head_dim]
         context[:] = 0.0
         total[:] = 0.0
         maximum[:] = _LOWEST
@@ -60,7 +61,8 @@ def _attend_items(
             last = min(block_size, length - block * block_size)
             block_keys, block_values = keys[block_id, kv_head], values[block_id, kv_head]
             for member in range(group):
-                member_query, member_scores = query[member], scores[member]
+                member_query = query[member * head_dim : (member + 1) * head_dim]
+                member_scores = scores[member]
                 largest = maximum[member]
                 for place in range(first, last):
                     key = block_keys[place]
@@ -91,7 +93,7 @@ def _attend_items(
                         member_context[feature] += weight * value[feature]
         for member in range(group):
             for feature in range(head_dim):
-                out[sequence, kv_head * group + member, feature] = (
+                out[sequence, first_feature + member * head_dim + feature] = (
                     context[member, feature] / total[member]
                 )
 
@@ -146,7 +148,7 @@ def append_tokens(qkv: Tensor, slots: Tensor, key_cache: Tensor, value_cache: Te
 
 
 def attend_tokens(
-    queries: Tensor,
+    qkv: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     context_lens: Tensor,
@@ -154,26 +156,34 @@ def attend_tokens(
     cu_blocks: Tensor,
     bias: Tensor | None,
     *,
+    num_heads: int,
     scale: float,
     window: int,
-) -> Tensor:
-    """Return the attention of one token per sequence, `[sequences, num_heads, head_dim]` fp32.
+    out: Tensor,
+) -> None:
+    """Write the attention of one token per sequence into `out`.
 
     Args:
-        queries: `[sequences, num_heads, head_dim]` fp32, at least one, contiguous: else the code is not vectorized.
+        qkv: `[sequences, at least num_heads · head_dim]`, at least one; the queries come first.
         key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]` fp32.
         context_lens, block_ids, cu_blocks, bias, scale, window: see `reference.attention_paged`.
+        out: `[sequences, num_heads · head_dim]`.
     """
     _, num_kv_heads, _, head_dim = key_cache.shape
-    out = torch.empty(queries.shape, dtype=torch.float32)
+    # contiguous, as the queries are, else the code is not vectorized
+    fits = out.dtype == torch.float32 and out.is_contiguous()
+    context = out if fits else torch.empty(out.shape)
     lengths = context_lens.numpy()
     arrays = (
-        *(tensor.numpy() for tensor in (queries, key_cache, value_cache, block_ids, cu_blocks)),
+        qkv.float().contiguous().numpy(),
+        *(tensor.numpy() for tensor in (key_cache, value_cache, block_ids, cu_blocks)),
         lengths,
-        (queries.new_empty(queries.shape[1], 0) if bias is None else bias.float()).numpy(),
+        (
+            qkv.new_empty(num_heads, 0, dtype=torch.float32) if bias is None else bias.float()
+        ).numpy(),
         np.float32(scale),
         window,
-        out.numpy(),
+        context.numpy(),
     )
     bounds = [0, len(lengths) * num_kv_heads]
     cores = torch.get_num_threads()
@@ -181,4 +191,5 @@ def attend_tokens(
         work = np.cumsum(np.repeat(lengths, num_kv_heads))
         bounds[1:1] = np.searchsorted(work, np.arange(1, cores) * (work[-1] / cores)).tolist()
     run_parts(_attend_items, bounds, *arrays)
-    return out
+    if not fits:
+        out.copy_(context)

@@ -20,6 +20,8 @@ def run_parts(function: Callable[..., None], bounds: Sequence[int], *arguments: 
     running = [_threads().submit(function, *part, *arguments) for part in parts[1:]]
     if parts:
         function(*parts[0], *arguments)
+    if not running:
+        return
     wait(running)
     for each in running:
         each.result()

@@ -115,7 +115,7 @@ def submit(generator, prompt, options):
 def submit_case(generator, case, row):
     """Start to search; return a function that waits for the answers."""
     named = {REQUEST_NAMES[name]: each for name, each in case.rules.items() if name != "end_ids"}
-    options = {**case.options, **named, "n": case.width, "stop_token_ids": case.end_ids}
+    options = {**case.options, **named, "n": case.num_beams, "stop_token_ids": case.end_ids}
     future = submit(generator, case.prompts[row], options)
     # where there are fewer answers than beams, the others have no tokens
     return lambda: [answer for answer in future.result(60) if answer.token_ids]
@@ -123,7 +123,7 @@ def submit_case(generator, case, row):
 
 def assert_equal_but_for_ties(case, row, expected, actual, oracle):
     """Compare the answers to one prompt; return whether rounding errors decided about them."""
-    if case.width == 1:
+    if case.num_beams == 1:
         # transformers has no scores of one beam
         assert [answer.token_ids for answer in actual] == [expected[0][0]]
         return False

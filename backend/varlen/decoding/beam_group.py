@@ -1,7 +1,7 @@
 """One group of beams: which candidates continue, which are answers, and when it ends.
 
-Up to `width` beams are live. A candidate ends if its token is an end token or the last one that may come; it is an
-answer only if it is among the best `width` candidates. The best `width` answers are kept.
+Up to `num_beams` beams are live. A candidate ends if its token is an end token or the last one that may come; it is an
+answer only if it is among the best `num_beams` candidates. The best `num_beams` answers are kept.
 Source: `_beam_search` of Hugging Face's `generate`, version 5. Its placeholder beams and answers with score -1e9, which
 fill its tensors, do not exist here. GNMT's length penalty: Wu et al. 2016, arXiv:1609.08144, section 7.
 """
@@ -63,22 +63,26 @@ class BeamGroup:
         beams: the live ones, the best first; none once the search has ended.
         histories: what edits need of the tokens of each live beam.
         parents: of each live beam, the index of its parent among the live beams before the last step.
-        answers: the best first, at most `width`.
+        answers: the best first, at most `num_beams`.
     """
 
     def __init__(
-        self, options: GenerationOptions, width: int, end_ids: frozenset[int], editor: TokenEditor
+        self,
+        options: GenerationOptions,
+        num_beams: int,
+        end_ids: frozenset[int],
+        editor: TokenEditor,
     ) -> None:
         """Start with one beam that has no token.
 
         Args:
             options: of the request.
-            width: number of live beams and of answers.
+            num_beams: number of live beams and of answers.
             end_ids: tokens that end an answer.
             editor: extends the histories of beams.
         """
         self._options = options
-        self._width = width
+        self._num_beams = num_beams
         self._end_ids = end_ids
         self._editor = editor
         self._num_generated = 0
@@ -94,17 +98,17 @@ class BeamGroup:
         """Take a step and return the chosen tokens that do not end an answer.
 
         Args:
-            best: the candidates that may be answers, at most `width`.
+            best: the candidates that may be answers, at most `num_beams`.
             ranked: all candidates, the best first.
         """
         self._num_generated += 1
         is_last = self._num_generated >= self._options.max_tokens
-        ends, width = self._end_ids, self._width
+        ends, num_beams = self._end_ids, self._num_beams
         live: list[Candidate] = []
         for candidate in ranked:
             if candidate[2] not in ends:
                 live.append(candidate)
-                if len(live) == width:
+                if len(live) == num_beams:
                     break
 
         beams, extend = self.beams, self._editor.extend
@@ -116,7 +120,7 @@ class BeamGroup:
                 self.answers.append(Hypothesis(beam, score / divisor))
             # stable: the earlier answer comes first among equal ones
             self.answers.sort(key=attrgetter("score"), reverse=True)
-            del self.answers[width:]
+            del self.answers[num_beams:]
         self.parents = [parent for _, parent, _ in live]
         histories = self.histories
         self.histories = [extend(histories[parent], token) for _, parent, token in live]
@@ -127,7 +131,7 @@ class BeamGroup:
 
     def _is_final(self) -> bool:
         """Return whether the answers are final: full, and no live beam may improve them."""
-        if not self.beams or len(self.answers) < self._width:
+        if not self.beams or len(self.answers) < self._num_beams:
             return not self.beams
         if self._stops_when_full:
             return True

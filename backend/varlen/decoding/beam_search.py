@@ -7,7 +7,6 @@ Source: Hugging Face's `generate`, version 5. Groups: Vijayakumar et al. 2016, a
 diversity as in version 4.56. Sibling rank: Li, Monroe, Jurafsky 2016, arXiv:1611.08562, section 3.
 """
 
-import math
 import secrets
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 
 from varlen.decoding.beam_group import Beam, BeamGroup, Candidate, by_score
 from varlen.decoding.beam_sampling import draw, edited, limited, normalized
@@ -56,9 +54,9 @@ class BeamSearch:
         self._editor = TokenEditor(
             replace(rules, end_ids=tuple(self._end_ids)), options, prompt_ids, vocab_size=vocab_size
         )
-        width = options.num_beams // options.num_beam_groups
+        num_beams = options.num_beams // options.num_beam_groups
         self._groups = [
-            BeamGroup(options, width, self._end_ids, self._editor)
+            BeamGroup(options, num_beams, self._end_ids, self._editor)
             for _ in range(options.num_beam_groups)
         ]
         # before the first step all groups continue the same row
@@ -76,7 +74,7 @@ class BeamSearch:
         return self._options.do_sample
 
     @property
-    def width(self) -> int:
+    def num_candidates(self) -> int:
         """Number of candidates that a step needs of each row.
 
         They hold the best `num_beams` tokens that do not end an answer. With groups, penalties of other groups may
@@ -94,33 +92,36 @@ class BeamSearch:
         """The only token that may come next, for `advance_forced`; None if there is a choice."""
         return self._editor.forced(self._num_generated)
 
-    def token_ids(self, row: int) -> tuple[int, ...]:
-        """Return the generated tokens of a live beam."""
-        return self._beams[row].token_ids()
+    @property
+    def scores(self) -> list[float]:
+        """Score of each live beam."""
+        return [beam.score for beam in self._beams]
 
     def edits(self) -> TokenEdits | None:
         """Return the edits of the next log probabilities; None if there are none."""
         return self._editor.edits(self._histories, self._num_generated)
 
-    def advance(self, tokens: npt.NDArray[np.int32], logprobs: Float32Array) -> BeamStep:
+    def advance(self, candidates: Sequence[Candidate]) -> BeamStep:
         """Choose the next tokens out of the best ones of each row.
 
         Args:
-            tokens: `[num_rows, width]` int32, the best first.
-            logprobs: `[num_rows, width]` fp32, log probabilities of the tokens with the edits; -inf where there is no
-                token.
+            candidates: the best `num_candidates` tokens of each row, or more, with edits. The best candidate comes
+                first; among equal scores that of the lower row.
         """
-        token_rows, logprob_rows = tokens.tolist(), logprobs.tolist()
-        rows = [
-            [pair for pair in zip(*row, strict=True) if pair[1] > -math.inf]
-            for row in zip(token_rows, logprob_rows, strict=True)
-        ]
-        return self._advance(rows)
+        if len(self._groups) > 1:
+            self._advance_groups(candidates)
+        else:
+            if self._options.diversity_type == "sibling":
+                candidates = self._ranked_with_siblings(candidates)
+            self._groups[0].advance(candidates[: self._options.num_beams], candidates)
+        return self._finish_step()
 
     def advance_forced(self) -> BeamStep:
         """Continue each row with the forced token, whose log probability counts as 0."""
-        assert self.forced is not None
-        return self._advance([[(self.forced, 0.0)]] * self.num_rows)
+        token = self.forced
+        assert token is not None
+        candidates = [(score, row, token) for row, score in enumerate(self.scores)]
+        return self.advance(sorted(candidates, key=by_score, reverse=True))
 
     def advance_sampled(self, logprobs: Float32Array, *, renormalizes: bool = False) -> BeamStep:
         """Choose the next tokens at random: beam sampling, where `is_sampled`.
@@ -146,43 +147,34 @@ class BeamSearch:
         )
         return self._finish_step()
 
-    def _advance(self, rows: Sequence[Sequence[tuple[int, float]]]) -> BeamStep:
-        """Advance every group, given tokens and log probabilities of each row."""
-        width = self._options.num_beams // self._options.num_beam_groups
+    def _advance_groups(self, candidates: Sequence[Candidate]) -> None:
+        """Advance one group after another; each is kept apart from those before it."""
+        num_beams = self._options.num_beams // len(self._groups)
+        penalty = self._options.diversity_penalty if self.forced is None else 0.0
         taken: Counter[int] = Counter()
         for group, first_row in zip(self._groups, self._first_rows, strict=True):
             if not group.beams:
                 continue
-            candidates: list[Candidate] = []
-            for parent, beam in enumerate(group.beams):
-                score = beam.score
-                candidates += [
-                    (score + logprob, parent, token) for token, logprob in rows[first_row + parent]
-                ]
-            if taken and self.forced is None:
-                penalty = self._options.diversity_penalty
-                candidates = [
-                    (score - penalty * taken[token], parent, token)
-                    for score, parent, token in candidates
-                ]
-            if self._options.diversity_type == "sibling":
-                ranked = self._ranked_with_siblings(candidates)
-            else:
-                # stable: the lower row comes first among equal scores, then the lower token
-                candidates.sort(key=by_score, reverse=True)
-                ranked = candidates
-            taken.update(group.advance(ranked[:width], ranked))
-        return self._finish_step()
+            rows = range(first_row, first_row + len(group.beams))
+            own = [
+                (score - penalty * taken[token], row - first_row, token)
+                for score, row, token in candidates
+                if row in rows
+            ]
+            own.sort(key=_by_score_and_parent)
+            taken.update(group.advance(own[:num_beams], own))
 
     def _ranked_with_siblings(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Return candidates by their score minus a penalty for each better sibling."""
-        penalty, rank, last = self._options.diversity_penalty, 0, -1
-        keyed: list[tuple[float, Candidate]] = []
-        for candidate in candidates:
-            rank = rank + 1 if candidate[1] == last else 0
-            last = candidate[1]
-            keyed.append((candidate[0] - penalty * rank, candidate))
-        keyed.sort(key=by_score, reverse=True)
+        penalty = self._options.diversity_penalty
+        better: Counter[int] = Counter()
+        keyed: list[tuple[Candidate, Candidate]] = []
+        for score, parent, token in candidates:
+            keyed.append(
+                ((score - penalty * better[parent], parent, token), (score, parent, token))
+            )
+            better[parent] += 1
+        keyed.sort(key=lambda each: _by_score_and_parent(each[0]))
         return [candidate for _, candidate in keyed]
 
     def _finish_step(self) -> BeamStep:
@@ -210,3 +202,8 @@ class BeamSearch:
             )
             for answer in found[: self._options.n]
         )
+
+
+def _by_score_and_parent(candidate: Candidate) -> tuple[float, int]:
+    score, parent, _ = candidate
+    return -score, parent

@@ -67,13 +67,18 @@ class Detokenizer:
         """Return the rest of the text: bytes that are no character, as replacement characters."""
         return self._decode()[self._written :]
 
+    def whole(self, token_ids: Sequence[int]) -> str:
+        """Return the text of all tokens of an answer, which come at once."""
+        return self._text([*self._window, *token_ids])[self._written :]
+
     def _cut(self, length: int, *, unwritten: int) -> None:
         """Remove the first tokens of the window; its last characters are unwritten."""
         del self._window[:length]
         self._written = len(self._decode()) - unwritten
 
     def _decode(self) -> str:
-        text: str = self._tokenizer.decode(
-            self._window, skip_special_tokens=self._skip_special_tokens
-        )
+        return self._text(self._window)
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
         return text

@@ -6,16 +6,18 @@ One op finds the best tokens of all rows; then each search goes on by itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from varlen.decoding.beam_group import Candidate
 from varlen.decoding.beam_search import BeamSearch
 from varlen.decoding.token_edits import TokenEdits, TokenRules
 from varlen.errors import EngineError
@@ -38,13 +40,7 @@ class _Part:
     search: BeamSearch
     begin: int
     end: int
-
-    @property
-    def kind(self) -> Literal["forced", "sampled", "best"]:
-        """How the search goes on."""
-        if self.search.forced is not None:
-            return "forced"
-        return "sampled" if self.search.is_sampled else "best"
+    kind: Literal["forced", "sampled", "best"]
 
 
 class Searcher:
@@ -74,37 +70,57 @@ class Searcher:
             logits: `[sequences, vocabulary]` fp32; overwritten.
             sequences: the beams of one search after those of another. One that has no search yet begins one.
         """
-        parts = list(self._parts(sequences))
+        parts = self._parts(sequences)
         # what may run out of memory comes first: a step that does is repeated, so no search may have gone on
-        steps = self._best_of_rows(logits, [part for part in parts if part.kind == "best"])
+        advances = self._best_of_rows(logits, [part for part in parts if part.kind == "best"])
         for part in parts:
             if part.kind == "sampled":
                 # one search at a time: these need the whole rows on the host
                 rows = torch.log_softmax(logits[part.begin : part.end], dim=1).cpu().numpy()
-                steps[part.begin] = partial(
+                advances[part.begin] = partial(
                     part.search.advance_sampled, rows, renormalizes=self._renormalizes
                 )
             elif part.kind == "forced":
-                steps[part.begin] = part.search.advance_forced
-        chosen = {begin: _guarded(advance) for begin, advance in steps.items()}
-        return [chosen[part.begin] for part in parts for _ in range(part.begin, part.end)]
+                advances[part.begin] = part.search.advance_forced
+        # rows without a part are those of searches that could not begin
+        steps = [_failure()] * len(sequences)
+        for part in parts:
+            step = _guarded(advances[part.begin])
+            steps[part.begin : part.end] = [step] * (part.end - part.begin)
+        return steps
 
-    def _parts(self, sequences: Sequence[GeneratedSequence]) -> Iterator[_Part]:
+    def _parts(self, sequences: Sequence[GeneratedSequence]) -> list[_Part]:
+        """Return the searches of a step, without those that cannot begin, which have one row."""
+        parts: list[_Part] = []
         begin = 0
         while begin < len(sequences):
-            sequence = sequences[begin]
-            search = sequence.sampler_state
-            if search is None:
-                search = sequence.sampler_state = BeamSearch(
-                    sequence.generation,
-                    sequence.token_ids,
-                    rules=self._rules,
-                    vocab_size=self._vocab_size,
-                )
-            assert isinstance(search, BeamSearch)
-            assert search.num_rows
-            yield _Part(search, begin, begin + search.num_rows)
-            begin += search.num_rows
+            try:
+                search = self._search_of(sequences[begin])
+            except Exception:
+                _log.exception("a beam search could not begin; its request fails")
+                begin += 1
+                continue
+            kind: Literal["forced", "sampled", "best"] = "sampled" if search.is_sampled else "best"
+            if search.forced is not None:
+                kind = "forced"
+            end = begin + search.num_rows
+            parts.append(_Part(search, begin, end, kind))
+            begin = end
+        return parts
+
+    def _search_of(self, sequence: GeneratedSequence) -> BeamSearch:
+        """Return the search of a sequence, which may begin now."""
+        if sequence.sampler_state is None:
+            sequence.sampler_state = BeamSearch(
+                sequence.generation,
+                sequence.token_ids,
+                rules=self._rules,
+                vocab_size=self._vocab_size,
+            )
+        search = sequence.sampler_state
+        assert isinstance(search, BeamSearch)
+        assert search.num_rows
+        return search
 
     def _best_of_rows(
         self, logits: Tensor, parts: Sequence[_Part]
@@ -116,23 +132,20 @@ class Searcher:
         if sum(sizes) < len(logits):
             rows = np.concatenate([np.arange(part.begin, part.end) for part in parts])
             logits = logits[torch.from_numpy(rows).to(self._device)]
-        bounds = np.cumsum([0, *sizes]).tolist()
-        edits = _joined([part.search.edits() for part in parts], bounds)
-        width = max(part.search.width for part in parts)
-        tokens, logprobs = self._best(logits, edits, width)
+        edits = _joined([part.search.edits() for part in parts], sizes)
+        num_candidates = max(part.search.num_candidates for part in parts)
+        tokens, logprobs = self._best(logits, edits, num_candidates)
+        scores = np.array([score for part in parts for score in part.search.scores])
+        found = ranked(tokens, scores[:, None] + logprobs, sizes)
         return {
-            part.begin: partial(
-                part.search.advance,
-                tokens[begin:end, : part.search.width],
-                logprobs[begin:end, : part.search.width],
-            )
-            for part, (begin, end) in zip(parts, pairwise(bounds), strict=True)
+            part.begin: partial(part.search.advance, candidates)
+            for part, candidates in zip(parts, found, strict=True)
         }
 
     def _best(
-        self, logits: Tensor, edits: TokenEdits | None, width: int
+        self, logits: Tensor, edits: TokenEdits | None, num_candidates: int
     ) -> tuple[Int32Array, Float32Array]:
-        """Return the best tokens of each row and their log probabilities, `[rows, width]`."""
+        """Return the best tokens of each row and their log probabilities, `[rows, candidates]`."""
         on_device, raw = None, None
         if edits is not None:
             arrays = (edits.rows, edits.tokens, edits.factors)
@@ -141,7 +154,7 @@ class Searcher:
                 # the op may overwrite them
                 raw = logits[on_device.rows.long(), on_device.tokens.long()].cpu().numpy()
         scores = torch.zeros(len(logits), 1, device=self._device)
-        found = self._kernels.beam_step(logits, scores, width=width, edits=on_device)
+        found = self._kernels.beam_step(logits, scores, width=num_candidates, edits=on_device)
         tokens, logprobs = found.tokens.cpu().numpy(), found.scores.cpu().numpy()
         if edits is not None and raw is not None:
             best = logits.gather(1, found.tokens.long().clamp(min=0)).cpu().numpy()
@@ -150,6 +163,36 @@ class Searcher:
                 rest[row] = _exact_log_of_rest(logits[row], edits, raw, row)
             logprobs = logprobs - rest[:, None]
         return tokens, logprobs
+
+
+def ranked(
+    tokens: Int32Array, scores: npt.NDArray[np.float64], sizes: Sequence[int]
+) -> list[list[Candidate]]:
+    """Return the candidates of each search, the best first.
+
+    Among equal scores the lower row comes first, then the better token of the row.
+
+    Args:
+        tokens, scores: `[rows, candidates]`, the best of each row first; a score of -inf is no candidate.
+        sizes: number of rows of each search.
+    """
+    num_candidates, most_rows = tokens.shape[1], max(sizes)
+    # rows of one search side by side
+    shape = (len(sizes), most_rows, num_candidates)
+    is_row = np.arange(most_rows) < np.array(sizes)[:, None]
+    all_scores, all_tokens = np.full(shape, -np.inf), np.zeros(shape, np.int32)
+    all_scores[is_row], all_tokens[is_row] = scores, tokens
+    flat = all_scores.reshape(len(sizes), -1), all_tokens.reshape(len(sizes), -1)
+    order = np.argsort(-flat[0], axis=1, kind="stable")
+    counts = np.isfinite(flat[0]).sum(1)
+    sorted_scores, sorted_tokens = (np.take_along_axis(each, order, 1) for each in flat)
+    columns = (counts, sorted_scores, order // num_candidates, sorted_tokens)
+    return [
+        list(zip(row_scores[:count], parents[:count], row_tokens[:count], strict=True))
+        for count, row_scores, parents, row_tokens in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    ]
 
 
 def log_of_rest(
@@ -167,7 +210,8 @@ def log_of_rest(
     Args:
         edits: of all rows.
         raw: `[edits]`, the logits of the edited tokens.
-        tokens, logits, logprobs: `[rows, width]`, the best tokens, their logits, and log probabilities after the edits.
+        tokens, logits, logprobs: `[rows, candidates]`, the best tokens, their logits, and log probabilities after the
+            edits.
     """
     is_edited = np.zeros(tokens.shape, np.bool_)
     np.logical_or.at(is_edited, edits.rows, tokens[edits.rows] == edits.tokens[:, None])
@@ -200,13 +244,16 @@ def _exact_log_of_rest(logits: Tensor, edits: TokenEdits, raw: Float32Array, row
     return rest if rest > -np.inf else 0.0
 
 
-def _joined(edits: Sequence[TokenEdits | None], bounds: Sequence[int]) -> TokenEdits | None:
-    """Return the edits of all searches, whose rows begin at `bounds`; None without any."""
-    found = [(begin, each) for begin, each in zip(bounds, edits, strict=False) if each is not None]
+def _joined(edits: Sequence[TokenEdits | None], sizes: Sequence[int]) -> TokenEdits | None:
+    """Return the edits of all searches, which have these numbers of rows; None without any."""
+    begins = accumulate(sizes, initial=0)
+    found = [(begin, each) for begin, each in zip(begins, edits, strict=False) if each is not None]
     if not found:
         return None
+    rows = np.concatenate([each.rows for _, each in found])
+    rows += np.repeat([begin for begin, _ in found], [len(each.rows) for _, each in found])
     return TokenEdits(
-        np.concatenate([each.rows + np.int32(begin) for begin, each in found]),
+        rows,
         np.concatenate([each.tokens for _, each in found]),
         np.concatenate([each.factors for _, each in found]),
     )
@@ -218,4 +265,8 @@ def _guarded(advance: Callable[[], BeamStep]) -> BeamStep:
         return advance()
     except Exception:
         _log.exception("a beam search failed; its request fails")
-        return BeamStep((), (), error=EngineError(_SEARCH_FAILED))
+        return _failure()
+
+
+def _failure() -> BeamStep:
+    return BeamStep((), (), error=EngineError(_SEARCH_FAILED))

@@ -121,6 +121,8 @@ class TokenEditor:
         self._fixed_tokens = np.array(list(self._fixed), dtype=np.int32)
         self._fixed_factors = np.array(list(self._fixed.values()), dtype=np.float32)
         self._fixed_places = {token: place for place, token in enumerate(self._fixed)}
+        # by number of rows
+        self._fixed_edits_of: dict[int, TokenEdits] = {}
 
         size = self._ngram_size = options.no_repeat_ngram_size
         self._prompt_followers: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -195,11 +197,13 @@ class TokenEditor:
         """Return the edits of every step alone: all that most requests have."""
         if not self._fixed:
             return None
-        return TokenEdits(
-            np.repeat(np.arange(rows, dtype=np.int32), len(self._fixed)),
-            np.concatenate([self._fixed_tokens] * rows),
-            np.concatenate([self._fixed_factors] * rows),
-        )
+        if rows not in self._fixed_edits_of:
+            self._fixed_edits_of[rows] = TokenEdits(
+                np.repeat(np.arange(rows, dtype=np.int32), len(self._fixed)),
+                np.concatenate([self._fixed_tokens] * rows),
+                np.concatenate([self._fixed_factors] * rows),
+            )
+        return self._fixed_edits_of[rows]
 
     def _early_bans(self, num_generated: int) -> tuple[int, ...]:
         """Return tokens that may not come after this number of tokens."""

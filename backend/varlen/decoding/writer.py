@@ -54,9 +54,11 @@ class TextWriter:
     def _whole(self, answer: BeamAnswer) -> GeneratedPart:
         # the end token is no text, whichever it is
         text_ids = answer.token_ids[: -1 if answer.finish_reason == "stop" else None]
-        text = "".join(map(self._detokenizer.add, text_ids)) + self._detokenizer.finish()
         return GeneratedPart(
-            text, answer.token_ids, finish_reason=answer.finish_reason, score=answer.score
+            self._detokenizer.whole(text_ids),
+            answer.token_ids,
+            finish_reason=answer.finish_reason,
+            score=answer.score,
         )
 
     def _add(self, token: SampledToken) -> GeneratedPart:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from varlen.execution.step_packing import bounds_of, flat, slots_of
+from varlen.execution.step_packing import bounds_of, flat, slots_of, tables_of
 from varlen.memory.arena import Arena
 from varlen.program.program import PackedBatch, Program
 from varlen.sequence import Chunk
@@ -38,12 +38,12 @@ class SourceEncoder:
         lengths = np.fromiter((len(chunk.encodes) for chunk in new), np.int32, len(new))
         bounds = bounds_of(lengths)
         position_ids = np.arange(bounds[-1], dtype=np.int32) - np.repeat(bounds[:-1], lengths)
-        tables = [chunk.source_block_ids for chunk in new]
+        block_ids, tables = tables_of([chunk.source_block_ids for chunk in new])
         arrays = {
             "token_ids": flat([chunk.encodes for chunk in new], int(bounds[-1])),
             "position_ids": position_ids,
             "cu_seqlens": bounds,
-            "slots": slots_of(tables, position_ids, lengths, self._block_size),
+            "slots": slots_of(block_ids, tables, position_ids, lengths, self._block_size),
         }
         device = self._arena.device
         inputs = {name: torch.from_numpy(each).to(device) for name, each in arrays.items()}

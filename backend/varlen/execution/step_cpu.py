@@ -37,8 +37,9 @@ class CpuSteps:
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """Return the logits of a step, `[logit rows, vocabulary]`, valid until the next one."""
-        dims = step_dims(chunks)
-        batch = PackedBatch(step_inputs(chunks, self._block_size), dims)
+        inputs = step_inputs(chunks, self._block_size)
+        dims = step_dims(inputs)
+        batch = PackedBatch(inputs, dims)
         logits = self._logits[: dims["logit_rows"]]
         region = self._arena.allocate_whole(dims)
         self._program.run(batch, self._kernels, region, states=self._caches, out=[logits])

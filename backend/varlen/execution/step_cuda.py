@@ -92,7 +92,8 @@ class CudaSteps:
         Called in the context of `stream`. The caller reads the logits back, which waits for the device; a step without
         logits waits here, so the next one may overwrite the inputs on the host.
         """
-        arrays, dims = step_inputs(chunks, self._block_size), step_dims(chunks)
+        arrays = step_inputs(chunks, self._block_size)
+        dims = step_dims(arrays)
         if all(len(chunk.token_ids) == len(chunk.samples) == 1 for chunk in chunks):
             captured = next(c for c in self._captured if c.dims["sequences"] >= len(chunks))
             self._copy(_padded(arrays, captured.dims), captured.dims, dims)

@@ -1,6 +1,6 @@
 """Packs the inputs of one step of generation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -13,16 +13,14 @@ from varlen.request import Int32Array
 from varlen.sequence import Chunk
 
 
-def step_dims(chunks: Sequence[Chunk]) -> Dims:
-    """Return the dimensions of a step."""
+def step_dims(inputs: Mapping[str, Tensor]) -> Dims:
+    """Return the dimensions of a step, given its inputs."""
     return {
-        "tokens": sum(len(chunk.token_ids) for chunk in chunks),
-        "sequences": len(chunks),
-        "blocks": sum(len(chunk.block_ids) for chunk in chunks),
-        "source_blocks": sum(
-            len(chunk.token_ids) * len(chunk.source_block_ids) for chunk in chunks
-        ),
-        "logit_rows": sum(len(chunk.samples) for chunk in chunks),
+        "tokens": len(inputs["token_ids"]),
+        "sequences": len(inputs["context_lens"]),
+        "blocks": len(inputs["block_ids"]),
+        "source_blocks": len(inputs.get("source_block_ids", ())),
+        "logit_rows": len(inputs["logit_rows"]),
     }
 
 
@@ -33,19 +31,18 @@ def step_inputs(chunks: Sequence[Chunk], block_size: int) -> dict[str, Tensor]:
         chunks: of the step, at least one; all of them have a source text, or none has.
         block_size: tokens of a block.
     """
-    lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int32, len(chunks))
-    starts = np.fromiter((chunk.start for chunk in chunks), np.int32, len(chunks))
+    lengths = np.array([len(chunk.token_ids) for chunk in chunks], np.int32)
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
     bounds = bounds_of(lengths)
     # the first token of each chunk is at its `start`
     position_ids = np.arange(bounds[-1], dtype=np.int32)
     position_ids += np.repeat(starts - bounds[:-1], lengths)
-    tables = [chunk.block_ids for chunk in chunks]
-    block_ids, table_bounds = _tables(tables)
+    block_ids, table_bounds = tables_of([chunk.block_ids for chunk in chunks])
     samples = [len(chunk.samples) for chunk in chunks]
     arrays: dict[str, Int32Array | npt.NDArray[np.int64]] = {
         "token_ids": flat([chunk.token_ids for chunk in chunks], int(bounds[-1])),
         "position_ids": position_ids,
-        "slots": slots_of(tables, position_ids, lengths, block_size),
+        "slots": slots_of(block_ids, table_bounds, position_ids, lengths, block_size),
         "cu_seqlens": bounds,
         "context_lens": starts + lengths,
         "block_ids": block_ids,
@@ -58,7 +55,8 @@ def step_inputs(chunks: Sequence[Chunk], block_size: int) -> dict[str, Tensor]:
 
 
 def slots_of(
-    tables: Sequence[Sequence[int]],
+    block_ids: Int32Array,
+    bounds: Int32Array,
     position_ids: Int32Array,
     lengths: Int32Array,
     block_size: int,
@@ -66,12 +64,11 @@ def slots_of(
     """Return the slot of each token in the KV caches: block · block_size + place.
 
     Args:
-        tables: block table of each sequence.
+        block_ids, bounds: of the block tables of all sequences, see `tables_of`.
         position_ids: of all tokens, sequence by sequence.
         lengths: number of tokens of each sequence.
         block_size: tokens of a block.
     """
-    block_ids, bounds = _tables(tables)
     first = np.repeat(bounds[:-1], lengths)
     blocks: npt.NDArray[np.int64] = block_ids[first + position_ids // block_size].astype(np.int64)
     return blocks * block_size + position_ids % block_size
@@ -87,22 +84,22 @@ def flat(rows: Sequence[Sequence[int]], count: int) -> Int32Array:
     return np.fromiter(chain.from_iterable(rows), np.int32, count)
 
 
+def tables_of(tables: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
+    """Return the blocks of all tables, and the bounds of each table."""
+    bounds = bounds_of(np.fromiter(map(len, tables), np.int32, len(tables)))
+    return flat(tables, int(bounds[-1])), bounds
+
+
 def _source_inputs(chunks: Sequence[Chunk], lengths: Int32Array) -> dict[str, Int32Array]:
     """Return the tables of sources: each token is a row of its own."""
     sources = np.fromiter(
         (chunk.sequence.prompt.num_source_tokens for chunk in chunks), np.int32, len(chunks)
     )
     tables = [chunk.source_block_ids for chunk in chunks for _ in chunk.token_ids]
-    block_ids, bounds = _tables(tables)
+    block_ids, bounds = tables_of(tables)
     return {
         "source_rows": np.arange(len(tables) + 1, dtype=np.int32),
         "source_lens": np.repeat(sources, lengths),
         "source_block_ids": block_ids,
         "cu_source_blocks": bounds,
     }
-
-
-def _tables(tables: Sequence[Sequence[int]]) -> tuple[Int32Array, Int32Array]:
-    """Return the blocks of all tables, and the bounds of each table."""
-    bounds = bounds_of(np.fromiter(map(len, tables), np.int32, len(tables)))
-    return flat(tables, int(bounds[-1])), bounds

@@ -4,7 +4,6 @@ With reservations, a group gets all that it may ever need before it starts. With
 and a block at a time after that.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 from varlen.memory.blocks import BlockPool
@@ -27,10 +26,10 @@ class GroupMemory:
         self.reserves = reserves
         self.copies: dict[int, int] = {}
 
-    def need(self, prompt: Prompt, max_tokens: int, width: int) -> int:
-        """Return the most blocks that a prompt may hold, with `width` samples or beams."""
+    def need(self, prompt: Prompt, max_tokens: int, num_branches: int) -> int:
+        """Return the most blocks that a prompt with its samples or beams may hold."""
         alone, more = self._branch_need(prompt, max_tokens)
-        return self.blocks.blocks_of(prompt.num_source_tokens) + alone + more * (width - 1)
+        return self.blocks.blocks_of(prompt.num_source_tokens) + alone + more * (num_branches - 1)
 
     def start(self, group: Group, *, keep: int) -> bool:
         """Give a group its first blocks; return False if too few are available.
@@ -45,7 +44,7 @@ class GroupMemory:
         source = blocks.blocks_of(group.first.prompt.num_source_tokens)
         if self.reserves:
             max_tokens = first.generation.max_tokens
-            needed, keep = self.need(first.prompt, max_tokens, group.width), 0
+            needed, keep = self.need(first.prompt, max_tokens, group.max_branches), 0
         else:
             needed = source + blocks.blocks_of(len(first.token_ids))
         if not blocks.reserve(needed - len(shared), shared=shared, keep=keep):
@@ -56,70 +55,71 @@ class GroupMemory:
         first.num_computed = len(shared) * blocks.block_size
         return True
 
-    def fill(self, group: Group, branch: GeneratedSequence, num_blocks: int) -> None:
-        """Allocate reserved blocks of a branch until it has this number."""
-        for _ in range(num_blocks - len(branch.block_ids)):
-            branch.block_ids.append(self._allocate(group))
+    def fill(self, group: Group, num_blocks: int) -> None:
+        """Allocate reserved blocks of each branch until it has this number."""
+        for branch in group.branches:
+            while len(branch.block_ids) < num_blocks:
+                branch.block_ids.append(self._allocate(group))
 
-    def extend(self, group: Group, branch: GeneratedSequence) -> bool:
-        """Allocate the block of a branch's next token; return False if none is available."""
-        blocks, table = self.blocks, branch.block_ids
-        is_full = branch.num_computed == len(table) * blocks.block_size
-        # only the block of the last token is ever shared and not full
-        if not is_full and not blocks.is_shared(table[-1]):
-            return True
-        if not group.reserved and not blocks.available:
-            return False
-        if is_full:
-            table.append(self._allocate(group))
-        else:
-            source, copy = blocks.copy_on_write(table, reserved=self._use_reserved(group))
-            self.copies[copy] = source
+    def extend(self, group: Group) -> bool:
+        """Allocate the block of each branch's next token; return False if one is not available.
+
+        A branch that has its block keeps it.
+        """
+        blocks = self.blocks
+        for branch in group.branches:
+            table = branch.block_ids
+            is_full = branch.num_computed == len(table) * blocks.block_size
+            # only the block of the last token is ever shared and not full
+            if not is_full and not blocks.is_shared(table[-1]):
+                continue
+            if not group.reserved and not blocks.available:
+                return False
+            if is_full:
+                table.append(self._allocate(group))
+            else:
+                source, copy = blocks.copy_on_write(table, reserved=self._use_reserved(group))
+                self.copies[copy] = source
         return True
 
-    def store(self, group: Group, branch: GeneratedSequence, begin: int) -> None:
-        """Let others share the blocks that a branch has filled since its token `begin`."""
-        if not group.first.prompt.num_source_tokens:
+    def store(self, group: Group, begin: int) -> None:
+        """Let others share the blocks that branches have filled since their token `begin`."""
+        if group.first.prompt.num_source_tokens:
+            return
+        for branch in group.branches:
             self.blocks.store(
                 branch.token_ids, branch.block_ids, begin=begin, end=branch.num_computed
             )
 
     def follow(self, group: Group, parents: Sequence[int], token_ids: Sequence[int]) -> None:
         """Replace the branches of a group, see `Group.follow`; they share the blocks of their parents."""
-        uses = Counter(parents)
+        branches = group.branches
+        used: set[int] = set()
+        for parent in parents:
+            if parent in used:
+                self.blocks.fork(branches[parent].block_ids)
+            used.add(parent)
         unused: list[int] = []
-        for place, branch in enumerate(group.branches):
-            for _ in range(uses[place] - 1):
-                self.blocks.fork(branch.block_ids)
-            if place not in uses:
+        for place, branch in enumerate(branches):
+            if place not in used:
                 unused += self._release(branch.block_ids)
         group.follow(parents, token_ids)
-        if self.reserves:
+        if self.reserves and unused:
             # the search may need as many again
             self.blocks.reserve(len(unused))
             group.reserved += len(unused)
 
     def split(self, group: Group) -> list[Group]:
         """Return a group for each sample that goes on; they share their prompt's blocks."""
-        first, table, source = group.first, group.first.block_ids, group.source_block_ids
-        num_computed, more = (
-            first.num_computed,
-            self._branch_need(first.prompt, first.generation.max_tokens)[1],
-        )
+        first = group.first
+        table, num_computed = first.block_ids, first.num_computed
         left = [sequence for sequence in group.sequences if sequence.status == "running"]
         # what it still holds is released here, not that of its samples
         first.block_ids = []
         group.branches.clear()
-        groups = []
-        priority, number, _ = group.order
-        for sequence in left:
-            alone = Group((priority, number, sequence.row), (sequence,), has_started=True)
-            alone.is_encoded, alone.source_block_ids = True, [*source]
-            sequence.num_computed, sequence.block_ids = num_computed, [*table]
-            self.blocks.fork(source)
-            self.blocks.fork(table)
-            groups.append(alone)
+        groups = [self._alone(group, sequence, table, num_computed) for sequence in left]
         if self.reserves and groups:
+            _, more = self._branch_need(first.prompt, first.generation.max_tokens)
             for alone in groups:
                 alone.reserved = more
             # the first to write a shared block copies it; the last one writes in place, so it needs one block less
@@ -128,6 +128,20 @@ class GroupMemory:
         self._release(table)
         self.release(group)
         return groups
+
+    def _alone(
+        self, group: Group, sequence: GeneratedSequence, table: list[int], num_computed: int
+    ) -> Group:
+        """Return a group of one sample, which shares the blocks of its prompt."""
+        priority, number, _ = group.order
+        alone = Group((priority, number, sequence.row), (sequence,), has_started=True)
+        alone.is_encoded = True
+        alone.source_block_ids = [*group.source_block_ids]
+        sequence.num_computed = num_computed
+        sequence.block_ids = [*table]
+        self.blocks.fork(alone.source_block_ids)
+        self.blocks.fork(table)
+        return alone
 
     def release(self, group: Group) -> None:
         """Release all that a group holds."""

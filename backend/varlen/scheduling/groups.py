@@ -19,7 +19,7 @@ class Group:
         order: place among running and waiting sequences: by priority, then by arrival, then by row.
         sequences: those of the answer, at least one.
         has_beams: whether its answer is searched with beams.
-        width: most of its samples or beams that run at the same time.
+        max_branches: most of its samples or beams that run at the same time.
         branches: what is computed: the first sequence, or the beams that are alive.
         source_block_ids: blocks of the keys and values of its source text.
         is_encoded: whether these are stored; also without a source text.
@@ -30,7 +30,7 @@ class Group:
     order: tuple[int, int, int]
     sequences: tuple[GeneratedSequence, ...]
     has_beams: bool = field(init=False)
-    width: int = field(init=False)
+    max_branches: int = field(init=False)
     branches: list[GeneratedSequence] = field(init=False)
     source_block_ids: list[int] = field(default_factory=list)
     is_encoded: bool = field(init=False)
@@ -40,7 +40,7 @@ class Group:
     def __post_init__(self) -> None:
         generation = self.first.generation
         self.has_beams = self.first.is_searched
-        self.width = generation.num_beams if self.has_beams else len(self.sequences)
+        self.max_branches = generation.num_beams if self.has_beams else len(self.sequences)
         self.branches = [self.first]
         self.is_encoded = not self.first.prompt.num_source_tokens
 

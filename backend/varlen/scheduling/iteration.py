@@ -22,9 +22,9 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, count, repeat
+from itertools import chain, count, islice, repeat
 from typing import cast
 
 from sortedcontainers import SortedKeyList
@@ -121,8 +121,8 @@ class IterationScheduler:
         self._numbers = count()
         # groups of each request that have not run yet
         self._new: Counter[RequestState] = Counter()
-        # those of the step in flight, chunk by chunk
-        self._in_flight: tuple[Group, ...] = ()
+        # those of the step in flight, in order, and what runs of each
+        self._in_flight: dict[Group, list[Chunk]] = {}
         # below the limit after a step that ran out of memory
         self._step_tokens = limits.max_step_tokens
         self._num_running = self._num_waiting = 0
@@ -182,68 +182,56 @@ class IterationScheduler:
         groups = self._groups_of_step()
         if not groups:
             return None
-        chunks: list[tuple[Group, Chunk]] = []
-        for group, tokens in zip(groups, self._divide_step(groups), strict=True):
-            num_blocks = self._blocks.blocks_of(group.first.num_computed + tokens)
-            for branch in group.branches:
-                # of those that are reserved; a sequence that generates has its block
-                self._memory.fill(group, branch, num_blocks)
-                chunks.append((group, _chunk(group, branch, tokens, num_blocks)))
+        parts = list(zip(groups, self._divide_step(groups), strict=True))
         # one token first: the others attend in a way of their own
-        chunks.sort(key=lambda each: len(each[1].token_ids) > 1)
-        self._in_flight = tuple(group for group, _ in chunks)
-        return self._start([chunk for _, chunk in chunks], now)
+        parts.sort(key=lambda part: part[1] > 1)
+        for group, tokens in parts:
+            num_blocks = self._blocks.blocks_of(group.first.num_computed + tokens)
+            # of those that are reserved; a sequence that generates has its block
+            self._memory.fill(group, num_blocks)
+            self._in_flight[group] = _chunks(group, tokens, num_blocks)
+        return self._start(now)
 
     def trim(self, batch: Batch, now: float) -> StepBatch | None:
         """Return a scheduled step without its finished sequences; None if all are finished."""
-        step = cast(StepBatch, batch)
-        self._admission.end(step)
-        kept = [
-            (group, chunk)
-            for group, chunk in zip(self._in_flight, step.chunks, strict=True)
-            if not group.is_finished
-        ]
-        for group in _without_repeats(self._in_flight):
-            if group.is_finished:
-                self._end(group)
-        self._in_flight = tuple(group for group, _ in kept)
-        return self._start([chunk for _, chunk in kept], now) if kept else None
+        self._admission.end(batch)
+        for group in [group for group in self._in_flight if group.is_finished]:
+            self._end(group)
+            del self._in_flight[group]
+        return self._start(now) if self._in_flight else None
 
     def update(self, batch: Batch, result: BatchResult) -> list[Event]:
         """Return the new tokens of a step that has run, or its failures."""
         step = cast(StepBatch, batch)
         self._admission.end(step)
-        in_flight, self._in_flight = self._in_flight, ()
-        groups = _without_repeats(in_flight)
+        in_flight, self._in_flight = self._in_flight, {}
         # removed while they ran
-        removed = {group for group in groups if group.is_finished}
+        removed = [group for group in in_flight if group.is_finished]
         for group in removed:
             self._end(group)
         if result.failure == "memory" and (
-            len(groups) > 1 or groups[0].least_tokens < step.shape.tokens
+            len(in_flight) > 1 or next(iter(in_flight)).least_tokens < step.shape.tokens
         ):
             self._step_tokens = max(1, step.shape.tokens // 2)
             _log.warning("too little memory for a step of %d tokens", step.shape.tokens)
             return []
         if result.failure is not None:
             error = EngineError(_OUT_OF_MEMORY if result.failure == "memory" else _STEP_FAILED)
-            return [SequenceFailure(g.first, error) for g in groups if g not in removed]
+            return [SequenceFailure(g.first, error) for g in in_flight if g not in removed]
         self._cost.learn(step.shape.tokens, result.seconds)
         growth = max(1, self._limits.max_step_tokens // _STEP_GROWTH)
         self._step_tokens = min(self._step_tokens + growth, self._limits.max_step_tokens)
         self._memory.copies.clear()
         outputs = iter(result.outputs)
-        chosen: dict[Group, list[object]] = {group: [] for group in groups}
-        for group, chunk in zip(in_flight, step.chunks, strict=True):
-            chosen[group] += [next(outputs) for _ in chunk.samples]
+        events: list[Event] = []
+        for group, chunks in in_flight.items():
+            chosen: list[object] = list(
+                islice(outputs, sum(len(chunk.samples) for chunk in chunks))
+            )
             if group not in removed:
-                self._mark_computed(group, chunk)
-        return [
-            event
-            for group in groups
-            if group not in removed
-            for event in self._continue(group, chosen[group])
-        ]
+                self._mark_computed(group, chunks)
+                events += self._continue(group, chosen)
+        return events
 
     def remove(self, request: RequestState) -> None:
         """Finish all sequences of a request.
@@ -255,7 +243,7 @@ class IterationScheduler:
         new = [group for group in waiting if not group.has_started]
         for group in waiting:
             self._waiting.remove(group)
-            self._num_waiting -= group.width
+            self._num_waiting -= group.max_branches
         if new:
             del self._new[request]
             self._subtract_waiting(new, requests=1)
@@ -278,15 +266,15 @@ class IterationScheduler:
         """
         options = request.options.generation
         assert options is not None
-        width = max(options.n, options.num_beams)
+        branches = max(options.n, options.num_beams)
         share, alone = 0.0, 0.0
         for prompt in request.prompts:
             chunks = -(-prompt.num_tokens // self._limits.max_step_tokens)
             steps, tokens = chunks + options.max_tokens - 1, options.max_tokens - 1
-            alone = max(alone, self._cost.seconds(steps, prompt.num_tokens + width * tokens))
+            alone = max(alone, self._cost.seconds(steps, prompt.num_tokens + branches * tokens))
             # in full steps, sequences divide the constant part among them
-            share += self._cost.seconds(0, prompt.num_tokens + width * tokens)
-            share += self._cost.seconds(steps, 0) * width / self._max_running
+            share += self._cost.seconds(0, prompt.num_tokens + branches * tokens)
+            share += self._cost.seconds(steps, 0) * branches / self._max_running
         return Forecast(share, least_seconds=alone)
 
     def _groups_of_step(self) -> list[Group]:
@@ -310,17 +298,16 @@ class IterationScheduler:
             # one before it may have preempted it
             if group.remaining > 1 or not group.is_encoded:
                 continue
-            for branch in tuple(group.branches):
-                while group.first.status == "running" and not self._memory.extend(group, branch):
-                    self._preempt(self._running[-1])
+            while group.first.status == "running" and not self._memory.extend(group):
+                self._preempt(self._running[-1])
         return self._preemptions == before
 
     def _start_waiting(self) -> None:
         """Start waiting groups in order, up to the first that does not fit."""
-        step_tokens = sum(group.least_tokens for group in self._running)
+        step_tokens = sum(group.least_tokens for group in self._running) if self._waiting else 0
         while self._waiting:
             group = self._waiting[0]
-            if self._num_running + group.width > self._max_running:
+            if self._num_running + group.max_branches > self._max_running:
                 return
             step_tokens += group.least_tokens
             # what does not fit into the step starts in a later one: a source text runs in one piece
@@ -330,8 +317,8 @@ class IterationScheduler:
             if not self._memory.start(group, keep=self._num_running):
                 return
             del self._waiting[0]
-            self._num_waiting -= group.width
-            self._num_running += group.width
+            self._num_waiting -= group.max_branches
+            self._num_running += group.max_branches
             self._running.add(group)
             for sequence in group.sequences:
                 sequence.status = "running"
@@ -366,7 +353,9 @@ class IterationScheduler:
             spare -= more
         return lengths
 
-    def _start(self, chunks: list[Chunk], now: float) -> StepBatch:
+    def _start(self, now: float) -> StepBatch:
+        """Return the step of all groups in flight."""
+        chunks = tuple(chain.from_iterable(self._in_flight.values()))
         lengths = [len(chunk.token_ids) for chunk in chunks]
         sources = [len(chunk.encodes) for chunk in chunks if chunk.encodes]
         shape = BatchShape.of(lengths + sources)
@@ -374,19 +363,21 @@ class IterationScheduler:
         sequences = tuple(chunk.sequence for chunk in chunks)
         seconds = self._cost.seconds(1, shape.tokens)
         copies = tuple((source, copy) for copy, source in self._memory.copies.items())
-        batch = StepBatch(sequences, shape, seconds, reason, tuple(chunks), copies)
+        batch = StepBatch(sequences, shape, seconds, reason, chunks, copies)
         self._admission.start(batch, until=now + seconds)
         return batch
 
-    def _mark_computed(self, group: Group, chunk: Chunk) -> None:
-        branch, tokens = chunk.sequence, len(chunk.token_ids)
-        branch.num_computed = chunk.start + tokens
-        if branch.num_generated and chunk.samples and tokens == 1:
-            self._decode_tokens += tokens
+    def _mark_computed(self, group: Group, chunks: list[Chunk]) -> None:
+        # all of a group have as many
+        begin, tokens = chunks[0].start, len(chunks[0].token_ids)
+        if group.first.num_generated and chunks[0].samples and tokens == 1:
+            self._decode_tokens += len(chunks)
         else:
-            self._prefill_tokens += tokens + len(chunk.encodes)
+            self._prefill_tokens += sum(tokens + len(chunk.encodes) for chunk in chunks)
+        for chunk in chunks:
+            chunk.sequence.num_computed = begin + tokens
         group.is_encoded = True
-        self._memory.store(group, branch, chunk.start)
+        self._memory.store(group, begin)
 
     def _continue(self, group: Group, outputs: list[object]) -> list[Event]:
         """Return the events of a group that has run, and split or release it."""
@@ -420,7 +411,7 @@ class IterationScheduler:
     def _split(self, group: Group) -> None:
         """Replace a group by one for each sample that goes on."""
         self._running.remove(group)
-        self._num_running -= group.width
+        self._num_running -= group.max_branches
         self._forget(group)
         for alone in self._memory.split(group):
             self._group_of[alone.first] = alone
@@ -429,7 +420,7 @@ class IterationScheduler:
 
     def _preempt(self, group: Group) -> None:
         """Release the blocks of a group, and let it wait in its old place."""
-        self._preemptions += group.width
+        self._preemptions += group.max_branches
         self._stop(group)
         group.restart()
         for sequence in group.sequences:
@@ -438,7 +429,7 @@ class IterationScheduler:
 
     def _enqueue(self, group: Group) -> None:
         self._waiting.add(group)
-        self._num_waiting += group.width
+        self._num_waiting += group.max_branches
 
     def _end(self, group: Group) -> None:
         """Release all of a finished group that was running."""
@@ -447,7 +438,7 @@ class IterationScheduler:
 
     def _stop(self, group: Group) -> None:
         self._running.remove(group)
-        self._num_running -= group.width
+        self._num_running -= group.max_branches
         self._memory.release(group)
 
     def _forget(self, group: Group) -> None:
@@ -462,27 +453,28 @@ class IterationScheduler:
         self._admission.leave(requests=requests, tokens=tokens, seconds=seconds)
 
 
-def _without_repeats(groups: Iterable[Group]) -> list[Group]:
-    return list(dict.fromkeys(groups))
-
-
-def _chunk(group: Group, branch: GeneratedSequence, tokens: int, num_blocks: int) -> Chunk:
-    begin = branch.num_computed
-    end = begin + tokens
-    samples: tuple[GeneratedSequence, ...] = ()
-    if end == len(branch.token_ids):
-        samples = (branch,) if group.has_beams else group.sequences
-    source = branch.prompt.source_ids
-    return Chunk(
-        branch,
-        begin,
-        tuple(branch.token_ids[begin:end]),
-        # it has more of them after a larger step that ran out of memory
-        tuple(branch.block_ids[:num_blocks]),
-        samples,
-        source_block_ids=tuple(group.source_block_ids),
-        encodes=() if group.is_encoded or source is None else tuple(source.tolist()),
-    )
+def _chunks(group: Group, tokens: int, num_blocks: int) -> list[Chunk]:
+    """Return the next tokens of each branch of a group."""
+    first = group.first
+    begin, end = first.num_computed, first.num_computed + tokens
+    has_logits, has_beams = end == len(first.token_ids), group.has_beams
+    samples = group.sequences if has_logits else ()
+    source = first.prompt.source_ids
+    source_block_ids = tuple(group.source_block_ids)
+    encodes = () if group.is_encoded or source is None else tuple(source.tolist())
+    return [
+        Chunk(
+            branch,
+            begin,
+            tuple(branch.token_ids[begin:end]),
+            # it has more of them after a larger step that ran out of memory
+            tuple(branch.block_ids[:num_blocks]),
+            (branch,) if has_beams and has_logits else samples,
+            source_block_ids,
+            encodes,
+        )
+        for branch in group.branches
+    ]
 
 
 def _append(sequence: GeneratedSequence, token: SampledToken) -> Event:

@@ -37,18 +37,18 @@ def check_fits(
             f"row {row}: the prompt has {length} tokens and max_tokens is {options.max_tokens};"
             f" this model takes at most {limits.max_sequence_tokens} in all"
         )
-    name, width = ("num_beams", options.num_beams) if options.num_beams > 1 else ("n", options.n)
+    name, branches = ("num_beams", options.num_beams) if options.num_beams > 1 else ("n", options.n)
     most = min(limits.max_running_sequences, limits.max_step_tokens)
-    if width > most:
+    if branches > most:
         raise RequestError(
-            f"{name} is {width}; this model generates at most {most} sequences at a time"
+            f"{name} is {branches}; this model generates at most {most} sequences at a time"
         )
     # without reservations, samples that do not fit together run one after another; beams cannot
     shares = not memory.reserves and options.num_beams == 1
-    needed = memory.need(prompt, options.max_tokens, 1 if shares else width)
+    needed = memory.need(prompt, options.max_tokens, 1 if shares else branches)
     blocks = memory.blocks
     if needed > blocks.num_blocks:
         raise RequestError(
-            f"row {row}: {prompt.num_tokens} tokens and {width} times max_tokens of {options.max_tokens} need"
+            f"row {row}: {prompt.num_tokens} tokens and {branches} times max_tokens of {options.max_tokens} need"
             f" {needed} KV blocks of {blocks.block_size} tokens; this model has {blocks.num_blocks} (kv_bytes)"
         )

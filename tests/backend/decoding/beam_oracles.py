@@ -7,6 +7,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration, GPT2Config, GPT2LMHeadModel
 
 from varlen.decoding.beam_search import BeamSearch
+from varlen.decoding.searcher import ranked
 from varlen.decoding.token_edits import TokenRules
 from varlen.generation_options import GenerationOptions
 
@@ -46,7 +47,7 @@ class Case:
     rules: dict = field(default_factory=dict)
 
     @property
-    def width(self):
+    def num_beams(self):
         return self.options["num_beams"]
 
     @property
@@ -103,7 +104,7 @@ class Oracle:
         found = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            num_return_sequences=case.width,
+            num_return_sequences=case.num_beams,
             eos_token_id=list(case.end_ids),
             do_sample=False,
             return_dict_in_generate=True,
@@ -112,16 +113,16 @@ class Oracle:
         )
         skipped = len(self.start(case.prompts[0]))
         rows = [cut(row[skipped:], case.end_ids) for row in found.sequences.tolist()]
-        scores = [0.0] * len(rows) if case.width == 1 else found.sequences_scores.tolist()
+        scores = [0.0] * len(rows) if case.num_beams == 1 else found.sequences_scores.tolist()
         answers = list(zip(rows, scores, strict=True))
-        return [answers[at : at + case.width] for at in range(0, len(answers), case.width)]
+        return [answers[at : at + case.num_beams] for at in range(0, len(answers), case.num_beams)]
 
     def search(self, case, noise=None):
         """Return the answers of our search to each prompt, all in the same steps.
 
         noise: generator of errors that are added to the log probabilities, of the size of rounding errors.
         """
-        options = GenerationOptions(**case.options, n=case.width)
+        options = GenerationOptions(**case.options, n=case.num_beams)
         rules = TokenRules(**{"end_ids": case.end_ids, **self.rules, **case.rules})
         vocab_size = self.model.get_output_embeddings().out_features
         searches = [
@@ -129,22 +130,21 @@ class Oracle:
             for prompt in case.prompts
         ]
         answers = [None] * len(searches)
+        beams = [[self.start(prompt)] for prompt in case.prompts]
         while live := [index for index, found in enumerate(answers) if found is None]:
-            beams = [(index, row) for index in live for row in range(searches[index].num_rows)]
             rows = self.logprobs(
-                [case.prompts[index] for index, _ in beams],
-                [
-                    [*self.start(case.prompts[index]), *searches[index].token_ids(row)]
-                    for index, row in beams
-                ],
+                [case.prompts[index] for index in live for _ in beams[index]],
+                [beam for index in live for beam in beams[index]],
             )
             if noise is not None:
                 rows = rows * (1 + noise.uniform(-1e-5, 1e-5, rows.shape)).astype(np.float32)
             for index in live:
-                own = rows[: searches[index].num_rows]
+                assert searches[index].num_rows == len(beams[index])
+                own = rows[: len(beams[index])]
                 rows = rows[len(own) :]
                 step = advance(searches[index], own, renormalizes=self._renormalizes)
                 answers[index] = step.answers
+                beams[index] = extended(beams[index], step)
         return answers
 
 
@@ -204,8 +204,17 @@ def advance(search, logprobs, num_candidates=None, *, renormalizes=False):
     if renormalizes:
         logprobs -= np.log(np.exp(logprobs).sum(1, keepdims=True))
     tokens = np.argsort(-logprobs, axis=1, kind="stable").astype(np.int32)
-    tokens = tokens[:, : num_candidates or search.width]
-    return search.advance(tokens, np.take_along_axis(logprobs, tokens, axis=1))
+    tokens = tokens[:, : num_candidates or search.num_candidates]
+    scores = np.array(search.scores)[:, None] + np.take_along_axis(logprobs, tokens, axis=1)
+    [candidates] = ranked(tokens, scores, [len(tokens)])
+    return search.advance(candidates)
+
+
+def extended(beams, step):
+    """Return the tokens of each beam after a step."""
+    return [
+        [*beams[parent], token] for parent, token in zip(step.parents, step.token_ids, strict=True)
+    ]
 
 
 class TableModel:
@@ -222,10 +231,11 @@ class TableModel:
 
     def run(self, search, num_candidates=None):
         """Return the answers of a search."""
-        answers = None
+        answers, beams = None, [[]]
         while answers is None:
-            rows = [self.logprobs(search.token_ids(row)) for row in range(search.num_rows)]
-            answers = advance(search, np.array(rows, np.float32), num_candidates).answers
+            rows = [self.logprobs(beam) for beam in beams]
+            step = advance(search, np.array(rows, np.float32), num_candidates)
+            answers, beams = step.answers, extended(beams, step)
         return answers
 
     def score(self, token_ids):
@@ -239,11 +249,11 @@ def cut(tokens, end_ids):
     return tuple(tokens[: ends[0] + 1] if ends else tokens)
 
 
-def random_case(kind, width, early_stopping, rng):
+def random_case(kind, num_beams, early_stopping, rng):
     """Return prompts and options of one call of `generate`."""
-    options = {"num_beams": width, "max_tokens": rng.choice([1, 3, 6, 10, 12])}
+    options = {"num_beams": num_beams, "max_tokens": rng.choice([1, 3, 6, 10, 12])}
     rules = {}
-    if width > 1:
+    if num_beams > 1:
         options["early_stopping"] = early_stopping
         options["length_penalty"] = rng.choice([-1.0, -0.5, 0.0, 0.6, 1.0, 2.0])
         if rng.random() < 0.4:
@@ -262,7 +272,7 @@ def random_case(kind, width, early_stopping, rng):
         rules["suppressed_ids"] = tuple(rng.sample(range(10, VOCABULARY), 20))
     if rng.random() < 0.3:
         rules["first_suppressed_ids"] = tuple(rng.sample(range(10, VOCABULARY), 20))
-    if width > 1 and rng.random() < 0.5:
+    if num_beams > 1 and rng.random() < 0.5:
         # what a request asks for comes before what the checkpoint has
         given = {name: rules.pop(name) for name in REQUEST_NAMES if name in rules}
         options |= {REQUEST_NAMES[name]: value for name, value in given.items()}

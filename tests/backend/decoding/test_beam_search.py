@@ -3,7 +3,6 @@
 import random
 from functools import cache
 
-import numpy as np
 import pytest
 
 from varlen.decoding.beam_search import BeamSearch, BeamStep
@@ -21,21 +20,24 @@ def model_of(kind, seed, boost):
 
 
 @pytest.mark.parametrize(
-    "width, early_stopping",
-    [(1, False), *((width, early) for width in (2, 4, 5, 8) for early in (True, False, "never"))],
+    "num_beams, early_stopping",
+    [
+        (1, False),
+        *((num_beams, early) for num_beams in (2, 4, 5, 8) for early in (True, False, "never")),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["bart", "gpt2"])
-def test_answers_and_scores_are_those_of_hugging_face(kind, width, early_stopping):
-    rng = random.Random(f"{kind} {width} {early_stopping}")
+def test_answers_and_scores_are_those_of_hugging_face(kind, num_beams, early_stopping):
+    rng = random.Random(f"{kind} {num_beams} {early_stopping}")
     ties = 0
     for _ in range(NUM_CASES):
-        case = random_case(kind, width, early_stopping, rng)
+        case = random_case(kind, num_beams, early_stopping, rng)
         model = model_of(case.model, case.seed, case.boost)
         for row, (expected, actual) in enumerate(
             zip(model.generate(case), model.search(case), strict=True)
         ):
-            if width == 1:
+            if num_beams == 1:
                 # greedy search of Hugging Face has no scores
                 assert [expected[0][0]] == [answer.token_ids for answer in actual]
             elif not are_equal(expected, actual):
@@ -104,23 +106,19 @@ def test_the_request_gets_as_many_answers_as_it_asks_for():
     assert model.run(search_of(model, max_tokens=5, n=2)) == four[:2]
 
 
-def test_beams_of_equal_score_keep_the_order_of_rows_and_candidates():
+def test_tokens_that_end_an_answer_are_no_beams():
     search = search_of(TableModel(20), num_beams=2)
-    first = search.advance(np.array([[5, 6, 7]], np.int32), np.full((1, 3), -1.0, np.float32))
-    second = search.advance(
-        np.array([[9, 8, 7], [4, 5, 6]], np.int32), np.full((2, 3), -1.0, np.float32)
-    )
+    first = search.advance([(-1.0, 0, 5), (-1.5, 0, 3), (-2.0, 0, 6), (-3.0, 0, 7)])
+    second = search.advance([(-2.0, 1, 9), (-2.5, 0, 8), (-3.0, 0, 3)])
 
     assert first == BeamStep((0, 0), (5, 6))
-    assert second == BeamStep((0, 0), (9, 8))
-    assert [search.token_ids(row) for row in range(2)] == [(5, 9), (5, 8)]
+    assert second == BeamStep((1, 0), (9, 8))
 
 
-def test_missing_candidates_are_no_beams():
+def test_a_step_may_have_fewer_candidates_than_beams():
     search = search_of(TableModel(20))
-    logprobs = np.array([[-1.0, -np.inf, -np.inf, -np.inf, -np.inf]], np.float32)
 
-    step = search.advance(np.array([[5, -1, -1, -1, -1]], np.int32), logprobs)
+    step = search.advance([(-1.0, 0, 5)])
 
     assert step == BeamStep((0,), (5,))
     assert search.num_rows == 1

@@ -51,6 +51,19 @@ def test_no_part_splits_a_character_of_a_text(kind, text):
     assert not any("\ufffd" in part for part in parts)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(prompt=st.sampled_from(TEXTS), text=st.sampled_from(TEXTS))
+@settings(max_examples=30, deadline=None)
+def test_an_answer_at_once_has_the_text_of_its_parts(kind, prompt, text):
+    tokenizer = KINDS[kind]()
+    prompt_ids, ids = tokenizer.encode(prompt).ids, tokenizer.encode(text).ids
+    detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=True)
+
+    whole = detokenizer.whole(ids)
+
+    assert whole == "".join(parts_of(tokenizer, ids, prompt_ids))
+
+
 @given(data=st.binary(max_size=120))
 @settings(max_examples=120, deadline=None)
 def test_any_bytes_come_out_as_they_are_decoded_together(data):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from varlen.decoding.beam_search import BeamSearch
-from varlen.decoding.searcher import Searcher
+from varlen.decoding.searcher import Searcher, ranked
 from varlen.decoding.token_edits import TokenRules
 
 from .sequences import sequences_of
@@ -40,7 +40,7 @@ def test_scores_are_normalized_again_however_likely_a_banned_token_is(likely):
     sequence = sequences_of(1, **options)[0]
     searcher.advance(logits, [sequence])
 
-    scores = [beam.score for beam in sequence.sampler_state._beams]
+    scores = sequence.sampler_state.scores
     torch.testing.assert_close(torch.tensor(scores), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -87,3 +87,57 @@ def test_a_search_that_fails_ends_alone(monkeypatch):
     assert "the search for an answer failed" in str(first.error)
     assert second.error is None
     assert len(second.token_ids) == 2
+
+
+def test_a_search_that_cannot_begin_ends_alone(monkeypatch):
+    searcher = searcher_of()
+    sequences = [sequences_of(1, num_beams=2, max_tokens=4, n=n)[0] for n in (1, 2)]
+    begin = BeamSearch.__init__
+
+    def failing(self, options, *arguments, **others):
+        if options is sequences[0].generation:
+            raise ValueError("broken")
+        begin(self, options, *arguments, **others)
+
+    monkeypatch.setattr(BeamSearch, "__init__", failing)
+    first, second = searcher.advance(logits_of(2), sequences)
+
+    assert "the search for an answer failed" in str(first.error)
+    [alone] = searcher_of().advance(logits_of(2)[1:], sequences_of(1, num_beams=2, max_tokens=4))
+    assert second == alone
+
+
+def test_candidates_of_equal_score_keep_the_order_of_rows_and_tokens():
+    tokens = np.array([[5, 6], [9, 8], [4, 7]], np.int32)
+    scores = np.array([[-1.0, -2.0], [-1.0, -1.0], [-3.0, -np.inf]])
+
+    assert ranked(tokens, scores, [2, 1]) == [
+        [(-1.0, 0, 5), (-1.0, 1, 9), (-1.0, 1, 8), (-2.0, 0, 6)],
+        [(-3.0, 0, 4)],
+    ]
+
+
+def test_searches_with_different_beams_in_one_step_go_on_as_each_does_alone():
+    rows = [
+        {"num_beams": 2, "max_tokens": 5},
+        {"num_beams": 5, "max_tokens": 5, "repetition_penalty": 1.5},
+        {"num_beams": 1, "max_tokens": 5},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "max_tokens": 5},
+        {"num_beams": 3, "diversity_type": "sibling", "diversity_penalty": 1.0, "max_tokens": 5},
+    ]
+    together = [sequences_of(1, **options)[0] for options in rows]
+    alone = [sequences_of(1, **options)[0] for options in rows]
+    mixed, single = searcher_of(), searcher_of()
+    for step in range(5):
+        counts = [1 if not step else sequence.sampler_state.num_rows for sequence in together]
+        batch = [each for each, count in zip(together, counts, strict=True) for _ in range(count)]
+        logits = logits_of(len(batch), seed=step)
+        expected, begin = [], 0
+        for sequence, count in zip(alone, counts, strict=True):
+            own = logits[begin : begin + count].clone()
+            expected += single.advance(own, [sequence] * count)
+            begin += count
+
+        assert mixed.advance(logits, batch) == expected
+        together = [s for s in together if s.sampler_state.num_rows]
+        alone = [s for s in alone if s.sampler_state.num_rows]

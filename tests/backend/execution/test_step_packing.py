@@ -1,6 +1,5 @@
 """The inputs of a step are those that a loop over tokens makes."""
 
-from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -79,7 +78,7 @@ def test_each_token_is_a_row_that_reads_its_whole_source(step):
         row.source_block_ids for row in rows
     ]
     # the rest is as without sources
-    others = step_inputs([replace(chunk, source_block_ids=()) for chunk in chunks], block_size)
+    others = step_inputs([chunk._replace(source_block_ids=()) for chunk in chunks], block_size)
     assert inputs == inputs | {name: tensor.tolist() for name, tensor in others.items()}
 
 
@@ -87,8 +86,16 @@ def test_each_token_is_a_row_that_reads_its_whole_source(step):
 def test_the_dimensions_are_those_of_the_inputs(step):
     chunks, block_size = step
 
-    inputs, dims = step_inputs(chunks, block_size), step_dims(chunks)
+    inputs = step_inputs(chunks, block_size)
+    dims = step_dims(inputs)
 
+    assert dims == {
+        "tokens": sum(len(chunk.token_ids) for chunk in chunks),
+        "sequences": len(chunks),
+        "blocks": sum(len(chunk.block_ids) for chunk in chunks),
+        "source_blocks": sum(len(c.token_ids) * len(c.source_block_ids) for c in chunks),
+        "logit_rows": sum(len(chunk.samples) for chunk in chunks),
+    }
     sizes = [
         ("token_ids", dims["tokens"]),
         ("slots", dims["tokens"]),

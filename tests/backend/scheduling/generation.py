@@ -364,8 +364,8 @@ class Bench:
         for request, row in held:
             options = request.request.options.generation
             prompt = request.request.prompts[row // options.n]
-            width = max(options.n, options.num_beams)
-            most = self.scheduler._memory.need(prompt, options.max_tokens, width)
+            branches = max(options.n, options.num_beams)
+            most = self.scheduler._memory.need(prompt, options.max_tokens, branches)
             assert len(held[request, row]) + reserved[request, row] <= most
 
     def check_idle(self):

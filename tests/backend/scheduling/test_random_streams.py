@@ -44,8 +44,8 @@ def random_request(rng):
         return prompt, {**options, "n": rng.choice([1, 1, 2, 3])}
     if kind == "source":
         prompt, options["source"] = prompt[:2], prompt[:6]
-    width = rng.randint(1 if kind == "source" else 2, 4)
-    return prompt, {**options, "num_beams": width, "n": rng.randint(1, width)}
+    num_beams = rng.randint(1 if kind == "source" else 2, 4)
+    return prompt, {**options, "num_beams": num_beams, "n": rng.randint(1, num_beams)}
 
 
 @pytest.mark.parametrize("policy", _POLICIES)
@@ -102,10 +102,12 @@ _SAMPLES = st.fixed_dictionaries(
     {"n": st.sampled_from([1, 1, 1, 2, 3]), "source": st.none()},
 )
 _WIDTHS = st.integers(1, 5).flatmap(
-    lambda width: st.fixed_dictionaries({"num_beams": st.just(width), "n": st.integers(1, width)})
+    lambda num_beams: st.fixed_dictionaries(
+        {"num_beams": st.just(num_beams), "n": st.integers(1, num_beams)}
+    )
 )
 _SEARCHES = st.builds(
-    lambda widths, source: {**widths, "source": source},
+    lambda options_of_beams, source: {**options_of_beams, "source": source},
     _WIDTHS,
     st.none() | st.lists(st.integers(1, 9), min_size=1, max_size=10),
 )

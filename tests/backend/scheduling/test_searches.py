@@ -22,10 +22,10 @@ def steady(monkeypatch, end=None):
 
     def search_step(contexts, num_generated, options):
         asked.append(contexts)
-        width = options.num_beams
-        parents = tuple(min(row, len(contexts) - 1) for row in range(width))
+        num_beams = options.num_beams
+        parents = tuple(min(row, len(contexts) - 1) for row in range(num_beams))
         if num_generated + 1 < options.max_tokens:
-            return BeamStep(parents, tuple(range(1, width + 1)))
+            return BeamStep(parents, tuple(range(1, num_beams + 1)))
         return end or BeamStep((), (), ())
 
     monkeypatch.setattr(generation, "search_step", search_step)
@@ -218,7 +218,7 @@ def test_blocks_of_a_cancelled_search_are_free_once_its_step_has_ended(policy, m
         ("reserve", {"num_beams": 5, "max_tokens": 17}, "21 tokens and 5 times max_tokens of 17 need 30 KV blocks"),
         ("optimistic", {"num_beams": 5, "max_tokens": 17}, "need 30 KV blocks of 4 tokens; this model has 20"),
     ],
-    ids=["width", "blocks", "optimistic"],
+    ids=["num_beams", "blocks", "optimistic"],
 )  # fmt: skip
 def test_a_search_that_can_never_run_is_refused(policy, options, message):
     bench = Bench(num_blocks=20, policy=policy, running=5)
