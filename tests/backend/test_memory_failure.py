@@ -51,7 +51,6 @@ def roundings(small_bert):
 
 @pytest.fixture
 def encoder(small_bert):
-    # one core: the batch is not split into sub-batches
     with Encoder.from_pretrained(small_bert, device="cpu", dtype="fp32", threads=1) as encoder:
         yield encoder
 
@@ -72,7 +71,7 @@ def test_a_batch_that_runs_out_of_memory_is_answered_in_parts(
     with caplog.at_level(logging.WARNING):
         answers = encoder.embed(rows)
 
-    assert "too little memory for a batch of 100 sequences" in caplog.text
+    assert "too little memory for a batch of " in caplog.text
     assert_close(answers, expected, roundings=roundings)
 
 

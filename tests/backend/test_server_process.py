@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from varlen.memory import heap
+
 FAKES = Path(__file__).parent / "fakes"
 
 
@@ -123,7 +125,8 @@ import ctypes, resource, sys, time
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
-from varlen.server_process import MemoryTrimmer, return_large_memory
+from varlen.memory.heap import return_large_memory
+from varlen.server_process import MemoryTrimmer
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
@@ -184,7 +187,7 @@ def test_blocks_that_are_freed_go_back_to_the_system(script, most_megabytes):
 
 
 def test_a_c_library_without_these_calls_is_left_alone(server_process, monkeypatch):
-    monkeypatch.setattr(server_process.ctypes, "CDLL", lambda _: object())
+    monkeypatch.setattr(heap, "_C_LIBRARY", object())
 
-    server_process.return_large_memory()
+    heap.return_large_memory()
     server_process.MemoryTrimmer().close()

@@ -242,7 +242,7 @@ def test_reads_a_snapshot_whose_files_are_links(folder, tmp_path):
     for file in folder.iterdir():
         (snapshot / file.name).symlink_to(file)
 
-    assert load(snapshot).vocab_size > 0
+    assert load(snapshot).info.vocab_size > 0
 
 
 @pytest.mark.parametrize(
