@@ -44,6 +44,8 @@ __all__ = [
     "first_tokens",
     "layer_norm",
     "linear",
+    "linear_int8",
+    "linear_int8_packed",
     "linear_packed",
     "norm_heads",
     "pool",
@@ -191,6 +193,38 @@ def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     from varlen_kernels import paged_cpu
 
     paged_cpu.copy_blocks(cache, sources, destinations)
+
+
+def linear_int8(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    fp32_rows: Tensor,
+    outliers: Tensor,
+    *,
+    levels: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return x @ weight + bias in int8, see `linear_int8_reference.linear_int8`."""
+    from varlen_kernels.linear_int8_cpu import multiply_signed
+
+    return multiply_signed(x, codes, scale, fp32_rows, outliers, levels, out)
+
+
+def linear_int8_packed(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    fp32_rows: Tensor,
+    outliers: Tensor,
+    *,
+    levels: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return `linear_int8` of codes that `linear_int8_cpu.pack_codes` made."""
+    from varlen_kernels.linear_int8_cpu import multiply_packed
+
+    return multiply_packed(x, codes, scale, fp32_rows, outliers, levels, out)
 
 
 def append_kv(

@@ -6,15 +6,21 @@ import pytest
 import torch
 
 from varlen_kernels import cpu, reference
+from varlen_kernels.linear_int8_reference import linear_int8
 
 from .float64 import DTYPES, bounds_of, check, rand
 
-NEW_NAMES = {"linear_packed": "linear"}
+# The references of ops that `reference` has under another name, or not at all.
+REFERENCES = {
+    "linear_packed": reference.linear,
+    "linear_int8": linear_int8,
+    "linear_int8_packed": linear_int8,
+}
 
 
 @pytest.mark.parametrize("name", cpu.__all__)
 def test_an_op_has_the_signature_of_its_reference(name):
-    expected = getattr(reference, NEW_NAMES.get(name, name))
+    expected = REFERENCES.get(name) or getattr(reference, name)
 
     assert signature(getattr(cpu, name)) == signature(expected)
 

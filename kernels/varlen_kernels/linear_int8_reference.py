@@ -1,0 +1,115 @@
+"""Linear layers in int8, in plain torch: the specification of `linear_int8`.
+
+Weights have one scale per output feature and are symmetric around 0. Each token has a scale and an offset of its own,
+so its answer never depends on other tokens. A few columns of the input, the outliers, are much larger than the others
+and would take most of the codes; they are multiplied in fp32.
+Source: columns in higher precision, Dettmers et al. 2022, arXiv:2208.07339; a scale per token, Yao et al. 2022,
+arXiv:2206.01861. docs/int8.md has measurements.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Columns of the input that are multiplied in fp32.
+OUTLIERS = 4
+# Steps between the lowest and the highest value of a token: 8 bits, or 7 where sums of 8 bits saturate.
+FULL_LEVELS = 255
+REDUCED_LEVELS = 127
+
+_LARGEST_CODE = 127
+# Keeps the inverse finite for tokens whose values are all equal.
+SMALLEST_SCALE = 1e-30
+
+
+class Int8Weight(NamedTuple):
+    """A linear layer's weight and bias for `linear_int8`.
+
+    Attributes:
+        codes: `[hidden, features]` int8, from -127 to 127, 0 in the rows of outliers. Columns are contiguous: products
+            of codes read both factors along `hidden`.
+        scale: `[features]` fp32, the value of one step of a code.
+        fp32_rows: `[2 + OUTLIERS, features]` fp32: the sum of the weights that the codes stand for, the bias, and the
+            weights of each outlier.
+        outliers: `[OUTLIERS]` int64, columns of the input.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    fp32_rows: Tensor
+    outliers: Tensor
+
+
+class Int8Rows(NamedTuple):
+    """The input of a linear layer as codes.
+
+    Attributes:
+        codes: `[tokens, hidden]` int32, from 0 to the number of levels; 0 in the columns of outliers.
+        scale: `[tokens, 1]` fp32, the value of one step of a code.
+        factors: `[tokens, 2 + OUTLIERS]` fp32, what the `fp32_rows` are multiplied by: the value of code 0, 1, and
+            the outliers.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    factors: Tensor
+
+
+def quantize_weight(weight: Tensor, bias: Tensor | None, outliers: Tensor) -> Int8Weight:
+    """Return a weight and a bias in the form that `linear_int8` takes.
+
+    Args:
+        weight: `[hidden, features]` fp32, as `reference.linear` takes it.
+        bias: `[features]` fp32.
+        outliers: `[OUTLIERS]` int64, ascending columns of the input.
+    """
+    inner = weight.index_fill(0, outliers, 0)
+    scale = (inner.abs().amax(0) / _LARGEST_CODE).clamp_min(SMALLEST_SCALE)
+    codes = (inner / scale).round().to(torch.int8).t().contiguous().t()
+    sums = codes.sum(0, dtype=torch.int32) * scale
+    bias = torch.zeros_like(sums) if bias is None else bias
+    fp32_rows = torch.cat([sums[None], bias[None], weight[outliers]])
+    return Int8Weight(codes, scale, fp32_rows, outliers)
+
+
+def quantize_rows(x: Tensor, outliers: Tensor, levels: int) -> Int8Rows:
+    """Return the codes of each token.
+
+    Args:
+        x: `[tokens, hidden]` fp32.
+        outliers: `[OUTLIERS]` int64, columns that get no codes.
+        levels: largest code.
+    """
+    kept = torch.ones(x.shape[1], dtype=torch.bool).index_fill(0, outliers, value=False)
+    low, high = (x[:, kept].amin(1, keepdim=True), x[:, kept].amax(1, keepdim=True))
+    scale = ((high - low) / levels).clamp_min(SMALLEST_SCALE)
+    # the value plus a half is never negative, so it is rounded by truncation
+    codes = ((x - low) * (1 / scale) + 0.5).masked_fill(~kept, 0).to(torch.int32)
+    return Int8Rows(codes, scale, torch.cat([low, torch.ones_like(low), x[:, outliers]], 1))
+
+
+def linear_int8(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    fp32_rows: Tensor,
+    outliers: Tensor,
+    *,
+    levels: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return x @ weight + bias, `[tokens, features]` fp32, of a weight that `quantize_weight` made.
+
+    The products of codes are summed in integers, without rounding and without saturation.
+
+    Args:
+        x: `[tokens, hidden]` fp32.
+        codes, scale, fp32_rows, outliers: see `Int8Weight`.
+        levels: largest code of a token.
+    """
+    rows = quantize_rows(x, outliers, levels)
+    # sums stay below 2**53, so float64 holds them exactly
+    sums = (rows.codes.double() @ codes.double()).float()
+    result = sums * rows.scale * scale + rows.factors @ fp32_rows
+    return result if out is None else out.copy_(result)
