@@ -14,7 +14,7 @@ from varlen.errors import ConfigError, shorten
 Task: TypeAlias = Literal[
     "embed", "hidden", "classify", "rerank", "token_classify", "generate", "translate"
 ]
-DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16"]
+DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "shortest_first"]
 Trigger: TypeAlias = Literal["hungry", "lazy"]
@@ -123,7 +123,8 @@ class EngineConfig:
     dtype: DType = _setting(
         "auto",
         "Data type of weights and activations. `auto` is bf16 if the device multiplies it natively, else fp16 on a GPU"
-        " and fp32 on a CPU. fp16 needs a GPU.",
+        " and fp32 on a CPU. fp16 needs a GPU. int8 needs a CPU and a task of one step: linear layers run in int8, the"
+        " rest in fp32.",
         choices=get_args(DType),
     )
     threads: int = _setting(

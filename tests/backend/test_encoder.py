@@ -257,7 +257,7 @@ def test_closing_waits_for_what_runs(small_bert, rng, roundings):
 
 def test_refuses_what_it_cannot_load(small_bert, tmp_path):
     with pytest.raises(ConfigError):
-        Encoder.from_pretrained(small_bert, dtype="int8")
+        Encoder.from_pretrained(small_bert, dtype="int4")
     with pytest.raises(CheckpointError):
         Encoder.from_pretrained(tmp_path)
 

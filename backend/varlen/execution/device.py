@@ -18,7 +18,13 @@ _CGROUP_CORES = Path("/sys/fs/cgroup/cpu.max")
 
 _setting_cores = Lock()
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    # of the activations
+    "int8": torch.float32,
+}
 
 
 def choose_device(name: Device, index: int = 0) -> torch.device:
@@ -48,14 +54,21 @@ def choose_device(name: Device, index: int = 0) -> torch.device:
 def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
     """Return the torch dtype for a setting.
 
-    `auto` is bf16 where the device multiplies it natively, else fp16 on a GPU and fp32 on a CPU.
+    `auto` is bf16 where the device multiplies it natively, else fp16 on a GPU and fp32 on a CPU. For int8 it is
+    fp32, the dtype of all but linear layers.
 
     Raises:
-        ConfigError: fp16 on a CPU, which has no fast arithmetic for it.
+        ConfigError: fp16 on a CPU, which has no fast arithmetic for it, or int8 on a GPU.
     """
     on_cpu = device.type == "cpu"
     if name == "fp16" and on_cpu:
-        raise ConfigError('dtype is "fp16", which needs a GPU; allowed on a CPU: auto, fp32, bf16')
+        raise ConfigError(
+            'dtype is "fp16", which needs a GPU; allowed on a CPU: auto, fp32, bf16, int8'
+        )
+    if name == "int8" and not on_cpu:
+        raise ConfigError(
+            'dtype is "int8", which needs a CPU; allowed on a GPU: auto, fp32, fp16, bf16'
+        )
     if name != "auto":
         return _DTYPES[name]
     if not on_cpu:

@@ -14,6 +14,7 @@ from varlen.execution.cpu import CpuRunner, limit_primitives
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.device import choose_device, choose_dtype, memory_of
 from varlen.execution.fingerprint import cost_fields, device_name
+from varlen.execution.int8_encoder import to_int8
 from varlen.execution.linear_paths import BATCH_ROWS, PLAIN, choose_paths
 from varlen.execution.model_info import ModelInfo, WorkerUse
 from varlen.execution.packing import largest_dims
@@ -96,6 +97,8 @@ class Runner:
         output = record_head(ops, task, encoder.heads, hidden, checkpoint.pooling)
         self._kernels = kernels or kernels_for(self.device)
         self.program: Program = ops.finish(output)
+        if config.dtype == "int8":
+            self.program = to_int8(self.program, encoder, checkpoint)
         # packed weights have no address
         weight_bytes, fields = self.program.weight_bytes, cost_fields(checkpoint, self.device)
         if measures and self.device.type == "cpu":
@@ -116,7 +119,7 @@ class Runner:
             task,
             self.device.type,
             device_name(self.device),
-            str(dtype).removeprefix("torch."),
+            "int8" if config.dtype == "int8" else str(dtype).removeprefix("torch."),
             encoder.vocab_size,
             encoder.type_vocab_size,
             longest,

@@ -113,6 +113,11 @@ class StepRunner:
         self.max_sequence_tokens = sequence_limit(checkpoint, config)
         self.device = choose_device(config.device, gpu)
         self.max_step_tokens = step_limit(checkpoint, config, self.device)
+        if config.dtype == "int8":
+            raise ConfigError(
+                'dtype is "int8", which serves tasks of one step; allowed for generate and translate:'
+                " auto, fp32, fp16, bf16"
+            )
         self.dtype = choose_dtype(config.dtype, self.device)
         model: DecoderModel | EncoderDecoderModel
         load = load_encoder_decoder if has_sources else load_decoder

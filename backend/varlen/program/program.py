@@ -158,7 +158,9 @@ class Program:
     def weight_bytes(self) -> int:
         """Bytes of all weights that it reads; views of one tensor count once."""
         weights = {
-            operand.data_ptr(): operand.nbytes
+            # weights in a layout of oneDNN have no address
+            id(operand) if operand.is_mkldnn else operand.data_ptr(): operand.numel()
+            * operand.dtype.itemsize
             for op in self.ops
             for operand in op.operands
             if isinstance(operand, Tensor)

@@ -1,0 +1,87 @@
+"""Linear layers of a program in int8: the same ops with quantized weights.
+
+docs/int8.md describes the arithmetic and its quality.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from varlen.program.program import Op, Program
+from varlen_kernels import cpu
+from varlen_kernels.linear_int8_reference import OUTLIERS, quantize_weight
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayer:
+    """A linear layer in int8, for the product that is fastest on this CPU.
+
+    Attributes:
+        kernel: name of its op.
+        operands: after the input; see `Int8Weight`.
+        levels: largest code of a token.
+    """
+
+    kernel: str
+    operands: tuple[Tensor, ...]
+    levels: int
+
+    def run(self, x: Tensor) -> Tensor:
+        """Return its output, `[tokens, features]` fp32, for `[tokens, hidden]` fp32."""
+        result: Tensor = getattr(cpu, self.kernel)(x, *self.operands, levels=self.levels)
+        return result
+
+
+def linear_weights(program: Program) -> dict[int, tuple[Tensor, Tensor | None]]:
+    """Return weight and bias of linear layers, by the id of the weight, in order."""
+    layers = {}
+    for op in program.ops:
+        if op.kernel == "linear":
+            _, weight, bias = op.operands
+            assert isinstance(weight, Tensor)
+            assert bias is None or isinstance(bias, Tensor)
+            # besides its outliers, a token needs one more column
+            if weight.shape[0] > OUTLIERS:
+                layers[id(weight)] = weight, bias
+    return layers
+
+
+def quantize_layers(program: Program, outliers: Mapping[int, Tensor]) -> dict[int, QuantizedLayer]:
+    """Return the int8 form of linear layers, by id of the fp32 weight.
+
+    Args:
+        program: has these layers in fp32 on the CPU.
+        outliers: `[OUTLIERS]` int64 of each layer, by id of its weight.
+    """
+    from varlen_kernels.linear_int8_cpu import choose_product, pack_codes
+
+    product, layers, quantized = choose_product(), linear_weights(program), {}
+    for key, columns in outliers.items():
+        weight = quantize_weight(*layers[key], columns)
+        if product.kernel == "linear_int8_packed":
+            weight = weight._replace(codes=pack_codes(weight.codes))
+        quantized[key] = QuantizedLayer(product.kernel, tuple(weight), product.levels)
+    return quantized
+
+
+def use_int8(program: Program, layers: Mapping[int, QuantizedLayer]) -> Program:
+    """Return the program with int8 layers, without the weights that they replace.
+
+    Args:
+        program: in fp32.
+        layers: by the id of the fp32 weight.
+    """
+
+    def replaced(op: Op) -> Op:
+        layer = layers.get(id(op.operands[1])) if op.kernel == "linear" else None
+        if layer is None:
+            return op
+        return replace(
+            op,
+            kernel=layer.kernel,
+            operands=(op.operands[0], *layer.operands),
+            attributes={"levels": layer.levels},
+        )
+
+    return Program([replaced(op) for op in program.ops], program.outputs)
