@@ -1,0 +1,83 @@
+"""Calibrate a checkpoint for `dtype: int8`: `python -m varlen_tools.quantize model_repository/minilm`.
+
+Writes int8.json into the checkpoint's folder and prints the quality. A model that is loaded without this file is
+calibrated then, on built-in texts; the file saves that time, and may come from texts of your own.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from varlen.errors import ConfigError, VarlenError
+from varlen.execution.calibration import Calibration
+from varlen.execution.calibration_texts import TEXTS
+from varlen.execution.int8_encoder import LEAST_TEXTS, MAX_LAYER_ERROR, calibrate, check_numba
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.registry import load_encoder
+from varlen_tools.model_source import SourceArgument, find_source
+
+
+def main(
+    source: SourceArgument,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            help="UTF-8 file with one text per line, such as the model will see."
+            " Every second one measures the quality. Default: built-in English texts."
+        ),
+    ] = None,
+) -> None:
+    """Calibrate a model for int8, measure the quality, and store both."""
+    try:
+        check_numba()
+        lines = TEXTS if texts is None else read_texts(texts)
+        checkpoint = Checkpoint.open(find_source(source, {}).checkpoint)
+        checkpoint.check_task("embed")
+        encoder = load_encoder(checkpoint, torch.float32, torch.device("cpu"))
+        calibration = calibrate(encoder, checkpoint, lines)
+        path = calibration.save(checkpoint.folder)
+    except (VarlenError, OSError) as error:
+        typer.secho(f"quantize: {error}", err=True, fg="red")
+        raise typer.Exit(2) from None
+    Console().print(_table(calibration))
+    typer.echo(f"{path} is written; a model with dtype int8 reads it")
+
+
+def read_texts(path: Path) -> list[str]:
+    """Return the texts of a file, one per line; empty lines are skipped.
+
+    Raises:
+        ConfigError: there are too few, or the file is not UTF-8.
+        OSError: the file cannot be read.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}") from None
+    texts = [line for line in lines if line]
+    if len(texts) < LEAST_TEXTS:
+        raise ConfigError(f"{path} has {len(texts)} texts; at least {LEAST_TEXTS} are needed")
+    return texts
+
+
+def _table(calibration: Calibration) -> Table:
+    quality, errors = calibration.quality, [layer.error for layer in calibration.layers]
+    kept = [index for index, error in enumerate(errors) if error > MAX_LAYER_ERROR]
+    table = Table("int8", "")
+    table.add_row("cosine to fp32, mean", f"{quality.cosine_mean:.4f}")
+    table.add_row("cosine to fp32, least", f"{quality.cosine_min:.4f}")
+    table.add_row("Spearman of similarities", f"{quality.spearman:.4f}")
+    table.add_row("texts", str(quality.texts))
+    table.add_row("activations", f"0 to {calibration.levels}")
+    table.add_row("linear layers in int8", f"{len(errors) - len(kept)} of {len(errors)}")
+    table.add_row("layers kept in fp32", ", ".join(map(str, kept)) or "none")
+    table.add_row("largest error of a layer", f"{max(errors, default=0):.4f}")
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)
