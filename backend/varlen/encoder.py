@@ -46,6 +46,7 @@ class Encoder:
         arena_bytes: int | str = "100%",
         response_cache_bytes: int = 0,
         response_cache_seconds: int = 0,
+        warmup_seconds: int = 0,
     ) -> "Encoder":
         """Return the encoder of a Hugging Face checkpoint folder, ready to run.
 
@@ -65,7 +66,7 @@ class Encoder:
             max_batch_tokens=max_batch_tokens,
             max_sequence_tokens=max_sequence_tokens,
             arena_bytes=arena_bytes,
-            warmup_seconds=0,
+            warmup_seconds=warmup_seconds,
             max_queued_requests=NO_LIMIT,
             max_queued_tokens=NO_LIMIT,
             max_text_bytes=NO_LIMIT,

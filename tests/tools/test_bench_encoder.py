@@ -148,6 +148,7 @@ def test_bench_figures_compare_only_systems_of_equal_quality():
         [
             result("varlen-fp32", [600.0, 660.0]),
             result("varlen-bf16", [900.0, 900.0], cosine=0.9),
+            result("varlen-int8", [1200.0, 1200.0], cosine=0.995),
             result(BASELINE, [100.0, 110.0]),
             result("onnxruntime-fp32-sorted", [300.0, 330.0]),
             result("ctranslate2-int8-sorted", [800.0, 800.0], cosine=0.99),
@@ -161,6 +162,9 @@ def test_bench_figures_compare_only_systems_of_equal_quality():
     assert figures["vs_transformers_fifo_fp32"] == 6.0
     assert figures["vs_transformers_best"] == 6.0
     assert figures["cosine"] == 1.0
+    assert figures["fp32_vs_fp32_peer"] == 2.0
+    assert figures["int8_vs_int8_peer"] == 1.5
+    assert (figures["int8_cosine"], figures["int8_peer_cosine"]) == (0.995, 0.99)
     assert figures["short_vs_best_peer"] is None
 
 

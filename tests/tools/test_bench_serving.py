@@ -198,7 +198,8 @@ def test_a_repository_holds_a_complete_configuration(system, checkpoint, tmp_pat
         assert config.backend == "varlen"
         assert (model / "1/config.json").samefile(checkpoint / "config.json")
         assert parameters["max_sequence_tokens"] == "40"
-        assert parameters["policy"] in system.name.replace("-", "_")
+        named = parameters.get("policy") or parameters["dtype"]
+        assert named in system.name.replace("-", "_")
         assert ("execution" in parameters) == ("padded" in system.name)
     else:
         is_dynamic = "dynamic" in system.name

@@ -18,7 +18,13 @@ from varlen_bench.serving.rows import Row, load_row
 from varlen_bench.serving.run import is_hopeless
 from varlen_bench.serving.search import Search
 from varlen_bench.serving.server import Served, counted
-from varlen_bench.serving.systems import DYNAMIC_BATCHER, OURS, SYSTEMS, TOKEN_BUDGET
+from varlen_bench.serving.systems import (
+    DYNAMIC_BATCHER,
+    OURS,
+    OURS_FP32,
+    SYSTEMS,
+    TOKEN_BUDGET,
+)
 from varlen_tools.workloads import Mix, uniform_mix
 
 UNIFORM, SHORT = Mix("uniform", "uniform 5-500", (5,)), Mix("short", "uniform 2-100", (2,))
@@ -179,6 +185,7 @@ def rows_of_a_run():
         for name, sustained, saturated in (
             (TOKEN_BUDGET, 20.0, 25.0),
             (OURS, 22.0, 26.0),
+            (OURS_FP32, 18.0, 20.0),
             ("varlen-shortest-first-padded", 15.0, 24.0),
             ("varlen-fifo-padded", 8.0, 12.0),
             (DYNAMIC_BATCHER, 4.0, 6.0),
@@ -205,9 +212,11 @@ def test_the_bench_line_holds_the_keys_in_order():
 
     assert bench_line("serving", figures) == (
         "BENCH serving: sustained_vs_dynamic_batcher=5.5 sustained_vs_best_peer=2 "
+        "fp32_vs_dynamic_batcher=4.5 fp32_vs_best_fp32_peer=1.6364 int8_vs_best_fp32_peer=n/a "
         "shortest_first_padded_vs_fifo_padded=2 shortest_first_mean_vs_token_budget=0.8485 "
         "shortest_first_p99_vs_token_budget=1.1785 lost=0 "
-        "short_sustained_vs_dynamic_batcher=5.5 short_sustained_vs_best_peer=2 "
+        "short_sustained_vs_dynamic_batcher=5.5 short_sustained_vs_best_peer=2 short_fp32_vs_dynamic_batcher=4.5 "
+        "short_fp32_vs_best_fp32_peer=1.6364 short_int8_vs_best_fp32_peer=n/a "
         "short_shortest_first_padded_vs_fifo_padded=2 short_shortest_first_mean_vs_token_budget=0.8485 "
         "short_shortest_first_p99_vs_token_budget=1.1785"
     )
@@ -221,6 +230,7 @@ def test_what_did_not_run_has_no_figure_and_what_was_lost_counts_everywhere():
 
     assert bench_line("serving", bench_figures(rows, [UNIFORM])) == (
         "BENCH serving: sustained_vs_dynamic_batcher=n/a sustained_vs_best_peer=2 "
+        "fp32_vs_dynamic_batcher=n/a fp32_vs_best_fp32_peer=1.6364 int8_vs_best_fp32_peer=n/a "
         "shortest_first_padded_vs_fifo_padded=2 shortest_first_mean_vs_token_budget=n/a "
         "shortest_first_p99_vs_token_budget=n/a lost=2"
     )

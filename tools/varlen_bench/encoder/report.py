@@ -77,7 +77,22 @@ def bench_figures(results: Sequence[Result]) -> dict[str, Cell]:
             f"{prefix}ours": ours.system.name if ours else None,
             f"{prefix}vs_transformers_best": _ratio(ours, transformers),
             f"{prefix}tokens_per_second": round(ours.speed) if ours else None,
+            **_by_precision(here, prefix),
         }
+    return figures
+
+
+def _by_precision(results: Sequence[Result], prefix: str) -> dict[str, Cell]:
+    """Return ours over the fastest peer of one precision, whatever its quality, and both cosines."""
+    figures: dict[str, Cell] = {}
+    for precision in ("fp32", "int8"):
+        ran = [r for r in results if r.system.precision == precision and r.speeds]
+        ours = next((r for r in ran if r.system.engine == "varlen"), None)
+        peers = (r for r in ran if r.system.engine != "varlen")
+        peer = max(peers, key=lambda r: r.speed, default=None)
+        figures[f"{prefix}{precision}_vs_{precision}_peer"] = _ratio(ours, peer)
+    figures[f"{prefix}int8_cosine"] = round(ours.cosine_mean, 6) if ours else None
+    figures[f"{prefix}int8_peer_cosine"] = round(peer.cosine_mean, 6) if peer else None
     return figures
 
 

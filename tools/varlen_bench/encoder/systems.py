@@ -70,6 +70,7 @@ class System:
 _ALL = (
     System("varlen-fp32", "varlen", "fp32", "arrival", "whole"),
     System("varlen-bf16", "varlen", "bf16", "arrival", "whole"),
+    System("varlen-int8", "varlen", "int8", "arrival", "whole"),
     System(BASELINE, "transformers", "fp32", "arrival", "sequences", _FIFO_BATCH),
     System("transformers-fp32-arrival", "transformers", "fp32", "arrival", "sequences"),
     System("transformers-fp32-sorted", "transformers", "fp32", "sorted", "sequences"),

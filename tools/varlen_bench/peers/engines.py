@@ -17,6 +17,8 @@ from varlen_bench.peers.checkpoints import load_bert, max_positions
 
 EngineName = Literal["varlen", "transformers", "onnxruntime", "ctranslate2"]
 Precision = Literal["fp32", "bf16", "int8"]
+# Longest measurement of our costs and linear layers.
+_WARMUP_SECONDS = 10
 # Embeds one batch: token ids in, [sequences, hidden] out.
 Embed: TypeAlias = Callable[[list[list[int]]], Vectors]
 
@@ -49,9 +51,10 @@ def _varlen(checkpoint: Path, precision: Precision, threads: int) -> Embed:
         str(checkpoint),
         task="embed",
         device="cpu",
-        dtype="bf16" if precision == "bf16" else "fp32",
+        dtype=precision,
         threads=threads,
         max_sequence_tokens=max_positions(checkpoint),
+        warmup_seconds=_WARMUP_SECONDS,
     )
     return lambda batch: encoder.embed(batch, normalize=True)
 

@@ -13,6 +13,8 @@ from varlen_bench.serving.systems import (
     DYNAMIC_BATCHER,
     FIFO_PADDED,
     OURS,
+    OURS_FP32,
+    OURS_INT8,
     OURS_PADDED,
     SYSTEMS,
     TOKEN_BUDGET,
@@ -44,9 +46,17 @@ def overload_figures(rows: Sequence[Row]) -> dict[str, Cell]:
     }
 
 
-def best_peer(rows: Iterable[Row]) -> Row | None:
-    """Return the result of the peer that sustains most, among the rows of one mix."""
-    peers = [row for row in rows if row.kind == "result" and not SYSTEMS[row.system].is_ours]
+def best_peer(rows: Iterable[Row], precision: str = "") -> Row | None:
+    """Return the result of the peer that sustains most, among the rows of one mix.
+
+    Args:
+        rows: of the mix.
+        precision: of the peers that count; all if empty.
+    """
+    results = [(row, SYSTEMS[row.system]) for row in rows if row.kind == "result"]
+    peers = [
+        row for row, system in results if not system.is_ours and precision in {"", system.precision}
+    ]
     return max(peers, key=lambda row: row.sustained or 0.0, default=None)
 
 
@@ -82,6 +92,9 @@ def _mix_figures(rows: Sequence[Row]) -> dict[str, Cell]:
     return {
         "sustained_vs_dynamic_batcher": over(dynamic_batcher, "sustained"),
         "sustained_vs_best_peer": over(best_peer(rows), "sustained"),
+        "fp32_vs_dynamic_batcher": over(dynamic_batcher, "sustained", OURS_FP32),
+        "fp32_vs_best_fp32_peer": over(best_peer(rows, "fp32"), "sustained", OURS_FP32),
+        "int8_vs_best_fp32_peer": over(best_peer(rows, "fp32"), "sustained", OURS_INT8),
         "shortest_first_padded_vs_fifo_padded": over(fifo, "saturated", OURS_PADDED),
         "shortest_first_mean_vs_token_budget": mean_ratio("mean_ms", TOKEN_BUDGET),
         "shortest_first_p99_vs_token_budget": mean_ratio("p99_ms", TOKEN_BUDGET),

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Ours in blues and greens, peers in warm colors; the dynamic batcher of today is red. Readable on light and dark.
 COLORS = {
+    "varlen-fp32": "#5a6fd8",
+    "varlen-int8": "#9a5fd0",
     "varlen-shortest-first": "#1f6fd6",
     "varlen-token-budget": "#2fb0d8",
     "varlen-shortest-first-padded": "#12906a",

@@ -19,6 +19,7 @@ TOKEN_BUDGET = "varlen-token-budget"  # noqa: S105 - a policy
 DYNAMIC_BATCHER = "transformers-fp32-dynamic"
 # an older commit
 BEFORE = "varlen-before"
+OURS_FP32, OURS_INT8 = "varlen-fp32", "varlen-int8"
 OURS_PADDED, FIFO_PADDED = "varlen-shortest-first-padded", "varlen-fifo-padded"
 
 
@@ -45,7 +46,7 @@ class System:
     @property
     def is_key(self) -> bool:
         """Whether the BENCH line may have its `sustained`, which is then searched in full."""
-        return not self.is_ours or self.name in {OURS, TOKEN_BUDGET}
+        return not self.is_ours or self.name in {OURS, OURS_FP32, OURS_INT8, TOKEN_BUDGET}
 
 
 def before(revision: str) -> System:
@@ -101,6 +102,8 @@ def _ours(name: str, policy: str) -> System:
 _ALL = (
     _ours(TOKEN_BUDGET, "token_budget"),
     _ours(OURS, "shortest_first"),
+    System(OURS_FP32, "varlen", parameters={"dtype": "fp32"}),
+    System(OURS_INT8, "varlen", parameters={"dtype": "int8"}),
     _ours(OURS_PADDED, "shortest_first"),
     _ours(FIFO_PADDED, "fifo"),
     _ours("varlen-none", "none"),
