@@ -111,7 +111,7 @@ def test_without_an_arena_a_value_goes_after_its_last_use():
     for _ in range(6):
         value = recorder.tanh(value)
     program = UnplannedProgram(recorder.finish(value))
-    region = NoArena(dims, torch.device("cpu")).allocate_whole(dims)
+    region = NoArena(dims, torch.device("cpu")).allocate(dims)
 
     batch = PackedBatch({"x": torch.ones(3, 4)}, dims)
     (answer,) = program.run(batch, Kernels(), region)

@@ -201,7 +201,7 @@ def run_prompts(
         buffer = torch.empty(input_bytes(program.inputs, dims), dtype=torch.uint8)
         inputs = input_views(buffer, program.inputs, dims)
         fill_inputs(inputs, [prompt], [DEFAULT_OPTIONS])
-        (output,) = program.run(PackedBatch(inputs, dims), kernels, arena.allocate_whole(dims))
+        (output,) = program.run(PackedBatch(inputs, dims), kernels, arena.allocate(dims))
         vectors.append(output[0].numpy())
     return np.stack(vectors)
 

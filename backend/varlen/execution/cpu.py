@@ -67,7 +67,7 @@ class CpuRunner:
         buffer = torch.empty(input_bytes(declared, dims), dtype=torch.uint8)
         inputs = input_views(buffer, declared, dims)
         fill_inputs(inputs, [prompts[i] for i in order], [options[i] for i in order])
-        region = self._arena.allocate_whole(dims)
+        region = self._arena.allocate(dims)
         (output,) = self._program.run(PackedBatch(inputs, dims), self._kernels, region)
         answers = split_answers(output.numpy(), lengths, per_token=self._program.is_per_token)
         return [answers[place] for place in np.argsort(order).tolist()]

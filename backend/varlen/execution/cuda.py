@@ -128,7 +128,7 @@ class CudaRunner:
         bucket = self._buckets.smallest(sum(lengths), len(lengths))
         captured = self._captured[bucket]
         # the graph writes to this region: a plan depends only on the bucket
-        self._arena.allocate_whole(bucket.dims)
+        self._arena.allocate(bucket.dims)
         chosen = [prompts[i] for i in order], [options[i] for i in order]
         output = self._replay(captured, *chosen).numpy()
         answers = split_answers(output, lengths, per_token=self._program.is_per_token)
@@ -166,7 +166,7 @@ class CudaRunner:
         # inputs of zeros are a batch whose tokens belong to no sequence
         batch = PackedBatch(input_views(self._device_inputs, declared, dims), dims)
         output = self._output[: self._output_rows(dims)]
-        region = self._arena.allocate_whole(dims)
+        region = self._arena.allocate(dims)
 
         def forward() -> None:
             self._program.run(batch, self._kernels, region, out=[output])

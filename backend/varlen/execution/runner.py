@@ -248,7 +248,7 @@ def _make_arena(
         )
     try:
         with memory_errors():
-            return Arena(layout, largest_dims(most), device, allowed)
+            return Arena(layout, largest_dims(most), device)
     except MemoryError:
         footprint = layout.plan(largest_dims(most)).footprint
         raise ConfigError(

@@ -49,7 +49,7 @@ class SourceEncoder:
         inputs = {name: torch.from_numpy(each).to(device) for name, each in arrays.items()}
         # the arena has the dimensions of all programs
         dims = {"tokens": int(bounds[-1]), "sequences": len(new), "logit_rows": 0}
-        region = self._arena.allocate_whole(dims)
+        region = self._arena.allocate(dims)
         self._program.run(
             PackedBatch(inputs, dims), self._kernels, region, states=self._caches, out=[]
         )

@@ -41,7 +41,7 @@ class CpuSteps:
         dims = step_dims(inputs)
         batch = PackedBatch(inputs, dims)
         logits = self._logits[: dims["logit_rows"]]
-        region = self._arena.allocate_whole(dims)
+        region = self._arena.allocate(dims)
         self._program.run(batch, self._kernels, region, states=self._caches, out=[logits])
         return logits
 

@@ -124,7 +124,7 @@ class CudaSteps:
         return _Captured(dims, replay)
 
     def _run(self, inputs: Mapping[str, Tensor], dims: Dims) -> Tensor:
-        region = self._arena.allocate_whole(dims)
+        region = self._arena.allocate(dims)
         logits = self._logits[: dims["logit_rows"]]
         self._program.run(
             PackedBatch(inputs, dims), self._kernels, region, states=self._caches, out=[logits]

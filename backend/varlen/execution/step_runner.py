@@ -312,8 +312,7 @@ def make_arenas(
         "logit_rows": config.max_running_sequences,
     }
     allowed = config.arena_limit(memory_of(device))
-    sizes = [layout.plan(largest).footprint for layout in layouts]
-    needed = sum(sizes)
+    needed = sum(layout.plan(largest).footprint for layout in layouts)
     if needed > allowed:
         raise ConfigError(
             f"arena_bytes allows {allowed} bytes; a step of {max_step_tokens} tokens needs {needed}:"
@@ -321,11 +320,7 @@ def make_arenas(
         )
     try:
         with memory_errors():
-            # what all others need is left for them
-            return tuple(
-                Arena(layout, largest, device, allowed - needed + size)
-                for layout, size in zip(layouts, sizes, strict=True)
-            )
+            return tuple(Arena(layout, largest, device) for layout in layouts)
     except MemoryError:
         raise ConfigError(
             f"a step of {max_step_tokens} tokens needs {needed} bytes, more than the device has free:"

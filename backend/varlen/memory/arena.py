@@ -1,10 +1,8 @@
 """The arena: memory of a model's intermediates, planned for each batch before it runs.
 
-One per engine, on one device. Batches follow one another in it; the sub-batches of one batch, which run at
-the same time, lie side by side.
+One per worker, on one device. Batches follow one another in it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -12,16 +10,13 @@ import torch
 from torch import Tensor
 
 from varlen.memory.chunk import Chunk, DeviceChunk, HostChunk
-from varlen.memory.layout import Layout, ShapePlan
+from varlen.memory.layout import Layout
 from varlen.memory.usage import Dims
 
 # Memory that no batch of a window needed is released. In batches; docs/decisions/0011-arena.md compares sizes.
 _WINDOW = 64
 # Alignment of offsets in bytes: a cache line; on a GPU, that of its allocator.
 _ALIGNMENT = {"cpu": 64, "cuda": 256}
-
-# Sub-batches each begin at a multiple of the alignment, so together they take a little more than the whole batch.
-_ROOM_BETWEEN_SUB_BATCHES = 1 << 16
 
 
 def alignment_of(device: torch.device) -> int:
@@ -91,19 +86,16 @@ class Arena:
         largest: upper bound of each dimension; a batch within it always fits.
         max_tokens: upper bound of the dimension `tokens`.
         device: where the memory is.
-        capacity: largest size of the arena, in bytes.
+        capacity: largest size of the arena, in bytes: the footprint of the largest batch.
     """
 
-    def __init__(
-        self, layout: Layout, largest: Dims, device: torch.device, limit: int | None = None
-    ) -> None:
+    def __init__(self, layout: Layout, largest: Dims, device: torch.device) -> None:
         """Reserve space for the largest batch: address space on a CPU, memory on a GPU.
 
         Args:
             layout: of the program that runs here.
-            largest: dimensions of the largest batch; as a whole it fits into `limit`.
+            largest: dimensions of the largest batch.
             device: CPU or CUDA.
-            limit: largest capacity, in bytes.
 
         Raises:
             MemoryError: the device has too little.
@@ -115,8 +107,8 @@ class Arena:
         # No buffer is larger in a smaller batch, so these offsets serve each batch whose own greedy
         # plan would need more.
         self._largest_plan = layout.plan(largest)
-        wanted = self._largest_plan.footprint + _ROOM_BETWEEN_SUB_BATCHES
-        self.capacity = wanted if limit is None else min(limit, wanted)
+        # an anonymous mapping has at least one byte
+        self.capacity = max(1, self._largest_plan.footprint)
         self._chunk: Chunk = (
             DeviceChunk(self.capacity, device)
             if device.type == "cuda"
@@ -135,20 +127,8 @@ class Arena:
         footprint, peak = self._last
         return MemoryUse(self._chunk.reserved_bytes, footprint, peak)
 
-    def bytes_needed(self, tokens: int) -> int:
-        """Return the bytes that one sequence of `tokens` tokens takes. From any thread."""
-        alone = {**dict.fromkeys(self.layout.dim_names, 1), "tokens": tokens}
-        return self.layout.plan(alone).footprint
-
-    def allocate(self, sub_batches: Sequence[Dims]) -> list[Region] | None:
-        """Return a region for each sub-batch; None if they do not fit side by side.
-
-        Regions of earlier batches become invalid.
-        """
-        return self._allocate([self.layout.plan(dims) for dims in sub_batches])
-
-    def allocate_whole(self, dims: Dims) -> Region:
-        """Return a region for the next batch, which runs as a whole and always fits.
+    def allocate(self, dims: Dims) -> Region:
+        """Return the region of the next batch, which always fits.
 
         Regions of earlier batches become invalid. Batches of one shape get the same region.
 
@@ -158,22 +138,12 @@ class Arena:
         for name, most in self.largest.items():
             if dims[name] > most:
                 raise ValueError(f"a batch of {dims[name]} {name}; the arena holds {most}")
-        regions = self._allocate([self.layout.plan(dims)]) or self._allocate([self._largest_plan])
-        assert regions is not None
-        return regions[0]
-
-    def _allocate(self, plans: Sequence[ShapePlan]) -> list[Region] | None:
-        footprint = sum(plan.footprint for plan in plans)
-        if footprint > self.capacity:
-            return None
-        reached = self._high_water.add(footprint)
+        plan = self.layout.plan(dims)
+        if plan.footprint > self.capacity:
+            plan = self._largest_plan
+        reached = self._high_water.add(plan.footprint)
         if reached is not None:
             self._chunk.release(reached)
-        self._chunk.reserve(footprint)
-        self._last = footprint, sum(plan.peak_live for plan in plans)
-        regions, begin = [], 0
-        for plan in plans:
-            end = begin + plan.footprint
-            regions.append(Region(self._chunk.memory[begin:end], plan.offsets))
-            begin = end
-        return regions
+        self._chunk.reserve(plan.footprint)
+        self._last = plan.footprint, plan.peak_live
+        return Region(self._chunk.memory[: plan.footprint], plan.offsets)

@@ -117,13 +117,13 @@ def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, g
 
 def test_memory_stays_where_graphs_left_it(executor):
     arena, shape = executor._arena, {"tokens": MAX_TOKENS, "sequences": 40}
-    address, offsets = arena.memory.data_ptr(), arena.allocate_whole(shape).offsets
+    address, offsets = arena.memory.data_ptr(), arena.allocate(shape).offsets
 
     for lengths in ([1], [60, 60, 40], [1] * MAX_TOKENS):
         executor.run(prompts(lengths), [PLAIN] * len(lengths))
 
     assert arena.memory.data_ptr() == address
-    assert arena.allocate_whole(shape).offsets == offsets
+    assert arena.allocate(shape).offsets == offsets
 
 
 def test_what_is_in_use_is_the_footprint_of_the_bucket(executor):

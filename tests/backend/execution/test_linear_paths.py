@@ -74,7 +74,7 @@ def run(program, kernels, x):
     dims = {"tokens": len(x)}
     arena = Arena(Layout(program.buffers, 64), dims, CPU)
     with torch.inference_mode():
-        (out,) = program.run(PackedBatch({"x": x}, dims), kernels, arena.allocate_whole(dims))
+        (out,) = program.run(PackedBatch({"x": x}, dims), kernels, arena.allocate(dims))
     return out
 
 

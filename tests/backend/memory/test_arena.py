@@ -1,7 +1,5 @@
 """The arena: regions, its size limit, and out-of-memory errors."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given
@@ -30,47 +28,33 @@ def dims(tokens, sequences):
     return {"tokens": tokens, "sequences": sequences}
 
 
-def make_arena(usages=CHAIN, max_tokens=500, limit=None):
-    largest = dims(max_tokens, max_tokens)
-    return Arena(Layout(fold(usages), alignment_of(CPU)), largest, CPU, limit)
+def make_arena(usages=CHAIN, max_tokens=500):
+    return Arena(Layout(fold(usages), alignment_of(CPU)), dims(max_tokens, max_tokens), CPU)
 
 
-def spans(regions):
-    return [(region.memory.data_ptr(), len(region.memory)) for region in regions]
-
-
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=5))
-def test_regions_of_one_batch_lie_apart_and_inside_the_arena(tokens):
+@given(st.integers(1, 500))
+def test_a_region_lies_inside_the_arena(tokens):
     arena = make_arena()
 
-    regions = arena.allocate([dims(count, 1) for count in tokens])
+    region = arena.allocate(dims(tokens, 1))
 
     begin, end = arena.memory.data_ptr(), arena.memory.data_ptr() + len(arena.memory)
-    for (one, size), (other, _) in pairwise(sorted(spans(regions))):
-        assert one + size <= other
-    assert all(begin <= one and one + size <= end for one, size in spans(regions))
-    assert all(one % 64 == 0 for one, _ in spans(regions))
+    start = region.memory.data_ptr()
+    assert begin <= start <= start + len(region.memory) <= end
+    assert start % 64 == 0
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=5))
-def test_a_full_batch_fits_in_sub_batches_too(tokens):
-    arena = make_arena(max_tokens=sum(tokens))
-
-    assert arena.allocate([dims(count, 1) for count in tokens]) is not None
-
-
-@given(st.integers(1, 300), st.integers(1, 300), st.booleans())
-def test_a_whole_batch_always_fits(most, tokens, exactly):
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_a_batch_within_the_largest_always_fits(most, tokens):
     tokens = min(tokens, most)
     layout = Layout(fold(MIXED), 64)
-    limit = layout.plan(dims(most, most)).footprint if exactly else None
-    arena = make_arena(MIXED, most, limit)
+    arena = make_arena(MIXED, most)
 
     for sequences in {1, tokens // 2 or 1, tokens}:
-        region = arena.allocate_whole(dims(tokens, sequences))
+        region = arena.allocate(dims(tokens, sequences))
         for buffer, offset in zip(layout.buffers, region.offsets, strict=True):
             assert offset + buffer.size.at(dims(tokens, sequences)) <= len(region.memory)
-    assert limit is None or arena.capacity <= limit
+    assert arena.capacity == layout.plan(dims(most, most)).footprint
 
 
 def test_a_plan_that_reaches_too_far_gives_way_to_the_one_of_the_largest_batch():
@@ -81,20 +65,11 @@ def test_a_plan_that_reaches_too_far_gives_way_to_the_one_of_the_largest_batch()
         if batch["tokens"] == 300
         else type(ceiling)(ceiling.offsets, ceiling.footprint * 2, 1)
     )
-    arena = Arena(layout, dims(300, 300), CPU, ceiling.footprint)
+    arena = Arena(layout, dims(300, 300), CPU)
 
-    region = arena.allocate_whole(dims(10, 2))
+    region = arena.allocate(dims(10, 2))
 
     assert region.offsets == ceiling.offsets
-    assert arena.allocate([dims(10, 2)]) is None
-
-
-def test_sub_batches_that_do_not_fit_side_by_side_get_nothing():
-    layout = Layout(fold(CHAIN), 64)
-    arena = make_arena(max_tokens=3, limit=layout.plan(dims(3, 3)).footprint)
-
-    assert arena.allocate([dims(1, 1)] * 3) is None
-    assert arena.allocate_whole(dims(3, 3)).offsets == layout.plan(dims(3, 3)).offsets
 
 
 @pytest.mark.parametrize(
@@ -102,21 +77,15 @@ def test_sub_batches_that_do_not_fit_side_by_side_get_nothing():
 )
 def test_a_batch_larger_than_the_largest_is_refused(batch, message):
     with pytest.raises(ValueError, match=f"a batch of {message}; the arena holds 500"):
-        make_arena().allocate_whole(batch)
-
-
-def test_the_bytes_of_one_sequence_are_those_of_its_plan():
-    arena = make_arena(MIXED)
-
-    assert arena.bytes_needed(70) == arena.layout.plan(dims(70, 1)).footprint
+        make_arena().allocate(batch)
 
 
 def test_what_it_holds_is_that_of_the_last_batch():
     arena = make_arena()
     assert arena.use().reserved_bytes == arena.use().footprint_bytes == 0
 
-    arena.allocate([dims(100, 2), dims(50, 1)])
-    arena.allocate_whole(dims(10, 1))
+    arena.allocate(dims(150, 2))
+    arena.allocate(dims(10, 1))
 
     use, plan = arena.use(), arena.layout.plan(dims(10, 1))
     assert (use.footprint_bytes, use.peak_live_bytes) == (plan.footprint, plan.peak_live)
@@ -126,12 +95,12 @@ def test_what_it_holds_is_that_of_the_last_batch():
 def test_memory_of_long_batches_is_returned_after_many_short_ones():
     usages = [Usage("x", 0, 1, Size(tokens=WIDE))]
     arena = make_arena(usages, max_tokens=10_000)
-    arena.allocate_whole(dims(10_000, 1))
+    arena.allocate(dims(10_000, 1))
     largest = arena.use().reserved_bytes
 
     held = []
     for _ in range(256):
-        arena.allocate_whole(dims(100, 1))
+        arena.allocate(dims(100, 1))
         held.append(arena.use().reserved_bytes)
 
     assert largest >= 10_000 * WIDE
@@ -141,18 +110,18 @@ def test_memory_of_long_batches_is_returned_after_many_short_ones():
 
 def test_batches_of_changing_size_move_nothing_and_take_nothing_new():
     arena = make_arena()
-    arena.allocate_whole(dims(500, 500))
+    arena.allocate(dims(500, 500))
     held, address = arena.use().reserved_bytes, arena.memory.data_ptr()
 
     for tokens in [1, 499, 20, 500] * 200:
-        arena.allocate_whole(dims(tokens, 1))
+        arena.allocate(dims(tokens, 1))
         assert arena.use().reserved_bytes == held
         assert arena.memory.data_ptr() == address
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_a_view_has_the_shape_and_dtype_asked_for(dtype):
-    view = make_arena().allocate_whole(dims(7, 1)).view(1, (7, 3), dtype)
+    view = make_arena().allocate(dims(7, 1)).view(1, (7, 3), dtype)
 
     assert (view.shape, view.dtype) == ((7, 3), dtype)
     assert view.is_contiguous()
@@ -162,7 +131,7 @@ def test_a_view_has_the_shape_and_dtype_asked_for(dtype):
 def test_two_arenas_share_nothing():
     one, other = make_arena(), make_arena()
     for arena, value in ((one, 1), (other, 2)):
-        arena.allocate_whole(dims(500, 1))
+        arena.allocate(dims(500, 1))
         arena.memory.fill_(value)
 
     assert one.memory.eq(1).all()

@@ -50,7 +50,7 @@ def run_in_chunks(folder, rows, sizes, *, block_size=4, dtype=torch.float32, see
             if number <= step and row.done < len(row.token_ids)
         ]
         batch = _pack(chunks, block_size)
-        region = arena.allocate_whole(batch.dims)
+        region = arena.allocate(batch.dims)
         region.memory.fill_(0xFF)
         with torch.inference_mode():
             hidden, logits = program.run(batch, reference, region, states=caches)

@@ -92,7 +92,7 @@ def _programs(folder, num_blocks, block_size, dtype, *, packed):
 
         @torch.inference_mode()
         def run(batch):
-            region = arena.allocate_whole(batch.dims)
+            region = arena.allocate(batch.dims)
             region.memory.fill_(0xFF)
             return program.run(batch, cpu if packed else reference, region, states=tensors)
 

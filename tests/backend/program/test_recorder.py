@@ -44,7 +44,7 @@ def zero_states(program):
 
 def run(program, dims, arena, *, seed=0, states=None, kernels=toy_kernels):
     """Run a batch in an arena that is poisoned first."""
-    region = arena.allocate_whole(dims)
+    region = arena.allocate(dims)
     region.memory.fill_(POISON)
     batch = PackedBatch(random_inputs(program, dims, seed), dims)
     return program.run(batch, kernels, region, states=states or zero_states(program))
@@ -150,7 +150,7 @@ def test_a_random_program_gives_the_answers_of_plain_torch(program, dims, seed):
 
 @given(programs(), BATCHES)
 def test_poison_wherever_nothing_is_live_changes_nothing(program, dims):
-    region = make_arena(program).allocate_whole(dims)
+    region = make_arena(program).allocate(dims)
     batch = PackedBatch(random_inputs(program, dims), dims)
     kernels = PoisonBetweenOps(program, region.memory, toy_kernels)
 
@@ -278,7 +278,7 @@ def test_running_a_cache_step_by_step_equals_one_big_run(steps):
         for begin, end in pairwise(bounds):
             inputs = {"x": rows[begin:end], "slots": slots[begin:end]}
             batch = PackedBatch(inputs, {"tokens": end - begin})
-            region = arena.allocate_whole(batch.dims)
+            region = arena.allocate(batch.dims)
             region.memory.fill_(POISON)
             parts.extend(program.run(batch, toy_kernels, region, states=states))
         return torch.cat(parts), states
@@ -304,7 +304,7 @@ def test_a_layer_without_bias_is_recorded_and_run():
     dims = {"tokens": 3}
     batch = PackedBatch({"x": torch.randn(3, 4)}, dims)
 
-    (answer,) = program.run(batch, reference, make_arena(program, dims).allocate_whole(dims))
+    (answer,) = program.run(batch, reference, make_arena(program, dims).allocate(dims))
 
     torch.testing.assert_close(answer, batch.inputs["x"] @ weight)
 
@@ -320,7 +320,7 @@ def test_the_bias_of_attention_is_an_operand(has_bias):
     inputs = {"qkv": torch.randn(7, 24), "cu_seqlens": torch.tensor([0, 5, 7], dtype=torch.int32)}
     batch = PackedBatch(inputs, dims)
 
-    (answer,) = program.run(batch, reference, make_arena(program, dims).allocate_whole(dims))
+    (answer,) = program.run(batch, reference, make_arena(program, dims).allocate(dims))
 
     expected = reference.attention_varlen(*inputs.values(), bias, **heads.counts, scale=0.5)
     torch.testing.assert_close(answer, expected)

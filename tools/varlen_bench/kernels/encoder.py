@@ -57,7 +57,7 @@ class PackedForward:
         views = input_views(host, declared, dims)
         fill_inputs(views, [prompts[i] for i in order], [_NORMALIZED] * len(order))
         self._batch = PackedBatch(input_views(host.to(runner.device), declared, dims), dims)
-        self._region = runner.arena.allocate_whole(dims)
+        self._region = runner.arena.allocate(dims)
         self._out = [out.zero_() for out in self.program.new_outputs(dims, runner.device)]
         self._rows = torch.tensor(np.argsort(order).tolist(), device=runner.device)
 

@@ -60,10 +60,6 @@ class NoArena(Arena):
         self.largest, self.max_tokens, self.device = largest, largest["tokens"], device
         self._empty = Region(torch.empty(0, dtype=torch.uint8, device=device), ())
 
-    def allocate(self, sub_batches: Sequence[Dims]) -> list[Region] | None:
-        """Return an empty region for each sub-batch."""
-        return [self._empty] * len(sub_batches)
-
-    def allocate_whole(self, dims: Dims) -> Region:  # noqa: ARG002  # the signature of Arena
+    def allocate(self, dims: Dims) -> Region:  # noqa: ARG002  # the signature of Arena
         """Return an empty region."""
         return self._empty
