@@ -36,6 +36,7 @@ _METRIC_SECTIONS = {
         "varlen_padding",
         "varlen_batch",
         "varlen_split",
+        "varlen_worker",
         "varlen_scheduling",
     ),
     "Generation": (

@@ -171,7 +171,7 @@ class EngineConfig:
     )
     max_batch_tokens: int = _setting(
         DEFAULT_MAX_BATCH_TOKENS,
-        "Largest batch, in tokens, padding included.",
+        "Largest batch of a worker, in tokens, padding included.",
         lowest=1,
         tasks=ONE_SHOT_TASKS,
     )
@@ -179,9 +179,10 @@ class EngineConfig:
     # Limits
     arena_bytes: int | str = _setting(
         "100%",
-        "Largest memory of intermediates, in bytes or as a percentage of the device's memory, such as 25%. They never"
-        " take more than `max_batch_tokens` need. In a smaller arena batches are smaller, and a sequence that does not"
-        " fit alone is refused. A model that generates does not load unless a step of `max_step_tokens` fits.",
+        "Largest memory of intermediates, in bytes or as a percentage of the device's memory, such as 25%. Workers on"
+        " a CPU have equal shares. None takes more than `max_batch_tokens` need. In a smaller share batches are"
+        " smaller, and a sequence that does not fit alone is refused. A model that generates does not load unless a step"
+        " of `max_step_tokens` fits.",
         lowest=1,
         pattern=_BYTES_OR_PERCENTAGE,
         allowed=_ALLOWED_BYTES,

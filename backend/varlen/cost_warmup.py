@@ -32,8 +32,8 @@ _PLAN_VERSION = "5"
 _LONGEST_WAIT = 3
 # A larger spread means that other work keeps the machine busy; an idle machine has 1.1.
 _BUSY_SPREAD = 1.5
-# Larger batches than this are allowed, but a load should not wait for one.
-_WARM_UP_TOKENS = 16_384
+# Larger batches than this are allowed, but a load should not wait for one, nor every core take memory for it.
+_WARM_UP_TOKENS = {"cpu": 512, "cuda": 16_384}
 
 
 def costs_for(
@@ -146,9 +146,10 @@ def _load(store: CostStore, key: CostKey, config: EngineConfig) -> StoredCosts |
 
 
 def warm_up(info: ModelInfo, executor: ThreadExecutor) -> None:
-    """Run a full batch in every worker, so that the first request is fast."""
+    """Run a batch in every worker, so that the first request is fast."""
     length = min(info.max_sequence_tokens, info.max_batch_tokens)
-    count = max(1, min(info.max_batch_tokens, _WARM_UP_TOKENS) // length)
+    most = min(info.max_batch_tokens, _WARM_UP_TOKENS[info.device])
+    count = max(1, most // length)
     _run_on_all(executor, [np.zeros(length, dtype=np.int32)] * count)
 
 

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 _UNDELIVERED = "the answer could not be delivered; the server's log says why"
 _ENGINE_FAILED = "the engine failed; the server's log says why"
-_FAULT = "the model has stopped after a fault of its device and cannot run requests; reload it"
+_FAULT = "the model has stopped after a fault of its device or workers and cannot run requests; reload it"
 
 
 class Scheduler(Protocol):

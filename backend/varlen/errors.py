@@ -8,7 +8,6 @@ VarlenError
 ├── EngineError        our fault: running the request failed
 │   └── ModelFaultError   the device or a worker is lost: no request can run until the model is reloaded
 ├── ConfigError        the operator's fault: a setting is unknown or not allowed
-
 └── CheckpointError    the operator's fault: the checkpoint is incomplete or of a kind we do not serve
 
 A message says what came and what is allowed, and is safe to send to a client: it names no path, and

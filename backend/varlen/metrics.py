@@ -101,11 +101,16 @@ class SnapshotMetric(Metric):
     QUEUED_TOKENS = "varlen_queued_tokens", "GAUGE", "Tokens in the queue"
     QUEUED_TEXT_BYTES = "varlen_queued_text_bytes", "GAUGE", "Bytes of text that wait for tokenization"
     WEIGHT_BYTES = "varlen_weight_bytes", "GAUGE", "Bytes of the model's weights, outside the arena"
-    ARENA_CAPACITY = "varlen_arena_capacity_bytes", "GAUGE", "Largest size of the arena in bytes"
-    ARENA_RESERVED = "varlen_arena_reserved_bytes", "GAUGE", "Bytes that the arena has allocated"
-    ARENA_CHUNKS = "varlen_arena_chunks", "GAUGE", "Memory chunks that the arena has allocated"
-    ARENA_FOOTPRINT = "varlen_arena_footprint_bytes", "GAUGE", "Bytes of the arena that the plan of the last batch uses"
-    ARENA_PEAK_LIVE = "varlen_arena_peak_live_bytes", "GAUGE", "Peak live bytes of the last batch: no plan needs less"
+    ARENA_CAPACITY = "varlen_arena_capacity_bytes", "GAUGE", "Largest size of all arenas in bytes"
+    ARENA_RESERVED = "varlen_arena_reserved_bytes", "GAUGE", "Bytes that the arenas have allocated"
+    ARENA_CHUNKS = "varlen_arena_chunks", "GAUGE", "Memory chunks that the arenas have allocated"
+    ARENA_FOOTPRINT = (
+        "varlen_arena_footprint_bytes", "GAUGE", "Bytes that the plan of each worker's last batch uses, together"
+    )
+    ARENA_PEAK_LIVE = (
+        "varlen_arena_peak_live_bytes", "GAUGE",
+        "Peak live bytes of each worker's last batch, together: no plan needs less",
+    )
     PLAN_SECONDS = "varlen_plan_seconds_total", "COUNTER", "Seconds spent planning memory"
     PLAN_CACHE_HITS = "varlen_plan_cache_hits_total", "COUNTER", "Batches whose memory plan was cached"
     PLAN_CACHE_MISSES = "varlen_plan_cache_misses_total", "COUNTER", "Batches whose memory plan was computed"

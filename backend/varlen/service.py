@@ -6,6 +6,7 @@ The server's model class and the in-process API both use it.
 import logging
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,40 +81,26 @@ class Service:
         """
         began = time.monotonic()
         checkpoint = Checkpoint.open(folder)
-        workers = load_workers(checkpoint, config, stats, gpu=gpu, isolated=isolated)
-        info = workers.info
-        executor = ThreadExecutor(workers.runners, workers.prepare)
-        warm_up(info, executor)
-        limits = InputLimits(
-            max_sequence_tokens=info.max_sequence_tokens,
-            max_text_bytes=config.max_text_bytes,
-            vocab_size=info.vocab_size,
-            type_vocab_size=info.type_vocab_size,
-            max_arena_tokens=info.max_batch_tokens,
-        )
-        prompt = checkpoint.default_prompt if info.task == "embed" else ""
-        tokenizer = Tokenizer(checkpoint.folder, info.max_sequence_tokens, prompt=prompt)
-        intake = Intake(tokenizer, limits)
+        with ExitStack() as opened:
+            workers = load_workers(checkpoint, config, stats, gpu=gpu, isolated=isolated)
+            opened.callback(workers.close)
+            info = workers.info
+            executor = ThreadExecutor(workers.runners, workers.prepare)
+            opened.callback(executor.close)
+            prompt = checkpoint.default_prompt if info.task == "embed" else ""
+            tokenizer = Tokenizer(checkpoint.folder, info.max_sequence_tokens, prompt=prompt)
+            intake = Intake(tokenizer, _input_limits(config, info))
+            warm_up(info, executor)
+            costs = costs_for(info, executor, checkpoint, config)
+            # nothing fails from here on
+            opened.pop_all()
         admission = Admission(
             config.max_queued_requests, config.max_queued_tokens, slots=executor.slots
         )
-        costs = costs_for(info, executor, checkpoint, config)
         scheduler = OneShotScheduler(config, costs, admission, info.max_batch_tokens)
         engine = Engine(scheduler, executor, stats)
         engine.start()
-        _log.info(
-            "serving %s in %s on %s; workers: %d; sequences up to %d tokens, batches up to %d;"
-            " arena up to %.1f MB a worker, weights %.1f MB; loaded in %.1f s",
-            info.task,
-            info.dtype,
-            info.device_name,
-            info.workers,
-            info.max_sequence_tokens,
-            info.max_batch_tokens,
-            info.arena_bytes / _MEGABYTE,
-            info.weight_bytes / _MEGABYTE,
-            time.monotonic() - began,
-        )
+        _log_loaded(info, time.monotonic() - began)
         cache = _response_cache(config, engine, info)
         return cls(checkpoint, info.task, intake, admission, engine, executor, workers, info, cache)
 
@@ -176,4 +163,30 @@ def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> Re
         time.monotonic,
         max_bytes=config.response_cache_bytes,
         max_seconds=config.response_cache_seconds or math.inf,
+    )
+
+
+def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:
+    return InputLimits(
+        max_sequence_tokens=info.max_sequence_tokens,
+        max_text_bytes=config.max_text_bytes,
+        vocab_size=info.vocab_size,
+        type_vocab_size=info.type_vocab_size,
+        max_arena_tokens=info.max_batch_tokens,
+    )
+
+
+def _log_loaded(info: ModelInfo, seconds: float) -> None:
+    _log.info(
+        "serving %s in %s on %s; workers: %d; sequences up to %d tokens, batches up to %d;"
+        " arena up to %.1f MB a worker, weights %.1f MB; loaded in %.1f s",
+        info.task,
+        info.dtype,
+        info.device_name,
+        info.workers,
+        info.max_sequence_tokens,
+        info.max_batch_tokens,
+        info.arena_bytes / _MEGABYTE,
+        info.weight_bytes / _MEGABYTE,
+        seconds,
     )

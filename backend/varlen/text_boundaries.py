@@ -81,7 +81,8 @@ def safe_boundary(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     before, after = _LETTER, " "
     if splitter["type"] == "BertPreTokenizer" and "Replace" not in normalizers:
         marks = re.escape("".join(_free_marks(added)))
-        before, after = f"(?:{_LETTER}|[{marks}])", f" {marks}"
+        if marks:
+            before, after = f"(?:{_LETTER}|[{marks}])", f" {marks}"
         if normalizer.get("handle_chinese_chars") and not _mixes_with_chinese(added):
             after += _CHINESE
     return re.compile(f"{before}(?=[{after}])")

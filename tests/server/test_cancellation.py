@@ -22,11 +22,12 @@ from .serving import outcomes, stub_of, wait_until_idle
 BULK = {"input_ids": integers(np.ones((64, 500)))}
 SMALL = {"input_ids": integers([[2, 3]])}
 # As long as the rows of BULK, so that it runs after them; shorter rows may overtake them.
-LONG = {"input_ids": integers(np.ones((1, 500)))}
+# long enough to wait behind most of the first BULK
+LONG = {"input_ids": integers(np.ones((12, 500)))}
 NUM_CANCELLED = 5
 # Number of BULK requests queued first, and seconds until the later requests are cancelled. The first pair is enough
-# unless the machine is very fast, or so busy that these do not reach the queue. The queue has room for four.
-ATTEMPTS = ((2, 0.2), (3, 0.4), (4, 0.8), (4, 1.6), (4, 3.2))
+# unless the machine is very fast, or so busy that these do not reach the queue. The queue has room for three.
+ATTEMPTS = ((2, 0.2), (3, 0.4), (3, 0.8), (3, 1.6), (3, 3.2))
 
 
 def _cancel(client: GrpcClient, seconds: float) -> None:

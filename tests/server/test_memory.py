@@ -16,6 +16,7 @@ from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
 from varlen.program.program import Program
 from varlen.request import Prompt, RequestOptions
+from varlen_kernels import cpu
 from varlen_tools.local_server import LocalServer
 
 from .clients import AnswerError, Array, Client, GrpcClient, Tensor, integers
@@ -79,8 +80,19 @@ def test_an_arena_without_room_for_one_token_ends_the_load(
     assert "arena_bytes" in (load(server, "roomless") or "")
 
 
+@pytest.fixture
+def whole(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) -> Iterator[str]:
+    """A model that runs each request as one batch."""
+    name = "whole"
+    if not (repository / name).exists():
+        add_model(repository, name, checkpoints["classifier"], policy="token_budget")
+    assert load(server, name) is None
+    yield name
+    unload(server, name)
+
+
 def test_answers_are_bit_equal_to_those_of_a_forward_pass_without_an_arena(
-    client: Client, one_core: None, checkpoints: dict[str, Path]
+    client: Client, whole: str, one_core: None, checkpoints: dict[str, Path]
 ) -> None:
     runner = Runner(Checkpoint.open(checkpoints["classifier"]), EngineConfig(dtype="fp32"))
     numbers = random.Random(0)
@@ -89,7 +101,7 @@ def test_answers_are_bit_equal_to_those_of_a_forward_pass_without_an_arena(
         rows = [[numbers.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
         # sent one after the other, so each request is a batch
-        answers = client.infer("classifier", padded(rows))
+        answers = client.infer(whole, padded(rows))
 
         assert np.array_equal(answers, without_arena(runner.program, rows))
     runner.close()
@@ -120,6 +132,6 @@ def without_arena(program: Program, rows: list[list[int]]) -> Array:
     """
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     prompts = [Prompt(np.array(rows[index], dtype=np.int32)) for index in order]
-    (output,) = run_without_arena(program, pack(program, prompts, PLAIN).inputs)
+    (output,) = run_without_arena(program, pack(program, prompts, PLAIN).inputs, cpu)
     answers: Array = output.numpy()
     return answers[np.argsort(order)]

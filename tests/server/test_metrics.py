@@ -68,16 +68,16 @@ def test_what_is_counted_is_what_was_sent(server: LocalServer, grpc_client: Grpc
         grown["varlen_sequences_total"] == grown["varlen_batch_sequences_sum"] == 2 * len(lengths)
     )
     assert grown["varlen_tokens_total"] == grown["varlen_batch_tokens_sum"] == 2 * sum(lengths)
-    # each request was answered before the next was sent, so each was a batch of its own
-    assert (
-        grown["varlen_batch_sequences_count"] == grown["varlen_batch_tokens_count"] == len(lengths)
-    )
+    # each request was answered before the next was sent, and its two rows ran in one batch or in two
+    batches = grown["varlen_batch_sequences_count"]
+    assert batches == grown["varlen_batch_tokens_count"]
+    assert len(lengths) <= batches <= 2 * len(lengths)
     assert grown["varlen_queue_wait_seconds_count"] == len(lengths)
     assert grown["varlen_request_latency_seconds_count"] == len(lengths) + 3
     assert grown["varlen_request_latency_seconds_sum"] > grown["varlen_queue_wait_seconds_sum"] > 0
-    # each batch was planned, as a whole or in sub-batches; batches of one shape have one plan
+    # batches of one shape have one plan
     plans = grown["varlen_plan_cache_hits_total"] + grown["varlen_plan_cache_misses_total"]
-    assert plans >= len(lengths)
+    assert plans == batches
     assert grown["varlen_plan_cache_hits_total"] >= 1
     assert grown["varlen_split_batches_total"] == 0
     assert after["varlen_arena_chunks"] == 1

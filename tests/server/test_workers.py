@@ -60,9 +60,14 @@ def test_requests_of_killed_workers_are_answered_by_others(
     for length, answer in zip(LENGTHS, held, strict=True):
         assert_close(answer.result(), expected[length], roundings=roundings["slow"])
     assert stub_of(server, model) == stub
-    wait_until(
-        lambda: metrics(server, model)["varlen_worker_restarts_total"] == 2, "both are counted"
-    )
+
+    def both_are_counted() -> bool:
+        # a worker is found to have ended when it gets its next batch
+        for answer in [grpc_client.start(model, requests[500]) for _ in range(4)]:
+            answer.result()
+        return metrics(server, model)["varlen_worker_restarts_total"] == 2
+
+    wait_until(both_are_counted, "both are counted")
     now_host, now_workers = worker_processes(stub)
     assert (now_host == host) != kills_host
     assert not set(workers) & set(now_workers)

@@ -1,7 +1,7 @@
 """The process that loads a model and forks its workers: `python -m varlen.execution.worker_host FD`.
 
 Workers share the weights with it, page by page, until one of them writes, which none does. A worker that was killed
-is forked again within milliseconds. The process has one thread, so a fork leaves no lock behind.
+is forked again within milliseconds. No thread of it works at that time, so a fork leaves no lock behind.
 
 FD is a socket of whole JSON messages. The engine sends the checkpoint and the settings, and gets log lines and then
 the model's description, or an error. After that each message of the engine brings the socket of a new worker. When
@@ -14,6 +14,7 @@ import gc
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -35,13 +36,16 @@ _log = logging.getLogger("varlen")
 
 # Largest message to or from a host, in bytes; a socket of whole messages holds twice as much by default.
 MAX_MESSAGE = 1 << 16
-_LOG_CHARACTERS = 16_384
+# Of a log line or an error, which JSON may make six times as long.
+_TEXT_CHARACTERS = MAX_MESSAGE // 16
 # Seconds between two trims of a worker's heap.
 _TRIM_SECONDS = 1.0
 
 
 def main() -> None:
     """Load the model, then fork a worker for each socket that comes."""
+    # all end with their sockets: a signal for every process of a server must not end a batch that it still answers
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     logger = logging.getLogger("varlen")
     logger.addHandler(_ToEngine(control))
@@ -50,7 +54,7 @@ def main() -> None:
     try:
         runner = _load(**json.loads(message))
     except VarlenError as error:
-        _send(control, {"error": [type(error).__name__, str(error)]})
+        _send(control, {"error": [type(error).__name__, str(error)[:_TEXT_CHARACTERS]]})
         return
     except Exception:
         _log.exception("the model could not be loaded")
@@ -88,9 +92,17 @@ def _fork_workers(control: socket.socket, runner: Runner) -> None:
         if not message:
             break
         code = _exit_code(workers, json.loads(message)["ended"])
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(descriptors[0])
+            _send(
+                control, {"error": ["EngineError", f"no worker can be started: {error.strerror}"]}
+            )
+            continue
         if not pid:
             control.close()
+            _log.handlers[:] = [logging.StreamHandler()]
             _run_batches(Connection(descriptors[0]), runner)
         os.close(descriptors[0])
         workers.add(pid)
@@ -119,6 +131,8 @@ def _run_batches(connection: Connection, runner: Runner) -> None:
                 trimmed = time.monotonic()
     except (EOFError, OSError):
         status = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         # without cleanup: everything but the connection belongs to the host
         os._exit(status)
@@ -148,7 +162,7 @@ class _ToEngine(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = self.format(record)[-_LOG_CHARACTERS:]
+            text = self.format(record)[-_TEXT_CHARACTERS:]
             _send(self._control, {"log": [record.levelno, text]})
         except Exception:
             self.handleError(record)

@@ -6,9 +6,12 @@ A process contains faults: a worker that is killed, or crashes, costs one retry 
 import json
 import logging
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
@@ -39,6 +42,13 @@ _HOST = "varlen.execution.worker_host"
 _ATTEMPTS = 2
 # Seconds for the workers to finish a batch, and then to end.
 _END_SECONDS = 10.0
+# A worker that takes longer than this, and than twenty times what is expected, hangs.
+_HUNG_SECONDS, _HUNG_FACTOR = 300.0, 20
+# Seconds after each attempt to load the model again.
+_PAUSES = (1.0, 5.0, 0.0)
+# Nothing in the host may start threads, since they would not be forked: neither numpy nor the tokenizer.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+_HOST_ENDED = "the process that loads the model ended; the server's log says why"
 
 
 class WorkerHost:
@@ -62,8 +72,10 @@ class WorkerHost:
             "config": asdict(config),
             "log_level": config.log_level.upper(),
         }
+        self._files = _files(folder)
+        self._folder = folder
         self._lock = Lock()
-        self._load()
+        self.info = self._load()
 
     @property
     def pid(self) -> int:
@@ -85,37 +97,58 @@ class WorkerHost:
             except (EOFError, OSError):
                 _log.warning("the process that starts workers has ended; it loads the model again")
                 self._end()
-                self._load()
+            self._load_again()
+            try:
                 return self._fork(None)
+            except (EOFError, OSError):
+                raise EngineError(_HOST_ENDED) from None
 
     def close(self) -> None:
         """End the process, once the workers' connections are closed."""
         with self._lock:
             self._end()
 
-    def _load(self) -> None:
+    def _load(self) -> ModelInfo:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _HOST, str(theirs.fileno())],
+                [_python(), "-m", _HOST, str(theirs.fileno())],
                 # a signal for the server's group is not for workers: they end with their connections
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=os.environ | _ENVIRONMENT | {"PYTHONPATH": _python_path()},
             )
         try:
             self._control.send(json.dumps(self._setup).encode())
-            model = self._receive()["model"]
+            return ModelInfo(**self._receive()["model"])
         except (EOFError, OSError):
             self._end()
-            raise EngineError(
-                "the process that loads the model ended; the server's log says why"
-            ) from None
-        except VarlenError:
+            raise EngineError(_HOST_ENDED) from None
+        except BaseException:
             self._end()
             raise
-        self.info = ModelInfo(**model)
+
+    def _load_again(self) -> None:
+        """Load the model that was loaded before, and no other.
+
+        Raises:
+            EngineError: it cannot be loaded, or has changed.
+        """
+        for pause in _PAUSES:
+            if _files(self._folder) != self._files:
+                raise EngineError("the files of the checkpoint have changed; reload the model")
+            try:
+                info = self._load()
+            except VarlenError as error:
+                _log.error("the model could not be loaded again: %s", error)
+                time.sleep(pause)
+                continue
+            if info == self.info:
+                return
+            self._end()
+            raise EngineError("the cores or the memory have changed; reload the model")
+        raise EngineError(_HOST_ENDED)
 
     def _fork(self, ended: int | None) -> tuple[Connection, int]:
         ours, theirs = socket.socketpair()
@@ -125,7 +158,7 @@ class WorkerHost:
             answer = self._receive()
             if ended is not None:
                 _log.warning(
-                    "worker process %d ended with code %d while it ran a batch; %d replaces it",
+                    "worker process %d ended with code %s; %d replaces it",
                     ended,
                     answer["code"],
                     answer["pid"],
@@ -182,13 +215,18 @@ class WorkerProcess:
 
     def run_batch(self, batch: Batch) -> Sequence[Float32Array]:
         """Return the answer of each sequence of a batch; see `Runner.run`."""
-        sequences = batch.sequences
-        return self.run([each.prompt for each in sequences], [each.options for each in sequences])
+        prompts = [each.prompt for each in batch.sequences]
+        options = [each.options for each in batch.sequences]
+        return self.run(prompts, options, seconds=batch.seconds)
 
     def run(
-        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
+        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions], *, seconds: float = 0.0
     ) -> Sequence[Float32Array]:
         """Return the answer of each sequence; see `Runner.run`.
+
+        Args:
+            prompts, options: of the batch.
+            seconds: expected run time.
 
         Raises:
             MemoryError: the worker has too little memory.
@@ -197,9 +235,16 @@ class WorkerProcess:
         for _ in range(_ATTEMPTS):
             try:
                 send_batch(self._connection, prompts, options)
+                if not self._connection.poll(max(_HUNG_SECONDS, _HUNG_FACTOR * seconds)):
+                    _log.error("worker process %d hangs; it is ended", self.pid)
+                    os.kill(self.pid, signal.SIGKILL)
                 answers = receive_answers(self._connection)
             except (EOFError, OSError):
                 self._restart()
+            except BaseException:
+                # an answer that was not read would be taken for that of the next batch
+                self._connection.close()
+                raise
             else:
                 return self._rows(answers)
         raise EngineError(f"{_ATTEMPTS} worker processes ended while they ran this batch")
@@ -243,3 +288,29 @@ class WorkerProcess:
             plan_hits=before.plan_hits + use.plan_hits,
             plan_misses=before.plan_misses + use.plan_misses,
         )
+
+
+def _python() -> str:
+    """Return the path of this Python's command.
+
+    A program that embeds Python, such as the server, reports the first `python3` of PATH as its own.
+
+    Raises:
+        EngineError: there is none of this version.
+    """
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    beside = Path(sys.exec_prefix, "bin", name)
+    found = str(beside) if beside.exists() else shutil.which(name) or sys.executable
+    if not found:
+        raise EngineError(f"there is no command {name}, which worker processes need")
+    return found
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, sys.path))
+
+
+def _files(folder: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of the files in a checkpoint's folder."""
+    found = sorted(path for path in folder.iterdir() if path.is_file())
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in found]

@@ -6,7 +6,7 @@ Each runs whole batches, so cores never wait for each other. docs/decisions/0025
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -77,7 +77,8 @@ def load_workers(
         CheckpointError: the checkpoint is incomplete or of a kind that is not served.
         ConfigError: a setting does not fit the checkpoint.
     """
-    if isolated and (config.device == "cpu" or not any(path.exists() for path in _GPU_FILES)):
+    has_gpu_files = any(path.exists() for path in _GPU_FILES)
+    if isolated and (config.device == "cpu" or (config.device == "auto" and not has_gpu_files)):
         return _processes(checkpoint, config, stats)
     # imports torch, which an engine of processes does not need
     from varlen.execution.device import choose_device, usable_cores, use_one_core
@@ -95,14 +96,16 @@ def load_workers(
 
 
 def _processes(checkpoint: Checkpoint, config: EngineConfig, stats: Stats) -> Workers:
-    host = WorkerHost(checkpoint.folder, config)
+    host = WorkerHost(checkpoint.folder, replace(config, device="cpu"))
 
     def count_restart() -> None:
         stats.count(CountedMetric.WORKER_RESTARTS)
 
+    runners: list[WorkerProcess] = []
+    workers = Workers(host.info, runners, host=host)
     try:
-        runners = [WorkerProcess(host, count_restart) for _ in range(host.info.workers)]
+        runners += (WorkerProcess(host, count_restart) for _ in range(host.info.workers))
     except BaseException:
-        host.close()
+        workers.close()
         raise
-    return Workers(host.info, runners, host=host)
+    return workers

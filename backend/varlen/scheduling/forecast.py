@@ -42,16 +42,12 @@ class Forecaster:
         longest = float(batches[sizes.argmax()])
         return Forecast(self._worst_slowdown * parts, self._worst_slowdown * longest)
 
-    def learn(self, shape: BatchShape, *, predicted: float, actual: float) -> None:
-        """Learn from the run time of a batch.
-
-        Args:
-            shape: of the batch.
-            predicted, actual: seconds; the prediction with the slowdown of its time.
-        """
-        self._ratios.append(actual / (predicted / self.slowdown))
+    def learn(self, shape: BatchShape, seconds: float) -> None:
+        """Learn from the seconds that a batch took."""
+        # not from what was predicted when it started: other batches have changed the slowdown meanwhile
+        self._ratios.append(seconds / self._costs.seconds(shape))
         self.slowdown = statistics.median(self._ratios)
         # a promise has to hold where the speed changes; the one worst batch may be an outlier
         self._worst_slowdown = sorted(self._ratios)[-2]
         # the cost model learns how this batch differs from other recent ones
-        self._costs.refine(shape, actual / self.slowdown)
+        self._costs.refine(shape, seconds / self.slowdown)

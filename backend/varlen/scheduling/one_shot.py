@@ -125,7 +125,7 @@ class OneShotScheduler:
         if result.failure is not None:
             error = EngineError(_OUT_OF_MEMORY if result.failure == "memory" else _BATCH_FAILED)
             return [SequenceFailure(s, error) for s in compress(batch.sequences, running)]
-        self._forecaster.learn(batch.shape, predicted=batch.seconds, actual=result.seconds)
+        self._forecaster.learn(batch.shape, result.seconds)
         outputs = zip(batch.sequences, cast(list[Float32Array], result.outputs), strict=True)
         events = [SequenceOutput(*output) for output in compress(outputs, running)]
         for event in events:

@@ -1,6 +1,7 @@
 """Worker processes: answers as in process, and faults that stay in them."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError, EngineError
+from varlen.execution import worker_process
 from varlen.execution.model_info import WorkerUse
 from varlen.execution.runner import Runner
 from varlen.execution.worker_messages import Answers, receive_batch, send_answers
@@ -174,6 +176,57 @@ def test_too_little_memory_in_a_worker_is_a_memory_error():
 
     with pytest.raises(MemoryError):
         worker.run(*batch(3))
+
+
+def test_an_answer_that_was_not_read_is_not_that_of_the_next_batch(worker, restarts, monkeypatch):
+    one, two = batch(5, 8), batch(7, 6)
+    expected = worker.run(*two)
+
+    def too_little_memory(connection):
+        raise MemoryError
+
+    with monkeypatch.context() as context:
+        context.setattr(worker_process, "receive_answers", too_little_memory)
+        with pytest.raises(MemoryError):
+            worker.run(*one)
+
+    np.testing.assert_array_equal(worker.run(*two), expected)
+    assert restarts == [1]
+
+
+def test_a_worker_that_hangs_is_ended_and_replaced(worker, restarts, monkeypatch):
+    expected = worker.run(*batch(3))
+    monkeypatch.setattr(worker_process, "_HUNG_SECONDS", 2.0)
+    os.kill(worker.pid, signal.SIGSTOP)
+
+    np.testing.assert_array_equal(worker.run(*batch(3)), expected)
+    assert restarts == [1]
+
+
+def test_a_checkpoint_that_has_changed_is_not_loaded_again(small_bert, tmp_path):
+    folder = tmp_path / "changing"
+    shutil.copytree(small_bert, folder)
+    host = WorkerHost(folder, CONFIG)
+    worker = WorkerProcess(host, lambda: None)
+    (folder / "config.json").touch()
+    for pid in (host.pid, worker.pid):
+        os.kill(pid, signal.SIGKILL)
+        assert is_gone(pid)
+
+    with pytest.raises(EngineError, match="the files of the checkpoint have changed; reload"):
+        worker.run(*batch(3))
+
+    worker.close()
+    host.close()
+
+
+def test_signals_to_all_processes_of_a_server_end_no_worker(worker, host, restarts):
+    for pid in (host.pid, worker.pid):
+        os.kill(pid, signal.SIGTERM)
+
+    worker.check()
+
+    assert restarts == []
 
 
 def test_errors_of_a_load_are_raised_here(small_bert, tmp_path):
