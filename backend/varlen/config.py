@@ -181,8 +181,8 @@ class EngineConfig:
         "100%",
         "Largest memory of intermediates, in bytes or as a percentage of the device's memory, such as 25%. Workers on"
         " a CPU have equal shares. None takes more than `max_batch_tokens` need. In a smaller share batches are"
-        " smaller, and a sequence that does not fit alone is refused. A model that generates does not load unless a step"
-        " of `max_step_tokens` fits.",
+        " smaller, and a sequence that does not fit alone is refused. A model that generates does not load unless a"
+        " step of `max_step_tokens` fits.",
         lowest=1,
         pattern=_BYTES_OR_PERCENTAGE,
         allowed=_ALLOWED_BYTES,

@@ -1,4 +1,4 @@
-"""Expected run times follow the speed of the machine, whatever was expected of the batches that run."""
+"""Expected run times follow the speed of the machine, not what was expected before."""
 
 import numpy as np
 import pytest
