@@ -4,6 +4,7 @@ Names and signatures are those of `reference`, which specifies each op.
 """
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from varlen_kernels import Activation, reference
 from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
+from varlen_kernels.compile_lock import compile_lock
 from varlen_kernels.reference import (
     add_layer_norm,
     embed,
@@ -73,12 +75,33 @@ def has_numba() -> bool:
     It loads in half a second, when the first op runs.
     """
     try:
-        import_module("varlen_kernels.attention_cpu")
-    except (ImportError, RuntimeError) as error:
-        # RuntimeError: there is no folder that can hold compiled code
-        _log.warning("ops on CPUs are not compiled, which makes them slower: %s", error)
+        module = import_module("varlen_kernels.attention_cpu")
+        with compile_lock(module.cache_folder()):
+            module.attend_sequences(
+                torch.zeros(1, 3),
+                torch.tensor([0, 1], dtype=torch.int32),
+                None,
+                num_heads=1,
+                num_kv_heads=1,
+                scale=1.0,
+                causal=False,
+                window=0,
+                out=torch.empty(1, 1),
+            )
+    except Exception as error:
+        # numba is absent or of another version, or no folder can hold compiled code
+        _log.warning("ops on CPUs are not compiled, which makes them slower: %r", error)
         return False
     return True
+
+
+def compiling() -> AbstractContextManager[None]:
+    """Return the lock to hold while ops run for the first time, which compiles them."""
+    if not has_numba():
+        return nullcontext()
+    from varlen_kernels.attention_cpu import cache_folder
+
+    return compile_lock(cache_folder())
 
 
 def can_pack(dtype: torch.dtype) -> bool:

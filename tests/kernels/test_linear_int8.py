@@ -189,3 +189,25 @@ def test_a_cpu_without_the_packed_product_uses_the_signed_one(monkeypatch):
     monkeypatch.setattr(module, "pack_codes", missing)
 
     assert module.choose_product.__wrapped__().kernel == "linear_int8"
+
+
+@pytest.mark.usefixtures("small_products")
+def test_a_cpu_whose_signed_product_is_inexact_uses_the_packed_one(monkeypatch):
+    monkeypatch.setattr(module, "_signed_product", lambda codes: lambda rows: rows.int() + 1)
+    monkeypatch.setattr(module, "_packed_product", exact_product)
+
+    chosen = module.choose_product.__wrapped__()
+
+    assert chosen == module.Int8Product("linear_int8_packed", FULL_LEVELS)
+
+
+@pytest.mark.usefixtures("small_products")
+def test_a_cpu_without_an_exact_product_is_an_error(monkeypatch):
+    def missing(codes):
+        raise NotImplementedError("aten::_int_mm")
+
+    monkeypatch.setattr(module, "_signed_product", missing)
+    monkeypatch.setattr(module, "_packed_product", missing)
+
+    with pytest.raises(module.NoInt8ProductError, match="inexactly, or not at all"):
+        module.choose_product.__wrapped__()

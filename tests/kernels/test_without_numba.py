@@ -78,6 +78,16 @@ def test_blocks_are_copied_in_order(without_numba):
     assert torch.equal(cache, expected)
 
 
+def test_code_that_cannot_be_compiled_or_stored_counts_as_no_numba(monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("varlen_kernels.attention_cpu.attend_sequences", fail)
+
+    assert not cpu.has_numba.__wrapped__()
+    assert "No space left on device" in caplog.text
+
+
 def test_one_line_of_the_log_says_so(without_numba, caplog):
     with caplog.at_level(logging.WARNING):
         for call in calls().values():

@@ -24,7 +24,7 @@ from varlen.models.heads import record_head
 from varlen.models.registry import EncoderModel
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
-from varlen.request import Prompt
+from varlen.request import SHORTEST_PROMPT, Prompt
 from varlen.tokenization import Tokenizer
 from varlen_kernels import cpu
 
@@ -51,9 +51,9 @@ def to_int8(program: Program, encoder: EncoderModel, checkpoint: Checkpoint) -> 
 
     Raises:
         CheckpointError: the stored calibration is damaged.
-        ConfigError: see `check_numba`.
+        ConfigError: see `check_int8`.
     """
-    check_numba()
+    check_int8()
     began = time.monotonic()
     calibration, source = _stored(encoder, checkpoint), "stored with the checkpoint"
     if calibration is None:
@@ -85,6 +85,8 @@ def calibrate(encoder: EncoderModel, checkpoint: Checkpoint, texts: Sequence[str
         texts: at least LEAST_TEXTS; every second one measures the quality.
     """
     program = _embedding(encoder, checkpoint)
+    with cpu.compiling():
+        run_prompts(program, cpu, [SHORTEST_PROMPT])
     tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
     prompts = [
         Prompt(text.token_ids)
@@ -110,13 +112,22 @@ def calibrate(encoder: EncoderModel, checkpoint: Checkpoint, texts: Sequence[str
     )
 
 
-def check_numba() -> None:
-    """Raise ConfigError if numba, which compiles the ops of int8, cannot be used."""
+def check_int8() -> None:
+    """Raise ConfigError if this CPU has no ops in int8, which need numba and an exact product."""
     if not cpu.has_numba():
         raise ConfigError(
             'dtype is "int8", whose ops numba compiles, and it cannot be used here;'
             " allowed: auto, fp32, bf16"
         )
+    # numba loads in half a second
+    from varlen_kernels.linear_int8_cpu import NoInt8ProductError, choose_product
+
+    try:
+        choose_product()
+    except NoInt8ProductError as error:
+        raise ConfigError(
+            f'dtype is "int8", which cannot be used here: {error}; allowed: auto, fp32, bf16'
+        ) from None
 
 
 def _stored(encoder: EncoderModel, checkpoint: Checkpoint) -> Calibration | None:

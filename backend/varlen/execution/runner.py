@@ -34,6 +34,7 @@ from varlen.request import (
     RequestOptions,
 )
 from varlen.sequence import Batch
+from varlen_kernels.cpu import compiling
 from varlen_kernels.dispatch import kernels_for
 
 
@@ -187,9 +188,12 @@ class Runner:
 
     def compile(self) -> None:
         """Compile what batches need, so that none of them has to."""
-        if isinstance(self.device_runner, CpuRunner):
-            self.device_runner.compile()
-        self.check()
+        if not isinstance(self.device_runner, CpuRunner):
+            self.check()
+            return
+        self.device_runner.compile()
+        with compiling():
+            self.check()
 
     def check(self) -> None:
         """Run one sequence of one token; raise whatever it raises."""

@@ -270,7 +270,17 @@ def test_int8_needs_numba(monkeypatch):
     monkeypatch.setattr(int8_encoder.cpu, "has_numba", lambda: False)
 
     with pytest.raises(ConfigError, match='dtype is "int8", whose ops numba compiles'):
-        int8_encoder.check_numba()
+        int8_encoder.check_int8()
+
+
+def test_int8_needs_an_exact_product(monkeypatch):
+    def none():
+        raise linear_int8_cpu.NoInt8ProductError("no product")
+
+    monkeypatch.setattr(linear_int8_cpu, "choose_product", none)
+
+    with pytest.raises(ConfigError, match="cannot be used here: no product; allowed: auto"):
+        int8_encoder.check_int8()
 
 
 def test_int8_does_not_generate(make_checkpoint):
