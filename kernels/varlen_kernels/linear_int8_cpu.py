@@ -21,6 +21,7 @@ from torch import Tensor
 
 from varlen_kernels.attention_cpu import cache_folder
 from varlen_kernels.compile_lock import compile_lock
+from varlen_kernels.lanes_cpu import LANES, load, load_first, multiply_add, splat, sum_of
 from varlen_kernels.linear_int8_reference import (
     FULL_LEVELS,
     OUTLIERS,
@@ -39,7 +40,7 @@ _LANES = 64
 # NaN and infinities keep their meaning.
 _FAST = {"reassoc", "contract", "nsz"}
 _SMALLEST_SCALE = np.float32(SMALLEST_SCALE)
-_HALF = np.float32(0.5)
+_ZERO, _HALF, _NAN = np.float32(0), np.float32(0.5), np.float32(np.nan)
 # Input and output features of products that are checked and timed; rows of the latter, and how often.
 _WIDTH = 512
 _TIMED_ROWS = 64
@@ -155,7 +156,12 @@ def quantize(
         outliers: `[OUTLIERS]` int64, ascending columns that get no codes.
         levels: largest code.
         signed: whether codes are int8 and begin at -128; else they are uint8 and begin at 0.
+
+    Raises:
+        ValueError: there is another number of outliers.
     """
+    if len(outliers) != OUTLIERS:
+        raise ValueError(f"outliers has {len(outliers)} columns; it must have {OUTLIERS}")
     rows = len(x)
     codes = torch.empty(x.shape, dtype=torch.int8 if signed else torch.uint8)
     scale, factors = torch.empty(rows), torch.empty(rows, 2 + OUTLIERS)
@@ -187,6 +193,21 @@ def _dequantize(
     return out
 
 
+# else it gets the caller's, which assumes finite numbers
+@numba.njit(forceinline=True, _nrt=False, fastmath=False)
+def _is_finite(x, token):
+    # zero times a number is zero, unless the number is NaN or infinite
+    zero = splat(_ZERO)
+    total = zero
+    whole = x.shape[1] // LANES * LANES
+    for column in range(0, whole, LANES):
+        total = multiply_add(load(x, token, column), zero, total)
+    if whole < x.shape[1]:
+        rest = load_first(x, token, whole, x.shape[1] - whole)
+        total = multiply_add(rest, zero, total)
+    return sum_of(total) == _ZERO
+
+
 # no contraction of products and sums: codes are those of the reference, bit by bit
 @numba.njit(nogil=True, cache=True, fastmath={"nnan", "ninf", "nsz"})
 def _quantize_rows(
@@ -198,6 +219,7 @@ def _quantize_rows(
     scales,  # [tokens]
     factors,  # [tokens, 2 + OUTLIERS]
 ):
+    """Write codes, scales and factors; a token with a number that is not finite gets NaN."""
     tokens, hidden = x.shape
     lows, highs = np.empty(_LANES, np.float32), np.empty(_LANES, np.float32)
     # a token without its outliers: in their places stands the value of another column
@@ -237,6 +259,9 @@ def _quantize_rows(
         scales[token] = scale
         row_factors[0] = low - scale * np.float32(lowest)
         row_factors[1] = np.float32(1.0)
+        if not _is_finite(x, token):
+            row_codes[:] = 0
+            scales[token] = _NAN
 
 
 @numba.njit(nogil=True, cache=True)
@@ -275,6 +300,7 @@ def _dequantize_any(
 ):
     tokens, features = sums.shape
     weight_sums, bias = fp32_rows[0], fp32_rows[1]
+    # one name for each of OUTLIERS
     first, second, third, fourth = fp32_rows[2], fp32_rows[3], fp32_rows[4], fp32_rows[5]
     for token in range(tokens):
         row_sums, row, row_factors = sums[token], out[token], factors[token]

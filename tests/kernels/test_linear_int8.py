@@ -134,6 +134,38 @@ def test_no_tokens_give_no_rows(op, pack, product_of, lowest):
     assert actual.shape == (0, 3)
 
 
+@PRODUCTS
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("hidden", [100, 128])
+def test_a_token_with_a_number_that_is_not_finite_gets_nan(
+    op, pack, product_of, lowest, hidden, value
+):
+    weight, bias, outliers = layer(hidden, 33)
+    x, quantized = inputs(9, hidden, outliers), quantize_weight(weight, bias, outliers)
+    operands = pack(quantized.codes), *quantized[1:]
+    expected = op(x, *operands, levels=REDUCED_LEVELS)
+    # an outlier; the first and the last of the others
+    inner = [column for column in range(hidden) if column not in outliers.tolist()]
+    places = torch.tensor([1, 4, 7]), torch.tensor([int(outliers[1]), inner[0], inner[-1]])
+
+    damaged = x.index_put(places, torch.tensor(value))
+
+    expected[places[0]] = torch.nan
+    for actual in (
+        op(damaged, *operands, levels=REDUCED_LEVELS),
+        linear_int8(damaged, *quantized, levels=REDUCED_LEVELS),
+    ):
+        assert actual[places[0]].isnan().all()
+        assert actual.isfinite().all(1).sum() == 6
+    actual = op(damaged, *operands, levels=REDUCED_LEVELS)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_another_number_of_outliers_is_refused():
+    with pytest.raises(ValueError, match="outliers has 3 columns; it must have 4"):
+        module.quantize(rand(2, 8), torch.arange(3), FULL_LEVELS, signed=True)
+
+
 def test_outliers_do_not_change_the_codes_of_other_columns():
     _, _, outliers = layer(50, 3)
     x = inputs(9, 50, outliers)
