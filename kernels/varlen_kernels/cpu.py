@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,8 +65,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
-# Results of an activation below which the call of compiled code takes longer than torch.
-_LEAST_ACTIVATED = 4096
 
 
 @cache
@@ -128,7 +127,7 @@ def linear_packed(
 ) -> Tensor:
     """Return `linear` of a weight that `pack_weight` made, `[tokens, features]`."""
     if not len(x):
-        return torch.empty(0, weight.shape[0]) if out is None else out
+        return x.new_empty(0, weight.shape[0]) if out is None else out
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product if out is None else out.copy_(product)
 
@@ -137,7 +136,7 @@ def activate(
     x: Tensor, bias: Tensor | None = None, *, kind: Activation, out: Tensor | None = None
 ) -> Tensor:
     """Return the activation of x + bias, see `reference.activate`."""
-    if not _compiles_activation(x, kind, x.numel()):
+    if not _compiles_activation(x, kind):
         return reference.activate(x, bias, kind=kind, out=out)
     from varlen_kernels.gelu_cpu import gelu_tanh_rows
 
@@ -148,7 +147,7 @@ def activate(
 
 def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:
     """Return activation(gate) * up, see `reference.activate_gate`."""
-    if not _compiles_activation(x, kind, x.numel() // 2):
+    if not _compiles_activation(x, kind):
         return reference.activate_gate(x, kind=kind, out=out)
     from varlen_kernels.gelu_cpu import gelu_tanh_rows
 
@@ -372,17 +371,12 @@ def beam_step(
     return out
 
 
-def _compiles_activation(x: Tensor, kind: Activation, results: int) -> bool:
-    """Return whether an activation is faster in compiled code than in torch."""
-    is_slow = kind == "gelu_tanh" and results >= _LEAST_ACTIVATED
-    return is_slow and x.dtype in _COMPILED_DTYPES and has_numba()
+def _compiles_activation(x: Tensor, kind: Activation) -> bool:
+    """Return whether an activation is compiled, for any number of rows: a row keeps its bits."""
+    return kind == "gelu_tanh" and x.dtype in _COMPILED_DTYPES and has_numba()
 
 
 def _leading_ones(cu_seqlens: Tensor) -> int:
     """Return the number of sequences of one token before the first other one."""
-    if int(cu_seqlens[-1]) == len(cu_seqlens) - 1:
-        # none is empty
-        return len(cu_seqlens) - 1
-    lengths = cu_seqlens.diff()
-    others = (lengths != 1).nonzero()
-    return int(others[0]) if len(others) else len(lengths)
+    is_one = np.diff(cu_seqlens.numpy()) == 1
+    return len(is_one) if is_one.all() else int(is_one.argmin())
