@@ -15,10 +15,16 @@ from varlen.execution.calibration import (
     find_outliers,
     measure_errors,
     run_prompts,
+    weights_hash,
 )
 from varlen.execution.calibration_texts import TEXTS
 from varlen.execution.fingerprint import checkpoint_hash
-from varlen.execution.quantization import linear_weights, quantize_layers, use_int8
+from varlen.execution.quantization import (
+    LayerKey,
+    linear_weights,
+    quantize_layers,
+    use_int8,
+)
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.heads import record_head
 from varlen.models.registry import EncoderModel
@@ -68,7 +74,8 @@ def to_int8(program: Program, encoder: EncoderModel, checkpoint: Checkpoint) -> 
         calibration.quality,
         source,
     )
-    if calibration.quality.cosine_mean < LEAST_COSINE:
+    # NaN is not at least anything
+    if not calibration.quality.cosine_mean >= LEAST_COSINE:
         _log.warning(
             "int8 changes the vectors of this checkpoint: %s; use fp32 or bf16 where that matters",
             calibration.quality,
@@ -96,8 +103,9 @@ def calibrate(encoder: EncoderModel, checkpoint: Checkpoint, texts: Sequence[str
     shape = _RANDOM_PROMPTS, min(_RANDOM_TOKENS, checkpoint.max_sequence_tokens)
     random_ids = np.random.default_rng(0).integers(0, encoder.vocab_size, shape, dtype=np.int32)
     random = [Prompt(ids) for ids in random_ids]
-    # a tokenizer that knows no token of the texts leaves random ones
-    seen, held_out = [*prompts[::2], *random], prompts[1::2] or random
+    # a tokenizer that knows few tokens of the texts leaves random ones
+    has_texts = len(prompts) >= LEAST_TEXTS
+    seen, held_out = [*prompts[::2], *random], prompts[1::2] if has_texts else random
 
     outliers = find_outliers(program, seen)
     layers = quantize_layers(program, outliers)
@@ -106,6 +114,7 @@ def calibrate(encoder: EncoderModel, checkpoint: Checkpoint, texts: Sequence[str
     vectors = run_prompts(use_int8(program, used), cpu, held_out)
     return Calibration(
         checkpoint_hash(checkpoint.folder),
+        weights_hash(program),
         _levels(),
         tuple(LayerCalibration(tuple(outliers[key].tolist()), errors[key]) for key in layers),
         compare(vectors, run_prompts(program, cpu, held_out)),
@@ -135,7 +144,9 @@ def _stored(encoder: EncoderModel, checkpoint: Checkpoint) -> Calibration | None
     stored = Calibration.load(checkpoint.folder)
     if stored is None:
         return None
-    if stored.checkpoint != checkpoint_hash(checkpoint.folder):
+    program = _embedding(encoder, checkpoint)
+    hashes = checkpoint_hash(checkpoint.folder), weights_hash(program)
+    if (stored.checkpoint, stored.weights) != hashes:
         _log.warning("the stored calibration is of another checkpoint; measuring it again")
         return None
     if stored.levels != _levels():
@@ -146,7 +157,7 @@ def _stored(encoder: EncoderModel, checkpoint: Checkpoint) -> Calibration | None
             _levels(),
         )
         return None
-    weights = linear_weights(_embedding(encoder, checkpoint)).values()
+    weights = linear_weights(program).values()
     if len(stored.layers) != len(weights) or any(
         layer.outliers[-1] >= len(weight)
         for layer, (weight, _) in zip(stored.layers, weights, strict=True)
@@ -158,8 +169,8 @@ def _stored(encoder: EncoderModel, checkpoint: Checkpoint) -> Calibration | None
     return stored
 
 
-def _outliers(program: Program, calibration: Calibration) -> dict[int, torch.Tensor]:
-    """Return the outliers of the layers that run in int8, by weight."""
+def _outliers(program: Program, calibration: Calibration) -> dict[LayerKey, torch.Tensor]:
+    """Return the outliers of the layers that run in int8."""
     return {
         key: torch.tensor(layer.outliers)
         for key, layer in zip(linear_weights(program), calibration.layers, strict=True)
