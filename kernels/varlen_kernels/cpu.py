@@ -372,7 +372,7 @@ def beam_step(
 
 
 def _compiles_activation(x: Tensor, kind: Activation) -> bool:
-    """Return whether an activation is compiled, for any number of rows: a row keeps its bits."""
+    """Return whether an activation is compiled; not by rows: a row keeps its bits."""
     return kind == "gelu_tanh" and x.dtype in _COMPILED_DTYPES and has_numba()
 
 

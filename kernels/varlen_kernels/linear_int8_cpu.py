@@ -219,7 +219,7 @@ def _quantize_rows(
     scales,  # [tokens]
     factors,  # [tokens, 2 + OUTLIERS]
 ):
-    """Write codes, scales and factors; a token with a number that is not finite gets NaN."""
+    """Write codes, scales and factors; a token that is not finite gets NaN."""
     tokens, hidden = x.shape
     lows, highs = np.empty(_LANES, np.float32), np.empty(_LANES, np.float32)
     # a token without its outliers: in their places stands the value of another column

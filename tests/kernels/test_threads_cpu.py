@@ -1,4 +1,4 @@
-"""Parts of a compiled function's work run at the same time and end before the call returns."""
+"""All parts of a call end before it does."""
 
 import threading
 

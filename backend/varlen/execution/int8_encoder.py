@@ -122,7 +122,7 @@ def calibrate(encoder: EncoderModel, checkpoint: Checkpoint, texts: Sequence[str
 
 
 def check_int8() -> None:
-    """Raise ConfigError if this CPU has no ops in int8, which need numba and an exact product."""
+    """Raise ConfigError if numba or an exact product of codes is missing."""
     if not cpu.has_numba():
         raise ConfigError(
             'dtype is "int8", whose ops numba compiles, and it cannot be used here;'
@@ -137,6 +137,13 @@ def check_int8() -> None:
         raise ConfigError(
             f'dtype is "int8", which cannot be used here: {error}; allowed: auto, fp32, bf16'
         ) from None
+
+
+def int8_product() -> str:
+    """Return the name of the op that runs int8 layers on this CPU."""
+    from varlen_kernels.linear_int8_cpu import choose_product
+
+    return choose_product().kernel
 
 
 def _stored(encoder: EncoderModel, checkpoint: Checkpoint) -> Calibration | None:

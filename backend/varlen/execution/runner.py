@@ -14,7 +14,7 @@ from varlen.execution.cpu import CpuRunner, limit_primitives
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.device import choose_device, choose_dtype, memory_of
 from varlen.execution.fingerprint import cost_fields, device_name
-from varlen.execution.int8_encoder import to_int8
+from varlen.execution.int8_encoder import int8_product, to_int8
 from varlen.execution.linear_paths import BATCH_ROWS, PLAIN, choose_paths
 from varlen.execution.model_info import ModelInfo, WorkerUse
 from varlen.execution.packing import largest_dims
@@ -98,10 +98,12 @@ class Runner:
         output = record_head(ops, task, encoder.heads, hidden, checkpoint.pooling)
         self._kernels = kernels or kernels_for(self.device)
         self.program: Program = ops.finish(output)
+        fields = cost_fields(checkpoint, self.device)
         if config.dtype == "int8":
             self.program = to_int8(self.program, encoder, checkpoint)
+            fields = {**fields, "int8": int8_product()}
         # packed weights have no address
-        weight_bytes, fields = self.program.weight_bytes, cost_fields(checkpoint, self.device)
+        weight_bytes = self.program.weight_bytes
         if measures and self.device.type == "cpu":
             limit_primitives()
             self.program = choose_paths(

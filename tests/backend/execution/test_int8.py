@@ -132,10 +132,12 @@ def test_vectors_are_close_to_fp32_and_heads_stay_in_fp32(folder, make_checkpoin
         with Encoder.from_pretrained(classifier, dtype=dtype, device="cpu") as encoder:
             logits.append(encoder.classify(TEXT))
     checkpoint = int8_encoder.Checkpoint.open(classifier)
-    program = Runner(checkpoint, EngineConfig(dtype="int8", device="cpu")).program
-    kernels = [op.kernel for op in program.ops if op.kernel.startswith("linear")]
+    runner = Runner(checkpoint, EngineConfig(dtype="int8", device="cpu"))
+    kernels = [op.kernel for op in runner.program.ops if op.kernel.startswith("linear")]
     # four layers of the encoder twice, then pooler and classifier
-    assert kernels == [linear_int8_cpu.choose_product().kernel] * 8 + ["linear"] * 2
+    product = linear_int8_cpu.choose_product().kernel
+    assert kernels == [product] * 8 + ["linear"] * 2
+    assert runner.info.cost_fields["int8"] == product
     np.testing.assert_allclose(*logits, rtol=0, atol=0.1 * np.abs(logits[0]).max())
 
 
