@@ -65,6 +65,8 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+# Features of an activation below which torch runs it: for one token the call of compiled code takes longer.
+_LEAST_FEATURES = 1024
 
 
 @cache
@@ -136,7 +138,7 @@ def activate(
     x: Tensor, bias: Tensor | None = None, *, kind: Activation, out: Tensor | None = None
 ) -> Tensor:
     """Return the activation of x + bias, see `reference.activate`."""
-    if not _compiles_activation(x, kind):
+    if not _compiles_activation(x, kind, x.shape[1]):
         return reference.activate(x, bias, kind=kind, out=out)
     from varlen_kernels.gelu_cpu import gelu_tanh_rows
 
@@ -147,7 +149,7 @@ def activate(
 
 def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:
     """Return activation(gate) * up, see `reference.activate_gate`."""
-    if not _compiles_activation(x, kind):
+    if not _compiles_activation(x, kind, x.shape[1] // 2):
         return reference.activate_gate(x, kind=kind, out=out)
     from varlen_kernels.gelu_cpu import gelu_tanh_rows
 
@@ -371,12 +373,15 @@ def beam_step(
     return out
 
 
-def _compiles_activation(x: Tensor, kind: Activation) -> bool:
+def _compiles_activation(x: Tensor, kind: Activation, features: int) -> bool:
     """Return whether an activation is compiled; not by rows: a row keeps its bits."""
-    return kind == "gelu_tanh" and x.dtype in _COMPILED_DTYPES and has_numba()
+    is_slow = kind == "gelu_tanh" and features >= _LEAST_FEATURES
+    return is_slow and x.dtype in _COMPILED_DTYPES and has_numba()
 
 
 def _leading_ones(cu_seqlens: Tensor) -> int:
     """Return the number of sequences of one token before the first other one."""
-    is_one = np.diff(cu_seqlens.numpy()) == 1
-    return len(is_one) if is_one.all() else int(is_one.argmin())
+    bounds = cu_seqlens.numpy()
+    lengths = bounds[1:] - bounds[:-1]
+    others = np.flatnonzero(lengths != 1)
+    return int(others[0]) if len(others) else len(lengths)

@@ -44,7 +44,7 @@ def calls():
         ops.append_kv(qkv, torch.arange(3, 10), *copies, **heads)
         return torch.stack(copies)
 
-    x = rand(64, 128)
+    x = rand(4, 2048)
 
     return {
         "activate": lambda ops: ops.activate(x, kind="gelu_tanh"),
