@@ -6,6 +6,7 @@ The server's model class and the in-process API both use it.
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from varlen.scheduling.iteration import IterationScheduler
 from varlen.scheduling.step_limits import StepLimits
 from varlen.sequence import GeneratedSequence, OutputWriter
 from varlen.tokenization import Tokenizer
+from varlen_kernels.cpu import compiling
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +92,8 @@ class GenerationService:
         grammars = Grammars(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
         choice = TokenChoice(checkpoint, grammars, choose_device(config.device, gpu))
         runner = StepRunner(checkpoint, config, choice.choose, gpu=gpu)
-        runner.warm_up()
+        with compiling() if runner.device.type == "cpu" else nullcontext():
+            runner.warm_up()
         limits = InputLimits(
             max_sequence_tokens=runner.max_sequence_tokens,
             max_text_bytes=config.max_text_bytes,

@@ -7,6 +7,8 @@ the same result alone and in a batch, to the last bit.
 Source: the specification is `reference.attention_varlen`.
 """
 
+from pathlib import Path
+
 import numba
 import numpy as np
 import torch
@@ -284,6 +286,11 @@ def _attend_items(
             keys_values,
             room,
         )
+
+
+def cache_folder() -> Path:
+    """Return the folder in which numba stores the compiled code of all ops."""
+    return Path(_attend_items.stats.cache_path)
 
 
 def attend_sequences(

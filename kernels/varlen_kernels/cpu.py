@@ -4,14 +4,17 @@ Names and signatures are those of `reference`, which specifies each op.
 """
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from varlen_kernels import Activation, reference
 from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
+from varlen_kernels.compile_lock import compile_lock
 from varlen_kernels.reference import (
     add_layer_norm,
     embed,
@@ -62,8 +65,8 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
-# Results of an activation below which the call of compiled code takes longer than torch.
-_LEAST_ACTIVATED = 4096
+# Features of an activation below which torch runs it: for one token the call of compiled code takes longer.
+_LEAST_FEATURES = 1024
 
 
 @cache
@@ -73,12 +76,33 @@ def has_numba() -> bool:
     It loads in half a second, when the first op runs.
     """
     try:
-        import_module("varlen_kernels.attention_cpu")
-    except (ImportError, RuntimeError) as error:
-        # RuntimeError: there is no folder that can hold compiled code
-        _log.warning("ops on CPUs are not compiled, which makes them slower: %s", error)
+        module = import_module("varlen_kernels.attention_cpu")
+        with compile_lock(module.cache_folder()):
+            module.attend_sequences(
+                torch.zeros(1, 3),
+                torch.tensor([0, 1], dtype=torch.int32),
+                None,
+                num_heads=1,
+                num_kv_heads=1,
+                scale=1.0,
+                causal=False,
+                window=0,
+                out=torch.empty(1, 1),
+            )
+    except Exception as error:
+        # numba is absent or of another version, or no folder can hold compiled code
+        _log.warning("ops on CPUs are not compiled, which makes them slower: %r", error)
         return False
     return True
+
+
+def compiling() -> AbstractContextManager[None]:
+    """Return the lock to hold while ops run for the first time, which compiles them."""
+    if not has_numba():
+        return nullcontext()
+    from varlen_kernels.attention_cpu import cache_folder
+
+    return compile_lock(cache_folder())
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -105,7 +129,7 @@ def linear_packed(
 ) -> Tensor:
     """Return `linear` of a weight that `pack_weight` made, `[tokens, features]`."""
     if not len(x):
-        return torch.empty(0, weight.shape[0]) if out is None else out
+        return x.new_empty(0, weight.shape[0]) if out is None else out
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product if out is None else out.copy_(product)
 
@@ -114,7 +138,7 @@ def activate(
     x: Tensor, bias: Tensor | None = None, *, kind: Activation, out: Tensor | None = None
 ) -> Tensor:
     """Return the activation of x + bias, see `reference.activate`."""
-    if not _compiles_activation(x, kind, x.numel()):
+    if not _compiles_activation(x, kind, x.shape[1]):
         return reference.activate(x, bias, kind=kind, out=out)
     from varlen_kernels.gelu_cpu import gelu_tanh_rows
 
@@ -125,7 +149,7 @@ def activate(
 
 def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:
     """Return activation(gate) * up, see `reference.activate_gate`."""
-    if not _compiles_activation(x, kind, x.numel() // 2):
+    if not _compiles_activation(x, kind, x.shape[1] // 2):
         return reference.activate_gate(x, kind=kind, out=out)
     from varlen_kernels.gelu_cpu import gelu_tanh_rows
 
@@ -349,17 +373,15 @@ def beam_step(
     return out
 
 
-def _compiles_activation(x: Tensor, kind: Activation, results: int) -> bool:
-    """Return whether an activation is faster in compiled code than in torch."""
-    is_slow = kind == "gelu_tanh" and results >= _LEAST_ACTIVATED
+def _compiles_activation(x: Tensor, kind: Activation, features: int) -> bool:
+    """Return whether an activation is compiled; not by rows: a row keeps its bits."""
+    is_slow = kind == "gelu_tanh" and features >= _LEAST_FEATURES
     return is_slow and x.dtype in _COMPILED_DTYPES and has_numba()
 
 
 def _leading_ones(cu_seqlens: Tensor) -> int:
     """Return the number of sequences of one token before the first other one."""
-    if int(cu_seqlens[-1]) == len(cu_seqlens) - 1:
-        # none is empty
-        return len(cu_seqlens) - 1
-    lengths = cu_seqlens.diff()
-    others = (lengths != 1).nonzero()
+    bounds = cu_seqlens.numpy()
+    lengths = bounds[1:] - bounds[:-1]
+    others = np.flatnonzero(lengths != 1)
     return int(others[0]) if len(others) else len(lengths)

@@ -6,6 +6,7 @@ prepacked weights. Both may saturate on CPUs with AVX2 alone, which sum two prod
 Source: the specification is `linear_int8_reference.linear_int8`; docs/int8.md has measurements.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from varlen_kernels.attention_cpu import cache_folder
+from varlen_kernels.compile_lock import compile_lock
+from varlen_kernels.lanes_cpu import LANES, load, load_first, multiply_add, splat, sum_of
 from varlen_kernels.linear_int8_reference import (
     FULL_LEVELS,
     OUTLIERS,
@@ -33,8 +37,10 @@ _Product: TypeAlias = Callable[[Tensor], Tensor]
 _SIGNED = -128
 # Running minima and maxima: several vector registers, because each waits for the one before.
 _LANES = 64
+# NaN and infinities keep their meaning.
+_FAST = {"reassoc", "contract", "nsz"}
 _SMALLEST_SCALE = np.float32(SMALLEST_SCALE)
-_HALF = np.float32(0.5)
+_ZERO, _HALF, _NAN = np.float32(0), np.float32(0.5), np.float32(np.nan)
 # Input and output features of products that are checked and timed; rows of the latter, and how often.
 _WIDTH = 512
 _TIMED_ROWS = 64
@@ -56,18 +62,50 @@ class Int8Product:
     levels: int
 
 
+class NoInt8ProductError(RuntimeError):
+    """Torch has no exact product of int8 codes on this CPU."""
+
+
 @lru_cache(1)
 def choose_product() -> Int8Product:
-    """Return the fastest product, timed once per process, in a few milliseconds."""
-    levels = _exact_levels(_signed_product, _SIGNED) or FULL_LEVELS
-    signed = Int8Product("linear_int8", levels)
-    try:
-        levels = _exact_levels(_packed_product, 0)
-        gain = _seconds(_signed_product, _SIGNED) / _seconds(_packed_product, 0)
-    except (AttributeError, RuntimeError):
-        # torch was built without oneDNN
-        return signed
-    return Int8Product("linear_int8_packed", levels) if levels and gain > _LEAST_GAIN else signed
+    """Return the fastest product, timed once per process, in a few milliseconds.
+
+    Its ops are compiled too, which takes seconds if their code is not stored.
+
+    Raises:
+        NoInt8ProductError: no product is exact.
+    """
+    fastest: Int8Product | None = None
+    least = math.inf
+    candidates: list[tuple[ProductKernel, Callable[[Tensor], _Product], int, float]] = [
+        ("linear_int8", _signed_product, _SIGNED, 1.0),
+        ("linear_int8_packed", _packed_product, 0, _LEAST_GAIN),
+    ]
+    for kernel, product_of, lowest, least_gain in candidates:
+        try:
+            levels = _exact_levels(product_of, lowest)
+            seconds = _seconds(product_of, lowest) * least_gain
+        except (AttributeError, RuntimeError):
+            # torch was built without this product
+            continue
+        if levels and seconds < least:
+            fastest, least = Int8Product(kernel, levels), seconds
+    if fastest is None:
+        raise NoInt8ProductError(
+            "torch multiplies int8 codes inexactly, or not at all, on this CPU"
+        )
+    _compile(signed=fastest.kernel == "linear_int8")
+    return fastest
+
+
+def _compile(*, signed: bool) -> None:
+    """Compile the code of one product."""
+    with compile_lock(cache_folder()):
+        x, features = torch.zeros(1, OUTLIERS + 1), 1
+        codes, scale, factors = quantize(x, torch.arange(OUTLIERS), 1, signed=signed)
+        sums = codes[:, :features].to(torch.int32 if signed else torch.float32)
+        fp32_rows = torch.zeros(2 + OUTLIERS, features)
+        _dequantize(sums, scale, factors, torch.ones(features), fp32_rows, None)
 
 
 def pack_codes(codes: Tensor) -> Tensor:
@@ -118,7 +156,12 @@ def quantize(
         outliers: `[OUTLIERS]` int64, ascending columns that get no codes.
         levels: largest code.
         signed: whether codes are int8 and begin at -128; else they are uint8 and begin at 0.
+
+    Raises:
+        ValueError: there is another number of outliers.
     """
+    if len(outliers) != OUTLIERS:
+        raise ValueError(f"outliers has {len(outliers)} columns; it must have {OUTLIERS}")
     rows = len(x)
     codes = torch.empty(x.shape, dtype=torch.int8 if signed else torch.uint8)
     scale, factors = torch.empty(rows), torch.empty(rows, 2 + OUTLIERS)
@@ -145,8 +188,24 @@ def _dequantize(
     """Return the values of sums of codes, `[tokens, features]` fp32."""
     if out is None:
         out = torch.empty(sums.shape)
-    _dequantize_rows(*(each.numpy() for each in (sums, row_scale, factors, scale, fp32_rows, out)))
+    dequantize = _dequantize_integers if sums.dtype == torch.int32 else _dequantize_rows
+    dequantize(*(each.numpy() for each in (sums, row_scale, factors, scale, fp32_rows, out)))
     return out
+
+
+# else it gets the caller's, which assumes finite numbers
+@numba.njit(forceinline=True, _nrt=False, fastmath=False)
+def _is_finite(x, token):
+    # zero times a number is zero, unless the number is NaN or infinite
+    zero = splat(_ZERO)
+    total = zero
+    whole = x.shape[1] // LANES * LANES
+    for column in range(0, whole, LANES):
+        total = multiply_add(load(x, token, column), zero, total)
+    if whole < x.shape[1]:
+        rest = load_first(x, token, whole, x.shape[1] - whole)
+        total = multiply_add(rest, zero, total)
+    return sum_of(total) == _ZERO
 
 
 # no contraction of products and sums: codes are those of the reference, bit by bit
@@ -160,6 +219,7 @@ def _quantize_rows(
     scales,  # [tokens]
     factors,  # [tokens, 2 + OUTLIERS]
 ):
+    """Write codes, scales and factors; a token that is not finite gets NaN."""
     tokens, hidden = x.shape
     lows, highs = np.empty(_LANES, np.float32), np.empty(_LANES, np.float32)
     # a token without its outliers: in their places stands the value of another column
@@ -199,10 +259,38 @@ def _quantize_rows(
         scales[token] = scale
         row_factors[0] = low - scale * np.float32(lowest)
         row_factors[1] = np.float32(1.0)
+        if not _is_finite(x, token):
+            row_codes[:] = 0
+            scales[token] = _NAN
 
 
-@numba.njit(nogil=True, cache=True, fastmath=True)
+@numba.njit(nogil=True, cache=True)
 def _dequantize_rows(
+    sums,  # [tokens, features] fp32
+    row_scale,  # [tokens]
+    factors,  # [tokens, 2 + OUTLIERS]
+    scale,  # [features]
+    fp32_rows,  # [2 + OUTLIERS, features]
+    out,  # [tokens, features]
+):
+    _dequantize_any(sums, row_scale, factors, scale, fp32_rows, out)
+
+
+# not a second signature of the function above: numba stores both in one index
+@numba.njit(nogil=True, cache=True)
+def _dequantize_integers(
+    sums,  # [tokens, features] int32
+    row_scale,  # [tokens]
+    factors,  # [tokens, 2 + OUTLIERS]
+    scale,  # [features]
+    fp32_rows,  # [2 + OUTLIERS, features]
+    out,  # [tokens, features]
+):
+    _dequantize_any(sums, row_scale, factors, scale, fp32_rows, out)
+
+
+@numba.njit(forceinline=True, fastmath=_FAST)
+def _dequantize_any(
     sums,  # [tokens, features] int32 or fp32
     row_scale,  # [tokens]
     factors,  # [tokens, 2 + OUTLIERS]
@@ -212,6 +300,7 @@ def _dequantize_rows(
 ):
     tokens, features = sums.shape
     weight_sums, bias = fp32_rows[0], fp32_rows[1]
+    # one name for each of OUTLIERS
     first, second, third, fourth = fp32_rows[2], fp32_rows[3], fp32_rows[4], fp32_rows[5]
     for token in range(tokens):
         row_sums, row, row_factors = sums[token], out[token], factors[token]

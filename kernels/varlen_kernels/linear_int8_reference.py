@@ -46,7 +46,8 @@ class Int8Rows(NamedTuple):
 
     Attributes:
         codes: `[tokens, hidden]` int32, from 0 to the number of levels; 0 in the columns of outliers.
-        scale: `[tokens, 1]` fp32, the value of one step of a code.
+        scale: `[tokens, 1]` fp32, the value of one step of a code; NaN if a number of the token is not finite, whose
+            codes are 0.
         factors: `[tokens, 2 + OUTLIERS]` fp32, what the `fp32_rows` are multiplied by: the value of code 0, 1, and
             the outliers.
     """
@@ -85,7 +86,9 @@ def quantize_rows(x: Tensor, outliers: Tensor, levels: int) -> Int8Rows:
     low, high = (x[:, kept].amin(1, keepdim=True), x[:, kept].amax(1, keepdim=True))
     scale = ((high - low) / levels).clamp_min(SMALLEST_SCALE)
     # the value plus a half is never negative, so it is rounded by truncation
-    codes = ((x - low) * (1 / scale) + 0.5).masked_fill(~kept, 0).to(torch.int32)
+    finite = x.isfinite().all(1, keepdim=True)
+    codes = ((x - low) * (1 / scale) + 0.5).masked_fill(~(kept & finite), 0).to(torch.int32)
+    scale = scale.masked_fill(~finite, torch.nan)
     return Int8Rows(codes, scale, torch.cat([low, torch.ones_like(low), x[:, outliers]], 1))
 
 

@@ -20,7 +20,8 @@ _LOWEST = np.float32(-1e30)
 _LEAST_SHARED_WORK = 1 << 21
 
 
-@numba.njit(fastmath=True, nogil=True, cache=True)
+# a context of no tokens divides by zero, which gives NaN
+@numba.njit(fastmath=True, nogil=True, cache=True, error_model="numpy")
 def _attend_items(
     first_item,
     last_item,

@@ -18,11 +18,14 @@ def run_parts(function: Callable[..., None], bounds: Sequence[int], *arguments: 
     """
     parts = [part for part in pairwise(bounds) if part[0] < part[1]]
     running = [_threads().submit(function, *part, *arguments) for part in parts[1:]]
-    if parts:
-        function(*parts[0], *arguments)
-    if not running:
+    if not parts:
         return
-    wait(running)
+    try:
+        function(*parts[0], *arguments)
+    finally:
+        # they write into memory of the caller
+        if running:
+            wait(running)
     for each in running:
         each.result()
 

@@ -368,6 +368,15 @@ def test_what_decides_costs_on_a_gpu_includes_triton(checkpoint, monkeypatch):
     assert "triton" in fields
 
 
+@pytest.mark.parametrize("is_usable", [True, False], ids=["numba", "torch"])
+def test_what_decides_costs_on_a_cpu_includes_numba(monkeypatch, is_usable):
+    monkeypatch.setattr(fingerprint, "has_numba", lambda: is_usable)
+
+    version = library_versions(torch.device("cpu"))["numba"]
+
+    assert (version == "none") != is_usable
+
+
 def test_a_checkpoint_is_known_by_its_architecture(make_checkpoint):
     plain = make_checkpoint()
     same = make_checkpoint(initializer_range=0.5)

@@ -86,6 +86,17 @@ def test_attention_over_blocks_matches_the_reference(
     check(actual, reference.attention_paged(*args, **options), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_packed_product_of_no_rows_has_the_dtype_of_its_input(dtype):
+    if not cpu.can_pack(dtype):
+        pytest.skip("oneDNN does not multiply bf16 on this CPU")
+    packed = cpu.pack_weight(rand(8, 5, dtype=dtype))
+
+    actual = cpu.linear_packed(torch.empty(0, 8, dtype=dtype), packed)
+
+    assert (actual.shape, actual.dtype) == ((0, 5), dtype)
+
+
 @pytest.mark.parametrize("new, contexts", STEPS.values(), ids=STEPS)
 def test_queries_alone_give_the_same_attention_as_with_keys_and_values(new, contexts):
     qkv, *others = paged_inputs(new, contexts, heads=4, kv_heads=2, dim=8, block_size=16)
@@ -94,6 +105,15 @@ def test_queries_alone_give_the_same_attention_as_with_keys_and_values(new, cont
     actual = cpu.attention_paged(qkv[:, :32].contiguous(), *others, **options)
 
     assert torch.equal(actual, cpu.attention_paged(qkv, *others, **options))
+
+
+@pytest.mark.parametrize("new", [[0, 2], [1, 0, 2], [1, 2, 0], [1, 0, 1]], ids=str)
+def test_a_sequence_without_new_tokens_does_not_change_its_neighbours(new):
+    contexts = [count + 20 for count in new]
+    args = paged_inputs(new, contexts, heads=4, kv_heads=2, dim=8, block_size=16)
+    options = {"num_heads": 4, "num_kv_heads": 2, "scale": 0.3}
+
+    check(cpu.attention_paged(*args, **options), reference.attention_paged(*args, **options))
 
 
 @pytest.mark.parametrize("new, contexts", STEPS.values(), ids=STEPS)

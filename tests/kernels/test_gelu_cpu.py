@@ -7,10 +7,14 @@ from varlen_kernels import cpu, reference
 
 from .float64 import DTYPES, check, rand
 
-# below and above the size from which it is compiled
 SIZES = pytest.mark.parametrize(
     "rows, features", [(0, 8), (3, 5), (4096, 1), (300, 100), (5, 1023), (64, 768)], ids=str
 )
+
+
+@pytest.fixture(autouse=True)
+def compiled_for_every_width(monkeypatch):
+    monkeypatch.setattr(cpu, "_LEAST_FEATURES", 1)
 
 
 @DTYPES
@@ -54,6 +58,21 @@ def test_nan_changes_only_its_own_result():
     actual = cpu.activate(x, kind="gelu_tanh")
 
     assert torch.equal(actual.isnan(), x.isnan())
+
+
+@pytest.mark.parametrize("least", [1, 2000], ids=["compiled", "torch"])
+def test_a_row_has_the_same_bits_alone_and_among_others(monkeypatch, least):
+    monkeypatch.setattr(cpu, "_LEAST_FEATURES", least)
+    # torch computes what is left of whole vectors in another way
+    x = 4 * rand(9, 1280)
+
+    together = cpu.activate(x, kind="gelu_tanh")
+    gated = cpu.activate_gate(x, kind="gelu_tanh")
+
+    for row in range(9):
+        alone = x[row : row + 1].contiguous()
+        assert torch.equal(cpu.activate(alone, kind="gelu_tanh")[0], together[row])
+        assert torch.equal(cpu.activate_gate(alone, kind="gelu_tanh")[0], gated[row])
 
 
 def test_threads_give_the_same_bits(monkeypatch):

@@ -134,6 +134,38 @@ def test_no_tokens_give_no_rows(op, pack, product_of, lowest):
     assert actual.shape == (0, 3)
 
 
+@PRODUCTS
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("hidden", [100, 128])
+def test_a_token_with_a_number_that_is_not_finite_gets_nan(
+    op, pack, product_of, lowest, hidden, value
+):
+    weight, bias, outliers = layer(hidden, 33)
+    x, quantized = inputs(9, hidden, outliers), quantize_weight(weight, bias, outliers)
+    operands = pack(quantized.codes), *quantized[1:]
+    expected = op(x, *operands, levels=REDUCED_LEVELS)
+    # an outlier; the first and the last of the others
+    inner = [column for column in range(hidden) if column not in outliers.tolist()]
+    places = torch.tensor([1, 4, 7]), torch.tensor([int(outliers[1]), inner[0], inner[-1]])
+
+    damaged = x.index_put(places, torch.tensor(value))
+
+    expected[places[0]] = torch.nan
+    for actual in (
+        op(damaged, *operands, levels=REDUCED_LEVELS),
+        linear_int8(damaged, *quantized, levels=REDUCED_LEVELS),
+    ):
+        assert actual[places[0]].isnan().all()
+        assert actual.isfinite().all(1).sum() == 6
+    actual = op(damaged, *operands, levels=REDUCED_LEVELS)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_another_number_of_outliers_is_refused():
+    with pytest.raises(ValueError, match="outliers has 3 columns; it must have 4"):
+        module.quantize(rand(2, 8), torch.arange(3), FULL_LEVELS, signed=True)
+
+
 def test_outliers_do_not_change_the_codes_of_other_columns():
     _, _, outliers = layer(50, 3)
     x = inputs(9, 50, outliers)
@@ -189,3 +221,25 @@ def test_a_cpu_without_the_packed_product_uses_the_signed_one(monkeypatch):
     monkeypatch.setattr(module, "pack_codes", missing)
 
     assert module.choose_product.__wrapped__().kernel == "linear_int8"
+
+
+@pytest.mark.usefixtures("small_products")
+def test_a_cpu_whose_signed_product_is_inexact_uses_the_packed_one(monkeypatch):
+    monkeypatch.setattr(module, "_signed_product", lambda codes: lambda rows: rows.int() + 1)
+    monkeypatch.setattr(module, "_packed_product", exact_product)
+
+    chosen = module.choose_product.__wrapped__()
+
+    assert chosen == module.Int8Product("linear_int8_packed", FULL_LEVELS)
+
+
+@pytest.mark.usefixtures("small_products")
+def test_a_cpu_without_an_exact_product_is_an_error(monkeypatch):
+    def missing(codes):
+        raise NotImplementedError("aten::_int_mm")
+
+    monkeypatch.setattr(module, "_signed_product", missing)
+    monkeypatch.setattr(module, "_packed_product", missing)
+
+    with pytest.raises(module.NoInt8ProductError, match="inexactly, or not at all"):
+        module.choose_product.__wrapped__()

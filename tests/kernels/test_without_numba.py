@@ -44,7 +44,7 @@ def calls():
         ops.append_kv(qkv, torch.arange(3, 10), *copies, **heads)
         return torch.stack(copies)
 
-    x = rand(64, 128)
+    x = rand(4, 2048)
 
     return {
         "activate": lambda ops: ops.activate(x, kind="gelu_tanh"),
@@ -76,6 +76,16 @@ def test_blocks_are_copied_in_order(without_numba):
     cpu.copy_blocks(cache, torch.tensor([0, 5]), torch.tensor([5, 3]))
 
     assert torch.equal(cache, expected)
+
+
+def test_code_that_cannot_be_compiled_or_stored_counts_as_no_numba(monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("varlen_kernels.attention_cpu.attend_sequences", fail)
+
+    assert not cpu.has_numba.__wrapped__()
+    assert "No space left on device" in caplog.text
 
 
 def test_one_line_of_the_log_says_so(without_numba, caplog):

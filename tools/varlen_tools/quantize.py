@@ -15,7 +15,7 @@ from rich.table import Table
 from varlen.errors import ConfigError, VarlenError
 from varlen.execution.calibration import Calibration
 from varlen.execution.calibration_texts import TEXTS
-from varlen.execution.int8_encoder import LEAST_TEXTS, MAX_LAYER_ERROR, calibrate, check_numba
+from varlen.execution.int8_encoder import LEAST_TEXTS, MAX_LAYER_ERROR, calibrate, check_int8
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.registry import load_encoder
 from varlen_tools.model_source import SourceArgument, find_source
@@ -33,7 +33,7 @@ def main(
 ) -> None:
     """Calibrate a model for int8, measure the quality, and store both."""
     try:
-        check_numba()
+        check_int8()
         lines = TEXTS if texts is None else read_texts(texts)
         checkpoint = Checkpoint.open(find_source(source, {}).checkpoint)
         checkpoint.check_task("embed")

@@ -5,7 +5,10 @@ once for the error of each layer in int8. Then other texts measure how close int
 result is stored with the checkpoint, or computed when the model is loaded.
 """
 
+import hashlib
 import json
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from varlen.errors import CheckpointError
 from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views, largest_dims
-from varlen.execution.quantization import QuantizedLayer, linear_weights
+from varlen.execution.quantization import LayerKey, QuantizedLayer, layer_key, linear_weights
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.program.program import PackedBatch, Program
@@ -27,7 +30,7 @@ from varlen_kernels.linear_int8_reference import OUTLIERS
 
 FILE = "int8.json"
 # To be increased when the columns are chosen in another way, or the file has other fields.
-_VERSION = 1
+_VERSION = 2
 _CPU = torch.device("cpu")
 
 Observe = Callable[[Tensor, Tensor, Tensor | None], None]
@@ -73,13 +76,15 @@ class Calibration:
     """What int8 needs to know about a checkpoint.
 
     Attributes:
-        checkpoint: hash of the checkpoint, see `fingerprint.checkpoint_hash`.
+        checkpoint: hash of the checkpoint's architecture, see `fingerprint.checkpoint_hash`.
+        weights: hash of the weights, see `weights_hash`.
         levels: largest code of a token on the CPU that measured errors and quality.
         layers: the linear layers of the encoder, in the order in which they run.
         quality: of the whole encoder.
     """
 
     checkpoint: str
+    weights: str
     levels: int
     layers: tuple[LayerCalibration, ...]
     quality: Quality
@@ -91,7 +96,13 @@ class Calibration:
             OSError: the folder cannot be written.
         """
         path = folder / FILE
-        path.write_text(json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n")
+        # a model that is loaded meanwhile reads the old file or the new one
+        temporary = folder / f".{FILE}.{os.getpid()}"
+        try:
+            temporary.write_text(json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         return path
 
     @classmethod
@@ -106,14 +117,24 @@ class Calibration:
             if fields.pop("version") != _VERSION:
                 return None
             layers = [
-                LayerCalibration(_checked_columns(each["outliers"]), float(each["error"]))
+                LayerCalibration(_checked_columns(each["outliers"]), _checked(each["error"]))
                 for each in fields.pop("layers")
             ]
             quality = Quality(**fields.pop("quality"))
+            for number in asdict(quality).values():
+                _checked(number)
             return cls(layers=tuple(layers), quality=quality, **fields)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(
                 f"{FILE} cannot be read: {error!r}; remove it, or write it again with"
                 " `python -m varlen_tools.quantize`"
@@ -137,22 +158,21 @@ class ObservingKernels:
         return cpu.linear(x, weight, bias, out=out)
 
 
-def find_outliers(program: Program, prompts: Sequence[Prompt]) -> dict[int, Tensor]:
-    """Return the columns of each layer's input with the largest values, by weight.
+def find_outliers(program: Program, prompts: Sequence[Prompt]) -> dict[LayerKey, Tensor]:
+    """Return the columns of each layer's input with the largest values.
 
     Args:
         program: an encoder in fp32 on the CPU.
         prompts: at least one.
 
     Returns:
-        `[OUTLIERS]` int64, ascending, by the id of the layer's weight.
+        `[OUTLIERS]` int64, ascending, of each layer.
     """
-    largest: dict[int, Tensor] = {}
+    largest: dict[LayerKey, Tensor] = {}
 
-    def observe(weight: Tensor, x: Tensor, _: Tensor | None) -> None:
-        most = x.abs().amax(0)
-        before = largest.get(id(weight))
-        largest[id(weight)] = most if before is None else torch.maximum(before, most)
+    def observe(weight: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        key, most = layer_key(weight, bias), x.abs().amax(0)
+        largest[key] = torch.maximum(largest[key], most) if key in largest else most
 
     run_prompts(program, ObservingKernels(observe), prompts)
     return {
@@ -161,19 +181,20 @@ def find_outliers(program: Program, prompts: Sequence[Prompt]) -> dict[int, Tens
 
 
 def measure_errors(
-    program: Program, prompts: Sequence[Prompt], layers: Mapping[int, QuantizedLayer]
-) -> dict[int, float]:
-    """Return the relative error of each layer in int8, by the id of its weight.
+    program: Program, prompts: Sequence[Prompt], layers: Mapping[LayerKey, QuantizedLayer]
+) -> dict[LayerKey, float]:
+    """Return the relative error of each layer in int8.
 
     A layer gets the inputs that it has in fp32, so errors of earlier layers do not count.
     """
     squares = {key: np.zeros(2) for key in layers}
 
     def observe(weight: Tensor, x: Tensor, bias: Tensor | None) -> None:
-        if layer := layers.get(id(weight)):
+        key = layer_key(weight, bias)
+        if layer := layers.get(key):
             exact = cpu.linear(x, weight, bias)
             difference = layer.run(x) - exact
-            squares[id(weight)] += [float(difference.square().sum()), float(exact.square().sum())]
+            squares[key] += [float(difference.square().sum()), float(exact.square().sum())]
 
     run_prompts(program, ObservingKernels(observe), prompts)
     return {
@@ -206,6 +227,14 @@ def run_prompts(
     return np.stack(vectors)
 
 
+def weights_hash(program: Program) -> str:
+    """Return a hash of the first row of each linear layer's weight, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for weight, _ in linear_weights(program).values():
+        digest.update(weight[0].numpy().tobytes())
+    return digest.hexdigest()
+
+
 def compare(vectors: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> Quality:
     """Return the quality of vectors, `[texts, hidden]`; at least three texts."""
     ours, theirs = _normalized(vectors), _normalized(expected)
@@ -228,6 +257,13 @@ def _normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
 
 
 def _checked_columns(columns: Sequence[int]) -> tuple[int, ...]:
-    if len(set(columns)) != OUTLIERS or sorted(columns) != list(columns) or columns[0] < 0:
+    are_columns = all(type(column) is int and column >= 0 for column in columns)
+    if not are_columns or len(set(columns)) != OUTLIERS or sorted(columns) != list(columns):
         raise ValueError(f"outliers are {columns}; allowed: {OUTLIERS} ascending columns")
-    return tuple(map(int, columns))
+    return tuple(columns)
+
+
+def _checked(number: float) -> float:
+    if type(number) not in (int, float) or not math.isfinite(number):
+        raise ValueError(f"{number!r} is not a finite number")
+    return float(number)

@@ -21,6 +21,7 @@ import varlen.program
 import varlen_kernels
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.weights import shards
+from varlen_kernels.cpu import has_numba
 
 # Our own packages that run a batch, and the files of theirs that count.
 _PACKAGES = (varlen.models, varlen.program, varlen.execution, varlen.memory, varlen_kernels)
@@ -77,6 +78,8 @@ def library_versions(device: torch.device) -> Mapping[str, str]:
     versions = {"varlen": _code_hash(), "torch": str(torch.__version__)}
     if device.type == "cuda":
         versions["triton"] = _version("triton")
+    else:
+        versions["numba"] = _version("numba") if has_numba() else "none"
     return versions
 
 

@@ -15,16 +15,22 @@ from varlen.execution.calibration import (
     find_outliers,
     measure_errors,
     run_prompts,
+    weights_hash,
 )
 from varlen.execution.calibration_texts import TEXTS
 from varlen.execution.fingerprint import checkpoint_hash
-from varlen.execution.quantization import linear_weights, quantize_layers, use_int8
+from varlen.execution.quantization import (
+    LayerKey,
+    linear_weights,
+    quantize_layers,
+    use_int8,
+)
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.heads import record_head
 from varlen.models.registry import EncoderModel
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
-from varlen.request import Prompt
+from varlen.request import SHORTEST_PROMPT, Prompt
 from varlen.tokenization import Tokenizer
 from varlen_kernels import cpu
 
@@ -51,9 +57,9 @@ def to_int8(program: Program, encoder: EncoderModel, checkpoint: Checkpoint) -> 
 
     Raises:
         CheckpointError: the stored calibration is damaged.
-        ConfigError: see `check_numba`.
+        ConfigError: see `check_int8`.
     """
-    check_numba()
+    check_int8()
     began = time.monotonic()
     calibration, source = _stored(encoder, checkpoint), "stored with the checkpoint"
     if calibration is None:
@@ -68,7 +74,8 @@ def to_int8(program: Program, encoder: EncoderModel, checkpoint: Checkpoint) -> 
         calibration.quality,
         source,
     )
-    if calibration.quality.cosine_mean < LEAST_COSINE:
+    # NaN is not at least anything
+    if not calibration.quality.cosine_mean >= LEAST_COSINE:
         _log.warning(
             "int8 changes the vectors of this checkpoint: %s; use fp32 or bf16 where that matters",
             calibration.quality,
@@ -85,6 +92,8 @@ def calibrate(encoder: EncoderModel, checkpoint: Checkpoint, texts: Sequence[str
         texts: at least LEAST_TEXTS; every second one measures the quality.
     """
     program = _embedding(encoder, checkpoint)
+    with cpu.compiling():
+        run_prompts(program, cpu, [SHORTEST_PROMPT])
     tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
     prompts = [
         Prompt(text.token_ids)
@@ -94,8 +103,9 @@ def calibrate(encoder: EncoderModel, checkpoint: Checkpoint, texts: Sequence[str
     shape = _RANDOM_PROMPTS, min(_RANDOM_TOKENS, checkpoint.max_sequence_tokens)
     random_ids = np.random.default_rng(0).integers(0, encoder.vocab_size, shape, dtype=np.int32)
     random = [Prompt(ids) for ids in random_ids]
-    # a tokenizer that knows no token of the texts leaves random ones
-    seen, held_out = [*prompts[::2], *random], prompts[1::2] or random
+    # a tokenizer that knows few tokens of the texts leaves random ones
+    has_texts = len(prompts) >= LEAST_TEXTS
+    seen, held_out = [*prompts[::2], *random], prompts[1::2] if has_texts else random
 
     outliers = find_outliers(program, seen)
     layers = quantize_layers(program, outliers)
@@ -104,19 +114,36 @@ def calibrate(encoder: EncoderModel, checkpoint: Checkpoint, texts: Sequence[str
     vectors = run_prompts(use_int8(program, used), cpu, held_out)
     return Calibration(
         checkpoint_hash(checkpoint.folder),
+        weights_hash(program),
         _levels(),
         tuple(LayerCalibration(tuple(outliers[key].tolist()), errors[key]) for key in layers),
         compare(vectors, run_prompts(program, cpu, held_out)),
     )
 
 
-def check_numba() -> None:
-    """Raise ConfigError if numba, which compiles the ops of int8, cannot be used."""
+def check_int8() -> None:
+    """Raise ConfigError if numba or an exact product of codes is missing."""
     if not cpu.has_numba():
         raise ConfigError(
             'dtype is "int8", whose ops numba compiles, and it cannot be used here;'
             " allowed: auto, fp32, bf16"
         )
+    # numba loads in half a second
+    from varlen_kernels.linear_int8_cpu import NoInt8ProductError, choose_product
+
+    try:
+        choose_product()
+    except NoInt8ProductError as error:
+        raise ConfigError(
+            f'dtype is "int8", which cannot be used here: {error}; allowed: auto, fp32, bf16'
+        ) from None
+
+
+def int8_product() -> str:
+    """Return the name of the op that runs int8 layers on this CPU."""
+    from varlen_kernels.linear_int8_cpu import choose_product
+
+    return choose_product().kernel
 
 
 def _stored(encoder: EncoderModel, checkpoint: Checkpoint) -> Calibration | None:
@@ -124,7 +151,9 @@ def _stored(encoder: EncoderModel, checkpoint: Checkpoint) -> Calibration | None
     stored = Calibration.load(checkpoint.folder)
     if stored is None:
         return None
-    if stored.checkpoint != checkpoint_hash(checkpoint.folder):
+    program = _embedding(encoder, checkpoint)
+    hashes = checkpoint_hash(checkpoint.folder), weights_hash(program)
+    if (stored.checkpoint, stored.weights) != hashes:
         _log.warning("the stored calibration is of another checkpoint; measuring it again")
         return None
     if stored.levels != _levels():
@@ -135,7 +164,7 @@ def _stored(encoder: EncoderModel, checkpoint: Checkpoint) -> Calibration | None
             _levels(),
         )
         return None
-    weights = linear_weights(_embedding(encoder, checkpoint)).values()
+    weights = linear_weights(program).values()
     if len(stored.layers) != len(weights) or any(
         layer.outliers[-1] >= len(weight)
         for layer, (weight, _) in zip(stored.layers, weights, strict=True)
@@ -147,8 +176,8 @@ def _stored(encoder: EncoderModel, checkpoint: Checkpoint) -> Calibration | None
     return stored
 
 
-def _outliers(program: Program, calibration: Calibration) -> dict[int, torch.Tensor]:
-    """Return the outliers of the layers that run in int8, by weight."""
+def _outliers(program: Program, calibration: Calibration) -> dict[LayerKey, torch.Tensor]:
+    """Return the outliers of the layers that run in int8."""
     return {
         key: torch.tensor(layer.outliers)
         for key, layer in zip(linear_weights(program), calibration.layers, strict=True)

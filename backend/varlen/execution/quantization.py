@@ -5,12 +5,16 @@ docs/int8.md describes the arithmetic and its quality.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from torch import Tensor
 
 from varlen.program.program import Op, Program
 from varlen_kernels import cpu
 from varlen_kernels.linear_int8_reference import OUTLIERS, quantize_weight
+
+# Ids of a layer's weight and bias.
+LayerKey: TypeAlias = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,13 @@ class QuantizedLayer:
         return result
 
 
-def linear_weights(program: Program) -> dict[int, tuple[Tensor, Tensor | None]]:
-    """Return weight and bias of linear layers, by the id of the weight, in order."""
+def layer_key(weight: object, bias: object) -> LayerKey:
+    """Return the key of a linear layer; layers may share a weight."""
+    return id(weight), id(bias)
+
+
+def linear_weights(program: Program) -> dict[LayerKey, tuple[Tensor, Tensor | None]]:
+    """Return weight and bias of linear layers, in order."""
     layers = {}
     for op in program.ops:
         if op.kernel == "linear":
@@ -43,16 +52,18 @@ def linear_weights(program: Program) -> dict[int, tuple[Tensor, Tensor | None]]:
             assert bias is None or isinstance(bias, Tensor)
             # besides its outliers, a token needs one more column
             if weight.shape[0] > OUTLIERS:
-                layers[id(weight)] = weight, bias
+                layers[layer_key(weight, bias)] = weight, bias
     return layers
 
 
-def quantize_layers(program: Program, outliers: Mapping[int, Tensor]) -> dict[int, QuantizedLayer]:
-    """Return the int8 form of linear layers, by id of the fp32 weight.
+def quantize_layers(
+    program: Program, outliers: Mapping[LayerKey, Tensor]
+) -> dict[LayerKey, QuantizedLayer]:
+    """Return the int8 form of linear layers.
 
     Args:
         program: has these layers in fp32 on the CPU.
-        outliers: `[OUTLIERS]` int64 of each layer, by id of its weight.
+        outliers: `[OUTLIERS]` int64 of each layer.
     """
     from varlen_kernels.linear_int8_cpu import choose_product, pack_codes
 
@@ -65,16 +76,16 @@ def quantize_layers(program: Program, outliers: Mapping[int, Tensor]) -> dict[in
     return quantized
 
 
-def use_int8(program: Program, layers: Mapping[int, QuantizedLayer]) -> Program:
+def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Program:
     """Return the program with int8 layers, without the weights that they replace.
 
     Args:
         program: in fp32.
-        layers: by the id of the fp32 weight.
+        layers: the layers to replace.
     """
 
     def replaced(op: Op) -> Op:
-        layer = layers.get(id(op.operands[1])) if op.kernel == "linear" else None
+        layer = layers.get(layer_key(*op.operands[1:])) if op.kernel == "linear" else None
         if layer is None:
             return op
         return replace(

@@ -14,7 +14,7 @@ from varlen.execution.cpu import CpuRunner, limit_primitives
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.device import choose_device, choose_dtype, memory_of
 from varlen.execution.fingerprint import cost_fields, device_name
-from varlen.execution.int8_encoder import to_int8
+from varlen.execution.int8_encoder import int8_product, to_int8
 from varlen.execution.linear_paths import BATCH_ROWS, PLAIN, choose_paths
 from varlen.execution.model_info import ModelInfo, WorkerUse
 from varlen.execution.packing import largest_dims
@@ -34,6 +34,7 @@ from varlen.request import (
     RequestOptions,
 )
 from varlen.sequence import Batch
+from varlen_kernels.cpu import compiling
 from varlen_kernels.dispatch import kernels_for
 
 
@@ -97,10 +98,12 @@ class Runner:
         output = record_head(ops, task, encoder.heads, hidden, checkpoint.pooling)
         self._kernels = kernels or kernels_for(self.device)
         self.program: Program = ops.finish(output)
+        fields = cost_fields(checkpoint, self.device)
         if config.dtype == "int8":
             self.program = to_int8(self.program, encoder, checkpoint)
+            fields = {**fields, "int8": int8_product()}
         # packed weights have no address
-        weight_bytes, fields = self.program.weight_bytes, cost_fields(checkpoint, self.device)
+        weight_bytes = self.program.weight_bytes
         if measures and self.device.type == "cpu":
             limit_primitives()
             self.program = choose_paths(
@@ -187,9 +190,12 @@ class Runner:
 
     def compile(self) -> None:
         """Compile what batches need, so that none of them has to."""
-        if isinstance(self.device_runner, CpuRunner):
-            self.device_runner.compile()
-        self.check()
+        if not isinstance(self.device_runner, CpuRunner):
+            self.check()
+            return
+        self.device_runner.compile()
+        with compiling():
+            self.check()
 
     def check(self) -> None:
         """Run one sequence of one token; raise whatever it raises."""

@@ -2,6 +2,8 @@
 
 import json
 import logging
+from dataclasses import replace
+from pathlib import Path
 from weakref import ref
 
 import numpy as np
@@ -19,10 +21,16 @@ from varlen.execution.calibration import (
     Quality,
     compare,
     find_outliers,
+    weights_hash,
 )
 from varlen.execution.calibration_texts import TEXTS
 from varlen.execution.device import choose_dtype
-from varlen.execution.quantization import quantize_layers, use_int8
+from varlen.execution.quantization import (
+    layer_key,
+    linear_weights,
+    quantize_layers,
+    use_int8,
+)
 from varlen.execution.runner import Runner
 from varlen.models.registry import load_encoder
 from varlen.program.recorder import Recorder
@@ -79,7 +87,7 @@ def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch,
     monkeypatch.setattr(linear_int8_cpu, "choose_product", lambda: product)
     program, weights = linear_program(hidden=400, features=240)
     before = program.weight_bytes
-    outliers = {id(weight()): torch.arange(OUTLIERS) for weight in weights[:1]}
+    outliers = {layer_key(weight(), None): torch.arange(OUTLIERS) for weight in weights[:1]}
 
     program = use_int8(program, quantize_layers(program, outliers))
 
@@ -87,6 +95,20 @@ def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch,
     assert program.ops[0].attributes == {"levels": product.levels}
     assert [weight() is None for weight in weights] == [True, False]
     assert program.weight_bytes < 0.65 * before
+
+
+def test_layers_that_share_a_weight_keep_their_biases():
+    ops = Recorder()
+    x = ops.input("x", ("tokens", 8), torch.float32)
+    weight, biases = torch.ones(8, 8), [torch.zeros(8), torch.ones(8)]
+    program = ops.finish(ops.linear(ops.linear(x, weight, biases[0]), weight, biases[1]))
+    outliers = {layer_key(weight, bias): torch.arange(OUTLIERS) for bias in biases}
+
+    program = use_int8(program, quantize_layers(program, outliers))
+
+    for op, bias in zip(program.ops, biases, strict=True):
+        # operands: x, codes, scale, fp32_rows
+        assert torch.equal(op.operands[3][1], bias)
 
 
 def test_the_largest_columns_are_the_outliers(folder):
@@ -110,10 +132,12 @@ def test_vectors_are_close_to_fp32_and_heads_stay_in_fp32(folder, make_checkpoin
         with Encoder.from_pretrained(classifier, dtype=dtype, device="cpu") as encoder:
             logits.append(encoder.classify(TEXT))
     checkpoint = int8_encoder.Checkpoint.open(classifier)
-    program = Runner(checkpoint, EngineConfig(dtype="int8", device="cpu")).program
-    kernels = [op.kernel for op in program.ops if op.kernel.startswith("linear")]
+    runner = Runner(checkpoint, EngineConfig(dtype="int8", device="cpu"))
+    kernels = [op.kernel for op in runner.program.ops if op.kernel.startswith("linear")]
     # four layers of the encoder twice, then pooler and classifier
-    assert kernels == [linear_int8_cpu.choose_product().kernel] * 8 + ["linear"] * 2
+    product = linear_int8_cpu.choose_product().kernel
+    assert kernels == [product] * 8 + ["linear"] * 2
+    assert runner.info.cost_fields["int8"] == product
     np.testing.assert_allclose(*logits, rtol=0, atol=0.1 * np.abs(logits[0]).max())
 
 
@@ -163,6 +187,52 @@ def test_a_low_quality_is_a_warning(folder, monkeypatch, caplog):
     assert "int8 changes the vectors of this checkpoint: cosine to fp32" in warning.getMessage()
 
 
+def test_a_quality_of_nan_is_a_warning(folder, calibration, monkeypatch, caplog):
+    nan = replace(calibration, quality=Quality(8, float("nan"), float("nan"), float("nan")))
+    monkeypatch.setattr(int8_encoder, "calibrate", lambda *args: nan)
+    checkpoint = int8_encoder.Checkpoint.open(folder)
+    encoder = load_fp32(checkpoint)
+
+    int8_encoder.to_int8(int8_encoder._embedding(encoder, checkpoint), encoder, checkpoint)
+
+    assert "int8 changes the vectors of this checkpoint: cosine to fp32 nan" in caplog.text
+
+
+def test_few_texts_leave_the_quality_to_random_tokens(folder):
+    checkpoint = int8_encoder.Checkpoint.open(folder)
+
+    quality = int8_encoder.calibrate(load_fp32(checkpoint), checkpoint, TEXTS[:4]).quality
+
+    assert quality.texts == int8_encoder._RANDOM_PROMPTS
+    assert -1 <= quality.spearman <= 1
+
+
+def test_the_hash_of_weights_changes_with_one_of_them(folder):
+    checkpoint = int8_encoder.Checkpoint.open(folder)
+    program = int8_encoder._embedding(load_fp32(checkpoint), checkpoint)
+    before = weights_hash(program)
+    (weight, _), *_ = linear_weights(program).values()
+
+    weight[0, 3] += 1
+
+    assert weights_hash(program) != before
+
+
+def test_a_calibration_that_cannot_be_saved_leaves_the_old_one(folder, calibration, monkeypatch):
+    path = calibration.save(folder)
+    before = path.read_text()
+
+    def fail(self, target):
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        replace(calibration, levels=3).save(folder)
+
+    assert path.read_text() == before
+    assert not list(folder.glob(".int8*"))
+
+
 def test_a_calibration_is_stored_with_the_checkpoint_and_read_again(folder, calibration, caplog):
     caplog.set_level(logging.INFO)
     measured = embeddings(folder, "int8")
@@ -179,9 +249,10 @@ def test_a_calibration_is_stored_with_the_checkpoint_and_read_again(folder, cali
     "change, message",
     [
         ({"checkpoint": "another"}, "the stored calibration is of another checkpoint"),
+        ({"weights": "another"}, "the stored calibration is of another checkpoint"),
         ({"levels": 3}, "the stored calibration is of a CPU with activations from 0 to 3"),
     ],
-    ids=["checkpoint", "levels"],
+    ids=["checkpoint", "weights", "levels"],
 )
 def test_a_calibration_that_does_not_fit_is_measured_again(
     folder, calibration, caplog, change, message
@@ -209,10 +280,26 @@ def test_a_calibration_of_another_version_is_ignored(folder, calibration):
         {"layers": [{"outliers": [1, 2], "error": 0.1}]},
         {"layers": [{"outliers": [4, 3, 2, 1], "error": 0.1}]},
         {"layers": [{"error": 0.1}]},
+        {"layers": [{"outliers": [0.1, 1, 2, 3], "error": 0.1}]},
+        {"layers": [{"outliers": [0, 1, 2, float("inf")], "error": 0.1}]},
+        {"layers": [{"outliers": [0, 1, 2, 3], "error": 10**400}]},
         {"quality": {"texts": 3}},
+        {"quality": {"texts": 3, "cosine_mean": float("nan"), "cosine_min": 1, "spearman": 1}},
+        {"quality": {"texts": 3, "cosine_mean": "1", "cosine_min": 1, "spearman": 1}},
         {"unknown": 1},
     ],
-    ids=["two", "order", "missing", "quality", "unknown"],
+    ids=[
+        "two",
+        "order",
+        "missing",
+        "fraction",
+        "infinite",
+        "huge",
+        "quality",
+        "nan",
+        "text",
+        "unknown",
+    ],
 )
 def test_a_damaged_calibration_is_refused(folder, calibration, change):
     path = calibration.save(folder)
@@ -222,7 +309,9 @@ def test_a_damaged_calibration_is_refused(folder, calibration, change):
         embeddings(folder, "int8")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{"], ids=["empty", "list", "cut"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "[" * 100_000], ids=["empty", "list", "cut", "nested"]
+)
 def test_a_calibration_that_is_no_object_is_refused(folder, text):
     (folder / FILE).write_text(text)
 
@@ -233,7 +322,11 @@ def test_a_calibration_that_is_no_object_is_refused(folder, text):
 def test_a_calibration_with_columns_past_the_input_is_refused(folder, calibration):
     layers = [LayerCalibration((0, 1, 2, 9999), 0.1) for _ in calibration.layers]
     damaged = Calibration(
-        calibration.checkpoint, calibration.levels, tuple(layers), Quality(8, 1, 1, 1)
+        calibration.checkpoint,
+        calibration.weights,
+        calibration.levels,
+        tuple(layers),
+        Quality(8, 1, 1, 1),
     )
     damaged.save(folder)
 
@@ -270,7 +363,17 @@ def test_int8_needs_numba(monkeypatch):
     monkeypatch.setattr(int8_encoder.cpu, "has_numba", lambda: False)
 
     with pytest.raises(ConfigError, match='dtype is "int8", whose ops numba compiles'):
-        int8_encoder.check_numba()
+        int8_encoder.check_int8()
+
+
+def test_int8_needs_an_exact_product(monkeypatch):
+    def none():
+        raise linear_int8_cpu.NoInt8ProductError("no product")
+
+    monkeypatch.setattr(linear_int8_cpu, "choose_product", none)
+
+    with pytest.raises(ConfigError, match="cannot be used here: no product; allowed: auto"):
+        int8_encoder.check_int8()
 
 
 def test_int8_does_not_generate(make_checkpoint):
