@@ -435,7 +435,7 @@ error: creating server"""
 @pytest.mark.parametrize("value", [1.0, 0.0, np.nan])
 def test_wrong_answers_are_not_timed(checkpoint, monkeypatch, tmp_path, value):
     vectors = np.full((8, 16), value, np.float32)
-    served = SimpleNamespace(embed=lambda requests: vectors)
+    served = SimpleNamespace(system=SYSTEMS["varlen-fp32"], embed=lambda requests: vectors)
     monkeypatch.setattr(run, "serve", lambda system, settings, scratch: nullcontext(served))
 
     with np.errstate(invalid="ignore"):
