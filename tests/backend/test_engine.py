@@ -672,7 +672,7 @@ def test_a_fault_of_the_device_fails_all_requests_and_refuses_later_ones(slots):
     bench.run_all()
 
     assert good.only == [[8]]
-    message = "the model has stopped after a fault of its device and cannot run requests; reload it"
+    message = "the model has stopped after a fault of its device or workers and cannot run requests; reload it"
     assert all(
         str(reply.only) == message or reply.only == [[8 * n]] for n, reply in enumerate(replies, -1)
     )

@@ -1,6 +1,7 @@
 """Worker processes of the real server: what dies there costs no request."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,19 +24,24 @@ from .serving import (
     worker_processes,
 )
 
-NAME = "workers"
 # some tenths of a second of work, in batches of different lengths
 LENGTHS = (500, 40, 333, 7) * 8
 
 
 @pytest.fixture
-def model(server: LocalServer, repository: Path, checkpoints: dict[str, Path]) -> Iterator[str]:
+def model(
+    server: LocalServer,
+    repository: Path,
+    checkpoints: dict[str, Path],
+    request: pytest.FixtureRequest,
+) -> Iterator[str]:
     """A model with two workers."""
-    if not (repository / NAME).exists():
-        add_model(repository, NAME, checkpoints["slow"], threads="2")
-    assert load(server, NAME) is None
-    yield NAME
-    unload(server, NAME)
+    # a name of its own for each test: an unload ends later than it returns, and the server may go on counting
+    name = re.sub(r"\W", "_", request.node.name)
+    add_model(repository, name, checkpoints["slow"], threads="2")
+    assert load(server, name) is None
+    yield name
+    unload(server, name)
 
 
 @pytest.mark.parametrize("kills_host", [False, True], ids=["workers", "host_and_workers"])
