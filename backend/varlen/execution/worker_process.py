@@ -58,8 +58,6 @@ class WorkerHost:
         info: what the engine knows of the model.
     """
 
-    info: ModelInfo
-
     def __init__(self, folder: Path, config: EngineConfig) -> None:
         """Start the process and load the model.
 
@@ -144,7 +142,7 @@ class WorkerHost:
                 _log.error("the model could not be loaded again: %s", error)
                 time.sleep(pause)
                 continue
-            if info == self.info:
+            if _limits(info) == _limits(self.info):
                 return
             self._end()
             raise EngineError("the cores or the memory have changed; reload the model")
@@ -288,6 +286,11 @@ class WorkerProcess:
             plan_hits=before.plan_hits + use.plan_hits,
             plan_misses=before.plan_misses + use.plan_misses,
         )
+
+
+def _limits(info: ModelInfo) -> tuple[object, ...]:
+    """Return what the engine relies on; measured choices may differ from load to load."""
+    return info.dtype, info.max_sequence_tokens, info.max_batch_tokens, info.workers
 
 
 def _python() -> str:

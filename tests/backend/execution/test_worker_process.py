@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from threading import Thread
@@ -218,6 +219,19 @@ def test_a_checkpoint_that_has_changed_is_not_loaded_again(small_bert, tmp_path)
 
     worker.close()
     host.close()
+
+
+def test_a_model_loaded_again_may_differ_in_measured_choices_and_not_in_limits(host, monkeypatch):
+    measured = replace(host.info, cost_fields={"int8": "another product"}, weight_bytes=1)
+    monkeypatch.setattr(host, "_load", lambda: measured)
+    host._load_again()
+
+    ended = []
+    monkeypatch.setattr(host, "_load", lambda: replace(host.info, max_batch_tokens=1))
+    monkeypatch.setattr(host, "_end", lambda: ended.append(1))
+    with pytest.raises(EngineError, match="the cores or the memory have changed"):
+        host._load_again()
+    assert ended
 
 
 def test_signals_to_all_processes_of_a_server_end_no_worker(worker, host, restarts):
