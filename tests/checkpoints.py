@@ -38,6 +38,23 @@ SMALL = {
     "intermediate_size": 40,
     "max_position_embeddings": 64,
 }
+_SMALL_ROBERTA = {**SMALL, "pad_token_id": 4, "max_position_embeddings": 69}
+# By the beginning of the class's name, the fields of a small encoder that is no BERT.
+SMALL_ENCODERS: Mapping[str, dict[str, Any]] = {
+    "Roberta": _SMALL_ROBERTA,
+    "XLMRoberta": {**_SMALL_ROBERTA, "type_vocab_size": 1},
+    "Camembert": _SMALL_ROBERTA,
+    "DistilBert": {
+        "dim": 24,
+        "n_layers": 2,
+        "n_heads": 3,
+        "hidden_dim": 40,
+        "max_position_embeddings": 64,
+    },
+    "Electra": {**SMALL, "embedding_size": 10},
+    "Albert": {**SMALL, "num_hidden_layers": 3, "embedding_size": 10},
+    "MPNet": {**SMALL, "max_position_embeddings": 66},
+}
 _SMALL_LLAMA = {
     "hidden_size": 36,
     "num_hidden_layers": 3,
@@ -108,25 +125,22 @@ def save_checkpoint(
 
     Args:
         folder: may not exist yet.
-        kind: the class of a BERT, or of a model in `SMALL_DECODERS` or `SMALL_ENCODER_DECODERS`, whose tokenizer is
-            byte-level.
-        words: vocabulary of a BERT's tokenizer, after the special tokens.
+        kind: the class of an encoder, or of a model in `SMALL_DECODERS` or `SMALL_ENCODER_DECODERS`, whose tokenizer
+            is byte-level.
+        words: vocabulary of an encoder's tokenizer, after the special tokens.
         files: JSON files to add, by path; see `pooling_files`.
         dtype: of the weights.
         model, save: more arguments of the class and of save_pretrained.
         config: fields of its configuration that differ from `SMALL` and the like.
     """
-    small = {**SMALL_DECODERS, **SMALL_ENCODER_DECODERS}
-    family = next((name for name in small if kind.startswith(name)), None)
-    tokenizer = _word_pieces((*SPECIAL_TOKENS, *words)) if family is None else _byte_pairs()
-    settings = {
-        "vocab_size": tokenizer.get_vocab_size(),
-        **(SMALL if family is None else small[family]),
-        **config,
-    }
+    small = {"Bert": SMALL, **SMALL_ENCODERS, **SMALL_DECODERS, **SMALL_ENCODER_DECODERS}
+    family = next(name for name in small if kind.startswith(name))
+    is_encoder = family == "Bert" or family in SMALL_ENCODERS
+    tokenizer = _word_pieces((*SPECIAL_TOKENS, *words)) if is_encoder else _byte_pairs()
+    settings = {"vocab_size": tokenizer.get_vocab_size(), **small[family], **config}
     # large enough that a wrong layer shows, small enough not to magnify rounding
     hidden = next(
-        settings[name] for name in ("hidden_size", "n_embd", "d_model") if name in settings
+        settings[name] for name in ("hidden_size", "n_embd", "d_model", "dim") if name in settings
     )
     if family not in ("T5", "MT5"):
         # T5 does this itself
@@ -135,7 +149,7 @@ def save_checkpoint(
     if family in SMALL_DECODERS:
         settings = {"bos_token_id": 0, "eos_token_id": 0, **settings}
     torch.manual_seed(0)
-    config_class = getattr(transformers, f"{family or 'Bert'}Config")
+    config_class = getattr(transformers, f"{family}Config")
     made = getattr(transformers, kind)(config_class(**settings), **(model or {}))
     # transformers initializes biases to zero and norms to one, which would hide mistakes
     with torch.no_grad():

@@ -84,6 +84,9 @@ def encoder_roundings(checkpoint: Path, dtype: torch.dtype = torch.float32) -> i
         layers = config["num_layers"] + 2 * config["num_decoder_layers"]
         longest = config["relative_attention_max_distance"]
         sizes = [layers, config["d_model"], config["d_ff"], longest]
+    elif "n_layers" in config:
+        sizes = [config[name] for name in ("n_layers", "dim", "hidden_dim")]
+        sizes.append(config["max_position_embeddings"])
     else:
         names = "num_hidden_layers hidden_size intermediate_size max_position_embeddings".split()
         sizes = [config[name] for name in names]

@@ -88,7 +88,12 @@ class Service:
             executor = ThreadExecutor(workers.runners, workers.prepare)
             opened.callback(executor.close)
             prompt = checkpoint.default_prompt if info.task == "embed" else ""
-            tokenizer = Tokenizer(checkpoint.folder, info.max_sequence_tokens, prompt=prompt)
+            tokenizer = Tokenizer(
+                checkpoint.folder,
+                info.max_sequence_tokens,
+                prompt=prompt,
+                has_types=checkpoint.has_token_types,
+            )
             intake = Intake(tokenizer, _input_limits(config, info))
             warm_up(info, executor)
             costs = costs_for(info, executor, checkpoint, config)

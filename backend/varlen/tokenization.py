@@ -43,13 +43,16 @@ class Tokenized:
 class Tokenizer:
     """Tokenizes texts and pairs of texts, with special tokens, whole or cut to a length."""
 
-    def __init__(self, folder: Path, max_sequence_tokens: int, *, prompt: str = "") -> None:
+    def __init__(
+        self, folder: Path, max_sequence_tokens: int, *, prompt: str = "", has_types: bool = True
+    ) -> None:
         """Load `tokenizer.json`, without its settings of padding and truncation.
 
         Args:
             folder: of the checkpoint.
             max_sequence_tokens: length of a truncated text, special tokens included.
             prompt: put before every single text.
+            has_types: whether pairs get token types.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -59,6 +62,7 @@ class Tokenizer:
         self._cut = _load(folder)
         self._cut.enable_truncation(max_sequence_tokens)
         self._prompt = prompt
+        self._has_types = has_types
         self._max_tokens = max_sequence_tokens
         self._long_size = max_sequence_tokens * _CHARACTERS_PER_TOKEN
         self._boundary = safe_boundary(self._whole)
@@ -88,7 +92,7 @@ class Tokenizer:
         return [
             Tokenized(
                 np.array((encoding := prefix or next(whole)).ids, dtype=np.int32),
-                np.array(encoding.type_ids, dtype=np.int32) if isinstance(text, tuple) else None,
+                self._type_ids(text, encoding),
                 is_complete=truncate or prefix is None,
             )
             for text, prefix in zip(texts, prefixes, strict=True)
@@ -98,6 +102,11 @@ class Tokenizer:
         """Return the text of a token, special ones included."""
         text: str = self._whole.decode([token_id], skip_special_tokens=False)
         return text
+
+    def _type_ids(self, text: Text, encoding: Encoding) -> Int32Array | None:
+        if not self._has_types or isinstance(text, str):
+            return None
+        return np.array(encoding.type_ids, dtype=np.int32)
 
     def _encode_prefix(self, text: Text, truncate: bool, special_tokens: bool) -> Encoding | None:
         """Return the encoding of a prefix; None if the whole text is needed.

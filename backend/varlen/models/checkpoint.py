@@ -10,16 +10,11 @@ from pathlib import Path
 
 from varlen.config import Task
 from varlen.errors import CheckpointError
-from varlen.models import (
-    bart_checkpoint,
-    bert_checkpoint,
-    gpt2_checkpoint,
-    llama_checkpoint,
-    t5_checkpoint,
-)
+from varlen.models import bart_checkpoint, gpt2_checkpoint, llama_checkpoint, t5_checkpoint
 from varlen.models.config_file import Json, read_int, read_num_labels, read_object
 from varlen.models.family import Family
 from varlen.models.generation_config import check_generation, read_end_tokens
+from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from varlen.models.sentence_transformers import read_sentence_settings
 from varlen.models.tokenizer_files import read_tokenizer_settings
 from varlen.models.translate_config import TranslateSettings, read_translate_settings
@@ -28,7 +23,7 @@ from varlen_kernels import Pooling
 
 # The families that are served, by the `model_type` of config.json.
 FAMILIES: Mapping[str, Family] = {
-    "bert": bert_checkpoint.FAMILY,
+    **{name: each.family for name, each in POST_NORM_FAMILIES.items()},
     "gpt2": gpt2_checkpoint.FAMILY,
     **llama_checkpoint.FAMILIES,
     **bart_checkpoint.FAMILIES,
@@ -51,6 +46,7 @@ class Checkpoint:
         hidden_size: features of a token.
         vocab_size: token ids of texts are below this.
         target_vocab_size: token ids that it generates are below this.
+        has_token_types: whether the tokens of a pair's second text have type 1.
         num_labels: outputs of the classification head, 0 when there is none.
         position_limit: longest sequence that has position embeddings, in tokens: a source, and a target with its
             start token.
@@ -71,6 +67,7 @@ class Checkpoint:
     hidden_size: int
     vocab_size: int
     target_vocab_size: int
+    has_token_types: bool
     num_labels: int
     position_limit: int
     max_sequence_tokens: int
@@ -110,6 +107,7 @@ class Checkpoint:
             vocab_size=read_int(config, "vocab_size"),
             target_vocab_size=_target_vocab_size(config),
             hidden_size=sizes.hidden,
+            has_token_types=family.has_token_types,
             num_labels=read_num_labels(config) if has_labels else 0,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),

@@ -37,6 +37,7 @@ class Family:
             and task.
         tokenizer_class: the class that transformers takes where tokenizer_config.json names none.
         kind: the parts of its models.
+        has_token_types: whether its models tell the two texts of a pair apart by token types.
     """
 
     architectures: Mapping[str, Task]
@@ -45,6 +46,7 @@ class Family:
     check_tensors: Callable[[Mapping[str, TensorHeader], Json, str, Task], None]
     tokenizer_class: str
     kind: Kind = "encoder"
+    has_token_types: bool = False
 
     @property
     def tasks(self) -> tuple[Task, ...]:

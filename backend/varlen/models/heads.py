@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from varlen.config import Task
 from varlen.models import inputs
 from varlen.models.layers import Linear
+from varlen.models.post_norm_family import HeadActivation
 from varlen.program.program import Value
 from varlen.program.recorder import Recorder
 from varlen_kernels import Pooling
@@ -15,11 +16,13 @@ class Heads:
     """The layers that a checkpoint has on top of its encoder.
 
     Attributes:
-        pooler: the dense layer in front of a sequence classifier.
-        classifier: `[hidden, labels]`.
+        dense: the layer of a first token, in front of a classifier of sequences.
+        activation: after that layer.
+        classifier: `[hidden, labels]`, of sequences or of tokens.
     """
 
-    pooler: Linear | None = None
+    dense: Linear | None = None
+    activation: HeadActivation = "tanh"
     classifier: Linear | None = None
 
 
@@ -45,7 +48,8 @@ def record_head(ops: Recorder, task: Task, heads: Heads, hidden: Value, pooling:
     assert heads.classifier is not None
     if task == "token_classify":
         return ops.to_fp32(heads.classifier.record(ops, hidden))
-    assert heads.pooler is not None
+    assert heads.dense is not None
     first = ops.first_tokens(hidden, inputs.cu_seqlens(ops))
-    pooled = ops.tanh(heads.pooler.record(ops, first))
-    return ops.to_fp32(heads.classifier.record(ops, pooled))
+    x = heads.dense.record(ops, first)
+    x = ops.tanh(x) if heads.activation == "tanh" else ops.activate(x, kind=heads.activation)
+    return ops.to_fp32(heads.classifier.record(ops, x))

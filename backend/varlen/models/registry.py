@@ -9,11 +9,12 @@ import torch
 from varlen.models import bart_checkpoint, llama_checkpoint, t5_checkpoint
 from varlen.models.attention import Attention, CrossAttention, PackedAttention
 from varlen.models.bart import load_bart
-from varlen.models.bert import load_bert
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.gpt2 import load_gpt2
 from varlen.models.heads import Heads
 from varlen.models.llama import load_llama
+from varlen.models.post_norm import load_post_norm
+from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from varlen.models.t5 import load_t5
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
@@ -88,7 +89,7 @@ class EncoderDecoderModel(Protocol):
 
 # By the `model_type` of config.json; `Checkpoint.open` refuses all others.
 _ENCODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], EncoderModel]] = {
-    "bert": load_bert
+    **dict.fromkeys(POST_NORM_FAMILIES, load_post_norm)
 }
 _DECODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], DecoderModel]] = {
     "gpt2": load_gpt2,

@@ -28,7 +28,12 @@ _SOURCE_LANGUAGES = {
     "M2M100Tokenizer": "en",
 }
 # Classes whose fields override tokenizer.json.
-_BERT_CLASSES = ("BertTokenizer", "BertTokenizerFast")
+_WORD_PIECE_CLASSES = tuple(
+    f"{name}Tokenizer{form}"
+    for name in ("Bert", "DistilBert", "Electra", "MPNet")
+    for form in ("", "Fast")
+)
+_BYTE_PAIR_CLASSES = ("RobertaTokenizer", "RobertaTokenizerFast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +81,11 @@ def read_tokenizer_settings(folder: Path, family: Family, *, lowercase: bool) ->
             f"{_CONFIG} has truncation_side {show(config['truncation_side'])}; allowed: right"
         )
     class_name = str(config.get("tokenizer_class") or family.tokenizer_class)
-    if family.kind != "encoder":
+    if family.kind != "encoder" or class_name in _BYTE_PAIR_CLASSES:
         check_byte_pair_tokenizer(config, tokenizer, class_name)
         _check_source_language(config, tokenizer, class_name)
-    elif class_name in _BERT_CLASSES:
-        _check_normalizer(config, normalizer)
+    elif class_name in _WORD_PIECE_CLASSES:
+        _check_normalizer(config, normalizer, class_name)
     return TokenizerSettings(
         max_length=_read_max_length(config),
         chat_template=_read_chat_template(folder, config),
@@ -122,12 +127,12 @@ def _read_chat_template(folder: Path, config: Json) -> str | None:
     return template
 
 
-def _check_normalizer(config: Json, normalizer: object) -> None:
-    """Raise CheckpointError unless BertTokenizer would normalize text as tokenizer.json does."""
+def _check_normalizer(config: Json, normalizer: object, class_name: str) -> None:
+    """Raise CheckpointError unless the class would normalize text as tokenizer.json does."""
     if not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
         kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
         raise CheckpointError(
-            f"tokenizer.json has the normalizer {show(kind)}, and {_CONFIG} the class BertTokenizer,"
+            f"tokenizer.json has the normalizer {show(kind)}, and {_CONFIG} the class {class_name},"
             " which replaces it; set tokenizer_class to PreTrainedTokenizerFast to keep it"
         )
     lowercase = config.get("do_lower_case", True)

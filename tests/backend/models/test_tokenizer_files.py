@@ -75,7 +75,10 @@ def test_what_is_refused_gives_other_token_ids_in_transformers(folder, fields, n
         ({"tokenize_chinese_chars": False}, {"handle_chinese_chars": False}),
     ],
 )
-@pytest.mark.parametrize("kind", ["BertTokenizer", "BertTokenizerFast", None])
+@pytest.mark.parametrize(
+    "kind",
+    ["BertTokenizer", "BertTokenizerFast", None, "DistilBertTokenizerFast", "ElectraTokenizer"],
+)
 def test_files_that_agree_give_the_token_ids_of_transformers(folder, fields, normalizer, kind):
     set_fields(folder, CONFIG, tokenizer_class=kind, **fields)
     set_fields(folder, "tokenizer.json", normalizer=bert_normalizer(**normalizer))

@@ -1,0 +1,33 @@
+"""Checkpoints of ALBERT: all layers share their weights, and tables have fewer features than layers.
+
+Source: Lan et al. 2019, arXiv:1909.11942.
+"""
+
+from varlen.models.post_norm_family import FieldNames, HeadNames, LayerNames, PostNormFamily
+
+ALBERT = PostNormFamily(
+    class_name="Albert",
+    prefix="albert.",
+    head=HeadNames(dense="albert.pooler", output="classifier"),
+    layer=LayerNames(
+        name="encoder.albert_layer_groups.0.albert_layers.0",
+        query="attention.query",
+        key="attention.key",
+        value="attention.value",
+        attention_output="attention.dense",
+        attention_norm="attention.LayerNorm",
+        up="ffn",
+        down="ffn_output",
+        output_norm="full_layer_layer_norm",
+    ),
+    fields=FieldNames(embedding="embedding_size", default_activation="gelu_new"),
+    projection="encoder.embedding_hidden_mapping_in",
+    always_projects=True,
+    pretraining=("predictions.", "sop_classifier."),
+    more_architectures=("AlbertForPreTraining",),
+    harmless=frozenset(
+        "classifier_dropout_prob down_scale_factor gap_size net_structure_type num_memory_blocks".split()
+    ),
+    fixed={"inner_group_num": 1, "num_hidden_groups": 1},
+    tokenizer_class="AlbertTokenizer",
+)

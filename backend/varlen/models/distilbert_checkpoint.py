@@ -1,0 +1,35 @@
+"""Checkpoints of DistilBERT. Source: Sanh et al. 2019, arXiv:1910.01108."""
+
+from varlen.models.post_norm_family import FieldNames, HeadNames, LayerNames, PostNormFamily
+
+DISTILBERT = PostNormFamily(
+    class_name="DistilBert",
+    prefix="distilbert.",
+    head=HeadNames("pre_classifier", "classifier", "relu"),
+    layer=LayerNames(
+        name="transformer.layer.{}",
+        query="attention.q_lin",
+        key="attention.k_lin",
+        value="attention.v_lin",
+        attention_output="attention.out_lin",
+        attention_norm="sa_layer_norm",
+        up="ffn.lin1",
+        down="ffn.lin2",
+        output_norm="output_layer_norm",
+    ),
+    fields=FieldNames(
+        hidden="dim",
+        inner="hidden_dim",
+        layers="n_layers",
+        heads="n_heads",
+        types="",
+        activation="activation",
+        norm_eps="",
+    ),
+    pretraining=("vocab_",),
+    # sinusoidal_pos_embds chooses how training begins; the table is stored either way
+    harmless=frozenset(
+        "attention_dropout dropout qa_dropout seq_classif_dropout sinusoidal_pos_embds".split()
+    ),
+    tokenizer_class="DistilBertTokenizer",
+)

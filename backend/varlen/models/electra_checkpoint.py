@@ -1,0 +1,21 @@
+"""Checkpoints of ELECTRA, whose tables may have fewer features than its layers.
+
+Source: Clark et al. 2020, arXiv:2003.10555.
+"""
+
+from varlen.models.post_norm_family import FieldNames, HeadNames, PostNormFamily
+
+ELECTRA = PostNormFamily(
+    class_name="Electra",
+    prefix="electra.",
+    head=HeadNames(activation="gelu"),
+    fields=FieldNames(embedding="embedding_size"),
+    projection="embeddings_project",
+    pretraining=("discriminator_predictions.", "generator_predictions.", "generator_lm_head."),
+    more_architectures=("ElectraForPreTraining",),
+    # of heads that are not served
+    harmless=frozenset(
+        "summary_activation summary_last_dropout summary_type summary_use_proj".split()
+    ),
+    tokenizer_class="ElectraTokenizer",
+)

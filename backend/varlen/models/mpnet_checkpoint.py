@@ -1,0 +1,33 @@
+"""Checkpoints of MPNet: relative positions add a bias to the scores of all layers.
+
+Source: Song et al. 2020, arXiv:2004.09297.
+"""
+
+from varlen.models.post_norm_family import (
+    DISTANCE_BUCKETS,
+    FieldNames,
+    HeadNames,
+    LayerNames,
+    PostNormFamily,
+)
+
+MPNET = PostNormFamily(
+    class_name="MPNet",
+    prefix="mpnet.",
+    head=HeadNames(),
+    layer=LayerNames(
+        query="attention.attn.q",
+        key="attention.attn.k",
+        value="attention.attn.v",
+        attention_output="attention.attn.o",
+        attention_norm="attention.LayerNorm",
+    ),
+    fields=FieldNames(types=""),
+    distance_bias="encoder.relative_attention_bias",
+    # transformers has this row whatever pad_token_id is
+    first_position=2,
+    pretraining=("lm_head.",),
+    # transformers computes with as many buckets whatever this is
+    fixed={"relative_attention_num_buckets": DISTANCE_BUCKETS},
+    tokenizer_class="MPNetTokenizer",
+)

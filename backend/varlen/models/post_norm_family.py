@@ -1,0 +1,304 @@
+"""Post-norm encoders, BERT and its relatives: what their checkpoints share, and where they differ.
+
+A family is a `PostNormFamily`: how it names the sizes in config.json, and how it names its tensors. Every field of
+config.json that can change a result is either read or refused; see docs/decisions/0014-config-fields.md.
+Source of the names: the models as Hugging Face transformers saves them.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from varlen.config import Task
+from varlen.models import config_file
+from varlen.models.config_file import (
+    ACTIVATIONS,
+    Json,
+    check_fields,
+    check_multiple,
+    check_unquantized,
+    read_choice,
+    read_int,
+    read_norm_eps,
+    read_num_labels,
+)
+from varlen.models.family import Family, ModelSizes
+from varlen.models.weights import CheckpointWeights, TensorHeader, check_all_used, check_tensor
+from varlen_kernels import Activation
+
+HeadActivation: TypeAlias = Activation | Literal["tanh"]
+
+# Fields that change no logit and no hidden state.
+HARMLESS_FIELDS = config_file.HARMLESS_FIELDS | frozenset(
+    # training
+    "attention_probs_dropout_prob hidden_dropout_prob tie_word_embeddings"
+    # left over from Google's first checkpoints; no release of transformers reads them
+    " directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head"
+    " pooler_type".split()
+)
+# Fields that are served with one value, which is what transformers assumes where they are absent.
+FIXED_FIELDS: Mapping[str, object] = {
+    "add_cross_attention": False,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "position_embedding_type": "absolute",
+    "pruned_heads": {},
+}
+
+# Rows of a table of relative positions, and the distance from which on all share the last one.
+DISTANCE_BUCKETS = 32
+MAX_DISTANCE = 128
+
+_TABLES = ("word", "position", "token_type")
+# Tensors of other heads, and tables that transformers computes.
+_UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids")
+_OTHER_HEADS = tuple(
+    f"{layer}.{part}"
+    for layer in ("classifier", "classifier.dense", "classifier.out_proj", "qa_outputs")
+    for part in ("weight", "bias")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSizes(ModelSizes):
+    """Sizes and settings that config.json gives.
+
+    Attributes:
+        inner: features between the two linear layers of a feed-forward part.
+        layers: number of layers.
+        heads: of each layer.
+        vocabulary: rows of the token table.
+        types: rows of the table of token types; 0 without one.
+        first_position: row of the first token in the position table.
+        embedding: features of the three tables.
+        activation: between the two linear layers.
+        norm_eps: added to the variance.
+    """
+
+    inner: int
+    layers: int
+    heads: int
+    vocabulary: int
+    types: int
+    first_position: int
+    embedding: int
+    activation: Activation
+    norm_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """Names of fields in config.json, empty for one that is absent; and a default."""
+
+    hidden: str = "hidden_size"
+    inner: str = "intermediate_size"
+    layers: str = "num_hidden_layers"
+    heads: str = "num_attention_heads"
+    types: str = "type_vocab_size"
+    embedding: str = ""
+    activation: str = "hidden_act"
+    norm_eps: str = "layer_norm_eps"
+    default_activation: str = "gelu"
+
+    def all(self) -> frozenset[str]:
+        """Return the fields that are read."""
+        names = {
+            self.hidden,
+            self.inner,
+            self.layers,
+            self.heads,
+            self.types,
+            self.embedding,
+            self.activation,
+            self.norm_eps,
+        } - {""}
+        common = "architectures id2label max_position_embeddings model_type num_labels vocab_size"
+        return frozenset(names | set(common.split()))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """Names of the tensors of a layer, below the layer's own name.
+
+    Attributes:
+        name: of the layer, with a place for its number unless all share one.
+    """
+
+    name: str = "encoder.layer.{}"
+    query: str = "attention.self.query"
+    key: str = "attention.self.key"
+    value: str = "attention.self.value"
+    attention_output: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    up: str = "intermediate.dense"
+    down: str = "output.dense"
+    output_norm: str = "output.LayerNorm"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNames:
+    """The classifier of sequences: a dense layer of the first token, then an output layer."""
+
+    dense: str = "classifier.dense"
+    output: str = "classifier.out_proj"
+    activation: HeadActivation = "tanh"
+
+
+@dataclass(frozen=True, slots=True)
+class PostNormFamily:
+    """One family of post-norm encoders.
+
+    Attributes:
+        class_name: of its classes in transformers, such as Bert of BertModel.
+        prefix: of the encoder's tensors in a model with a head.
+        head: the classifier of sequences.
+        layer: names within a layer.
+        fields: names in config.json.
+        projection: the linear layer from the tables' features to those of the layers, where they may differ.
+        always_projects: whether that layer is there even if they do not differ.
+        distance_bias: the table of relative positions, `[DISTANCE_BUCKETS, heads]`.
+        first_position: row of the first token in the position table; None if it follows `pad_token_id`.
+        pretraining: prefixes of the tensors of heads that are not served.
+        more_architectures: classes with the encoder alone, or with a head that is not served.
+        harmless, fixed: fields beside those that all families share.
+        tokenizer_class: which transformers takes where tokenizer_config.json names none.
+    """
+
+    class_name: str
+    prefix: str
+    head: HeadNames
+    layer: LayerNames = LayerNames()
+    fields: FieldNames = FieldNames()
+    projection: str = ""
+    always_projects: bool = False
+    distance_bias: str = ""
+    first_position: int | None = 0
+    pretraining: tuple[str, ...] = ("cls.", "lm_head.")
+    more_architectures: tuple[str, ...] = ()
+    harmless: Collection[str] = ()
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    tokenizer_class: str = "BertTokenizer"
+
+    @property
+    def family(self) -> Family:
+        """The checks of its checkpoints."""
+        name = self.class_name
+        vectors = (f"{name}Model", f"{name}ForMaskedLM", *self.more_architectures)
+        sequences, tokens = f"{name}ForSequenceClassification", f"{name}ForTokenClassification"
+        return Family(
+            architectures={
+                **dict.fromkeys(vectors, "embed"),
+                sequences: "classify",
+                tokens: "token_classify",
+            },
+            heads={"classify": sequences, "rerank": sequences, "token_classify": tokens},
+            read_sizes=self.read_sizes,
+            check_tensors=self.check_tensors,
+            tokenizer_class=self.tokenizer_class,
+            has_token_types=bool(self.fields.types),
+        )
+
+    def read_sizes(self, config: Json) -> EncoderSizes:
+        """Return the sizes; raise CheckpointError unless config.json describes an encoder that is served."""
+        names = self.fields
+        check_unquantized(config)
+        known = names.all() | HARMLESS_FIELDS | frozenset(self.harmless)
+        check_fields(config, "config.json", known=known, fixed={**FIXED_FIELDS, **self.fixed})
+        hidden = read_int(config, names.hidden)
+        heads = read_int(config, names.heads)
+        check_multiple(config, names.hidden, names.heads)
+        first = self.first_position
+        if first is None:
+            first = read_int({"pad_token_id": 1, **config}, "pad_token_id", lowest=0) + 1
+        rows = read_int(config, "max_position_embeddings", lowest=first + 1)
+        return EncoderSizes(
+            hidden=hidden,
+            positions=rows - first,
+            inner=read_int(config, names.inner),
+            layers=read_int(config, names.layers, lowest=0),
+            heads=heads,
+            vocabulary=read_int(config, "vocab_size"),
+            types=read_int(config, names.types) if names.types else 0,
+            first_position=first,
+            embedding=read_int(config, names.embedding) if names.embedding else hidden,
+            activation=read_choice(
+                config, names.activation, ACTIVATIONS, default=names.default_activation
+            ),
+            norm_eps=read_norm_eps(config, names.norm_eps, default=1e-12)
+            if names.norm_eps
+            else 1e-12,
+        )
+
+    def check_tensors(
+        self,
+        headers: Mapping[str, TensorHeader],
+        config: Json,
+        architecture: str,
+        task: Task,  # noqa: ARG002  # its head belongs to the architecture
+    ) -> None:
+        """Raise CheckpointError unless the tensors are those of the model in config.json, and no others."""
+        prefix = self.prefix_of(headers)
+        expected = self.tensor_shapes(config, prefix, self.family.architectures[architecture])
+        for name, shape in expected.items():
+            check_tensor(headers, name, shape)
+        pooler = "pooler" if f"{prefix}pooler.weight" in headers else "pooler.dense"
+        unused = {f"{prefix}{name}" for name in (*_UNUSED, f"{pooler}.weight", f"{pooler}.bias")}
+        unused |= set(_OTHER_HEADS)
+        check_all_used(
+            headers, expected, lambda name: name in unused or name.startswith(self.pretraining)
+        )
+
+    def prefix_of(self, tensors: Mapping[str, TensorHeader] | CheckpointWeights) -> str:
+        """Return the prefix of the encoder's tensor names; models with a head have one."""
+        is_prefixed = f"{self.prefix}embeddings.word_embeddings.weight" in tensors
+        return self.prefix if is_prefixed else ""
+
+    def has_projection(self, sizes: EncoderSizes) -> bool:
+        """Return whether there is a linear layer between tables and layers."""
+        return bool(self.projection) and (self.always_projects or sizes.embedding != sizes.hidden)
+
+    def layer_names(self, sizes: EncoderSizes) -> list[str]:
+        """Return the name of each layer; shared layers have one name."""
+        return [self.layer.name.format(index) for index in range(sizes.layers)]
+
+    def tensor_shapes(self, config: Json, prefix: str, task: Task) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors that loading reads, by name.
+
+        Args:
+            config: of the checkpoint.
+            prefix: of the encoder's tensors.
+            task: of the checkpoint's architecture, whose head is read.
+        """
+        sizes, layer = self.read_sizes(config), self.layer
+        hidden, inner, embedding = sizes.hidden, sizes.inner, sizes.embedding
+        shapes: dict[str, tuple[int, ...]] = {}
+
+        def add_linear(name: str, fan_in: int, fan_out: int) -> None:
+            shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (fan_out, fan_in), (fan_out,)
+
+        def add_norm(name: str, size: int) -> None:
+            shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (size,)
+
+        rows = (sizes.vocabulary, sizes.first_position + sizes.positions, sizes.types)
+        for table, count in zip(_TABLES, rows, strict=True):
+            if count:
+                shapes[f"{prefix}embeddings.{table}_embeddings.weight"] = (count, embedding)
+        add_norm(f"{prefix}embeddings.LayerNorm", embedding)
+        if self.has_projection(sizes):
+            add_linear(f"{prefix}{self.projection}", embedding, hidden)
+        if self.distance_bias:
+            shapes[f"{prefix}{self.distance_bias}.weight"] = (DISTANCE_BUCKETS, sizes.heads)
+        for name in self.layer_names(sizes):
+            at = f"{prefix}{name}"
+            for part in (layer.query, layer.key, layer.value, layer.attention_output):
+                add_linear(f"{at}.{part}", hidden, hidden)
+            add_norm(f"{at}.{layer.attention_norm}", hidden)
+            add_linear(f"{at}.{layer.up}", hidden, inner)
+            add_linear(f"{at}.{layer.down}", inner, hidden)
+            add_norm(f"{at}.{layer.output_norm}", hidden)
+        if task == "classify":
+            add_linear(self.head.dense, hidden, hidden)
+            add_linear(self.head.output, hidden, read_num_labels(config))
+        if task == "token_classify":
+            add_linear("classifier", hidden, read_num_labels(config))
+        return shapes

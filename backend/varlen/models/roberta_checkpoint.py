@@ -1,0 +1,27 @@
+"""Checkpoints of RoBERTa and of its multilingual and French forms, XLM-RoBERTa and CamemBERT.
+
+Their position table begins with rows for padding: the first token has the row after that of `pad_token_id`.
+Source: Liu et al. 2019, arXiv:1907.11692; Conneau et al. 2020, arXiv:1911.02116; Martin et al. 2020,
+arXiv:1911.03894.
+"""
+
+from varlen.models.post_norm_family import HeadNames, PostNormFamily
+
+
+def _family(class_name: str) -> PostNormFamily:
+    return PostNormFamily(
+        class_name=class_name,
+        prefix="roberta.",
+        head=HeadNames(),
+        first_position=None,
+        pretraining=("lm_head.",),
+        tokenizer_class=f"{class_name}Tokenizer",
+    )
+
+
+# By `model_type`.
+ROBERTA = {
+    "roberta": _family("Roberta"),
+    "xlm-roberta": _family("XLMRoberta"),
+    "camembert": _family("Camembert"),
+}

@@ -1,0 +1,215 @@
+"""Encoder families: random checkpoints match transformers, and fields that are not served are refused."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.checkpoints import set_fields
+from tests.closeness import assert_rows_close, encoder_roundings
+from varlen import Encoder
+from varlen.models import post_norm_family
+from varlen.models.checkpoint import FAMILIES as FAMILIES_OF_CHECKPOINTS
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.post_norm_families import POST_NORM_FAMILIES
+from varlen.models.registry import load_encoder
+from varlen.models.weights import CheckpointWeights
+
+from ..refusals import refused_checkpoint as refused
+
+# The beginning of the classes' names in transformers, and more shapes than the usual small one.
+FAMILIES = {name: family.class_name for name, family in POST_NORM_FAMILIES.items()}
+SHAPES = {
+    "roberta": {"pad_token_id": 0, "max_position_embeddings": 65, "hidden_act": "relu"},
+    "xlm-roberta": {"hidden_size": 35, "num_attention_heads": 5, "layer_norm_eps": 1e-5},
+    "camembert": {"num_hidden_layers": 0},
+    "distilbert": {"dim": 35, "n_heads": 5, "activation": "relu"},
+    "electra": {"embedding_size": 24},
+    "albert": {"hidden_size": 35, "num_attention_heads": 5, "embedding_size": 35},
+    "mpnet": {"max_position_embeddings": 302},
+}
+TEXTS = ["the cat", "a", "river, the river! is it 42?", "x" * 40]
+PAIRS = [("the cat", "a river"), ("a", "b"), ("is it?", "the cat is in the river, 7 times")]
+
+
+def rows_of(rng, vocab_size, pad=None):
+    """Return rows of token ids; transformers gives padding tokens another position."""
+    ids = np.setdiff1d(np.arange(vocab_size), [] if pad is None else [pad])
+    return [rng.choice(ids, size=length).tolist() for length in (1, 2, 7, 33, 60, 7)]
+
+
+@torch.inference_mode()
+def outputs(model, rows):
+    return [model(torch.tensor([row])) for row in rows]
+
+
+def load(folder, kind):
+    loader = getattr(transformers, kind)
+    return loader.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def check(folder, actual, expected):
+    assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
+
+
+CASES = [
+    *((name, {}) for name in FAMILIES if name != "bert"),
+    *SHAPES.items(),
+]
+
+
+@pytest.mark.parametrize("name, shape", CASES)
+def test_hidden_states_match_transformers(make_checkpoint, rng, name, shape):
+    folder = make_checkpoint(f"{FAMILIES[name]}Model", **shape)
+    model = load(folder, f"{FAMILIES[name]}Model")
+    rows = rows_of(rng, model.config.vocab_size, model.config.pad_token_id)
+    if name == "mpnet":
+        # further than the last bucket of distances
+        rows.append(rows[4] * 4)
+        rows[-1] = rows[-1][: model.config.max_position_embeddings - 2]
+
+    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
+        actual = encoder.hidden(rows)
+        alone = encoder.hidden(rows[-1:])
+
+    check(folder, actual, [output.last_hidden_state[0] for output in outputs(model, rows)])
+    check(folder, alone, actual[-1:])
+
+
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_classification_matches_transformers(make_checkpoint, rng, name, task):
+    kind = f"{FAMILIES[name]}For{task}"
+    folder = make_checkpoint(kind, num_labels=3)
+    model = load(folder, kind)
+    rows = rows_of(rng, model.config.vocab_size, model.config.pad_token_id)
+
+    with Encoder.from_pretrained(folder, dtype="fp32") as encoder:
+        actual = getattr(encoder, encoder.task)(rows)
+
+    check(folder, actual, [output.logits[0] for output in outputs(model, rows)])
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"xlm-roberta"}))
+def test_pairs_have_token_types_only_where_the_family_has_them(make_checkpoint, name):
+    kind = f"{FAMILIES[name]}ForSequenceClassification"
+    folder = make_checkpoint(kind, num_labels=1)
+    model = load(folder, kind)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    has_types = name not in ("distilbert", "mpnet")
+    encoded = [
+        tokenizer(*pair, return_tensors="pt", return_token_type_ids=has_types) for pair in PAIRS
+    ]
+    with Encoder.from_pretrained(folder, task="rerank", dtype="fp32") as encoder:
+        actual = encoder.classify(PAIRS)
+
+    with torch.inference_mode():
+        expected = [model(**each).logits[0] for each in encoded]
+    check(folder, actual, expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bf16_keeps_the_direction_of_vectors(make_checkpoint, rng, name):
+    folder = make_checkpoint(f"{FAMILIES[name]}Model")
+    model = load(folder, f"{FAMILIES[name]}Model")
+    rows = rows_of(rng, model.config.vocab_size, model.config.pad_token_id)
+
+    with Encoder.from_pretrained(folder, dtype="bf16") as encoder:
+        actual = np.stack(encoder.embed(rows, normalize=True))
+
+    means = [output.last_hidden_state[0].mean(dim=0).numpy() for output in outputs(model, rows)]
+    expected = np.stack([mean / np.linalg.norm(mean) for mean in means])
+    assert (actual * expected).sum(axis=1).min() > 0.999
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_knows_every_field_of_transformers_configuration(name):
+    family = POST_NORM_FAMILIES[name]
+    known = {
+        *family.fields.all(),
+        *post_norm_family.HARMLESS_FIELDS,
+        *post_norm_family.FIXED_FIELDS,
+        *family.harmless,
+        *family.fixed,
+    }
+    config = getattr(transformers, f"{family.class_name}Config")
+
+    assert {field.name for field in dataclasses.fields(config)} <= known
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_field_that_is_absent_has_the_default_of_transformers(name):
+    family = POST_NORM_FAMILIES[name]
+    default = getattr(transformers, f"{family.class_name}Config")()
+    full = {name: value for name, value in default.to_dict().items() if value is not None}
+    fields = family.fields
+    optional = {fields.activation, fields.norm_eps, "pad_token_id"}
+
+    without = {key: value for key, value in full.items() if key not in optional}
+
+    assert family.read_sizes(without) == family.read_sizes(full)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch, name):
+    family, read = POST_NORM_FAMILIES[name], {}
+    folder = make_checkpoint(f"{FAMILIES[name]}ForSequenceClassification", num_labels=3)
+    original = CheckpointWeights.read
+
+    def record(weights, name, *shape):
+        read[name] = shape
+        return original(weights, name, *shape)
+
+    monkeypatch.setattr(CheckpointWeights, "read", record)
+    checkpoint = Checkpoint.open(folder)
+
+    load_encoder(checkpoint, torch.float32, torch.device("cpu"))
+
+    assert read == family.tensor_shapes(checkpoint.config, family.prefix, "classify")
+
+
+@pytest.mark.parametrize(
+    "name, field, value, message",
+    [
+        ("albert", "num_hidden_groups", 2, "has num_hidden_groups 2; allowed: 1"),
+        ("albert", "inner_group_num", 2, "has inner_group_num 2; allowed: 1"),
+        ("roberta", "is_decoder", True, "has is_decoder true; allowed: false"),
+        ("roberta", "max_position_embeddings", 5, "allowed: whole numbers from 6"),
+        ("distilbert", "dim", 25, "dim 25 is not a multiple of n_heads 3"),
+        ("electra", "embedding_size", 0, "has embedding_size 0; allowed: whole numbers from 1"),
+        ("mpnet", "relative_attention_num_buckets", 16, "allowed: 32"),
+        ("mpnet", "rope_theta", 1e4, 'has the field "rope_theta" (10000.0)'),
+    ],
+)
+def test_refuses_a_field_that_would_change_results(make_checkpoint, name, field, value, message):
+    folder = make_checkpoint(f"{FAMILIES[name]}Model")
+    set_fields(folder, "config.json", **{field: value})
+
+    with refused(message):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", ["ForMaskedLM", "ForQuestionAnswering"])
+def test_takes_the_encoder_of_a_model_with_another_head(make_checkpoint, rng, name, kind):
+    folder = make_checkpoint(f"{FAMILIES[name]}{kind}")
+    set_fields(folder, "config.json", architectures=[f"{FAMILIES[name]}Model"])
+    model = load(folder, f"{FAMILIES[name]}Model")
+    rows = rows_of(rng, model.config.vocab_size, model.config.pad_token_id)
+
+    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
+        actual = encoder.hidden(rows)
+
+    check(folder, actual, [output.last_hidden_state[0] for output in outputs(model, rows)])
+
+
+def test_the_documentation_lists_every_model_type():
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+
+    listed = set(re.findall(r"`([a-z0-9_-]+)`(?= \||,|: task)", text))
+
+    assert listed >= set(FAMILIES_OF_CHECKPOINTS)
