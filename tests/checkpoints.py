@@ -54,6 +54,8 @@ SMALL_ENCODERS: Mapping[str, dict[str, Any]] = {
     "Electra": {**SMALL, "embedding_size": 10},
     "Albert": {**SMALL, "num_hidden_layers": 3, "embedding_size": 10},
     "MPNet": {**SMALL, "max_position_embeddings": 66},
+    "NomicBert": SMALL,
+    "Gte": {**SMALL, "type_vocab_size": 2},
 }
 _SMALL_LLAMA = {
     "hidden_size": 36,

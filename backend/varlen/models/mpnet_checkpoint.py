@@ -16,9 +16,7 @@ MPNET = PostNormFamily(
     prefix="mpnet.",
     head=HeadNames(),
     layer=LayerNames(
-        query="attention.attn.q",
-        key="attention.attn.k",
-        value="attention.attn.v",
+        qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
         attention_output="attention.attn.o",
         attention_norm="attention.LayerNorm",
     ),

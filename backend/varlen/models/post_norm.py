@@ -21,6 +21,7 @@ from varlen.models.post_norm_family import (
     PostNormFamily,
 )
 from varlen.models.relative_positions import bias_by_distance
+from varlen.models.rotary import rotary_table
 from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
@@ -29,12 +30,13 @@ from varlen_kernels import Activation
 
 @dataclass(frozen=True, slots=True)
 class PostNormLayer:
-    """One transformer layer; query, key and value are one matrix, side by side."""
+    """One transformer layer; queries, keys and values are side by side, and gate and up."""
 
     qkv: Linear
     attention_output: Linear
     attention_norm: Norm
     up: Linear
+    is_gated: bool
     down: Linear
     output_norm: Norm
 
@@ -44,8 +46,9 @@ class PostNormEncoder:
     """An encoder in one dtype.
 
     Attributes:
-        token_table, position_table, type_table: `[rows, features]`; position 0 is the first row, and a family without
+        token_table, position_table, type_table: `[rows, features]`; position 0 is the first row. A family without
             token types has one type, of zeros.
+        cos_sin: `[positions, head features]` fp32, rotary positions instead of a position table.
         projection: from the features of the tables to those of the layers, if there is one.
         layers: a shared layer occurs several times.
         distance_bias: `[heads, distances]` fp32, added to the scores of all layers; see `bias_by_distance`.
@@ -53,7 +56,8 @@ class PostNormEncoder:
     """
 
     token_table: Tensor
-    position_table: Tensor
+    position_table: Tensor | None
+    cos_sin: Tensor | None
     type_table: Tensor
     embedding_norm: Norm
     projection: Linear | None
@@ -76,13 +80,18 @@ class PostNormEncoder:
 
     def record(self, ops: Recorder) -> Value:
         """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
+        types = inputs.type_ids(ops)
+        if self.position_table is None:
+            # what is added for a position is what is added for the type, which leaves nothing for the type
+            second, tables = types, (self.type_table, torch.zeros_like(self.type_table))
+        else:
+            second, tables = inputs.position_ids(ops), (self.position_table, self.type_table)
         x = ops.embed_layer_norm(
             inputs.token_ids(ops),
-            inputs.position_ids(ops),
-            inputs.type_ids(ops),
+            second,
+            types,
             self.token_table,
-            self.position_table,
-            self.type_table,
+            *tables,
             self.embedding_norm.weight,
             self.embedding_norm.bias,
             eps=self.norm_eps,
@@ -94,8 +103,11 @@ class PostNormEncoder:
         return x
 
     def _record_layer(self, ops: Recorder, layer: PostNormLayer, x: Value) -> Value:
+        qkv = layer.qkv.record(ops, x)
+        if self.cos_sin is not None:
+            qkv = ops.rotary(qkv, inputs.position_ids(ops), self.cos_sin, self.attention_heads)
         context = ops.attention_varlen(
-            layer.qkv.record(ops, x),
+            qkv,
             inputs.cu_seqlens(ops),
             self.attention_heads,
             self.distance_bias,
@@ -103,7 +115,8 @@ class PostNormEncoder:
         )
         attended = layer.attention_output.record(ops, context)
         x = self._add_norm(ops, attended, x, layer.attention_norm)
-        inner = ops.activate(layer.up.record(ops, x), kind=self.activation)
+        activate = ops.activate_gate if layer.is_gated else ops.activate
+        inner = activate(layer.up.record(ops, x), kind=self.activation)
         return self._add_norm(ops, layer.down.record(ops, inner), x, layer.output_norm)
 
     def _add_norm(self, ops: Recorder, x: Value, residual: Value, norm: Norm) -> Value:
@@ -124,19 +137,20 @@ def load_post_norm(
         read = _Reader(weights, family, sizes, LayerReader(weights, dtype, device))
         types = read.table("token_type", sizes.types) if sizes.types else None
         tokens = read.table("word", sizes.vocabulary)
-        positions = read.table("position", sizes.first_position + sizes.positions)
+        head_dim = sizes.hidden // sizes.heads
         layers: dict[str, PostNormLayer] = {}
         for name in family.layer_names(sizes):
             if name not in layers:
                 layers[name] = read.layer(name)
         return PostNormEncoder(
             token_table=tokens,
-            position_table=positions[sizes.first_position :],
+            position_table=None if sizes.rotary else read.positions(),
+            cos_sin=rotary_table(sizes.rotary, head_dim, device) if sizes.rotary else None,
             type_table=tokens.new_zeros(1, sizes.embedding) if types is None else types,
-            embedding_norm=read.norm("embeddings.LayerNorm", sizes.embedding),
+            embedding_norm=read.norm(family.embedding_norm, sizes.embedding),
             projection=read.projection(),
             layers=tuple(layers[name] for name in family.layer_names(sizes)),
-            attention_heads=AttentionHeads(sizes.heads, sizes.heads, sizes.hidden // sizes.heads),
+            attention_heads=AttentionHeads(sizes.heads, sizes.heads, head_dim),
             distance_bias=read.distance_bias(),
             activation=sizes.activation,
             norm_eps=sizes.norm_eps,
@@ -163,14 +177,18 @@ class _Reader:
         name = f"{self._prefix}embeddings.{name}_embeddings.weight"
         return self._read.tensor(name, rows, self._sizes.embedding)
 
+    def positions(self) -> Tensor:
+        first = self._sizes.first_position
+        return self.table("position", first + self._sizes.positions)[first:]
+
     def norm(self, name: str, size: int) -> Norm:
         return self._read.norm(f"{self._prefix}{name}", size)
 
     def projection(self) -> Linear | None:
         if not self._family.has_projection(self._sizes):
             return None
-        sizes = self._sizes
-        return self._linear([self._family.projection], sizes.embedding, sizes.hidden)
+        name = f"{self._prefix}{self._family.projection}"
+        return self._read.linear([name], self._sizes.embedding, [self._sizes.hidden])
 
     def distance_bias(self) -> Tensor | None:
         name = self._family.distance_bias
@@ -183,13 +201,20 @@ class _Reader:
 
     def layer(self, at: str) -> PostNormLayer:
         hidden, inner, names = self._sizes.hidden, self._sizes.inner, self._family.layer
-        qkv = [f"{at}.{part}" for part in (names.query, names.key, names.value)]
+
+        def linear(fan_in: int, fan_out: int, *parts: str) -> Linear:
+            stored = [f"{self._prefix}{at}.{part}" for part in parts]
+            widths = [fan_out // len(parts)] * len(parts)
+            return self._read.linear(stored, fan_in, widths, bias=names.has_bias(parts[0]))
+
+        up = linear(hidden, (1 + names.is_gated) * inner, *names.up)
         return PostNormLayer(
-            qkv=self._linear(qkv, hidden, hidden),
-            attention_output=self._linear([f"{at}.{names.attention_output}"], hidden, hidden),
+            qkv=linear(hidden, 3 * hidden, *names.qkv),
+            attention_output=linear(hidden, hidden, names.attention_output),
             attention_norm=self.norm(f"{at}.{names.attention_norm}", hidden),
-            up=self._linear([f"{at}.{names.up}"], hidden, inner),
-            down=self._linear([f"{at}.{names.down}"], inner, hidden),
+            up=_gate_first(up) if names.has_both else up,
+            is_gated=names.is_gated,
+            down=linear(inner, hidden, names.down),
             output_norm=self.norm(f"{at}.{names.output_norm}", hidden),
         )
 
@@ -205,6 +230,9 @@ class _Reader:
             return Heads(classifier=self._read.linear(["classifier"], hidden, [labels]))
         return Heads()
 
-    def _linear(self, names: list[str], fan_in: int, fan_out: int) -> Linear:
-        names = [f"{self._prefix}{name}" for name in names]
-        return self._read.linear(names, fan_in, [fan_out] * len(names))
+
+def _gate_first(layer: Linear) -> Linear:
+    """Return a linear layer with the halves of its outputs exchanged."""
+    half = layer.weight.shape[1] // 2
+    bias = None if layer.bias is None else layer.bias.roll(half)
+    return Linear(layer.weight.roll(half, 1), bias)

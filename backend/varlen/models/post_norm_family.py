@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from varlen.config import Task
+from varlen.errors import CheckpointError
 from varlen.models import config_file
 from varlen.models.config_file import (
     ACTIVATIONS,
@@ -23,6 +24,7 @@ from varlen.models.config_file import (
     read_num_labels,
 )
 from varlen.models.family import Family, ModelSizes
+from varlen.models.rotary_config import RotaryConfig, read_rotary
 from varlen.models.weights import CheckpointWeights, TensorHeader, check_all_used, check_tensor
 from varlen_kernels import Activation
 
@@ -49,6 +51,7 @@ FIXED_FIELDS: Mapping[str, object] = {
 DISTANCE_BUCKETS = 32
 MAX_DISTANCE = 128
 
+ROTARY_FIELDS = frozenset("head_dim rope_parameters rope_scaling rope_theta".split())
 _TABLES = ("word", "position", "token_type")
 # Tensors of other heads, and tables that transformers computes.
 _UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids")
@@ -70,7 +73,8 @@ class EncoderSizes(ModelSizes):
         vocabulary: rows of the token table.
         types: rows of the table of token types; 0 without one.
         first_position: row of the first token in the position table.
-        embedding: features of the three tables.
+        rotary: the rotary positions; None with a position table.
+        embedding: features of the tables.
         activation: between the two linear layers.
         norm_eps: added to the variance.
     """
@@ -81,6 +85,7 @@ class EncoderSizes(ModelSizes):
     vocabulary: int
     types: int
     first_position: int
+    rotary: RotaryConfig | None
     embedding: int
     activation: Activation
     norm_eps: float
@@ -122,17 +127,30 @@ class LayerNames:
 
     Attributes:
         name: of the layer, with a place for its number unless all share one.
+        qkv: queries, keys and values, or one linear layer of all.
+        up: in front of the activation: one linear layer; or a gate, whose activation multiplies the second one.
+        has_both: whether the one layer of `up` holds its values, then those of a gate.
+        without_bias: the linear layers that have none.
     """
 
     name: str = "encoder.layer.{}"
-    query: str = "attention.self.query"
-    key: str = "attention.self.key"
-    value: str = "attention.self.value"
+    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
     attention_output: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
-    up: str = "intermediate.dense"
+    up: tuple[str, ...] = ("intermediate.dense",)
+    has_both: bool = False
     down: str = "output.dense"
     output_norm: str = "output.LayerNorm"
+    without_bias: tuple[str, ...] = ()
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether there is a gate."""
+        return self.has_both or len(self.up) > 1
+
+    def has_bias(self, name: str) -> bool:
+        """Return whether a linear layer has a bias."""
+        return name not in self.without_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +170,14 @@ class PostNormFamily:
         class_name: of its classes in transformers, such as Bert of BertModel.
         prefix: of the encoder's tensors in a model with a head.
         head: the classifier of sequences.
+        embedding_norm: the norm of the embeddings.
         layer: names within a layer.
         fields: names in config.json.
         projection: the linear layer from the tables' features to those of the layers, where they may differ.
         always_projects: whether that layer is there even if they do not differ.
         distance_bias: the table of relative positions, `[DISTANCE_BUCKETS, heads]`.
         first_position: row of the first token in the position table; None if it follows `pad_token_id`.
+        default_theta: base of rotary positions, for a family without a position table.
         pretraining: prefixes of the tensors of heads that are not served.
         more_architectures: classes with the encoder alone, or with a head that is not served.
         harmless, fixed: fields beside those that all families share.
@@ -167,12 +187,14 @@ class PostNormFamily:
     class_name: str
     prefix: str
     head: HeadNames
+    embedding_norm: str = "embeddings.LayerNorm"
     layer: LayerNames = LayerNames()
     fields: FieldNames = FieldNames()
     projection: str = ""
     always_projects: bool = False
     distance_bias: str = ""
     first_position: int | None = 0
+    default_theta: float | None = None
     pretraining: tuple[str, ...] = ("cls.", "lm_head.")
     more_architectures: tuple[str, ...] = ()
     harmless: Collection[str] = ()
@@ -203,23 +225,37 @@ class PostNormFamily:
         names = self.fields
         check_unquantized(config)
         known = names.all() | HARMLESS_FIELDS | frozenset(self.harmless)
+        rotary = None
+        if self.default_theta is not None:
+            known |= ROTARY_FIELDS
+            rotary = read_rotary(config, default_theta=self.default_theta)
         check_fields(config, "config.json", known=known, fixed={**FIXED_FIELDS, **self.fixed})
         hidden = read_int(config, names.hidden)
         heads = read_int(config, names.heads)
         check_multiple(config, names.hidden, names.heads)
+        if config.get("head_dim") not in (None, hidden // heads):
+            raise CheckpointError(
+                f"config.json has head_dim {config['head_dim']}; allowed: {hidden // heads},"
+                f" {names.hidden} / {names.heads}"
+            )
+        if rotary is not None and hidden // heads % 2:
+            raise CheckpointError(
+                f"heads have {hidden // heads} features; allowed: even numbers, for rotary positions"
+            )
         first = self.first_position
         if first is None:
             first = read_int({"pad_token_id": 1, **config}, "pad_token_id", lowest=0) + 1
         rows = read_int(config, "max_position_embeddings", lowest=first + 1)
         return EncoderSizes(
             hidden=hidden,
-            positions=rows - first,
+            positions=rows - first if rotary is None else rotary.positions,
             inner=read_int(config, names.inner),
             layers=read_int(config, names.layers, lowest=0),
             heads=heads,
             vocabulary=read_int(config, "vocab_size"),
             types=read_int(config, names.types) if names.types else 0,
             first_position=first,
+            rotary=rotary,
             embedding=read_int(config, names.embedding) if names.embedding else hidden,
             activation=read_choice(
                 config, names.activation, ACTIVATIONS, default=names.default_activation
@@ -273,28 +309,36 @@ class PostNormFamily:
         hidden, inner, embedding = sizes.hidden, sizes.inner, sizes.embedding
         shapes: dict[str, tuple[int, ...]] = {}
 
-        def add_linear(name: str, fan_in: int, fan_out: int) -> None:
-            shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (fan_out, fan_in), (fan_out,)
+        def add_linear(name: str, fan_in: int, fan_out: int, *, bias: bool = True) -> None:
+            shapes[f"{name}.weight"] = (fan_out, fan_in)
+            if bias:
+                shapes[f"{name}.bias"] = (fan_out,)
 
         def add_norm(name: str, size: int) -> None:
             shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (size,)
 
-        rows = (sizes.vocabulary, sizes.first_position + sizes.positions, sizes.types)
+        positions = 0 if sizes.rotary else sizes.first_position + sizes.positions
+        rows = (sizes.vocabulary, positions, sizes.types)
         for table, count in zip(_TABLES, rows, strict=True):
             if count:
                 shapes[f"{prefix}embeddings.{table}_embeddings.weight"] = (count, embedding)
-        add_norm(f"{prefix}embeddings.LayerNorm", embedding)
+        add_norm(f"{prefix}{self.embedding_norm}", embedding)
         if self.has_projection(sizes):
             add_linear(f"{prefix}{self.projection}", embedding, hidden)
         if self.distance_bias:
             shapes[f"{prefix}{self.distance_bias}.weight"] = (DISTANCE_BUCKETS, sizes.heads)
         for name in self.layer_names(sizes):
             at = f"{prefix}{name}"
-            for part in (layer.query, layer.key, layer.value, layer.attention_output):
-                add_linear(f"{at}.{part}", hidden, hidden)
+            for part in layer.qkv:
+                width = 3 * hidden // len(layer.qkv)
+                add_linear(f"{at}.{part}", hidden, width, bias=layer.has_bias(part))
+            output = layer.attention_output
+            add_linear(f"{at}.{output}", hidden, hidden, bias=layer.has_bias(output))
             add_norm(f"{at}.{layer.attention_norm}", hidden)
-            add_linear(f"{at}.{layer.up}", hidden, inner)
-            add_linear(f"{at}.{layer.down}", inner, hidden)
+            for part in layer.up:
+                width = 2 * inner if layer.has_both else inner
+                add_linear(f"{at}.{part}", hidden, width, bias=layer.has_bias(part))
+            add_linear(f"{at}.{layer.down}", inner, hidden, bias=layer.has_bias(layer.down))
             add_norm(f"{at}.{layer.output_norm}", hidden)
         if task == "classify":
             add_linear(self.head.dense, hidden, hidden)

@@ -104,8 +104,12 @@ class RotaryConfig:
     positions: int
 
 
-def read_rotary(config: Json) -> RotaryConfig:
+def read_rotary(config: Json, *, default_theta: float = 10_000.0) -> RotaryConfig:
     """Return the rotary positions of a config.json.
+
+    Args:
+        config: the content of the file.
+        default_theta: the base of the frequencies where the file has none.
 
     Raises:
         CheckpointError: a field is damaged, or the variant is not served.
@@ -120,7 +124,7 @@ def read_rotary(config: Json) -> RotaryConfig:
     if isinstance(scaling, YarnScaling):
         # some checkpoints leave max_position_embeddings at the length before the extension
         positions = max(positions, int(scaling.positions * scaling.factor))
-    return RotaryConfig(_read_theta(config, rotary, name), scaling, positions)
+    return RotaryConfig(_read_theta(config, rotary, name, default_theta), scaling, positions)
 
 
 def _settings(config: Json) -> tuple[str, Json]:
@@ -152,7 +156,7 @@ def _read_kind(rotary: Json, name: str) -> str:
     return kind
 
 
-def _read_theta(config: Json, rotary: Json, name: str) -> float:
+def _read_theta(config: Json, rotary: Json, name: str, default: float) -> float:
     inner, outer = rotary.get("rope_theta"), config.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         raise CheckpointError(
@@ -160,7 +164,7 @@ def _read_theta(config: Json, rotary: Json, name: str) -> float:
         )
     if inner is not None:
         return read_number(rotary, "rope_theta", name=name)
-    return read_number(config, "rope_theta", default=10_000.0)
+    return read_number(config, "rope_theta", default=default)
 
 
 def _read_scaling(kind: str, rotary: Json, name: str, positions: int) -> Scaling:

@@ -30,6 +30,8 @@ SHAPES = {
     "distilbert": {"dim": 35, "n_heads": 5, "activation": "relu"},
     "electra": {"embedding_size": 24},
     "albert": {"hidden_size": 35, "num_attention_heads": 5, "embedding_size": 35},
+    "nomic_bert": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+    "gte": {"hidden_act": "silu", "hidden_size": 42, "type_vocab_size": 1},
     "mpnet": {"max_position_embeddings": 302},
 }
 TEXTS = ["the cat", "a", "river, the river! is it 42?", "x" * 40]
@@ -135,6 +137,7 @@ def test_knows_every_field_of_transformers_configuration(name):
         *post_norm_family.FIXED_FIELDS,
         *family.harmless,
         *family.fixed,
+        *(post_norm_family.ROTARY_FIELDS if family.default_theta else ()),
     }
     config = getattr(transformers, f"{family.class_name}Config")
 
@@ -182,6 +185,9 @@ def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch, nam
         ("distilbert", "dim", 25, "dim 25 is not a multiple of n_heads 3"),
         ("electra", "embedding_size", 0, "has embedding_size 0; allowed: whole numbers from 1"),
         ("mpnet", "relative_attention_num_buckets", 16, "allowed: 32"),
+        ("gte", "head_dim", 6, "has head_dim 6; allowed: 8, hidden_size / num_attention_heads"),
+        ("gte", "num_attention_heads", 8, "heads have 3 features; allowed: even numbers"),
+        ("gte", "rope_parameters", {"type": "ntk"}, 'has the type "ntk"; allowed: default'),
         ("mpnet", "rope_theta", 1e4, 'has the field "rope_theta" (10000.0)'),
     ],
 )
@@ -193,8 +199,15 @@ def test_refuses_a_field_that_would_change_results(make_checkpoint, name, field,
         Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("kind", ["ForMaskedLM", "ForQuestionAnswering"])
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        (name, kind)
+        for name, class_name in FAMILIES.items()
+        for kind in ("ForMaskedLM", "ForQuestionAnswering")
+        if hasattr(transformers, f"{class_name}{kind}")
+    ],
+)
 def test_takes_the_encoder_of_a_model_with_another_head(make_checkpoint, rng, name, kind):
     folder = make_checkpoint(f"{FAMILIES[name]}{kind}")
     set_fields(folder, "config.json", architectures=[f"{FAMILIES[name]}Model"])

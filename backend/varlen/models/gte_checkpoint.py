@@ -1,0 +1,25 @@
+"""Checkpoints of multilingual GTE: rotary positions and gated feed-forward parts.
+
+Source: Zhang et al. 2024, arXiv:2407.19669.
+"""
+
+from varlen.models.post_norm_family import HeadNames, LayerNames, PostNormFamily
+
+GTE = PostNormFamily(
+    class_name="Gte",
+    prefix="gte.",
+    head=HeadNames(dense="gte.pooler.dense", output="classifier"),
+    layer=LayerNames(
+        qkv=("attention.qkv_proj",),
+        attention_output="attention.o_proj",
+        attention_norm="attn_ln",
+        up=("mlp.up_gate_proj",),
+        has_both=True,
+        down="mlp.down_proj",
+        output_norm="mlp_ln",
+        without_bias=("mlp.up_gate_proj",),
+    ),
+    default_theta=160_000.0,
+    pretraining=("lm_head.",),
+    tokenizer_class="XLMRobertaTokenizer",
+)
