@@ -524,7 +524,8 @@ def first_tokens(x: Tensor, cu_seqlens: Tensor, *, out: Tensor | None = None) ->
 
 def to_fp32(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return a copy of `x` in fp32."""
-    return _write(x.to(torch.float32, copy=out is None), out)
+    # copy_ converts without a temporary tensor
+    return x.to(torch.float32, copy=True) if out is None else out.copy_(x)
 
 
 def _heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
