@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.attention_varlen import block_d, check_heads
+from varlen_kernels.attention_checks import check_heads
+from varlen_kernels.attention_tiles import block_d
 from varlen_kernels.checks import check_vector
 from varlen_kernels.kv_blocks import check_caches
 from varlen_kernels.tuning import Launch, pick

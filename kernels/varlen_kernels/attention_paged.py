@@ -11,22 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from varlen_kernels.attention_checks import check_bias, check_heads, check_scores
 from varlen_kernels.attention_decode import attend_in_splits
-from varlen_kernels.attention_varlen import (
-    LOG2_E,
-    block_d,
-    check_bias,
-    check_heads,
-    check_scores,
-    find_tile,
-    mean_length_bucket,
-)
+from varlen_kernels.attention_tiles import BLOCK_BATCH, block_d, find_tile, mean_length_bucket
+from varlen_kernels.attention_varlen import LOG2_E
 from varlen_kernels.checks import check_cu_seqlens, check_ids, check_out
 from varlen_kernels.kv_blocks import attend_to_blocks, check_caches, tile_heads
 from varlen_kernels.tuning import Launch, pick
 
-# Sequences that a program reads at once to find its own.
-_BLOCK_BATCH = 256
 # Largest BLOCK_M, by mean rows of a sequence: larger tiles read the keys fewer times, but leave more rows empty.
 _MAX_BLOCK_M = {256: 128, 64: 64, 16: 32, 1: 16}
 _MAX_CANDIDATES = 4
@@ -221,7 +213,7 @@ def attention_paged(
         BLOCK_SIZE=key_cache.shape[2],
         WINDOW=window,
         HAS_BIAS=bias is not None,
-        BLOCK_BATCH=_BLOCK_BATCH,
+        BLOCK_BATCH=BLOCK_BATCH,
         BLOCK_D=block_d(head_dim),
         **launch,
     )

@@ -4,9 +4,7 @@ One program owns one tile: BLOCK_M queries of one sequence and one head. It read
 maximum and a running sum of each query's weights, so scores stay in registers.
 Source: Dao 2023, arXiv:2307.08691; Milakov, Gimelshein 2018, arXiv:1805.02867.
 
-A program finds its sequence itself: the tiles of sequence i start at cu_seqlens[i] // BLOCK_M + i. Each sequence has
-enough tiles for its length, and at most one more. So the number of tiles follows from the shapes of the batch: the host
-needs no sequence length, and one CUDA graph serves every batch of the same shapes.
+Which tile a program owns: see `attention_tiles`.
 """
 
 import math
@@ -16,88 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.checks import check_cu_seqlens, check_dtype, check_out, check_row_layout
-from varlen_kernels.tuning import Launch, pick
-
-MAX_HEAD_DIM = 256
+from varlen_kernels.attention_checks import check_bias, check_heads, check_scores
+from varlen_kernels.attention_tiles import (
+    BLOCK_BATCH,
+    TILE_COLUMNS,
+    attention_launch,
+    block_d,
+    check_tiles,
+    find_tile,
+    num_tiles,
+)
+from varlen_kernels.checks import check_cu_seqlens, check_out
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-
-# Sequences that a program reads at once to find its own.
-_BLOCK_BATCH = 256
-# Lower bounds of the buckets of mean sequence lengths.
-_MEAN_LENGTHS = (256, 64, 16, 1)
-# Largest BLOCK_M, by mean length: larger tiles read the keys fewer times, but leave more rows empty.
-_MAX_BLOCK_M = {256: 128, 64: 64, 16: 32, 1: 16}
-_MAX_CANDIDATES = 4
-# Hardware limit per thread.
-_MAX_REGISTERS = 255
-
-# (BLOCK_M, BLOCK_N, num_warps, num_stages), by (BLOCK_D, bytes per element, has a bias), in ascending order of BLOCK_M.
-# All fit the registers of sm_80 and sm_90. fp32 needs small tiles: its operands have twice the size, and each product
-# takes three on tensor cores. A bias needs small tiles because it is one load per score.
-_TILES: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {
-    (64, 2, False): [
-        (16, 32, 2, 3),
-        (32, 32, 2, 3),
-        (64, 32, 4, 3),
-        (64, 64, 4, 2),
-        (64, 64, 4, 3),
-        (128, 64, 8, 2),
-        (128, 64, 8, 3),
-    ],
-    (64, 2, True): [(16, 32, 2, 2), (32, 32, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2)],
-    (128, 2, False): [
-        (16, 32, 2, 3),
-        (32, 32, 2, 3),
-        (32, 64, 4, 3),
-        (64, 32, 4, 3),
-        (64, 64, 4, 2),
-        (64, 64, 4, 3),
-        (128, 32, 8, 3),
-    ],
-    (128, 2, True): [(16, 32, 2, 2), (32, 32, 4, 2), (64, 32, 8, 2)],
-    (256, 2, False): [(16, 32, 4, 2), (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2)],
-    (256, 2, True): [(16, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2), (64, 32, 8, 1)],
-    (64, 4, False): [(16, 32, 4, 2), (32, 32, 4, 2)],
-    (64, 4, True): [(16, 32, 4, 2), (32, 16, 4, 2)],
-    (128, 4, False): [(16, 32, 4, 2), (32, 32, 8, 2)],
-    (128, 4, True): [(16, 32, 4, 2), (32, 32, 8, 2)],
-    (256, 4, False): [(16, 32, 8, 2)],
-}
-
-
-@triton.jit
-def find_tile(
-    cu_seqlens_ptr,  # [batch + 1]
-    batch,
-    tile,
-    BLOCK_M: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
-):
-    """Return a tile's sequence (its number, first token and length) and the tile's first query.
-
-    The tile belongs to the last sequence whose first tile is not after it. First tiles, starts and ends all ascend from
-    sequence to sequence, so maxima find them. A binary search would need dependent loads.
-    """
-    owners = tl.zeros([BLOCK_BATCH], tl.int32)
-    first_tiles = tl.zeros([BLOCK_BATCH], tl.int32)
-    begins = tl.zeros([BLOCK_BATCH], tl.int32)
-    ends = tl.zeros([BLOCK_BATCH], tl.int32)
-    # the first tile of sequence i is tile i or a later one
-    for first in range(0, tl.minimum(batch, tile + 1), BLOCK_BATCH):
-        sequence = first + tl.arange(0, BLOCK_BATCH)
-        begin = tl.load(cu_seqlens_ptr + sequence, mask=sequence < batch, other=0)
-        end = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch, other=0)
-        first_tile = begin // BLOCK_M + sequence
-        started = (first_tile <= tile) & (sequence < batch)
-        owners = tl.where(started, sequence, owners)
-        first_tiles = tl.where(started, first_tile, first_tiles)
-        begins = tl.where(started, begin, begins)
-        ends = tl.where(started, end, ends)
-    begin = tl.max(begins, axis=0)
-    first_query = (tile - tl.max(first_tiles, axis=0)) * BLOCK_M
-    return tl.max(owners, axis=0), begin, tl.max(ends, axis=0) - begin, first_query
 
 
 @triton.jit
@@ -215,6 +144,7 @@ def _attention_varlen_kernel(
     qkv_ptr,  # [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
     cu_seqlens_ptr,  # [batch + 1]
     bias_ptr,  # [NUM_HEADS, bias_width], read if HAS_BIAS
+    tiles_ptr,  # [tiles, TILE_COLUMNS], read if HAS_TILES
     out_ptr,  # [tokens, NUM_HEADS * HEAD_DIM]
     batch,
     bias_width,
@@ -227,6 +157,7 @@ def _attention_varlen_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for all keys
     HAS_BIAS: tl.constexpr,
+    HAS_TILES: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -236,7 +167,14 @@ def _attention_varlen_kernel(
     # heads vary fastest: in a batch sorted by descending length, the last programs are short
     head = tl.program_id(0) % NUM_HEADS
     tile = tl.program_id(0) // NUM_HEADS
-    _, begin, length, first_query = find_tile(cu_seqlens_ptr, batch, tile, BLOCK_M, BLOCK_BATCH)
+    if HAS_TILES:
+        tiles_ptr += tile * TILE_COLUMNS
+        begin = tl.load(tiles_ptr)
+        length = tl.load(tiles_ptr + 1)
+        # the compiler sees that BLOCK_M divides it
+        first_query = tl.load(tiles_ptr + 2) * BLOCK_M
+    else:
+        _, begin, length, first_query = find_tile(cu_seqlens_ptr, batch, tile, BLOCK_M, BLOCK_BATCH)
     if first_query >= length:
         return
 
@@ -315,6 +253,7 @@ def attention_varlen(
     qkv: Tensor,
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
+    tiles: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -330,7 +269,7 @@ def attention_varlen(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, head_dim is over
             MAX_HEAD_DIM (over 128 for fp32 with a bias), `num_kv_heads` does not divide `num_heads`, `scale` is not
-            above 0, or `window` is below 0.
+            above 0, `window` is below 0, or `tiles` is not of `attention_tiles`.
     """
     tokens = len(qkv)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -346,19 +285,15 @@ def attention_varlen(
     batch = len(cu_seqlens) - 1
     if tokens == 0 or batch == 0:
         return out
-    key = (
-        head_dim,
-        qkv.dtype,
-        causal,
-        bias is not None,
-        mean_length_bucket(tokens, batch),
-    )
-    launch = pick("attention_varlen", key, candidate_launches)
-    tiles = tokens // launch["BLOCK_M"] + batch
-    _attention_varlen_kernel[(tiles * num_heads,)](
+    if tiles is not None:
+        check_tiles(tiles, qkv, cu_seqlens)
+    launch = attention_launch(head_dim, qkv.dtype, causal, bias is not None, tokens, batch)
+    programs = num_tiles(tokens, batch, launch["BLOCK_M"]) * num_heads
+    _attention_varlen_kernel[(programs,)](
         qkv,
         cu_seqlens,
         qkv if bias is None else bias,
+        cu_seqlens if tiles is None else tiles,
         out,
         batch,
         0 if bias is None else bias.shape[1],
@@ -371,99 +306,9 @@ def attention_varlen(
         CAUSAL=causal,
         WINDOW=window if causal else 0,
         HAS_BIAS=bias is not None,
-        BLOCK_BATCH=_BLOCK_BATCH,
+        HAS_TILES=tiles is not None,
+        BLOCK_BATCH=BLOCK_BATCH,
         BLOCK_D=block_d(head_dim),
         **launch,
     )
     return out
-
-
-def mean_length_bucket(tokens: int, batch: int) -> int:
-    """Return the bucket of the mean sequence length, which launches depend on."""
-    return next(length for length in _MEAN_LENGTHS if tokens >= length * batch or length == 1)
-
-
-def block_d(head_dim: int) -> int:
-    """Return the power of two >= head_dim, at least 16 for tensor cores."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def candidate_launches(
-    head_dim: int,
-    dtype: torch.dtype,
-    causal: bool,  # noqa: ARG001  # part of the key, because it may change which launch is fastest
-    has_bias: bool,
-    mean_length: int,
-) -> list[Launch]:
-    """Return the candidate launches for heads of this size; the first is the default.
-
-    Args:
-        mean_length: a bucket, see `mean_length_bucket`.
-    """
-    tiles = _TILES[max(64, block_d(head_dim)), dtype.itemsize, has_bias]
-    # the largest BLOCK_M that sequences of the mean length fill, then its neighbours
-    fitting = [tile for tile in tiles if tile[0] <= _MAX_BLOCK_M[mean_length]]
-    best = len(fitting) - 1
-    near = sorted(range(len(tiles)), key=lambda i: (abs(i - best), i > best))[:_MAX_CANDIDATES]
-    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    launches: list[Launch] = [dict(zip(names, tiles[i], strict=True)) for i in near]
-    if has_bias or dtype.itemsize == 4:
-        # without this limit, ptxas spills a few registers to fit one more program on a multiprocessor
-        return [{**launch, "maxnreg": _MAX_REGISTERS} for launch in launches]
-    return launches
-
-
-def check_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, cached_dim: int = 0) -> int:
-    """Return the head_dim of `qkv`, whose layout is checked.
-
-    Args:
-        cached_dim: head_dim of the caches, if `qkv` may hold queries alone.
-
-    Raises:
-        ValueError: the width fits no head_dim up to MAX_HEAD_DIM, `num_kv_heads` does not divide `num_heads`, the
-            dtype is not supported, or rows are not contiguous.
-    """
-    check_dtype(qkv=qkv)
-    check_row_layout(qkv=qkv)
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads is {num_kv_heads}; allowed: divisors of {num_heads} heads")
-    heads, width = num_heads + 2 * num_kv_heads, qkv.shape[1]
-    if width == num_heads * cached_dim:
-        heads = num_heads
-    head_dim = width // heads
-    if width != heads * head_dim:
-        raise ValueError(
-            f"qkv has rows of {width}; allowed: multiples of {num_heads} + 2 · {num_kv_heads} heads"
-            + (f", or {num_heads * cached_dim} for queries alone" if cached_dim else "")
-        )
-    if not 0 < head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"head_dim is {head_dim}; allowed: 1 to {MAX_HEAD_DIM}")
-    return head_dim
-
-
-def check_scores(scale: float, window: int) -> None:
-    """Check the scale of the scores and the length of the window.
-
-    Raises:
-        ValueError: `scale` is not above 0, or `window` is below 0.
-    """
-    if not scale > 0:
-        raise ValueError(f"scale is {scale}; allowed: above 0")
-    if window < 0:
-        raise ValueError(f"window is {window}; allowed: 0 (all tokens) and above")
-
-
-def check_bias(bias: Tensor | None, num_heads: int) -> None:
-    """Check the bias of an attention op, if there is one.
-
-    Raises:
-        ValueError: it is not `[num_heads, an odd number]`, contiguous, of a supported dtype.
-    """
-    if bias is None:
-        return
-    check_dtype(bias=bias)
-    shape = bias.shape
-    if len(shape) != 2 or shape[0] != num_heads or shape[1] % 2 == 0:
-        raise ValueError(f"bias is {list(shape)}; it must be [{num_heads}, an odd number]")
-    if not bias.is_contiguous():
-        raise ValueError(f"bias has strides {bias.stride()}; it must be contiguous")

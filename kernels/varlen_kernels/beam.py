@@ -352,7 +352,9 @@ def launch_key(logits: Tensor, width: int) -> tuple[int, int, int, int, torch.dt
     """Return the launch key, whose entries are the arguments of `candidate_launches`."""
     rows, vocabulary = logits.shape
     bucket = next((bound for bound in _ROW_BUCKETS if rows <= bound), _ROW_BUCKETS[-1])
-    vector = vector_width(logits.dtype, logits.stride(0))
+    # the last vector of a row may reach past the vocabulary, but not past the memory if every vector is aligned
+    first = logits.data_ptr() // logits.dtype.itemsize
+    vector = vector_width(logits.dtype, logits.stride(0), first)
     return width, vocabulary, bucket, vector, logits.dtype
 
 

@@ -17,6 +17,7 @@ from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.compile_lock import compile_lock
 from varlen_kernels.reference import (
     add_layer_norm,
+    attention_tiles,
     embed,
     embed_layer_norm,
     first_tokens,
@@ -40,6 +41,7 @@ __all__ = [
     "add_layer_norm",
     "append_kv",
     "attention_paged",
+    "attention_tiles",
     "attention_varlen",
     "beam_step",
     "embed",
@@ -162,6 +164,7 @@ def attention_varlen(
     qkv: Tensor,
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
+    tiles: Tensor | None = None,  # noqa: ARG001  # read by GPUs
     *,
     num_heads: int,
     num_kv_heads: int | None = None,

@@ -7,6 +7,7 @@ those of `reference`, which specifies each op.
 from varlen_kernels.activation import activate
 from varlen_kernels.append_kv import append_kv
 from varlen_kernels.attention_paged import attention_paged
+from varlen_kernels.attention_tiles import attention_tiles
 from varlen_kernels.attention_varlen import attention_varlen
 from varlen_kernels.beam import beam_step
 from varlen_kernels.embedding import embed, embed_layer_norm
@@ -24,6 +25,7 @@ __all__ = [
     "add_layer_norm",
     "append_kv",
     "attention_paged",
+    "attention_tiles",
     "attention_varlen",
     "beam_step",
     "embed",

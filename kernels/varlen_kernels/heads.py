@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.attention_varlen import MAX_HEAD_DIM
+from varlen_kernels.attention_checks import MAX_HEAD_DIM
 from varlen_kernels.checks import check_dtype, check_ids, check_out, check_row_layout, check_vector
 from varlen_kernels.rows import (
     load_row,

@@ -253,10 +253,44 @@ def residual_rms_norm(
     return total, rms_norm(total, weight, eps=eps, out=normed)
 
 
+def attention_tiles(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    causal: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the tiles of queries of `attention_varlen` with these arguments.
+
+    A row has the first token of a sequence, its length, and the first query of one tile. The tiles of a sequence cover
+    its queries. How many queries a tile has is the choice of the device: here a tile is a whole sequence. Tiles
+    without queries begin at or after the end of their sequence. Rows past the last tile mean nothing.
+
+    Returns:
+        `[len(qkv) + len(cu_seqlens), 3]` int32, more rows than any device needs.
+
+    Args:
+        qkv: only its shape and dtype matter.
+        cu_seqlens, bias, num_heads, num_kv_heads, causal: see `attention_varlen`.
+    """
+    del bias, num_heads, num_kv_heads, causal
+    batch = len(cu_seqlens) - 1
+    if out is None:
+        out = cu_seqlens.new_empty(len(qkv) + len(cu_seqlens), 3)
+    out[:batch, 0] = cu_seqlens[:-1]
+    out[:batch, 1] = cu_seqlens.diff()
+    out[:batch, 2] = 0
+    return out
+
+
 def attention_varlen(
     qkv: Tensor,
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
+    tiles: Tensor | None = None,  # noqa: ARG001  # read by GPUs
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -275,6 +309,7 @@ def attention_varlen(
         cu_seqlens: `[batch + 1]` int32, ascending from 0 to tokens.
         bias: `[num_heads, 2 · reach + 1]`, added to the scaled scores: entry reach + d for a key d tokens after its
             query, where d is clamped to -reach and reach. This covers the relative positions of T5, and ALiBi.
+        tiles: of `attention_tiles` with the same arguments, to search `cu_seqlens` once for all layers.
         num_kv_heads: a divisor of `num_heads`; neighbouring heads share a key head. None: as many as `num_heads`.
         scale: multiplies the scores, usually head_dim ** -0.5.
         causal: a token reads only itself and earlier tokens.
@@ -524,7 +559,8 @@ def first_tokens(x: Tensor, cu_seqlens: Tensor, *, out: Tensor | None = None) ->
 
 def to_fp32(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return a copy of `x` in fp32."""
-    return _write(x.to(torch.float32, copy=out is None), out)
+    # copy_ converts without a temporary tensor
+    return x.to(torch.float32, copy=True) if out is None else out.copy_(x)
 
 
 def _heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -93,7 +93,7 @@ class Runner:
         self.device = choose_device(config.device, gpu)
         dtype = choose_dtype(config.dtype, self.device)
         encoder = load_encoder(checkpoint, dtype, self.device)
-        ops = Recorder()
+        ops = Recorder(for_gpu=self.device.type == "cuda")
         hidden = encoder.record(ops)
         output = record_head(ops, task, encoder.heads, hidden, checkpoint.pooling)
         self._kernels = kernels or kernels_for(self.device)

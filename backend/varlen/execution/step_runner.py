@@ -133,7 +133,7 @@ class StepRunner:
             lengths=[self.max_sequence_tokens] * (2 if has_sources else 1),
             has_beams=has_sources,
         )
-        self.programs = record_steps(model, self.kv)
+        self.programs = record_steps(model, self.kv, for_gpu=self.device.type == "cuda")
         del model
         self.weight_bytes = sum(program.weight_bytes for program in self.programs)
         self._caches = new_caches(self.programs[0].states, self.device)
@@ -253,16 +253,18 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
     return limit
 
 
-def record_steps(model: DecoderModel | EncoderDecoderModel, kv: KvSize) -> tuple[Program, ...]:
+def record_steps(
+    model: DecoderModel | EncoderDecoderModel, kv: KvSize, *, for_gpu: bool = False
+) -> tuple[Program, ...]:
     """Return the program of a decoder's step, then that of the encoder, if any.
 
     The encoder's program has no outputs: it stores keys and values for the decoder.
     """
     caches = kv.num_blocks, kv.block_size, kv.dtype
-    ops, attention = Recorder(), PagedAttention(*caches)
+    ops, attention = Recorder(for_gpu=for_gpu), PagedAttention(*caches)
     others: tuple[Program, ...] = ()
     if isinstance(model, EncoderDecoderModel):
-        cross, encoder_ops = CrossAttention(*caches), Recorder()
+        cross, encoder_ops = CrossAttention(*caches), Recorder(for_gpu=for_gpu)
         model.record_encoder(encoder_ops, cross)
         hidden = model.record(ops, attention, cross)
         others = (encoder_ops.finish(),)

@@ -55,7 +55,15 @@ class Recorder:
     `varlen_kernels.reference`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, for_gpu: bool = False) -> None:
+        """Start a recording.
+
+        Args:
+            for_gpu: whether the program runs on a GPU, where sequences are assigned to tiles once for all layers.
+        """
+        self._for_gpu = for_gpu
+        # the tiles of attention, by all that they depend on
+        self._tiles: dict[tuple[str, AttentionHeads, torch.dtype, bool, bool], Value] = {}
         self._ops: list[Op] = []
         self._declared: dict[str, Value | State] = {}
 
@@ -244,9 +252,36 @@ class Recorder:
         window: int = 0,
     ) -> Value:
         operands: tuple[Operand, ...] = (qkv, cu_seqlens, bias)
+        if self._for_gpu:
+            operands += (self._attention_tiles(qkv, cu_seqlens, heads, bias, causal=causal),)
         shape = (qkv.shape[0], heads.width)
         attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
         return self._call("attention_varlen", operands, shape, qkv.dtype, **attributes)
+
+    def _attention_tiles(
+        self,
+        qkv: Value,
+        cu_seqlens: Value,
+        heads: AttentionHeads,
+        bias: Tensor | None,
+        *,
+        causal: bool,
+    ) -> Value:
+        """Return the tiles of `attention_varlen`, recorded once for all layers that share them."""
+        key = (cu_seqlens.name, heads, qkv.dtype, causal, bias is not None)
+        if key not in self._tiles:
+            tokens, bounds = qkv.shape[0], cu_seqlens.shape[0]
+            assert isinstance(tokens, Size)
+            assert isinstance(bounds, Size)
+            self._tiles[key] = self._call(
+                "attention_tiles",
+                (qkv, cu_seqlens, bias),
+                (tokens + bounds, 3),
+                torch.int32,
+                **heads.counts,
+                causal=causal,
+            )
+        return self._tiles[key]
 
     def attention_paged(
         self,

@@ -326,6 +326,32 @@ def test_the_bias_of_attention_is_an_operand(has_bias):
     torch.testing.assert_close(answer, expected)
 
 
+def test_on_a_gpu_layers_of_one_form_share_their_tiles():
+    bias = torch.randn(2, 5)
+    ops, heads = Recorder(for_gpu=True), AttentionHeads(2, 2, 4)
+    weight = torch.randn(8, 24)
+    bounds = ops.input("cu_seqlens", (Size(1, sequences=1),), torch.int32)
+    x = ops.input("x", ("tokens", 8), torch.float32)
+    for form in (None, None, bias):
+        x = ops.attention_varlen(ops.linear(x, weight, None), bounds, heads, form, scale=0.5)
+    program = ops.finish(x)
+    dims = {"tokens": 7, "sequences": 2}
+    inputs = {"x": torch.randn(7, 8), "cu_seqlens": torch.tensor([0, 5, 7], dtype=torch.int32)}
+    expected = inputs["x"]
+    for form in (None, None, bias):
+        expected = reference.attention_varlen(
+            expected @ weight, inputs["cu_seqlens"], form, **heads.counts, scale=0.5
+        )
+
+    (answer,) = program.run(
+        PackedBatch(inputs, dims), reference, make_arena(program, dims).allocate(dims)
+    )
+
+    # one table without a bias, one with it
+    assert [op.kernel for op in program.ops].count("attention_tiles") == 2
+    torch.testing.assert_close(answer, expected)
+
+
 def test_an_input_declared_again_is_the_same_one():
     ops = Recorder()
 

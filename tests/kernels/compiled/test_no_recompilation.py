@@ -11,7 +11,7 @@ from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
 
 # Longest sequence of a batch. Attention needs more, because its launch depends on the mean length.
-LONGEST = {op: 300 if op == "attention_varlen" else 64 for op in ANY_BATCH}
+LONGEST = {op: 300 if op in {"attention_tiles", "attention_varlen"} else 64 for op in ANY_BATCH}
 
 
 def warm_up_lengths(longest: int) -> Iterator[list[int]]:

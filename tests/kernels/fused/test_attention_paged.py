@@ -203,8 +203,8 @@ def test_chunks_among_empty_sequences_are_right_if_tokens_are_as_many_as_sequenc
 
 
 def test_finds_sequences_past_the_first_read_of_cu_seqlens(device, monkeypatch):
-    for module in (attention_paged, attention_decode):
-        monkeypatch.setattr(module, "_BLOCK_BATCH", 4)
+    monkeypatch.setattr(attention_paged, "BLOCK_BATCH", 4)
+    monkeypatch.setattr(attention_decode, "_BLOCK_BATCH", 4)
     lengths = [(1, 3), (0, 0), (1, 17), (0, 0), (0, 0), (1, 9)]
 
     check_against_reference(lengths, 16, torch.float32, device)

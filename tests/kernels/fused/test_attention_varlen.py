@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from varlen_kernels import attention_varlen as module
 from varlen_kernels import reference
-from varlen_kernels.attention_varlen import attention_varlen, candidate_launches, mean_length_bucket
+from varlen_kernels.attention_tiles import candidate_launches, mean_length_bucket
+from varlen_kernels.attention_varlen import attention_varlen
 from varlen_kernels.tuning import forced_launch
 
 from .compare import DTYPES, assert_close, rand, spread
@@ -132,7 +133,7 @@ def test_keys_in_many_blocks(device):
 
 
 def test_finds_sequences_past_the_first_read_of_cu_seqlens(device, monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK_BATCH", 4)
+    monkeypatch.setattr(module, "BLOCK_BATCH", 4)
 
     check_against_reference([1, 2, 0, 1, 3, 1, 0, 0, 0, 17, 1], 16, torch.float32, device)
 

@@ -167,6 +167,19 @@ def test_memory_between_rows_is_ignored(device):
     check(actual, logits, scores)
 
 
+@pytest.mark.parametrize("offset, vector", [(0, 8), (1, 1), (2, 2), (4, 4), (8, 8)])
+def test_vectors_of_a_view_are_aligned(offset, vector, device):
+    logits, scores = random_step(1, 2, 333, torch.float16, device, gap=3)
+    view = torch.empty(offset + 2 * 336, dtype=torch.float16, device=device)[offset:]
+    view = view.view(2, 336)[:, :333].copy_(logits)
+
+    assert launch_key(view, 4)[3] == vector
+    with forced_launch(view, 4, SMALL):
+        actual = beam_step(view, scores)
+
+    check(actual, view, scores)
+
+
 def test_the_default_launch_matches_the_reference(device):
     logits, scores = random_step(1, 2, 2500, torch.float16, device)
 

@@ -24,7 +24,7 @@ from varlen_bench.ops.rows import (
     rotary,
 )
 from varlen_bench.ops.sampling import sample_tokens
-from varlen_bench.ops.sequences import attention_varlen, first_tokens, pool
+from varlen_bench.ops.sequences import attention_tiles, attention_varlen, first_tokens, pool
 from varlen_kernels import Activation
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -77,6 +77,7 @@ def _attention(
     causal: bool = False,
     window: int = 0,
     biased: bool = False,
+    has_tiles: bool = False,
 ) -> CompiledCall:
     make = partial(
         attention_varlen,
@@ -87,6 +88,7 @@ def _attention(
         causal=causal,
         window=window,
         biased=biased,
+        has_tiles=has_tiles,
     )
     # narrow loads read cu_seqlens, which is not aligned; their number depends on num_warps
     return CompiledCall(label, make, narrow_loads=8, tensor_cores=True)
@@ -178,6 +180,7 @@ COMPILED = [
     _softmax(4096, 1),
     _softmax(16_384, 2),
     CompiledCall("large_causal", partial(masked_softmax, [1024] * 2, 1024, 16, causal=True), 1),
+    CompiledCall("64", partial(attention_tiles, [64] * 4, 12, 64), dtypes=(_BF16,)),
     replace(_attention("64", 64), dtypes=(_FP32, _FP16, _BF16)),
     _attention("64_long", 64, 256),
     # tiles of fewer than 64 queries, which wgmma does not support
@@ -185,6 +188,8 @@ COMPILED = [
     replace(
         _attention("64_shortest", 64, 4), dtypes=(_BF16,), narrow_loads=None, tensor_cores=False
     ),
+    # as a server's encoder calls it
+    replace(_attention("64_tiles", 64, has_tiles=True), narrow_loads=3, dtypes=(_BF16,)),
     _attention("64_causal", 64, causal=True),
     replace(_attention("64_window", 64, causal=True, kv_heads=4, window=32), dtypes=(_BF16,)),
     # one narrow load of the bias per score

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor
 
-from varlen_bench.ops.call import OpCall
+from varlen_bench.ops.call import Inputs, OpCall
 from varlen_kernels import Pooling
 
 
@@ -18,6 +18,7 @@ def attention_varlen(
     causal: bool = False,
     window: int = 0,
     biased: bool = False,
+    has_tiles: bool = False,
     slots: int = 0,
 ) -> OpCall:
     """Return attention over packed tokens.
@@ -26,11 +27,13 @@ def attention_varlen(
         kv_heads: heads of the keys and values; `heads` if None.
         window: number of last tokens that a token reads if `causal`; 0 is all.
         biased: whether to add a bias by the distance of query and key.
+        has_tiles: whether a table of tiles is given, which is not filled: for a call that is not run.
         slots: number of sequences in `cu_seqlens`, as in a server's batch; those past `lengths` are empty.
     """
     tokens, hidden, span = sum(lengths), heads * head_dim, max(lengths)
     key_heads = kv_heads or heads
     width = hidden + 2 * key_heads * head_dim
+    rows_of_tiles = tokens + max(len(lengths), slots) + 1, 3
 
     def attended(qkv: Tensor, bias: Tensor | None) -> Tensor:
         length = len(qkv)
@@ -60,6 +63,7 @@ def attention_varlen(
             "qkv": make.random(tokens, width),
             "cu_seqlens": make.cu_seqlens(lengths, slots),
             "bias": (make.random(heads, 2 * span - 1, dtype=torch.float32) if biased else None),
+            **({"tiles": make.unwritten(*rows_of_tiles, dtype=torch.int32)} if has_tiles else {}),
             "out": make.unwritten(tokens, hidden),
         },
         formula=formula,
@@ -74,6 +78,36 @@ def attention_varlen(
         lengths=tuple(lengths),
         flops=4 * hidden * sum(length * length for length in lengths),
         tokens=tokens,
+    )
+
+
+def attention_tiles(lengths: list[int], heads: int, head_dim: int, dtype: torch.dtype) -> OpCall:
+    """Return the tiles of queries of attention over packed tokens."""
+    tokens, slots = sum(lengths), len(lengths)
+
+    def begins_and_lengths(result: object, inputs: Inputs) -> Tensor:  # noqa: ARG001  # a `Read`
+        """Return the sequence of each first tile, which no launch changes."""
+        assert isinstance(result, Tensor)
+        is_first = (result[:, 2] == 0) & (result[:, 1] > 0)
+        return result[is_first, :2]
+
+    return OpCall(
+        op="attention_tiles",
+        shape=f"{tokens} packed {heads}x{head_dim}",
+        dtype=dtype,
+        inputs=lambda make: {
+            "qkv": make.random(tokens, 3 * heads * head_dim),
+            "cu_seqlens": make.cu_seqlens(lengths),
+            "out": make.unwritten(tokens + slots + 1, 3, dtype=torch.int32),
+        },
+        formula=lambda qkv, cu_seqlens: torch.stack(  # noqa: ARG005
+            (cu_seqlens[:-1], cu_seqlens.diff()), dim=1
+        ),
+        bytes_moved=4 * slots + 12 * (tokens // 64 + slots),
+        options={"num_heads": heads},
+        read=begins_and_lengths,
+        lengths=tuple(lengths),
+        threshold=0.0,
     )
 
 

@@ -1,0 +1,257 @@
+"""Tiles of queries: which sequence and which queries a program of attention works on, and how many.
+
+The tiles of sequence i start at cu_seqlens[i] // BLOCK_M + i. Each sequence has enough tiles for its length, and at
+most one more. So the number of tiles follows from the shapes of the batch: the host needs no sequence length, and one
+CUDA graph serves every batch of the same shapes.
+
+A program finds its sequence itself by `find_tile`, or reads it from the table that `attention_tiles` computes once for
+all layers of a forward pass.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from varlen_kernels.attention_checks import check_bias, check_heads
+from varlen_kernels.checks import check_cu_seqlens
+from varlen_kernels.tuning import Key, Launch, pick
+
+# Columns of the table: first token and length of the tile's sequence, and first query of the tile.
+TILE_COLUMNS = tl.constexpr(3)
+
+# Sequences that a program reads at once to find its own.
+BLOCK_BATCH = 256
+# Tiles and warps of one program that computes the table.
+_TABLE_LAUNCH = {"BLOCK_TILES": 32, "num_warps": 4}
+# Lower bounds of the buckets of mean sequence lengths.
+_MEAN_LENGTHS = (256, 64, 16, 1)
+# Largest BLOCK_M of a default, by mean length: larger tiles read the keys fewer times, but leave more rows empty.
+_MAX_BLOCK_M = {256: 64, 64: 64, 16: 32, 1: 16}
+_MAX_CANDIDATES = 5
+# Hardware limit per thread.
+_MAX_REGISTERS = 255
+
+# (BLOCK_M, BLOCK_N, num_warps, num_stages), by (BLOCK_D, bytes per element, has a bias), in ascending order of BLOCK_M,
+# the default of each BLOCK_M last. All fit the registers of sm_90, and those of sm_80 but for (128, 128, 8, 2), which
+# spills up to 24 bytes there. fp32 needs small tiles: its operands have twice the size, and each product takes three on
+# tensor cores. A bias needs small tiles because it is one load per score. One warp exchanges no rows through shared
+# memory; two stages leave shared memory for more programs.
+_TILES: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {
+    (32, 2, False): [
+        (16, 32, 2, 3),
+        (16, 32, 1, 2),
+        (32, 64, 2, 2),
+        (32, 32, 2, 3),
+        (32, 32, 1, 2),
+        (64, 128, 4, 2),
+        (64, 64, 4, 3),
+        (64, 64, 4, 2),
+        (128, 64, 8, 3),
+        (128, 64, 4, 2),
+    ],
+    (64, 2, False): [
+        (16, 32, 2, 3),
+        (16, 32, 1, 2),
+        (32, 64, 2, 2),
+        (32, 32, 2, 3),
+        (32, 32, 1, 2),
+        (64, 128, 4, 2),
+        (64, 64, 4, 3),
+        (64, 64, 4, 2),
+        (128, 64, 8, 3),
+        (128, 128, 8, 2),
+    ],
+    (64, 2, True): [(16, 32, 2, 2), (32, 32, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2)],
+    (128, 2, False): [
+        (16, 32, 2, 3),
+        (32, 32, 2, 3),
+        (32, 64, 4, 3),
+        (64, 32, 4, 3),
+        (64, 64, 4, 2),
+        (64, 64, 4, 3),
+        (128, 32, 8, 3),
+    ],
+    (128, 2, True): [(16, 32, 2, 2), (32, 32, 4, 2), (64, 32, 8, 2)],
+    (256, 2, False): [(16, 32, 4, 2), (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2)],
+    (256, 2, True): [(16, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2), (64, 32, 8, 1)],
+    (64, 4, False): [(16, 32, 4, 2), (32, 32, 4, 2)],
+    (64, 4, True): [(16, 32, 4, 2), (32, 16, 4, 2)],
+    (128, 4, False): [(16, 32, 4, 2), (32, 32, 8, 2)],
+    (128, 4, True): [(16, 32, 4, 2), (32, 32, 8, 2)],
+    (256, 4, False): [(16, 32, 8, 2)],
+}
+
+
+@triton.jit
+def find_tile(
+    cu_seqlens_ptr,  # [batch + 1]
+    batch,
+    tile,
+    BLOCK_M: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+):
+    """Return a tile's sequence (its number, first token and length) and the tile's first query.
+
+    The tile belongs to the last sequence whose first tile is not after it. First tiles, starts and ends all ascend from
+    sequence to sequence, so maxima find them. A binary search would need dependent loads.
+    """
+    owners = tl.zeros([BLOCK_BATCH], tl.int32)
+    first_tiles = tl.zeros([BLOCK_BATCH], tl.int32)
+    begins = tl.zeros([BLOCK_BATCH], tl.int32)
+    ends = tl.zeros([BLOCK_BATCH], tl.int32)
+    # the first tile of sequence i is tile i or a later one
+    for first in range(0, tl.minimum(batch, tile + 1), BLOCK_BATCH):
+        sequence = first + tl.arange(0, BLOCK_BATCH)
+        begin = tl.load(cu_seqlens_ptr + sequence, mask=sequence < batch, other=0)
+        end = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch, other=0)
+        first_tile = begin // BLOCK_M + sequence
+        started = (first_tile <= tile) & (sequence < batch)
+        owners = tl.where(started, sequence, owners)
+        first_tiles = tl.where(started, first_tile, first_tiles)
+        begins = tl.where(started, begin, begins)
+        ends = tl.where(started, end, ends)
+    begin = tl.max(begins, axis=0)
+    first_query = (tile - tl.max(first_tiles, axis=0)) * BLOCK_M
+    return tl.max(owners, axis=0), begin, tl.max(ends, axis=0) - begin, first_query
+
+
+@triton.jit(do_not_specialize=["batch", "tiles"])
+def _attention_tiles_kernel(
+    cu_seqlens_ptr,  # [batch + 1]
+    table_ptr,  # [tiles, TILE_COLUMNS]
+    batch,
+    tiles,
+    BLOCK_M: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+):
+    """Write BLOCK_TILES rows of the table."""
+    tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
+    # the number of sequences whose first tile is not after each tile
+    started = tl.zeros([BLOCK_TILES], tl.int32)
+    for first in range(0, tl.minimum(batch, (tl.program_id(0) + 1) * BLOCK_TILES), BLOCK_BATCH):
+        sequence = first + tl.arange(0, BLOCK_BATCH)
+        begin = tl.load(cu_seqlens_ptr + sequence, mask=sequence < batch, other=0)
+        first_tile = begin // BLOCK_M + sequence
+        is_started = (first_tile[None, :] <= tile[:, None]) & (sequence < batch)[None, :]
+        started += tl.sum(is_started.to(tl.int32), axis=1)
+    owner = started - 1
+    inside = tile < tiles
+    begin = tl.load(cu_seqlens_ptr + owner, mask=inside, other=0)
+    end = tl.load(cu_seqlens_ptr + owner + 1, mask=inside, other=0)
+    row_ptr = table_ptr + tile * TILE_COLUMNS
+    tl.store(row_ptr, begin, mask=inside)
+    tl.store(row_ptr + 1, end - begin, mask=inside)
+    tl.store(row_ptr + 2, tile - begin // BLOCK_M - owner, mask=inside)
+
+
+def attention_tiles(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    causal: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the tiles of `attention_varlen` with these arguments, see `reference.attention_tiles`.
+
+    The launch decides how many queries a tile has. Rows of `out` past the last tile are not written.
+
+    Raises:
+        ValueError: as `attention_varlen`; or `out` has another shape, dtype or layout.
+    """
+    head_dim = check_heads(qkv, num_heads, num_heads if num_kv_heads is None else num_kv_heads)
+    check_cu_seqlens(cu_seqlens)
+    check_bias(bias, num_heads)
+    tokens, batch = len(qkv), len(cu_seqlens) - 1
+    shape = _table_shape(qkv, cu_seqlens)
+    if out is None:
+        out = cu_seqlens.new_empty(shape)
+    check_tiles(out, qkv, cu_seqlens)
+    if tokens == 0 or batch == 0:
+        return out
+    launch = attention_launch(head_dim, qkv.dtype, causal, bias is not None, tokens, batch)
+    tiles = num_tiles(tokens, batch, launch["BLOCK_M"])
+    _attention_tiles_kernel[(triton.cdiv(tiles, _TABLE_LAUNCH["BLOCK_TILES"]),)](
+        cu_seqlens,
+        out,
+        batch,
+        tiles,
+        BLOCK_M=launch["BLOCK_M"],
+        BLOCK_BATCH=BLOCK_BATCH,
+        enable_fp_fusion=launch["enable_fp_fusion"],
+        **_TABLE_LAUNCH,
+    )
+    return out
+
+
+def attention_launch(
+    head_dim: int, dtype: torch.dtype, causal: bool, has_bias: bool, tokens: int, batch: int
+) -> Launch:
+    """Return the launch of `attention_varlen` for a batch of these sizes."""
+    key: Key = (head_dim, dtype, causal, has_bias, mean_length_bucket(tokens, batch))
+    return pick("attention_varlen", key, candidate_launches)
+
+
+def check_tiles(tiles: Tensor, qkv: Tensor, cu_seqlens: Tensor) -> None:
+    """Check that a table has the shape and layout of `attention_tiles` for these tensors.
+
+    Raises:
+        ValueError: it has not.
+    """
+    shape = _table_shape(qkv, cu_seqlens)
+    if tiles.shape != shape or tiles.dtype != torch.int32 or not tiles.is_contiguous():
+        raise ValueError(
+            f"tiles is {list(tiles.shape)} {tiles.dtype}, strides {tiles.stride()};"
+            f" it must be {list(shape)} torch.int32, contiguous"
+        )
+
+
+def _table_shape(qkv: Tensor, cu_seqlens: Tensor) -> tuple[int, int]:
+    """Return the shape of the table of `attention_tiles`."""
+    return len(qkv) + len(cu_seqlens), TILE_COLUMNS.value
+
+
+def num_tiles(tokens: int, batch: int, block_m: int) -> int:
+    """Return the number of tiles for every batch of these sizes."""
+    return tokens // block_m + batch
+
+
+def mean_length_bucket(tokens: int, batch: int) -> int:
+    """Return the bucket of the mean sequence length, which launches depend on."""
+    return next(length for length in _MEAN_LENGTHS if tokens >= length * batch or length == 1)
+
+
+def block_d(head_dim: int) -> int:
+    """Return the power of two >= head_dim, at least 16 for tensor cores."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def candidate_launches(
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,  # noqa: ARG001  # part of the key, because it may change which launch is fastest
+    has_bias: bool,
+    mean_length: int,
+) -> list[Launch]:
+    """Return the candidate launches for heads of this size; the first is the default.
+
+    Args:
+        mean_length: a bucket, see `mean_length_bucket`.
+    """
+    widths = block_d(head_dim), max(64, block_d(head_dim))
+    keys = [(width, dtype.itemsize, has_bias) for width in widths]
+    tiles = _TILES[next(key for key in keys if key in _TILES)]
+    # the last launch of the largest BLOCK_M for the mean length, then its neighbours
+    fitting = [tile for tile in tiles if tile[0] <= _MAX_BLOCK_M[mean_length]]
+    best = len(fitting) - 1
+    near = sorted(range(len(tiles)), key=lambda i: (abs(i - best), i > best))[:_MAX_CANDIDATES]
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    launches: list[Launch] = [dict(zip(names, tiles[i], strict=True)) for i in near]
+    if has_bias or dtype.itemsize == 4:
+        # without this limit, ptxas spills a few registers to fit one more program on a multiprocessor
+        return [{**launch, "maxnreg": _MAX_REGISTERS} for launch in launches]
+    return launches
