@@ -55,6 +55,16 @@ SMALL_ENCODERS: Mapping[str, dict[str, Any]] = {
     "Albert": {**SMALL, "num_hidden_layers": 3, "embedding_size": 10},
     "MPNet": {**SMALL, "max_position_embeddings": 66},
     "NomicBert": SMALL,
+    "ModernBert": {
+        **SMALL,
+        "num_hidden_layers": 4,
+        "local_attention": 12,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+        "cls_token_id": 2,
+        "sep_token_id": 3,
+    },
     "Gte": {**SMALL, "type_vocab_size": 2},
 }
 _SMALL_LLAMA = {

@@ -106,7 +106,7 @@ def _write_score_bias(score_bias, length, bias, head, is_causal, window):
     reach = (bias.shape[1] + 1) // 2 - 1
     for i in range(2 * length - 1):
         distance = i - (length - 1)
-        if is_causal and (distance > 0 or (window > 0 and distance <= -window)):
+        if (is_causal and distance > 0) or (window > 0 and abs(distance) >= window):
             score_bias[0, i] = _LOWEST
         elif reach >= 0:
             score_bias[0, i] = bias[head, min(max(distance, -reach), reach) + reach]
@@ -166,7 +166,11 @@ def _attend_tile(queries, count, tile, length, is_causal, window, score_bias, ke
     width = queries.shape[1]
     rows = (count + _ROWS - 1) // _ROWS * _ROWS
     first_key = max(0, tile - window + 1) // LANES * LANES if window else 0
-    last_key = tile + count if is_causal else length
+    last_key = length
+    if is_causal:
+        last_key = tile + count
+    elif window:
+        last_key = min(length, tile + count + window - 1)
     for block in range(first_key, last_key, _KEY_BLOCK):
         keys = min(_KEY_BLOCK, last_key - block)
         is_first = block == first_key
@@ -254,7 +258,7 @@ def _attend_items(
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
     panels = (longest + LANES - 1) // LANES
     # a vector that begins at the last distance ends LANES - 1 further
-    distances = 2 * longest + LANES if is_causal or bias.shape[1] else 0
+    distances = 2 * longest + LANES if is_causal or window or bias.shape[1] else 0
     score_bias = np.zeros((1, distances), np.float32)
     rows_of_heads = (
         np.empty((LANES, width), np.float32),
@@ -319,7 +323,7 @@ def attend_sequences(
         num_kv_heads,
         np.float32(scale),
         causal,
-        window if causal else 0,
+        window,
         as_array(out),
     )
     items = (len(bounds) - 1) * num_kv_heads

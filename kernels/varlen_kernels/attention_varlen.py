@@ -134,6 +134,8 @@ def attend_to_keys(
             readable = readable & (first_key + col <= first_query + row)
         if WINDOW > 0:
             readable = readable & (first_key + col > first_query + row - WINDOW)
+            if not CAUSAL:
+                readable = readable & (first_key + col < first_query + row + WINDOW)
         scores = tl.where(readable, scores, float("-inf"))
     # a window or a bias of -inf may hide all keys so far
     return add_values(context, weight_sum, max_score, scores, v, scale, HAS_BIAS or WINDOW > 0)
@@ -208,6 +210,8 @@ def _attention_varlen_kernel(
     if CAUSAL:
         end = tl.minimum(num_keys, tile_query + BLOCK_M)
         first_masked = tile_query // BLOCK_N * BLOCK_N
+    elif WINDOW > 0:
+        end = tl.minimum(num_keys, tile_query + BLOCK_M + WINDOW - 1)
     # a window is short, so all its blocks are masked
     for MASKED in tl.static_range(1 if WINDOW > 0 else 0, 2):
         loop_begin = first_masked if MASKED and WINDOW == 0 else 0
@@ -304,7 +308,7 @@ def attention_varlen(
         NUM_KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         CAUSAL=causal,
-        WINDOW=window if causal else 0,
+        WINDOW=window,
         HAS_BIAS=bias is not None,
         HAS_TILES=tiles is not None,
         BLOCK_BATCH=BLOCK_BATCH,

@@ -313,7 +313,7 @@ def attention_varlen(
         num_kv_heads: a divisor of `num_heads`; neighbouring heads share a key head. None: as many as `num_heads`.
         scale: multiplies the scores, usually head_dim ** -0.5.
         causal: a token reads only itself and earlier tokens.
-        window: number of last tokens that a token reads if `causal`, itself included; 0 is all.
+        window: a token reads those whose distance is below this; 0 is all.
     """
     tokens, width = qkv.shape
     kv_heads = num_kv_heads or num_heads
@@ -329,7 +329,9 @@ def attention_varlen(
         )
         position = torch.arange(length, device=qkv.device)
         mask = None if bias is None else _bias_by_distance(bias, position, position)
-        hidden_keys = _hidden_keys(length, window, qkv.device) if causal else None
+        hidden_keys = None
+        if causal or 0 < window < length:
+            hidden_keys = _hidden_keys(length, window, qkv.device, causal=causal)
         if mask is not None and hidden_keys is not None:
             mask = mask.masked_fill(hidden_keys, -torch.inf)
         elif hidden_keys is not None and 0 < window < length:
@@ -631,11 +633,12 @@ def _tokens_or_zeros(x: Tensor, cu_seqlens: Tensor, of: Pooling) -> Tensor:
     return x.index_select(0, index).masked_fill_((starts == ends)[:, None], 0.0)
 
 
-def _hidden_keys(length: int, window: int, device: torch.device) -> Tensor:
-    """Return the keys that a query of a causal sequence does not read, `[length, length]` bool."""
+def _hidden_keys(length: int, window: int, device: torch.device, *, causal: bool) -> Tensor:
+    """Return the keys that a query does not read, `[length, length]` bool."""
     position = torch.arange(length, device=device)
     distance = position[:, None] - position
-    return (distance < 0) | (distance >= window) if window else distance < 0
+    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+    return hidden | (distance.abs() >= window) if window else hidden
 
 
 def _bias_by_distance(bias: Tensor, queries: Tensor, keys: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ READS = {
     "window": {"causal": True, "window": 20},
     "window-of-one": {"causal": True, "window": 1},
     "wide-window": {"causal": True, "window": 200},
+    "both-sides": {"window": 20},
+    "both-sides-wide": {"window": 129},
 }
 
 

@@ -10,7 +10,13 @@ from pathlib import Path
 
 from varlen.config import Task
 from varlen.errors import CheckpointError
-from varlen.models import bart_checkpoint, gpt2_checkpoint, llama_checkpoint, t5_checkpoint
+from varlen.models import (
+    bart_checkpoint,
+    gpt2_checkpoint,
+    llama_checkpoint,
+    modernbert_checkpoint,
+    t5_checkpoint,
+)
 from varlen.models.config_file import Json, read_int, read_num_labels, read_object
 from varlen.models.family import Family
 from varlen.models.generation_config import check_generation, read_end_tokens
@@ -24,6 +30,7 @@ from varlen_kernels import Pooling
 # The families that are served, by the `model_type` of config.json.
 FAMILIES: Mapping[str, Family] = {
     **{name: each.family for name, each in POST_NORM_FAMILIES.items()},
+    "modernbert": modernbert_checkpoint.FAMILY,
     "gpt2": gpt2_checkpoint.FAMILY,
     **llama_checkpoint.FAMILIES,
     **bart_checkpoint.FAMILIES,

@@ -1,10 +1,11 @@
 """The head of each task: the ops on top of an encoder's last hidden state."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from varlen.config import Task
 from varlen.models import inputs
-from varlen.models.layers import Linear
+from varlen.models.layers import Linear, Norm
 from varlen.models.post_norm_family import HeadActivation
 from varlen.program.program import Value
 from varlen.program.recorder import Recorder
@@ -16,13 +17,19 @@ class Heads:
     """The layers that a checkpoint has on top of its encoder.
 
     Attributes:
-        dense: the layer of a first token, in front of a classifier of sequences.
+        pooling: how a classifier makes one row of a sequence.
+        dense: the layer in front of the classifier, if there is one.
         activation: after that layer.
+        norm: after the activation, if there is one.
+        norm_eps: added to its variance.
         classifier: `[hidden, labels]`, of sequences or of tokens.
     """
 
+    pooling: Literal["cls", "mean"] = "cls"
     dense: Linear | None = None
     activation: HeadActivation = "tanh"
+    norm: Norm | None = None
+    norm_eps: float = 0.0
     classifier: Linear | None = None
 
 
@@ -44,12 +51,26 @@ def record_head(ops: Recorder, task: Task, heads: Heads, hidden: Value, pooling:
         return ops.to_fp32(hidden)
     if task == "embed":
         return ops.pool(hidden, inputs.cu_seqlens(ops), inputs.normalize(ops), mode=pooling)
-    # Checkpoint.check_task has refused checkpoints without these layers
+    # Checkpoint.check_task has refused checkpoints without this layer
     assert heads.classifier is not None
-    if task == "token_classify":
-        return ops.to_fp32(heads.classifier.record(ops, hidden))
-    assert heads.dense is not None
-    first = ops.first_tokens(hidden, inputs.cu_seqlens(ops))
-    x = heads.dense.record(ops, first)
+    if task != "token_classify":
+        hidden = _one_row(ops, heads, hidden)
+    return ops.to_fp32(heads.classifier.record(ops, _transform(ops, heads, hidden)))
+
+
+def _one_row(ops: Recorder, heads: Heads, hidden: Value) -> Value:
+    """Record the row of each sequence that its classifier reads, `[sequences, hidden]`."""
+    if heads.pooling == "mean":
+        return ops.pool(hidden, inputs.cu_seqlens(ops), None, mode="mean")
+    return ops.first_tokens(hidden, inputs.cu_seqlens(ops))
+
+
+def _transform(ops: Recorder, heads: Heads, x: Value) -> Value:
+    """Record the layers in front of a classifier."""
+    if heads.dense is None:
+        return x
+    x = heads.dense.record(ops, x)
     x = ops.tanh(x) if heads.activation == "tanh" else ops.activate(x, kind=heads.activation)
-    return ops.to_fp32(heads.classifier.record(ops, x))
+    if heads.norm is None:
+        return x
+    return ops.layer_norm(x, heads.norm.weight, heads.norm.bias, eps=heads.norm_eps)

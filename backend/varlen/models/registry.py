@@ -13,6 +13,7 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.models.gpt2 import load_gpt2
 from varlen.models.heads import Heads
 from varlen.models.llama import load_llama
+from varlen.models.modernbert import load_modernbert
 from varlen.models.post_norm import load_post_norm
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from varlen.models.t5 import load_t5
@@ -89,7 +90,8 @@ class EncoderDecoderModel(Protocol):
 
 # By the `model_type` of config.json; `Checkpoint.open` refuses all others.
 _ENCODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], EncoderModel]] = {
-    **dict.fromkeys(POST_NORM_FAMILIES, load_post_norm)
+    **dict.fromkeys(POST_NORM_FAMILIES, load_post_norm),
+    "modernbert": load_modernbert,
 }
 _DECODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], DecoderModel]] = {
     "gpt2": load_gpt2,

@@ -22,7 +22,8 @@ from varlen.models.weights import CheckpointWeights
 from ..refusals import refused_checkpoint as refused
 
 # The beginning of the classes' names in transformers, and more shapes than the usual small one.
-FAMILIES = {name: family.class_name for name, family in POST_NORM_FAMILIES.items()}
+POST_NORM = {name: family.class_name for name, family in POST_NORM_FAMILIES.items()}
+FAMILIES = {**POST_NORM, "modernbert": "ModernBert"}
 SHAPES = {
     "roberta": {"pad_token_id": 0, "max_position_embeddings": 65, "hidden_act": "relu"},
     "xlm-roberta": {"hidden_size": 35, "num_attention_heads": 5, "layer_norm_eps": 1e-5},
@@ -32,6 +33,13 @@ SHAPES = {
     "albert": {"hidden_size": 35, "num_attention_heads": 5, "embedding_size": 35},
     "nomic_bert": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
     "gte": {"hidden_act": "silu", "hidden_size": 42, "type_vocab_size": 1},
+    "modernbert": {
+        "local_attention": 5,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "norm_bias": True,
+    },
     "mpnet": {"max_position_embeddings": 302},
 }
 TEXTS = ["the cat", "a", "river, the river! is it 42?", "x" * 40]
@@ -102,7 +110,7 @@ def test_pairs_have_token_types_only_where_the_family_has_them(make_checkpoint, 
     folder = make_checkpoint(kind, num_labels=1)
     model = load(folder, kind)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    has_types = name not in ("distilbert", "mpnet")
+    has_types = name not in ("distilbert", "mpnet", "modernbert")
     encoded = [
         tokenizer(*pair, return_tensors="pt", return_token_type_ids=has_types) for pair in PAIRS
     ]
@@ -128,7 +136,7 @@ def test_bf16_keeps_the_direction_of_vectors(make_checkpoint, rng, name):
     assert (actual * expected).sum(axis=1).min() > 0.999
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", POST_NORM)
 def test_knows_every_field_of_transformers_configuration(name):
     family = POST_NORM_FAMILIES[name]
     known = {
@@ -144,7 +152,7 @@ def test_knows_every_field_of_transformers_configuration(name):
     assert {field.name for field in dataclasses.fields(config)} <= known
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", POST_NORM)
 def test_a_field_that_is_absent_has_the_default_of_transformers(name):
     family = POST_NORM_FAMILIES[name]
     default = getattr(transformers, f"{family.class_name}Config")()
@@ -157,7 +165,7 @@ def test_a_field_that_is_absent_has_the_default_of_transformers(name):
     assert family.read_sizes(without) == family.read_sizes(full)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", POST_NORM)
 def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch, name):
     family, read = POST_NORM_FAMILIES[name], {}
     folder = make_checkpoint(f"{FAMILIES[name]}ForSequenceClassification", num_labels=3)

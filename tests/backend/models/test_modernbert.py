@@ -1,0 +1,128 @@
+"""ModernBERT checkpoints: the classifier's forms, older configurations, and what is refused."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+from tests.checkpoints import drop_field, set_fields
+from tests.closeness import assert_rows_close, encoder_roundings
+from varlen import Encoder
+from varlen.models import modernbert_checkpoint
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.modernbert_checkpoint import ModernBertConfig, tensor_shapes
+from varlen.models.registry import load_encoder
+from varlen.models.weights import CheckpointWeights
+
+from ..refusals import refused_checkpoint as refused
+
+CLASSIFIER = "ModernBertForSequenceClassification"
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_classifier_reads_the_first_token_or_the_mean(
+    make_checkpoint, rng, pooling, has_bias, dtype
+):
+    fields = {"classifier_pooling": pooling, "classifier_bias": has_bias, "norm_bias": has_bias}
+    folder = make_checkpoint(CLASSIFIER, num_labels=3, classifier_activation="relu", **fields)
+    model = getattr(transformers, CLASSIFIER).from_pretrained(folder, dtype=torch.float32).eval()
+    rows = [rng.integers(5, 40, length).tolist() for length in (1, 17, 60)]
+
+    with Encoder.from_pretrained(folder, dtype=dtype) as encoder:
+        actual = encoder.classify(rows)
+
+    with torch.inference_mode():
+        expected = [model(torch.tensor([row])).logits[0] for row in rows]
+    precision = torch.float32 if dtype == "fp32" else torch.bfloat16
+    roundings = encoder_roundings(folder, precision)
+    assert_rows_close(actual, expected, roundings=roundings, dtype=precision)
+
+
+def test_fields_of_older_configurations_are_read(make_checkpoint, rng):
+    folder = make_checkpoint("ModernBertModel", num_hidden_layers=5)
+    for field in ("layer_types", "rope_parameters"):
+        drop_field(folder, "config.json", field)
+    old = {
+        "global_attn_every_n_layers": 2,
+        "global_rope_theta": 500.0,
+        "local_rope_theta": 70.0,
+    }
+    set_fields(folder, "config.json", **old)
+    model = transformers.ModernBertModel.from_pretrained(folder, dtype=torch.float32).eval()
+    assert model.config.layer_types == ["full_attention", "sliding_attention"] * 2 + [
+        "full_attention"
+    ]
+    rows = [rng.integers(5, 40, length).tolist() for length in (3, 60)]
+
+    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
+        actual = encoder.hidden(rows)
+
+    with torch.inference_mode():
+        expected = [model(torch.tensor([row])).last_hidden_state[0] for row in rows]
+    assert_rows_close(actual, expected, roundings=encoder_roundings(folder))
+
+
+def test_knows_every_field_of_transformers_configuration():
+    known = {
+        *modernbert_checkpoint.READ_FIELDS,
+        *modernbert_checkpoint.HARMLESS_FIELDS,
+        *modernbert_checkpoint.FIXED_FIELDS,
+    }
+
+    assert {each.name for each in dataclasses.fields(transformers.ModernBertConfig)} <= known
+
+
+def test_a_field_that_is_absent_has_the_default_of_transformers():
+    default = transformers.ModernBertConfig()
+    full = {name: value for name, value in default.to_dict().items() if value is not None}
+    needed = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
+    )
+    least = {name: full[name] for name in (*needed, "max_position_embeddings")}
+
+    assert ModernBertConfig.read(least) == ModernBertConfig.read(full)
+
+
+def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch):
+    folder, read = make_checkpoint(CLASSIFIER, num_labels=3), {}
+    original = CheckpointWeights.read
+
+    def record(weights, name, *shape):
+        read[name] = shape
+        return original(weights, name, *shape)
+
+    monkeypatch.setattr(CheckpointWeights, "read", record)
+    checkpoint = Checkpoint.open(folder)
+
+    load_encoder(checkpoint, torch.float32, torch.device("cpu"))
+
+    config = ModernBertConfig.read(checkpoint.config)
+    assert read == tensor_shapes(config, "model.", "classify", num_labels=3)
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("layer_types", ["full_attention"], "allowed: 4 names, each of full_attention"),
+        ("layer_types", ["full", "full", "full", "full"], "allowed: 4 names"),
+        ("rope_parameters", {"rope_type": "yarn"}, "allowed: an object with full_attention"),
+        (
+            "rope_parameters",
+            {"full_attention": {"rope_type": "ntk"}},
+            'has the type "ntk"; allowed: default',
+        ),
+        ("classifier_pooling", "max", 'has classifier_pooling "max"; allowed: cls, mean'),
+        ("local_attention", 0, "has local_attention 0; allowed: whole numbers from 1"),
+        ("num_attention_heads", 8, "heads have 3 features; allowed: even numbers"),
+        ("rope_scaling", {"factor": 2}, "has rope_scaling"),
+    ],
+)
+def test_refuses_a_field_that_would_change_results(make_checkpoint, field, value, message):
+    folder = make_checkpoint("ModernBertModel")
+    set_fields(folder, "config.json", **{field: value})
+
+    with refused(message):
+        Checkpoint.open(folder)
