@@ -81,8 +81,8 @@ test-kernels: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON
 	$(ON_OLDEST_TRITON) $(BIN)/python -m pytest $(PARALLEL) tests/kernels/compiled tests/tools/test_dry_run.py \
 		-k 'bfloat16-sm_90 or 4x32000-float16-sm_90 or recompilation or dry_run'
 
-test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA GPU, all kernels among them (TESTS= too)
-	$(ON_GPU) -m pytest -m gpu $(or $(TESTS),tests/kernels tests/server)
+test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA GPU, all kernels among them (TESTS= narrows them down)
+	$(ON_GPU) -m varlen_bench.gpu_tests $(TESTS)
 
 check: $(VENV)/setup.stamp ## Check style, words, types, the direction of imports, and what the wheel holds
 	$(BIN)/ruff check .
