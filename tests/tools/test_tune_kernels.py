@@ -69,7 +69,9 @@ def machine_with(microseconds=lambda rows, tokens: TIMES[rows], launches=LAUNCHE
     """Return a machine with these times and launches."""
     kernels = Kernels(launches)
     timer = Timer(kernels, microseconds)
-    return SimpleNamespace(gpu="Mine", driver="1", device=CPU, kernels=kernels, timer=timer)
+    return SimpleNamespace(
+        gpu="Mine", capability="sm_90", driver="1", device=CPU, kernels=kernels, timer=timer
+    )
 
 
 def calls(*tokens, hidden=8):
@@ -148,9 +150,13 @@ def test_keys_past_the_budget_are_skipped_and_reported(capsys):
 
 
 def test_an_update_keeps_other_entries_and_removes_those_without_a_speedup():
+    other = {"3.6": {"norm": {"8/float32": {"ROWS": 2}}}}
     before = {
-        "Other": {"3.6": {"norm": {"8/float32": {"ROWS": 2}}}},
-        "Mine": {"3.6": {"norm": {"8/float32": {"ROWS": 2}, "9/float32": {"ROWS": 3}}}},
+        "sm_80": {"Mine": other},
+        "sm_90": {
+            "Mine": {"3.6": {"norm": {"8/float32": {"ROWS": 2}, "9/float32": {"ROWS": 3}}}},
+            "Other": other,
+        },
     }
     best = {
         ("norm", "8/float32"): None,
@@ -158,13 +164,14 @@ def test_an_update_keeps_other_entries_and_removes_those_without_a_speedup():
         ("beam", "1/float32"): None,
     }
 
-    text = updated_tables(json.dumps(before), "Mine", "3.6", best)
+    text = updated_tables(json.dumps(before), machine_with(), "3.6", best)
 
+    mine = {"3.6": {"norm": {"9/float32": {"ROWS": 3}}, "gate": {"8/float32": {"ROWS": 5}}}}
     assert tuning.parse_tables(text) == {
-        "Other": before["Other"],
-        "Mine": {"3.6": {"norm": {"9/float32": {"ROWS": 3}}, "gate": {"8/float32": {"ROWS": 5}}}},
+        "sm_80": before["sm_80"],
+        "sm_90": {"Mine": mine, "Other": other},
     }
-    assert updated_tables(text, "Mine", "3.6", {}) == text
+    assert updated_tables(text, machine_with(), "3.6", {}) == text
 
 
 def command(*arguments):
@@ -187,6 +194,7 @@ def test_the_command_skips_without_a_gpu_and_rejects_an_unknown_group(monkeypatc
 def test_the_command_writes_the_table_that_pick_reads(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Mine")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(tune_kernels, "gpu_machine", lambda passes: machine_with())
     monkeypatch.setattr(tune_kernels, "benchmark_calls", lambda grid, groups, dtype: calls(4))
     monkeypatch.chdir(tmp_path)
@@ -198,7 +206,7 @@ def test_the_command_writes_the_table_that_pick_reads(monkeypatch, tmp_path):
     assert done.exit_code == 0, done.output
     version = tuning.minor_version()
     assert json.loads(output.read_text()) == {
-        "Mine": {version: {"add_layer_norm": {"8/float32": LAUNCHES[1]}}}
+        "sm_90": {"Mine": {version: {"add_layer_norm": {"8/float32": LAUNCHES[1]}}}}
     }
     assert (
         done.output.splitlines()[-1] == f"BENCH tuning: gpu=Mine triton={version} keys=1 faster=1"

@@ -148,7 +148,7 @@ class _LaunchTimer:
 
 
 def updated_tables(
-    text: str, gpu: str, version: str, best: Mapping[tuple[str, str], Launch | None]
+    text: str, machine: Machine, version: str, best: Mapping[tuple[str, str], Launch | None]
 ) -> str:
     """Return the text of tuning.json with new launches for one GPU and Triton version.
 
@@ -162,7 +162,8 @@ def updated_tables(
     """
     tuning.parse_tables(text)
     tables = json.loads(text)
-    versions = tables.setdefault(gpu, {})
+    gpus = tables.setdefault(machine.capability, {})
+    versions = gpus.setdefault(machine.gpu, {})
     table = versions.setdefault(version, {})
     for (op, key), launch in best.items():
         table.setdefault(op, {}).pop(key, None)
@@ -225,7 +226,7 @@ def main(
     before = TABLE.read_text(encoding="utf-8") if TABLE.is_file() else "{}"
 
     def save(best: BestLaunches) -> None:
-        output.write_text(updated_tables(before, machine.gpu, version, best), encoding="utf-8")
+        output.write_text(updated_tables(before, machine, version, best), encoding="utf-8")
 
     calls = [call for kind in kinds for call in benchmark_calls(FULL, groups, DTYPES[kind])]
     best = tune_all(calls, machine, Budget(budget), save)
