@@ -99,6 +99,11 @@ class Budget:
         self._end = clock() + seconds
         self.seconds = seconds
 
+    @property
+    def left(self) -> float:
+        """Seconds that are left, at least 0."""
+        return max(0.0, self._end - self._clock())
+
     def allows(self, seconds: float = 0.0) -> bool:
         """Return whether more than `seconds` are left."""
         return self._clock() + seconds < self._end
