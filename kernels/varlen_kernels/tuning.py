@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 _COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
 _chosen: dict[tuple[str, Key], Launch] = {}
+_tables_file = Path(__file__).with_name("tuning.json")
 # One list per active `record_picks`; `pick` appends its arguments to each.
 _recordings: list[list[Pick]] = []
 
@@ -87,6 +88,18 @@ def record_picks() -> Iterator[list[Pick]]:
         _recordings[:] = [recording for recording in _recordings if recording is not calls]
 
 
+def use_tables(file: Path) -> None:
+    """Read launches from this file instead of the installed `tuning.json`.
+
+    Raises:
+        ValueError: see `parse_tables`.
+    """
+    global _tables_file  # noqa: PLW0603  # one per process, as the chosen launches
+    parse_tables(file.read_text(encoding="utf-8"))
+    _tables_file = file
+    clear()
+
+
 def clear() -> None:
     """Clear the cached launches and the cached table."""
     _chosen.clear()
@@ -129,7 +142,7 @@ def _table() -> Table:
 
 
 def _text() -> str:
-    return files("varlen_kernels").joinpath("tuning.json").read_text()
+    return _tables_file.read_text(encoding="utf-8")
 
 
 def parse_tables(text: str) -> Tables:

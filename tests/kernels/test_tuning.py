@@ -13,6 +13,7 @@ KEY = (768, torch.bfloat16)
 DEFAULT = {"ROWS": 4, "num_warps": 4}
 TUNED = {"ROWS": 1, "num_warps": 2}
 OPTIONS = {"enable_fp_fusion": True}
+INSTALLED_TEXT = tuning._text
 
 
 def candidate_launches(hidden, dtype):
@@ -54,6 +55,23 @@ def test_the_tuned_launch_is_picked(fake_gpu):
     fake_gpu("Some GPU", "3.6", TUNED)
 
     assert tuning.pick("norm", KEY, candidate_launches) == TUNED | OPTIONS
+
+
+def test_another_file_replaces_the_installed_table(fake_gpu, monkeypatch, tmp_path):
+    fake_gpu("Some GPU", "3.6", TUNED)
+    file = tmp_path / "tuning.json"
+    file.write_text(tuning._text())
+    # the installed file has no launch for this GPU
+    monkeypatch.setattr(tuning, "_text", INSTALLED_TEXT)
+    monkeypatch.setattr(tuning, "_tables_file", tuning._tables_file)
+    assert tuning.pick("norm", KEY, candidate_launches) == DEFAULT | OPTIONS
+
+    tuning.use_tables(file)
+
+    assert tuning.pick("norm", KEY, candidate_launches) == TUNED | OPTIONS
+    file.write_text("{")
+    with pytest.raises(ValueError, match="Expecting"):
+        tuning.use_tables(file)
 
 
 def test_a_gpu_without_a_table_uses_that_of_its_compute_capability(fake_gpu, caplog):

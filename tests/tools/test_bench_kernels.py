@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from varlen_bench.kernels import peers, report
 from varlen_bench.kernels.__main__ import app
 from varlen_bench.kernels.encoder import SingleOpKernels
-from varlen_bench.kernels.grid import FULL, TINY, packed_lengths
+from varlen_bench.kernels.grid import FULL, QUICK, TINY, packed_lengths
 from varlen_bench.kernels.groups import GROUPS, is_compiled
 from varlen_bench.kernels.machine import Budget, DeviceLostError, fake_machine
 from varlen_bench.kernels.measure import COPY, OURS, measure
@@ -103,6 +103,9 @@ def test_torch_compile_is_a_peer_at_selected_shapes():
     assert "8192x3072" in shapes
     assert "20x500x3072" not in shapes
     assert "20x500x768" in shapes
+    assert not any(is_compiled(call, QUICK) for call in calls)
+    kinds = {peer.name for peer in peers_of(CALL, compiled=False).systems}
+    assert kinds == {"torch", "liger"}
 
 
 def test_bytes_moved_are_the_fewest_possible():

@@ -139,6 +139,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def is_compiled(call: OpCall, grid: Grid) -> bool:
     """Return whether torch.compile is a peer; some ops compile few shapes, to save time."""
+    if not grid.with_compile:
+        return False
     if call.op == "attention_varlen":
         head_dim = grid.hidden // grid.heads
         return call.shape == f"{grid.serving_tokens} packed {grid.heads}x{head_dim}"
