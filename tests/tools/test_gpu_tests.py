@@ -1,9 +1,6 @@
 """`make test-gpu` collects its tests on a bare GPU machine, and adapts to what is installed."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,44 +10,17 @@ pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 
 from varlen_bench import gpu_tests
 from varlen_bench.gpu_tests import KERNELS, SERVED_SHAPES, main, suites
-from varlen_tools.setup_server import PROJECT
 
-# Installed by `make setup`, and not on a machine that has only what torch and pytest need.
-ABSENT = (
-    "grpc gevent llguidance llvmlite matplotlib numba onnx onnxruntime pytest_asyncio sentence_transformers"
-    " tritonclient xdist"
-).split()
-# Hides modules from a new process, and the pytest plugins among them.
-BARE_MACHINE = f"""
-import importlib.metadata
-from importlib.machinery import PathFinder
-
-find_spec = PathFinder.find_spec
-PathFinder.find_spec = classmethod(lambda cls, name, path=None, target=None: (
-    None if name.partition(".")[0] in {ABSENT} else find_spec(name, path, target)
-))
-distributions = importlib.metadata.distributions
-importlib.metadata.distributions = lambda: (
-    d for d in distributions() if d.name not in ("pytest-asyncio", "pytest-xdist")
-)
-"""
+from .bare_machine import run_on_bare_machine
 
 
 def test_a_bare_machine_collects_every_gpu_test_of_the_kernels(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(BARE_MACHINE)
-    sources = [str(PROJECT / name) for name in ("kernels", "backend", "client", "tools")]
-    path = os.pathsep.join([str(tmp_path), *sources])
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_"))}
-
     # both suites in one process, to import torch once
-    run = subprocess.run(
-        [sys.executable, "-m", "varlen_bench.gpu_tests", "--collect-only", "-q", *KERNELS.paths, *SERVED_SHAPES.paths],
-        cwd=PROJECT,
-        env=environment | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )  # fmt: skip
+    paths = (*KERNELS.paths, *SERVED_SHAPES.paths)
+
+    run = run_on_bare_machine(
+        tmp_path, "-m", "varlen_bench.gpu_tests", "--collect-only", "-q", *paths
+    )
 
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     names = re.findall(r"^(tests/kernels/\w+)/\S+::", run.stdout, re.MULTILINE)

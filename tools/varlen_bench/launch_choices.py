@@ -96,14 +96,15 @@ def default_runs(
     grid: Grid, groups: Sequence[str], dtypes: Sequence[str]
 ) -> list[Callable[[], object]]:
     """Return a call for each call of these groups, with its default launches."""
-    return [partial(_run, call) for call in benchmark_calls(grid, groups, dtypes)]
+    return [partial(run_empty, call) for call in benchmark_calls(grid, groups, dtypes)]
 
 
 def _run_launch(choice: Choice, launch: Launch) -> None:
     with tuning.forced_launch(choice.op, choice.key, launch):
-        _run(choice.calls[0])
+        run_empty(choice.calls[0])
 
 
 @torch.inference_mode()
-def _run(call: OpCall) -> None:
+def run_empty(call: OpCall) -> None:
+    """Run a call on unfilled inputs on the CPU, inside `dry_run` or `no_launches`."""
     call.run(kernels("fused"), call.make_empty())
