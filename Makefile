@@ -31,7 +31,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo serve test test-kernels test-gpu check
+.PHONY: help setup server demo serve test test-kernels test-gpu gpu-report check
 .PHONY: bench-beam bench-encoder bench-generate bench-memory bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
@@ -81,8 +81,11 @@ test-kernels: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON
 	$(ON_OLDEST_TRITON) $(BIN)/python -m pytest $(PARALLEL) tests/kernels/compiled tests/tools/test_dry_run.py \
 		-k 'bfloat16-sm_90 or 4x32000-float16-sm_90 or recompilation or dry_run'
 
-test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA GPU, all kernels among them (TESTS= too)
-	$(ON_GPU) -m pytest -m gpu $(or $(TESTS),tests/kernels tests/server)
+test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA GPU, all kernels among them (TESTS= narrows them down)
+	$(ON_GPU) -m varlen_bench.gpu_tests $(TESTS)
+
+gpu-report: $(GPU_SETUP) ## Test, measure and tune on this GPU in ten minutes; OUT= is the folder of the report
+	$(ON_GPU) -m varlen_bench.gpu_report --output $(or $(OUT),gpu-report) $(REPORT)
 
 check: $(VENV)/setup.stamp ## Check style, words, types, the direction of imports, and what the wheel holds
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 _SERVER_TESTS = "tests/server/"
 # These start their own servers; the other files there share one.
 _OWN_SERVERS = ("test_ending.py", "test_gpu.py", "test_second_start.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare the settings of pytest-asyncio where it is missing, as on a GPU machine."""
+    if find_spec("pytest_asyncio") is None:
+        for setting in ("asyncio_mode", "asyncio_default_fixture_loop_scope"):
+            parser.addini(setting, "ignored: pytest-asyncio is not installed")
 
 
 @pytest.hookimpl(optionalhook=True)

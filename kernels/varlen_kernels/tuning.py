@@ -2,15 +2,16 @@
 
 Each op lists its candidate launches for a key; the first is the default. A key holds widths and the dtype, never a
 size that varies from batch to batch. `tuning.json` holds the fastest launches that `make tune-kernels` measured, by GPU
-and by Triton version, because the fastest launch under one compiler may spill registers under the next.
-A running server tunes nothing.
+and by Triton version, because the fastest launch under one compiler may spill registers under the next. A GPU without
+a table of its own uses that of another GPU with the same compute capability. A running server tunes nothing.
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -25,10 +26,16 @@ Pick: TypeAlias = tuple[str, Key, CandidateLaunches]
 # Tuned launches of one GPU under one Triton version, by op and by key in the form of `key_text`.
 Table: TypeAlias = Mapping[str, Mapping[str, Launch]]
 
+# Tables by compute capability, by GPU name and by Triton version.
+Tables: TypeAlias = Mapping[str, Mapping[str, Mapping[str, Table]]]
+
+_log = logging.getLogger(__name__)
+
 # Set explicitly, since Triton 3.10 changes the default.
 _COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
 _chosen: dict[tuple[str, Key], Launch] = {}
+_tables_file = Path(__file__).with_name("tuning.json")
 # One list per active `record_picks`; `pick` appends its arguments to each.
 _recordings: list[list[Pick]] = []
 
@@ -81,6 +88,18 @@ def record_picks() -> Iterator[list[Pick]]:
         _recordings[:] = [recording for recording in _recordings if recording is not calls]
 
 
+def use_tables(file: Path) -> None:
+    """Read launches from this file instead of the installed `tuning.json`.
+
+    Raises:
+        ValueError: see `parse_tables`.
+    """
+    global _tables_file  # noqa: PLW0603  # one per process, as the chosen launches
+    parse_tables(file.read_text(encoding="utf-8"))
+    _tables_file = file
+    clear()
+
+
 def clear() -> None:
     """Clear the cached launches and the cached table."""
     _chosen.clear()
@@ -97,35 +116,54 @@ def minor_version() -> str:
     return ".".join(triton.__version__.split(".")[:2])
 
 
+def capability_text(capability: tuple[int, int]) -> str:
+    """Return a compute capability in the form of `tuning.json`, such as "sm_90"."""
+    return "sm_{}{}".format(*capability)
+
+
 @cache
 def _table() -> Table:
     """Return the tuned launches for this machine's GPU and Triton version."""
     if not torch.cuda.is_available():
         return {}
-    return parse_tables(_text()).get(torch.cuda.get_device_name(), {}).get(minor_version(), {})
+    gpu, version = torch.cuda.get_device_name(), minor_version()
+    capability = capability_text(torch.cuda.get_device_capability())
+    tables = {
+        name: versions[version]
+        for name, versions in parse_tables(_text()).get(capability, {}).items()
+        if version in versions
+    }
+    if not tables:
+        return {}
+    name = gpu if gpu in tables else min(tables)
+    if name != gpu:
+        _log.info("no launches were tuned on %s; those of %s are used", gpu, name)
+    return tables[name]
 
 
 def _text() -> str:
-    return files("varlen_kernels").joinpath("tuning.json").read_text()
+    return _tables_file.read_text(encoding="utf-8")
 
 
-def parse_tables(text: str) -> dict[str, dict[str, Table]]:
-    """Return the tables of `tuning.json`, by GPU name and by Triton version.
+def parse_tables(text: str) -> Tables:
+    """Return the tables of `tuning.json`.
 
     Raises:
         ValueError: the text is not JSON, or a launch is not a mapping of names to integers; the
             message names the entry.
     """
-    tables: dict[str, dict[str, Table]] = json.loads(text)
-    for gpu, versions in _entries("tuning.json", tables):
-        for version, ops in _entries(gpu, versions):
-            for op, launches in _entries(version, ops):
-                for key, launch in _entries(op, launches):
-                    for name, value in _entries(key, launch):
-                        if type(value) is not int:
-                            raise ValueError(
-                                f"{gpu}/{version}/{op}/{key} has {name} = {value!r}; allowed: an integer"
-                            )
+    tables: Tables = json.loads(text)
+    for capability, gpus in _entries("tuning.json", tables):
+        for gpu, versions in _entries(capability, gpus):
+            for version, ops in _entries(gpu, versions):
+                for op, launches in _entries(version, ops):
+                    for key, launch in _entries(op, launches):
+                        for name, value in _entries(key, launch):
+                            if type(value) is not int:
+                                at = f"{capability}/{gpu}/{version}/{op}/{key}"
+                                raise ValueError(
+                                    f"{at} has {name} = {value!r}; allowed: an integer"
+                                )
     return tables
 
 

@@ -13,6 +13,7 @@ KEY = (768, torch.bfloat16)
 DEFAULT = {"ROWS": 4, "num_warps": 4}
 TUNED = {"ROWS": 1, "num_warps": 2}
 OPTIONS = {"enable_fp_fusion": True}
+INSTALLED_TEXT = tuning._text
 
 
 def candidate_launches(hidden, dtype):
@@ -31,10 +32,19 @@ def clear_cached_launches():
 def fake_gpu(monkeypatch):
     """Return a function that fakes a GPU, a Triton version and a tuning table."""
 
-    def fake(name, version, launch):
-        table = {"Some GPU": {"3.6": {"norm": {"768/bfloat16": launch}}}}
+    def fake(name, version, launch, capability=(9, 0)):
+        other = {"norm": {"768/bfloat16": {"ROWS": 9, "num_warps": 4}}}
+        table = {
+            "sm_80": {"A GPU": {"3.6": other}},
+            "sm_90": {
+                "A GPU": {"3.5": other},
+                "Some GPU": {"3.6": {"norm": {"768/bfloat16": launch}}},
+                "Yet another GPU": {"3.6": other},
+            },
+        }
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(tuning, "minor_version", lambda: version)
         monkeypatch.setattr(tuning, "_text", lambda: json.dumps(table))
 
@@ -47,9 +57,40 @@ def test_the_tuned_launch_is_picked(fake_gpu):
     assert tuning.pick("norm", KEY, candidate_launches) == TUNED | OPTIONS
 
 
-@pytest.mark.parametrize("name, version", [("Another GPU", "3.6"), ("Some GPU", "3.7")])
-def test_launches_of_another_gpu_or_triton_version_are_ignored(name, version, fake_gpu):
-    fake_gpu(name, version, TUNED)
+def test_another_file_replaces_the_installed_table(fake_gpu, monkeypatch, tmp_path):
+    fake_gpu("Some GPU", "3.6", TUNED)
+    file = tmp_path / "tuning.json"
+    file.write_text(tuning._text())
+    # the installed file has no launch for this GPU
+    monkeypatch.setattr(tuning, "_text", INSTALLED_TEXT)
+    monkeypatch.setattr(tuning, "_tables_file", tuning._tables_file)
+    assert tuning.pick("norm", KEY, candidate_launches) == DEFAULT | OPTIONS
+
+    tuning.use_tables(file)
+
+    assert tuning.pick("norm", KEY, candidate_launches) == TUNED | OPTIONS
+    file.write_text("{")
+    with pytest.raises(ValueError, match="Expecting"):
+        tuning.use_tables(file)
+
+
+def test_a_gpu_without_a_table_uses_that_of_its_compute_capability(fake_gpu, caplog):
+    caplog.set_level("INFO")
+    fake_gpu("Unknown GPU", "3.6", TUNED)
+
+    # of two tables the first one by name
+    assert tuning.pick("norm", KEY, candidate_launches) == TUNED | OPTIONS
+    assert caplog.messages == ["no launches were tuned on Unknown GPU; those of Some GPU are used"]
+
+
+@pytest.mark.parametrize(
+    "name, version, capability",
+    [("Unknown GPU", "3.6", (8, 9)), ("Some GPU", "3.7", (9, 0)), ("Some GPU", "3.6", (8, 9))],
+)
+def test_launches_of_another_capability_or_triton_version_are_ignored(
+    name, version, capability, fake_gpu
+):
+    fake_gpu(name, version, TUNED, capability)
 
     assert tuning.pick("norm", KEY, candidate_launches) == DEFAULT | OPTIONS
 
@@ -124,16 +165,21 @@ def test_the_shipped_table_is_valid():
     tuning.parse_tables(tuning._text())
 
 
+def table_of(launches):
+    return {"sm_90": {"GPU": {"3.6": {"norm": launches}}}}
+
+
 @pytest.mark.parametrize(
     "table, message",
     [
         ([], r"tuning.json is \[\] in tuning.json; allowed: an object"),
-        ({"GPU": 3}, "GPU is 3 in tuning.json"),
-        ({"GPU": {"3.6": []}}, r"3.6 is \[\] in tuning.json"),
-        ({"GPU": {"3.6": {"norm": 1}}}, "norm is 1 in tuning.json"),
-        ({"GPU": {"3.6": {"norm": {"768": 4}}}}, "768 is 4 in tuning.json"),
-        ({"GPU": {"3.6": {"norm": {"768": {"ROWS": "4"}}}}}, "GPU/3.6/norm/768 has ROWS = '4'"),
-        ({"GPU": {"3.6": {"norm": {"768": {"ROWS": True}}}}}, "ROWS = True; allowed: an integer"),
+        ({"sm_90": 3}, "sm_90 is 3 in tuning.json"),
+        ({"sm_90": {"GPU": []}}, r"GPU is \[\] in tuning.json"),
+        ({"sm_90": {"GPU": {"3.6": []}}}, r"3.6 is \[\] in tuning.json"),
+        (table_of(1), "norm is 1 in tuning.json"),
+        (table_of({"768": 4}), "768 is 4 in tuning.json"),
+        (table_of({"768": {"ROWS": "4"}}), "sm_90/GPU/3.6/norm/768 has ROWS = '4'"),
+        (table_of({"768": {"ROWS": True}}), "ROWS = True; allowed: an integer"),
     ],
 )
 def test_an_invalid_table_is_refused(table, message):

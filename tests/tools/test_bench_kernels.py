@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from varlen_bench.kernels import peers, report
 from varlen_bench.kernels.__main__ import app
 from varlen_bench.kernels.encoder import SingleOpKernels
-from varlen_bench.kernels.grid import FULL, TINY, packed_lengths
-from varlen_bench.kernels.groups import GROUPS, is_compiled, served_attention
+from varlen_bench.kernels.grid import FULL, QUICK, TINY, packed_lengths
+from varlen_bench.kernels.groups import GROUPS, is_compiled
 from varlen_bench.kernels.machine import Budget, DeviceLostError, fake_machine
 from varlen_bench.kernels.measure import COPY, OURS, measure
 from varlen_bench.kernels.op_peers import peers_of
@@ -73,7 +73,7 @@ def test_the_reference_matches_the_exact_result_of_a_call(op, dtype):
     assert error <= call.max_error
 
 
-@pytest.mark.parametrize("calls", [*GROUPS.values(), served_attention])
+@pytest.mark.parametrize("calls", GROUPS.values(), ids=GROUPS)
 def test_our_ops_and_torch_are_right_on_every_call(calls):
     for call in calls(TINY, torch.float32):
         found = results_of(call, peers=peers_of(call))
@@ -85,8 +85,13 @@ def test_our_ops_and_torch_are_right_on_every_call(calls):
                 assert row.graph is not None
 
 
-def test_served_attention_has_unused_slots():
-    for call in served_attention(FULL, torch.bfloat16):
+def test_attention_is_measured_as_served_with_unused_slots():
+    calls = GROUPS["attention"](FULL, torch.bfloat16)
+    served = [call for call in calls if "8192 of" in call.shape]
+
+    # three distributions of lengths, three widths
+    assert len(served) == 9
+    for call in served:
         assert len(call.make_empty()["cu_seqlens"]) > len(call.lengths) + 1
 
 
@@ -98,6 +103,9 @@ def test_torch_compile_is_a_peer_at_selected_shapes():
     assert "8192x3072" in shapes
     assert "20x500x3072" not in shapes
     assert "20x500x768" in shapes
+    assert not any(is_compiled(call, QUICK) for call in calls)
+    kinds = {peer.name for peer in peers_of(CALL, compiled=False).systems}
+    assert kinds == {"torch", "liger"}
 
 
 def test_bytes_moved_are_the_fewest_possible():

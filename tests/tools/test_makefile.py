@@ -11,7 +11,7 @@ import pytest
 from varlen_tools.setup_server import PROJECT
 
 TARGETS = {
-    "help", "setup", "demo", "serve", "test", "test-kernels", "test-gpu", "check",
+    "help", "setup", "demo", "serve", "test", "test-kernels", "test-gpu", "gpu-report", "check",
     "bench-beam", "bench-encoder", "bench-generate", "bench-memory", "bench-serving",
     "bench-kernels", "tune-kernels", "install-backend", "clean"
 }  # fmt: skip

@@ -14,8 +14,9 @@ import typer
 from varlen_bench import tune_kernels
 from varlen_bench.harness.summary import Spread
 from varlen_bench.kernels.machine import Budget
+from varlen_bench.launch_choices import collect_choices
 from varlen_bench.ops import beam, rows
-from varlen_bench.tune_kernels import collect_choices, tune, tune_all, updated_tables
+from varlen_bench.tune_kernels import tune, tune_all, updated_tables
 from varlen_kernels import tuning
 
 CPU = torch.device("cpu")
@@ -69,17 +70,29 @@ def machine_with(microseconds=lambda rows, tokens: TIMES[rows], launches=LAUNCHE
     """Return a machine with these times and launches."""
     kernels = Kernels(launches)
     timer = Timer(kernels, microseconds)
-    return SimpleNamespace(gpu="Mine", driver="1", device=CPU, kernels=kernels, timer=timer)
+    return SimpleNamespace(
+        gpu="Mine", capability="sm_90", driver="1", device=CPU, kernels=kernels, timer=timer
+    )
 
 
 def calls(*tokens, hidden=8):
     return [rows.add_layer_norm(count, hidden, torch.float32) for count in tokens]
 
 
-def test_each_key_has_its_largest_middle_and_smallest_call_and_a_failed_call_is_reported(capsys):
-    failing = beam.beam_step(8, 4, 320, torch.float32)
+def choices_of(calls, machine):
+    """Return the choices of calls that succeed."""
+    failed = []
+    found = collect_choices(calls, machine.kernels, failed.append)
+    assert failed == []
+    return found
 
-    found = collect_choices([failing, *calls(1, 5, 2, 4, 3), *calls(6, hidden=16)], machine_with())
+
+def test_each_key_has_its_largest_middle_and_smallest_call_and_a_failed_call_is_reported():
+    failing = beam.beam_step(8, 4, 320, torch.float32)
+    mixed = [failing, *calls(1, 5, 2, 4, 3), *calls(6, hidden=16)]
+    failed = []
+
+    found = collect_choices(mixed, machine_with().kernels, failed.append)
 
     assert [(choice.op, choice.key) for choice in found] == [
         ("add_layer_norm", (8, torch.float32)),
@@ -87,8 +100,8 @@ def test_each_key_has_its_largest_middle_and_smallest_call_and_a_failed_call_is_
     ]
     assert [call.tokens for call in found[0].calls] == [5, 3, 1]
     assert found[0].launches == LAUNCHES
-    reported = capsys.readouterr().out
-    assert reported.startswith("beam_step 8x4x320 float32: failed: AttributeError")
+    (line,) = failed
+    assert line.startswith("beam_step 8x4x320 float32: failed: AttributeError")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +119,7 @@ def test_the_fastest_right_launch_wins_if_it_beats_the_default_by_three_percent(
     launches, times, best, text, capsys
 ):
     machine = machine_with(lambda rows, tokens: times[rows], launches)
-    (choice,) = collect_choices(calls(4), machine)
+    (choice,) = choices_of(calls(4), machine)
 
     assert tune(choice, machine) == best
     assert text in capsys.readouterr().out
@@ -117,7 +130,7 @@ def test_the_fastest_right_launch_wins_if_it_beats_the_default_by_three_percent(
 def test_a_speedup_that_does_not_repeat_keeps_the_default():
     times = iter([10.0, 8.0, 9.0, 10.0, 9.9])
     machine = machine_with(lambda rows, tokens: next(times))
-    (choice,) = collect_choices(calls(4), machine)
+    (choice,) = choices_of(calls(4), machine)
 
     assert tune(choice, machine) is None
     assert list(times) == []
@@ -125,10 +138,21 @@ def test_a_speedup_that_does_not_repeat_keeps_the_default():
 
 def test_a_launch_that_is_slower_on_smaller_batches_keeps_the_default(capsys):
     machine = machine_with(lambda rows, tokens: 11.0 if (rows, tokens) == (1, 2) else TIMES[rows])
-    (choice,) = collect_choices(calls(100, 2), machine)
+    (choice,) = choices_of(calls(100, 2), machine)
 
     assert tune(choice, machine) is None
     assert "0.909x on add_layer_norm 2x8 float32" in capsys.readouterr().out
+
+
+class Compiling:
+    """Compilations that end after some seconds of a clock."""
+
+    def __init__(self, now=None, seconds=0.0):
+        self.now, self.seconds, self.waited = now or [0.0], seconds, []
+
+    def wait(self, numbers, seconds):
+        self.waited.append(list(numbers))
+        self.now[0] += min(self.seconds, seconds)
 
 
 def test_keys_past_the_budget_are_skipped_and_reported(capsys):
@@ -140,17 +164,37 @@ def test_keys_past_the_budget_are_skipped_and_reported(capsys):
         now[0] = 10.0
 
     budget = Budget(5, clock=lambda: now[0])
-    best = tune_all([*calls(4), *calls(4, hidden=16)], machine_with(), budget, save)
+    machine = machine_with()
+    choices, compiling = choices_of([*calls(4), *calls(4, hidden=16)], machine), Compiling()
+    best = tune_all(choices, machine, budget, compiling, save)
 
+    # three launches each
+    assert compiling.waited == [[0, 1, 2], [3, 4, 5]]
     assert best == {("add_layer_norm", "8/float32"): LAUNCHES[1]}
     assert saved == [best]
     assert "is spent: add_layer_norm 16/float32\n" in capsys.readouterr().out
 
 
+def test_the_budget_counts_the_wait_for_compilations(capsys):
+    now, machine = [0.0], machine_with()
+    choices = choices_of(calls(4), machine)
+    budget = Budget(5, clock=lambda: now[0])
+
+    best = tune_all(choices, machine, budget, Compiling(now, seconds=60), lambda best: None)
+
+    assert best == {}
+    assert now == [5.0]
+    assert "is spent: add_layer_norm 8/float32\n" in capsys.readouterr().out
+
+
 def test_an_update_keeps_other_entries_and_removes_those_without_a_speedup():
+    other = {"3.6": {"norm": {"8/float32": {"ROWS": 2}}}}
     before = {
-        "Other": {"3.6": {"norm": {"8/float32": {"ROWS": 2}}}},
-        "Mine": {"3.6": {"norm": {"8/float32": {"ROWS": 2}, "9/float32": {"ROWS": 3}}}},
+        "sm_80": {"Mine": other},
+        "sm_90": {
+            "Mine": {"3.6": {"norm": {"8/float32": {"ROWS": 2}, "9/float32": {"ROWS": 3}}}},
+            "Other": other,
+        },
     }
     best = {
         ("norm", "8/float32"): None,
@@ -158,13 +202,14 @@ def test_an_update_keeps_other_entries_and_removes_those_without_a_speedup():
         ("beam", "1/float32"): None,
     }
 
-    text = updated_tables(json.dumps(before), "Mine", "3.6", best)
+    text = updated_tables(json.dumps(before), machine_with(), "3.6", best)
 
+    mine = {"3.6": {"norm": {"9/float32": {"ROWS": 3}}, "gate": {"8/float32": {"ROWS": 5}}}}
     assert tuning.parse_tables(text) == {
-        "Other": before["Other"],
-        "Mine": {"3.6": {"norm": {"9/float32": {"ROWS": 3}}, "gate": {"8/float32": {"ROWS": 5}}}},
+        "sm_80": before["sm_80"],
+        "sm_90": {"Mine": mine, "Other": other},
     }
-    assert updated_tables(text, "Mine", "3.6", {}) == text
+    assert updated_tables(text, machine_with(), "3.6", {}) == text
 
 
 def command(*arguments):
@@ -187,8 +232,11 @@ def test_the_command_skips_without_a_gpu_and_rejects_an_unknown_group(monkeypatc
 def test_the_command_writes_the_table_that_pick_reads(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Mine")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(tune_kernels, "gpu_machine", lambda passes: machine_with())
-    monkeypatch.setattr(tune_kernels, "benchmark_calls", lambda grid, groups, dtype: calls(4))
+    monkeypatch.setattr(tune_kernels, "benchmark_calls", lambda grid, groups, kinds: calls(4))
+    # the candidates of these fake kernels are nothing to compile
+    monkeypatch.setattr(tune_kernels, "cpu_count", lambda: 1)
     monkeypatch.chdir(tmp_path)
     output = tmp_path / "tuning.json"
     monkeypatch.setattr(tuning, "_text", lambda: output.read_text() if output.exists() else "{}")
@@ -198,7 +246,7 @@ def test_the_command_writes_the_table_that_pick_reads(monkeypatch, tmp_path):
     assert done.exit_code == 0, done.output
     version = tuning.minor_version()
     assert json.loads(output.read_text()) == {
-        "Mine": {version: {"add_layer_norm": {"8/float32": LAUNCHES[1]}}}
+        "sm_90": {"Mine": {version: {"add_layer_norm": {"8/float32": LAUNCHES[1]}}}}
     }
     assert (
         done.output.splitlines()[-1] == f"BENCH tuning: gpu=Mine triton={version} keys=1 faster=1"

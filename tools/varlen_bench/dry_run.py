@@ -1,4 +1,4 @@
-"""Compile kernels for a GPU that this machine does not have, without running them.
+"""Compile kernels for a GPU that this machine does not have, or skip every launch.
 
 A fake driver replaces Triton's. Triton's compiler needs no GPU, so a launcher called on CPU tensors compiles for the
 GPU of the fake driver. Only this file uses private interfaces of Triton; it supports versions 3.6 to 3.9.
@@ -15,6 +15,7 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
 
 # Largest shared memory of one program in bytes, by compute capability.
 # Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
@@ -57,8 +58,7 @@ def dry_run(arch: int) -> Iterator[list[Compilation]]:
     """
     if arch not in SHARED_MEMORY_LIMITS:
         raise ValueError(f"arch is {arch}; allowed: {', '.join(map(str, SHARED_MEMORY_LIMITS))}")
-    if knobs.runtime.interpret:
-        raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted, not compiled")
+    _refuse_interpreter()
     compiled: list[Compilation] = []
 
     # Triton passes its arguments by keyword
@@ -91,6 +91,27 @@ def dry_run(arch: int) -> Iterator[list[Compilation]]:
         # reset_active() fails without a GPU
         drivers._active = driver_before
         knobs.compilation.listener = listener_before
+
+
+@contextmanager
+def no_launches() -> Iterator[None]:
+    """Let launchers on CPU tensors return at once: kernels are neither compiled nor launched.
+
+    Raises:
+        RuntimeError: TRITON_INTERPRET is set.
+    """
+    _refuse_interpreter()
+    before = JITFunction.run
+    JITFunction.run = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        JITFunction.run = before
+
+
+def _refuse_interpreter() -> None:
+    if knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted, not compiled")
 
 
 class _FakeDriver:

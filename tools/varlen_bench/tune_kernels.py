@@ -1,30 +1,34 @@
 """Find the fastest launch of every kernel on this GPU: `python -m varlen_bench.tune_kernels`.
 
-The benchmark's calls run once to collect the keys that they pick a launch for. Every candidate launch of a key is
-timed on the largest call of the key, with the benchmark's timer. The fastest candidate goes into the table of this GPU
-and Triton version if it beats the default by more than 3 %, twice, and is at most 3 % slower on smaller calls of the
-key. Otherwise the key has no entry, so that the default is used. A candidate that is wrong or fails is skipped.
+Every candidate launch of a key is timed on the largest of the benchmark's calls with that key, with the benchmark's
+timer. Other processes compile the candidates meanwhile, in the order in which they are timed. The fastest candidate
+goes into the table of this GPU and Triton version if it beats the default by more than 3 %, twice, and is at most 3 %
+slower on smaller calls of the key. Otherwise the key has no entry, so that the default is used. A candidate that is
+wrong or fails is skipped.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import torch
 import typer
 
+from varlen_bench.compile_ahead import CompileAhead, compile_ahead
 from varlen_bench.harness.command import Only, select
+from varlen_bench.harness.machine import cpu_count
 from varlen_bench.harness.rows import Cell, bench_line
-from varlen_bench.kernels.grid import FULL, Grid
-from varlen_bench.kernels.groups import DTYPES, GROUPS, served_attention
+from varlen_bench.kernels.grid import FULL
+from varlen_bench.kernels.groups import DTYPES, GROUPS
 from varlen_bench.kernels.machine import Budget, Machine, gpu_machine
 from varlen_bench.kernels.measure import failed_note
+from varlen_bench.launch_choices import Choice, benchmark_calls, candidate_runs, collect_choices
 from varlen_bench.ops.call import OpCall
 from varlen_kernels import tuning
-from varlen_kernels.tuning import Key, Launch
+from varlen_kernels.tuning import Launch
 
 TABLE = Path("kernels/varlen_kernels/tuning.json")
 
@@ -32,55 +36,13 @@ TABLE = Path("kernels/varlen_kernels/tuning.json")
 _MIN_SPEEDUP = 1.03
 # It must reach this speedup on smaller calls.
 _MIN_SPEEDUP_ELSEWHERE = 0.97
-_MAX_CALLS = 3
+# One core is left for this process; more processes than this find nothing to do.
+_MAX_PROCESSES = 16
 
 _report = partial(print, flush=True)
 
 # The best launch by op and key text; None for the default.
 BestLaunches: TypeAlias = dict[tuple[str, str], Launch | None]
-
-
-@dataclass(slots=True)
-class Choice:
-    """A key of an op, its candidate launches, and the calls with this key.
-
-    Attributes:
-        launches: the default first.
-        calls: the largest first.
-    """
-
-    op: str
-    key: Key
-    launches: Sequence[Launch]
-    calls: list[OpCall] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """Op and key, for messages."""
-        return f"{self.op} {tuning.key_text(self.key)}"
-
-
-@torch.inference_mode()
-def collect_choices(calls: Iterable[OpCall], machine: Machine) -> list[Choice]:
-    """Return the keys of these calls, each with its largest, middle and smallest call."""
-    found: dict[tuple[str, Key], Choice] = {}
-    for call in calls:
-        try:
-            with tuning.record_picks() as picks:
-                call.run(machine.kernels, call.make(machine.device, 0))
-        except Exception as error:  # other calls may succeed
-            _report(f"{call.name}: {failed_note(error)}")
-            continue
-        for op, key, candidate_launches in picks:
-            choice = found.setdefault((op, key), Choice(op, key, candidate_launches(*key)))
-            if call not in choice.calls:
-                choice.calls.append(call)
-    for choice in found.values():
-        choice.calls.sort(key=lambda call: -call.bytes_moved)
-        if len(choice.calls) > _MAX_CALLS:
-            middle = choice.calls[len(choice.calls) // 2]
-            choice.calls = [choice.calls[0], middle, choice.calls[-1]]
-    return list(found.values())
 
 
 @torch.inference_mode()
@@ -148,7 +110,7 @@ class _LaunchTimer:
 
 
 def updated_tables(
-    text: str, gpu: str, version: str, best: Mapping[tuple[str, str], Launch | None]
+    text: str, machine: Machine, version: str, best: Mapping[tuple[str, str], Launch | None]
 ) -> str:
     """Return the text of tuning.json with new launches for one GPU and Triton version.
 
@@ -162,7 +124,8 @@ def updated_tables(
     """
     tuning.parse_tables(text)
     tables = json.loads(text)
-    versions = tables.setdefault(gpu, {})
+    gpus = tables.setdefault(machine.capability, {})
+    versions = gpus.setdefault(machine.gpu, {})
     table = versions.setdefault(version, {})
     for (op, key), launch in best.items():
         table.setdefault(op, {}).pop(key, None)
@@ -172,31 +135,31 @@ def updated_tables(
     return json.dumps(tables, indent=2, sort_keys=True) + "\n"
 
 
-def benchmark_calls(grid: Grid, groups: Sequence[str], dtype: torch.dtype) -> list[OpCall]:
-    """Return the calls of these groups, including attention as a server calls it."""
-    calls = [call for group in groups for call in GROUPS[group](grid, dtype)]
-    return calls + (served_attention(grid, dtype) if "attention" in groups else [])
-
-
 def tune_all(
-    calls: Iterable[OpCall], machine: Machine, budget: Budget, save: Callable[[BestLaunches], None]
+    choices: Sequence[Choice],
+    machine: Machine,
+    budget: Budget,
+    compiling: CompileAhead,
+    save: Callable[[BestLaunches], None],
 ) -> BestLaunches:
-    """Return the best launch of every key of the calls.
+    """Return the best launch of every choice.
 
     Args:
-        budget: keys that do not fit keep their entry of the table and are reported.
-        save: called after each key with the launches so far.
+        budget: choices that do not fit keep their entry of the table and are reported.
+        compiling: the candidate launches of all choices, in order.
+        save: called after each choice with the launches so far.
     """
     best: BestLaunches = {}
-    choices = collect_choices(calls, machine)
+    ends = list(accumulate((len(choice.launches) for choice in choices), initial=0))
     for index, choice in enumerate(choices):
+        compiling.wait(range(ends[index], ends[index + 1]), budget.left)
         if not budget.allows():
             names = ", ".join(skipped.name for skipped in choices[index:])
             _report(f"{budget.spent_note}: {names}")
             break
         try:
             best[choice.op, tuning.key_text(choice.key)] = tune(choice, machine)
-        except Exception as error:  # other keys may succeed
+        except Exception as error:  # other choices may succeed
             _report(f"{choice.name}: {failed_note(error)}")
             machine.stop_if_lost(choice.name)
             continue
@@ -207,7 +170,7 @@ def tune_all(
 def main(
     only: Only = "",
     dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")] = "bf16,fp16",
-    budget: Annotated[float, typer.Option(min=1, help="Seconds.")] = 3000,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds, compilations among them.")] = 3000,
     passes: Annotated[int, typer.Option(min=1, help="Timed passes of each call.")] = 50,
     output: Annotated[Path, typer.Option(help="The table to write.")] = TABLE,
 ) -> None:
@@ -219,16 +182,21 @@ def main(
     if not torch.cuda.is_available():
         print("tune-kernels: skipped, torch finds no CUDA GPU")
         return
+    limit = Budget(budget)
     machine = gpu_machine(passes)
     version = tuning.minor_version()
     _report(f"{machine.gpu}, driver {machine.driver}, triton {version}")
     before = TABLE.read_text(encoding="utf-8") if TABLE.is_file() else "{}"
 
     def save(best: BestLaunches) -> None:
-        output.write_text(updated_tables(before, machine.gpu, version, best), encoding="utf-8")
+        output.write_text(updated_tables(before, machine, version, best), encoding="utf-8")
 
-    calls = [call for kind in kinds for call in benchmark_calls(FULL, groups, DTYPES[kind])]
-    best = tune_all(calls, machine, Budget(budget), save)
+    choices = collect_choices(benchmark_calls(FULL, groups, kinds), machine.kernels, _report)
+    runs = partial(candidate_runs, FULL, groups, kinds)
+    count = sum(len(choice.launches) for choice in choices)
+    processes = min(cpu_count() - 1, _MAX_PROCESSES)
+    with compile_ahead(runs, count, machine.capability, processes) as compiling:
+        best = tune_all(choices, machine, limit, compiling, save)
     faster = sum(launch is not None for launch in best.values())
     print(f"written: {output}")
     gpu = machine.gpu.replace(" ", "_")

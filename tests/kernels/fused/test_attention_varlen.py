@@ -247,7 +247,8 @@ def test_a_query_that_may_read_no_key_gets_zeros(device):
     )
 
     assert torch.equal(actual[0], torch.zeros_like(actual[0]))
-    assert torch.equal(actual[1:], qkv[:-1, 2 * HEADS * 16 :])
+    # on tensor cores, 1 * v is a product of TF32 parts of v
+    assert_close(actual[1:], qkv[:-1, 2 * HEADS * 16 :], torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

@@ -2,15 +2,25 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from varlen_bench.harness.command import Only, Output, Progress, Revision, Run, csv_path, select
+from varlen_bench.harness.command import (
+    Only,
+    Output,
+    Progress,
+    Quick,
+    Revision,
+    Run,
+    csv_path,
+    select,
+)
 from varlen_bench.kernels import report
 from varlen_bench.kernels.encoder import ENCODER, ENCODER_HOST, ENCODER_OP, measure_encoder
-from varlen_bench.kernels.grid import FULL, TINY, Grid
+from varlen_bench.kernels.grid import FULL, QUICK, TINY, Grid
 from varlen_bench.kernels.groups import DTYPES, GROUPS, is_compiled
 from varlen_bench.kernels.machine import (
     Budget,
@@ -22,6 +32,7 @@ from varlen_bench.kernels.machine import (
 from varlen_bench.kernels.measure import Result, measure
 from varlen_bench.kernels.op_peers import peers_of
 from varlen_bench.kernels.timing import SAMPLES, copy_rate
+from varlen_kernels import tuning
 
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "varlen")
 
@@ -40,6 +51,10 @@ def main(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Tiny shapes on the CPU, with made-up times.")
     ] = False,
+    quick: Quick = False,
+    tuning_table: Annotated[
+        Path | None, typer.Option("--tuning", help="A tuning.json instead of the installed one.")
+    ] = None,
     revision: Revision = "",
     output: Output = None,
 ) -> None:
@@ -51,14 +66,16 @@ def main(
     if not dry_run and not torch.cuda.is_available():
         print("bench-kernels: skipped, torch finds no CUDA GPU; --dry-run needs none")
         return
-    grid = TINY if dry_run else FULL
+    if tuning_table is not None:
+        tuning.use_tables(tuning_table)
+    grid = TINY if dry_run else QUICK if quick else FULL
     machine = fake_machine() if dry_run else gpu_machine(passes)
     run = Run(
         context,
         "varlen_bench.kernels",
         threads=torch.get_num_threads(),
         packages=PACKAGES,
-        output=csv_path("kernels", output, is_trial=dry_run),
+        output=csv_path("kernels", output, is_trial=dry_run or quick),
         revision=revision,
     )
     copy = copy_rate(machine.timer, machine.device, grid.copy_bytes)

@@ -186,4 +186,6 @@ def _measure_encoder(
                 yield from measure_host(small, alone, runner, few, machine)
             yield from measure_ops(call, forward, machine)
             run = forward.call(machine.kernels)
+            if not grid.with_compile:
+                peers = peers.without_compile()
             yield from measure(call, run, peers, machine, budget, warm=True)

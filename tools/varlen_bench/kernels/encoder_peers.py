@@ -1,4 +1,4 @@
-"""Peers of the encoder: transformers' BertModel on padded sub-batches of the same batch."""
+"""Peers of the encoder: BERT in PyTorch, packed, and transformers' on padded sub-batches."""
 
 from functools import cache
 from itertools import pairwise
@@ -10,7 +10,8 @@ import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor
 
 from varlen.request import Prompt
-from varlen_bench.kernels.peers import Call, Compile, Function, Peer, Peers
+from varlen_bench.kernels.packed_bert import PackedBert, packed_inputs
+from varlen_bench.kernels.peers import Call, Compile, Function, Peer, Peers, attribute
 from varlen_bench.ops.call import as_tensor
 from varlen_bench.peers.checkpoints import Attention, load_bert
 from varlen_bench.peers.engines import pad
@@ -22,6 +23,7 @@ _SPLITS: list[tuple[Order, int]] = [("sorted", 4), ("sorted", 8), ("arrival", 1)
 _ATTENTIONS: tuple[Attention, ...] = ("sdpa", "eager")
 # torch.compile runs once per sub-batch, because the shapes differ.
 COMPILE_SECONDS = 180.0
+_PACKED_COMPILE_SECONDS = 60.0
 
 
 @torch.inference_mode()
@@ -40,7 +42,10 @@ def encoder_peers(
     device: torch.device,
     compile_model: Compile,
 ) -> Peers:
-    """Return transformers with both attentions and all splits, one split compiled too."""
+    """Return packed torch, and transformers with both attentions and all splits.
+
+    Packed torch and one split are compiled too.
+    """
 
     @cache
     def model(attention: Attention) -> Any:
@@ -63,8 +68,20 @@ def encoder_peers(
             compile_seconds=COMPILE_SECONDS if compiled else 0.0,
         )
 
-    peers = [peer(attention, *split) for attention in _ATTENTIONS for split in _SPLITS]
-    return Peers((*peers, peer("sdpa", *_SPLITS[0], compiled=True)))
+    def packed(*, compiled: bool) -> Peer:
+        def build(_: Compile) -> Call:
+            attention = attribute("torch.nn.attention.varlen", "varlen_attn")
+            forward: Function = PackedBert(model("sdpa"), attention)
+            arguments = packed_inputs(prompts, dtype, device)
+            run = compile_model(forward) if compiled else forward
+            return lambda inputs: run(*arguments)  # noqa: ARG005  # a Call
+
+        name = "packed-compile" if compiled else "packed"
+        return Peer(name, build, compile_seconds=_PACKED_COMPILE_SECONDS if compiled else 0.0)
+
+    padded = [peer(attention, *split) for attention in _ATTENTIONS for split in _SPLITS]
+    compiled = (packed(compiled=True), peer("sdpa", *_SPLITS[0], compiled=True))
+    return Peers((packed(compiled=False), *padded, *compiled))
 
 
 def _padded_forward(

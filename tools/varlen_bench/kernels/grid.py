@@ -4,7 +4,7 @@ Source of the paper's shapes: Fang et al. 2021, arXiv:2010.05680, section 6: 12 
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape
 
@@ -25,6 +25,7 @@ class Grid:
         encoders: measured on a server's batch.
         small_batches: number and length of the sequences, to measure the host's time.
         copy_bytes: size of the copy that gives the bandwidth of the device.
+        with_compile: whether torch.compile is a peer.
     """
 
     batches: tuple[int, ...] = (1, 20)
@@ -50,6 +51,7 @@ class Grid:
     encoders: tuple[EncoderShape, ...] = (BERT_BASE, MINILM)
     small_batches: tuple[tuple[int, int], ...] = ((1, 20), (8, 20))
     copy_bytes: int = 1024**3
+    with_compile: bool = True
 
     def paper(self) -> list[tuple[int, int]]:
         """Return (batch, length) of the paper, the largest first in case the time runs out."""
@@ -62,6 +64,8 @@ class Grid:
 
 
 FULL = Grid()
+# Half of the paper's lengths, and no peer that takes seconds to compile.
+QUICK = replace(FULL, lengths=(10, 40, 100, 200, 500), with_compile=False)
 # Small enough that the whole benchmark runs on a CPU in seconds.
 TINY = Grid(
     batches=(1, 2),

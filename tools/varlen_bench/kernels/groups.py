@@ -29,30 +29,14 @@ def layer_norm(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 
 
 def attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return attention for a server's batch and for the paper."""
+    """Return attention for a server's batch, exact and as served, and for the paper."""
     make, lengths = sequences.attention_varlen, grid.serving_lengths()
     heads, head_dim = grid.heads, grid.hidden // grid.heads
     calls = [make(lengths, count, width // count, dtype) for width, count in grid.serving_widths]
+    calls += _served_attention(grid, dtype)
     for batch, n in grid.paper():
         call = make([n] * batch, heads, head_dim, dtype)
         calls.append(replace(call, shape=f"{batch}x{n} {heads}x{head_dim}"))
-    return calls
-
-
-def served_attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return attention as a server calls it, with unused slots in `cu_seqlens`.
-
-    The launch depends on the mean length, so there is a call for each bucket of it.
-    """
-    calls = []
-    for shortest, longest in ((grid.shortest, grid.longest), (3, 30), (3, 20)):
-        lengths = packed_lengths(grid.serving_tokens, shortest, longest)
-        slots = Buckets(grid.serving_tokens).smallest(grid.serving_tokens, len(lengths)).sequences
-        for width, heads in grid.serving_widths:
-            head_dim = width // heads
-            shape = f"{grid.serving_tokens} of {shortest}-{longest} {heads}x{head_dim}"
-            call = sequences.attention_varlen(lengths, heads, head_dim, dtype, slots=slots)
-            calls.append(replace(call, shape=shape))
     return calls
 
 
@@ -113,6 +97,23 @@ def paged(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     return calls + appends
 
 
+def _served_attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
+    """Return attention as a server calls it, with unused slots in `cu_seqlens`.
+
+    The launch depends on the mean length, so there is a call for each bucket of it.
+    """
+    calls = []
+    for shortest, longest in ((grid.shortest, grid.longest), (3, 30), (3, 20)):
+        lengths = packed_lengths(grid.serving_tokens, shortest, longest)
+        slots = Buckets(grid.serving_tokens).smallest(grid.serving_tokens, len(lengths)).sequences
+        for width, heads in grid.serving_widths:
+            head_dim = width // heads
+            shape = f"{grid.serving_tokens} of {shortest}-{longest} {heads}x{head_dim}"
+            call = sequences.attention_varlen(lengths, heads, head_dim, dtype, slots=slots)
+            calls.append(replace(call, shape=shape))
+    return calls
+
+
 def _served_and_paper(grid: Grid, make: Callable[..., OpCall], factor: int = 1) -> list[OpCall]:
     """Return calls of `make(tokens, factor * width)` for a server's batch, then for the paper."""
     calls = [make(grid.serving_tokens, factor * width) for width, _ in grid.serving_widths]
@@ -138,6 +139,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 def is_compiled(call: OpCall, grid: Grid) -> bool:
     """Return whether torch.compile is a peer; some ops compile few shapes, to save time."""
+    if not grid.with_compile:
+        return False
     if call.op == "attention_varlen":
         head_dim = grid.hidden // grid.heads
         return call.shape == f"{grid.serving_tokens} packed {grid.heads}x{head_dim}"

@@ -13,6 +13,7 @@ from varlen_bench.harness.machine import gpu_driver
 from varlen_bench.kernels.peers import Compile, Function
 from varlen_bench.kernels.timing import FakeTimer, GpuTimer, Timer
 from varlen_bench.ops.call import kernels
+from varlen_kernels.tuning import capability_text
 
 
 class DeviceLostError(Exception):
@@ -24,12 +25,14 @@ class Machine:
     """The device of a run, its timer and its compilers.
 
     Attributes:
+        capability: compute capability, such as "sm_90".
         kernels: our ops for the device.
         compile: compiles a function for the shapes of its first call and searches for the best kernels.
         compile_model: compiles a model without that search, in seconds instead of minutes.
     """
 
     gpu: str
+    capability: str
     driver: str
     device: torch.device
     timer: Timer
@@ -56,6 +59,7 @@ def gpu_machine(samples: int) -> Machine:
     torch.cuda.set_device(device)
     return Machine(
         gpu=torch.cuda.get_device_name(device),
+        capability=capability_text(torch.cuda.get_device_capability(device)),
         driver=gpu_driver(),
         device=device,
         timer=GpuTimer(device, samples),
@@ -69,6 +73,7 @@ def fake_machine() -> Machine:
     """Return a CPU machine with made-up times; torch.compile only traces functions."""
     return Machine(
         gpu="none (dry run)",
+        capability="none",
         driver="none",
         device=torch.device("cpu"),
         timer=FakeTimer(),
@@ -93,6 +98,11 @@ class Budget:
         self._clock = clock
         self._end = clock() + seconds
         self.seconds = seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, at least 0."""
+        return max(0.0, self._end - self._clock())
 
     def allows(self, seconds: float = 0.0) -> bool:
         """Return whether more than `seconds` are left."""

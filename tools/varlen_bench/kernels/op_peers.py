@@ -27,8 +27,7 @@ LIGHTSEQ = "lightseq"
 def peers_of(call: OpCall, *, compiled: bool = True) -> Peers:
     """Return the peers of a call; without torch.compile if not `compiled`."""
     peers = _PEERS[call.op](call)
-    kept = tuple(peer for peer in peers.systems if compiled or not peer.compile_seconds)
-    return Peers(kept, peers.prepare)
+    return peers if compiled else peers.without_compile()
 
 
 def _softmax(call: OpCall) -> Peers:

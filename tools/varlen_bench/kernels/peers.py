@@ -3,6 +3,8 @@
 A peer whose package or function is missing raises Unavailable, and its rows give the reason.
 """
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +49,11 @@ class Peers:
 
     systems: tuple[Peer, ...] = ()
     prepare: Callable[[Inputs], Inputs] = lambda inputs: {}  # noqa: ARG005
+
+    def without_compile(self) -> Peers:
+        """Return the peers that torch.compile does not make."""
+        kept = tuple(peer for peer in self.systems if not peer.compile_seconds)
+        return Peers(kept, self.prepare)
 
 
 def torch_peer(function: Function, *, name: str = "torch", read: Read = as_tensor) -> Peer:

@@ -1,0 +1,66 @@
+"""Candidate launches are listed without a compilation, and compiled in other processes."""
+
+import pytest
+
+pytest.importorskip("triton", reason="the extra `gpu` is not installed")
+
+from varlen_bench.compile_ahead import compile_ahead
+from varlen_bench.dry_run import dry_run
+from varlen_bench.kernels.grid import FULL, TINY
+from varlen_bench.kernels.groups import DTYPES, GROUPS
+from varlen_bench.launch_choices import (
+    benchmark_calls,
+    candidate_runs,
+    collect_choices,
+    default_runs,
+)
+from varlen_bench.ops.call import kernels
+
+
+def fail():
+    raise RuntimeError("no such kernel")
+
+
+def one_failing_and_one_real_run():
+    return [fail, candidate_runs(TINY, ["rmsnorm"], ["bf16"])[0]]
+
+
+def test_the_choices_of_the_whole_benchmark_are_found_without_compiling():
+    failed = []
+    calls = benchmark_calls(FULL, list(GROUPS), ["bf16"])
+
+    with dry_run(90) as compiled:
+        choices = collect_choices(calls, kernels("fused"), failed.append)
+
+    assert (compiled, failed) == ([], [])
+    with_launches = {call.op for call in calls} - {"attention_paged"}
+    assert {choice.op for choice in choices} >= with_launches
+    assert len(candidate_runs(FULL, list(GROUPS), ["bf16"])) == sum(
+        len(choice.launches) for choice in choices
+    )
+
+
+def test_a_launch_compiled_ahead_is_found_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    runs = one_failing_and_one_real_run
+
+    with compile_ahead(runs, 2, "sm_90", processes=1) as compiling:
+        too_early = compiling.wait([0, 1], seconds=0)
+        failed, succeeded = (compiling.wait([number], seconds=100) for number in (0, 1))
+
+    assert (too_early, failed, succeeded) == (0, 0, 1)
+    with dry_run(90) as compiled:
+        runs()[1]()
+    assert [compilation.cached for compilation in compiled] == [True]
+
+
+@pytest.mark.parametrize("capability, processes", [("sm_75", 4), ("none", 4), ("sm_90", 0)])
+def test_nothing_is_compiled_for_an_unknown_gpu_or_without_processes(capability, processes):
+    with compile_ahead(one_failing_and_one_real_run, 2, capability, processes) as compiling:
+        assert compiling.wait([0, 1], seconds=100) == 0
+
+
+def test_default_runs_are_one_for_each_call():
+    calls = [call for kind in ("bf16", "fp32") for call in GROUPS["packing"](TINY, DTYPES[kind])]
+
+    assert len(default_runs(TINY, ["packing"], ["bf16", "fp32"])) == len(calls)

@@ -1,0 +1,1 @@
+"""One run on a GPU: correctness, times, tuning and a summary."""

@@ -1,0 +1,138 @@
+"""A model's load, its answers, and unused places: `python -m varlen_bench.gpu_report.load`.
+
+A load captures a CUDA graph for every batch size, which takes time and memory. A graph has places for more sequences
+than a batch has; attention pays for them.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import typer
+
+from varlen.config import EngineConfig
+from varlen.execution.runner import Runner
+from varlen.models.checkpoint import Checkpoint
+from varlen.request import RequestOptions
+from varlen_bench.gpu_report.figures import Seconds, figure, write_figures
+from varlen_bench.harness.command import Output, Revision
+from varlen_bench.harness.rows import Cell
+from varlen_bench.kernels.encoder import random_prompts
+from varlen_bench.kernels.machine import Budget, Machine, gpu_machine
+from varlen_bench.kernels.timing import WARM, host_time
+from varlen_bench.ops.sequences import attention_varlen
+from varlen_bench.peers.checkpoints import BERT_BASE, MINILM, EncoderShape, save_random_checkpoint
+
+_MAX_BATCH_TOKENS = 4096
+_POSITIONS = 512
+# Number and length of the sequences of a batch.
+_BATCHES = ((1, 20), (8, 20), (64, 13), (16, 64), (16, 250))
+_HOST_PASSES = 60
+# Tokens of each sequence, and places over sequences.
+_LENGTHS = (64, 250)
+_ROOMS = (1, 4, 16)
+
+
+def measure_load(
+    shape: EncoderShape, machine: Machine, batches: tuple[tuple[int, int], ...], max_tokens: int
+) -> Iterator[dict[str, Cell]]:
+    """Yield the cost of two loads of a random checkpoint, and times of answers.
+
+    Only the first load may compile.
+    """
+    is_cuda = machine.device.type == "cuda"
+    config = EngineConfig(
+        device="cuda" if is_cuda else "cpu",
+        dtype="bf16",
+        max_batch_tokens=max_tokens,
+        max_sequence_tokens=min(max_tokens, _POSITIONS),
+    )
+    with TemporaryDirectory(prefix="varlen-report-") as folder:
+        save_random_checkpoint(shape, Path(folder), _POSITIONS)
+        for name in ("first load", "second load"):
+            free, began = _free_memory(machine), time.perf_counter()
+            with closing(Runner(Checkpoint.open(folder), config)) as runner:
+                seconds = time.perf_counter() - began
+                yield figure("load", shape.name, name, seconds, "s")
+                if free is not None:
+                    used = free - (_free_memory(machine) or 0)
+                    yield figure("load", shape.name, f"{name}, memory", used / 2**20, "MiB")
+                if name == "second load":
+                    own = runner.info.weight_bytes + runner.info.arena_bytes
+                    yield figure("load", shape.name, "weights and arena", own / 2**20, "MiB")
+                    yield from _answers(shape, runner, batches)
+        if is_cuda:
+            torch.cuda.empty_cache()
+
+
+def _answers(
+    shape: EncoderShape, runner: Runner, batches: tuple[tuple[int, int], ...]
+) -> Iterator[dict[str, Cell]]:
+    for count, length in batches:
+        prompts = random_prompts([length] * count, shape.vocabulary)
+        options = [RequestOptions()] * count
+        spent = host_time(partial(runner.run, prompts, options), _HOST_PASSES)
+        case = f"{shape.name} {count}x{length}"
+        yield figure("answer", case, "from ids to vectors on the host", spent.median, "us")
+
+
+@torch.inference_mode()
+def measure_rooms(
+    machine: Machine, tokens: int, lengths: tuple[int, ...]
+) -> Iterator[dict[str, Cell]]:
+    """Yield the time of attention by the number of places in `cu_seqlens`."""
+    for length in lengths:
+        count = max(1, tokens // length)
+        for factor in _ROOMS:
+            call = attention_varlen([length] * count, 12, 64, torch.bfloat16, slots=factor * count)
+            inputs = call.make(machine.device, 0)
+            spent = machine.timer.graph(partial(call.run, machine.kernels), [inputs], WARM)
+            name = f"attention with places for {factor * count}"
+            yield figure("room", f"{count}x{length}", name, spent.median, "us")
+
+
+def measure_all(machine: Machine, budget: Budget) -> Iterator[dict[str, Cell]]:
+    """Yield all figures until the budget is spent."""
+    parts = (
+        measure_load(MINILM, machine, _BATCHES, _MAX_BATCH_TOKENS),
+        measure_rooms(machine, _MAX_BATCH_TOKENS, _LENGTHS),
+        measure_load(BERT_BASE, machine, _BATCHES, _MAX_BATCH_TOKENS),
+    )
+    for part in parts:
+        for row in part:
+            yield row
+            if not budget.allows():
+                print(budget.spent_note)
+                return
+
+
+def main(
+    context: typer.Context, budget: Seconds = 60, revision: Revision = "", output: Output = None
+) -> None:
+    """Measure loads, answers and unused places on this GPU."""
+    if not torch.cuda.is_available():
+        print("load: skipped, torch finds no CUDA GPU")
+        return
+    # the load reports its graphs
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    limit, machine = Budget(budget), gpu_machine(samples=30)
+    write_figures(context, "load", measure_all(machine, limit), machine, output, revision)
+
+
+def _free_memory(machine: Machine) -> int | None:
+    """Return the free bytes of the device; None on a CPU."""
+    if machine.device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free: int = torch.cuda.mem_get_info()[0]
+    return free
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,89 @@
+"""Every op once per dtype against float64: `python -m varlen_bench.gpu_report.smoke`."""
+
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import torch
+import typer
+
+from varlen_bench.harness.command import Output, Revision, Run, select
+from varlen_bench.harness.machine import gpu_driver
+from varlen_bench.harness.rows import Cell
+from varlen_bench.kernels.groups import DTYPES
+from varlen_bench.kernels.measure import failed_note
+from varlen_bench.ops.any_batch import ANY_BATCH
+from varlen_bench.ops.call import OpCall, kernels
+
+# Of one token, inside a tile, exactly a tile, and longer.
+_LENGTHS = [5, 1, 64, 90]
+
+
+def smoke_calls(dtype: torch.dtype) -> list[OpCall]:
+    """Return a call of every op with a kernel, at the widths of BERT-base."""
+    return [make(_LENGTHS, dtype) for make in ANY_BATCH.values()]
+
+
+@torch.inference_mode()
+def check(call: OpCall, device: torch.device, ops: object) -> dict[str, Cell]:
+    """Return the row of a call; `note` is "ok" if its result is right."""
+    began, error, note = time.perf_counter(), None, "ok"
+    try:
+        inputs = call.make(device, 1)
+        error = call.error(call.run(ops, inputs), inputs, call.exact(inputs))
+        if not error <= call.max_error:
+            note = "wrong"
+    except Exception as failure:  # other ops may be right
+        note = failed_note(failure)
+    return {
+        "op": call.op,
+        "shape": call.shape,
+        "dtype": call.dtype_name,
+        "error": error,
+        "allowed": call.max_error,
+        "seconds": round(time.perf_counter() - began, 3),
+        "note": note,
+    }
+
+
+def check_all(dtypes: list[str], device: torch.device, ops: object) -> Iterator[dict[str, Cell]]:
+    """Yield the row of every op for each dtype."""
+    for dtype in dtypes:
+        for call in smoke_calls(DTYPES[dtype]):
+            yield check(call, device, ops)
+
+
+def main(
+    context: typer.Context,
+    dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}.")] = "",
+    revision: Revision = "",
+    output: Output = None,
+) -> None:
+    """Compare every op with float64; fail if one is wrong."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    gpu = torch.cuda.get_device_name(device) if on_gpu else "none"
+    run = Run(
+        context,
+        "varlen_bench.gpu_report.smoke",
+        threads=torch.get_num_threads(),
+        packages=("torch", "triton", "varlen"),
+        output=output,
+        revision=revision,
+    )
+    machine: dict[str, Cell] = {"gpu": gpu, "driver": gpu_driver()}
+    rows = []
+    for row in check_all(
+        select(dtypes, DTYPES), device, kernels("fused" if on_gpu else "reference")
+    ):
+        rows.append(row)
+        run.show(f"{row['op']} {row['dtype']}: error {row['error']}, {row['note']}")
+        run.append([machine | row])
+    wrong = [row for row in rows if row["note"] != "ok"]
+    run.finish("smoke", {"gpu": gpu.replace(" ", "_"), "calls": len(rows), "wrong": len(wrong)})
+    if wrong:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

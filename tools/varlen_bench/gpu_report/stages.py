@@ -1,0 +1,142 @@
+"""The stages of a GPU report, the most important first."""
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from varlen_bench.gpu_report.bounded import Stage
+from varlen_bench.gpu_tests import KERNELS, SERVED_SHAPES, Suite
+from varlen_bench.kernels.encoder import ENCODER
+
+# A benchmark's own budget ends this much before its limit, for its tables and its exit.
+_MARGIN_SECONDS = 8
+_PASSES = 50
+_TUNED_GROUPS = "attention,layernorm,activation,packing"
+_ROW_GROUPS = "layernorm,softmax,activation,packing,embedding,rmsnorm"
+_METRICS = (
+    "gpu__time_duration.sum,dram__bytes.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
+    "sm__warps_active.avg.pct_of_peak_sustained_active,launch__registers_per_thread"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of a report; `revision` is a commit id, if there is no git."""
+
+    folder: Path
+    revision: str = ""
+
+    @property
+    def kernels(self) -> Path:
+        """Rows of the kernel benchmark."""
+        return self.folder / "kernels.csv"
+
+    @property
+    def smoke(self) -> Path:
+        """The error of every op."""
+        return self.folder / "smoke.csv"
+
+    @property
+    def load(self) -> Path:
+        """Rows of loads, of times from ids to vectors, and of unused places."""
+        return self.folder / "load.csv"
+
+    @property
+    def products(self) -> Path:
+        """Rows of matrix products."""
+        return self.folder / "products.csv"
+
+    @property
+    def tuning(self) -> Path:
+        """Launches that were tuned."""
+        return self.folder / "tuning.json"
+
+
+def all_stages(files: Files) -> list[Stage]:
+    """Return the stages, the most important first."""
+    smoke = _module("gpu_report.smoke")
+    return [
+        Stage("environment", 20, lambda _: _module("gpu_report.environment")),
+        Stage("compile", 45, lambda s: _module("gpu_report.compile", "--budget", _budget(s))),
+        Stage("smoke", 45, lambda _: [*smoke, *_rows(files.smoke, files)], checks=True),
+        _tests("kernel tests", 85, KERNELS),
+        _tests("tests of served shapes", 70, SERVED_SHAPES),
+        _benchmark("encoder", 65, ENCODER, files),
+        _benchmark("attention", 40, "attention", files),
+        _benchmark("rows", 50, _ROW_GROUPS, files),
+        _benchmark("beam", 22, "beam", files),
+        Stage("load", 40, _measured("gpu_report.load", files.load, files)),
+        Stage("products", 40, _measured("gpu_report.products", files.products, files)),
+        Stage(
+            "tune",
+            75,
+            lambda s: _module(
+                "tune_kernels",
+                *("--only", _TUNED_GROUPS, "--dtypes", "bf16", "--passes", "20"),
+                *("--budget", _budget(s), "--output", str(files.tuning)),
+            ),
+        ),
+        _benchmark("encoder as tuned", 40, ENCODER, files, tuned=True),
+        Stage(
+            "memcheck",
+            45,
+            # without the caching allocator, an access behind a tensor is an error
+            lambda _: ["compute-sanitizer", "--error-exitcode", "9", *smoke, "--dtypes", "bf16"],
+            checks=True,
+            missing=_program("compute-sanitizer"),
+            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        ),
+        Stage(
+            "profiler",
+            45,
+            lambda _: [
+                *("ncu", "--clock-control", "none", "--csv", "--kernel-name", "regex:_kernel$"),
+                *("--log-file", str(files.folder / "profiler.csv"), "--launch-count", "40"),
+                *("--metrics", _METRICS, *_module("gpu_report.profiled")),
+            ],
+            missing=_program("ncu"),
+        ),
+    ]
+
+
+def _module(name: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"varlen_bench.{name}", *arguments]
+
+
+def _tests(name: str, seconds: float, suite: Suite) -> Stage:
+    # a line for each test, so that a stage that is cut off tells what it did
+    command = suite.command("-v", "--tb=short", "-p", "no:cacheprovider")
+    return Stage(name, seconds, lambda _: command, checks=True)
+
+
+def _benchmark(
+    name: str, seconds: float, groups: str, files: Files, *, tuned: bool = False
+) -> Stage:
+    def command(limit: float) -> list[str]:
+        options = ["--quick", "--only", groups, "--passes", str(_PASSES)]
+        options += ["--budget", _budget(limit), *_rows(files.kernels, files)]
+        return _module("kernels", *options, *(["--tuning", str(files.tuning)] if tuned else []))
+
+    def missing() -> str:
+        return "" if not tuned or files.tuning.is_file() else "no launch was tuned"
+
+    return Stage(name, seconds, command, missing=missing)
+
+
+def _measured(module: str, rows: Path, files: Files) -> Callable[[float], Sequence[str]]:
+    return lambda limit: _module(module, "--budget", _budget(limit), *_rows(rows, files))
+
+
+def _rows(path: Path, files: Files) -> list[str]:
+    revision = ["--revision", files.revision] if files.revision else []
+    return ["--output", str(path), *revision]
+
+
+def _budget(seconds: float) -> str:
+    return str(max(1, int(seconds) - _MARGIN_SECONDS))
+
+
+def _program(name: str) -> Callable[[], str]:
+    return lambda: "" if shutil.which(name) else f"{name} is not installed"

@@ -1,0 +1,75 @@
+"""Run the tests that need a CUDA GPU: `python -m varlen_bench.gpu_tests [pytest's arguments]`.
+
+The machine may be a bare one: without pytest-asyncio, pytest-xdist or a server's client. Tests run in as many
+processes as there are CPUs, because most of their time compiles kernels; tests at the sizes of a server run in few
+processes, because they need GPU memory.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from varlen_bench.harness.machine import cpu_count
+
+# The server tests need these packages and the server that `make setup` assembles.
+_SERVER_PACKAGES = ("tritonclient", "grpc")
+_SERVER = Path(".server")
+# pytest's exit status if nothing was selected.
+_NO_TESTS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Tests that run in one call of pytest.
+
+    Attributes:
+        processes: largest number of test processes.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    processes: int
+
+    def command(self, *arguments: str) -> list[str]:
+        """Return the command line; `arguments` are added to pytest's."""
+        # versions differ from machine to machine, and a newer one may warn
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-W", "default"]
+        if find_spec("xdist") is not None:
+            processes = min(cpu_count(), self.processes)
+            command += ["--numprocesses", str(processes), "--dist", "worksteal"]
+        return [*command, *arguments, *self.paths]
+
+
+KERNELS = Suite("kernels", ("tests/kernels/fused",), processes=12)
+SERVED_SHAPES = Suite("served shapes", ("tests/kernels/gpu",), processes=4)
+_SERVER_TESTS = Suite("server", ("tests/server/test_gpu.py",), processes=1)
+
+
+def suites() -> list[Suite]:
+    """Return the suites that this machine can collect."""
+    has_server = _SERVER.is_dir() and all(find_spec(name) for name in _SERVER_PACKAGES)
+    return [KERNELS, SERVED_SHAPES, *([_SERVER_TESTS] if has_server else [])]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the exit status of the first suite that failed, else 0.
+
+    Args:
+        arguments: of pytest. If some begin with "tests/", only those run, in one suite.
+    """
+    paths = tuple(argument for argument in arguments if argument.startswith("tests/"))
+    options = [argument for argument in arguments if argument not in paths]
+    chosen = [Suite("chosen", paths, SERVED_SHAPES.processes)] if paths else suites()
+    failed = 0
+    for suite in chosen:
+        print(f"== {suite.name}: {' '.join(suite.paths)}", flush=True)
+        status = subprocess.run(suite.command(*options), check=False).returncode
+        failed = failed or (status if status != _NO_TESTS else 0)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
