@@ -306,7 +306,8 @@ def test_the_summary_names_what_failed_and_what_was_skipped(tmp_path):
         kernel_row(system="torch", graph_us="99.5"),
         kernel_row(op="encoder", system="packed", graph_us="3300"),
     )
-    write_rows(files.load, {"part": "load", "case": "minilm", "figure": "first load", "value": "2", "unit": "s"})  # fmt: skip
+    first_load = {"case": "minilm", "figure": "first load", "value": "2", "unit": "s"}
+    write_rows(files.load, {"part": "load", **first_load})
 
     outcomes = run(stages, tmp_path)
     text = summary(files, outcomes)
