@@ -189,7 +189,8 @@ class EngineConfig:
     )
     max_sequence_tokens: int | None = _setting(
         None,
-        "Longest sequence accepted, in tokens. The default is the checkpoint's own limit.",
+        "Longest sequence accepted, in tokens. The default is the checkpoint's own limit, or max_batch_tokens if that"
+        " is less.",
         lowest=1,
     )
     max_queued_requests: int = _setting(

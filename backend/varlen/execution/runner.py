@@ -246,10 +246,15 @@ def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:
 def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
     """Return the length of the longest sequence that is served, in tokens.
 
+    Where no setting says it, it is the checkpoint's own limit, or what a batch and the queue can hold.
+
     Raises:
         ConfigError: the configured one is longer than the checkpoint or a batch can hold.
     """
-    limit = config.max_sequence_tokens or checkpoint.max_sequence_tokens
+    limit = config.max_sequence_tokens
+    if limit is None:
+        held = config.max_batch_tokens, config.max_queued_tokens
+        return min(checkpoint.max_sequence_tokens, *held)
     if limit > checkpoint.position_limit:
         raise ConfigError(
             f"max_sequence_tokens is {limit}; this checkpoint has position embeddings for {checkpoint.position_limit}"

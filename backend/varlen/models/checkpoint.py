@@ -170,16 +170,20 @@ def _family(config: Json) -> Family:
         raise CheckpointError(
             f'config.json has model_type "{name}"; this version serves: {", ".join(FAMILIES)}'
         )
-    return FAMILIES[name]
+    architecture = _first_name(config.get("architectures"))
+    return t5_checkpoint.ENCODERS.get(str(architecture), FAMILIES[name])
 
 
 def _architecture(config: Json, family: Family) -> str:
-    names = config.get("architectures") or list(family.architectures)
-    name = names[0] if isinstance(names, list) else names
+    name = _first_name(config.get("architectures") or list(family.architectures))
     if not isinstance(name, str) or name not in family.architectures:
         allowed = ", ".join(family.architectures)
         raise CheckpointError(f'config.json has the architecture "{name}"; allowed: {allowed}')
     return name
+
+
+def _first_name(names: object) -> object:
+    return names[0] if isinstance(names, list) and names else names
 
 
 def _default_pooling(architecture: str) -> Pooling:

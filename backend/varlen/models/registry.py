@@ -16,7 +16,7 @@ from varlen.models.llama import load_llama
 from varlen.models.modernbert import load_modernbert
 from varlen.models.post_norm import load_post_norm
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
-from varlen.models.t5 import load_t5
+from varlen.models.t5 import load_t5, load_t5_encoder
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
 
@@ -92,6 +92,7 @@ class EncoderDecoderModel(Protocol):
 _ENCODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], EncoderModel]] = {
     **dict.fromkeys(POST_NORM_FAMILIES, load_post_norm),
     "modernbert": load_modernbert,
+    **dict.fromkeys(t5_checkpoint.FAMILIES, load_t5_encoder),
 }
 _DECODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], DecoderModel]] = {
     "gpt2": load_gpt2,

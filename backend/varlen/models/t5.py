@@ -15,6 +15,7 @@ from varlen.models import inputs
 from varlen.models.attention import Attention, CrossAttention
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.embedding_tables import read_tables
+from varlen.models.heads import Heads
 from varlen.models.layers import LayerReader, Linear
 from varlen.models.output import record_output, suppress_tokens
 from varlen.models.relative_positions import bias_by_distance
@@ -91,22 +92,68 @@ class T5DecoderLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class T5Encoder:
+    """The encoder of a T5 or mT5 in one dtype.
+
+    Attributes:
+        table: `[vocabulary, hidden]`.
+        bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
+        norm: `[hidden]`, after the last layer.
+        attention_heads: heads of all layers.
+    """
+
+    table: Tensor
+    layers: tuple[T5EncoderLayer, ...]
+    bias: Tensor
+    norm: Tensor
+    attention_heads: AttentionHeads
+    norm_eps: float
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+        return self.table.shape[0]
+
+    @property
+    def type_vocab_size(self) -> int:
+        """Token types below this are valid: it has one."""
+        return 1
+
+    @property
+    def heads(self) -> Heads:
+        """The layers on top of it: none."""
+        return Heads()
+
+    def record(self, ops: Recorder) -> Value:
+        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
+        stream = _residual_stream(ops, self.table, self.layers, self.norm, eps=self.norm_eps)
+        for layer in self.layers:
+            context = ops.attention_varlen(
+                layer.attention.qkv.record(ops, stream.x),
+                inputs.cu_seqlens(ops),
+                self.attention_heads,
+                scale=1.0,
+                bias=self.bias,
+            )
+            stream.add(layer.attention.output.record(ops, context))
+            stream.add(layer.mlp.record(ops, stream.x))
+        return stream.x
+
+
+@dataclass(frozen=True, slots=True)
 class T5:
     """A T5 or mT5 in one dtype.
 
     Attributes:
-        source_table, target_table: `[vocabulary, hidden]`, embeddings of the encoder and the decoder.
-        encoder_bias, decoder_bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
-        encoder_norm, decoder_norm: `[hidden]`, after the last layer; that of the decoder includes the scale before
-            the output layer.
+        encoder: reads the source.
+        target_table: `[vocabulary, hidden]`, embeddings of the decoder.
+        decoder_bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
+        decoder_norm: `[hidden]`, after the last layer; includes the scale before the output layer.
         output: `[hidden, vocabulary]`.
         attention_heads: heads of all layers.
     """
 
-    source_table: Tensor
-    encoder_layers: tuple[T5EncoderLayer, ...]
-    encoder_bias: Tensor
-    encoder_norm: Tensor
+    encoder: T5Encoder
     target_table: Tensor
     decoder_layers: tuple[T5DecoderLayer, ...]
     decoder_bias: Tensor
@@ -127,25 +174,16 @@ class T5:
 
     def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
         """Record the encoder, and storing its keys and values for each layer of the decoder."""
-        heads, layers = self.attention_heads, self.encoder_layers
-        stream = self._stream(ops, self.source_table, layers, self.encoder_norm)
-        for layer in layers:
-            context = ops.attention_varlen(
-                layer.attention.qkv.record(ops, stream.x),
-                inputs.cu_seqlens(ops),
-                heads,
-                scale=1.0,
-                bias=self.encoder_bias,
-            )
-            stream.add(layer.attention.output.record(ops, context))
-            stream.add(layer.mlp.record(ops, stream.x))
-        for number, decoder_layer in enumerate(self.decoder_layers):
-            cross.store(ops, number, decoder_layer.source.kv.record(ops, stream.x), heads)
+        hidden = self.encoder.record(ops)
+        for number, layer in enumerate(self.decoder_layers):
+            cross.store(ops, number, layer.source.kv.record(ops, hidden), self.attention_heads)
 
     def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
         """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
         heads, layers = self.attention_heads, self.decoder_layers
-        stream = self._stream(ops, self.target_table, layers, self.decoder_norm)
+        stream = _residual_stream(
+            ops, self.target_table, layers, self.decoder_norm, eps=self.norm_eps
+        )
         for number, layer in enumerate(layers):
             qkv = layer.attention.qkv.record(ops, stream.x)
             context = attention.record(ops, number, qkv, heads, scale=1.0, bias=self.decoder_bias)
@@ -160,17 +198,19 @@ class T5:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
         return record_output(ops, self.output, hidden)
 
-    def _stream(
-        self,
-        ops: Recorder,
-        table: Tensor,
-        layers: Sequence[T5EncoderLayer] | Sequence[T5DecoderLayer],
-        last_norm: Tensor,
-    ) -> RmsResidualStream:
-        """Record the embeddings and return the residual stream of a stack."""
-        norms = chain.from_iterable(layer.norms for layer in layers)
-        embedded = ops.embed(inputs.token_ids(ops), table)
-        return RmsResidualStream(ops, embedded, chain(norms, [last_norm]), eps=self.norm_eps)
+
+def _residual_stream(
+    ops: Recorder,
+    table: Tensor,
+    layers: Sequence[T5EncoderLayer] | Sequence[T5DecoderLayer],
+    last_norm: Tensor,
+    *,
+    eps: float,
+) -> RmsResidualStream:
+    """Record the embeddings and return the residual stream of a stack."""
+    norms = chain.from_iterable(layer.norms for layer in layers)
+    embedded = ops.embed(inputs.token_ids(ops), table)
+    return RmsResidualStream(ops, embedded, chain(norms, [last_norm]), eps=eps)
 
 
 def load_t5(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> T5:
@@ -187,13 +227,7 @@ def load_t5(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
         names = table_names(weights)
         tables = read_tables(layers, names, config.hidden, sources=size, targets=size)
         return T5(
-            source_table=tables.source,
-            encoder_layers=tuple(
-                T5EncoderLayer(read.attention(at), read.mlp(f"{at}.1"))
-                for at in _layer_names("encoder", config.encoder_layers)
-            ),
-            encoder_bias=read.bias("encoder", is_causal=False),
-            encoder_norm=read.norm("encoder.final_layer_norm"),
+            encoder=read.encoder(tables.source),
             target_table=tables.target,
             decoder_layers=tuple(
                 T5DecoderLayer(read.attention(at), read.source_attention(at), read.mlp(f"{at}.2"))
@@ -207,12 +241,39 @@ def load_t5(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
         )
 
 
+def load_t5_encoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> T5Encoder:
+    """Return the encoder of a checkpoint without a decoder in `dtype` on `device`.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
+    """
+    config = T5Config.read(checkpoint.config)
+    with CheckpointWeights(checkpoint.folder) as weights:
+        layers = LayerReader(weights, dtype, device)
+        table = layers.tensor(table_names(weights).source, config.vocab_size, config.hidden)
+        return _T5Reader(config, layers).encoder(table)
+
+
 class _T5Reader:
     """Reads the parts of the model by their names in a checkpoint."""
 
     def __init__(self, config: T5Config, read: LayerReader) -> None:
         self._config = config
         self._read = read
+
+    def encoder(self, table: Tensor) -> T5Encoder:
+        config = self._config
+        return T5Encoder(
+            table=table,
+            layers=tuple(
+                T5EncoderLayer(self.attention(at), self.mlp(f"{at}.1"))
+                for at in _layer_names("encoder", config.encoder_layers)
+            ),
+            bias=self.bias("encoder", is_causal=False),
+            norm=self.norm("encoder.final_layer_norm"),
+            attention_heads=AttentionHeads(config.num_heads, config.num_heads, config.head_dim),
+            norm_eps=config.norm_eps,
+        )
 
     def attention(self, layer: str) -> T5SelfAttention:
         name = f"{layer}.0.SelfAttention"

@@ -75,7 +75,10 @@ class T5Config:
         """Return the fields; raise CheckpointError for a configuration that is not served."""
         check_unquantized(config)
         known = READ_FIELDS | HARMLESS_FIELDS
-        check_fields(config, "config.json", known=known, fixed=seq2seq_fields.FIXED_FIELDS)
+        fixed: dict[str, object] = dict(seq2seq_fields.FIXED_FIELDS)
+        if has_no_decoder(config):
+            fixed |= {"is_encoder_decoder": False, "is_decoder": False}
+        check_fields(config, "config.json", known=known, fixed=fixed)
         activation, is_gated = _read_feed_forward(config)
         layers, hidden = read_int(config, "num_layers"), read_int(config, "d_model")
         has_own_layers = config.get("num_decoder_layers") is not None
@@ -100,6 +103,12 @@ class T5Config:
         return self.num_heads * self.head_dim
 
 
+def has_no_decoder(config: Json) -> bool:
+    """Return whether config.json is that of an encoder alone."""
+    names = config.get("architectures")
+    return isinstance(names, list) and bool(names) and names[0] in ENCODERS
+
+
 def table_names(present: Container[str]) -> TableNames:
     """Return the names of the tensors that hold the tables, given those of the checkpoint.
 
@@ -109,22 +118,27 @@ def table_names(present: Container[str]) -> TableNames:
     return own.find(("shared.weight", own.source, own.target, own.output), present)
 
 
-def tensor_shapes(config: T5Config, present: Container[str]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(
+    config: T5Config, present: Container[str], *, has_decoder: bool = True
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors that loading reads, by name.
 
     Args:
         config: of the checkpoint.
         present: names of all tensors of the checkpoint.
+        has_decoder: whether it is more than an encoder.
     """
     hidden, inner, width = config.hidden, config.inner, config.width
     tables = table_names(present)
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-        (tables.source, tables.target, tables.output), (config.vocab_size, hidden)
-    )
-    for stack, layers, attentions in (
-        ("encoder", config.encoder_layers, ("SelfAttention",)),
-        ("decoder", config.decoder_layers, ("SelfAttention", "EncDecAttention")),
-    ):
+    stacks: list[tuple[str, int, tuple[str, ...]]] = [
+        ("encoder", config.encoder_layers, ("SelfAttention",))
+    ]
+    names = [tables.source]
+    if has_decoder:
+        stacks.append(("decoder", config.decoder_layers, ("SelfAttention", "EncDecAttention")))
+        names += [tables.target, tables.output]
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, (config.vocab_size, hidden))
+    for stack, layers, attentions in stacks:
         shapes[f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] = (
             config.buckets,
             config.num_heads,
@@ -190,10 +204,11 @@ def _read_sizes(config: Json) -> ModelSizes:
 def _check_tensors(
     headers: Mapping[str, TensorHeader],
     config: Json,
-    architecture: str,  # noqa: ARG001  # one is served
-    task: Task,  # noqa: ARG001  # one is served
+    architecture: str,
+    task: Task,  # noqa: ARG001  # it belongs to the architecture
 ) -> None:
-    expected = tensor_shapes(T5Config.read(config), headers)
+    has_decoder = architecture not in ENCODERS
+    expected = tensor_shapes(T5Config.read(config), headers, has_decoder=has_decoder)
     for name, shape in expected.items():
         check_tensor(headers, name, shape)
     check_all_used(headers, expected, {_UNUSED_BIAS, "shared.weight"}.__contains__)
@@ -213,4 +228,16 @@ def _family(head: str) -> Family:
 FAMILIES: Mapping[str, Family] = {
     "t5": _family("T5ForConditionalGeneration"),
     "mt5": _family("MT5ForConditionalGeneration"),
+}
+
+# Encoders alone, by architecture.
+ENCODERS: Mapping[str, Family] = {
+    name: Family(
+        architectures={name: "embed"},
+        heads={},
+        read_sizes=_read_sizes,
+        check_tensors=_check_tensors,
+        tokenizer_class="T5Tokenizer",
+    )
+    for name in ("T5EncoderModel", "MT5EncoderModel")
 }

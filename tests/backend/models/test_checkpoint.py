@@ -343,7 +343,12 @@ def test_refuses_a_sequence_limit_past_the_position_table(folder):
 @pytest.mark.parametrize("name", ["max_batch_tokens", "max_queued_tokens"])
 def test_refuses_a_cap_that_cannot_hold_the_longest_sequence(folder, name):
     with refused_setting(f"{name} is 63; it must hold the longest sequence, 64 tokens"):
-        load(folder, **{name: 63})
+        load(folder, max_sequence_tokens=64, **{name: 63})
+
+
+@pytest.mark.parametrize("name", ["max_batch_tokens", "max_queued_tokens"])
+def test_without_a_setting_the_longest_sequence_is_what_caps_hold(folder, name):
+    assert load(folder, **{name: 63}).info.max_sequence_tokens == 63
 
 
 def test_refuses_an_arena_without_room_for_one_token(folder):

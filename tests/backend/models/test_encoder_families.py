@@ -234,3 +234,17 @@ def test_the_documentation_lists_every_model_type():
     listed = set(re.findall(r"`([a-z0-9_-]+)`(?= \||,|: task)", text))
 
     assert listed >= set(FAMILIES_OF_CHECKPOINTS)
+
+
+@pytest.mark.parametrize("kind", ["T5EncoderModel", "MT5EncoderModel"])
+def test_an_encoder_of_t5_alone_matches_transformers(make_checkpoint, rng, kind):
+    folder = make_checkpoint(kind)
+    model = load(folder, kind)
+    rows = rows_of(rng, model.config.vocab_size)
+
+    with Encoder.from_pretrained(folder, task="hidden", dtype="fp32") as encoder:
+        actual = encoder.hidden(rows)
+
+    check(folder, actual, [output.last_hidden_state[0] for output in outputs(model, rows)])
+    with refused('task "translate" is not served'):
+        Checkpoint.open(folder).check_task("translate")
