@@ -1,4 +1,4 @@
-"""A Python like that of a bare GPU machine: packages of `make setup` are hidden from it."""
+"""A Python as on a bare GPU machine: it does not find packages of `make setup`."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The GPU report without a GPU: bounded stages, the summary, and each stage on tiny input."""
+"""The GPU report without a GPU: bounded stages, summary, tiny inputs."""
 
 import csv
 import importlib

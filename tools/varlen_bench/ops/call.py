@@ -158,6 +158,8 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
     """Return ||result - exact|| / ||exact||; infinite if shapes differ or a value is not finite."""
     if result.shape != exact.shape:
         return float("inf")
+    # some ops return integers
+    exact = exact.double()
     error = torch.linalg.vector_norm(result.double() - exact) / torch.linalg.vector_norm(exact)
     return float(error.nan_to_num(nan=torch.inf))
 
