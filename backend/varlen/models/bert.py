@@ -89,7 +89,7 @@ class Bert:
         )
         attended = layer.attention_output.record(ops, context)
         x = self._add_norm(ops, attended, x, layer.attention_norm)
-        inner = ops.activate(layer.up.record(ops, x), kind=self.activation)
+        inner = layer.up.record_activated(ops, x, self.activation)
         return self._add_norm(ops, layer.down.record(ops, inner), x, layer.output_norm)
 
     def _add_norm(self, ops: Recorder, x: Value, residual: Value, norm: Norm) -> Value:
