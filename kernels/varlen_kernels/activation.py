@@ -11,6 +11,7 @@ from torch import Tensor
 
 from varlen_kernels import Activation
 from varlen_kernels.checks import check_rows, check_vector
+from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.rows import tile_launches, vector_width
 from varlen_kernels.tuning import Launch, pick
 
@@ -83,8 +84,10 @@ def _activate_kernel(
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Activate one tile of ROWS tokens by BLOCK features."""
+    wait_for_kernels(DEPENDENT)
     TILES: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     # int64: tokens * FEATURES may pass 2**31
     token = (tl.program_id(0) // TILES).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -124,6 +127,7 @@ def activate(
         HAS_BIAS=bias is not None,
         KIND=kind,
         **launch,
+        **dependent_launch(),
     )
     return out
 

@@ -1,4 +1,4 @@
-"""Tiles of queries: which sequence and which queries a program of attention works on, and how many.
+"""Tiles of attention: the sequence and the queries that a program computes.
 
 The tiles of sequence i start at cu_seqlens[i] // BLOCK_M + i. Each sequence has enough tiles for its length, and at
 most one more. So the number of tiles follows from the shapes of the batch: the host needs no sequence length, and one
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from varlen_kernels.attention_checks import check_bias, check_heads
 from varlen_kernels.checks import check_cu_seqlens
+from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.tuning import Key, Launch, pick
 
 # Columns of the table: first token and length of the tile's sequence, and first query of the tile.
@@ -125,8 +126,10 @@ def _attention_tiles_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Write BLOCK_TILES rows of the table."""
+    wait_for_kernels(DEPENDENT)
     tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
     # the number of sequences whose first tile is not after each tile
     started = tl.zeros([BLOCK_TILES], tl.int32)
@@ -184,6 +187,7 @@ def attention_tiles(
         BLOCK_BATCH=BLOCK_BATCH,
         enable_fp_fusion=launch["enable_fp_fusion"],
         **_TABLE_LAUNCH,
+        **dependent_launch(),
     )
     return out
 

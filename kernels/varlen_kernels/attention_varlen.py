@@ -25,6 +25,7 @@ from varlen_kernels.attention_tiles import (
     num_tiles,
 )
 from varlen_kernels.checks import check_cu_seqlens, check_out
+from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -164,8 +165,10 @@ def _attention_varlen_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
+    DEPENDENT: tl.constexpr,
 ):
     """Compute the attention of one tile of queries in one head."""
+    wait_for_kernels(DEPENDENT)
     # heads vary fastest: in a batch sorted by descending length, the last programs are short
     head = tl.program_id(0) % NUM_HEADS
     tile = tl.program_id(0) // NUM_HEADS
@@ -314,5 +317,6 @@ def attention_varlen(
         BLOCK_BATCH=BLOCK_BATCH,
         BLOCK_D=block_d(head_dim),
         **launch,
+        **dependent_launch(),
     )
     return out

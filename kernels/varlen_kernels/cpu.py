@@ -49,6 +49,7 @@ __all__ = [
     "first_tokens",
     "layer_norm",
     "linear",
+    "linear_activate",
     "linear_int8",
     "linear_int8_packed",
     "linear_packed",
@@ -147,6 +148,19 @@ def activate(
     out = torch.empty_like(x) if out is None else out
     gelu_tanh_rows(x, bias, out)
     return out
+
+
+def linear_activate(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    kind: Activation,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the activation of x @ weight + bias, see `reference.linear_activate`."""
+    product = linear(x, weight, bias, out=out)
+    return activate(product, kind=kind, out=product)
 
 
 def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from varlen_kernels.checks import check_ids, check_out, check_rows, check_vector, check_width
+from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.layer_norm import normalize_row
 from varlen_kernels.rows import (
     add_rows,
@@ -63,8 +64,10 @@ def _embed_layer_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
+    DEPENDENT: tl.constexpr,
 ):
     """Embed ROWS tokens, from token `program_id(0) * ROWS` on."""
+    wait_for_kernels(DEPENDENT)
     # int64: tokens * HIDDEN may pass 2**31
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
 
@@ -147,6 +150,7 @@ def embed_layer_norm(
         HIDDEN=hidden,
         TILES=triton.cdiv(hidden, launch["BLOCK"]),
         **launch,
+        **dependent_launch(),
     )
     return out
 
@@ -167,8 +171,10 @@ def _embed_kernel(
     HAS_POSITIONS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Embed one tile of ROWS tokens by BLOCK features."""
+    wait_for_kernels(DEPENDENT)
     TILES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     # int64: tokens * HIDDEN may pass 2**31, and so may a table
     token = (tl.program_id(0) // TILES).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -228,6 +234,7 @@ def embed(
         SCALE=scale,
         HAS_POSITIONS=has_positions,
         **launch,
+        **dependent_launch(),
     )
     return out
 

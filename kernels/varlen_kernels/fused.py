@@ -14,6 +14,7 @@ from varlen_kernels.embedding import embed, embed_layer_norm
 from varlen_kernels.gate import activate_gate
 from varlen_kernels.heads import norm_heads, rotary
 from varlen_kernels.layer_norm import add_layer_norm, layer_norm, residual_layer_norm
+from varlen_kernels.linear_activation import linear_activate
 from varlen_kernels.pooling import first_tokens, pool
 from varlen_kernels.reference import linear, select_rows, tanh, to_fp32
 from varlen_kernels.rms_norm import residual_rms_norm, rms_norm
@@ -33,6 +34,7 @@ __all__ = [
     "first_tokens",
     "layer_norm",
     "linear",
+    "linear_activate",
     "norm_heads",
     "pool",
     "residual_layer_norm",

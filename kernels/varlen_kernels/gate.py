@@ -12,6 +12,7 @@ from torch import Tensor
 from varlen_kernels import Activation
 from varlen_kernels.activation import activated
 from varlen_kernels.checks import check_dtype, check_out, check_row_layout
+from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.rows import tile_launches, vector_width
 from varlen_kernels.tuning import Launch, pick
 
@@ -27,8 +28,10 @@ def _activate_gate_kernel(
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Gate one tile of ROWS tokens by BLOCK features."""
+    wait_for_kernels(DEPENDENT)
     TILES: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     # int64: tokens * FEATURES may pass 2**31
     token = (tl.program_id(0) // TILES).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -68,6 +71,7 @@ def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> 
         FEATURES=features,
         KIND=kind,
         **launch,
+        **dependent_launch(),
     )
     return out
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from varlen_kernels.checks import check_rows, check_vector, check_width
+from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.rows import (
     add_rows,
     load_row,
@@ -75,8 +76,10 @@ def _layer_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # TILES * BLOCK >= HIDDEN
+    DEPENDENT: tl.constexpr,
 ):
     """Normalise ROWS tokens, from token `program_id(0) * ROWS` on."""
+    wait_for_kernels(DEPENDENT)
     # int64: tokens * HIDDEN may pass 2**31
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     row_mask = token < tokens
@@ -186,6 +189,7 @@ def _launch(
         HAS_SUM=sum_out is not None,
         TILES=triton.cdiv(hidden, launch["BLOCK"]),
         **launch,
+        **dependent_launch(),
     )
 
 

@@ -3,6 +3,10 @@
 One program owns BLOCK features of one sequence and reads ROWS tokens at a time. It owns all features if the vector is
 normalised, because the norm needs them. Every mode but the maximum is a sum: the first or last token is the sum of a
 sequence of one token.
+
+Each read of ROWS tokens waits for memory, so one program would take long for a long sequence. If sequences are long on
+average, one kernel pools parts of each sequence, and a second one merges the parts. The parts of a sequence depend only
+on its length.
 """
 
 import torch
@@ -18,6 +22,7 @@ from varlen_kernels.checks import (
     check_row_layout,
     check_width,
 )
+from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.reference import NORM_FLOOR
 from varlen_kernels.tuning import Launch, pick
 
@@ -28,6 +33,12 @@ _MAX_WARPS = 16
 _MAX_BLOCK = 256
 # Maximum elements per thread; more would spill.
 _MAX_THREAD_VALUES = 32
+# Hardware limit per thread.
+_MAX_REGISTERS = 255
+# Mean length from which sequences are pooled in parts, parts of a sequence at most, and tokens of a part at least.
+_LONG = 64
+_PARTS = 8
+_MIN_PART = 32
 
 
 @triton.jit
@@ -59,6 +70,39 @@ def max_tokens(x_ptr, col, tokens, HIDDEN: tl.constexpr, STRIDE: tl.constexpr, R
 
 
 @triton.jit
+def part_length(length, PARTS: tl.constexpr, MIN_PART: tl.constexpr):
+    """Return the number of tokens of each part but the last."""
+    return tl.maximum(tl.cdiv(length, PARTS), MIN_PART)
+
+
+@triton.jit
+def finish_pooling(
+    pooled,  # [1, BLOCK], sum or maximum of the tokens
+    length,
+    sequence,
+    col,
+    normalize_ptr,
+    norm_floor,
+    HIDDEN: tl.constexpr,
+    MODE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """Return the vector of a sequence from its sum or maximum."""
+    if MODE == "max":
+        pooled = tl.where(length == 0, 0.0, pooled)
+    if MODE == "mean":
+        pooled = pooled / tl.maximum(length, 1).to(tl.float32)
+    if NORMALIZE:
+        squares = tl.where(col < HIDDEN, pooled * pooled, 0.0)
+        norm = tl.sqrt(tl.sum(squares, axis=1, keep_dims=True))
+        # not tl.maximum, so that a norm of NaN remains NaN
+        norm = tl.where(norm < norm_floor, norm_floor, norm)
+        normalize = tl.load(normalize_ptr + sequence) != 0
+        pooled = tl.where(normalize, pooled / norm, pooled)
+    return pooled
+
+
+@triton.jit
 def _pool_kernel(
     x_ptr,  # [tokens, HIDDEN]
     cu_seqlens_ptr,  # [batch + 1]
@@ -72,14 +116,16 @@ def _pool_kernel(
     NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # >= HIDDEN if NORMALIZE
+    DEPENDENT: tl.constexpr,
 ):
     """Pool BLOCK features of one sequence."""
+    wait_for_kernels(DEPENDENT)
     TILES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     sequence = tl.program_id(0) // TILES
     col = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)[None, :]
     begin = tl.load(cu_seqlens_ptr + sequence)
     end = tl.load(cu_seqlens_ptr + sequence + 1)
-    is_empty = begin == end
+    length = end - begin
     if MODE == "cls":
         end = tl.minimum(end, begin + 1)
     if MODE == "last":
@@ -89,18 +135,84 @@ def _pool_kernel(
 
     if MODE == "max":
         pooled = max_tokens(tokens_ptr, col, end - begin, HIDDEN, X_STRIDE, ROWS)
-        pooled = tl.where(is_empty, 0.0, pooled)
     else:
         pooled = sum_tokens(tokens_ptr, col, end - begin, HIDDEN, X_STRIDE, ROWS)
-        if MODE == "mean":
-            pooled = pooled / tl.maximum(end - begin, 1).to(tl.float32)
-    if NORMALIZE:
-        squares = tl.where(col < HIDDEN, pooled * pooled, 0.0)
-        norm = tl.sqrt(tl.sum(squares, axis=1, keep_dims=True))
-        # not tl.maximum, so that a norm of NaN remains NaN
-        norm = tl.where(norm < norm_floor, norm_floor, norm)
-        normalize = tl.load(normalize_ptr + sequence) != 0
-        pooled = tl.where(normalize, pooled / norm, pooled)
+    pooled = finish_pooling(
+        pooled, length, sequence, col, normalize_ptr, norm_floor, HIDDEN, MODE, NORMALIZE
+    )
+    tl.store(out_ptr + sequence.to(tl.int64) * OUT_STRIDE + col, pooled, mask=col < HIDDEN)
+
+
+@triton.jit
+def _pool_parts_kernel(
+    x_ptr,  # [tokens, HIDDEN]
+    cu_seqlens_ptr,  # [batch + 1]
+    parts_ptr,  # [batch, PARTS, HIDDEN]; parts without tokens are not written
+    X_STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    MODE: tl.constexpr,
+    PARTS: tl.constexpr,
+    MIN_PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Sum, or find the maximum of, BLOCK features of one part of a sequence."""
+    wait_for_kernels(DEPENDENT)
+    TILES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    sequence = tl.program_id(0) // (PARTS * TILES)
+    part = tl.program_id(0) // TILES % PARTS
+    col = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)[None, :]
+    begin = tl.load(cu_seqlens_ptr + sequence)
+    length = tl.load(cu_seqlens_ptr + sequence + 1) - begin
+    size = part_length(length, PARTS, MIN_PART)
+    tokens = tl.minimum(length - part * size, size)
+    if tokens <= 0:
+        return
+
+    # int64: tokens * X_STRIDE may pass 2**31
+    tokens_ptr = x_ptr + (begin + part * size).to(tl.int64) * X_STRIDE
+    if MODE == "max":
+        pooled = max_tokens(tokens_ptr, col, tokens, HIDDEN, X_STRIDE, ROWS)
+    else:
+        pooled = sum_tokens(tokens_ptr, col, tokens, HIDDEN, X_STRIDE, ROWS)
+    row = sequence.to(tl.int64) * PARTS + part
+    tl.store(parts_ptr + row * HIDDEN + col, pooled, mask=col < HIDDEN)
+
+
+@triton.jit
+def _merge_parts_kernel(
+    parts_ptr,  # [batch, PARTS, HIDDEN]
+    cu_seqlens_ptr,  # [batch + 1]
+    normalize_ptr,  # [batch], read if NORMALIZE
+    out_ptr,  # [batch, HIDDEN]
+    norm_floor,
+    OUT_STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    MODE: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    MIN_PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,  # >= HIDDEN if NORMALIZE
+    DEPENDENT: tl.constexpr,
+):
+    """Merge the parts of BLOCK features of one sequence."""
+    wait_for_kernels(DEPENDENT)
+    TILES: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    sequence = tl.program_id(0) // TILES
+    col = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)[None, :]
+    length = tl.load(cu_seqlens_ptr + sequence + 1) - tl.load(cu_seqlens_ptr + sequence)
+    parts = tl.cdiv(length, part_length(length, PARTS, MIN_PART))
+    # int64: batch * PARTS * HIDDEN may pass 2**31
+    parts_ptr += sequence.to(tl.int64) * (PARTS * HIDDEN)
+    if MODE == "max":
+        pooled = max_tokens(parts_ptr, col, parts, HIDDEN, HIDDEN, ROWS)
+    else:
+        pooled = sum_tokens(parts_ptr, col, parts, HIDDEN, HIDDEN, ROWS)
+    pooled = finish_pooling(
+        pooled, length, sequence, col, normalize_ptr, norm_floor, HIDDEN, MODE, NORMALIZE
+    )
     tl.store(out_ptr + sequence.to(tl.int64) * OUT_STRIDE + col, pooled, mask=col < HIDDEN)
 
 
@@ -140,11 +252,18 @@ def first_tokens(x: Tensor, cu_seqlens: Tensor, *, out: Tensor | None = None) ->
 
 
 def candidate_launches(
-    hidden: int, dtype: torch.dtype, mode: Pooling, normalized: bool
+    hidden: int, dtype: torch.dtype, mode: Pooling, whole_rows: bool
 ) -> list[Launch]:
-    """Return the candidate launches for rows of this width; the first is the default."""
+    """Return the candidate launches for rows of this width; the first is the default.
+
+    Args:
+        hidden: elements of a row.
+        dtype: of the tokens.
+        mode: of pooling.
+        whole_rows: whether a program owns all features.
+    """
     padded = triton.next_power_of_2(hidden)
-    block = padded if normalized else min(padded, _MAX_BLOCK)
+    block = padded if whole_rows else min(padded, _MAX_BLOCK)
     # elements that one warp loads at once
     warp_load = _WARP_THREADS * _LOAD_BYTES // dtype.itemsize
     if mode in {"cls", "last"}:
@@ -155,6 +274,9 @@ def candidate_launches(
     for warps, loads in ((8, 4), (16, 4), (4, 4), (8, 2), (16, 2)):
         rows = max(1, warps * loads * warp_load // block)
         launch = {"ROWS": rows, "BLOCK": block, "num_warps": warps}
+        if mode == "max":
+            # without this limit, ptxas spills a register to fit one more program on a multiprocessor
+            launch["maxnreg"] = _MAX_REGISTERS
         if rows * block <= warps * _WARP_THREADS * _MAX_THREAD_VALUES and launch not in launches:
             launches.append(launch)
     return launches
@@ -167,22 +289,66 @@ def _run_kernel(
     batch, hidden = out.shape
     if batch == 0:
         return out
-    launch = pick(op, (hidden, x.dtype, mode, normalize is not None), candidate_launches)
+    flags = cu_seqlens if normalize is None else normalize
+    normalized = normalize is not None
+    if mode in {"mean", "max"} and len(x) >= _LONG * batch:
+        _run_in_parts(x, cu_seqlens, flags, mode, out, normalized=normalized)
+        return out
+    launch = pick(op, (hidden, x.dtype, mode, normalized), candidate_launches)
     tiles = triton.cdiv(hidden, launch["BLOCK"])
     _pool_kernel[(batch * tiles,)](
         x,
         cu_seqlens,
-        cu_seqlens if normalize is None else normalize,
+        flags,
         out,
         NORM_FLOOR,
         X_STRIDE=x.stride(0),
         OUT_STRIDE=out.stride(0),
         HIDDEN=hidden,
         MODE=mode,
-        NORMALIZE=normalize is not None,
+        NORMALIZE=normalized,
         **launch,
+        **dependent_launch(),
     )
     return out
+
+
+def _run_in_parts(
+    x: Tensor, cu_seqlens: Tensor, flags: Tensor, mode: Pooling, out: Tensor, *, normalized: bool
+) -> None:
+    """Write the pooled vectors into `out` by two kernels."""
+    batch, hidden = out.shape
+    parts = torch.empty((batch, _PARTS, hidden), dtype=torch.float32, device=x.device)
+    launch = pick("pool_parts", (hidden, x.dtype, mode, False), candidate_launches)
+    tiles = triton.cdiv(hidden, launch["BLOCK"])
+    _pool_parts_kernel[(batch * _PARTS * tiles,)](
+        x,
+        cu_seqlens,
+        parts,
+        X_STRIDE=x.stride(0),
+        HIDDEN=hidden,
+        MODE=mode,
+        PARTS=_PARTS,
+        MIN_PART=_MIN_PART,
+        **launch,
+        **dependent_launch(),
+    )
+    launch = pick("merge_parts", (hidden, parts.dtype, mode, normalized), candidate_launches)
+    _merge_parts_kernel[(batch * triton.cdiv(hidden, launch["BLOCK"]),)](
+        parts,
+        cu_seqlens,
+        flags,
+        out,
+        NORM_FLOOR,
+        OUT_STRIDE=out.stride(0),
+        HIDDEN=hidden,
+        MODE=mode,
+        NORMALIZE=normalized,
+        PARTS=_PARTS,
+        MIN_PART=_MIN_PART,
+        **launch,
+        **dependent_launch(),
+    )
 
 
 def _check(x: Tensor, cu_seqlens: Tensor, normalize: Tensor | None) -> None:

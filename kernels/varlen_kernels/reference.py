@@ -27,6 +27,9 @@ IN_PLACE: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("residual_layer_norm", "residual_rms_norm"), (1, 0)),
 }
 
+# Activations that GPUs compute in the epilogue of a matrix product, see `linear_activate`.
+IN_EPILOGUE: frozenset[Activation] = frozenset({"gelu_tanh", "relu"})
+
 # Rows per step of ops for which torch allocates a temporary result before it is copied into `out`.
 _ROWS_PER_STEP = 256
 
@@ -128,6 +131,19 @@ def activate(
     if out is None:
         return F.gelu(x, approximate=approximate)
     return torch.ops.aten.gelu.out(x, approximate=approximate, out=out)  # type: ignore[no-any-return]
+
+
+def linear_activate(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    kind: Activation,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the activation of x @ weight + bias, `[tokens, features]`; see `linear` and `activate`."""
+    product = linear(x, weight, bias, out=out)
+    return activate(product, kind=kind, out=product)
 
 
 def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:

@@ -45,6 +45,7 @@ def test_every_setting_can_be_spelt_out():
         "dtype": "bf16",
         "policy": "token_budget",
         "execution": "padded",
+        "approximate_gelu": "true",
         "trigger": "lazy",
         "max_delay_ms": "10",
         "max_batch_sequences": "12",
@@ -74,7 +75,11 @@ def test_every_setting_can_be_spelt_out():
 
     assert set(parameters) == {field.name for field in fields(EngineConfig)}
     spelt = {key: str(getattr(config, key)) for key in parameters}
-    assert spelt == parameters | {"ignore_request_timeout": "True", "prefix_cache": "False"}
+    assert spelt == parameters | {
+        "approximate_gelu": "True",
+        "ignore_request_timeout": "True",
+        "prefix_cache": "False",
+    }
 
 
 @pytest.mark.parametrize("text, expected", [("true", True), ("false", False)])

@@ -317,6 +317,9 @@ def calls(dtype):
         "linear": lambda out: reference.linear(
             x, rand(hidden, 7, dtype=dtype, seed=5), bias[:7], out=out
         ),
+        "linear_activate": lambda out: reference.linear_activate(
+            x, rand(hidden, 7, dtype=dtype, seed=5), bias[:7], kind="gelu", out=out
+        ),
         "gelu": lambda out: reference.activate(x, kind="gelu", out=out),
         "gelu_with_bias": lambda out: reference.activate(x, bias, kind="gelu", out=out),
         "gelu_tanh": lambda out: reference.activate(x, kind="gelu_tanh", out=out),

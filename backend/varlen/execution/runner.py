@@ -97,12 +97,14 @@ class Runner:
         self.device = choose_device(config.device, gpu)
         dtype = choose_dtype(config.dtype, self.device)
         encoder = load_encoder(checkpoint, dtype, self.device)
-        ops = Recorder(for_gpu=self.device.type == "cuda")
+        ops = Recorder(for_gpu=self.device.type == "cuda", approximate_gelu=config.approximate_gelu)
         hidden = encoder.record(ops)
         output = record_head(ops, task, encoder.heads, hidden, checkpoint.pooling)
         self._kernels = kernels or kernels_for(self.device)
         self.program: Program = ops.finish(output)
         fields = cost_fields(checkpoint, self.device)
+        if config.approximate_gelu:
+            fields = {**fields, "gelu": "tanh"}
         if config.dtype == "int8":
             self.program = to_int8(self.program, encoder, checkpoint)
             fields = {**fields, "int8": int8_product()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol, TypeAlias, cast
 
 import numpy as np
@@ -135,7 +136,12 @@ class StepRunner:
             lengths=[self.max_sequence_tokens] * (2 if has_sources else 1),
             has_beams=has_sources,
         )
-        self.programs = record_steps(model, self.kv, for_gpu=self.device.type == "cuda")
+        new_recorder = partial(
+            Recorder,
+            for_gpu=self.device.type == "cuda",
+            approximate_gelu=config.approximate_gelu,
+        )
+        self.programs = record_steps(model, self.kv, new_recorder)
         del model
         self.weight_bytes = sum(program.weight_bytes for program in self.programs)
         self._caches = new_caches(self.programs[0].states, self.device)
@@ -258,17 +264,24 @@ def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
 
 
 def record_steps(
-    model: DecoderModel | EncoderDecoderModel, kv: KvSize, *, for_gpu: bool = False
+    model: DecoderModel | EncoderDecoderModel,
+    kv: KvSize,
+    new_recorder: Callable[[], Recorder] = Recorder,
 ) -> tuple[Program, ...]:
     """Return the program of a decoder's step, then that of the encoder, if any.
 
     The encoder's program has no outputs: it stores keys and values for the decoder.
+
+    Args:
+        model: the model to record.
+        kv: sizes of its KV caches.
+        new_recorder: starts the recording of each program.
     """
     caches = kv.num_blocks, kv.block_size, kv.dtype
-    ops, attention = Recorder(for_gpu=for_gpu), PagedAttention(*caches)
+    ops, attention = new_recorder(), PagedAttention(*caches)
     others: tuple[Program, ...] = ()
     if isinstance(model, EncoderDecoderModel):
-        cross, encoder_ops = CrossAttention(*caches), Recorder(for_gpu=for_gpu)
+        cross, encoder_ops = CrossAttention(*caches), new_recorder()
         model.record_encoder(encoder_ops, cross)
         hidden = model.record(ops, attention, cross)
         others = (encoder_ops.finish(),)

@@ -84,7 +84,7 @@ class FeedForward:
 
     def record(self, ops: Recorder, x: Value) -> Value:
         """Record its output, `[tokens, hidden]`."""
-        return self.down.record(ops, ops.activate(self.up.record(ops, x), kind=self.activation))
+        return self.down.record(ops, self.up.record_activated(ops, x, self.activation))
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class Gpt2:
             context = attention.record(ops, number, qkv, self.attention_heads)
             attended = layer.attention_output.record(ops, context)
             residual, x = self._add_norm(ops, attended, residual, layer.mlp_norm)
-            inner = ops.activate(layer.up.record(ops, x), kind=self.activation)
+            inner = layer.up.record_activated(ops, x, self.activation)
             x = layer.down.record(ops, inner)
             residual, x = self._add_norm(ops, x, residual, norms[2 * number + 2])
         return x

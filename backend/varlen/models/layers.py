@@ -9,6 +9,7 @@ from torch import Tensor
 from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
 from varlen.program.recorder import Recorder
+from varlen_kernels import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,10 @@ class Linear:
     def record(self, ops: Recorder, x: Value) -> Value:
         """Record x @ weight + bias, `[rows, out]`."""
         return ops.linear(x, self.weight, self.bias)
+
+    def record_activated(self, ops: Recorder, x: Value, kind: Activation) -> Value:
+        """Record the activation of x @ weight + bias, `[rows, out]`."""
+        return ops.linear_activate(x, self.weight, self.bias, kind=kind)
 
 
 @dataclass(frozen=True, slots=True)

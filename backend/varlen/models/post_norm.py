@@ -115,8 +115,10 @@ class PostNormEncoder:
         )
         attended = layer.attention_output.record(ops, context)
         x = self._add_norm(ops, attended, x, layer.attention_norm)
-        activate = ops.activate_gate if layer.is_gated else ops.activate
-        inner = activate(layer.up.record(ops, x), kind=self.activation)
+        if layer.is_gated:
+            inner = ops.activate_gate(layer.up.record(ops, x), kind=self.activation)
+        else:
+            inner = layer.up.record_activated(ops, x, self.activation)
         return self._add_norm(ops, layer.down.record(ops, inner), x, layer.output_norm)
 
     def _add_norm(self, ops: Recorder, x: Value, residual: Value, norm: Norm) -> Value:

@@ -58,10 +58,11 @@ class T5FeedForward:
 
     def record(self, ops: Recorder, x: Value) -> Value:
         """Record its output, `[tokens, hidden]`."""
-        inner, activate = self.up.record(ops, x), ops.activate
         if self.is_gated:
-            activate = ops.activate_gate
-        return self.down.record(ops, activate(inner, kind=self.activation))
+            inner = ops.activate_gate(self.up.record(ops, x), kind=self.activation)
+        else:
+            inner = self.up.record_activated(ops, x, self.activation)
+        return self.down.record(ops, inner)
 
 
 @dataclass(frozen=True, slots=True)

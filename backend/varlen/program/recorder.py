@@ -14,7 +14,7 @@ from torch import Tensor
 from varlen.memory.usage import Size
 from varlen.program.program import Attribute, Op, Operand, Program, Shape, State, Value
 from varlen_kernels import Activation, Pooling
-from varlen_kernels.reference import IN_PLACE
+from varlen_kernels.reference import IN_EPILOGUE, IN_PLACE
 
 # Axes as a model writes them: a dimension by its name, `Size(1, sequences=1)`, or a fixed length.
 Axes: TypeAlias = Sequence[int | str | Size]
@@ -55,13 +55,16 @@ class Recorder:
     `varlen_kernels.reference`.
     """
 
-    def __init__(self, *, for_gpu: bool = False) -> None:
+    def __init__(self, *, for_gpu: bool = False, approximate_gelu: bool = False) -> None:
         """Start a recording.
 
         Args:
-            for_gpu: whether the program runs on a GPU, where sequences are assigned to tiles once for all layers.
+            for_gpu: whether the program runs on a GPU. There, sequences are assigned to tiles once for all layers, and
+                the matrix product computes an activation if it can.
+            approximate_gelu: whether a GPU computes the exact GELU by its tanh form, in the matrix product.
         """
         self._for_gpu = for_gpu
+        self._approximate_gelu = approximate_gelu and for_gpu
         # the tiles of attention, by all that they depend on
         self._tiles: dict[tuple[str, AttentionHeads, torch.dtype, bool, bool], Value] = {}
         self._ops: list[Op] = []
@@ -177,6 +180,17 @@ class Recorder:
 
     def activate(self, x: Value, *, kind: Activation) -> Value:
         return self._call("activate", (x,), x.shape, x.dtype, kind=kind)
+
+    def linear_activate(
+        self, x: Value, weight: Tensor, bias: Tensor | None, *, kind: Activation
+    ) -> Value:
+        """Record one op if the matrix product of the device computes the activation, else two."""
+        if kind == "gelu" and self._approximate_gelu:
+            kind = "gelu_tanh"
+        if not self._for_gpu or bias is None or kind not in IN_EPILOGUE:
+            return self.activate(self.linear(x, weight, bias), kind=kind)
+        shape = (x.shape[0], weight.shape[1])
+        return self._call("linear_activate", (x, weight, bias), shape, x.dtype, kind=kind)
 
     def tanh(self, x: Value) -> Value:
         return self._call("tanh", (x,), x.shape, x.dtype)

@@ -352,6 +352,33 @@ def test_on_a_gpu_layers_of_one_form_share_their_tiles():
     torch.testing.assert_close(answer, expected)
 
 
+@pytest.mark.parametrize(
+    "kind, form, expected",
+    [
+        ("gelu_tanh", {}, ["linear", "activate"]),
+        ("gelu_tanh", {"for_gpu": True}, ["linear_activate"]),
+        ("relu", {"for_gpu": True}, ["linear_activate"]),
+        ("silu", {"for_gpu": True}, ["linear", "activate"]),
+        ("gelu", {"for_gpu": True}, ["linear", "activate"]),
+        ("gelu", {"for_gpu": True, "approximate_gelu": True}, ["linear_activate"]),
+        ("gelu", {"approximate_gelu": True}, ["linear", "activate"]),
+    ],
+    ids=str,
+)
+def test_the_matrix_product_of_a_gpu_computes_an_activation_if_it_can(kind, form, expected):
+    ops, weight, bias = Recorder(**form), torch.randn(4, 5), torch.randn(5)
+    x = ops.input("x", ("tokens", 4), torch.float32)
+    program = ops.finish(ops.linear_activate(x, weight, bias, kind=kind))
+    dims = {"tokens": 3}
+    batch = PackedBatch({"x": torch.randn(3, 4)}, dims)
+
+    (answer,) = program.run(batch, reference, make_arena(program, dims).allocate(dims))
+
+    assert [op.kernel for op in program.ops] == expected
+    product = batch.inputs["x"] @ weight + bias
+    torch.testing.assert_close(answer, reference.activate(product, kind=kind), atol=1e-3, rtol=0)
+
+
 def test_an_input_declared_again_is_the_same_one():
     ops = Recorder()
 

@@ -1,4 +1,4 @@
-"""The table of tiles on a GPU or in the interpreter, and attention that reads it."""
+"""The table of tiles, and attention that reads it, on a GPU or interpreted."""
 
 from itertools import accumulate
 

@@ -14,6 +14,9 @@ from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint import Checkpoint
+from varlen.models.heads import record_head
+from varlen.models.registry import load_encoder
+from varlen.program.recorder import Recorder
 from varlen.request import Prompt, RequestOptions
 from varlen_kernels import fused
 
@@ -51,11 +54,15 @@ def load(request, tmp_path):
     return load_on
 
 
-def fused_runner(load, device):
-    """Return a runner of the model on the fused kernels."""
+def fused_runner(load, device, folder):
+    """Return a runner of the model on the fused kernels, with the program of a GPU."""
     if device.type == "cuda":
         return load("cuda").device_runner
-    program = load("cpu").program
+    checkpoint, task = Checkpoint.open(folder), load("cpu").info.task
+    encoder = load_encoder(checkpoint, torch.float32, device)
+    ops = Recorder(for_gpu=True)
+    hidden = encoder.record(ops)
+    program = ops.finish(record_head(ops, task, encoder.heads, hidden, checkpoint.pooling))
     arena = Arena(Layout(program.buffers, 256), largest_dims(MAX_TOKENS), device)
     return CudaRunner(program, fused, arena, RepeatedWork())
 
@@ -70,6 +77,6 @@ def test_results_match_the_reference(load, device, lengths, tmp_path):
     options = [RequestOptions(normalize=index % 2 == 0) for index in range(len(batch))]
     expected = load("cpu").run(batch, options)
 
-    results = fused_runner(load, device).run(batch, options)
+    results = fused_runner(load, device, tmp_path).run(batch, options)
 
     assert_rows_close(results, expected, roundings=encoder_roundings(tmp_path))

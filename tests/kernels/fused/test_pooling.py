@@ -7,12 +7,14 @@ import torch
 
 from varlen_kernels import pooling, reference
 from varlen_kernels.pooling import first_tokens, pool
-from varlen_kernels.tuning import forced_launch
+from varlen_kernels.tuning import forced_launch, record_picks
 
 from .compare import DTYPES, assert_close, rand, spread
 from .guards import write_guarded
 
 LENGTHS = [3, 0, 1, 65, 0]
+# long enough on average to be pooled in parts
+LONG_LENGTHS = [200, 0, 1, 33, 513]
 MODES = pytest.mark.parametrize("mode", ["cls", "mean", "max", "last"])
 
 
@@ -43,6 +45,50 @@ def test_matches_the_reference(normalized, hidden, dtype, mode, device):
     # the reference reads the same x, so its dtype adds no error
     expected = reference.pool(x, bounds, normalize, mode=mode)
     assert_close(actual, expected, torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["mean", "max"])
+@DTYPES
+@pytest.mark.parametrize("hidden", [63, 300])
+@pytest.mark.parametrize("normalized", [False, True], ids=["", "normalized"])
+def test_long_sequences_match_the_reference(normalized, hidden, dtype, mode, device):
+    x = rand(sum(LONG_LENGTHS), hidden, dtype=dtype, device=device) + 1
+    bounds = cu_seqlens_of(LONG_LENGTHS, device)
+    normalize = every_other(LONG_LENGTHS, device) if normalized else None
+
+    with record_picks() as picks:
+        actual = write_guarded(
+            lambda out: pool(x, bounds, normalize, mode=mode, out=out),
+            (len(LONG_LENGTHS), hidden),
+            torch.float32,
+            device,
+        )
+
+    assert [op for op, _, _ in picks] == ["pool_parts", "merge_parts"]
+    assert_close(actual, reference.pool(x, bounds, normalize, mode=mode), torch.float32)
+
+
+@pytest.mark.parametrize("mode", ["mean", "max"])
+def test_other_sequences_change_no_bit_of_a_long_one(mode, device):
+    x = rand(700, 40, device=device)
+    alone = pool(x[100:400], cu_seqlens_of([300], device), mode=mode)
+    x[:100], x[400:] = torch.nan, torch.inf
+
+    together = pool(x, cu_seqlens_of([100, 300, 300], device), mode=mode)
+
+    assert torch.equal(together[1:2], alone)
+
+
+def test_nan_in_a_part_changes_only_its_feature(device):
+    x = rand(300, 40, device=device)
+    x[290, 3], x[7, 5] = torch.nan, -torch.inf
+    bounds = cu_seqlens_of([300], device)
+
+    for mode in ("mean", "max"):
+        expected = reference.pool(x, bounds, mode=mode)
+        torch.testing.assert_close(
+            pool(x, bounds, mode=mode), expected, rtol=1e-5, atol=1e-6, equal_nan=True
+        )
 
 
 @MODES

@@ -17,6 +17,7 @@ from varlen_bench.ops.rows import (
     embed,
     embed_layer_norm,
     layer_norm,
+    linear_activate,
     norm_heads,
     residual_layer_norm,
     residual_rms_norm,
@@ -171,6 +172,8 @@ COMPILED = [
         CompiledCall(kind, partial(activate, 64, 3072, kind=kind), 0)
         for kind in get_args(Activation)
     ),
+    # without CUDA, torch's product and the kernel of `activate`
+    CompiledCall("3072", partial(linear_activate, 64, 16, 3072), 0, (_BF16,)),
     CompiledCall("3072", partial(activate_gate, 64, 3072), 0),
     # one load of a length; 10 and 500 keys allow vectors of 2 and 4 elements
     _softmax(10),
@@ -221,6 +224,10 @@ COMPILED = [
     # two loads of cu_seqlens and one of `normalize`
     CompiledCall("mean", partial(pool, _LENGTHS, 768, mode="mean"), 3),
     CompiledCall("max", partial(pool, _LENGTHS, 384, mode="max"), 3),
+    # long sequences, in two kernels
+    CompiledCall("parts", partial(pool, [64] * 4, 768, mode="mean"), 3),
+    CompiledCall("parts_max", partial(pool, [64] * 4, 384, mode="max"), 3, (_BF16,)),
+    CompiledCall("parts_widest", partial(pool, [64] * 4, 16_384, mode="mean"), 3),
     CompiledCall("cls", partial(pool, _LENGTHS, 768, mode="cls", normalized=False), 2),
     CompiledCall("widest", partial(pool, _LENGTHS, 16_384, mode="mean"), 3),
     CompiledCall("501", partial(pool, _LENGTHS, 501, mode="max"), dtypes=(_BF16,)),

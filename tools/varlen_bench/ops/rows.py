@@ -156,6 +156,37 @@ def activate(
     )
 
 
+def linear_activate(
+    tokens: int, hidden: int, features: int, dtype: torch.dtype, *, kind: Activation = "gelu_tanh"
+) -> OpCall:
+    """Return the first linear layer of a feed-forward block and its activation."""
+
+    def formula(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        product = x @ weight + bias
+        if kind == "relu":
+            return F.relu(product)
+        if kind == "silu":
+            return F.silu(product)
+        return F.gelu(product, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+    return OpCall(
+        op="linear_activate",
+        shape=f"{tokens}x{hidden}x{features} {kind}",
+        dtype=dtype,
+        inputs=lambda make: {
+            "x": make.random(tokens, hidden),
+            "weight": make.random(hidden, features),
+            "bias": make.random(features),
+            "out": make.unwritten(tokens, features),
+        },
+        formula=formula,
+        bytes_moved=(tokens * (hidden + features) + (hidden + 1) * features) * dtype.itemsize,
+        options={"kind": kind},
+        flops=2 * tokens * hidden * features,
+        tokens=tokens,
+    )
+
+
 def activate_gate(tokens: int, features: int, dtype: torch.dtype) -> OpCall:
     """Return the gate of a SwiGLU block."""
 

@@ -16,8 +16,8 @@ _R = TypeVar("_R")
 REST = "Python and rest"
 _OTHER = "other ops"
 _CLASSES: Mapping[str, str] = {
-    "matrix products": "linear linear_packed",
-    "attention": "attention_varlen attention_paged",
+    "matrix products": "linear linear_packed linear_activate",
+    "attention": "attention_varlen attention_paged attention_tiles",
     "norms and activations": "layer_norm add_layer_norm residual_layer_norm rms_norm residual_rms_norm norm_heads"
     " activate activate_gate silu_gate tanh",
     "KV cache": "append_kv",
