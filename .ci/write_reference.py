@@ -49,7 +49,7 @@ _METRIC_SECTIONS = {
         "varlen_kv",
         "varlen_prefix",
     ),
-    "Memory": ("varlen_weight", "varlen_arena", "varlen_plan"),
+    "Memory": ("varlen_weight", "varlen_arena", "varlen_plan", "varlen_cuda"),
     "Response cache": ("varlen_response_cache",),
 }
 

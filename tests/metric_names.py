@@ -9,6 +9,7 @@ SERIES = {
         varlen_arena_peak_live_bytes varlen_response_cache_bytes varlen_response_cache_entries
         varlen_running_sequences varlen_waiting_sequences varlen_kv_blocks_used
         varlen_kv_blocks_reserved varlen_kv_blocks_capacity
+        varlen_cuda_graphs varlen_cuda_graph_bytes varlen_cuda_graph_capture_seconds
         """.split(),
         "GAUGE",
     ),

@@ -18,7 +18,7 @@ from varlen.costs.measurement import Measurement, measure
 from varlen.costs.model import CostModel
 from varlen.costs.store import CostKey, CostStore, StoredCosts, cache_folder
 from varlen.errors import EngineError
-from varlen.execution.executor import ThreadExecutor
+from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Int32Array, Prompt, Reply, Request
@@ -37,7 +37,7 @@ _WARM_UP_TOKENS = {"cpu": 512, "cuda": 16_384}
 
 
 def costs_for(
-    info: ModelInfo, executor: ThreadExecutor, checkpoint: Checkpoint, config: EngineConfig
+    info: ModelInfo, executor: ModelExecutor, checkpoint: Checkpoint, config: EngineConfig
 ) -> CostModel:
     """Return the cost model of a model: stored, measured, or assumed.
 
@@ -81,7 +81,7 @@ def assumed_costs(info: ModelInfo, config: EngineConfig) -> CostModel:
 
 def measured_costs(
     info: ModelInfo,
-    executor: ThreadExecutor,
+    executor: ModelExecutor,
     checkpoint: Checkpoint,
     config: EngineConfig,
     *,
@@ -145,15 +145,15 @@ def _load(store: CostStore, key: CostKey, config: EngineConfig) -> StoredCosts |
     return stored
 
 
-def warm_up(info: ModelInfo, executor: ThreadExecutor) -> None:
+def warm_up(info: ModelInfo, executor: ModelExecutor, config: EngineConfig) -> None:
     """Run a batch in every worker, so that the first request is fast."""
     length = min(info.max_sequence_tokens, info.max_batch_tokens)
     most = min(info.max_batch_tokens, _WARM_UP_TOKENS[info.device])
-    count = max(1, most // length)
+    count = max(1, min(most // length, config.max_batch_sequences))
     _run_on_all(executor, [np.zeros(length, dtype=np.int32)] * count)
 
 
-def _run_on_all(executor: ThreadExecutor, rows: list[Int32Array]) -> None:
+def _run_on_all(executor: ModelExecutor, rows: list[Int32Array]) -> None:
     """Run a batch of token ids in every worker.
 
     Raises:
@@ -171,7 +171,7 @@ def _run_on_all(executor: ThreadExecutor, rows: list[Int32Array]) -> None:
         raise EngineError("the model failed on its first batches; the log says why")
 
 
-def _measure(info: ModelInfo, executor: ThreadExecutor, config: EngineConfig) -> Measurement:
+def _measure(info: ModelInfo, executor: ModelExecutor, config: EngineConfig) -> Measurement:
     # a token's id does not change its cost
     numbers = np.random.default_rng(0)
     ids = numbers.integers(0, info.vocab_size, info.max_batch_tokens, dtype=np.int32)

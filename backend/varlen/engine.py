@@ -46,6 +46,10 @@ _log = logging.getLogger(__name__)
 
 _UNDELIVERED = "the answer could not be delivered; the server's log says why"
 _ENGINE_FAILED = "the engine failed; the server's log says why"
+# How early a batch is started that runs after another one, in units of the time that this takes.
+_LEAD = 2.0
+# That time is the longest of recent batches: it shrinks by this part with each batch.
+_FORGOTTEN = 0.1
 _FAULT = "the model has stopped after a fault of its device or workers and cannot run requests; reload it"
 
 
@@ -89,6 +93,12 @@ class Executor(Protocol):
     def start(self, batch: Batch, completed: Callable[[Batch, BatchResult], None]) -> None:
         """Start a batch. `completed` is called once with its result, from any thread."""
 
+    def free_at(self) -> float:
+        """Return when a batch that is started now is expected to run.
+
+        It is minus infinity if the batch runs at once.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class _Completion:
@@ -123,6 +133,8 @@ class Engine:
         self._in_flight = 0
         # time spent scheduling since the last batch started
         self._scheduling_seconds = 0.0
+        # time that it takes to schedule and start a batch
+        self._starting_seconds = 0.0
         self._inbox_closed = False
         self._submitting = Lock()
         # why requests are refused; None while they are accepted
@@ -179,10 +191,18 @@ class Engine:
         self._drain_inbox()
         self._fail_expired()
         while self._in_flight < self._executor.slots:
+            now = self._clock()
+            # as late as possible: until then more requests come, and the best batch may be another one
+            starts_at = self._executor.free_at() - _LEAD * self._starting_seconds
+            if now < starts_at:
+                wake_at = self._scheduler.wake_at(now)
+                return None if wake_at is None else max(wake_at, starts_at)
             batch = self._next_batch()
             if batch is None:
                 return self._scheduler.wake_at(self._clock())
             self._start(batch)
+            kept = (1.0 - _FORGOTTEN) * self._starting_seconds
+            self._starting_seconds = max(self._clock() - now, kept)
         return None
 
     def _loop(self) -> None:

@@ -225,6 +225,7 @@ class GenerationService:
             SnapshotMetric.PLAN_SECONDS: sum(layout.plan_seconds for layout in layouts),
             SnapshotMetric.PLAN_CACHE_HITS: sum(layout.plan_hits for layout in layouts),
             SnapshotMetric.PLAN_CACHE_MISSES: sum(layout.plan_misses for layout in layouts),
+            **self.runner.graph_use.metrics(),
             SnapshotMetric.RUNNING_SEQUENCES: counts.running,
             SnapshotMetric.WAITING_SEQUENCES: counts.waiting,
             SnapshotMetric.KV_BLOCKS_USED: counts.blocks.used,

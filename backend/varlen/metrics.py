@@ -114,6 +114,12 @@ class SnapshotMetric(Metric):
     PLAN_SECONDS = "varlen_plan_seconds_total", "COUNTER", "Seconds spent planning memory"
     PLAN_CACHE_HITS = "varlen_plan_cache_hits_total", "COUNTER", "Batches whose memory plan was cached"
     PLAN_CACHE_MISSES = "varlen_plan_cache_misses_total", "COUNTER", "Batches whose memory plan was computed"
+    GRAPHS = "varlen_cuda_graphs", "GAUGE", "CUDA graphs that were captured when the model was loaded"
+    GRAPH_BYTES = (
+        "varlen_cuda_graph_bytes", "GAUGE",
+        "Bytes of device memory that these captures took, kernels and workspaces included",
+    )
+    GRAPH_SECONDS = "varlen_cuda_graph_capture_seconds", "GAUGE", "Seconds that these captures took"
     RUNNING_SEQUENCES = "varlen_running_sequences", "GAUGE", "Sequences that generate"
     WAITING_SEQUENCES = "varlen_waiting_sequences", "GAUGE", "Sequences that wait to generate"
     KV_BLOCKS_USED = "varlen_kv_blocks_used", "GAUGE", "KV blocks that hold keys and values of sequences"

@@ -13,7 +13,7 @@ from pathlib import Path
 from varlen.config import EngineConfig, Task
 from varlen.cost_warmup import costs_for, warm_up
 from varlen.engine import Engine
-from varlen.execution.executor import ThreadExecutor
+from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.workers import Workers, load_workers
 from varlen.intake import InputLimits, Intake
@@ -51,7 +51,7 @@ class Service:
     intake: Intake
     admission: Admission
     engine: Engine
-    executor: ThreadExecutor
+    executor: ModelExecutor
     workers: Workers
     info: ModelInfo
     cache: ResponseCache | None = None
@@ -85,17 +85,18 @@ class Service:
             workers = load_workers(checkpoint, config, stats, gpu=gpu, isolated=isolated)
             opened.callback(workers.close)
             info = workers.info
-            executor = ThreadExecutor(workers.runners, workers.prepare)
+            executor = workers.new_executor()
             opened.callback(executor.close)
             prompt = checkpoint.default_prompt if info.task == "embed" else ""
             tokenizer = Tokenizer(checkpoint.folder, info.max_sequence_tokens, prompt=prompt)
             intake = Intake(tokenizer, _input_limits(config, info))
-            warm_up(info, executor)
+            warm_up(info, executor, config)
             costs = costs_for(info, executor, checkpoint, config)
             # nothing fails from here on
             opened.pop_all()
+        # a GPU runs one batch at a time, whatever is in flight
         admission = Admission(
-            config.max_queued_requests, config.max_queued_tokens, slots=executor.slots
+            config.max_queued_requests, config.max_queued_tokens, slots=info.workers
         )
         scheduler = OneShotScheduler(config, costs, admission, info.max_batch_tokens)
         engine = Engine(scheduler, executor, stats)
@@ -134,6 +135,7 @@ class Service:
             SnapshotMetric.PLAN_SECONDS: use.plan_seconds,
             SnapshotMetric.PLAN_CACHE_HITS: use.plan_hits,
             SnapshotMetric.PLAN_CACHE_MISSES: use.plan_misses,
+            **self.workers.graphs.metrics(),
             SnapshotMetric.CACHE_BYTES: cache.held_bytes,
             SnapshotMetric.CACHE_ENTRIES: cache.entries,
             SnapshotMetric.CACHE_HITS: cache.hits,

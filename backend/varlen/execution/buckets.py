@@ -2,20 +2,36 @@
 
 A graph has fixed shapes, so a batch runs in the smallest captured size that holds it: at most an
 eighth more tokens from 128 on, which belong to no sequence and cost only their share of the linear
-layers. The capacity for sequences comes in three sizes, since the grid of attention grows with it.
+layers. The capacity for sequences comes in few sizes, since the grid of attention grows with it, and
+so does not exceed what a batch may have.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from varlen.memory.usage import Dims
 
 _SMALLEST = 16
 # Sizes from one power of two to the next.
 _STEPS = 8
-# Mean tokens per sequence that a bucket has capacity for. The attention kernel chooses its tiles by the same means.
-_MEAN_LENGTHS = (64, 16, 1)
+
+
+class _Room(NamedTuple):
+    """A capacity for sequences.
+
+    Attributes:
+        mean_length: tokens of a bucket per sequence.
+        from_tokens: smallest size that has this capacity.
+    """
+
+    mean_length: int
+    from_tokens: int
+
+
+# Attention chooses its tiles by the same means. The largest tiles leave a GPU partly idle in small batches.
+_ROOMS = (_Room(256, 2048), _Room(64, 0), _Room(16, 0), _Room(1, 0))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,27 +48,50 @@ class Bucket:
 
 
 class Buckets:
-    """All buckets for batches of at most `max_tokens` tokens."""
+    """All buckets for batches of at most `max_tokens` tokens and `max_sequences` sequences."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, max_sequences: int) -> None:
         self._tokens = list(_token_sizes(max_tokens))
+        self._max_sequences = max_sequences
 
     def __iter__(self) -> Iterator[Bucket]:
         """Yield each bucket once, the largest first."""
         for tokens in reversed(self._tokens):
-            for sequences in sorted(set(_sequence_sizes(tokens)), reverse=True):
+            for sequences in reversed(self._rooms(tokens)):
                 yield Bucket(tokens, sequences)
 
     def smallest(self, tokens: int, sequences: int) -> Bucket:
         """Return the smallest bucket for a batch; each sequence has at least one token.
 
         Raises:
-            ValueError: the batch has more tokens than the largest bucket.
+            ValueError: the batch has more tokens or sequences than the largest bucket.
         """
         if tokens > self._tokens[-1]:
             raise ValueError(f"a batch of {tokens} tokens; allowed: up to {self._tokens[-1]}")
+        if sequences > self._max_sequences:
+            raise ValueError(
+                f"a batch of {sequences} sequences; allowed: up to {self._max_sequences}"
+            )
         size = self._tokens[bisect_left(self._tokens, tokens)]
-        return Bucket(size, next(n for n in _sequence_sizes(size) if n >= sequences))
+        return Bucket(size, next(room for room in self._rooms(size) if room >= sequences))
+
+    def largest_of_each_class(self) -> list[Bucket]:
+        """Return the largest bucket of each mean length, the largest first."""
+        largest: dict[int, Bucket] = {}
+        for bucket in self:
+            mean = bucket.tokens // bucket.sequences
+            room = next(room for room in _ROOMS if mean >= room.mean_length)
+            largest.setdefault(room.mean_length, bucket)
+        return sorted(largest.values(), reverse=True)
+
+    def _rooms(self, tokens: int) -> list[int]:
+        """Return the capacities for sequences of a size, ascending."""
+        rooms = {
+            min(max(1, tokens // room.mean_length), self._max_sequences)
+            for room in _ROOMS
+            if tokens >= room.from_tokens
+        }
+        return sorted(rooms)
 
 
 def _token_sizes(most: int) -> Iterator[int]:
@@ -62,8 +101,3 @@ def _token_sizes(most: int) -> Iterator[int]:
         octave = 1 << (size.bit_length() - 1)
         size += max(_SMALLEST, octave // _STEPS)
     yield most
-
-
-def _sequence_sizes(tokens: int) -> list[int]:
-    """Return the capacities for sequences, ascending."""
-    return [max(1, tokens // mean) for mean in _MEAN_LENGTHS]

@@ -2,20 +2,24 @@
 
 A small encoder's ops are shorter on the GPU than the Python that launches them. So nothing is
 launched op by op in service: each batch is one copy of its inputs, one graph, one copy of its answers.
+Nothing waits either: while a batch runs, the next one is packed into other buffers and started.
+docs/decisions/0029-gpu-executor.md has the reasons.
 """
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from queue import SimpleQueue
+from threading import Lock
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from varlen.execution.buckets import Bucket, Buckets
+from varlen.execution.graphs import CaptureMeter, CudaGraphs, Graphs, Replay
+from varlen.execution.model_info import GraphUse
 from varlen.execution.packing import (
     dims_of,
     fill_inputs,
@@ -28,75 +32,55 @@ from varlen.memory.usage import Dims
 from varlen.program.program import PackedBatch, Program
 from varlen.request import Float32Array, Prompt, RequestOptions
 
-_log = logging.getLogger(__name__)
-
+# Batches in flight: one runs, the next one is ready on the GPU's queue.
+_SLOTS = 2
 # Log lines about the progress of the captures.
 _PROGRESS_LINES = 4
 
-Replay = Callable[[], object]
+# Waits for the answers of a batch that was started; see `Runner.run`.
+Answers: TypeAlias = Callable[[], list[Float32Array]]
 
 
-class Graphs(Protocol):
-    """Captures work on a device."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Buffers:
+    """Memory of the host for one batch in flight.
 
-    def stream(self) -> AbstractContextManager[object]:
-        """Return the context in which everything on the device is done."""
+    Attributes:
+        inputs: `[bytes]` uint8, read by the GPU until the batch has run.
+        output: as on the device, written by the GPU.
+    """
 
-    def capture(self, work: Callable[[], object]) -> Replay:
-        """Return a function that does the same work again, on the same memory."""
-
-
-class CudaGraphs:
-    """CUDA graphs of one stream and one memory pool. One runs at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def stream(self) -> AbstractContextManager[object]:
-        """Return the context that makes the stream, and its device, current."""
-        return torch.cuda.stream(self._stream)
-
-    def capture(self, work: Callable[[], object]) -> Replay:
-        """Return a function that does the same work again, on the same memory.
-
-        The work runs once before the capture, which must not compile or load kernels.
-        """
-        # weights and buffers may still be on their way
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with self.stream():
-            work()
-            self._stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # other threads of the process may use the device meanwhile
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
-        return graph.replay
+    inputs: Tensor
+    output: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """The graph of one bucket, and the memory that it reads and writes.
+    """The graph of one bucket, and the device memory that it reads and writes.
 
     Attributes:
-        inputs: the program's inputs on the host, by name.
+        inputs: the program's inputs in each set of buffers, by name.
         input_bytes: bytes of the input buffers that the graph reads.
-        output: on the device.
-        replay: runs it.
+        replay: starts it.
     """
 
-    inputs: dict[str, Tensor]
+    inputs: Mapping[_Buffers, dict[str, Tensor]]
     input_bytes: int
-    output: Tensor
     replay: Replay
 
 
 class CudaRunner:
-    """Runs a program on a GPU, for every batch that its arena holds."""
+    """Runs a program on a GPU, for every batch that its arena holds.
+
+    Any thread may call `launch` and the function that it returns.
+
+    Attributes:
+        slots: batches that can be in flight; a launch beyond that waits.
+        buckets: sizes of the captured graphs.
+        graph_use: cost of the graphs.
+    """
+
+    slots = _SLOTS
 
     def __init__(
         self, program: Program, kernels: object, arena: Arena, graphs: Graphs | None = None
@@ -106,77 +90,118 @@ class CudaRunner:
         self._kernels = kernels
         self._arena = arena
         self._graphs = graphs or CudaGraphs(device)
-        self._buckets = Buckets(arena.max_tokens)
+        self.buckets = Buckets(arena.max_tokens, largest["sequences"])
         size = input_bytes(program.inputs, largest)
-        pinned = device.type == "cuda"
-        self._host_inputs = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         self._device_inputs = torch.zeros(size, dtype=torch.uint8, device=device)
         (self._output,) = program.new_outputs(largest, device)
+        self._buffers = [
+            _Buffers(_on_host(self._device_inputs), _on_host(self._output)) for _ in range(_SLOTS)
+        ]
+        self._free: SimpleQueue[_Buffers] = SimpleQueue()
+        for buffers in self._buffers:
+            self._free.put(buffers)
+        # batches are started one at a time, each as a whole
+        self._launching = Lock()
+        self.graph_use = GraphUse()
         self._captured = dict(self._capture_all())
 
     def run(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
     ) -> list[Float32Array]:
-        """Return the answer of each sequence; see `Runner.run`.
+        """Return the answer of each sequence; see `Runner.run`."""
+        return self.launch(prompts, options)()
+
+    def launch(self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]) -> Answers:
+        """Start a batch and return a function that waits for its answers.
+
+        It must be called once: until then the batch keeps its buffers.
 
         Raises:
-            ValueError: the batch has more tokens than graphs were captured for.
+            ValueError: no graph was captured for so large a batch.
         """
         # the longest first, so that the last programs of attention to start are short ones
         order = sorted(range(len(prompts)), key=lambda i: -prompts[i].num_tokens)
         lengths = [prompts[i].num_tokens for i in order]
-        bucket = self._buckets.smallest(sum(lengths), len(lengths))
+        bucket = self.buckets.smallest(sum(lengths), len(lengths))
         captured = self._captured[bucket]
-        # the graph writes to this region: a plan depends only on the bucket
-        self._arena.allocate(bucket.dims)
         chosen = [prompts[i] for i in order], [options[i] for i in order]
-        output = self._replay(captured, *chosen).numpy()
-        answers = split_answers(output, lengths, per_token=self._program.is_per_token)
-        return [answers[place] for place in np.argsort(order).tolist()]
+        rows = self._output_rows(dims_of(lengths))
+        buffers = self._free.get()
+        try:
+            fill_inputs(captured.inputs[buffers], *chosen)
+            with self._launching:
+                # the graph writes to this region
+                self._arena.allocate(bucket.dims)
+                wait = self._start(captured, buffers, rows)
+        except BaseException:
+            self._free.put(buffers)
+            raise
+
+        def answers() -> list[Float32Array]:
+            try:
+                wait()
+                # the next batch with these buffers overwrites them
+                output = buffers.output[:rows].clone().numpy()
+            finally:
+                self._free.put(buffers)
+            found = split_answers(output, lengths, per_token=self._program.is_per_token)
+            return [found[place] for place in np.argsort(order).tolist()]
+
+        return answers
 
     def close(self) -> None:
         """Release the graphs."""
         self._captured.clear()
+        self._graphs.close()
 
     @torch.inference_mode()
-    def _replay(
-        self, captured: _Captured, prompts: list[Prompt], options: list[RequestOptions]
-    ) -> Tensor:
-        """Return the output of a batch, on the host."""
-        fill_inputs(captured.inputs, prompts, options)
-        rows = self._output_rows(dims_of([prompt.num_tokens for prompt in prompts]))
+    def _start(self, captured: _Captured, buffers: _Buffers, rows: int) -> Callable[[], object]:
+        """Start the copies and the graph of a batch; return what waits for them.
+
+        The device has one set of inputs and outputs, since its work runs in order.
+        """
         size = captured.input_bytes
         with self._graphs.stream():
-            self._device_inputs[:size].copy_(self._host_inputs[:size], non_blocking=True)
-            captured.replay()
-            # waits for the device, so the next batch may overwrite the inputs
-            return captured.output[:rows].to("cpu", copy=True)
+            try:
+                self._graphs.copy(self._device_inputs[:size], buffers.inputs[:size])
+                captured.replay()
+                self._graphs.copy(buffers.output[:rows], self._output[:rows])
+                return self._graphs.record()
+            except BaseException:
+                # a copy that was started still uses the buffers
+                with suppress(Exception):
+                    self._graphs.record()()
+                raise
 
     @torch.inference_mode()
     def _capture_all(self) -> Iterator[tuple[Bucket, _Captured]]:
-        began, buckets = time.monotonic(), list(self._buckets)
-        for done, bucket in enumerate(buckets, start=1):
+        sizes = list(self.buckets)
+        meter = CaptureMeter(self._graphs, len(sizes), _PROGRESS_LINES)
+        for done, bucket in enumerate(sizes, start=1):
             yield bucket, self._capture(bucket)
-            if done % -(-len(buckets) // _PROGRESS_LINES) == 0 or done == len(buckets):
-                seconds = time.monotonic() - began
-                _log.info("captured %d of %d graphs in %.1f s", done, len(buckets), seconds)
+            self.graph_use = meter.note(done)
 
     def _capture(self, bucket: Bucket) -> _Captured:
         declared, dims = self._program.inputs, bucket.dims
         # inputs of zeros are a batch whose tokens belong to no sequence
         batch = PackedBatch(input_views(self._device_inputs, declared, dims), dims)
         output = self._output[: self._output_rows(dims)]
+        # a plan depends only on the bucket, so every batch gets the same region
         region = self._arena.allocate(dims)
 
         def forward() -> None:
             self._program.run(batch, self._kernels, region, out=[output])
 
         return _Captured(
-            input_views(self._host_inputs, declared, dims),
+            {each: input_views(each.inputs, declared, dims) for each in self._buffers},
             input_bytes(declared, dims),
-            output,
             self._graphs.capture(forward),
         )
 
     def _output_rows(self, dims: Dims) -> int:
         return self._program.outputs[0].at(dims)[0]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return memory of the host for a copy of a tensor, pinned for a GPU."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

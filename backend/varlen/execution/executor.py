@@ -1,11 +1,13 @@
 """Runs the engine's batches: one thread and one runner per slot."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.request import Float32Array
@@ -13,20 +15,47 @@ from varlen.sequence import Batch, BatchResult, BeamStep, Failure, SampledToken
 
 _log = logging.getLogger(__name__)
 
-Completed = Callable[[Batch, BatchResult], None]
+Completed: TypeAlias = Callable[[Batch, BatchResult], None]
+Outputs: TypeAlias = Sequence[Float32Array] | Sequence[SampledToken | BeamStep]
 
 
-class BatchRunner(Protocol):
-    """Runs one batch at a time."""
-
-    def run_batch(self, batch: Batch) -> Sequence[Float32Array] | Sequence[SampledToken | BeamStep]:
-        """Return the outputs of a batch, see `BatchResult`."""
+class CheckedRunner(Protocol):
+    """Runs batches, and can be checked after one has failed."""
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
 
     def check(self) -> None:
         """Run the smallest batch; raise whatever it raises."""
+
+
+class BatchRunner(CheckedRunner, Protocol):
+    """Runs one batch at a time."""
+
+    def run_batch(self, batch: Batch) -> Outputs:
+        """Return the outputs of a batch, see `BatchResult`."""
+
+
+class ModelExecutor(Protocol):
+    """Runs the batches of one model.
+
+    Attributes:
+        slots: batches that may be in flight.
+    """
+
+    slots: int
+
+    def start(self, batch: Batch, completed: Completed) -> None:
+        """Start a batch. A thread of this executor calls `completed` once with the result."""
+
+    def free_at(self) -> float:
+        """Return when a batch that is started now is expected to run; see `engine.Executor`."""
+
+    def run_on_all(self, batch: Batch) -> list[BatchResult]:
+        """Run a batch once per worker, all at the same time, and return the results."""
+
+    def close(self) -> None:
+        """Run what was started and stop the threads."""
 
 
 class ThreadExecutor:
@@ -59,6 +88,10 @@ class ThreadExecutor:
         """Start a batch. A thread of this executor calls `completed` once with the result."""
         self._queue.put((batch, completed))
 
+    def free_at(self) -> float:
+        """Return minus infinity: where a slot is free, its runner is."""
+        return -math.inf
+
     def run_on_all(self, batch: Batch) -> list[BatchResult]:
         """Run a batch once per slot, all at the same time, and return the results."""
         results: SimpleQueue[BatchResult] = SimpleQueue()
@@ -78,19 +111,25 @@ class ThreadExecutor:
             self._prepare()
         while (work := self._queue.get()) is not None:
             batch, completed = work
-            completed(batch, _run(runner, batch))
+            completed(batch, result_of(runner, batch, partial(runner.run_batch, batch)))
             # this frame must not keep a batch alive until the next one comes
             del work, batch, completed
 
 
-def _run(runner: BatchRunner, batch: Batch) -> BatchResult:
-    """Return the result of a batch. Never raises: tracebacks would keep its memory."""
+def result_of(runner: CheckedRunner, batch: Batch, run: Callable[[], Outputs]) -> BatchResult:
+    """Return the result of a batch. Never raises: tracebacks would keep its memory.
+
+    Args:
+        runner: runs the batch.
+        batch: see above.
+        run: returns the outputs of the batch; what it takes is the run time.
+    """
     began = time.perf_counter()
-    outputs: Sequence[Float32Array] | Sequence[SampledToken | BeamStep] = []
+    outputs: Outputs = []
     failure: Failure | None = None
     padding = 0
     try:
-        outputs = runner.run_batch(batch)
+        outputs = run()
         if len(outputs) != batch.num_outputs:
             raise RuntimeError(f"{len(outputs)} outputs; {batch.num_outputs} were expected")
         padding = runner.padding_tokens(batch.shape)
@@ -103,7 +142,7 @@ def _run(runner: BatchRunner, batch: Batch) -> BatchResult:
     return BatchResult([] if failure else outputs, seconds, padding, failure)
 
 
-def _still_runs(runner: BatchRunner) -> bool:
+def _still_runs(runner: CheckedRunner) -> bool:
     """Return whether the smallest batch runs after another one has failed."""
     try:
         runner.check()

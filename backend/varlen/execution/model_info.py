@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from varlen.config import Task
 from varlen.costs.batch_shape import BatchShape
+from varlen.metrics import MetricsSnapshot, SnapshotMetric
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,29 @@ class ModelInfo:
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
         return shape.sequences * shape.longest - shape.tokens if self.is_padded else 0
+
+
+@dataclass(frozen=True, slots=True)
+class GraphUse:
+    """What the captured CUDA graphs of a model cost.
+
+    Attributes:
+        count: number of graphs.
+        num_bytes: device memory that they took, in bytes, with kernels and workspaces loaded for them.
+        seconds: time that the captures took.
+    """
+
+    count: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def metrics(self) -> MetricsSnapshot:
+        """Return the gauges of it."""
+        return {
+            SnapshotMetric.GRAPHS: self.count,
+            SnapshotMetric.GRAPH_BYTES: self.num_bytes,
+            SnapshotMetric.GRAPH_SECONDS: self.seconds,
+        }
 
 
 @dataclass(frozen=True, slots=True)

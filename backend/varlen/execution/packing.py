@@ -23,9 +23,14 @@ def dims_of(lengths: Sequence[int]) -> Dims:
     return {"tokens": sum(lengths), "sequences": len(lengths)}
 
 
-def largest_dims(tokens: int) -> Dims:
-    """Return the largest dimensions of a batch of `tokens` tokens: one per sequence."""
-    return {"tokens": tokens, "sequences": tokens}
+def largest_dims(tokens: int, max_sequences: int | None = None) -> Dims:
+    """Return the largest dimensions of a batch of `tokens` tokens.
+
+    Args:
+        tokens: of the batch.
+        max_sequences: None if each token may be a sequence.
+    """
+    return {"tokens": tokens, "sequences": min(tokens, max_sequences or tokens)}
 
 
 def input_bytes(inputs: Sequence[Value], dims: Dims) -> int:

@@ -1,7 +1,8 @@
 """A loaded model: prompts in, one fp32 array per prompt out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -16,8 +17,9 @@ from varlen.execution.device import choose_device, choose_dtype, memory_of
 from varlen.execution.fingerprint import cost_fields, device_name
 from varlen.execution.int8_encoder import int8_product, to_int8
 from varlen.execution.linear_paths import BATCH_ROWS, PLAIN, choose_paths
-from varlen.execution.model_info import ModelInfo, WorkerUse
+from varlen.execution.model_info import GraphUse, ModelInfo, WorkerUse
 from varlen.execution.packing import largest_dims
+from varlen.execution.warm_up import check_numbers
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.memory.out_of_memory import memory_errors
@@ -61,6 +63,8 @@ class Runner:
         program: the recorded forward pass.
         arena: memory of the intermediates.
         device_runner: runs the program.
+        slots: batches that may be in flight; more than one if `launch_batch` starts them.
+        graph_use: cost of the CUDA graphs, if there are any.
     """
 
     def __init__(
@@ -133,6 +137,10 @@ class Runner:
             workers,
             fields,
         )
+        self.slots, self.graph_use = 1, GraphUse()
+        if isinstance(self.device_runner, CudaRunner):
+            self.slots, self.graph_use = CudaRunner.slots, self.device_runner.graph_use
+            check_numbers(self.device_runner, self.info)
 
     def another(self) -> "Runner":
         """Return a runner of the same model on its CPU, with another arena."""
@@ -158,18 +166,27 @@ class Runner:
         Raises:
             MemoryError: too little memory for what the batch needs beside the arena.
         """
-        count = len(prompts)
-        if self.info.is_padded:
-            padding = _padding(prompts)
-            prompts = [*prompts, *padding]
-            options = [*options, *(DEFAULT_OPTIONS for _ in padding)]
         with memory_errors():
-            return self.device_runner.run(prompts, options)[:count]
+            return self.device_runner.run(*self._padded(prompts, options))[: len(prompts)]
 
     def run_batch(self, batch: Batch) -> list[Float32Array]:
         """Return the answer of each sequence of a batch; see `run`."""
         sequences = batch.sequences
         return self.run([each.prompt for each in sequences], [each.options for each in sequences])
+
+    def launch_batch(self, batch: Batch) -> Callable[[], list[Float32Array]]:
+        """Start a batch on a GPU; return a function that waits for its answers."""
+        assert isinstance(self.device_runner, CudaRunner)
+        sequences = batch.sequences
+        prompts, options = [each.prompt for each in sequences], [each.options for each in sequences]
+        with memory_errors():
+            launched = self.device_runner.launch(*self._padded(prompts, options))
+
+        def answers() -> list[Float32Array]:
+            with memory_errors():
+                return launched()[: len(prompts)]
+
+        return answers
 
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
@@ -204,6 +221,15 @@ class Runner:
     def close(self) -> None:
         """Release device memory."""
         self.device_runner.close()
+
+    def _padded(
+        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
+    ) -> tuple[Sequence[Prompt], Sequence[RequestOptions]]:
+        """Return a batch and, if the model is padded, the prompts that pad it, last."""
+        if not self.info.is_padded:
+            return prompts, options
+        padding = _padding(prompts)
+        return [*prompts, *padding], [*options, *(DEFAULT_OPTIONS for _ in padding)]
 
     def _make_device_runner(self) -> DeviceRunner:
         make = CudaRunner if self.device.type == "cuda" else CpuRunner
@@ -246,18 +272,29 @@ def _make_arena(
     """
     layout = Layout(program.buffers, alignment_of(device))
     allowed = config.arena_limit(memory_of(device)) // workers
-    most = layout.max_tokens_that_fit(allowed, config.max_batch_tokens, largest_dims)
+    # a graph has room for as many sequences as a batch may have, and no more
+    most_sequences = _most_sequences(config) if device.type == "cuda" else None
+    largest = partial(largest_dims, max_sequences=most_sequences)
+    most = layout.max_tokens_that_fit(allowed, config.max_batch_tokens, largest)
     if not most:
-        needed = layout.plan(largest_dims(1)).footprint
+        needed = layout.plan(largest(1)).footprint
         raise ConfigError(
             f"arena_bytes allows {allowed} bytes for each of {workers} workers; this model needs {needed} for one token"
         )
     try:
         with memory_errors():
-            return Arena(layout, largest_dims(most), device)
+            return Arena(layout, largest(most), device)
     except MemoryError:
-        footprint = layout.plan(largest_dims(most)).footprint
+        footprint = layout.plan(largest(most)).footprint
         raise ConfigError(
             f"the intermediates of {most} tokens need {footprint} bytes, more than the device "
             "has free: lower max_batch_tokens or arena_bytes"
         ) from None
+
+
+def _most_sequences(config: EngineConfig) -> int | None:
+    """Return the most sequences of a batch, with padding; None without a limit."""
+    if config.policy == "token_budget":
+        return None
+    count = config.max_batch_sequences
+    return 2 * count if config.execution == "padded" else count

@@ -5,14 +5,15 @@ one degree of freedom, the number of sequences, and a graph for each of a few si
 chunk of a prompt has longer ops and any shape; it runs op by op.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from varlen.execution.cuda import CudaGraphs, Graphs, Replay
+from varlen.execution.graphs import CaptureMeter, CudaGraphs, Graphs, Replay
+from varlen.execution.model_info import GraphUse
 from varlen.execution.packing import input_bytes, input_views
 from varlen.execution.step_packing import step_dims, step_inputs
 from varlen.memory.arena import Arena
@@ -34,7 +35,11 @@ class _Captured:
 
 
 class CudaSteps:
-    """Runs a program's steps on a GPU. Not for two threads at once."""
+    """Runs a program's steps on a GPU. Not for two threads at once.
+
+    Attributes:
+        graph_use: cost of the graphs.
+    """
 
     def __init__(
         self,
@@ -79,8 +84,9 @@ class CudaSteps:
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
         self._device = torch.zeros(size, dtype=torch.uint8, device=arena.device)
         (self._logits,) = program.new_outputs(most, arena.device)
+        self.graph_use = GraphUse()
         with torch.inference_mode():
-            self._captured = [self._capture(count) for count in _graph_sizes(rows)]
+            self._captured = list(self._capture_all(_graph_sizes(rows)))
 
     def stream(self) -> AbstractContextManager[object]:
         """Return the context that makes the stream, and its device, current."""
@@ -107,6 +113,13 @@ class CudaSteps:
     def close(self) -> None:
         """Release the graphs."""
         self._captured.clear()
+        self._graphs.close()
+
+    def _capture_all(self, sizes: Sequence[int]) -> Iterator[_Captured]:
+        meter = CaptureMeter(self._graphs, len(sizes))
+        for done, count in enumerate(sizes, start=1):
+            yield self._capture(count)
+            self.graph_use = meter.note(done)
 
     def _capture(self, count: int) -> _Captured:
         dims = {

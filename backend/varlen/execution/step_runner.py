@@ -15,6 +15,7 @@ from varlen.execution.device import choose_device, choose_dtype, memory_of
 from varlen.execution.fingerprint import cost_fields
 from varlen.execution.kv_cache import KvSize, kv_size, new_caches
 from varlen.execution.linear_paths import PACKED, STEP_ROWS, choose_paths
+from varlen.execution.model_info import GraphUse
 from varlen.execution.source_encoder import SourceEncoder
 from varlen.execution.step_cpu import CpuSteps
 from varlen.execution.step_cuda import CudaSteps
@@ -84,6 +85,7 @@ class StepRunner:
         kv: size of the KV caches.
         programs: the step of the decoder, then the encoder if there is one.
         arenas: memory of their intermediates.
+        graph_use: cost of the CUDA graphs, if there are any.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class StepRunner:
         parts = self.programs[0], kernels, self.arenas[0], self._caches
         block_size = self.kv.block_size
         self._steps: DeviceSteps
+        self.graph_use = GraphUse()
         if self.device.type == "cuda":
             blocks = -(-self.max_sequence_tokens // block_size)
             self._steps = CudaSteps(
@@ -167,6 +170,7 @@ class StepRunner:
                 blocks_per_sequence=blocks,
                 blocks_per_source=blocks if has_sources else 0,
             )
+            self.graph_use = self._steps.graph_use
         else:
             self._steps = CpuSteps(*parts, block_size=block_size)
         self._encoder: SourceEncoder | None = None

@@ -1,18 +1,20 @@
 """The workers of a model: on a GPU one, on a CPU one per core.
 
-Each runs whole batches, so cores never wait for each other. docs/decisions/0025-workers.md has the reasons.
+Each runs whole batches, so cores never wait for each other, and a GPU has the next batch before it has run the last
+one. docs/decisions/0025-workers.md and 0029-gpu-executor.md have the reasons.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from varlen.config import EngineConfig
-from varlen.execution.executor import BatchRunner
-from varlen.execution.model_info import ModelInfo, WorkerUse
+from varlen.execution.executor import BatchRunner, ModelExecutor, ThreadExecutor
+from varlen.execution.model_info import GraphUse, ModelInfo, WorkerUse
+from varlen.execution.overlap import Launcher, OverlappingExecutor
 from varlen.execution.worker_process import WorkerHost, WorkerProcess
 from varlen.metrics import CountedMetric, Stats
 from varlen.models.checkpoint import Checkpoint
@@ -40,12 +42,22 @@ class Workers:
         runners: one per worker.
         prepare: to be called first by each thread that uses one.
         host: the process that starts them, if they are processes.
+        launcher: the only worker, if it starts a batch while another one runs.
+        graphs: cost of the CUDA graphs.
     """
 
     info: ModelInfo
     runners: Sequence[Worker]
     prepare: Callable[[], None] | None = None
     host: WorkerHost | None = None
+    launcher: Launcher | None = None
+    graphs: GraphUse = field(default_factory=GraphUse)
+
+    def new_executor(self) -> ModelExecutor:
+        """Return an executor of these workers; it has started its threads."""
+        if self.launcher is not None:
+            return OverlappingExecutor(self.launcher)
+        return ThreadExecutor(self.runners, self.prepare)
 
     def use(self) -> WorkerUse:
         """Return the memory use of all workers together. From any thread."""
@@ -86,7 +98,7 @@ def load_workers(
 
     if choose_device(config.device, gpu).type == "cuda":
         runner = Runner(checkpoint, config, gpu=gpu)
-        return Workers(runner.info, [runner])
+        return Workers(runner.info, [runner], launcher=runner, graphs=runner.graph_use)
     if isolated:
         return _processes(checkpoint, config, stats)
     count = config.threads or usable_cores()

@@ -6,7 +6,6 @@ Buckets, padding of inputs, fixed addresses and answers by sequence are real.
 
 import gc
 import logging
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 
 from tests.checkpoints import KIND_OF_TASK
 from tests.closeness import assert_rows_close, encoder_roundings
+from tests.repeated_work import RepeatedWork
 from varlen.config import EngineConfig
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.packing import largest_dims
@@ -33,27 +33,6 @@ NORMALIZED = RequestOptions(normalize=True)
 CPU = torch.device("cpu")
 MAX_TOKENS = 160
 prompts = partial(random_prompts, types=2)
-
-
-class RepeatedWork:
-    """Stand-in for CUDA graphs: repeats the captured work, and counts captures and replays."""
-
-    def __init__(self):
-        self.captured = 0
-        self.replayed = 0
-
-    def stream(self):
-        return nullcontext()
-
-    def capture(self, work):
-        work()
-        self.captured += 1
-
-        def replay():
-            self.replayed += 1
-            work()
-
-        return replay
 
 
 @pytest.fixture(params=KIND_OF_TASK)
@@ -143,6 +122,8 @@ def test_an_answer_does_not_depend_on_the_batch_before(executor):
         # every bit set is NaN in each float format
         executor._arena.memory.fill_(0xFF)
         executor._output.fill_(torch.nan)
+        for buffers in executor._buffers:
+            buffers.output.fill_(torch.nan)
     again = executor.run(prompts([5, 2]), [NORMALIZED] * 2)
 
     for mine, theirs in zip(again, alone, strict=True):
@@ -155,20 +136,25 @@ def test_an_answer_is_a_copy(executor):
 
     executor.run(prompts([4, 9], seed=1), [NORMALIZED] * 2)
     with torch.inference_mode():
-        executor._output.fill_(torch.nan)
+        for buffers in executor._buffers:
+            buffers.output.fill_(torch.nan)
 
     for answer, copy in zip(first, kept, strict=True):
         np.testing.assert_array_equal(answer, copy)
 
 
-def test_loading_logs_the_progress_of_captures(runner, caplog):
+def test_loading_logs_the_progress_and_the_cost_of_captures(runner, caplog):
     with caplog.at_level(logging.INFO, "varlen"):
-        CudaRunner(runner.program, reference, make_arena(runner), RepeatedWork())
+        executor = CudaRunner(runner.program, reference, make_arena(runner), RepeatedWork())
 
     lines = [record.getMessage() for record in caplog.records]
     assert 2 <= len(lines) <= 5
-    count = int(lines[-1].split()[3])
+    count = len(list(executor.buckets))
     assert lines[-1].startswith(f"captured {count} of {count} graphs in ")
+    assert lines[-1].endswith(f" s; {count}.0 MB of device memory")
+    use = executor.graph_use
+    assert (use.count, use.num_bytes) == (count, count * 1_000_000)
+    assert use.seconds > 0.0
 
 
 def test_close_releases_the_graphs(runner):
@@ -185,8 +171,16 @@ def test_close_releases_the_graphs(runner):
             Graph.alive -= 1
 
     class Counted(RepeatedWork):
+        def __init__(self):
+            super().__init__()
+            self.graphs = []
+
         def capture(self, work):
-            return Graph()
+            self.graphs.append(Graph())
+            return self.graphs[-1]
+
+        def close(self):
+            self.graphs.clear()
 
     executor = CudaRunner(runner.program, reference, make_arena(runner), Counted())
     assert Graph.alive

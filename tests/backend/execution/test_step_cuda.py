@@ -3,11 +3,14 @@
 Sizes of graphs, padding of inputs, fixed addresses and the order of the inputs are real.
 """
 
+import logging
+
 import pytest
 import torch
 
 from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
+from tests.repeated_work import RepeatedWork
 from varlen.execution.kv_cache import KvSize
 from varlen.execution.step_cpu import CpuSteps
 from varlen.execution.step_cuda import CudaSteps
@@ -19,7 +22,6 @@ from varlen.models.registry import load_decoder, load_encoder_decoder
 from varlen.sequence import Chunk
 from varlen_kernels import reference
 
-from .test_cuda import RepeatedWork
 from .test_step_packing import sequence_of_source
 
 CPU = torch.device("cpu")
@@ -125,3 +127,21 @@ def test_a_step_with_a_prompt_replays_nothing(steps, graphs, chunk):
     gpu.logits([chunk(5, 1), chunk(0, 7)])
 
     assert graphs.replayed == 0
+
+
+def test_loading_logs_what_the_graphs_cost(program, caplog):
+    with caplog.at_level(logging.INFO, "varlen"):
+        steps = CudaSteps(
+            program,
+            reference,
+            Arena(Layout(program.buffers, 256), LARGEST, CPU),
+            {state.name: torch.zeros(state.shape) for state in program.states},
+            block_size=BLOCK_SIZE,
+            blocks_per_sequence=20,
+            blocks_per_source=4,
+            graphs=RepeatedWork(),
+        )
+
+    # 1, 2, 4, 8, 16 and 20 sequences
+    assert "captured 6 of 6 graphs in " in caplog.text
+    assert steps.graph_use.count == 6

@@ -102,6 +102,9 @@ class HeldExecutor:
         assert len(self.in_flight) < self.slots
         self.in_flight.append((batch, completed, self.result_of(batch)))
 
+    def free_at(self):
+        return -math.inf
+
     def complete(self, index=0):
         batch, completed, result = self.in_flight.pop(index)
         completed(batch, result)

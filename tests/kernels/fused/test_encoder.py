@@ -1,13 +1,12 @@
 """An encoder on the fused kernels, in CUDA graphs or in the interpreter."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
 import transformers
 
 from tests.closeness import assert_rows_close, encoder_roundings
+from tests.repeated_work import RepeatedWork
 from varlen.config import EngineConfig
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.packing import largest_dims
@@ -24,16 +23,6 @@ MODEL_CLASSES = {
     "token_classify": "BertForTokenClassification",
     "classify": "BertForSequenceClassification",
 }
-
-
-class RepeatedWork:
-    """Stand-in for CUDA graphs without a GPU: replays captured work by running it."""
-
-    def stream(self):
-        return nullcontext()
-
-    def capture(self, work):
-        return work
 
 
 @pytest.fixture(params=MODEL_CLASSES)

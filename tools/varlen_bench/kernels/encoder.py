@@ -50,7 +50,7 @@ class PackedForward:
         lengths = [prompt.num_tokens for prompt in prompts]
         # as in a server, the longest sequences first
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        dims = Buckets(max_tokens).smallest(sum(lengths), len(lengths)).dims
+        dims = Buckets(max_tokens, len(lengths)).smallest(sum(lengths), len(lengths)).dims
         self.program = runner.program
         declared = self.program.inputs
         host = torch.zeros(input_bytes(declared, dims), dtype=torch.uint8)

@@ -47,7 +47,9 @@ def served_attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     calls = []
     for shortest, longest in ((grid.shortest, grid.longest), (3, 30), (3, 20)):
         lengths = packed_lengths(grid.serving_tokens, shortest, longest)
-        slots = Buckets(grid.serving_tokens).smallest(grid.serving_tokens, len(lengths)).sequences
+        # without a limit of sequences, as with the policy token_budget
+        buckets = Buckets(grid.serving_tokens, grid.serving_tokens)
+        slots = buckets.smallest(grid.serving_tokens, len(lengths)).sequences
         for width, heads in grid.serving_widths:
             head_dim = width // heads
             shape = f"{grid.serving_tokens} of {shortest}-{longest} {heads}x{head_dim}"

@@ -15,7 +15,6 @@ from rich.console import Console
 from varlen.cost_warmup import measured_costs, warm_up
 from varlen.costs.store import StoredCosts
 from varlen.errors import VarlenError
-from varlen.execution.executor import ThreadExecutor
 from varlen.execution.workers import load_workers
 from varlen.metrics import Stats
 from varlen.models.checkpoint import Checkpoint
@@ -71,9 +70,9 @@ def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -
     config = replace(source.config, warmup_seconds=allowed)
     checkpoint = Checkpoint.open(source.checkpoint)
     workers = load_workers(checkpoint, config, Stats(), gpu=gpu, isolated=True)
-    executor = ThreadExecutor(workers.runners, workers.prepare)
+    executor = workers.new_executor()
     try:
-        warm_up(workers.info, executor)
+        warm_up(workers.info, executor, config)
         return measured_costs(workers.info, executor, checkpoint, config, again=again)
     finally:
         executor.close()

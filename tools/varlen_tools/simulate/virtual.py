@@ -117,6 +117,10 @@ class _Executor:
         end, complete = self._clock.now + result.seconds, partial(completed, batch, result)
         heappush(self._running, _Running(end, next(self._numbers), complete))
 
+    def free_at(self) -> float:
+        """Return minus infinity: where a slot is free, its worker is."""
+        return -math.inf
+
     def complete(self) -> None:
         """Complete the batch that ends next."""
         heappop(self._running).complete()
