@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from typing import ClassVar
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ class FakeStream:
 class FakeGraph:
     """Fails to end a capture whose work has failed, as torch does."""
 
-    alive = weakref.WeakSet()
+    alive: ClassVar = weakref.WeakSet()
 
     def __init__(self):
         self.events = []

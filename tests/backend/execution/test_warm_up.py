@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from tests.repeated_work import RepeatedWork
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
+from varlen.execution import runner as runner_module
 from varlen.execution.buckets import Bucket, Buckets
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
+from varlen.execution.step_runner import StepRunner
 from varlen.execution.warm_up import check_numbers, random_lengths
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
@@ -32,7 +34,7 @@ def test_lengths_fill_a_bucket_as_far_as_the_longest_sequence_allows(tokens, cou
     lengths = random_lengths(Bucket(tokens, count), longest, np.random.default_rng(seed))
 
     assert len(lengths) == count
-    assert 1 <= lengths.min()
+    assert lengths.min() >= 1
     assert lengths.max() <= longest
     assert lengths.sum() == min(tokens, count * longest) or longest < -(-tokens // count)
 
@@ -94,5 +96,41 @@ def test_nan_refuses_the_model(make, runner):
 
     executor.run = broken
 
-    with pytest.raises(ConfigError, match="16 sequences, 320 tokens, has answers with NaN in float32"):
+    with pytest.raises(
+        ConfigError, match="16 sequences, 320 tokens, has answers with NaN in float32"
+    ):
         check_numbers(executor, runner.info)
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypatch, kind):
+    config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=6, warmup_seconds=0)
+    runner = StepRunner(
+        Checkpoint.open(make_checkpoint(kind)), config, lambda logits, sequences: []
+    )
+    runner.warm_up()
+    logits, steps = runner._steps.logits, []
+
+    def broken(chunks):
+        steps.append(len(chunks))
+        found = logits(chunks)
+        if len(chunks) == 6:
+            found[5, 3] = torch.nan
+        return found
+
+    monkeypatch.setattr(runner._steps, "logits", broken)
+    with pytest.raises(ConfigError, match="6 sequences have logits with NaN in torch.float32"):
+        runner.warm_up()
+    assert steps[-1] == 6
+
+
+def test_too_little_memory_for_graphs_names_the_setting_to_lower(small_bert, monkeypatch):
+    def no_memory(*_):
+        raise torch.AcceleratorError(
+            "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"
+        )
+
+    monkeypatch.setattr(runner_module, "CpuRunner", no_memory)
+
+    with pytest.raises(ConfigError, match="graphs of batches up to 4096 tokens: lower max_batch_t"):
+        Runner(Checkpoint.open(small_bert), EngineConfig(device="cpu", dtype="fp32"))
