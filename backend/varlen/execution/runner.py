@@ -235,7 +235,14 @@ class Runner:
 
     def _make_device_runner(self) -> DeviceRunner:
         make = CudaRunner if self.device.type == "cuda" else CpuRunner
-        return make(self.program, self._kernels, self.arena)
+        try:
+            with memory_errors():
+                return make(self.program, self._kernels, self.arena)
+        except MemoryError:
+            raise ConfigError(
+                f"the GPU has too little memory for the graphs of batches up to {self.arena.max_tokens} tokens:"
+                " lower max_batch_tokens or max_batch_sequences"
+            ) from None
 
 
 def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:

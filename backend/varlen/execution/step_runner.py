@@ -222,6 +222,7 @@ class StepRunner:
                 )
                 shape = BatchShape.of([length])
                 self.run_batch(StepBatch((sequence,), shape, 0.0, "warm-up", (chunk,)))
+        self._check_numbers(chunk)
 
     def padding_tokens(self, shape: BatchShape) -> int:  # noqa: ARG002  # of every runner
         """Return 0: a step has no padding."""
@@ -235,6 +236,28 @@ class StepRunner:
         """Release the KV caches, and what runs steps."""
         self._steps.close()
         self._caches.clear()
+
+    def _check_numbers(self, like: Chunk) -> None:
+        """Run random tokens in the largest step that only decodes.
+
+        Args:
+            like: a chunk whose sequence and source each of them has.
+
+        Raises:
+            ConfigError: the logits hold NaN.
+        """
+        count = self.arenas[0].largest["logit_rows"]
+        token_ids = np.random.default_rng(0).integers(0, self.vocab_size, count).tolist()
+        chunks = [
+            like._replace(token_ids=(token_id,), block_ids=(index % self.kv.num_blocks,))
+            for index, token_id in enumerate(token_ids)
+        ]
+        with torch.inference_mode(), self._steps.stream():
+            has_nan = bool(self._steps.logits(chunks).isnan().any())
+        if has_nan:
+            raise ConfigError(
+                f"random tokens of {count} sequences have logits with NaN in {self.dtype}: set dtype to bf16 or fp32"
+            )
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         if not copies:

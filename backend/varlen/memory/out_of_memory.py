@@ -7,6 +7,8 @@ import torch
 
 # Messages of torch's host allocator and of oneDNN; neither has an exception of its own.
 _ON_THE_HOST = ("DefaultCPUAllocator", "could not create a primitive")
+# Message of the driver, which allocates graphs and pinned memory without torch's allocator.
+_ON_THE_GPU = "CUDA error: out of memory"
 
 
 @contextmanager
@@ -17,6 +19,8 @@ def memory_errors() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise MemoryError("too little memory on the GPU") from error
     except RuntimeError as error:
+        if _ON_THE_GPU in str(error):
+            raise MemoryError("too little memory on the GPU") from error
         if not any(said in str(error) for said in _ON_THE_HOST):
             raise
         raise MemoryError("too little memory on the host") from error

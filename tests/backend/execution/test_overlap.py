@@ -5,6 +5,8 @@ Engine, scheduler, executor, packing and answers are real. Only the GPU's time i
 
 import math
 import random
+from copy import copy
+from dataclasses import replace
 from queue import Empty
 from threading import Thread
 
@@ -12,18 +14,24 @@ import numpy as np
 import pytest
 import torch
 
+from tests.repeated_work import RepeatedWork
+from varlen import service
 from varlen.config import EngineConfig
+from varlen.costs.batch_shape import BatchShape
 from varlen.engine import Engine
 from varlen.errors import EngineError, ModelFaultError
+from varlen.execution.buckets import Buckets
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.overlap import OverlappingExecutor
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
+from varlen.execution.workers import Workers
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
-from varlen.metrics import Stats
+from varlen.metrics import SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Request, RequestOptions
+from varlen.sequence import Batch, RequestState
 from varlen_kernels import reference
 
 from ..fakes.engine_parts import Clock, FakeReply
@@ -378,3 +386,64 @@ def test_a_thread_of_the_engine_answers_each_request_once_whatever_fails(runner,
     assert all(reply.end is not None for reply in made.replies)
     with pytest.raises(Empty):
         made.engine._inbox.get(block=False)
+
+
+@pytest.fixture
+def overlapping(runner):
+    """Return workers as of a GPU, which is the CPU."""
+    other = copy(runner)
+    arena = Arena(Layout(runner.program.buffers, 256), largest_dims(512, 16), CPU)
+    other.device_runner = CudaRunner(runner.program, reference, arena, RepeatedWork())
+    other.slots = CudaRunner.slots
+    info = replace(runner.info, max_batch_tokens=512, workers=1)
+    return Workers(info, [other], launcher=other, graphs=other.device_runner.graph_use)
+
+
+def test_a_launched_batch_gives_the_answers_of_one_that_runs(overlapping, runner):
+    prompts = random_prompts([5, 9, 2], types=2)
+    state = RequestState(Request(tuple(prompts), NORMALIZED), None, 0.0)
+    batch = Batch(state.sequences, BatchShape.of([5, 9, 2]), 0.0, "")
+
+    answers = overlapping.launcher.launch_batch(batch)()
+
+    for mine, right in zip(answers, runner.run(prompts, [NORMALIZED] * 3), strict=True):
+        np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_that_is_measured_runs_alone(overlapping):
+    executor = overlapping.new_executor()
+    state = RequestState(Request(tuple(random_prompts([5, 9])), NORMALIZED), None, 0.0)
+
+    results = executor.run_on_all(Batch(state.sequences, BatchShape.of([5, 9]), 0.0, ""))
+
+    executor.close()
+    assert executor.slots == 2
+    assert [len(result.outputs) for result in results] == [2]
+    assert overlapping.runners[0].device_runner._graphs.replayed == 1
+
+
+def test_a_service_on_a_gpu_gives_the_answers_of_the_cpu(
+    overlapping, runner, small_bert, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(service, "load_workers", lambda *args, **kwargs: overlapping)
+    config = EngineConfig(
+        device="cpu", max_batch_sequences=16, warmup_seconds=1, cache_folder=str(tmp_path)
+    )
+    loaded = service.Service.load(small_bert, config, Stats())
+    batches = [tuple(random_prompts([1 + n % 20, 7], seed=n, types=2)) for n in range(30)]
+    replies = [FakeReply() for _ in batches]
+
+    for prompts, reply in zip(batches, replies, strict=True):
+        loaded.submit(Request(prompts, NORMALIZED), reply)
+    snapshot = loaded.snapshot()
+    loaded.close()
+
+    for prompts, reply in zip(batches, replies, strict=True):
+        for row, answer in enumerate(runner.run(prompts, [NORMALIZED] * 2)):
+            np.testing.assert_allclose(reply.outputs[row][0], answer, rtol=1e-5, atol=1e-6)
+    # one batch runs at a time, although two are in flight
+    assert loaded.admission.slots == 1
+    count = len(list(Buckets(512, 16)))
+    assert snapshot[SnapshotMetric.GRAPHS] == count
+    assert snapshot[SnapshotMetric.GRAPH_BYTES] == count * 1_000_000
+    assert snapshot[SnapshotMetric.GRAPH_SECONDS] > 0.0

@@ -1,0 +1,136 @@
+"""Random batches at load: they fill the largest graphs, and NaN refuses the model."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.repeated_work import RepeatedWork
+from varlen.config import EngineConfig
+from varlen.errors import ConfigError
+from varlen.execution import runner as runner_module
+from varlen.execution.buckets import Bucket, Buckets
+from varlen.execution.cuda import CudaRunner
+from varlen.execution.packing import largest_dims
+from varlen.execution.runner import Runner
+from varlen.execution.step_runner import StepRunner
+from varlen.execution.warm_up import check_numbers, random_lengths
+from varlen.memory.arena import Arena
+from varlen.memory.layout import Layout
+from varlen.models.checkpoint import Checkpoint
+from varlen_kernels import reference
+
+MAX_TOKENS, MAX_SEQUENCES = 320, 16
+
+
+@given(st.integers(1, 5000), st.integers(1, 70), st.integers(1, 600), st.integers(0, 9))
+@settings(deadline=None)
+def test_lengths_fill_a_bucket_as_far_as_the_longest_sequence_allows(tokens, count, longest, seed):
+    count = min(count, tokens)
+
+    lengths = random_lengths(Bucket(tokens, count), longest, np.random.default_rng(seed))
+
+    assert len(lengths) == count
+    assert lengths.min() >= 1
+    assert lengths.max() <= longest
+    assert lengths.sum() == min(tokens, count * longest) or longest < -(-tokens // count)
+
+
+def test_lengths_differ():
+    lengths = random_lengths(Bucket(4096, 64), 512, np.random.default_rng(0))
+
+    assert lengths.sum() == 4096
+    assert len(set(lengths.tolist())) > 20
+
+
+@pytest.fixture
+def runner(small_bert):
+    return Runner(Checkpoint.open(small_bert), EngineConfig(device="cpu", dtype="fp32"))
+
+
+@pytest.fixture
+def make(runner):
+    """Return a function that makes the executor of a GPU with these kernels."""
+
+    def make(kernels=reference):
+        largest = largest_dims(MAX_TOKENS, MAX_SEQUENCES)
+        arena = Arena(Layout(runner.program.buffers, 256), largest, torch.device("cpu"))
+        return CudaRunner(runner.program, kernels, arena, RepeatedWork())
+
+    return make
+
+
+def test_the_largest_graph_of_each_class_runs_a_full_batch(make, runner, monkeypatch, caplog):
+    executor, ran = make(), []
+    monkeypatch.setattr(
+        executor, "run", lambda prompts, options: ran.append(prompts) or [np.zeros(3)]
+    )
+
+    with caplog.at_level(logging.INFO, "varlen"):
+        check_numbers(executor, runner.info)
+
+    classes = Buckets(MAX_TOKENS, MAX_SEQUENCES).largest_of_each_class()
+    assert len(classes) == 3
+    shapes = [(sum(p.num_tokens for p in prompts), len(prompts)) for prompts in ran]
+    assert shapes == [(bucket.tokens, bucket.sequences) for bucket in classes]
+    assert "3 random batches have no NaN in their answers" in caplog.text
+    ids = np.concatenate([prompt.token_ids for prompts in ran for prompt in prompts])
+    assert 0 <= ids.min() < ids.max() < runner.info.vocab_size
+
+
+def test_a_model_that_computes_numbers_passes(make, runner):
+    check_numbers(make(), runner.info)
+
+
+def test_nan_refuses_the_model(make, runner):
+    executor = make()
+    run = executor.run
+
+    def broken(prompts, options):
+        answers = run(prompts, options)
+        answers[-1][-1] = np.nan
+        return answers
+
+    executor.run = broken
+
+    with pytest.raises(
+        ConfigError, match="16 sequences, 320 tokens, has answers with NaN in float32"
+    ):
+        check_numbers(executor, runner.info)
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypatch, kind):
+    config = EngineConfig(device="cpu", dtype="fp32", max_running_sequences=6, warmup_seconds=0)
+    runner = StepRunner(
+        Checkpoint.open(make_checkpoint(kind)), config, lambda logits, sequences: []
+    )
+    runner.warm_up()
+    logits, steps = runner._steps.logits, []
+
+    def broken(chunks):
+        steps.append(len(chunks))
+        found = logits(chunks)
+        if len(chunks) == 6:
+            found[5, 3] = torch.nan
+        return found
+
+    monkeypatch.setattr(runner._steps, "logits", broken)
+    with pytest.raises(ConfigError, match="6 sequences have logits with NaN in torch.float32"):
+        runner.warm_up()
+    assert steps[-1] == 6
+
+
+def test_too_little_memory_for_graphs_names_the_setting_to_lower(small_bert, monkeypatch):
+    def no_memory(*_):
+        raise torch.AcceleratorError(
+            "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"
+        )
+
+    monkeypatch.setattr(runner_module, "CpuRunner", no_memory)
+
+    with pytest.raises(ConfigError, match="graphs of batches up to 4096 tokens: lower max_batch_t"):
+        Runner(Checkpoint.open(small_bert), EngineConfig(device="cpu", dtype="fp32"))
