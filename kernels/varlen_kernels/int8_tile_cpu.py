@@ -155,3 +155,19 @@ def store_codes(_context, codes, _row, _column, _value, _lowest):
 
     arguments = (codes, types.int64, types.int64, LANES_TYPE, types.int64)
     return types.none(*arguments), generate
+
+
+@numba.extending.intrinsic
+def prefetch(_context, array, _row, _column):
+    """Have the cache line of an element read, to be written soon."""
+
+    def generate(context: Any, builder: Any, declared: Any, values: Any) -> Any:
+        address = _address(context, builder, declared.args[0], *values)
+        function_type = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), *[_INT] * 3])
+        name = "llvm.prefetch.p0"
+        call = cgutils.get_or_insert_function(builder.module, function_type, name)
+        # to write, into all levels, of data
+        builder.call(call, (address, *(ir.Constant(_INT, number) for number in (1, 3, 1))))
+        return context.get_dummy_value()
+
+    return types.none(array, types.int64, types.int64), generate

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from varlen_kernels.lanes_cpu import LANES
 from varlen_kernels.linear_int8_reference import OUTLIERS
-from varlen_kernels.linear_int8_rows_cpu import FACTORS, first_kept, quantize_row
+from varlen_kernels.linear_int8_rows_cpu import FACTORS, kept_columns, quantize_row
 
 # Lowest code of the signed form.
 LOWEST_SIGNED = -128
@@ -114,10 +114,9 @@ def _quantize_rows(
     factors,  # [tokens, FACTORS]
 ):
     """Write codes and factors."""
-    row = np.empty((1, (x.shape[1] + LANES - 1) // LANES * LANES), np.float32)
-    kept = first_kept(outliers)
+    kept = kept_columns(outliers, x.shape[1])
     for token in range(len(x)):
-        quantize_row(x, token, outliers, kept, levels, lowest, row, codes, factors, token)
+        quantize_row(x, token, outliers, kept, levels, lowest, codes, factors, token)
 
 
 @numba.njit(nogil=True, cache=True)

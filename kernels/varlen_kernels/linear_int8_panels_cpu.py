@@ -17,7 +17,7 @@ from torch import Tensor
 
 from varlen_kernels import Activation
 from varlen_kernels.gelu_cpu import gelu_erf, gelu_tanh, sigmoid
-from varlen_kernels.int8_tile_cpu import TILE_FEATURES, TILE_ROWS, multiply_tile
+from varlen_kernels.int8_tile_cpu import TILE_FEATURES, TILE_ROWS, multiply_tile, prefetch
 from varlen_kernels.lanes_cpu import (
     LANES,
     load,
@@ -29,7 +29,7 @@ from varlen_kernels.lanes_cpu import (
     store_first,
     sum_of,
 )
-from varlen_kernels.linear_int8_rows_cpu import FACTORS, first_kept, quantize_row
+from varlen_kernels.linear_int8_rows_cpu import FACTORS, kept_columns, quantize_row
 from varlen_kernels.threads_cpu import run_parts
 
 # Tokens whose codes and results stay in the second-level cache; a multiple of TILE_ROWS.
@@ -134,13 +134,24 @@ def _activated(value, kind):
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def _scale_tile(sums, factors, tile, scale, fp32_rows, first_column):
-    """Replace the sums of a tile by their values, outliers and bias included.
+def _prefetch_tile(out, to_row, rows, first_column):
+    """Have the memory of a tile's results in the cache when they are there."""
+    for i in range(rows):
+        for column in range(first_column, min(first_column + TILE_FEATURES, out.shape[1]), LANES):
+            prefetch(out, to_row + i, column)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _scale_tile(
+    sums, rows, factors, tile, scale, fp32_rows, first_column, residual, out, to_row, to_column
+):
+    """Write the values of sums, with outliers, bias and a residual that is not empty.
 
     Args:
-        sums: `[TILE_ROWS, TILE_FEATURES]`.
+        sums: `[TILE_ROWS, TILE_FEATURES]`; the first rows count.
         factors: `[tokens, FACTORS]`, those of the tile from row `tile` on.
         first_column: of the tile in `scale` and `fp32_rows`.
+        out: may be `sums`.
     """
     for lane in range(0, min(TILE_FEATURES, scale.shape[1] - first_column), LANES):
         column = first_column + lane
@@ -149,7 +160,7 @@ def _scale_tile(sums, factors, tile, scale, fp32_rows, first_column):
         # one name for each of OUTLIERS
         first, second = _load(fp32_rows, 2, column), _load(fp32_rows, 3, column)
         third, fourth = _load(fp32_rows, 4, column), _load(fp32_rows, 5, column)
-        for i in range(TILE_ROWS):
+        for i in range(rows):
             row = tile + i
             value = multiply_add(splat(factors[row, 1]), weight_sums, bias)
             value = multiply_add(splat(factors[row, 2]), first, value)
@@ -157,18 +168,19 @@ def _scale_tile(sums, factors, tile, scale, fp32_rows, first_column):
             value = multiply_add(splat(factors[row, 4]), third, value)
             value = multiply_add(splat(factors[row, 5]), fourth, value)
             steps = load(sums, i, lane) * splat(factors[row, 0])
-            store(sums, i, lane, multiply_add(steps, scales, value))
+            value = multiply_add(steps, scales, value)
+            if residual.shape[1]:
+                value = value + _load(residual, to_row + i, column)
+            _store(out, to_row + i, to_column + lane, value)
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def _write_tile(values, rows, first_column, kind, residual, out, to_row):
-    """Write the first rows of a tile, activated or added to a residual."""
+def _activate_tile(values, rows, first_column, kind, out, to_row):
+    """Write the activation of the first rows of a tile."""
     for i in range(rows):
         for column in range(first_column, min(first_column + TILE_FEATURES, out.shape[1]), LANES):
-            value = _activated(load(values, i, column - first_column), kind)
-            if residual.shape[1]:
-                value = value + _load(residual, to_row + i, column)
-            _store(out, to_row + i, column, value)
+            value = load(values, i, column - first_column)
+            _store(out, to_row + i, column, _activated(value, kind))
 
 
 @numba.njit(forceinline=True, _nrt=False)
@@ -213,23 +225,26 @@ def _multiply_rows(
     eps,
 ):
     """Write the results of some tokens."""
-    columns = (x.shape[1] + LANES - 1) // LANES * LANES
-    row = np.empty((1, columns), np.float32)
+    kept = kept_columns(outliers, x.shape[1])
     # the last tile has rows past the last token, whose results are not written
-    codes = np.zeros((_BLOCK, columns), np.uint8)
+    codes = np.zeros((_BLOCK, kept.shape[1]), np.uint8)
     factors = np.zeros((_BLOCK, FACTORS), np.float32)
     sums = np.empty((TILE_ROWS, TILE_FEATURES), np.float32)
-    kept = first_kept(outliers)
     for block in range(first_token, last_token, _BLOCK):
         count = min(_BLOCK, last_token - block)
         for i in range(count):
-            quantize_row(x, block + i, outliers, kept, levels, 0, row, codes, factors, i)
+            quantize_row(x, block + i, outliers, kept, levels, 0, codes, factors, i)
         for panel in range(len(panels)):
             for tile in range(0, count, TILE_ROWS):
                 column, rows = panel * TILE_FEATURES, min(TILE_ROWS, count - tile)
+                _prefetch_tile(out, block + tile, rows, column)
                 multiply_tile(codes, tile, panels, panel, sums)
-                _scale_tile(sums, factors, tile, scale, fp32_rows, column)
-                _write_tile(sums, rows, column, kind, residual, out, block + tile)
+                of_tile = sums, rows, factors, tile, scale, fp32_rows, column
+                if kind == _NO_ACTIVATION:
+                    _scale_tile(*of_tile, residual, out, block + tile, column)
+                else:
+                    _scale_tile(*of_tile, residual, sums, 0, 0)
+                    _activate_tile(sums, rows, column, kind, out, block + tile)
         if weight.shape[1]:
             for i in range(count):
                 _normalize_row(out, block + i, weight, bias, eps)
