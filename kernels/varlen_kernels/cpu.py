@@ -15,6 +15,13 @@ from torch import Tensor
 from varlen_kernels import Activation, reference
 from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.compile_lock import compile_lock
+from varlen_kernels.linear_int8_ops import (
+    linear_int8,
+    linear_int8_packed,
+    linear_int8_panels,
+    linear_int8_panels_activate,
+    linear_int8_panels_add_layer_norm,
+)
 from varlen_kernels.reference import (
     add_layer_norm,
     attention_tiles,
@@ -52,6 +59,9 @@ __all__ = [
     "linear_activate",
     "linear_int8",
     "linear_int8_packed",
+    "linear_int8_panels",
+    "linear_int8_panels_activate",
+    "linear_int8_panels_add_layer_norm",
     "linear_packed",
     "norm_heads",
     "pool",
@@ -234,38 +244,6 @@ def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
     from varlen_kernels import paged_cpu
 
     paged_cpu.copy_blocks(cache, sources, destinations)
-
-
-def linear_int8(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    fp32_rows: Tensor,
-    outliers: Tensor,
-    *,
-    levels: int,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return x @ weight + bias in int8, see `linear_int8_reference.linear_int8`."""
-    from varlen_kernels.linear_int8_cpu import multiply_signed
-
-    return multiply_signed(x, codes, scale, fp32_rows, outliers, levels, out)
-
-
-def linear_int8_packed(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    fp32_rows: Tensor,
-    outliers: Tensor,
-    *,
-    levels: int,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Return `linear_int8` of codes that `linear_int8_cpu.pack_codes` made."""
-    from varlen_kernels.linear_int8_cpu import multiply_packed
-
-    return multiply_packed(x, codes, scale, fp32_rows, outliers, levels, out)
 
 
 def append_kv(

@@ -203,6 +203,10 @@ def _maximum(builder: Any, a: Any, b: Any) -> Any:
     return _select_greater(builder, a, b, a, b)
 
 
+def _minimum(builder: Any, a: Any, b: Any) -> Any:
+    return _select_greater(builder, b, a, a, b)
+
+
 def _combined(builder: Any, value: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """Return the combination of all lanes: of halves, then of quarters, and so on."""
     for width in (8, 4, 2, 1):
@@ -217,6 +221,10 @@ def _sum_of(builder: Any, value: Any) -> Any:
 
 def _largest_of(builder: Any, value: Any) -> Any:
     return _combined(builder, value, partial(_maximum, builder))
+
+
+def _smallest_of(builder: Any, value: Any) -> Any:
+    return _combined(builder, value, partial(_minimum, builder))
 
 
 def _power_of_two(builder: Any, shifted: Any) -> Any:
@@ -235,13 +243,15 @@ store_first = _memory_op(_store_first, types.none, LANES_TYPE, types.int64)
 splat = _register_op(_splat, LANES_TYPE, types.float32)
 # multiply_add(a, b, c) returns a · b + c, rounded once.
 multiply_add = _register_op(_multiply_add, LANES_TYPE, *[LANES_TYPE] * 3)
-# maximum(a, b) returns the larger of each two numbers, that of `b` if one is NaN.
+# maximum(a, b) and minimum(a, b) return one of each two numbers, that of `b` if one is NaN.
 maximum = _register_op(_maximum, LANES_TYPE, LANES_TYPE, LANES_TYPE)
+minimum = _register_op(_minimum, LANES_TYPE, LANES_TYPE, LANES_TYPE)
 # select_greater(a, b, greater, other) returns the lanes of `greater` where a > b, else those of `other`.
 select_greater = _register_op(_select_greater, LANES_TYPE, *[LANES_TYPE] * 4)
-# sum_of(value) and largest_of(value) return a number.
+# sum_of(value), largest_of(value) and smallest_of(value) return a number.
 sum_of = _register_op(_sum_of, types.float32, LANES_TYPE)
 largest_of = _register_op(_largest_of, types.float32, LANES_TYPE)
+smallest_of = _register_op(_smallest_of, types.float32, LANES_TYPE)
 power_of_two = _register_op(_power_of_two, LANES_TYPE, LANES_TYPE)
 
 

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from varlen_kernels import Activation, reference
+
 # Columns of the input that are multiplied in fp32.
 OUTLIERS = 4
 # Steps between the lowest and the highest value of a token: 8 bits, or 7 where sums of 8 bits saturate.
@@ -116,3 +118,45 @@ def linear_int8(
     sums = (rows.codes.double() @ codes.double()).float()
     result = sums * rows.scale * scale + rows.factors @ fp32_rows
     return result if out is None else out.copy_(result)
+
+
+def linear_int8_activate(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    fp32_rows: Tensor,
+    outliers: Tensor,
+    *,
+    levels: int,
+    kind: Activation,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the activation of `linear_int8`, see `reference.activate`."""
+    product = linear_int8(x, codes, scale, fp32_rows, outliers, levels=levels)
+    return reference.activate(product, kind=kind, out=out)
+
+
+def linear_int8_add_layer_norm(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    fp32_rows: Tensor,
+    outliers: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    levels: int,
+    eps: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return layer_norm(linear_int8 + residual) * weight + bias, `[tokens, features]` fp32.
+
+    Args:
+        x, codes, scale, fp32_rows, outliers, levels: see `linear_int8`.
+        residual: `[tokens, features]` fp32.
+        weight, bias: `[features]`. None for the bias: it is not added.
+        eps: added to the variance.
+    """
+    product = linear_int8(x, codes, scale, fp32_rows, outliers, levels=levels)
+    return reference.layer_norm(product + residual, weight, bias, eps=eps, out=out)

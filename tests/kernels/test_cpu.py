@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from varlen_kernels import cpu, reference
-from varlen_kernels.linear_int8_reference import linear_int8
+from varlen_kernels.linear_int8_reference import (
+    linear_int8,
+    linear_int8_activate,
+    linear_int8_add_layer_norm,
+)
 
 from .float64 import DTYPES, bounds_of, check, rand
 
@@ -15,6 +19,9 @@ REFERENCES = {
     "linear_packed": reference.linear,
     "linear_int8": linear_int8,
     "linear_int8_packed": linear_int8,
+    "linear_int8_panels": linear_int8,
+    "linear_int8_panels_activate": linear_int8_activate,
+    "linear_int8_panels_add_layer_norm": linear_int8_add_layer_norm,
 }
 
 

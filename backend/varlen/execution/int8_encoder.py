@@ -129,7 +129,7 @@ def check_int8() -> None:
             " allowed: auto, fp32, bf16"
         )
     # numba loads in half a second
-    from varlen_kernels.linear_int8_cpu import NoInt8ProductError, choose_product
+    from varlen_kernels.int8_products_cpu import NoInt8ProductError, choose_product
 
     try:
         choose_product()
@@ -141,7 +141,7 @@ def check_int8() -> None:
 
 def int8_product() -> str:
     """Return the name of the op that runs int8 layers on this CPU."""
-    from varlen_kernels.linear_int8_cpu import choose_product
+    from varlen_kernels.int8_products_cpu import choose_product
 
     return choose_product().kernel
 
@@ -194,6 +194,6 @@ def _embedding(encoder: EncoderModel, checkpoint: Checkpoint) -> Program:
 
 def _levels() -> int:
     # numba loads in half a second
-    from varlen_kernels.linear_int8_cpu import choose_product
+    from varlen_kernels.int8_products_cpu import choose_product
 
     return choose_product().levels

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from varlen.execution.int8_fusion import fuse_int8
 from varlen.program.program import Op, Program
 from varlen_kernels import cpu
 from varlen_kernels.linear_int8_reference import OUTLIERS, quantize_weight
@@ -65,19 +66,20 @@ def quantize_layers(
         program: has these layers in fp32 on the CPU.
         outliers: `[OUTLIERS]` int64 of each layer.
     """
-    from varlen_kernels.linear_int8_cpu import choose_product, pack_codes
+    from varlen_kernels.int8_products_cpu import choose_product
 
     product, layers, quantized = choose_product(), linear_weights(program), {}
     for key, columns in outliers.items():
         weight = quantize_weight(*layers[key], columns)
-        if product.kernel == "linear_int8_packed":
-            weight = weight._replace(codes=pack_codes(weight.codes))
+        weight = weight._replace(codes=product.pack(weight.codes))
         quantized[key] = QuantizedLayer(product.kernel, tuple(weight), product.levels)
     return quantized
 
 
 def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Program:
     """Return the program with int8 layers, without the weights that they replace.
+
+    Where the CPU's op can also do what follows a layer, it does.
 
     Args:
         program: in fp32.
@@ -95,4 +97,4 @@ def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Pro
             attributes={"levels": layer.levels},
         )
 
-    return Program([replaced(op) for op in program.ops], program.outputs)
+    return fuse_int8(Program([replaced(op) for op in program.ops], program.outputs))

@@ -35,14 +35,23 @@ from varlen.execution.runner import Runner
 from varlen.models.registry import load_encoder
 from varlen.program.recorder import Recorder
 from varlen.request import Prompt
-from varlen_kernels import linear_int8_cpu
+from varlen_kernels import int8_products_cpu
+from varlen_kernels.int8_products_cpu import Int8Product
+from varlen_kernels.int8_tile_cpu import has_dot_products
 from varlen_kernels.linear_int8_reference import OUTLIERS, REDUCED_LEVELS
 
 TEXT = ["the cat", "a river, the river and a cat?", "x", "the 39 cats are at the river again!"]
-PRODUCTS = [
-    linear_int8_cpu.Int8Product("linear_int8", REDUCED_LEVELS),
-    linear_int8_cpu.Int8Product("linear_int8_packed", REDUCED_LEVELS),
-]
+PANELS = Int8Product("linear_int8_panels", REDUCED_LEVELS)
+NEEDS_VNNI = pytest.mark.skipif(not has_dot_products(), reason="needs AVX-512 with VNNI")
+PRODUCTS = pytest.mark.parametrize(
+    "product",
+    [
+        Int8Product("linear_int8", REDUCED_LEVELS),
+        Int8Product("linear_int8_packed", REDUCED_LEVELS),
+        pytest.param(PANELS, marks=NEEDS_VNNI),
+    ],
+    ids=lambda each: each.kernel,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +91,9 @@ def linear_program(hidden=40, features=24, layers=2):
     return ops.finish(output), [ref(weight) for weight in weights]
 
 
-@pytest.mark.parametrize("product", PRODUCTS, ids=lambda each: each.kernel)
+@PRODUCTS
 def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch, product):
-    monkeypatch.setattr(linear_int8_cpu, "choose_product", lambda: product)
+    monkeypatch.setattr(int8_products_cpu, "choose_product", lambda: product)
     program, weights = linear_program(hidden=400, features=240)
     before = program.weight_bytes
     outliers = {layer_key(weight(), None): torch.arange(OUTLIERS) for weight in weights[:1]}
@@ -95,6 +104,42 @@ def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch,
     assert program.ops[0].attributes == {"levels": product.levels}
     assert [weight() is None for weight in weights] == [True, False]
     assert program.weight_bytes < 0.65 * before
+
+
+def recorded_layers(follow):
+    """Return the kernels of an int8 layer and of what `follow` records behind it."""
+    ops = Recorder()
+    x, weight = ops.input("x", ("tokens", 8), torch.float32), torch.ones(8, 8)
+    program = ops.finish(*follow(ops, x, ops.linear(x, weight, None)))
+    outliers = {layer_key(weight, None): torch.arange(OUTLIERS)}
+    return [op.kernel for op in use_int8(program, quantize_layers(program, outliers)).ops]
+
+
+@pytest.mark.parametrize(
+    "follow, kernels",
+    [
+        (lambda ops, x, y: [ops.activate(y, kind="gelu")], ["linear_int8_panels_activate"]),
+        (
+            lambda ops, x, y: [ops.add_layer_norm(y, x, torch.ones(8), torch.ones(8), eps=1e-5)],
+            ["linear_int8_panels_add_layer_norm"],
+        ),
+        (lambda ops, x, y: [ops.tanh(y)], ["linear_int8_panels", "tanh"]),
+        (lambda ops, x, y: [y, ops.activate(y, kind="gelu")], ["linear_int8_panels", "activate"]),
+        (
+            lambda ops, x, y: [ops.activate(y, kind="gelu"), ops.tanh(y)],
+            ["linear_int8_panels", "activate", "tanh"],
+        ),
+        (
+            lambda ops, x, y: [ops.add_layer_norm(x, y, torch.ones(8), None, eps=1e-5)],
+            ["linear_int8_panels", "add_layer_norm"],
+        ),
+    ],
+    ids=["activation", "norm", "another-op", "output", "two-readers", "residual"],
+)
+def test_a_layer_runs_what_follows_it_if_nothing_else_reads_it(monkeypatch, follow, kernels):
+    monkeypatch.setattr(int8_products_cpu, "choose_product", lambda: PANELS)
+
+    assert recorded_layers(follow) == kernels
 
 
 def test_layers_that_share_a_weight_keep_their_biases():
@@ -135,15 +180,16 @@ def test_vectors_are_close_to_fp32_and_heads_stay_in_fp32(folder, make_checkpoin
     runner = Runner(checkpoint, EngineConfig(dtype="int8", device="cpu"))
     kernels = [op.kernel for op in runner.program.ops if op.kernel.startswith("linear")]
     # four layers of the encoder twice, then pooler and classifier
-    product = linear_int8_cpu.choose_product().kernel
-    assert kernels == [product] * 8 + ["linear"] * 2
+    product = int8_products_cpu.choose_product().kernel
+    assert all(kernel.startswith(product) for kernel in kernels[:8])
+    assert kernels[8:] == ["linear"] * 2
     assert runner.info.cost_fields["int8"] == product
     np.testing.assert_allclose(*logits, rtol=0, atol=0.1 * np.abs(logits[0]).max())
 
 
-@pytest.mark.parametrize("product", PRODUCTS, ids=lambda each: each.kernel)
+@PRODUCTS
 def test_every_product_serves_an_encoder(folder, monkeypatch, product):
-    monkeypatch.setattr(linear_int8_cpu, "choose_product", lambda: product)
+    monkeypatch.setattr(int8_products_cpu, "choose_product", lambda: product)
 
     assert cosines(embeddings(folder, "int8"), embeddings(folder, "fp32")).min() > 0.99
 
@@ -368,9 +414,9 @@ def test_int8_needs_numba(monkeypatch):
 
 def test_int8_needs_an_exact_product(monkeypatch):
     def none():
-        raise linear_int8_cpu.NoInt8ProductError("no product")
+        raise int8_products_cpu.NoInt8ProductError("no product")
 
-    monkeypatch.setattr(linear_int8_cpu, "choose_product", none)
+    monkeypatch.setattr(int8_products_cpu, "choose_product", none)
 
     with pytest.raises(ConfigError, match="cannot be used here: no product; allowed: auto"):
         int8_encoder.check_int8()
