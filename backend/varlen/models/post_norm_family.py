@@ -230,18 +230,7 @@ class PostNormFamily:
             known |= ROTARY_FIELDS
             rotary = read_rotary(config, default_theta=self.default_theta)
         check_fields(config, "config.json", known=known, fixed={**FIXED_FIELDS, **self.fixed})
-        hidden = read_int(config, names.hidden)
-        heads = read_int(config, names.heads)
-        check_multiple(config, names.hidden, names.heads)
-        if config.get("head_dim") not in (None, hidden // heads):
-            raise CheckpointError(
-                f"config.json has head_dim {config['head_dim']}; allowed: {hidden // heads},"
-                f" {names.hidden} / {names.heads}"
-            )
-        if rotary is not None and hidden // heads % 2:
-            raise CheckpointError(
-                f"heads have {hidden // heads} features; allowed: even numbers, for rotary positions"
-            )
+        hidden, heads = self._read_heads(config)
         first = self.first_position
         if first is None:
             first = read_int({"pad_token_id": 1, **config}, "pad_token_id", lowest=0) + 1
@@ -260,10 +249,24 @@ class PostNormFamily:
             activation=read_choice(
                 config, names.activation, ACTIVATIONS, default=names.default_activation
             ),
-            norm_eps=read_norm_eps(config, names.norm_eps, default=1e-12)
-            if names.norm_eps
-            else 1e-12,
+            norm_eps=read_norm_eps(config, names.norm_eps, default=1e-12),
         )
+
+    def _read_heads(self, config: Json) -> tuple[int, int]:
+        """Return the features of a token and the number of heads."""
+        names = self.fields
+        hidden, heads = read_int(config, names.hidden), read_int(config, names.heads)
+        check_multiple(config, names.hidden, names.heads)
+        head_dim = hidden // heads
+        if config.get("head_dim") not in (None, head_dim):
+            raise CheckpointError(
+                f"config.json has head_dim {config['head_dim']}; allowed: {head_dim}, {names.hidden} / {names.heads}"
+            )
+        if self.default_theta is not None and head_dim % 2:
+            raise CheckpointError(
+                f"heads have {head_dim} features; allowed: even numbers, for rotary positions"
+            )
+        return hidden, heads
 
     def check_tensors(
         self,
