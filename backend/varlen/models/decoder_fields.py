@@ -2,8 +2,12 @@
 
 from collections.abc import Mapping
 
+from varlen.config import Task
 from varlen.models import config_file, generation_config
+from varlen.models.config_file import Json, read_num_labels
 
+# The linear layer of a classifier.
+SCORE = "score"
 # Fields that every decoder reads.
 READ_FIELDS = frozenset("architectures model_type tie_word_embeddings vocab_size".split())
 # Fields that are served with one value, which is what transformers assumes where they are absent. Releases
@@ -21,6 +25,23 @@ HARMLESS_FIELDS = (
     config_file.HARMLESS_FIELDS
     | generation_config.REQUEST_FIELDS
     | generation_config.HARMLESS_FIELDS
-    # a decoder is one either way; labels are read by heads, and none is served here
+    # a decoder is one either way; labels are read by a classifier alone
     | frozenset("id2label is_decoder num_labels prefix".split())
 )
+
+
+def score_shapes(config: Json, task: Task, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a classifier's tensors, by name.
+
+    Args:
+        config: content of config.json.
+        task: of the checkpoint's architecture.
+        hidden: features of a token.
+    """
+    if task not in ("classify", "token_classify"):
+        return {}
+    labels = read_num_labels(config)
+    shapes: dict[str, tuple[int, ...]] = {f"{SCORE}.weight": (labels, hidden)}
+    if task == "token_classify":
+        shapes[f"{SCORE}.bias"] = (labels,)
+    return shapes

@@ -25,7 +25,7 @@ class Heads:
         classifier: `[hidden, labels]`, of sequences or of tokens.
     """
 
-    pooling: Literal["cls", "mean"] = "cls"
+    pooling: Literal["cls", "mean", "last"] = "cls"
     dense: Linear | None = None
     activation: HeadActivation = "tanh"
     norm: Norm | None = None
@@ -60,9 +60,9 @@ def record_head(ops: Recorder, task: Task, heads: Heads, hidden: Value, pooling:
 
 def _one_row(ops: Recorder, heads: Heads, hidden: Value) -> Value:
     """Record the row of each sequence that its classifier reads, `[sequences, hidden]`."""
-    if heads.pooling == "mean":
-        return ops.pool(hidden, inputs.cu_seqlens(ops), None, mode="mean")
-    return ops.first_tokens(hidden, inputs.cu_seqlens(ops))
+    if heads.pooling == "cls":
+        return ops.first_tokens(hidden, inputs.cu_seqlens(ops))
+    return ops.pool(hidden, inputs.cu_seqlens(ops), None, mode=heads.pooling)
 
 
 def _transform(ops: Recorder, heads: Heads, x: Value) -> Value:

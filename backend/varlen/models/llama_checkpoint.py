@@ -256,12 +256,14 @@ def _check_tensors(
     headers: Mapping[str, TensorHeader],
     config: Json,
     architecture: str,
-    task: Task,  # noqa: ARG001  # every task reads the same tensors
+    task: Task,  # noqa: ARG001  # what is read belongs to the architecture
 ) -> None:
     sizes = LlamaConfig.read(config)
     prefix = prefix_of(headers)
     has_output = architecture.endswith("ForCausalLM") and not sizes.has_tied_output
+    own_task = FAMILIES[config["model_type"]].architectures[architecture]
     expected = tensor_shapes(sizes, prefix, has_output=has_output)
+    expected |= decoder_fields.score_shapes(config, own_task, sizes.hidden)
     for name, shape in expected.items():
         check_tensor(headers, name, shape)
     check_all_used(headers, expected, _is_harmless)
@@ -274,8 +276,18 @@ def _is_harmless(name: str) -> bool:
 
 def _family(name: str, tokenizer_class: str) -> Family:
     return Family(
-        architectures={f"{name}ForCausalLM": "generate", f"{name}Model": "embed"},
-        heads={"generate": f"{name}ForCausalLM"},
+        architectures={
+            f"{name}ForCausalLM": "generate",
+            f"{name}Model": "embed",
+            f"{name}ForSequenceClassification": "classify",
+            f"{name}ForTokenClassification": "token_classify",
+        },
+        heads={
+            "generate": f"{name}ForCausalLM",
+            "classify": f"{name}ForSequenceClassification",
+            "rerank": f"{name}ForSequenceClassification",
+            "token_classify": f"{name}ForTokenClassification",
+        },
         read_sizes=_read_sizes,
         check_tensors=_check_tensors,
         tokenizer_class=tokenizer_class,

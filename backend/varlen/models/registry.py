@@ -16,6 +16,7 @@ from varlen.models.llama import load_llama
 from varlen.models.modernbert import load_modernbert
 from varlen.models.post_norm import load_post_norm
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
+from varlen.models.score_head import load_score
 from varlen.models.t5 import load_t5, load_t5_encoder
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
@@ -108,9 +109,15 @@ _ENCODER_DECODERS: Mapping[
 
 @dataclass(frozen=True, slots=True)
 class OneStepDecoder:
-    """A decoder that reads whole sequences in one step, for `embed` and `hidden`."""
+    """A decoder that reads whole sequences in one step.
+
+    Attributes:
+        decoder: the decoder.
+        heads: the layers on top of it.
+    """
 
     decoder: DecoderModel
+    heads: Heads
 
     @property
     def vocab_size(self) -> int:
@@ -121,11 +128,6 @@ class OneStepDecoder:
     def type_vocab_size(self) -> int:
         """Token types below this are valid: decoders have one."""
         return 1
-
-    @property
-    def heads(self) -> Heads:
-        """The layers on top of it: none."""
-        return Heads()
 
     def record(self, ops: Recorder) -> Value:
         """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
@@ -139,7 +141,8 @@ def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         CheckpointError: its weights do not fit its config.json.
     """
     if checkpoint.is_decoder:
-        return OneStepDecoder(load_decoder(checkpoint, dtype, device))
+        decoder = load_decoder(checkpoint, dtype, device)
+        return OneStepDecoder(decoder, load_score(checkpoint, dtype, device))
     return _ENCODERS[checkpoint.config["model_type"]](checkpoint, dtype, device)
 
 

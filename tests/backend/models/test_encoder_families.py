@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.checkpoints import set_fields
+from tests.checkpoints import change_tensors, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.models import post_norm_family
@@ -248,3 +248,29 @@ def test_an_encoder_of_t5_alone_matches_transformers(make_checkpoint, rng, kind)
     check(folder, actual, [output.last_hidden_state[0] for output in outputs(model, rows)])
     with refused('task "translate" is not served'):
         Checkpoint.open(folder).check_task("translate")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("task", ["SequenceClassification", "TokenClassification"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_classifier_on_a_decoder_matches_transformers(make_checkpoint, rng, family, task, dtype):
+    kind = f"{family}For{task}"
+    folder = make_checkpoint(kind, num_labels=3, pad_token_id=1)
+    model = load(folder, kind)
+    rows = rows_of(rng, model.config.vocab_size, pad=1)
+
+    with Encoder.from_pretrained(folder, dtype=dtype) as encoder:
+        actual = getattr(encoder, encoder.task)(rows)
+
+    precision = torch.float32 if dtype == "fp32" else torch.bfloat16
+    expected = [output.logits[0] for output in outputs(model, rows)]
+    roundings = encoder_roundings(folder, precision)
+    assert_rows_close(actual, expected, roundings=roundings, dtype=precision)
+
+
+def test_a_decoder_without_its_classifier_is_refused(make_checkpoint):
+    folder = make_checkpoint("Qwen3ForSequenceClassification", num_labels=1)
+    change_tensors(folder, lambda tensors: tensors.pop("score.weight"))
+
+    with refused('the checkpoint has no tensor "score.weight"'):
+        Checkpoint.open(folder).check_task("rerank")
