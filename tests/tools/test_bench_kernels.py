@@ -179,7 +179,8 @@ def test_a_lost_device_ends_the_measurement_after_its_row():
             raise DeviceLostError(after)
 
     machine = fake_machine()
-    lost = Lost(device=machine.device, timer=machine.timer, compile=machine.compile)
+    fields = ("device", "timer", "compile", "kernels")
+    lost = Lost(**{name: getattr(machine, name) for name in fields})
     found = measure(CALL, partial(CALL.run, machine.kernels), Peers(), lost, LONG)
 
     assert next(found).system == OURS

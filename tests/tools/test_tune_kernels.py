@@ -1,6 +1,7 @@
 """The tuner picks the fastest right launch; the tests set the times."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -125,6 +126,23 @@ def test_the_fastest_right_launch_wins_if_it_beats_the_default_by_three_percent(
     assert text in capsys.readouterr().out
     # no launch is forced any more
     assert tuning.pick("add_layer_norm", choice.key, lambda *_: LAUNCHES)["ROWS"] == 4
+
+
+def test_inputs_that_depend_on_the_launch_are_filled_for_each_launch():
+    filled = []
+
+    def fill(kernels, inputs):
+        filled.append(
+            tuning.pick("add_layer_norm", (8, torch.float32), lambda *_: LAUNCHES)["ROWS"]
+        )
+
+    machine = machine_with()
+    (choice,) = choices_of([replace(calls(4)[0], fill=fill)], machine)
+
+    tune(choice, machine)
+
+    # two sets of inputs; the fastest launch is compared with the default once more
+    assert filled == [rows for rows in (4, 1, 8, 4, 1) for _ in range(2)]
 
 
 def test_a_speedup_that_does_not_repeat_keeps_the_default():

@@ -107,4 +107,6 @@ def _run_launch(choice: Choice, launch: Launch) -> None:
 @torch.inference_mode()
 def run_empty(call: OpCall) -> None:
     """Run a call on unfilled inputs on the CPU, inside `dry_run` or `no_launches`."""
-    call.run(kernels("fused"), call.make_empty())
+    ops, inputs = kernels("fused"), call.make_empty()
+    call.prepare(ops, inputs)
+    call.run(ops, inputs)

@@ -92,6 +92,8 @@ class _LaunchTimer:
         run = partial(call.run, self._machine.kernels)
         try:
             with tuning.forced_launch(choice.op, choice.key, launch):
+                for inputs in self._sets:
+                    call.prepare(self._machine.kernels, inputs)
                 spread = timer.graph(run, self._sets, call.bytes_moved, verify=self._verify)
         except Exception as error:  # other launches may succeed
             _report(f"{choice.name}: {launch} on {call.name}: {failed_note(error)}")

@@ -54,6 +54,7 @@ def bits(result):
 def test_every_call_is_right(group, kind, fused, device):
     for call in GROUPS[group](FULL, DTYPES[kind]):
         inputs = call.make(device, seed=1)
+        call.prepare(fused, inputs)
 
         error = call.error(call.run(fused, inputs), inputs, call.exact(inputs))
 
@@ -64,6 +65,7 @@ def test_every_call_is_right(group, kind, fused, device):
 def test_a_second_run_gives_the_same_bits(group, fused, device):
     for call in GROUPS[group](FULL, torch.bfloat16):
         inputs = call.make(device, seed=2)
+        call.prepare(fused, inputs)
         first = call.run(fused, inputs)
         before = bits(first)
         for _ in range(3):
@@ -76,6 +78,7 @@ def test_a_second_run_gives_the_same_bits(group, fused, device):
 def test_a_graph_replays_the_right_result(group, fused, device, timer):
     for call in GROUPS[group](FULL, torch.bfloat16)[:4]:
         inputs, results = call.make(device, seed=3), []
+        call.prepare(fused, inputs)
 
         def keep(result, results=results):
             results.append(bits(result))
@@ -96,6 +99,7 @@ def test_every_candidate_launch_is_right(group, fused, device):
         exact = call.exact(inputs)
         for launch in choice.launches:
             with tuning.forced_launch(choice.op, choice.key, launch):
+                call.prepare(fused, inputs)
                 error = call.error(call.run(fused, inputs), inputs, exact)
             assert error <= call.max_error, (choice.name, launch)
     assert failed == []

@@ -89,8 +89,11 @@ def measure_rooms(
     for length in lengths:
         count = max(1, tokens // length)
         for factor in _ROOMS:
-            call = attention_varlen([length] * count, 12, 64, torch.bfloat16, slots=factor * count)
+            call = attention_varlen(
+                [length] * count, 12, 64, torch.bfloat16, has_tiles=True, slots=factor * count
+            )
             inputs = call.make(machine.device, 0)
+            call.prepare(machine.kernels, inputs)
             spent = machine.timer.graph(partial(call.run, machine.kernels), [inputs], WARM)
             name = f"attention with places for {factor * count}"
             yield figure("room", f"{count}x{length}", name, spent.median, "us")

@@ -16,6 +16,7 @@ def run_each(grid: Grid, device: torch.device, ops: object) -> int:
     calls = [call for name in _GROUPS for call in GROUPS[name](grid, torch.bfloat16)[:_CALLS]]
     for call in calls:
         inputs = call.make(device, 0)
+        call.prepare(ops, inputs)
         for _ in range(2):
             call.run(ops, inputs)
     return len(calls)

@@ -14,6 +14,7 @@ from varlen_bench.kernels.groups import DTYPES
 from varlen_bench.kernels.measure import failed_note
 from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import OpCall, kernels
+from varlen_bench.ops.sequences import attention_varlen
 
 # Of one token, inside a tile, exactly a tile, and longer.
 _LENGTHS = [5, 1, 64, 90]
@@ -21,7 +22,8 @@ _LENGTHS = [5, 1, 64, 90]
 
 def smoke_calls(dtype: torch.dtype) -> list[OpCall]:
     """Return a call of every op with a kernel, at the widths of BERT-base."""
-    return [make(_LENGTHS, dtype) for make in ANY_BATCH.values()]
+    with_tiles = attention_varlen(_LENGTHS, 12, 64, dtype, has_tiles=True, slots=8)
+    return [*(make(_LENGTHS, dtype) for make in ANY_BATCH.values()), with_tiles]
 
 
 @torch.inference_mode()
@@ -30,6 +32,7 @@ def check(call: OpCall, device: torch.device, ops: object) -> dict[str, Cell]:
     began, error, note = time.perf_counter(), None, "ok"
     try:
         inputs = call.make(device, 1)
+        call.prepare(ops, inputs)
         error = call.error(call.run(ops, inputs), inputs, call.exact(inputs))
         if not error <= call.max_error:
             note = "wrong"

@@ -98,7 +98,7 @@ def paged(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 
 
 def _served_attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
-    """Return attention as a server calls it, with unused slots in `cu_seqlens`.
+    """Return attention as a server calls it, with tiles and unused slots in `cu_seqlens`.
 
     The launch depends on the mean length, so there is a call for each bucket of it.
     """
@@ -111,7 +111,9 @@ def _served_attention(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
         for width, heads in grid.serving_widths:
             head_dim = width // heads
             shape = f"{grid.serving_tokens} of {shortest}-{longest} {heads}x{head_dim}"
-            call = sequences.attention_varlen(lengths, heads, head_dim, dtype, slots=slots)
+            call = sequences.attention_varlen(
+                lengths, heads, head_dim, dtype, has_tiles=True, slots=slots
+            )
             calls.append(replace(call, shape=shape))
     return calls
 

@@ -89,6 +89,8 @@ def measure(
     moved = WARM if warm else call.bytes_moved
     try:
         sets = [call.make(machine.device, seed) for seed in range(machine.timer.num_sets(moved))]
+        for inputs in sets:
+            call.prepare(machine.kernels, inputs)
         peer_sets = [{**inputs, **peers.prepare(inputs)} for inputs in sets]
         exact = call.exact(sets[0])
     except Exception as error:  # other calls may succeed

@@ -91,6 +91,7 @@ class OpCall:
         options: arguments that are not tensors.
         read: converts a result to the form of the exact one.
         lengths: sequence lengths, if the op uses them.
+        fill: computes inputs from others by other ops, see `prepare`.
         written: arguments that hold the result of an op that returns None.
         flops: multiplications and additions; 0 if they cannot bound the time.
         tokens: tokens of the batch; 0 if tokens per second mean nothing.
@@ -106,6 +107,7 @@ class OpCall:
     options: Mapping[str, Any] = field(default_factory=dict)
     read: Read = as_tensor
     lengths: tuple[int, ...] = ()
+    fill: Callable[[Any, Inputs], object] | None = None
     written: tuple[str, ...] = ()
     flops: int = 0
     tokens: int = 0
@@ -131,6 +133,14 @@ class OpCall:
     def make_empty(self) -> Inputs:
         """Return unfilled inputs on the CPU, for a call that is compiled and not run."""
         return self.inputs(Tensors(self.dtype))
+
+    def prepare(self, kernels: object, inputs: Inputs) -> None:
+        """Fill the inputs that a model computes once for many calls.
+
+        They may depend on the launch, so they are filled again after it changes.
+        """
+        if self.fill is not None:
+            self.fill(kernels, inputs)
 
     def run(self, kernels: object, inputs: Inputs) -> object:
         """Return the result of the op in `kernels`."""

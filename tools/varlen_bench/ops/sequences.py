@@ -1,5 +1,7 @@
 """Calls of the ops that read `cu_seqlens`: attention and pooling."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor
@@ -27,7 +29,7 @@ def attention_varlen(
         kv_heads: heads of the keys and values; `heads` if None.
         window: number of last tokens that a token reads if `causal`; 0 is all.
         biased: whether to add a bias by the distance of query and key.
-        has_tiles: whether a table of tiles is given, which is not filled: for a call that is not run.
+        has_tiles: whether a table of tiles is given, as in a model; `OpCall.prepare` fills it.
         slots: number of sequences in `cu_seqlens`, as in a server's batch; those past `lengths` are empty.
     """
     tokens, hidden, span = sum(lengths), heads * head_dim, max(lengths)
@@ -52,8 +54,22 @@ def attention_varlen(
         context: Tensor = scores.softmax(-1) @ v
         return context.transpose(0, 1).flatten(1)
 
-    def formula(qkv: Tensor, cu_seqlens: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG001
+    def formula(
+        qkv: Tensor,
+        cu_seqlens: Tensor,  # noqa: ARG001
+        bias: Tensor | None,
+        tiles: Tensor | None = None,  # noqa: ARG001
+    ) -> Tensor:
         return torch.cat([attended(rows, bias) for rows in torch.split(qkv, lengths)])
+
+    def fill_tiles(ops: Any, inputs: Inputs) -> None:
+        ops.attention_tiles(
+            *(inputs[name] for name in ("qkv", "cu_seqlens", "bias")),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            causal=causal,
+            out=inputs["tiles"],
+        )
 
     return OpCall(
         op="attention_varlen",
@@ -76,6 +92,7 @@ def attention_varlen(
             "window": window,
         },
         lengths=tuple(lengths),
+        fill=fill_tiles if has_tiles else None,
         flops=4 * hidden * sum(length * length for length in lengths),
         tokens=tokens,
     )
