@@ -53,7 +53,7 @@ def compile_ahead(
         yield CompileAhead([])
         return
     pool = ProcessPoolExecutor(
-        processes, get_context("spawn"), initializer=_start, initargs=(runs,)
+        processes, get_context("spawn"), initializer=_start, initargs=(runs, count)
     )
     try:
         yield CompileAhead([pool.submit(_compile, number, arch) for number in range(count)])
@@ -61,12 +61,18 @@ def compile_ahead(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _start(runs: Runs) -> None:
-    """Prepare a process: no GPU, one thread, the list of runs."""
+def _start(runs: Runs, count: int) -> None:
+    """Prepare a process: no GPU, one thread, the list of runs.
+
+    Raises:
+        RuntimeError: the list has another length here.
+    """
     global _runs  # noqa: PLW0603  # the pool has no other place for the state of a process
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     _runs = runs()
+    if len(_runs) != count:
+        raise RuntimeError(f"this process lists {len(_runs)} runs; the one that times has {count}")
 
 
 def _compile(number: int, arch: int) -> int:

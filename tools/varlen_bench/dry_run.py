@@ -58,7 +58,6 @@ def dry_run(arch: int) -> Iterator[list[Compilation]]:
     """
     if arch not in SHARED_MEMORY_LIMITS:
         raise ValueError(f"arch is {arch}; allowed: {', '.join(map(str, SHARED_MEMORY_LIMITS))}")
-    _refuse_interpreter()
     compiled: list[Compilation] = []
 
     # Triton passes its arguments by keyword
@@ -81,16 +80,13 @@ def dry_run(arch: int) -> Iterator[list[Compilation]]:
         )
         compiled.append(compilation)
 
-    drivers = triton.runtime.driver
-    driver_before, listener_before = drivers._active, knobs.compilation.listener
-    drivers.set_active(_FakeDriver(arch))
-    knobs.compilation.listener = listener
-    try:
-        yield compiled
-    finally:
-        # reset_active() fails without a GPU
-        drivers._active = driver_before
-        knobs.compilation.listener = listener_before
+    listener_before = knobs.compilation.listener
+    with _fake_driver(arch):
+        knobs.compilation.listener = listener
+        try:
+            yield compiled
+        finally:
+            knobs.compilation.listener = listener_before
 
 
 @contextmanager
@@ -100,18 +96,29 @@ def no_launches() -> Iterator[None]:
     Raises:
         RuntimeError: TRITON_INTERPRET is set.
     """
-    _refuse_interpreter()
     before = JITFunction.run
-    JITFunction.run = lambda *_, **__: None
+    # which GPU it is has no influence on the candidate launches
+    with _fake_driver(max(SHARED_MEMORY_LIMITS)):
+        JITFunction.run = lambda *_, **__: None
+        try:
+            yield
+        finally:
+            JITFunction.run = before
+
+
+@contextmanager
+def _fake_driver(arch: int) -> Iterator[None]:
+    """Replace Triton's driver inside the context."""
+    if knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted, not compiled")
+    drivers = triton.runtime.driver
+    before = drivers._active
+    drivers.set_active(_FakeDriver(arch))
     try:
         yield
     finally:
-        JITFunction.run = before
-
-
-def _refuse_interpreter() -> None:
-    if knobs.runtime.interpret:
-        raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted, not compiled")
+        # reset_active() fails without a GPU
+        drivers._active = before
 
 
 class _FakeDriver:

@@ -62,12 +62,21 @@ def measure_load(
                 if free is not None:
                     used = free - (_free_memory(machine) or 0)
                     yield figure("load", shape.name, f"{name}, memory", used / 2**20, "MiB")
+                yield from _graphs(shape, name, runner)
                 if name == "second load":
                     own = runner.info.weight_bytes + runner.info.arena_bytes
                     yield figure("load", shape.name, "weights and arena", own / 2**20, "MiB")
                     yield from _answers(shape, runner, batches)
         if is_cuda:
             torch.cuda.empty_cache()
+
+
+def _graphs(shape: EncoderShape, load: str, runner: Runner) -> Iterator[dict[str, Cell]]:
+    use = runner.graph_use
+    if use.count:
+        yield figure("load", shape.name, f"{load}, graphs", use.count, "graphs")
+        yield figure("load", shape.name, f"{load}, captures", use.seconds, "s")
+        yield figure("load", shape.name, f"{load}, memory of graphs", use.num_bytes / 2**20, "MiB")
 
 
 def _answers(
