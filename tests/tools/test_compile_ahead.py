@@ -1,5 +1,7 @@
 """Candidate launches are listed without a compilation, and compiled in other processes."""
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("triton", reason="the extra `gpu` is not installed")
@@ -7,12 +9,13 @@ pytest.importorskip("triton", reason="the extra `gpu` is not installed")
 from varlen_bench.compile_ahead import compile_ahead
 from varlen_bench.dry_run import dry_run
 from varlen_bench.kernels.grid import FULL, TINY
-from varlen_bench.kernels.groups import DTYPES, GROUPS
+from varlen_bench.kernels.groups import GROUPS
 from varlen_bench.launch_choices import (
     benchmark_calls,
     candidate_runs,
     collect_choices,
     default_runs,
+    run_empty,
 )
 from varlen_bench.ops.call import kernels
 
@@ -60,7 +63,15 @@ def test_nothing_is_compiled_for_an_unknown_gpu_or_without_processes(capability,
         assert compiling.wait([0, 1], seconds=100) == 0
 
 
-def test_default_runs_are_one_for_each_call():
-    calls = [call for kind in ("bf16", "fp32") for call in GROUPS["packing"](TINY, DTYPES[kind])]
+def test_default_runs_launch_every_kernel_of_the_benchmark_once():
+    def compiled_by(runs):
+        with dry_run(90) as compiled:
+            for run in runs:
+                run()
+        return {(c.kernel, c.ptx) for c in compiled}
 
-    assert len(default_runs(TINY, ["packing"], ["bf16", "fp32"])) == len(calls)
+    runs = default_runs(TINY, ["layernorm"], ["bf16"])
+    calls = benchmark_calls(TINY, ["layernorm"], ["bf16"])
+
+    assert len(runs) < len(calls)
+    assert compiled_by(runs) == compiled_by([partial(run_empty, call) for call in calls])

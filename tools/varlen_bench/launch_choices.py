@@ -95,8 +95,24 @@ def candidate_runs(
 def default_runs(
     grid: Grid, groups: Sequence[str], dtypes: Sequence[str]
 ) -> list[Callable[[], object]]:
-    """Return a call for each call of these groups, with its default launches."""
-    return [partial(run_empty, call) for call in benchmark_calls(grid, groups, dtypes)]
+    """Return one of those calls of these groups that launch the same kernels by default."""
+    distinct: dict[object, OpCall] = {}
+    for call in benchmark_calls(grid, groups, dtypes):
+        distinct.setdefault(_kernels_of(call), call)
+    return [partial(run_empty, call) for call in distinct.values()]
+
+
+def _kernels_of(call: OpCall) -> object:
+    """Return what decides the kernels of a call: launches and widths."""
+    inputs = call.make_empty()
+    with no_launches(), tuning.record_picks() as picks:
+        run_empty(call)
+    widths = {
+        name: (value.shape[1:], value.dtype)
+        for name, value in inputs.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return call.op, str(call.options), str(widths), str([pick[:2] for pick in picks])
 
 
 def _run_launch(choice: Choice, launch: Launch) -> None:
