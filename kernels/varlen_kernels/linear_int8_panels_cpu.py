@@ -84,18 +84,20 @@ def multiply_panels(
         x, scale, fp32_rows, outliers, levels, kind: see the reference.
         norm: what follows, if there is no activation.
     """
-    tokens, features = len(x), len(scale)
+    tokens = x.shape[0]
     if out is None:
-        out = torch.empty(tokens, features)
+        out = torch.empty(tokens, scale.shape[0])
     residual = weight = bias = _NONE
     if norm is not None:
         residual, weight = norm.residual.numpy(), norm.weight.numpy()[None]
         bias = np.zeros_like(weight) if norm.bias is None else norm.bias.numpy()[None]
-    is_large = tokens * panels.numel() >= _LEAST_SHARED_WORK
-    parts = min(torch.get_num_threads(), -(-tokens // TILE_ROWS)) if is_large else 1
+    bounds = [0, tokens]
+    if tokens * panels.numel() >= _LEAST_SHARED_WORK:
+        parts = min(torch.get_num_threads(), -(-tokens // TILE_ROWS))
+        bounds = [tokens * part // parts for part in range(parts + 1)]
     run_parts(
         _multiply_rows,
-        [tokens * part // parts for part in range(parts + 1)],
+        bounds,
         x.numpy(),
         panels.numpy(),
         scale.numpy()[None],
