@@ -18,6 +18,7 @@ from varlen_kernels.lanes_cpu import (
     maximum,
     minimum,
     multiply_add,
+    power_of_two,
     select_greater,
     splat,
     store,
@@ -28,9 +29,9 @@ from varlen_kernels.threads_cpu import run_parts
 # 1 + tanh(y) is 2 · sigmoid(2 y), so the result is x · sigmoid(x · (_LINEAR + _CUBIC · x²)).
 _LINEAR = np.float32(2 * (2 / np.pi) ** 0.5)
 _CUBIC = np.float32(2 * (2 / np.pi) ** 0.5 * 0.044715)
-# Coefficients of a ** 1, a ** 2, ... in a polynomial for log(erfc(a / sqrt(2))); see `activation._LOG2_ERFC`.
+# Coefficients of a ** 1, a ** 2, ... in a polynomial for log2(erfc(a / sqrt(2))); see `activation._LOG2_ERFC`.
 _E1, _E2, _E3, _E4, _E5, _E6, _E7, _E8, _E9 = (
-    np.float32(x * np.log(2))
+    np.float32(x)
     for x in (
         -1.1511071920394897,
         -0.4591888189315796,
@@ -44,6 +45,20 @@ _E1, _E2, _E3, _E4, _E5, _E6, _E7, _E8, _E9 = (
     )
 )
 _MAX_ERFC_INPUT = np.float32(8)
+# Coefficients of a polynomial for 2 ** x between -0.5 and 0.5: the minimax fit, with a relative error of 7.5e-8.
+_P0, _P1, _P2, _P3, _P4, _P5 = (
+    np.float32(x)
+    for x in (
+        1.0000000716545046,
+        0.6931469670591993,
+        0.24022119724423258,
+        0.055507132825847336,
+        0.009675541311022249,
+        0.0013276469055040472,
+    )
+)
+# Added to a number, it leaves the nearest integer in the last bits.
+_SHIFT = np.float32(3 << 22)
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 # Numbers below which a second thread costs more than it saves.
 _LEAST_SHARED_WORK = 1 << 17
@@ -80,7 +95,15 @@ def gelu_erf(x):
     y = multiply_add(a, y, splat(_E3))
     y = multiply_add(a, y, splat(_E2))
     y = a * multiply_add(a, y, splat(_E1))
-    return maximum(splat(_ZERO), x) - splat(_HALF) * a * exp(y)
+    # 2 ** y, which is above 2 ** -60
+    shifted = y + splat(_SHIFT)
+    rest = y - (shifted - splat(_SHIFT))
+    power = multiply_add(rest, splat(_P5), splat(_P4))
+    power = multiply_add(rest, power, splat(_P3))
+    power = multiply_add(rest, power, splat(_P2))
+    power = multiply_add(rest, power, splat(_P1))
+    power = multiply_add(rest, power, splat(_P0))
+    return maximum(splat(_ZERO), x) - splat(_HALF) * a * (power * power_of_two(shifted))
 
 
 @numba.njit(nogil=True, cache=True, _nrt=False)

@@ -38,7 +38,7 @@ _BLOCK = 96
 _LEAST_SHARED_WORK = 1 << 25
 _ZERO, _ONE = np.float32(0), np.float32(1)
 # Stands for a matrix that is left out.
-_NONE = torch.empty(0, 0)
+_NONE = np.empty((0, 0), np.float32)
 _NO_ACTIVATION, _GELU, _GELU_TANH, _SILU, _RELU = range(5)
 _ACTIVATIONS: Mapping[Activation | None, int] = {
     None: _NO_ACTIVATION,
@@ -84,20 +84,29 @@ def multiply_panels(
         x, scale, fp32_rows, outliers, levels, kind: see the reference.
         norm: what follows, if there is no activation.
     """
-    tokens, features = len(x), len(scale)
+    tokens = x.shape[0]
     if out is None:
-        out = torch.empty(tokens, features)
+        out = torch.empty(tokens, scale.shape[0])
     residual = weight = bias = _NONE
     if norm is not None:
-        residual, weight = norm.residual, norm.weight[None]
-        bias = torch.zeros_like(weight) if norm.bias is None else norm.bias[None]
-    is_large = tokens * panels.numel() >= _LEAST_SHARED_WORK
-    parts = min(torch.get_num_threads(), -(-tokens // TILE_ROWS)) if is_large else 1
-    tensors = (x, panels, scale[None], fp32_rows, outliers, residual, weight, bias, out)
+        residual, weight = norm.residual.numpy(), norm.weight.numpy()[None]
+        bias = np.zeros_like(weight) if norm.bias is None else norm.bias.numpy()[None]
+    bounds = [0, tokens]
+    if tokens * panels.numel() >= _LEAST_SHARED_WORK:
+        parts = min(torch.get_num_threads(), -(-tokens // TILE_ROWS))
+        bounds = [tokens * part // parts for part in range(parts + 1)]
     run_parts(
         _multiply_rows,
-        [tokens * part // parts for part in range(parts + 1)],
-        *(each.numpy() for each in tensors),
+        bounds,
+        x.numpy(),
+        panels.numpy(),
+        scale.numpy()[None],
+        fp32_rows.numpy(),
+        outliers.numpy(),
+        residual,
+        weight,
+        bias,
+        out.numpy(),
         levels,
         _ACTIVATIONS[kind],
         np.float32(norm.eps if norm else 0),

@@ -16,6 +16,10 @@ def run_parts(function: Callable[..., None], bounds: Sequence[int], *arguments: 
         bounds: at least two; the calling thread takes the first part.
         arguments: of every call.
     """
+    if len(bounds) == 2 and bounds[0] < bounds[1]:
+        # most calls: there is nothing to share
+        function(*bounds, *arguments)
+        return
     parts = [part for part in pairwise(bounds) if part[0] < part[1]]
     running = [_threads().submit(function, *part, *arguments) for part in parts[1:]]
     if not parts:
