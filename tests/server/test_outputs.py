@@ -9,6 +9,7 @@ import tritonclient.grpc
 import tritonclient.http
 
 from varlen import Encoder
+from varlen_client import Client
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
 SENTENCES = ("A man is eating food.", "ok")
@@ -72,6 +73,19 @@ def test_num_tokens_tells_tokens_from_padding(server: LocalServer, protocol: Mod
     for row, count in zip(answer.as_numpy("logits"), answer.as_numpy("num_tokens"), strict=True):
         assert row[: count[0]].any(axis=1).all()
         assert not row[count[0] :].any()
+
+
+def test_our_client_predicts_labels_with_scores(server: LocalServer, protocol: ModuleType) -> None:
+    url = server.grpc_url if protocol is tritonclient.grpc else server.http_url
+    logits = ask(server, protocol, "classifier").as_numpy("logits")
+
+    with Client(url, "classifier") as client:
+        rows = client.predict(SENTENCES, activation="none", top_k=2)
+
+    for row, expected in zip(rows, logits, strict=True):
+        best = np.argsort(-expected)[:2]
+        assert [each.label for each in row] == [f"LABEL_{label}" for label in best]
+        np.testing.assert_allclose([each.score for each in row], expected[best], rtol=1e-4)
 
 
 @pytest.mark.parametrize(
