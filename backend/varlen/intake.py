@@ -15,7 +15,7 @@ import numpy.typing as npt
 from varlen.draft import Step
 from varlen.errors import RequestError
 from varlen.request import Prompt
-from varlen.tokenization import Text, Tokenized, Tokenizer
+from varlen.tokenization import Text, Tokenized, Tokenizer, TruncationSide
 
 # One sequence.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -90,8 +90,14 @@ class Intake:
         self._check_texts(texts)
         return self._tokenize(texts, truncate, special_tokens)
 
-    def text_steps(self, texts: Sequence[Text], *, truncate: bool) -> tuple[Step, ...]:
+    def text_steps(
+        self, texts: Sequence[Text], *, truncate: bool, side: TruncationSide = "right"
+    ) -> tuple[Step, ...]:
         """Return the steps that make prompts of texts or pairs, which are checked now.
+
+        Args:
+            texts, truncate: see `texts`.
+            side: where texts that are too long are cut.
 
         Raises:
             RequestError: see `texts`; a step raises it for a text that is too long.
@@ -102,7 +108,9 @@ class Intake:
         for end, size in enumerate(sizes, start=1):
             num_bytes += size
             if num_bytes >= _STEP_BYTES or end == len(sizes):
-                run = partial(self._tokenize, texts[begin:end], truncate, first_row=begin)
+                run = partial(
+                    self._tokenize, texts[begin:end], truncate, side=side, first_row=begin
+                )
                 steps.append(Step(num_bytes, run))
                 begin, num_bytes = end, 0
         return tuple(steps)
@@ -178,10 +186,13 @@ class Intake:
         truncate: bool,
         special_tokens: bool = True,
         *,
+        side: TruncationSide = "right",
         first_row: int = 0,
     ) -> tuple[Prompt, ...]:
         """Return the prompts of checked texts."""
-        found = self._tokenizer.encode(texts, truncate=truncate, special_tokens=special_tokens)
+        found = self._tokenizer.encode(
+            texts, truncate=truncate, side=side, special_tokens=special_tokens
+        )
         return tuple(self._prompt(row, each) for row, each in enumerate(found, start=first_row))
 
     def _prompt(self, row: int, text: Tokenized) -> Prompt:

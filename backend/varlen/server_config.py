@@ -12,8 +12,9 @@ from varlen import wire, wire_generate
 from varlen.config import ITERATIVE_TASKS, EngineConfig, Task
 from varlen.errors import ConfigError, shorten
 from varlen.models.checkpoint import Checkpoint
+from varlen.wire_outputs import ModelOutputs, TensorSpec
 
-Specs: TypeAlias = tuple[wire.TensorSpec, ...]
+Specs: TypeAlias = tuple[TensorSpec, ...]
 
 # Sections of config.pbtxt that are refused whenever they are present, with the reason.
 _REFUSED = {
@@ -108,11 +109,10 @@ def tensors_of(task: Task, checkpoint: Checkpoint) -> tuple[Specs, Specs]:
     """Return the inputs and the outputs of a task."""
     if task in ITERATIVE_TASKS:
         return wire_generate.INPUTS, wire_generate.OUTPUTS
-    outputs = wire.output_specs(task, checkpoint.hidden_size, checkpoint.num_labels)
-    return wire.input_specs(task), outputs
+    return wire.input_specs(task), ModelOutputs.of(task, checkpoint).specs
 
 
-def tensor_entry(spec: wire.TensorSpec) -> dict[str, Any]:
+def tensor_entry(spec: TensorSpec) -> dict[str, Any]:
     """Return a tensor as an entry of config.pbtxt in its JSON form."""
     return {"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims)}
 

@@ -46,6 +46,7 @@ from varlen.server_process import (
 )
 from varlen.server_replies import Answer, Outbox, ServerReply
 from varlen.tokenizer_pool import PoolLimits, TokenizerPool
+from varlen.wire_outputs import ArrayAnswer, ModelOutputs
 
 if TYPE_CHECKING:
     from varlen.generation_service import GenerationService
@@ -134,6 +135,7 @@ class TritonPythonModel:
         self._service = _load_service(
             task, checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
         )
+        self._outputs = ModelOutputs.of(task, checkpoint)
         limits = PoolLimits(
             config.max_queued_requests,
             config.max_queued_text_bytes,
@@ -173,14 +175,16 @@ class TritonPythonModel:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         timeout = request.timeout() if self._uses_timeout else 0
         if service.task not in ITERATIVE_TASKS:
-            draft = wire.read_request(
+            outputs = self._outputs
+            draft, options = wire.read_request(
                 tensors,
                 _parameters(request),
                 service.intake,
-                normalize=service.checkpoint.normalize,
+                outputs,
+                requested=request.requested_output_names(),
                 timeout_microseconds=timeout,
             )
-            return draft, lambda _: wire.ArrayAnswer(service.task)
+            return draft, lambda checked: ArrayAnswer.to(checked, outputs, options)
         generation = cast("GenerationService", service)
         draft, spec = wire_generate.read_generate_request(
             tensors,

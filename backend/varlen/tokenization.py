@@ -7,7 +7,8 @@ that is much too long is tokenized only up to a safe boundary (`text_boundaries`
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from threading import Lock
+from typing import Literal, TypeAlias
 
 import numpy as np
 from tokenizers import Encoding
@@ -18,6 +19,7 @@ from varlen.request import Int32Array
 from varlen.text_boundaries import safe_boundary
 
 Text: TypeAlias = str | tuple[str, str]
+TruncationSide: TypeAlias = Literal["right", "left"]
 
 # Characters of the first prefix of a long text, per token of the limit: most texts have fewer per token.
 _CHARACTERS_PER_TOKEN = 6
@@ -57,10 +59,14 @@ class Tokenizer:
         Raises:
             CheckpointError: the file cannot be read.
         """
-        # two objects, since one cannot switch truncation off and on while another thread uses it
+        # several objects, since one cannot switch truncation off and on while another thread uses it
+        self._folder = folder
         self._whole = _load(folder)
         self._cut = _load(folder)
         self._cut.enable_truncation(max_sequence_tokens)
+        # loaded when the first request asks for it
+        self._cut_left: HuggingFaceTokenizer | None = None
+        self._loading = Lock()
         self._prompt = prompt
         self._has_types = has_types
         self._max_tokens = max_sequence_tokens
@@ -73,7 +79,12 @@ class Tokenizer:
         return self._whole
 
     def encode(
-        self, texts: Sequence[Text], *, truncate: bool, special_tokens: bool = True
+        self,
+        texts: Sequence[Text],
+        *,
+        truncate: bool,
+        side: TruncationSide = "right",
+        special_tokens: bool = True,
     ) -> list[Tokenized]:
         """Return one sequence per text or pair of texts; type ids only for pairs.
 
@@ -81,14 +92,20 @@ class Tokenizer:
             texts: checked: not empty.
             truncate: cut sequences longer than max_sequence_tokens, the longer text of a pair first. Otherwise some
                 tokens beyond that number may be missing.
+            side: where they are cut. On the left, long texts are tokenized as a whole.
             special_tokens: whether to add special tokens.
         """
         if self._prompt:
             texts = [self._prompt + text if isinstance(text, str) else text for text in texts]
         # one that is much too long is not tokenized as a whole
-        prefixes = [self._encode_prefix(text, truncate, special_tokens) for text in texts]
+        has_prefixes = not truncate or side == "right"
+        prefixes = [
+            self._encode_prefix(text, truncate, special_tokens) if has_prefixes else None
+            for text in texts
+        ]
         others = [text for text, prefix in zip(texts, prefixes, strict=True) if prefix is None]
-        whole = iter(_encode(self._cut if truncate else self._whole, others, special_tokens))
+        tokenizer = self._cutting(side) if truncate else self._whole
+        whole = iter(_encode(tokenizer, others, special_tokens))
         return [
             Tokenized(
                 np.array((encoding := prefix or next(whole)).ids, dtype=np.int32),
@@ -102,6 +119,16 @@ class Tokenizer:
         """Return the text of a token, special ones included."""
         text: str = self._whole.decode([token_id], skip_special_tokens=False)
         return text
+
+    def _cutting(self, side: TruncationSide) -> HuggingFaceTokenizer:
+        """Return the tokenizer that cuts texts on this side."""
+        if side == "right":
+            return self._cut
+        with self._loading:
+            if self._cut_left is None:
+                self._cut_left = _load(self._folder)
+                self._cut_left.enable_truncation(self._max_tokens, direction="left")
+            return self._cut_left
 
     def _type_ids(self, text: Text, encoding: Encoding) -> Int32Array | None:
         if not self._has_types or isinstance(text, str):

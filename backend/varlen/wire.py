@@ -1,4 +1,4 @@
-"""The wire format: tensor names and shapes, request parameters, and their conversion to a `Draft`.
+"""The wire format of requests: tensors and parameters, and their conversion to a `Draft`.
 
 Names follow exported Hugging Face models, so that existing clients work. This file uses arrays and
 JSON, not the server's classes.
@@ -6,11 +6,10 @@ JSON, not the server's classes.
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,13 @@ from varlen.config import Task
 from varlen.draft import Draft
 from varlen.errors import RequestError, shorten
 from varlen.intake import Intake
-from varlen.request import Float32Array, Output, Prompt, RequestOptions
-from varlen.tokenization import Text
+from varlen.request import Prompt, RequestOptions
+from varlen.scores import SCORE_FUNCTIONS, ScoreFunction
+from varlen.tokenization import Text, TruncationSide
+from varlen.vectors import VECTOR_DTYPES, VectorDType, VectorForm
+from varlen.wire_outputs import AnswerOptions, ModelOutputs, TensorSpec
+
+_Choice = TypeVar("_Choice")
 
 Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
@@ -35,30 +39,28 @@ _MIN_TIMEOUT_MICROSECONDS = 1000
 
 # Parameters of every task.
 COMMON_PARAMETERS = ("request_priority", "deadline_ms")
-_PARAMETERS = ("truncate", "normalize", *COMMON_PARAMETERS)
+# Parameters that only some tasks have.
+_TASKS_OF_PARAMETER: Mapping[str, tuple[Task, ...]] = {
+    "dimensions": ("embed",),
+    "output_dtype": ("embed",),
+    "activation": ("classify", "rerank", "token_classify"),
+}
+_PARAMETERS = (
+    "truncate",
+    "truncation_side",
+    "normalize",
+    *_TASKS_OF_PARAMETER,
+    *COMMON_PARAMETERS,
+)
 # Refuses `trunc` and `deadline`, and ignores `priority` (0.67) and `request_id` (0.69).
 _NEAR_MISS = 0.75
 # No name of ours is this long, nor a near miss of one.
 _LONGEST_NEAR_MISS = 32
 
 _PAIR_TASKS = frozenset({"classify", "rerank", "hidden", "token_classify"})
-_OUTPUT_NAMES: dict[Task, str] = {
-    "embed": "sentence_embedding",
-    "hidden": "last_hidden_state",
-    "classify": "logits",
-    "rerank": "logits",
-    "token_classify": "logits",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor of config.pbtxt; `dims` do not include the rows."""
-
-    name: str
-    data_type: str
-    dims: tuple[int, ...]
-    optional: bool = False
+_SIDES: Mapping[str, TruncationSide] = {"right": "right", "left": "left"}
+_DTYPES: Mapping[str, VectorDType] = {name: name for name in VECTOR_DTYPES}
+_FUNCTIONS: Mapping[str, ScoreFunction] = {name: name for name in SCORE_FUNCTIONS}
 
 
 def input_specs(task: Task) -> tuple[TensorSpec, ...]:
@@ -71,29 +73,26 @@ def input_specs(task: Task) -> tuple[TensorSpec, ...]:
     )
 
 
-def output_specs(task: Task, hidden_size: int, num_labels: int) -> tuple[TensorSpec, ...]:
-    """Return the outputs of a task, for a model of these sizes."""
-    width = hidden_size if task in ("embed", "hidden") else num_labels
-    dims = (-1, width) if task in ("hidden", "token_classify") else (width,)
-    return (TensorSpec(_OUTPUT_NAMES[task], "TYPE_FP32", dims),)
-
-
 def read_request(
     tensors: Tensors,
     parameters: str,
     intake: Intake,
+    outputs: ModelOutputs,
     *,
-    normalize: bool,
+    requested: Collection[str],
     timeout_microseconds: int = 0,
-) -> Draft:
-    """Return the draft of these tensors and parameters. Keeps no reference to a tensor.
+) -> tuple[Draft, AnswerOptions]:
+    """Return the draft of these tensors and parameters, and the form of its answer.
+
+    Keeps no reference to a tensor.
 
     Args:
         tensors: by input name; the first dimension is rows.
         parameters: the request's parameters, a JSON object. Names that are not ours are ignored, as frontends
             add their own, unless they look like a misspelt name of ours.
         intake: the checks of this model.
-        normalize: the default of the parameter `normalize`.
+        outputs: of this model.
+        requested: names of the outputs that the client wants.
         timeout_microseconds: the field `timeout` of the server's protocol; 0 is none. The earlier of
             it and `deadline_ms` is the deadline.
 
@@ -102,35 +101,41 @@ def read_request(
     """
     options = read_parameters(parameters, _PARAMETERS)
     truncate = _flag(options, "truncate", default=False)
-    normalize = _flag(options, "normalize", default=normalize)
+    side = _choice(options, "truncation_side", _SIDES, default="right")
+    answer = _read_answer_options(options, outputs, requested)
     priority = read_priority(options)
     deadline = read_deadline(options, timeout_microseconds)
-    checked = RequestOptions(normalize, priority, deadline)
+    checked = RequestOptions(answer.vectors.normalize, priority, deadline)
     if "text" in tensors:
-        return Draft(intake.text_steps(_texts(tensors), truncate=truncate), checked)
+        steps = intake.text_steps(_texts(tensors), truncate=truncate, side=side)
+        return Draft(steps, checked), answer
     if "input_ids" in tensors:
-        return Draft.of_prompts(_token_rows(tensors, intake), checked)
+        return Draft.of_prompts(_token_rows(tensors, intake), checked), answer
     raise RequestError(
         f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send text, or input_ids"
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayAnswer:
-    """Makes the response to a request, which holds all rows.
-
-    Attributes:
-        task: of the model.
-        streams: whether parts are sent as they come.
-    """
-
-    task: Task
-    streams: bool = field(default=False, init=False)
-
-    def tensors(self, outputs: Sequence[tuple[int, Output]]) -> dict[str, npt.NDArray[Any]]:
-        """Return the output tensor by name, given the output of each row."""
-        rows = [output for _, output in sorted(outputs, key=lambda each: each[0])]
-        return {_OUTPUT_NAMES[self.task]: _array(self.task, cast(list[Float32Array], rows))}
+def _read_answer_options(
+    options: Mapping[str, Any], outputs: ModelOutputs, requested: Collection[str]
+) -> AnswerOptions:
+    """Return what the parameters of a request ask of its answer."""
+    for name, tasks in _TASKS_OF_PARAMETER.items():
+        if name in options and outputs.task not in tasks:
+            raise RequestError(
+                f"the parameter {name} is for the task {' or '.join(tasks)};"
+                f" this model has the task {outputs.task}"
+            )
+    vectors = VectorForm(
+        _dimensions(options),
+        _flag(options, "normalize", default=outputs.normalize),
+        _choice(options, "output_dtype", _DTYPES, default="float32"),
+    )
+    if outputs.task == "embed":
+        vectors.check(outputs.width)
+    functions = {"auto": outputs.labels.function, **_FUNCTIONS}
+    function = _choice(options, "activation", functions, default="auto")
+    return AnswerOptions(frozenset(requested), vectors, function)
 
 
 def read_parameters(parameters: str, names: tuple[str, ...]) -> Mapping[str, Any]:
@@ -184,20 +189,6 @@ def read_deadline(options: Mapping[str, Any], timeout_microseconds: int) -> floa
     if "deadline_ms" in options:
         deadlines.append(_positive("deadline_ms", options["deadline_ms"]) / 1e3)
     return min(deadlines, default=None)
-
-
-def _array(task: Task, rows: Sequence[Float32Array]) -> Float32Array:
-    """Return a new array of all rows: `[rows, width]` or `[rows, longest, width]`.
-
-    Rows of tasks with an output per token are padded with zeros to the longest.
-    """
-    if task not in ("hidden", "token_classify"):
-        return np.stack(rows)
-    longest = max(len(row) for row in rows)
-    filled = np.zeros((len(rows), longest, rows[0].shape[1]), dtype=np.float32)
-    for index, row in enumerate(rows):
-        filled[index, : len(row)] = row
-    return filled
 
 
 def _texts(tensors: Tensors) -> list[Text]:
@@ -287,6 +278,26 @@ def _flag(options: Mapping[str, Any], name: str, *, default: bool) -> bool:
     if not isinstance(value, bool):
         raise RequestError(f"the parameter {name} is {shorten(repr(value))}; send true or false")
     return value
+
+
+def _dimensions(options: Mapping[str, Any]) -> int | None:
+    value = options.get("dimensions")
+    if "dimensions" in options and (not isinstance(value, int) or isinstance(value, bool)):
+        raise RequestError(
+            f"the parameter dimensions is {shorten(repr(value))}; send a whole number"
+        )
+    return value
+
+
+def _choice(
+    options: Mapping[str, Any], name: str, choices: Mapping[str, _Choice], *, default: str
+) -> _Choice:
+    value = options.get(name, default)
+    if not isinstance(value, str) or value not in choices:
+        raise RequestError(
+            f"the parameter {name} is {shorten(repr(value))}; send {', '.join(choices)}"
+        )
+    return choices[value]
 
 
 def _positive(name: str, value: object) -> float:

@@ -24,11 +24,11 @@ from varlen.request import GeneratedPart, Output, Request, RequestOptions, Token
 from varlen.wire import (
     COMMON_PARAMETERS,
     Tensors,
-    TensorSpec,
     read_deadline,
     read_parameters,
     read_priority,
 )
+from varlen.wire_outputs import TensorSpec
 
 PROMPTS = ("text_input", "input_ids", "messages")
 # Outputs beside the text. The input `return_` and its name asks for one.

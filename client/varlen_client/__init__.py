@@ -20,6 +20,7 @@ from varlen_client.errors import (
 )
 from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.retry import RetryPolicy
+from varlen_client.row_outputs import LabelScore
 from varlen_client.session import Status
 from varlen_client.sync import Client
 from varlen_client.translation import Translation
@@ -34,6 +35,7 @@ __all__ = [
     "Generation",
     "InvalidRequest",
     "InvalidUrl",
+    "LabelScore",
     "ModelNotFound",
     "ModelState",
     "RequestCancelled",

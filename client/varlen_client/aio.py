@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen_client.endpoint import Endpoint
 from varlen_client.errors import InvalidRequest, RequestTimeout, ServerError
@@ -31,6 +31,17 @@ from varlen_client.generation import (
 )
 from varlen_client.retry import RetryPolicy
 from varlen_client.row_call import RowCall, deadline_of
+from varlen_client.row_outputs import (
+    Activation,
+    LabelScore,
+    OutputDType,
+    RowOutput,
+    RowTask,
+    TruncationSide,
+    Vectors,
+    best_labels,
+    vector_output,
+)
 from varlen_client.session import Session, Status
 from varlen_client.tasks import with_timeout
 from varlen_client.translation import Translation, read_translation, search_options
@@ -38,7 +49,6 @@ from varlen_client.wire import (
     Floats,
     InferRequest,
     Inputs,
-    ModelInfo,
     ModelState,
     Pairs,
     Parameters,
@@ -105,18 +115,25 @@ class AsyncClient:
         inputs: Inputs,
         *,
         normalize: bool | None = None,
+        dimensions: int | None = None,
+        output_dtype: OutputDType | None = None,
         truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
         deadline_ms: float | None = None,
         priority: int | None = None,
         timeout: float | None = None,
         on_progress: Callable[[int], None] | None = None,
-    ) -> Floats:
-        """Return one vector per row, [rows, hidden] fp32, in the order of `inputs`.
+    ) -> Vectors:
+        """Return one vector per row, [rows, features] fp32, in the order of `inputs`.
 
         Args:
             inputs: texts, or lists of token ids; lengths may differ.
             normalize: scale each vector to length 1; by default the checkpoint decides.
-            truncate: cut rows that are too long; by default the server refuses them.
+            dimensions: return the first features alone; by default all.
+            output_dtype: "float16", "int8", "binary" or "ubinary" return other types, the last two with
+                8 features in a byte: see docs/server.md. By default fp32.
+            truncate: cut texts that are too long; by default the server refuses them.
+            truncation_side: "left" cuts their beginning, "right" their end, the default.
             deadline_ms: milliseconds for each request, retries included. The server refuses
                 requests that it cannot answer in time. By default no limit.
             priority: 0 to 9, larger runs sooner; by default 0.
@@ -127,16 +144,26 @@ class AsyncClient:
         Raises:
             VarlenClientError: see errors.py. `rows` is the range of rows in the failed request.
         """
-        parameters = _parameters(truncate, deadline_ms, priority, normalize)
+        parameters = _parameters(
+            truncate,
+            truncation_side,
+            deadline_ms,
+            priority,
+            normalize=normalize,
+            dimensions=dimensions,
+            output_dtype=output_dtype,
+        )
         rows = read_inputs(inputs)
-        task = _Task("embed", "sentence_embedding", rank=1)
-        return await self._matrix(task, rows, parameters, timeout, on_progress)
+        task = RowTask("embed", (vector_output(dimensions, output_dtype),))
+        [vectors] = await self._matrices(task, rows, parameters, timeout, on_progress)
+        return vectors
 
     async def classify(
         self,
         inputs: Inputs | Pairs,
         *,
         truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
         deadline_ms: float | None = None,
         priority: int | None = None,
         timeout: float | None = None,
@@ -146,36 +173,81 @@ class AsyncClient:
         A row is a text, a pair of texts or a list of token ids. Other arguments and errors are those
         of `embed`.
         """
-        parameters = _parameters(truncate, deadline_ms, priority)
+        parameters = _parameters(truncate, truncation_side, deadline_ms, priority)
         rows = read_inputs_or_pairs(inputs)
-        task = _Task("classify", "logits", rank=1)
-        return await self._matrix(task, rows, parameters, timeout)
+        task = RowTask("classify", (RowOutput("logits"),))
+        [logits] = await self._matrices(task, rows, parameters, timeout)
+        return logits
+
+    async def predict(
+        self,
+        inputs: Inputs | Pairs,
+        *,
+        activation: Activation | None = None,
+        top_k: int | None = None,
+        truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[list[LabelScore]]:
+        """Return the labels of each row with their scores, the best first.
+
+        Args:
+            inputs: see `classify`.
+            activation: makes scores of logits; by default the checkpoint decides ("auto").
+            top_k: return only the best labels of each row; by default all.
+            truncate, ...: see `embed`.
+
+        Raises:
+            VarlenClientError: see `embed`.
+        """
+        if top_k is not None and top_k < 1:
+            raise InvalidRequest(f"top_k is {top_k}; at least 1")
+        parameters = _parameters(
+            truncate, truncation_side, deadline_ms, priority, activation=activation
+        )
+        rows = read_inputs_or_pairs(inputs)
+        labels = RowOutput("labels", dtype=np.object_)
+        task = RowTask("predict", (RowOutput("scores"), labels))
+        scores, names = await self._matrices(task, rows, parameters, timeout, on_progress)
+        return best_labels(scores, names, top_k)
 
     async def rerank(
         self,
         query: str,
         documents: Sequence[str],
         *,
+        activation: Activation | None = None,
         truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
         deadline_ms: float | None = None,
         priority: int | None = None,
         timeout: float | None = None,
     ) -> Floats:
         """Return one score per document, [documents] fp32; a higher score is more relevant.
 
-        The score is the raw logit. Other arguments and errors are those of `embed`; InvalidRequest
+        The score is the raw logit, unless there is an `activation`: "sigmoid" makes it 0 to 1, "auto"
+        lets the checkpoint decide. Other arguments and errors are those of `embed`; InvalidRequest
         also when the model has more than one label.
         """
-        parameters = _parameters(truncate, deadline_ms, priority)
+        parameters = _parameters(
+            truncate, truncation_side, deadline_ms, priority, activation=activation
+        )
         rows = read_query_and_documents(query, documents)
-        task = _Task("rerank", "logits", rank=1, needs_width=1)
-        return (await self._matrix(task, rows, parameters, timeout))[:, 0]
+        # servers of every version have logits
+        output = RowOutput("logits" if activation is None else "scores")
+        task = RowTask("rerank", (output,), needs_width=1)
+        [scores] = await self._matrices(task, rows, parameters, timeout)
+        return scores[:, 0]
 
     async def token_classify(
         self,
         inputs: Inputs | Pairs,
         *,
         truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
         deadline_ms: float | None = None,
         priority: int | None = None,
         timeout: float | None = None,
@@ -185,9 +257,9 @@ class AsyncClient:
         Each row is sent as its own request, since the server pads the rows of one request to the
         longest. Inputs are those of `classify`, other arguments and errors those of `embed`.
         """
-        parameters = _parameters(truncate, deadline_ms, priority)
+        parameters = _parameters(truncate, truncation_side, deadline_ms, priority)
         rows = read_inputs_or_pairs(inputs)
-        task = _Task("token_classify", "logits", rank=2)
+        task = RowTask("token_classify", (RowOutput("logits", rank=2),))
         return await self._arrays(task, rows, parameters, timeout)
 
     async def hidden(
@@ -195,6 +267,7 @@ class AsyncClient:
         inputs: Inputs | Pairs,
         *,
         truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
         deadline_ms: float | None = None,
         priority: int | None = None,
         timeout: float | None = None,
@@ -204,9 +277,9 @@ class AsyncClient:
         Each row is sent as its own request, as in `token_classify`. Arguments and errors are those
         of `token_classify`.
         """
-        parameters = _parameters(truncate, deadline_ms, priority)
+        parameters = _parameters(truncate, truncation_side, deadline_ms, priority)
         rows = read_inputs_or_pairs(inputs)
-        task = _Task("hidden", "last_hidden_state", rank=2)
+        task = RowTask("hidden", (RowOutput("last_hidden_state", rank=2),))
         return await self._arrays(task, rows, parameters, timeout)
 
     async def generate(
@@ -390,60 +463,60 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _matrix(
+    async def _matrices(
         self,
-        task: _Task,
+        task: RowTask,
         rows: Rows,
         parameters: Parameters,
         timeout: float | None,
         on_progress: Callable[[int], None] | None = None,
-    ) -> Floats:
-        """Return the outputs of all rows in one array, [rows, width]."""
+    ) -> tuple[npt.NDArray[Any], ...]:
+        """Return each output of all rows in one array, [rows, width]."""
         call = RowCall(task.method, len(rows), timeout=timeout, on_progress=on_progress)
-        outputs, width = await call.within_timeout(
+        answers, task = await call.within_timeout(
             self._send_all(call, task, rows, parameters, self._rows_per_request)
         )
-        return np.concatenate(outputs or [np.empty((0, max(width, 0)), dtype=np.float32)])
+        return task.joined(answers)
 
     async def _arrays(
-        self, task: _Task, rows: Rows, parameters: Parameters, timeout: float | None
+        self, task: RowTask, rows: Rows, parameters: Parameters, timeout: float | None
     ) -> list[Floats]:
-        """Return the output of each row in its own array, without the batch dimension."""
+        """Return the only output of each row in its own array, without the batch dimension."""
         call = RowCall(task.method, len(rows), timeout=timeout)
-        outputs, _ = await call.within_timeout(
+        answers, _ = await call.within_timeout(
             self._send_all(call, task, rows, parameters, rows_per_request=1)
         )
-        return [output[0].copy() for output in outputs]
+        return [output[0].copy() for (output,) in answers]
 
     async def _send_all(
         self,
         call: RowCall,
-        task: _Task,
+        task: RowTask,
         rows: Rows,
         parameters: Parameters,
         rows_per_request: int | None,
-    ) -> tuple[list[Floats], int]:
-        """Return the output of each request, in order, and its last dimension."""
+    ) -> tuple[list[tuple[npt.NDArray[Any], ...]], RowTask]:
+        """Return the outputs of each request, in order, and the task with the model's widths."""
         info = await self._session.model_info(call.deadline)
-        width = task.width(info)
+        of_model = task.of_model(info)
         # An explicit rows_per_request above max_batch_size is sent as it is: the server refuses it
         # with its own message.
         default = min(DEFAULT_ROWS_PER_REQUEST, info.max_batch_size)
         ranges = rows.split(rows_per_request or default)
 
-        async def send(request: InferRequest) -> Floats:
-            output = await self._session.infer(info, request, call.deadline)
-            return task.checked(output, len(request.rows), width)
+        async def send(request: InferRequest) -> tuple[npt.NDArray[Any], ...]:
+            arrays = await self._session.infer(info, request, call.deadline)
+            return of_model.checked(arrays, len(request.rows))
 
-        outputs = await call.send_all(
+        answers = await call.send_all(
             (
                 (request.rows, request)
-                for request in infer_requests(rows, ranges, task.output, parameters)
+                for request in infer_requests(rows, ranges, task.names, parameters)
             ),
             send,
             concurrency=self._concurrency or DEFAULT_CONCURRENCY,
         )
-        return outputs, width
+        return answers, of_model
 
     async def _checked_responses(
         self, request: GenerateRequest, deadline: float | None
@@ -454,53 +527,6 @@ class AsyncClient:
         async with aclosing(self._session.responses(info, request, deadline)) as responses:
             async for response in responses:
                 yield response
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A task whose answer is an array.
-
-    Attributes:
-        method: the client's method.
-        output: the array's name.
-        rank: its dimensions, without the batch dimension.
-        needs_width: its last dimension, if only one is served.
-    """
-
-    method: str
-    output: str
-    rank: int
-    needs_width: int | None = None
-
-    def width(self, info: ModelInfo) -> int:
-        """Return the last dimension of the output of a model.
-
-        Raises:
-            InvalidRequest: the model does not serve this task.
-        """
-        width = info.width(self.method, self.output, rank=self.rank)
-        if self.needs_width not in (None, width):
-            raise InvalidRequest(
-                f"model {info.name!r} gives {width} values per row; "
-                f"{self.method} needs {self.needs_width}"
-            )
-        return width
-
-    def checked(self, output: object, rows: int, width: int) -> Floats:
-        """Return the output if it has the expected shape, [rows, …] fp32.
-
-        Raises:
-            ServerError: it is missing, or has another shape or dtype.
-        """
-        if not isinstance(output, np.ndarray):
-            raise ServerError(f"the response has no output {self.output}")
-        fits = output.ndim == self.rank + 1 and (output.shape[0], output.shape[-1]) == (rows, width)
-        if not fits or output.dtype != np.float32:
-            raise ServerError(
-                f"{self.output} is {output.dtype} {list(output.shape)}; expected float32 with "
-                f"{rows} rows of {width} values in {self.rank + 1} dimensions"
-            )
-        return output
 
 
 async def _until(
@@ -532,15 +558,17 @@ def _check_one_sample(sampling: Mapping[str, Any], message: str) -> None:
 
 def _parameters(
     truncate: bool | None,
+    truncation_side: TruncationSide | None,
     deadline_ms: float | None,
     priority: int | None,
-    normalize: bool | None = None,
+    **others: bool | int | str | None,
 ) -> Parameters:
     """Return the request parameters that were given, by their names in the protocol."""
     parameters = {
-        "normalize": normalize,
         "truncate": truncate,
+        "truncation_side": truncation_side,
         "deadline_ms": deadline_ms,
         "request_priority": priority,
+        **others,
     }
     return {name: value for name, value in parameters.items() if value is not None}

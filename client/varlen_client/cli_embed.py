@@ -23,6 +23,7 @@ from varlen_client.cli_options import (
     Priority,
     Timeout,
     Truncate,
+    TruncateSide,
     Url,
     exit_on_error,
     print_message,
@@ -55,6 +56,9 @@ def embed(
     normalize: Annotated[
         bool | None, typer.Option(help="Scale vectors to length 1; default: the model decides.")
     ] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(min=1, help="First features alone; default: all.")
+    ] = None,
     rows_per_request: Annotated[
         int | None, typer.Option(min=1, help="Default: 32, or the model's limit if that is less.")
     ] = None,
@@ -64,6 +68,7 @@ def embed(
     url: Url = DEFAULT_URL,
     model: Model = None,
     truncate: Truncate = False,
+    truncation_side: TruncateSide = None,
     deadline_ms: DeadlineMs = None,
     priority: Priority = None,
     timeout: Timeout = None,
@@ -81,7 +86,9 @@ def embed(
         vectors = client.embed(
             rows,
             normalize=normalize,
+            dimensions=dimensions,
             truncate=truncate or None,
+            truncation_side=truncation_side,
             deadline_ms=deadline_ms,
             priority=priority,
             timeout=timeout,

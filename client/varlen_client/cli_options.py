@@ -18,6 +18,7 @@ from rich.progress import (
 )
 
 from varlen_client.errors import InvalidUrl, VarlenClientError
+from varlen_client.row_outputs import TruncationSide
 
 SHOWN_CHARACTERS = 40
 
@@ -32,6 +33,9 @@ Model = Annotated[
     typer.Option(envvar="VARLEN_MODEL", help="Default: the only ready model of the server."),
 ]
 Truncate = Annotated[bool, typer.Option("--truncate", help="Truncate texts that are too long.")]
+TruncateSide = Annotated[
+    TruncationSide | None, typer.Option(help="Which end --truncate cuts; default: right.")
+]
 DeadlineMs = Annotated[
     float | None,
     typer.Option(

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
-import numpy.typing as npt
 import tritonclient.grpc.aio as triton_grpc
 from tritonclient.utils import InferenceServerException
 
@@ -24,7 +22,7 @@ from varlen_client.errors import (
 )
 from varlen_client.generation import GenerateRequest, Response
 from varlen_client.transport import ServerIdentity, server_error
-from varlen_client.wire import InferRequest, ModelState, Tensor
+from varlen_client.wire import Arrays, InferRequest, ModelState, Tensor
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", triton_grpc.MAX_GRPC_MESSAGE_SIZE),
@@ -81,17 +79,16 @@ class GrpcTransport:
         config: Mapping[str, object] = response["config"]
         return config
 
-    async def infer(self, model: str, request: InferRequest) -> npt.NDArray[np.generic] | None:
+    async def infer(self, model: str, request: InferRequest) -> Arrays:
         inputs = [_infer_input(tensor) for tensor in request.tensors]
         with self._errors():
             result = await self._client.infer(
                 model,
                 inputs,
-                outputs=[triton_grpc.InferRequestedOutput(request.output)],
+                outputs=[triton_grpc.InferRequestedOutput(name) for name in request.outputs],
                 parameters=dict(request.parameters),
             )
-        output: npt.NDArray[np.generic] | None = result.as_numpy(request.output)
-        return output
+        return {name: result.as_numpy(name) for name in request.outputs}
 
     async def generate(
         self, model: str, request: GenerateRequest

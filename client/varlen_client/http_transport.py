@@ -11,8 +11,6 @@ from typing import Any
 from urllib.parse import quote
 
 import aiohttp
-import numpy as np
-import numpy.typing as npt
 import tritonclient.http.aio as triton_http
 from tritonclient.utils import InferenceServerException
 
@@ -28,7 +26,7 @@ from varlen_client.errors import (
 )
 from varlen_client.generation import GenerateRequest, Response
 from varlen_client.transport import ServerIdentity, server_error
-from varlen_client.wire import InferRequest, ModelState
+from varlen_client.wire import Arrays, InferRequest, ModelState
 
 # The beginning of a line of an event stream, and the longest line; aiohttp takes twice its buffer.
 _EVENT = b"data:"
@@ -98,7 +96,7 @@ class HttpTransport:
             config: Mapping[str, object] = await self._client.get_model_config(model)
             return config
 
-    async def infer(self, model: str, request: InferRequest) -> npt.NDArray[np.generic] | None:
+    async def infer(self, model: str, request: InferRequest) -> Arrays:
         inputs = []
         for tensor in request.tensors:
             shape = list(tensor.array.shape)
@@ -108,11 +106,13 @@ class HttpTransport:
             result = await self._client.infer(
                 model,
                 inputs,
-                outputs=[triton_http.InferRequestedOutput(request.output, binary_data=True)],
+                outputs=[
+                    triton_http.InferRequestedOutput(name, binary_data=True)
+                    for name in request.outputs
+                ],
                 parameters=dict(request.parameters),
             )
-            output: npt.NDArray[np.generic] | None = result.as_numpy(request.output)
-            return output
+            return {name: result.as_numpy(name) for name in request.outputs}
 
     async def generate(
         self, model: str, request: GenerateRequest

@@ -19,6 +19,7 @@ from varlen_client.retry import RetryPolicy, with_retries
 from varlen_client.tasks import with_timeout
 from varlen_client.transport import ServerIdentity, Transport
 from varlen_client.wire import (
+    Arrays,
     InferRequest,
     ModelInfo,
     ModelState,
@@ -73,13 +74,13 @@ class Session:
             self._info = await with_retries(self._query_info, self._retry, deadline=deadline)
         return self._info
 
-    async def infer(self, info: ModelInfo, request: InferRequest, deadline: float | None) -> object:
-        """Return the requested output; None when the response lacks it."""
+    async def infer(self, info: ModelInfo, request: InferRequest, deadline: float | None) -> Arrays:
+        """Return the requested outputs."""
         transport = self._connected()
         clock = asyncio.get_running_loop().time
         start = clock()
 
-        async def attempt() -> object:
+        async def attempt() -> Arrays:
             parameters = with_remaining_deadline(request.parameters, clock() - start)
             return await transport.infer(info.name, replace(request, parameters=parameters))
 

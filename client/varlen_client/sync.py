@@ -17,6 +17,13 @@ from typing import Any, TypeVar
 from varlen_client.aio import AsyncClient
 from varlen_client.generation import GeneratedPart, Generation, GenerationPrompt
 from varlen_client.retry import RetryPolicy
+from varlen_client.row_outputs import (
+    Activation,
+    LabelScore,
+    OutputDType,
+    TruncationSide,
+    Vectors,
+)
 from varlen_client.session import Status
 from varlen_client.translation import Translation
 from varlen_client.wire import Floats, Inputs, ModelState, Pairs
@@ -92,13 +99,16 @@ class Client:
         inputs: Inputs,
         *,
         normalize: bool | None = None,
+        dimensions: int | None = None,
+        output_dtype: OutputDType | None = None,
         truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
         deadline_ms: float | None = None,
         priority: int | None = None,
         timeout: float | None = None,
         on_progress: Callable[[int], None] | None = None,
-    ) -> Floats:
-        """Return one vector per row, [rows, hidden] fp32. See `AsyncClient.embed`.
+    ) -> Vectors:
+        """Return one vector per row, [rows, features] fp32. See `AsyncClient.embed`.
 
         `on_progress` runs in the event loop's thread and must not call this client.
         """
@@ -106,7 +116,10 @@ class Client:
             self._client.embed(
                 inputs,
                 normalize=normalize,
+                dimensions=dimensions,
+                output_dtype=output_dtype,
                 truncate=truncate,
+                truncation_side=truncation_side,
                 deadline_ms=deadline_ms,
                 priority=priority,
                 timeout=timeout,
@@ -119,6 +132,7 @@ class Client:
         inputs: Inputs | Pairs,
         *,
         truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
         deadline_ms: float | None = None,
         priority: int | None = None,
         timeout: float | None = None,
@@ -128,9 +142,41 @@ class Client:
             self._client.classify(
                 inputs,
                 truncate=truncate,
+                truncation_side=truncation_side,
                 deadline_ms=deadline_ms,
                 priority=priority,
                 timeout=timeout,
+            )
+        )
+
+    def predict(
+        self,
+        inputs: Inputs | Pairs,
+        *,
+        activation: Activation | None = None,
+        top_k: int | None = None,
+        truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[list[LabelScore]]:
+        """Return the labels of each row with their scores. See `AsyncClient.predict`.
+
+        `on_progress` runs in the event loop's thread and must not call this client.
+        """
+        return _loop.run(
+            self._client.predict(
+                inputs,
+                activation=activation,
+                top_k=top_k,
+                truncate=truncate,
+                truncation_side=truncation_side,
+                deadline_ms=deadline_ms,
+                priority=priority,
+                timeout=timeout,
+                on_progress=on_progress,
             )
         )
 
@@ -139,7 +185,9 @@ class Client:
         query: str,
         documents: Sequence[str],
         *,
+        activation: Activation | None = None,
         truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
         deadline_ms: float | None = None,
         priority: int | None = None,
         timeout: float | None = None,
@@ -149,7 +197,9 @@ class Client:
             self._client.rerank(
                 query,
                 documents,
+                activation=activation,
                 truncate=truncate,
+                truncation_side=truncation_side,
                 deadline_ms=deadline_ms,
                 priority=priority,
                 timeout=timeout,
@@ -161,6 +211,7 @@ class Client:
         inputs: Inputs | Pairs,
         *,
         truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
         deadline_ms: float | None = None,
         priority: int | None = None,
         timeout: float | None = None,
@@ -170,6 +221,7 @@ class Client:
             self._client.token_classify(
                 inputs,
                 truncate=truncate,
+                truncation_side=truncation_side,
                 deadline_ms=deadline_ms,
                 priority=priority,
                 timeout=timeout,
@@ -181,6 +233,7 @@ class Client:
         inputs: Inputs | Pairs,
         *,
         truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
         deadline_ms: float | None = None,
         priority: int | None = None,
         timeout: float | None = None,
@@ -190,6 +243,7 @@ class Client:
             self._client.hidden(
                 inputs,
                 truncate=truncate,
+                truncation_side=truncation_side,
                 deadline_ms=deadline_ms,
                 priority=priority,
                 timeout=timeout,

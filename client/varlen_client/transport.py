@@ -11,9 +11,6 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from varlen_client.errors import (
     DeadlineMissed,
     InvalidRequest,
@@ -23,7 +20,7 @@ from varlen_client.errors import (
     VarlenClientError,
 )
 from varlen_client.generation import GenerateRequest, Response
-from varlen_client.wire import InferRequest, ModelState
+from varlen_client.wire import Arrays, InferRequest, ModelState
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +54,8 @@ class Transport(Protocol):
         """Return the model's config in its JSON form."""
         ...
 
-    async def infer(self, model: str, request: InferRequest) -> npt.NDArray[np.generic] | None:
-        """Return the requested output; None when the response lacks it."""
+    async def infer(self, model: str, request: InferRequest) -> Arrays:
+        """Return the requested outputs."""
         ...
 
     def generate(self, model: str, request: GenerateRequest) -> AsyncGenerator[Response, None]:

@@ -21,7 +21,9 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 Inputs: TypeAlias = Sequence[str] | Sequence[TokenIds] | npt.NDArray[np.integer[Any]]
 Pairs: TypeAlias = Sequence[tuple[str, str]]
 
-Parameters: TypeAlias = Mapping[str, bool | int | float]
+Parameters: TypeAlias = Mapping[str, Any]
+# The outputs of a response by name; None where one is missing.
+Arrays: TypeAlias = Mapping[str, npt.NDArray[Any] | None]
 
 _Text: TypeAlias = tuple[bytes, ...]  # one text, or a text and its pair
 _Ids: TypeAlias = npt.NDArray[np.int64]  # [tokens]
@@ -38,11 +40,11 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """One request: input tensors, the name of the requested output, and parameters."""
+    """One request: input tensors, the names of the requested outputs, and parameters."""
 
     rows: range
     tensors: tuple[Tensor, ...]
-    output: str
+    outputs: tuple[str, ...]
     parameters: Parameters
 
 
@@ -218,11 +220,11 @@ def with_remaining_deadline(
 
 
 def infer_requests(
-    rows: Rows, ranges: Sequence[range], output: str, parameters: Parameters
+    rows: Rows, ranges: Sequence[range], outputs: tuple[str, ...], parameters: Parameters
 ) -> Iterator[InferRequest]:
     """Yield one request per range; its tensors are built only then, to save memory."""
     for rows_of_request in ranges:
-        yield InferRequest(rows_of_request, rows.tensors(rows_of_request), output, parameters)
+        yield InferRequest(rows_of_request, rows.tensors(rows_of_request), outputs, parameters)
 
 
 def _text_tensors(texts: Sequence[_Text]) -> Iterator[Tensor]:

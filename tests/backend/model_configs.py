@@ -2,12 +2,16 @@
 
 from types import SimpleNamespace
 
+from varlen.models.labels import NO_LABELS
 from varlen.server_config import tensor_entry, tensors_of
 
 
 def model_config(task="embed", *, hidden=24, labels=0, parameters=None, **changes):
     """Return a complete configuration."""
-    inputs, outputs = tensors_of(task, SimpleNamespace(hidden_size=hidden, num_labels=labels))
+    checkpoint = SimpleNamespace(
+        hidden_size=hidden, num_labels=labels, labels=NO_LABELS, normalize=False
+    )
+    inputs, outputs = tensors_of(task, checkpoint)
     return {
         "name": "m",
         "max_batch_size": 64,

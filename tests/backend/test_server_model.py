@@ -27,6 +27,7 @@ from .model_configs import model_config
 FAKES = Path(__file__).parent / "fakes"
 SERVER_MODULES = ("varlen.server_model", "varlen.server_process", "varlen.server_replies")
 SECONDS = 20.0
+MAIN_OUTPUTS = ("sentence_embedding", "last_hidden_state", "logits")
 OUR_THREADS = ("varlen-engine", "varlen-sender", "varlen-metrics", "varlen-tokenizer")
 
 
@@ -94,11 +95,12 @@ def load(server_model, pb_utils, small_bert, monkeypatch):
 def ask(pb_utils):
     """Return a function that makes a request and can wait for its answer."""
 
-    def ask(parameters=None, *, timeout=0, decoupled=False, **tensors):
+    def ask(parameters=None, *, outputs=MAIN_OUTPUTS, timeout=0, decoupled=False, **tensors):
         answered = Event()
         request = pb_utils.InferenceRequest(
             [pb_utils.Tensor(name, array) for name, array in tensors.items()],
             json.dumps(parameters) if parameters is not None else "",
+            outputs=outputs,
             timeout=timeout,
             decoupled=decoupled,
             on_done=answered.set,
@@ -127,6 +129,12 @@ def result(request):
     assert request.response.error() is None, request.response.error().message()
     [tensor] = request.response.output_tensors()
     return tensor
+
+
+def results(request):
+    wait_for(request)
+    assert request.response.error() is None, request.response.error().message()
+    return {each.name(): each.as_numpy() for each in request.response.output_tensors()}
 
 
 def failure(request):
@@ -299,6 +307,49 @@ def test_every_task_answers_in_its_own_shape(load, ask, make_checkpoint, kind, t
 
     assert result(request).name() == name
     assert result(request).as_numpy().shape == shape
+
+
+def test_a_response_has_the_outputs_that_the_client_requests(load, ask, make_checkpoint):
+    given = model_config("classify", labels=3, parameters={"task": "classify"})
+    model = load(make_checkpoint("BertForSequenceClassification", num_labels=3), given)
+    names = ("num_tokens", "labels", "scores")
+    requests = [ask(text=text("the", "the cat"), outputs=names)]
+    requests.append(ask({"activation": "none"}, text=text("the", "the cat"), outputs=["scores"]))
+    requests.append(ask(text=text("the", "the cat")))
+
+    model.execute(requests)
+
+    assert list(results(requests[0])) == ["scores", "labels", "num_tokens"]
+    assert results(requests[0])["num_tokens"].tolist() == [[3], [4]]
+    assert results(requests[0])["labels"].tolist() == [[b"LABEL_0", b"LABEL_1", b"LABEL_2"]] * 2
+    np.testing.assert_allclose(results(requests[0])["scores"].sum(axis=1), 1, rtol=1e-6)
+    np.testing.assert_array_equal(results(requests[1])["scores"], results(requests[2])["logits"])
+
+
+@pytest.mark.parametrize("cache_bytes", ["0", "1000000"])
+def test_requests_of_every_form_share_what_the_engine_computes(load, ask, cache_bytes):
+    model = load(response_cache_bytes=cache_bytes)
+    forms = [
+        {"dimensions": 8},
+        {"output_dtype": "int8"},
+        {"dimensions": 16, "output_dtype": "ubinary"},
+        {"dimensions": 8, "normalize": True},
+    ]
+    whole = ask(text=text("the cat"))
+    model.execute([whole])
+    vector = result(whole).as_numpy()
+    requests = [ask(form, text=text("the cat")) for form in forms]
+
+    model.execute(requests)
+
+    shorter, codes, bits, unit = (result(request).as_numpy() for request in requests)
+    np.testing.assert_array_equal(shorter, vector[:, :8])
+    assert (codes.dtype, codes.shape) == (np.int8, (1, 24))
+    np.testing.assert_array_equal(bits, np.packbits(vector[:, :16] > 0, axis=1))
+    length = np.linalg.norm(vector[:, :8])
+    np.testing.assert_allclose(unit, vector[:, :8] / length, rtol=1e-4)
+    if cache_bytes != "0":
+        assert model._service.cache.use().hits == 3
 
 
 def test_a_bad_request_fails_alone(load, ask, pb_utils):
@@ -799,7 +850,8 @@ def test_auto_complete_fills_an_empty_configuration(complete, small_bert):
     assert [entry["name"] for entry in completed["input"]] == names
     assert all(entry["optional"] for entry in completed["input"])
     assert completed["output"] == [
-        {"name": "sentence_embedding", "data_type": "TYPE_FP32", "dims": [24]}
+        {"name": "sentence_embedding", "data_type": "TYPE_FP32", "dims": [24]},
+        {"name": "num_tokens", "data_type": "TYPE_INT32", "dims": [1]},
     ]
 
 
@@ -815,7 +867,12 @@ def test_auto_complete_follows_the_task(complete, make_checkpoint):
 
     completed = complete(folder, given)
 
-    assert completed["output"] == [{"name": "logits", "data_type": "TYPE_FP32", "dims": [5]}]
+    assert completed["output"] == [
+        {"name": "logits", "data_type": "TYPE_FP32", "dims": [5]},
+        {"name": "scores", "data_type": "TYPE_FP32", "dims": [5]},
+        {"name": "labels", "data_type": "TYPE_STRING", "dims": [5]},
+        {"name": "num_tokens", "data_type": "TYPE_INT32", "dims": [1]},
+    ]
     assert "text_pair" in [entry["name"] for entry in completed["input"]]
 
 

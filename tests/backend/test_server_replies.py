@@ -14,9 +14,10 @@ import pytest
 from tests.threads import run_in_threads
 from varlen.errors import DeadlineError, RequestCancelled, RequestError
 from varlen.metrics import Stats
+from varlen.models.labels import NO_LABELS
 from varlen.request import GeneratedPart
-from varlen.wire import ArrayAnswer
 from varlen.wire_generate import GeneratedAnswer, ResponseSpec
+from varlen.wire_outputs import AnswerOptions, ArrayAnswer, ModelOutputs
 
 SECONDS = 20.0
 MODULE = "varlen.server_replies"
@@ -185,7 +186,9 @@ def test_an_answer_that_is_not_streamed_is_one_response(start):
 
 
 def test_an_array_answer_is_one_response(start):
-    request, reply = start(stream=False, answer=ArrayAnswer("embed"))
+    outputs = ModelOutputs("embed", 2, NO_LABELS, normalize=False)
+    options = AnswerOptions(frozenset({"sentence_embedding"}))
+    request, reply = start(stream=False, answer=ArrayAnswer(outputs, options, [3, 4]))
 
     reply.send(1, np.ones(2, dtype=np.float32))
     reply.send(0, np.zeros(2, dtype=np.float32))

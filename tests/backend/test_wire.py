@@ -10,13 +10,17 @@ from hypothesis import strategies as st
 from varlen import wire
 from varlen.errors import shorten
 from varlen.intake import Intake
+from varlen.models.labels import NO_LABELS, Labels
 from varlen.tokenization import Tokenizer
+from varlen.vectors import VectorForm
+from varlen.wire_outputs import AnswerOptions, ModelOutputs
 
 from .fakes.input_limits import input_limits
 from .refusals import refused_request as refused
 
 TASKS = ["embed", "hidden", "classify", "rerank", "token_classify"]
 IDS = [[2, 5, 3], [2, 6, 3]]
+LABELS = Labels(("yes", "no", "perhaps"), "softmax")
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +38,21 @@ def ids(rows):
 
 def read(intake, parameters="", *, normalize=False, timeout=0, **tensors):
     """Return the request of these tensors, whose texts are tokenized at once."""
-    return wire.read_request(
-        tensors, parameters, intake, normalize=normalize, timeout_microseconds=timeout
-    ).complete()
+    outputs = ModelOutputs("embed", 24, NO_LABELS, normalize)
+    draft, _ = wire.read_request(
+        tensors, parameters, intake, outputs, requested=(), timeout_microseconds=timeout
+    )
+    return draft.complete()
+
+
+def read_answer(intake, task="embed", **parameters):
+    """Return what these parameters ask of an answer of 24 features, or three labels."""
+    outputs = ModelOutputs(task, 24 if task in ("embed", "hidden") else 3, LABELS, normalize=True)
+    tensors = {"input_ids": ids(IDS)}
+    _, answer = wire.read_request(
+        tensors, json.dumps(parameters), intake, outputs, requested=["num_tokens"]
+    )
+    return answer
 
 
 def rows_of(request):
@@ -54,21 +70,6 @@ def test_every_input_is_optional_and_named_as_exported_models_name_it(task):
         of_text = spec.name.startswith("text")
         expected = ("TYPE_STRING", (1,)) if of_text else ("TYPE_INT64", (-1,))
         assert (spec.data_type, spec.dims) == expected
-
-
-@pytest.mark.parametrize(
-    "task, name, dims",
-    [
-        ("embed", "sentence_embedding", (384,)),
-        ("hidden", "last_hidden_state", (-1, 384)),
-        ("classify", "logits", (3,)),
-        ("rerank", "logits", (3,)),
-        ("token_classify", "logits", (-1, 3)),
-    ],
-)
-def test_outputs_have_the_task_s_shape(task, name, dims):
-    expected = wire.TensorSpec(name, "TYPE_FP32", dims)
-    assert wire.output_specs(task, hidden_size=384, num_labels=3) == (expected,)
 
 
 def test_reads_texts(intake):
@@ -235,6 +236,82 @@ def test_truncate_does_not_cut_token_ids(intake):
         read(intake, '{"truncate": true}', input_ids=ids([[5] * 13]))
 
 
+def test_truncation_side_decides_which_tokens_stay(intake):
+    whole = "the " + "cat " * 15 + "river"
+
+    left = read(intake, '{"truncate": true, "truncation_side": "left"}', text=text(whole))
+    right = read(intake, '{"truncate": true}', text=text(whole))
+
+    assert rows_of(left) == [[2, *[6] * 9, 7, 3]]
+    assert rows_of(right) == [[2, 5, *[6] * 9, 3]]
+
+
+@pytest.mark.parametrize("value", ["Left", "", 1, None, ["left"], {"a": 1}], ids=repr)
+def test_refuses_a_truncation_side_that_is_neither(intake, value):
+    with refused(f"the parameter truncation_side is {value!r}; send right, left"):
+        read(intake, json.dumps({"truncation_side": value}), text=text("cat"))
+
+
+def test_an_answer_has_the_model_s_form_unless_the_request_says(intake):
+    requested = frozenset({"num_tokens"})
+    assert read_answer(intake) == AnswerOptions(requested, VectorForm(normalize=True), "softmax")
+    assert read_answer(intake, "classify").function == "softmax"
+    assert read_answer(intake, "classify", activation="auto").function == "softmax"
+
+
+def test_reads_the_form_of_an_answer(intake):
+    answer = read_answer(intake, dimensions=16, output_dtype="int8", normalize=False)
+
+    assert answer.vectors == VectorForm(16, normalize=False, dtype="int8")
+    assert read_answer(intake, "token_classify", activation="sigmoid").function == "sigmoid"
+    assert read_answer(intake, "rerank", activation="none").function == "none"
+
+
+@pytest.mark.parametrize("value", [0, -1, 25, 10**400], ids=lambda value: str(value)[:9])
+def test_refuses_dimensions_that_the_model_does_not_have(intake, value):
+    with refused(f"the parameter dimensions is {shorten(str(value))}; this model takes 1 to 24"):
+        read_answer(intake, dimensions=value)
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "8", None, [8]], ids=repr)
+def test_refuses_dimensions_that_are_no_whole_number(intake, value):
+    with refused(f"the parameter dimensions is {value!r}; send a whole number"):
+        read_answer(intake, dimensions=value)
+
+
+@pytest.mark.parametrize("dtype", ["binary", "ubinary"])
+def test_refuses_bits_that_fill_no_byte(intake, dtype):
+    assert read_answer(intake, output_dtype=dtype, dimensions=8).vectors.dtype == dtype
+    with refused("and the vector has 12; send dimensions that are a multiple of 8"):
+        read_answer(intake, output_dtype=dtype, dimensions=12)
+
+
+@pytest.mark.parametrize(
+    "task, name, value, allowed",
+    [
+        ("embed", "output_dtype", "fp16", "float32, float16, int8, binary, ubinary"),
+        ("classify", "activation", "relu", "auto, softmax, sigmoid, none"),
+        ("classify", "activation", ["none"], "auto, softmax, sigmoid, none"),
+    ],
+)
+def test_refuses_another_choice(intake, task, name, value, allowed):
+    with refused(f"the parameter {name} is {value!r}; send {allowed}"):
+        read_answer(intake, task, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "task, name, tasks",
+    [
+        ("classify", "dimensions", "embed"),
+        ("hidden", "output_dtype", "embed"),
+        ("embed", "activation", "classify or rerank or token_classify"),
+    ],
+)
+def test_refuses_a_parameter_of_another_task(intake, task, name, tasks):
+    with refused(f"the parameter {name} is for the task {tasks}; this model has the task {task}"):
+        read_answer(intake, task, **{name: 8})
+
+
 @pytest.mark.parametrize("name", ["truncate", "normalize"])
 @pytest.mark.parametrize("value", [1, 0, "true", "", None, [True], 1.0], ids=repr)
 def test_refuses_flags_that_are_not_booleans(intake, name, value):
@@ -294,7 +371,10 @@ def test_refuses_a_priority_that_is_no_whole_number_to_9(intake, value):
     [
         ("trunc", "truncate"),
         ("Truncate", "truncate"),
-        ("truncation", "truncate"),
+        ("truncated", "truncate"),
+        ("truncation", "truncation_side"),
+        ("dimension", "dimensions"),
+        ("output_type", "output_dtype"),
         ("normalise", "normalize"),
         ("normalized", "normalize"),
         ("deadline", "deadline_ms"),
@@ -305,7 +385,7 @@ def test_refuses_a_priority_that_is_no_whole_number_to_9(intake, value):
     ],
 )
 def test_refuses_a_near_miss_of_a_parameter_by_name(intake, name, meant):
-    allowed = "Allowed: truncate, normalize, request_priority, deadline_ms"
+    allowed = "Allowed: truncate, truncation_side, normalize, dimensions, output_dtype, activation, request"
     with refused(f'unknown parameter "{name}". Did you mean "{meant}"? {allowed}'):
         read(intake, json.dumps({name: True}), input_ids=ids(IDS))
 
@@ -317,7 +397,7 @@ def test_refuses_a_near_miss_of_a_parameter_by_name(intake, name, meant):
     binary_data binary_data_output binary_data_size classification shared_memory_region
     shared_memory_offset shared_memory_byte_size triton_enable_empty_final_response traceparent
     tracestate X-Request-ID X-Request-Priority X-Deadline-Ms x-tenant Authorization Content-Type
-    User-Agent model model_name stream max_tokens temperature user encoding_format dimensions
+    User-Agent model model_name stream max_tokens temperature user encoding_format
     parameters inputs outputs lora_id cache_salt truncate_prompt_tokens normalize_embeddings
     """.split(),
 )
@@ -380,36 +460,3 @@ def test_ignores_what_frontends_add(intake):
     }
 
     assert rows_of(read(intake, json.dumps(added), input_ids=ids(IDS))) == IDS
-
-
-def array_of(task, rows, order=None):
-    """Return the only output of a response, whose rows come in this order."""
-    outputs = [(row, rows[row]) for row in order or range(len(rows))]
-    [array] = wire.ArrayAnswer(task).tensors(outputs).values()
-    return array
-
-
-@pytest.mark.parametrize("task", ["embed", "classify", "rerank"])
-def test_an_answer_of_one_row_a_sequence_is_stacked(task):
-    rows = [np.array([1, 2], dtype=np.float32), np.array([3, 4], dtype=np.float32)]
-
-    array = array_of(task, rows, order=[1, 0])
-
-    assert array.tolist() == [[1, 2], [3, 4]]
-    assert array.dtype == np.float32
-    assert not any(np.shares_memory(array, row) for row in rows)
-
-
-@pytest.mark.parametrize("task", ["hidden", "token_classify"])
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=5))
-def test_an_answer_by_token_is_filled_up_with_zeros(task, lengths):
-    rows = [np.full((n, 3), n, dtype=np.float32) for n in lengths]
-
-    array = array_of(task, rows)
-
-    assert array.shape == (len(lengths), max(lengths), 3)
-    assert array.dtype == np.float32
-    for index, n in enumerate(lengths):
-        assert (array[index, :n] == n).all()
-        assert (array[index, n:] == 0).all()
-        assert not np.shares_memory(array, rows[index])

@@ -27,6 +27,11 @@ from varlen_client import RetryPolicy
 
 FAST_RETRIES = RetryPolicy(max_retries=3, first_delay=0.01, max_delay=0.02)
 
+# Outputs beside the first one of a task: name, type and dims.
+MORE_OUTPUTS = {
+    "classify": {"scores": [2], "labels": [2]},
+    "rerank": {"scores": [1], "labels": [1]},
+}
 OUTPUTS = {
     "embed": ("sentence_embedding", [3]),
     "classify": ("logits", [2]),
@@ -66,6 +71,7 @@ class ReceivedRequest:
 
     tensors: dict[str, np.ndarray]
     parameters: dict[str, Any]
+    outputs: tuple[str, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -101,6 +107,8 @@ class FakeModel:
     refuse: Callable[[ReceivedRequest], Fault | None] = lambda received: None
     delay: Callable[[ReceivedRequest], float] = lambda received: 0.0
     output_dtype: type = np.float32
+    has_scores: bool = True
+    """Whether a classifier has more outputs than its logits."""
     returns_score: bool = True
     most_answers: int = 99
     """A search finds no more answers than these."""
@@ -120,7 +128,10 @@ class FakeModel:
         return {
             "name": self.name,
             "max_batch_size": self.max_batch_size,
-            "output": [{"name": output, "data_type": "TYPE_FP32", "dims": dims}],
+            "output": [
+                {"name": name, "data_type": "TYPE_FP32", "dims": dims}
+                for name, dims in {output: dims, **self.more_outputs}.items()
+            ],
             "parameters": parameters,
         }
 
@@ -128,7 +139,12 @@ class FakeModel:
         if name not in [model for model, _ in self.models]:
             raise Fault("not_found", f"Request for unknown model: '{name}' is not found")
 
-    def infer(self, name: str, received: ReceivedRequest) -> tuple[str, np.ndarray]:
+    @property
+    def more_outputs(self) -> dict[str, list[int]]:
+        """Dims of the outputs beside the first one."""
+        return MORE_OUTPUTS.get(self.task, {}) if self.has_scores else {}
+
+    def infer(self, name: str, received: ReceivedRequest) -> dict[str, np.ndarray]:
         self.check_name(name)
         with self.lock:
             self.requests.append(received)
@@ -139,7 +155,15 @@ class FakeModel:
             self.stopped.wait(self.delay(received))
             if fault is not None:
                 raise fault
-            return OUTPUTS[self.task][0], self.output(received).astype(self.output_dtype)
+            main = self.form_of(self.output(received), received.parameters)
+            outputs = {
+                OUTPUTS[self.task][0]: main,
+                "scores": main / 1000,
+                "labels": np.array(
+                    [[f"über {i}".encode() for i in range(main.shape[-1])]] * len(main)
+                ),
+            }
+            return {name: outputs[name] for name in received.outputs}
         finally:
             with self.lock:
                 self.in_flight -= 1
@@ -195,6 +219,14 @@ class FakeModel:
             if "return_score" in received.tensors and self.returns_score:
                 response["score"] = [-0.5 * (row + 1) for row in range(rows)]
             yield response
+
+    def form_of(self, vectors: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
+        """Return vectors with the dimensions and the dtype that a request asks for."""
+        vectors = vectors[..., : parameters.get("dimensions")]
+        dtype = parameters.get("output_dtype", "float32")
+        if dtype == "ubinary":
+            return np.packbits(vectors > 0, axis=1)
+        return vectors.astype(self.output_dtype if dtype == "float32" else dtype)
 
     def output(self, received: ReceivedRequest) -> np.ndarray:
         if "input_ids" in received.tensors:
@@ -286,11 +318,11 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def ModelInfer(self, request, context):  # noqa: N802
         with grpc_faults(context):
-            name, array = self.model.infer(request.model_name, received_of(request))
+            outputs = self.model.infer(request.model_name, received_of(request))
         response = service_pb2.ModelInferResponse(model_name=request.model_name)
-        datatype = {"f4": "FP32", "f8": "FP64"}[array.dtype.str[1:]]
-        response.outputs.add(name=name, datatype=datatype, shape=array.shape)
-        response.raw_output_contents.append(array.tobytes())
+        for name, array in outputs.items():
+            response.outputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
+            response.raw_output_contents.append(bytes_of(array))
         return response
 
 
@@ -303,7 +335,18 @@ def received_of(request) -> ReceivedRequest:
         name: getattr(value, value.WhichOneof("parameter_choice"))
         for name, value in request.parameters.items()
     }
-    return ReceivedRequest(tensors, parameters)
+    return ReceivedRequest(tensors, parameters, tuple(each.name for each in request.outputs))
+
+
+def datatype_of(array: np.ndarray) -> str:
+    names = {"f2": "FP16", "f4": "FP32", "f8": "FP64", "i1": "INT8", "u1": "UINT8"}
+    return "BYTES" if array.dtype.kind == "S" else names[array.dtype.str[1:]]
+
+
+def bytes_of(array: np.ndarray) -> bytes:
+    if array.dtype.kind != "S":
+        return array.tobytes()
+    return b"".join(len(text).to_bytes(4, "little") + text for text in array.ravel().tolist())
 
 
 def grpc_outputs(outputs: dict[str, list[Any]]) -> Any:
@@ -369,21 +412,25 @@ def http_app(model: FakeModel) -> web.Application:
             raw = body[at : at + size]
             tensors[tensor["name"]] = tensor_from_bytes(tensor["datatype"], tensor["shape"], raw)
             at += size
-        received = ReceivedRequest(tensors, header.get("parameters", {}))
+        names = tuple(output["name"] for output in header["outputs"])
+        received = ReceivedRequest(tensors, header.get("parameters", {}), names)
         try:
-            name, array = await asyncio.get_running_loop().run_in_executor(
+            outputs = await asyncio.get_running_loop().run_in_executor(
                 pool, model.infer, request.match_info["name"], received
             )
         except Fault as fault:
             return http_fault(request, fault)
-        raw = array.tobytes()
-        output = {
-            "name": name,
-            "datatype": {"f4": "FP32", "f8": "FP64"}[array.dtype.str[1:]],
-            "shape": array.shape,
-            "parameters": {"binary_data_size": len(raw)},
-        }
-        response = json.dumps({"model_name": model.name, "outputs": [output]}).encode()
+        described = [
+            {
+                "name": name,
+                "datatype": datatype_of(array),
+                "shape": array.shape,
+                "parameters": {"binary_data_size": len(bytes_of(array))},
+            }
+            for name, array in outputs.items()
+        ]
+        response = json.dumps({"model_name": model.name, "outputs": described}).encode()
+        raw = b"".join(map(bytes_of, outputs.values()))
         return web.Response(
             body=response + raw, headers={"Inference-Header-Content-Length": str(len(response))}
         )

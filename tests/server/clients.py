@@ -90,7 +90,7 @@ class Client(ABC):
         parameters: Mapping[str, Any] | None = None,
         timeout: float = TIMEOUT_SECONDS,
     ) -> Array:
-        """Return the request's only output, or raise AnswerError."""
+        """Return the first output of the answer, or raise AnswerError."""
 
     def start(
         self,
@@ -129,7 +129,7 @@ class GrpcClient(Client):
             answer = self._infer(_grpc_request(model, inputs, parameters or {}), timeout=timeout)
         except grpc.RpcError as error:
             raise AnswerError(error.code().name, error.details()) from None
-        (output,) = answer.outputs
+        output = answer.outputs[0]
         return np.frombuffer(answer.raw_output_contents[0], _DTYPES[output.datatype]).reshape(
             output.shape
         )
@@ -193,8 +193,9 @@ def _read_http(response: http.client.HTTPResponse) -> Array:
         code = _CODE_OF_STATUS.get(response.status, str(response.status))
         raise AnswerError(code, json.loads(body)["error"])
     size = int(response.headers["Inference-Header-Content-Length"])
-    (output,) = json.loads(body[:size])["outputs"]
-    return np.frombuffer(body[size:], _DTYPES[output["datatype"]]).reshape(output["shape"])
+    output = json.loads(body[:size])["outputs"][0]
+    data = body[size : size + output["parameters"]["binary_data_size"]]
+    return np.frombuffer(data, _DTYPES[output["datatype"]]).reshape(output["shape"])
 
 
 def _grpc_request(

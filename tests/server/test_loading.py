@@ -45,8 +45,8 @@ def test_a_config_of_one_line_is_completed(server: LocalServer, grpc_client: Grp
         inputs = {entry["name"]: entry for entry in config["input"]}
         assert list(inputs) == ["text", "input_ids", "attention_mask", "token_type_ids"]
         assert all(entry["optional"] for entry in inputs.values())
-        (output,) = config["output"]
-        assert (output["name"], list(map(int, output["dims"]))) == ("sentence_embedding", [32])
+        outputs = {entry["name"]: list(map(int, entry["dims"])) for entry in config["output"]}
+        assert outputs == {"sentence_embedding": [32], "num_tokens": [1]}
         assert grpc_client.infer("spare", texts("word1 word2")).shape == (1, 32)
     finally:
         unload(server, "spare")

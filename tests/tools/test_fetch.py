@@ -66,7 +66,8 @@ def test_the_config_is_complete(encoder, repository):
     assert [each["name"] for each in config["input"]] == names
     assert all(each["optional"] for each in config["input"])
     assert config["output"] == [
-        {"name": "sentence_embedding", "dataType": "TYPE_FP32", "dims": ["16"]}
+        {"name": "sentence_embedding", "dataType": "TYPE_FP32", "dims": ["16"]},
+        {"name": "num_tokens", "dataType": "TYPE_INT32", "dims": ["1"]},
     ]
     parameters = {key: value["stringValue"] for key, value in config["parameters"].items()}
     assert parameters["task"] == "embed"

@@ -24,8 +24,9 @@ from varlen.config import ITERATIVE_TASKS, SETTINGS, EngineConfig, Task
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint import Checkpoint
 from varlen.server_config import tensors_of
-from varlen.wire import DEFAULT_MAX_ROWS, TensorSpec
+from varlen.wire import DEFAULT_MAX_ROWS
 from varlen.wire_generate import PROMPTS
+from varlen.wire_outputs import TensorSpec
 from varlen_tools.marian_tokenizer import ConversionError, convert_marian, has_marian_files
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel

@@ -17,9 +17,10 @@ from varlen.models import (
     modernbert_checkpoint,
     t5_checkpoint,
 )
-from varlen.models.config_file import Json, read_int, read_num_labels, read_object
+from varlen.models.config_file import Json, read_int, read_object
 from varlen.models.family import Family
 from varlen.models.generation_config import check_generation, read_end_tokens
+from varlen.models.labels import NO_LABELS, Labels, read_labels
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from varlen.models.sentence_transformers import read_sentence_settings
 from varlen.models.tokenizer_files import read_tokenizer_settings
@@ -54,7 +55,7 @@ class Checkpoint:
         vocab_size: token ids of texts are below this.
         target_vocab_size: token ids that it generates are below this.
         has_token_types: whether the tokens of a pair's second text have type 1.
-        num_labels: outputs of the classification head, 0 when there is none.
+        labels: outputs of the classification head, none without one.
         position_limit: longest sequence that has position embeddings, in tokens: a source, and a target with its
             start token.
         max_sequence_tokens: longest sequence by default, in tokens; at most `position_limit`.
@@ -75,7 +76,7 @@ class Checkpoint:
     vocab_size: int
     target_vocab_size: int
     has_token_types: bool
-    num_labels: int
+    labels: Labels
     position_limit: int
     max_sequence_tokens: int
     eos_token_ids: tuple[int, ...]
@@ -115,7 +116,7 @@ class Checkpoint:
             target_vocab_size=_target_vocab_size(config),
             hidden_size=sizes.hidden,
             has_token_types=family.has_token_types,
-            num_labels=read_num_labels(config) if has_labels else 0,
+            labels=read_labels(config) if has_labels else NO_LABELS,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
             eos_token_ids=read_end_tokens(folder, config) if family.kind == "decoder" else (),
@@ -127,6 +128,11 @@ class Checkpoint:
                 else None
             ),
         )
+
+    @property
+    def num_labels(self) -> int:
+        """Outputs of the classification head, 0 when there is none."""
+        return len(self.labels.names)
 
     @property
     def masked_tokens(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 HARMLESS_FIELDS = frozenset(
     # names, versions, labels
     "_name_or_path name_or_path _commit_hash transformers_version label2id finetuning_task language name"
-    " sentence_transformers task_specific_params tokenizer_class"
+    " sbert_ce_default_activation_function sentence_transformers task_specific_params tokenizer_class"
     # training
     " classifier_dropout gradient_checkpointing initializer_range problem_type tie_encoder_decoder"
     # how transformers runs and what else it returns

@@ -10,6 +10,16 @@ from typing import ClassVar
 import numpy as np
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+RESPONSE_DTYPES = (
+    np.float32,
+    np.float16,
+    np.int8,
+    np.uint8,
+    np.int32,
+    np.int64,
+    np.uint32,
+    np.object_,
+)
 
 crashes: list[str] = []
 logged: list[tuple[str, str]] = []
@@ -78,7 +88,7 @@ class InferenceResponse:
         self._tensors, self._error = list(output_tensors), error
         for tensor in self._tensors:
             assert tensor.as_numpy().flags.c_contiguous
-            assert tensor.as_numpy().dtype in (np.float32, np.int64, np.uint32, np.object_)
+            assert tensor.as_numpy().dtype in RESPONSE_DTYPES
 
     def output_tensors(self):
         return self._tensors
@@ -130,8 +140,16 @@ class ResponseSender:
 
 class InferenceRequest:
     def __init__(
-        self, inputs=(), parameters="", *, timeout=0, decoupled=False, on_done=lambda: None
+        self,
+        inputs=(),
+        parameters="",
+        *,
+        outputs=("sentence_embedding", "last_hidden_state", "logits"),
+        timeout=0,
+        decoupled=False,
+        on_done=lambda: None,
     ):
+        self._outputs = outputs
         self._inputs, self._parameters, self._timeout = inputs, parameters, timeout
         self.decoupled = decoupled
         self.done = on_done
@@ -155,6 +173,9 @@ class InferenceRequest:
 
     def timeout(self):
         return self._timeout
+
+    def requested_output_names(self):
+        return list(self._outputs)
 
     def get_response_sender(self):
         if self.sender_fails:

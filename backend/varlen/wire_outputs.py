@@ -1,0 +1,159 @@
+"""The outputs of tasks of one step: their tensors, and the arrays of a response.
+
+A response holds the outputs that the request names. All of them are made of the engine's fp32 outputs by sender
+threads.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.config import Task
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.labels import Labels
+from varlen.request import Float32Array, Output, Request
+from varlen.scores import ScoreFunction, scores_of
+from varlen.vectors import VectorForm
+
+_LABEL_TASKS = frozenset({"classify", "rerank", "token_classify"})
+# Tasks with an output for each token.
+_TOKEN_TASKS = frozenset({"hidden", "token_classify"})
+_MAIN_NAMES: dict[Task, str] = {
+    "embed": "sentence_embedding",
+    "hidden": "last_hidden_state",
+    "classify": "logits",
+    "rerank": "logits",
+    "token_classify": "logits",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of config.pbtxt; `dims` do not include the rows."""
+
+    name: str
+    data_type: str
+    dims: tuple[int, ...]
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutputs:
+    """What a model answers.
+
+    Attributes:
+        task: of the model.
+        width: features of a vector or a token; labels of a classifier.
+        labels: of a classifier.
+        normalize: whether embeddings are normalized, unless a request says otherwise.
+    """
+
+    task: Task
+    width: int
+    labels: Labels
+    normalize: bool
+
+    @classmethod
+    def of(cls, task: Task, checkpoint: Checkpoint) -> "ModelOutputs":
+        """Return the outputs of a checkpoint that serves a task."""
+        width = checkpoint.num_labels if task in _LABEL_TASKS else checkpoint.hidden_size
+        return cls(task, width, checkpoint.labels, checkpoint.normalize)
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether there are logits, scores and labels."""
+        return self.task in _LABEL_TASKS
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors, in the order in which a response has them."""
+        dims = (-1, self.width) if self.task in _TOKEN_TASKS else (self.width,)
+        specs = [TensorSpec(_MAIN_NAMES[self.task], "TYPE_FP32", dims)]
+        if self.has_labels:
+            specs.append(TensorSpec("scores", "TYPE_FP32", dims))
+            specs.append(TensorSpec("labels", "TYPE_STRING", (self.width,)))
+        return (*specs, TensorSpec("num_tokens", "TYPE_INT32", (1,)))
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What a request asks of its answer.
+
+    Attributes:
+        names: of its outputs.
+        vectors: the form of embeddings.
+        function: makes `scores` of logits.
+    """
+
+    names: frozenset[str]
+    vectors: VectorForm = field(default_factory=VectorForm)
+    function: ScoreFunction = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayAnswer:
+    """Makes the response to a request, which holds all rows.
+
+    Attributes:
+        outputs: of the model.
+        options: of the request.
+        num_tokens: length of each row, in tokens.
+        streams: whether parts are sent as they come.
+    """
+
+    outputs: ModelOutputs
+    options: AnswerOptions
+    num_tokens: Sequence[int]
+    streams: bool = field(default=False, init=False)
+
+    @classmethod
+    def to(cls, request: Request, outputs: ModelOutputs, options: AnswerOptions) -> "ArrayAnswer":
+        """Return what answers a request."""
+        return cls(outputs, options, [prompt.num_tokens for prompt in request.prompts])
+
+    def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
+        """Return the output tensors by name, given the output of each row."""
+        rows = [output for _, output in sorted(outputs, key=lambda each: each[0])]
+        main = self._stack(cast(list[Float32Array], rows))
+        return {
+            spec.name: self._tensor(spec.name, main)
+            for spec in self.outputs.specs
+            if spec.name in self.options.names
+        }
+
+    def _tensor(self, name: str, main: Float32Array) -> npt.NDArray[Any]:
+        match name:
+            case "sentence_embedding":
+                return self.options.vectors.of(main)
+            case "scores":
+                return self._scores(main)
+            case "labels":
+                names = [label.encode() for label in self.outputs.labels.names]
+                return np.array([names] * len(main), dtype=np.object_)
+            case "num_tokens":
+                return np.array(self.num_tokens, dtype=np.int32)[:, None]
+        return main
+
+    def _scores(self, logits: Float32Array) -> Float32Array:
+        scores = scores_of(logits, self.options.function)
+        if self.outputs.task in _TOKEN_TASKS and scores is not logits:
+            # padding has no scores
+            for row, tokens in zip(scores, self.num_tokens, strict=True):
+                row[tokens:] = 0
+        return scores
+
+    def _stack(self, rows: Sequence[Float32Array]) -> Float32Array:
+        """Return a new array of all rows: `[rows, width]` or `[rows, longest, width]`.
+
+        Rows of tasks with an output per token are padded with zeros to the longest.
+        """
+        if self.outputs.task not in _TOKEN_TASKS:
+            return np.stack(rows)
+        longest = max(len(row) for row in rows)
+        filled = np.zeros((len(rows), longest, rows[0].shape[1]), dtype=np.float32)
+        for index, row in enumerate(rows):
+            filled[index, : len(row)] = row
+        return filled

@@ -1,0 +1,128 @@
+"""The outputs of each task: their names and shapes, and the arrays of a response."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from varlen.models.labels import Labels
+from varlen.vectors import VectorForm
+from varlen.wire_outputs import AnswerOptions, ArrayAnswer, ModelOutputs, TensorSpec
+
+LABELS = Labels(("negative", "neutral", "¡positive!"), "softmax")
+ALL = ("sentence_embedding", "last_hidden_state", "logits", "scores", "labels", "num_tokens")
+
+
+def outputs_of(task):
+    return ModelOutputs(task, 384 if task in ("embed", "hidden") else 3, LABELS, normalize=False)
+
+
+def answer(task, rows, names=ALL, *, order=None, lengths=None, **options):
+    """Return the tensors of a response, whose rows come in this order."""
+    lengths = lengths or [len(row) for row in rows]
+    maker = ArrayAnswer(outputs_of(task), AnswerOptions(frozenset(names), **options), lengths)
+    return maker.tensors([(row, rows[row]) for row in order or range(len(rows))])
+
+
+def fp32(*rows):
+    return [np.array(row, dtype=np.float32) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "task, name, dims",
+    [
+        ("embed", "sentence_embedding", (384,)),
+        ("hidden", "last_hidden_state", (-1, 384)),
+        ("classify", "logits", (3,)),
+        ("rerank", "logits", (3,)),
+        ("token_classify", "logits", (-1, 3)),
+    ],
+)
+def test_outputs_have_the_task_s_shape(task, name, dims):
+    main, *others = outputs_of(task).specs
+
+    assert main == TensorSpec(name, "TYPE_FP32", dims)
+    assert others.pop() == TensorSpec("num_tokens", "TYPE_INT32", (1,))
+    if name == "logits":
+        assert others == [
+            TensorSpec("scores", "TYPE_FP32", dims),
+            TensorSpec("labels", "TYPE_STRING", (3,)),
+        ]
+
+
+@pytest.mark.parametrize("task", ["embed", "classify", "rerank"])
+def test_an_answer_of_one_row_a_sequence_is_stacked(task):
+    rows = fp32([1, 2], [3, 4])
+
+    [array] = answer(task, rows, ALL[:3], order=[1, 0]).values()
+
+    assert array.tolist() == [[1, 2], [3, 4]]
+    assert array.dtype == np.float32
+    assert not any(np.shares_memory(array, row) for row in rows)
+
+
+@pytest.mark.parametrize("task", ["hidden", "token_classify"])
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=5))
+def test_an_answer_by_token_is_filled_up_with_zeros(task, lengths):
+    rows = [np.full((n, 3), n, dtype=np.float32) for n in lengths]
+
+    arrays = answer(task, rows)
+
+    assert arrays["num_tokens"].tolist() == [[n] for n in lengths]
+    assert arrays["num_tokens"].dtype == np.int32
+    for name in arrays.keys() - {"num_tokens", "labels"}:
+        assert arrays[name].shape == (len(lengths), max(lengths), 3)
+        assert arrays[name].dtype == np.float32
+        for index, n in enumerate(lengths):
+            assert (arrays[name][index, :n] != 0).all()
+            assert (arrays[name][index, n:] == 0).all()
+            assert not np.shares_memory(arrays[name], rows[index])
+
+
+@pytest.mark.parametrize("names", [("num_tokens",), ("labels", "logits"), ALL], ids=str)
+def test_a_response_has_the_requested_outputs_in_the_order_of_the_config(names):
+    arrays = answer("classify", fp32([1, 2, 3]), names, lengths=[7])
+
+    assert list(arrays) == [name for name in ALL if name in names and name in CLASSIFY]
+
+
+CLASSIFY = ("logits", "scores", "labels", "num_tokens")
+
+
+def test_labels_are_in_the_order_of_the_logits():
+    arrays = answer("classify", fp32([1, 2, 3], [3, 2, 1]), lengths=[7, 8])
+
+    assert arrays["labels"].dtype == np.object_
+    assert [[label.decode() for label in row] for row in arrays["labels"]] == [[*LABELS.names]] * 2
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        ("softmax", lambda logits: torch.softmax(logits, -1)),
+        ("sigmoid", torch.sigmoid),
+        ("none", lambda logits: logits),
+    ],
+)
+@pytest.mark.parametrize("task", ["classify", "token_classify"])
+def test_scores_are_those_of_torch(task, function, expected):
+    logits = np.random.default_rng(0).normal(0, 20, (4, 3)).astype(np.float32)
+    logits[0], logits[1] = 1e4, [-1e4, 0, 1e4]
+    rows = list(logits) if task == "classify" else [logits]
+
+    arrays = answer(task, rows, lengths=[4] * len(rows), function=function)
+
+    scores = arrays["scores"].reshape(4, 3)
+    np.testing.assert_allclose(scores, expected(torch.tensor(logits)), rtol=1e-5, atol=1e-7)
+    assert scores.dtype == np.float32
+    np.testing.assert_array_equal(arrays["logits"].reshape(4, 3), logits)
+
+
+def test_embeddings_have_the_form_that_the_request_asks_for():
+    rows = fp32([3, 4, 5], [0, 0, 1])
+
+    arrays = answer("embed", rows, lengths=[2, 9], vectors=VectorForm(2, normalize=True))
+
+    np.testing.assert_allclose(arrays["sentence_embedding"], [[0.6, 0.8], [0, 0]], rtol=1e-6)
+    assert arrays["num_tokens"].tolist() == [[2], [9]]

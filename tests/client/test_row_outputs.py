@@ -1,0 +1,151 @@
+"""Forms of embeddings, labels with scores, and the commands that show them."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from varlen_client import Client, InvalidRequest, LabelScore, ServerError, cli
+
+
+@pytest.fixture
+def client(server, fast_retries):
+    with Client(server.url, retry=fast_retries) as client:
+        yield client
+
+
+@pytest.fixture
+def varlen(server, monkeypatch):
+    """Return a function that runs a command against the fake server, and returns its lines."""
+    monkeypatch.setenv("VARLEN_URL", server.url)
+    monkeypatch.delenv("VARLEN_MODEL", raising=False)
+
+    def run(*arguments):
+        result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+        assert result.exit_code == 0, result.output
+        return result.stdout.splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "form, dtype, width",
+    [
+        ({}, np.float32, 3),
+        ({"dimensions": 2}, np.float32, 2),
+        ({"output_dtype": "float16"}, np.float16, 3),
+        ({"output_dtype": "ubinary"}, np.uint8, 1),
+        ({"output_dtype": "ubinary", "dimensions": 2}, np.uint8, 1),
+    ],
+)
+def test_embed_returns_the_form_that_it_asks_for(client, server, form, dtype, width):
+    vectors = client.embed(["a", "bc"], truncation_side="left", **form)
+
+    assert (vectors.dtype, vectors.shape) == (dtype, (2, width))
+    assert server.model.requests[0].parameters == {"truncation_side": "left", **form}
+    assert client.embed([], **form).shape == (0, width)
+
+
+def test_refuses_a_form_that_does_not_exist(client):
+    with pytest.raises(InvalidRequest, match="output_dtype is 'fp16'; allowed: float32, float16"):
+        client.embed(["a"], output_dtype="fp16")
+
+
+def test_a_server_that_ignores_the_form_is_an_error(client, server):
+    server.model.form_of = lambda vectors, parameters: vectors.astype(np.float32)
+
+    with pytest.raises(
+        ServerError, match=r"is float32 \[1, 3\]; expected float32 with 1 rows of 2"
+    ):
+        client.embed(["a"], dimensions=2)
+
+
+def test_predict_returns_labels_with_the_best_first(client, server):
+    server.model.task = "classify"
+
+    rows = client.predict([("ab", "xyz"), ("abcd", "")], activation="softmax")
+
+    assert rows == [
+        [LabelScore("über 1", pytest.approx(0.003)), LabelScore("über 0", pytest.approx(0.002))],
+        [LabelScore("über 0", pytest.approx(0.004)), LabelScore("über 1", 0.0)],
+    ]
+    assert server.model.requests[0].parameters == {"activation": "softmax"}
+    assert server.model.requests[0].outputs == ("scores", "labels")
+
+
+def test_predict_is_in_order_over_many_requests(client, server):
+    server.model.task = "classify"
+
+    rows = client.predict(["x" * (n + 1) for n in range(30)], top_k=1)
+
+    scores = [label.score for [label] in rows]
+    np.testing.assert_allclose(scores, np.arange(1, 31) / 1000, rtol=1e-5)
+    assert client.predict([]) == []
+
+
+def test_predict_needs_a_server_that_has_scores(client, server):
+    server.model.task, server.model.has_scores = "classify", False
+
+    with pytest.raises(InvalidRequest, match="does not serve predict: it has logits"):
+        client.predict(["a"])
+    with pytest.raises(InvalidRequest, match="top_k is 0; at least 1"):
+        client.predict(["a"], top_k=0)
+
+
+def test_rerank_returns_scores_if_there_is_an_activation(client, server):
+    server.model.task = "rerank"
+
+    logits = client.rerank("ab", ["c", "cd"])
+    scores = client.rerank("ab", ["c", "cd"], activation="sigmoid")
+
+    np.testing.assert_allclose(scores, logits / 1000, rtol=1e-6)
+    assert [each.outputs for each in server.model.requests] == [("logits",), ("scores",)]
+    assert server.model.requests[1].parameters == {"activation": "sigmoid"}
+
+
+def test_the_command_classify_prints_labels(varlen, server):
+    server.model.task = "classify"
+
+    assert varlen("classify", "abc", "d") == [
+        "abc  über 0 0.0030, über 1 0.0000",
+        "d  über 0 0.0010, über 1 0.0000",
+    ]
+    [line] = varlen("classify", "abc", "--json", "--top-k", 1, "--activation", "none")
+    labels = [{"label": "über 0", "score": pytest.approx(0.003)}]
+    assert json.loads(line) == {"text": "abc", "labels": labels}
+
+
+def test_the_command_rerank_prints_the_most_relevant_first(varlen, server, tmp_path):
+    server.model.task = "rerank"
+    file = tmp_path / "documents.txt"
+    file.write_text("a\nabc\nab\n")
+
+    lines = varlen("rerank", "q", "--file", file)
+
+    assert [line.split() for line in lines] == [
+        ["0.1030", "2", "abc"],
+        ["0.1020", "3", "ab"],
+        ["0.1010", "1", "a"],
+    ]
+    [line] = varlen("rerank", "q", "a", "abc", "--top-k", 1, "--json")
+    assert json.loads(line) == {"number": 2, "score": pytest.approx(0.103), "document": "abc"}
+
+
+def test_the_command_embed_asks_for_dimensions(varlen, server):
+    varlen("embed", "a", "--dimensions", 2, "--truncate", "--truncation-side", "left")
+
+    expected = {"dimensions": 2, "truncate": True, "truncation_side": "left"}
+    assert server.model.requests[0].parameters == expected
+
+
+@pytest.mark.parametrize("command", [("classify",), ("rerank", "q")], ids=["classify", "rerank"])
+def test_an_empty_line_is_named(server, monkeypatch, tmp_path, command):
+    monkeypatch.setenv("VARLEN_URL", server.url)
+    file = tmp_path / "lines.txt"
+    file.write_text("a\n\nb\n")
+
+    result = CliRunner().invoke(cli.app, [*command, "--file", str(file)])
+
+    assert result.exit_code == 2
+    assert "line 2: empty" in result.output

@@ -1,0 +1,120 @@
+"""Outputs and forms of answers that a request asks for, over both protocols."""
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+
+from varlen import Encoder
+from varlen_client import Client
+from varlen_tools.local_server import LOOPBACK, LocalServer
+
+SENTENCES = ("A man is eating food.", "ok")
+
+
+@pytest.fixture(params=[tritonclient.grpc, tritonclient.http], ids=["grpc", "http"])
+def protocol(request: pytest.FixtureRequest) -> ModuleType:
+    """The module of NVIDIA's client of each protocol."""
+    return request.param
+
+
+def ask(
+    server: LocalServer,
+    protocol: ModuleType,
+    model: str,
+    outputs: tuple[str, ...] = (),
+    **parameters: Any,
+) -> Any:
+    """Return the answer to a request of SENTENCES that names these outputs."""
+    port = server.grpc_port if protocol is tritonclient.grpc else server.http_port
+    with protocol.InferenceServerClient(f"{LOOPBACK}:{port}") as client:
+        rows = protocol.InferInput("text", [len(SENTENCES), 1], "BYTES")
+        rows.set_data_from_numpy(np.array([[each.encode()] for each in SENTENCES], dtype=object))
+        wanted = [protocol.InferRequestedOutput(name) for name in outputs]
+        return client.infer(model, [rows], outputs=wanted or None, parameters=parameters)
+
+
+def names_of(answer: Any, protocol: ModuleType) -> list[str]:
+    response = answer.get_response()
+    if protocol is tritonclient.http:
+        return [output["name"] for output in response["outputs"]]
+    return [output.name for output in response.outputs]
+
+
+def test_a_classifier_answers_with_the_outputs_that_are_requested(
+    server: LocalServer, protocol: ModuleType
+) -> None:
+    everything = ask(server, protocol, "classifier")
+    some = ask(server, protocol, "classifier", ("labels", "num_tokens"))
+
+    names = ["logits", "scores", "labels", "num_tokens"]
+    assert sorted(names_of(everything, protocol)) == sorted(names)
+    assert sorted(names_of(some, protocol)) == ["labels", "num_tokens"]
+    labels = [[f"LABEL_{number}".encode() for number in range(3)]] * 2
+    assert some.as_numpy("labels").tolist() == labels
+    counts = some.as_numpy("num_tokens")
+    assert (counts.dtype, counts.shape) == (np.int32, (2, 1))
+    assert counts[0] > counts[1]
+    logits = everything.as_numpy("logits")
+    exponentials = np.exp(logits)
+    np.testing.assert_allclose(
+        everything.as_numpy("scores"),
+        exponentials / exponentials.sum(axis=1, keepdims=True),
+        rtol=1e-5,
+    )
+
+
+def test_num_tokens_tells_tokens_from_padding(server: LocalServer, protocol: ModuleType) -> None:
+    answer = ask(server, protocol, "tagger")
+
+    for row, count in zip(answer.as_numpy("logits"), answer.as_numpy("num_tokens"), strict=True):
+        assert row[: count[0]].any(axis=1).all()
+        assert not row[count[0] :].any()
+
+
+def test_our_client_predicts_labels_with_scores(server: LocalServer, protocol: ModuleType) -> None:
+    url = server.grpc_url if protocol is tritonclient.grpc else server.http_url
+    logits = ask(server, protocol, "classifier").as_numpy("logits")
+
+    with Client(url, "classifier") as client:
+        rows = client.predict(SENTENCES, activation="none", top_k=2)
+
+    for row, expected in zip(rows, logits, strict=True):
+        best = np.argsort(-expected)[:2]
+        assert [each.label for each in row] == [f"LABEL_{label}" for label in best]
+        np.testing.assert_allclose([each.score for each in row], expected[best], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "dtype, numpy_dtype, width",
+    [
+        ("float32", np.float32, 64),
+        ("float16", np.float16, 64),
+        ("int8", np.int8, 64),
+        ("binary", np.int8, 8),
+        ("ubinary", np.uint8, 8),
+    ],
+)
+def test_an_embedding_has_the_dimensions_and_the_type_that_are_requested(
+    server: LocalServer,
+    protocol: ModuleType,
+    in_process: Encoder,
+    dtype: str,
+    numpy_dtype: type[np.generic],
+    width: int,
+) -> None:
+    answer = ask(
+        server, protocol, "minilm", ("sentence_embedding",), dimensions=64, output_dtype=dtype
+    )
+
+    vectors = answer.as_numpy("sentence_embedding")
+    assert (vectors.dtype, vectors.shape) == (numpy_dtype, (2, width))
+    if width == 64:
+        floats = vectors.astype(np.float64)
+        floats /= np.linalg.norm(floats, axis=1, keepdims=True)
+        expected = in_process.embed(SENTENCES)[:, :64]
+        expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+        assert np.abs(floats - expected).max() < 0.01
