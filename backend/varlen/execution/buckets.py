@@ -30,7 +30,7 @@ class _Room(NamedTuple):
     from_tokens: int
 
 
-# Attention chooses its tiles by the same means. The largest tiles leave a GPU partly idle in small batches.
+# Attention chooses its launch by the same means. Few programs of the largest mean leave a GPU partly idle.
 _ROOMS = (_Room(256, 2048), _Room(64, 0), _Room(16, 0), _Room(1, 0))
 
 

@@ -20,12 +20,14 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.engine import Engine
 from varlen.errors import EngineError, ModelFaultError
+from varlen.execution import device
+from varlen.execution import runner as runner_module
 from varlen.execution.buckets import Buckets
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.overlap import OverlappingExecutor
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
-from varlen.execution.workers import Workers
+from varlen.execution.workers import Workers, load_workers
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.metrics import SnapshotMetric, Stats
@@ -447,3 +449,41 @@ def test_a_service_on_a_gpu_gives_the_answers_of_the_cpu(
     assert snapshot[SnapshotMetric.GRAPHS] == count
     assert snapshot[SnapshotMetric.GRAPH_BYTES] == count * 1_000_000
     assert snapshot[SnapshotMetric.GRAPH_SECONDS] > 0.0
+
+
+def test_a_model_on_a_gpu_has_one_worker_that_overlaps_batches(small_bert, monkeypatch):
+    gpu = torch.device("cuda", 1)
+
+    class GpuRunner:
+        slots, info, graph_use = 2, "info", "graphs"
+
+        def __init__(self, checkpoint, config, *, gpu):
+            assert gpu == 1
+
+    monkeypatch.setattr(device, "choose_device", lambda name, index: gpu)
+    monkeypatch.setattr(runner_module, "Runner", GpuRunner)
+    config = EngineConfig(device="cuda")
+
+    workers = load_workers(Checkpoint.open(small_bert), config, Stats(), gpu=1, isolated=True)
+
+    assert workers.runners == [workers.launcher]
+    assert (workers.info, workers.graphs, workers.host) == ("info", "graphs", None)
+    executor = workers.new_executor()
+    executor.close()
+    assert isinstance(executor, OverlappingExecutor)
+
+
+@pytest.mark.parametrize(
+    ("settings", "most"),
+    [
+        ({}, 64),
+        ({"max_batch_sequences": 7}, 7),
+        ({"policy": "none"}, 64),
+        # padding is sequences too, fewer than those that it pads
+        ({"execution": "padded"}, 128),
+        ({"policy": "token_budget"}, None),
+    ],
+    ids=str,
+)
+def test_a_graph_has_room_for_every_batch_of_a_policy_and_not_for_more(settings, most):
+    assert runner_module._most_sequences(EngineConfig(**settings)) == most

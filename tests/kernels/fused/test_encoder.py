@@ -55,7 +55,7 @@ def load(request, tmp_path):
 
 
 def fused_runner(load, device, folder):
-    """Return a runner of the model on the fused kernels, with the program of a GPU."""
+    """Return a runner of the model on the fused kernels, with a GPU's program."""
     if device.type == "cuda":
         return load("cuda").device_runner
     checkpoint, task = Checkpoint.open(folder), load("cpu").info.task
