@@ -1,4 +1,4 @@
-"""The classifier on a decoder: one linear layer of the last token, or of every token.
+"""The classifier on a decoder: one linear layer of the last or of every token.
 
 Source of the names: decoders as saved by Hugging Face transformers.
 """
