@@ -117,6 +117,16 @@ def find_tile(
     return tl.max(owners, axis=0), begin, tl.max(ends, axis=0) - begin, first_query
 
 
+@triton.jit
+def read_tile(
+    tiles_ptr,  # [tiles, TILE_COLUMNS], of `attention_tiles`
+    tile,
+):
+    """Return first token and length of a tile's sequence, and the tile's first query."""
+    row_ptr = tiles_ptr + tile * TILE_COLUMNS
+    return tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2)
+
+
 @triton.jit(do_not_specialize=["batch", "tiles"])
 def _attention_tiles_kernel(
     cu_seqlens_ptr,  # [batch + 1]
@@ -146,7 +156,7 @@ def _attention_tiles_kernel(
     row_ptr = table_ptr + tile * TILE_COLUMNS
     tl.store(row_ptr, begin, mask=inside)
     tl.store(row_ptr + 1, end - begin, mask=inside)
-    tl.store(row_ptr + 2, tile - begin // BLOCK_M - owner, mask=inside)
+    tl.store(row_ptr + 2, (tile - begin // BLOCK_M - owner) * BLOCK_M, mask=inside)
 
 
 def attention_tiles(

@@ -17,12 +17,12 @@ from torch import Tensor
 from varlen_kernels.attention_checks import check_bias, check_heads, check_scores
 from varlen_kernels.attention_tiles import (
     BLOCK_BATCH,
-    TILE_COLUMNS,
     attention_launch,
     block_d,
     check_tiles,
     find_tile,
     num_tiles,
+    read_tile,
 )
 from varlen_kernels.checks import check_cu_seqlens, check_out
 from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
@@ -161,6 +161,7 @@ def _attention_varlen_kernel(
     WINDOW: tl.constexpr,  # 0 for all keys
     HAS_BIAS: tl.constexpr,
     HAS_TILES: tl.constexpr,
+    TAIL_FIRST: tl.constexpr,  # whether the last block of keys is read first, outside of a loop; not if CAUSAL
     BLOCK_BATCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -173,11 +174,7 @@ def _attention_varlen_kernel(
     head = tl.program_id(0) % NUM_HEADS
     tile = tl.program_id(0) // NUM_HEADS
     if HAS_TILES:
-        tiles_ptr += tile * TILE_COLUMNS
-        begin = tl.load(tiles_ptr)
-        length = tl.load(tiles_ptr + 1)
-        # the compiler sees that BLOCK_M divides it
-        first_query = tl.load(tiles_ptr + 2) * BLOCK_M
+        begin, length, first_query = read_tile(tiles_ptr, tile)
     else:
         _, begin, length, first_query = find_tile(cu_seqlens_ptr, batch, tile, BLOCK_M, BLOCK_BATCH)
     if first_query >= length:
@@ -210,19 +207,28 @@ def _attention_varlen_kernel(
     # most blocks need no mask: every query may read all keys before `first_masked`
     end = num_keys
     first_masked = num_keys // BLOCK_N * BLOCK_N
+    if TAIL_FIRST:
+        # one block with at least one key
+        first_masked = (num_keys - 1) // BLOCK_N * BLOCK_N
     if CAUSAL:
         end = tl.minimum(num_keys, tile_query + BLOCK_M)
         first_masked = tile_query // BLOCK_N * BLOCK_N
     elif WINDOW > 0:
         end = tl.minimum(num_keys, tile_query + BLOCK_M + WINDOW - 1)
     # a window is short, so all its blocks are masked
-    for MASKED in tl.static_range(1 if WINDOW > 0 else 0, 2):
-        loop_begin = first_masked if MASKED and WINDOW == 0 else 0
-        loop_end = end if MASKED else first_masked
+    if WINDOW > 0:
+        first_masked = 0
+    # the tail first: its loads overlap those of the queries
+    for MASKED in tl.static_range(
+        1 if TAIL_FIRST or WINDOW > 0 else 0, -1 if TAIL_FIRST else 2, -1 if TAIL_FIRST else 1
+    ):
+        loop_begin = first_masked if MASKED else 0
+        span = end - first_masked if MASKED else first_masked
+        if MASKED and TAIL_FIRST:
+            # the compiler sees a single block
+            span = BLOCK_N
         # without a window, too few blocks are masked for a pipeline of loads
-        for first_key in tl.range(
-            loop_begin, loop_end, BLOCK_N, num_stages=1 if MASKED and WINDOW == 0 else None
-        ):
+        for offset in tl.range(0, span, BLOCK_N, num_stages=1 if MASKED and WINDOW == 0 else None):
             context, weight_sum, max_score = attend_to_keys(
                 context,
                 weight_sum,
@@ -233,7 +239,7 @@ def _attention_varlen_kernel(
                 bias_ptr,
                 reach,
                 tile_query,
-                first_key,
+                loop_begin + offset,
                 num_keys,
                 scale,
                 STRIDE=QKV_STRIDE,
@@ -314,6 +320,8 @@ def attention_varlen(
         WINDOW=window,
         HAS_BIAS=bias is not None,
         HAS_TILES=tiles is not None,
+        # its keys and values must fit the registers beside the queries
+        TAIL_FIRST=not causal and bias is None and head_dim <= 64 and qkv.dtype.itemsize == 2,
         BLOCK_BATCH=BLOCK_BATCH,
         BLOCK_D=block_d(head_dim),
         **launch,
