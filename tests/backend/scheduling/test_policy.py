@@ -89,7 +89,7 @@ def test_batches_cut_by_cost_keep_the_order_and_the_limits(
 @settings(deadline=None)
 @given(LENGTHS, EXECUTIONS, st.integers(1, 4), st.integers(0, 400))
 def test_no_other_size_has_a_lower_delay(lengths, execution, workers, came):
-    """A batch delays requests that wait or come, and those that wait by its seconds per token."""
+    """A batch delays requests that wait or come, and all by its seconds per token."""
     costs = cost_table(execution=execution)
     limits = BatchLimits(8, 200, execution)
 
@@ -144,7 +144,7 @@ def test_more_workers_share_the_queue():
 
 
 def test_a_short_request_does_not_wait_for_a_long_one():
-    """Unless so many requests wait that a batch of its own would delay them more."""
+    """If many requests wait, a batch of its own would delay them more."""
     assert size_of([20, 500]) == 1
     assert size_of([20, *[500] * 100]) > 1
 
