@@ -142,6 +142,27 @@ def test_requests_of_one_row_do_not_wait_for_large_ones(workers):
     assert fmean(large) <= 1.02 * fmean(budget_large)
 
 
+def test_long_rows_of_one_client_delay_others_by_one_row_at_most():
+    """Nothing interrupts a batch, so it is kept small; the large request takes hardly longer."""
+    short = poisson_arrivals(1200, 120.0, range(4, 35), seed=0)
+    large = [Arrival(at, 256, rows=64) for at in (1.0, 4.0, 7.0)]
+    arrivals = sorted([*short, *large], key=lambda arrival: arrival.at)
+    # a row and the request itself, which may wait for another one
+    most = core_seconds(1, 256) + 2 * core_seconds(2, 34)
+
+    def latencies(policy):
+        run = simulate(arrivals, config(policy), table(), workers=2)
+        return [
+            sorted(o.seconds for o in run.outcomes if (o.arrival.rows > 1) == is_large)
+            for is_large in (False, True)
+        ]
+
+    (others, client), (_, client_alone) = map(latencies, ("shortest_first", "token_budget"))
+
+    assert others[int(0.99 * len(others))] <= most
+    assert fmean(client) <= 1.15 * fmean(client_alone)
+
+
 def test_work_is_spread_over_idle_workers():
     """A request of many rows that comes alone is answered sooner by more workers."""
     seconds = [

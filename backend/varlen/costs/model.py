@@ -92,6 +92,11 @@ class CostModel:
             execution,
         )
 
+    @property
+    def fixed_seconds(self) -> float:
+        """Seconds that every batch takes, whatever its size."""
+        return max(self._floor, float(self._coefficients[0]))
+
     def seconds(self, shape: BatchShape) -> float:
         """Return the predicted seconds of one batch."""
         terms = self._terms(*_arrays(shape))

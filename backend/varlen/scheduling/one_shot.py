@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import compress
 from typing import cast
 
@@ -100,8 +99,7 @@ class OneShotScheduler:
             return None
         if self._starts_at(now) > now:
             return None
-        chosen = self._policy.choose(self._queue, now)
-        batch = replace(chosen, seconds=self._forecaster.slowdown * chosen.seconds)
+        batch = self._policy.choose(self._queue, now, self._forecaster.slowdown)
         for sequence in batch.sequences:
             sequence.status = "running"
         self._subtract_waiting(batch.sequences, requests=self._queue.remove(batch.sequences))

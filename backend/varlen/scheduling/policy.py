@@ -5,7 +5,7 @@ The queue decides the order. Policies see lengths, times and costs, never tensor
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import numpy as np
@@ -23,12 +23,13 @@ _DRAIN_WEIGHT = 8
 class Policy(Protocol):
     """Chooses the next batch."""
 
-    def choose(self, queue: RequestQueue, now: float) -> Batch:
+    def choose(self, queue: RequestQueue, now: float, slowdown: float) -> Batch:
         """Return the next batch of a queue that has a request; the queue is unchanged.
 
         Args:
             queue: in the order of service.
             now: in seconds of the engine's clock.
+            slowdown: seconds that batches take now over those that the cost model predicts.
         """
 
 
@@ -39,11 +40,12 @@ class FullBatches:
         self._limits = limits
         self._costs = costs
 
-    def choose(self, queue: RequestQueue, now: float) -> Batch:  # noqa: ARG002  # as others do
+    def choose(self, queue: RequestQueue, now: float, slowdown: float) -> Batch:  # noqa: ARG002  # as others do
         """Return the longest prefix of the queue within the limits, at least one sequence."""
         sequences = _longest_prefix(queue, self._limits)
         shape = BatchShape.of([sequence.num_tokens for sequence in sequences])
-        return Batch(tuple(sequences), shape, self._costs.seconds(shape), "up to the limits")
+        seconds = slowdown * self._costs.seconds(shape)
+        return Batch(tuple(sequences), shape, seconds, "up to the limits")
 
 
 class CutByCost:
@@ -52,11 +54,21 @@ class CutByCost:
     A batch delays its own requests by its seconds, and all others by the seconds that it takes per token. So the size
     is that of the least
 
-        seconds * (1 + 8 * waiting tokens / (tokens * workers))
+        seconds * (max(1, coming / (2 * waiting)) + 8 * waiting tokens / (tokens * workers))
 
-    where the fraction is the number of such batches that each worker runs until the queue is empty. With a short
-    queue batches are small, with a long one they are as large as it pays. A batch is cut down to end before the
-    deadlines of its requests, if it can.
+    where the second fraction is the number of such batches that each worker runs until the queue is empty. With a
+    short queue batches are small, with a long one they are as large as it pays.
+
+    Nothing interrupts a batch, so it delays requests that come while it runs by half of its seconds on average.
+    `waiting` is the number of requests in the queue, and `coming` of those that are expected until it is empty: as
+    many as came in as many seconds before. If they are more, because few large requests are the queue, batches are
+    smaller.
+
+    A sequence joins a batch only if it delays the requests that are complete without it less than its own batch would
+    delay all that wait: each completed one by the seconds that it adds; each that waits by the fixed seconds of a
+    batch, times 8 / workers. So a short request does not wait for a long one.
+
+    A batch is cut down to end before the deadlines of its requests, if it can.
     """
 
     def __init__(self, limits: BatchLimits, costs: CostModel, workers: int) -> None:
@@ -71,26 +83,42 @@ class CutByCost:
         self._costs = costs
         self._workers = workers
 
-    def choose(self, queue: RequestQueue, now: float) -> Batch:
+    def choose(self, queue: RequestQueue, now: float, slowdown: float) -> Batch:
         """Return the best prefix of the queue within the limits, at least one sequence."""
         sequences = _longest_prefix(queue, self._limits)
         lengths = np.array([float(sequence.num_tokens) for sequence in sequences])
         tokens = np.cumsum(lengths)
-        seconds = self._seconds(lengths, tokens)
+        predicted = self._seconds(lengths, tokens)
+        seconds = slowdown * predicted
         in_time = now + seconds <= _earliest_deadlines(sequences)
         # later prefixes take longer and have earlier deadlines, so those in time are the first ones
         most = int(in_time.sum()) or len(sequences)
+        reason = "cut by cost" if most == len(sequences) else "cut by cost, for a deadline"
+        most = min(most, self._joining(sequences, predicted, len(queue)))
         batches_left = queue.waiting_tokens / (tokens * self._workers)
-        delay = seconds * (1 + _DRAIN_WEIGHT * batches_left)
+        drain_seconds = float((seconds * batches_left).min())
+        coming = queue.arrivals_since(now - drain_seconds) / len(queue)
+        delay = seconds * (max(1.0, coming / 2) + _DRAIN_WEIGHT * batches_left)
         size = int(delay[:most].argmin()) + 1
         chosen = sequences[:size]
-        reason = "cut by cost" if most == len(sequences) else "cut by cost, for a deadline"
         return Batch(
             tuple(chosen),
             BatchShape.of([sequence.num_tokens for sequence in chosen]),
             float(seconds[size - 1]),
             f"{reason}, {queue.waiting_tokens} tokens waiting",
         )
+
+    def _joining(
+        self, sequences: list[SequenceState], seconds: FloatArray, num_requests: int
+    ) -> int:
+        """Return the number of sequences before the first that does not join them."""
+        # requests that are complete without the next sequence
+        complete = np.cumsum(
+            [one.request is not other.request for one, other in pairwise(sequences)]
+        )
+        saved = _DRAIN_WEIGHT * num_requests * self._costs.fixed_seconds / self._workers
+        refused = complete * np.diff(seconds) > saved
+        return int(refused.argmax()) + 1 if refused.any() else len(sequences)
 
     def _seconds(self, lengths: FloatArray, tokens: FloatArray) -> FloatArray:
         """Return the seconds of every prefix."""

@@ -8,8 +8,9 @@ The rank is the lower of the two, and the request itself:
     rank = served work + min(waiting * own / (1 + priority), waiting work) + own
 
 Requests of one size and one priority are therefore served first come, first served. A larger request lets smaller
-ones pass, but once all that it found and as much as its own size has been served, nothing passes it. A request whose
-deadline would be missed otherwise goes first.
+ones pass, but once all that it found and as much of others as its own size has been served, nothing passes it: a rank
+grows by the sequences of its own request that are served. A request whose deadline would be missed otherwise goes
+first.
 
 Source: the order in which processor sharing would finish (Friedman and Henderson 2003, "Fairness and efficiency in
 web server protocols"), with the number of competitors taken at arrival.
@@ -18,7 +19,8 @@ web server protocols"), with the number of competitors taken at arrival.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
@@ -30,6 +32,9 @@ from varlen.sequence import RequestState, SequenceState
 
 # What is fair is counted in.
 WorkUnit: TypeAlias = Literal["sequences", "tokens"]
+
+# More than usually come while a queue drains.
+_RECENT_ARRIVALS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +82,8 @@ class RequestQueue:
         # requests with a deadline that are not urgent
         self._by_latest_start = SortedKeyList(key=lambda entry: (entry.latest_start, entry.number))
         self._numbers = count()
+        # times of the latest arrivals, of waiting requests and others
+        self._arrivals: deque[float] = deque(maxlen=_RECENT_ARRIVALS)
         # work that has left the queue, and work in it
         self._served = 0
         self._waiting = 0
@@ -107,6 +114,7 @@ class RequestQueue:
         entry = _Entry(request, next(self._numbers), rank, latest_start)
         self._entry_of[request] = entry
         self._entries.add(entry)
+        self._arrivals.append(request.arrival)
         self._waiting += own
         self.waiting_tokens += _tokens_of(request.sequences)
         if math.isfinite(latest_start):
@@ -127,6 +135,10 @@ class RequestQueue:
                 entry.is_urgent = True
                 self._entries.add(entry)
         return bool(self._entry_of)
+
+    def arrivals_since(self, time: float) -> int:
+        """Return how many requests have come since, waiting or not; at most 1,024."""
+        return len(self._arrivals) - bisect_left(self._arrivals, time)
 
     @property
     def next_promotion(self) -> float:
@@ -152,6 +164,10 @@ class RequestQueue:
             if not entry.waiting:
                 self._discard(entry)
                 left += 1
+            elif not entry.is_urgent:
+                self._entries.remove(entry)
+                entry.rank += self._work_of([sequence])
+                self._entries.add(entry)
         return left
 
     def discard(self, request: RequestState) -> None:

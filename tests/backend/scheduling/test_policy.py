@@ -19,11 +19,14 @@ CORE = cost_table(lambda n, length: 6e-3 + 160e-6 * n + 360e-6 * n * length)
 ROOMY = BatchLimits(64, 4096)
 
 
-def queue_of(lengths):
-    """Return a queue whose order is that of these lengths."""
+def queue_of(lengths, served=0):
+    """Return a queue whose order is that of these lengths; other requests have been served."""
     queue = RequestQueue()
-    for number, length in enumerate(lengths):
-        queue.add(state_of(length, arrival=number * 1e-3))
+    for _ in range(served):
+        queue.add(state_of(1))
+        queue.remove(queue.first(1))
+    for length in lengths:
+        queue.add(state_of(length))
     return queue
 
 
@@ -38,13 +41,13 @@ def cut_by_cost(costs=CORE, limits=ROOMY, workers=1):
 
 def size_of(lengths, **policy):
     """Return the size of the first batch of a queue."""
-    return len(cut_by_cost(**policy).choose(queue_of(lengths), 0.0).sequences)
+    return len(cut_by_cost(**policy).choose(queue_of(lengths), 0.0, 1.0).sequences)
 
 
 def drain(policy, queue, now=0.0):
     batches = []
     while len(queue):
-        batch = policy.choose(queue, now)
+        batch = policy.choose(queue, now, 1.0)
         queue.remove(batch.sequences)
         batches.append(batch)
     return batches
@@ -84,31 +87,42 @@ def test_batches_cut_by_cost_keep_the_order_and_the_limits(
 
 
 @settings(deadline=None)
-@given(LENGTHS, EXECUTIONS, st.integers(1, 4))
-def test_no_other_size_has_a_lower_delay(lengths, execution, workers):
-    """A batch delays its own requests, and those that wait by its seconds per token."""
+@given(LENGTHS, EXECUTIONS, st.integers(1, 4), st.integers(0, 400))
+def test_no_other_size_has_a_lower_delay(lengths, execution, workers, came):
+    """A batch delays requests that wait or come, and all by its seconds per token."""
     costs = cost_table(execution=execution)
     limits = BatchLimits(8, 200, execution)
 
-    size = size_of(lengths, costs=costs, limits=limits, workers=workers)
+    queue = queue_of(lengths, served=came)
+
+    size = len(cut_by_cost(costs, limits, workers).choose(queue, 0.0, 1.0).sequences)
+
+    def seconds(size):
+        return costs.seconds(BatchShape.of(lengths[:size]))
+
+    def joins(number):
+        added = seconds(number) - seconds(number - 1)
+        saved = costs.fixed_seconds * len(lengths) * 8 / workers
+        return (number - 1) * added <= saved * (1 + 1e-9)
+
+    allowed = [1]
+    for n in range(2, len(lengths) + 1):
+        if not limits.allow(n, sum(lengths[:n]), max(lengths[:n])) or not joins(n):
+            break
+        allowed.append(n)
+    coming = 1 + came / len(lengths)  # within the time that it takes to drain the queue
+    in_front = max(1, coming / 2)
 
     def delay(size):
-        shape = BatchShape.of(lengths[:size])
-        batches_left = sum(lengths) / (shape.tokens * workers)
-        return costs.seconds(shape) * (1 + 8 * batches_left)
+        return seconds(size) * (in_front + 8 * sum(lengths) / (sum(lengths[:size]) * workers))
 
-    allowed = [
-        n
-        for n in range(1, len(lengths) + 1)
-        if n == 1 or limits.allow(n, sum(lengths[:n]), max(lengths[:n]))
-    ]
     assert delay(size) == pytest.approx(min(map(delay, allowed)))
 
 
 def test_choosing_takes_nothing_out_of_the_queue():
     queue = queue_of([3, 400, 5])
 
-    cut_by_cost().choose(queue, 0.0)
+    cut_by_cost().choose(queue, 0.0, 1.0)
 
     assert [each.num_tokens for each in queue] == [3, 400, 5]
     assert queue.waiting_tokens == 408
@@ -127,6 +141,38 @@ def test_more_workers_share_the_queue():
 
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < sizes[0]
+
+
+def test_a_short_request_does_not_wait_for_a_long_one():
+    """If many requests wait, a batch of its own would delay them more."""
+    assert size_of([20, 500]) == 1
+    assert size_of([20, *[500] * 100]) > 1
+
+
+def test_rows_of_a_large_request_run_in_small_batches_while_others_come():
+    def size(others):
+        queue = RequestQueue()
+        for _ in range(others):
+            queue.add(state_of(20))
+            queue.remove(queue.first(1))
+        queue.add(state_of(*[250] * 64))
+        return len(cut_by_cost(workers=2).choose(queue, 1.0, 1.0).sequences)
+
+    assert [size(others) for others in (0, 4, 100)] == [4, 3, 1]
+
+
+def test_arrivals_count_for_as_long_as_the_queue_drains_on_a_machine_that_is_slow_now():
+    queue = RequestQueue()
+    for _ in range(100):
+        queue.add(state_of(20))
+        queue.remove(queue.first(1))
+    queue.add(state_of(*[250] * 64))
+
+    sizes = [
+        len(cut_by_cost(workers=2).choose(queue, 10.0, slowdown).sequences) for slowdown in (1, 5)
+    ]
+
+    assert sizes == [4, 1]
 
 
 def test_a_batch_below_the_floor_is_filled():
@@ -150,7 +196,7 @@ def test_a_batch_ends_before_the_deadlines_of_its_requests():
     for _ in range(100):
         queue.add(state_of(60))
 
-    batch = cut_by_cost().choose(queue, 0.0)
+    batch = cut_by_cost().choose(queue, 0.0, 1.0)
 
     assert len(batch.sequences) == 3
     assert batch.reason.startswith("cut by cost, for a deadline")
@@ -162,11 +208,11 @@ def test_a_deadline_that_is_missed_anyway_does_not_make_batches_small():
     for _ in range(100):
         queue.add(state_of(60))
 
-    assert len(cut_by_cost().choose(queue, 0.0).sequences) > 10
+    assert len(cut_by_cost().choose(queue, 0.0, 1.0).sequences) > 10
 
 
 def test_a_sequence_beyond_the_token_limit_runs_alone():
     # a limit below the longest sequence may come from a small arena
-    batch = cut_by_cost(limits=BatchLimits(64, 100)).choose(queue_of([500, 1]), math.inf)
+    batch = cut_by_cost(limits=BatchLimits(64, 100)).choose(queue_of([500, 1]), math.inf, 1.0)
 
     assert lengths_of(batch) == [500]

@@ -87,6 +87,20 @@ def test_a_large_request_is_not_overtaken_for_ever():
     assert queue.first(1)[0].request is large
 
 
+def test_a_short_request_passes_the_last_rows_of_a_large_one():
+    """Rows that have run do not count as work that has passed their request."""
+    queue = RequestQueue("tokens")
+    large = state_of(*[100] * 64)
+    queue.add(large)
+    for _ in range(63):
+        queue.add(state_of(10))
+        assert lengths(queue.first(2)) == [10, 100]
+        queue.remove(queue.first(2))
+    queue.add(state_of(10))
+
+    assert lengths(queue.first(2)) == [10, 100]
+
+
 @given(
     st.lists(st.integers(1, 60), max_size=10),
     st.integers(1, 60),
@@ -225,7 +239,7 @@ def test_first_looks_and_removes_nothing():
 
 
 @given(st.lists(st.integers(1, 4), max_size=10), st.data())
-def test_remove_takes_these_and_keeps_the_order_of_all_others(rows, data):
+def test_remove_takes_these_and_moves_only_their_requests(rows, data):
     queue = RequestQueue()
     for number in rows:
         queue.add(state_of(*range(1, number + 1)))
@@ -235,7 +249,15 @@ def test_remove_takes_these_and_keeps_the_order_of_all_others(rows, data):
     left = queue.remove(batch)
 
     kept = [each for each in held if each not in batch]
-    assert list(queue) == kept
+    touched = {each.request for each in batch}
+    now = list(queue)
+    assert [each for each in now if each.request not in touched] == [
+        each for each in kept if each.request not in touched
+    ]
+    for request in touched:
+        assert [each for each in now if each.request is request] == [
+            each for each in kept if each.request is request
+        ]
     assert len(queue) == len({each.request for each in kept})
     assert left == len(rows) - len(queue)
 
