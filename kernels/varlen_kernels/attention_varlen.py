@@ -142,6 +142,36 @@ def attend_to_keys(
     return add_values(context, weight_sum, max_score, scores, v, scale, HAS_BIAS or WINDOW > 0)
 
 
+@triton.jit
+def masked_keys(
+    num_keys,
+    tile_query,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TAIL_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return the first key of the masked blocks, and the end of the keys.
+
+    Most blocks need no mask: every query of the tile may read all keys before.
+    """
+    end = num_keys
+    first_masked = num_keys // BLOCK_N * BLOCK_N
+    if TAIL_FIRST:
+        # one block with at least one key
+        first_masked = (num_keys - 1) // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        end = tl.minimum(num_keys, tile_query + BLOCK_M)
+        first_masked = tile_query // BLOCK_N * BLOCK_N
+    elif WINDOW > 0:
+        end = tl.minimum(num_keys, tile_query + BLOCK_M + WINDOW - 1)
+    # a window is short, so all its blocks are masked
+    if WINDOW > 0:
+        first_masked = 0
+    return first_masked, end
+
+
 @triton.jit(do_not_specialize=["batch", "bias_width"])
 def _attention_varlen_kernel(
     qkv_ptr,  # [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
@@ -161,7 +191,7 @@ def _attention_varlen_kernel(
     WINDOW: tl.constexpr,  # 0 for all keys
     HAS_BIAS: tl.constexpr,
     HAS_TILES: tl.constexpr,
-    TAIL_FIRST: tl.constexpr,  # whether the last block of keys is read first, outside of a loop; not if CAUSAL
+    TAIL_FIRST: tl.constexpr,  # whether the last block of keys is read first, outside of a loop
     BLOCK_BATCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -204,20 +234,9 @@ def _attention_varlen_kernel(
         values_ptr += window_start.to(tl.int64) * QKV_STRIDE
     num_keys = length - window_start
     tile_query = first_query - window_start
-    # most blocks need no mask: every query may read all keys before `first_masked`
-    end = num_keys
-    first_masked = num_keys // BLOCK_N * BLOCK_N
-    if TAIL_FIRST:
-        # one block with at least one key
-        first_masked = (num_keys - 1) // BLOCK_N * BLOCK_N
-    if CAUSAL:
-        end = tl.minimum(num_keys, tile_query + BLOCK_M)
-        first_masked = tile_query // BLOCK_N * BLOCK_N
-    elif WINDOW > 0:
-        end = tl.minimum(num_keys, tile_query + BLOCK_M + WINDOW - 1)
-    # a window is short, so all its blocks are masked
-    if WINDOW > 0:
-        first_masked = 0
+    first_masked, end = masked_keys(
+        num_keys, tile_query, CAUSAL, WINDOW, TAIL_FIRST, BLOCK_M, BLOCK_N
+    )
     # the tail first: its loads overlap those of the queries
     for MASKED in tl.static_range(
         1 if TAIL_FIRST or WINDOW > 0 else 0, -1 if TAIL_FIRST else 2, -1 if TAIL_FIRST else 1
@@ -301,6 +320,8 @@ def attention_varlen(
     if tiles is not None:
         check_tiles(tiles, qkv, cu_seqlens)
     launch = attention_launch(head_dim, qkv.dtype, causal, bias is not None, tokens, batch)
+    # keys and values of the tail must fit the registers beside the queries
+    is_plain = not causal and window == 0 and bias is None
     programs = num_tiles(tokens, batch, launch["BLOCK_M"]) * num_heads
     _attention_varlen_kernel[(programs,)](
         qkv,
@@ -320,8 +341,7 @@ def attention_varlen(
         WINDOW=window,
         HAS_BIAS=bias is not None,
         HAS_TILES=tiles is not None,
-        # its keys and values must fit the registers beside the queries
-        TAIL_FIRST=not causal and bias is None and head_dim <= 64 and qkv.dtype.itemsize == 2,
+        TAIL_FIRST=is_plain and head_dim <= 64 and qkv.dtype.itemsize == 2,
         BLOCK_BATCH=BLOCK_BATCH,
         BLOCK_D=block_d(head_dim),
         **launch,

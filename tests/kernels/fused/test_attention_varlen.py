@@ -101,6 +101,11 @@ def test_a_window_hides_tokens_that_are_far(window, causal, has_bias, device):
     )
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_a_window_of_16_bit_keys_has_many_masked_blocks(causal, device):
+    check_against_reference([150, 3], 64, torch.float16, device, causal=causal, window=65)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("head_dim", [1, 5, 16, 63, 65, 96, 128, 256])
 def test_accepts_any_head_dim(head_dim, dtype, device):
