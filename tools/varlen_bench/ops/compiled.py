@@ -195,6 +195,7 @@ COMPILED = [
     replace(_attention("64_tiles", 64, has_tiles=True), narrow_loads=3, dtypes=(_BF16,)),
     _attention("64_causal", 64, causal=True),
     replace(_attention("64_window", 64, causal=True, kv_heads=4, window=32), dtypes=(_BF16,)),
+    replace(_attention("64_near", 64, window=65), dtypes=(_BF16,)),
     # one narrow load of the bias per score
     replace(_attention("64_biased", 64, causal=True, biased=True), narrow_loads=None),
     *(_attention(str(head_dim), head_dim) for head_dim in (32, 96, 128, 256)),
