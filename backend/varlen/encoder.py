@@ -16,6 +16,7 @@ from varlen.metrics import Stats
 from varlen.request import Float32Array, Output, Prompt, Request, RequestOptions
 from varlen.service import Service
 from varlen.tokenization import Text
+from varlen.vectors import VectorForm
 
 Inputs: TypeAlias = Sequence[Text] | Sequence[TokenIds]
 
@@ -81,20 +82,33 @@ class Encoder:
         return self._service.task
 
     def embed(
-        self, inputs: Inputs, *, normalize: bool | None = None, truncate: bool = False
+        self,
+        inputs: Inputs,
+        *,
+        normalize: bool | None = None,
+        truncate: bool = False,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
     ) -> Float32Array:
-        """Return one vector per input, `[inputs, hidden]` fp32.
+        """Return one vector per input, `[inputs, features]` fp32.
 
         Args:
             inputs: texts or rows of token ids.
             normalize: divide each vector by its length; None takes the checkpoint's default.
             truncate: cut texts that are too long.
+            prompt_name: of the checkpoint's prompt that is put before texts; None takes its default one.
+            dimensions: return the first features alone, normalized again; None is all.
 
         Raises:
-            RequestError: an input cannot be served; the message names its row.
+            RequestError: an input cannot be served; the message names its row. Or there is no such prompt, or the
+                model has fewer features.
         """
-        normalize = self._service.checkpoint.normalize if normalize is None else normalize
-        return np.stack(self._run(("embed",), inputs, truncate, normalize))
+        checkpoint = self._service.checkpoint
+        normalize = checkpoint.normalize if normalize is None else normalize
+        form = VectorForm(dimensions, normalize)
+        form.check(checkpoint.embedding_size)
+        vectors = self._run(("embed",), inputs, truncate, normalize, prompt_name)
+        return form.of(np.stack(vectors))
 
     def classify(self, inputs: Inputs, *, truncate: bool = False) -> Float32Array:
         """Return the logits of each text or pair of texts, `[inputs, labels]` fp32."""
@@ -124,11 +138,16 @@ class Encoder:
         self.close()
 
     def _run(
-        self, tasks: tuple[Task, ...], inputs: Inputs, truncate: bool, normalize: bool = False
+        self,
+        tasks: tuple[Task, ...],
+        inputs: Inputs,
+        truncate: bool,
+        normalize: bool = False,
+        prompt_name: str | None = None,
     ) -> list[Float32Array]:
         if self.task not in tasks:
             raise ConfigError(f'this encoder was loaded for the task "{self.task}", not {tasks[0]}')
-        prompts = self._prompts(inputs, truncate)
+        prompts = self._prompts(inputs, truncate, prompt_name)
         # neighbours of equal length share an attention call, so a long list is sorted
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].num_tokens)
         reply = _FutureReply(len(order))
@@ -140,11 +159,15 @@ class Encoder:
             answers[index] = row if row.flags.writeable else row.copy()
         return answers
 
-    def _prompts(self, inputs: Inputs, truncate: bool) -> tuple[Prompt, ...]:
+    def _prompts(
+        self, inputs: Inputs, truncate: bool, prompt_name: str | None
+    ) -> tuple[Prompt, ...]:
         if isinstance(inputs, str):
             raise RequestError("inputs is one string; send a list of them")
         if len(inputs) and _is_text(inputs[0]):
-            return self._service.intake.texts(cast(Sequence[Text], inputs), truncate=truncate)
+            return self._service.intake.texts(
+                cast(Sequence[Text], inputs), truncate=truncate, prompt_name=prompt_name
+            )
         return self._service.intake.token_ids([_row(row, ids) for row, ids in enumerate(inputs)])
 
 

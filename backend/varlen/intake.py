@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.draft import Step
-from varlen.errors import RequestError
+from varlen.errors import RequestError, shorten
 from varlen.request import Prompt
 from varlen.tokenization import Text, Tokenized, Tokenizer, TruncationSide
 
@@ -59,6 +59,8 @@ class Intake:
         limits: InputLimits,
         chat_template: ChatTemplate | None = None,
         *,
+        prompts: Mapping[str, str] | None = None,
+        default_prompt: str = "",
         target_start: int | None = None,
     ) -> None:
         """Start the checks.
@@ -67,49 +69,72 @@ class Intake:
             tokenizer: of the checkpoint.
             limits: of one sequence.
             chat_template: of the checkpoint, if it has one.
+            prompts: texts that a request may put before its texts, by name.
+            default_prompt: put before texts if a request names none.
             target_start: of a model that translates: the token that each target begins with; its inputs are sources.
         """
         self._tokenizer = tokenizer
         self._limits = limits
         self._chat_template = chat_template
+        self._prompts = prompts or {}
+        self._default_prompt = default_prompt
         self._target_ids = None if target_start is None else np.array([target_start], np.int32)
 
     def texts(
-        self, texts: Sequence[Text], *, truncate: bool, special_tokens: bool = True
+        self,
+        texts: Sequence[Text],
+        *,
+        truncate: bool,
+        prompt_name: str | None = None,
+        special_tokens: bool = True,
     ) -> tuple[Prompt, ...]:
         """Return the prompts of texts or pairs of texts.
 
         Args:
             texts: one per row.
             truncate: cut texts that are too long instead of refusing them.
+            prompt_name: of the text that is put before single texts; None takes the default one.
             special_tokens: whether the tokenizer adds special tokens.
 
         Raises:
-            RequestError: a text is empty, too long, or holds a NUL; the message names the row.
+            RequestError: a text is empty, too long, or holds a NUL; the message names the row. Or there is no prompt
+                of that name.
         """
         self._check_texts(texts)
-        return self._tokenize(texts, truncate, special_tokens)
+        prompt = self._prompt_of(prompt_name)
+        return self._tokenize(texts, truncate, special_tokens, prompt=prompt)
 
     def text_steps(
-        self, texts: Sequence[Text], *, truncate: bool, side: TruncationSide = "right"
+        self,
+        texts: Sequence[Text],
+        *,
+        truncate: bool,
+        side: TruncationSide = "right",
+        prompt_name: str | None = None,
     ) -> tuple[Step, ...]:
         """Return the steps that make prompts of texts or pairs, which are checked now.
 
         Args:
-            texts, truncate: see `texts`.
+            texts, truncate, prompt_name: see `texts`.
             side: where texts that are too long are cut.
 
         Raises:
             RequestError: see `texts`; a step raises it for a text that is too long.
         """
         sizes = self._check_texts(texts)
+        prompt = self._prompt_of(prompt_name)
         steps = []
         begin = num_bytes = 0
         for end, size in enumerate(sizes, start=1):
             num_bytes += size
             if num_bytes >= _STEP_BYTES or end == len(sizes):
                 run = partial(
-                    self._tokenize, texts[begin:end], truncate, side=side, first_row=begin
+                    self._tokenize,
+                    texts[begin:end],
+                    truncate,
+                    prompt=prompt,
+                    side=side,
+                    first_row=begin,
                 )
                 steps.append(Step(num_bytes, run))
                 begin, num_bytes = end, 0
@@ -166,6 +191,17 @@ class Intake:
         """Whether its texts are the sources of translations."""
         return self._target_ids is not None
 
+    def _prompt_of(self, name: str | None) -> str:
+        """Return the text that is put before texts."""
+        if name is None:
+            return self._default_prompt
+        if name not in self._prompts:
+            raise RequestError(
+                f"prompt_name is {shorten(repr(name))}; this model has the prompts:"
+                f" {shorten(', '.join(self._prompts)) or 'none'}"
+            )
+        return self._prompts[name]
+
     def _check_texts(self, texts: Sequence[Text]) -> list[int]:
         """Return the length of each row in UTF-8, or raise RequestError."""
         if not texts:
@@ -186,10 +222,13 @@ class Intake:
         truncate: bool,
         special_tokens: bool = True,
         *,
+        prompt: str = "",
         side: TruncationSide = "right",
         first_row: int = 0,
     ) -> tuple[Prompt, ...]:
         """Return the prompts of checked texts."""
+        if prompt:
+            texts = [prompt + text if isinstance(text, str) else text for text in texts]
         found = self._tokenizer.encode(
             texts, truncate=truncate, side=side, special_tokens=special_tokens
         )

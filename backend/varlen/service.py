@@ -87,14 +87,16 @@ class Service:
             info = workers.info
             executor = workers.new_executor()
             opened.callback(executor.close)
-            prompt = checkpoint.default_prompt if info.task == "embed" else ""
             tokenizer = Tokenizer(
-                checkpoint.folder,
-                info.max_sequence_tokens,
-                prompt=prompt,
-                has_types=checkpoint.has_token_types,
+                checkpoint.folder, info.max_sequence_tokens, has_types=checkpoint.has_token_types
             )
-            intake = Intake(tokenizer, _input_limits(config, info))
+            embeds = info.task == "embed"
+            intake = Intake(
+                tokenizer,
+                _input_limits(config, info),
+                prompts=checkpoint.prompts if embeds else None,
+                default_prompt=checkpoint.default_prompt if embeds else "",
+            )
             warm_up(info, executor, config)
             costs = costs_for(info, executor, checkpoint, config)
             # nothing fails from here on

@@ -45,15 +45,12 @@ class Tokenized:
 class Tokenizer:
     """Tokenizes texts and pairs of texts, with special tokens, whole or cut to a length."""
 
-    def __init__(
-        self, folder: Path, max_sequence_tokens: int, *, prompt: str = "", has_types: bool = True
-    ) -> None:
+    def __init__(self, folder: Path, max_sequence_tokens: int, *, has_types: bool = True) -> None:
         """Load `tokenizer.json`, without its settings of padding and truncation.
 
         Args:
             folder: of the checkpoint.
             max_sequence_tokens: length of a truncated text, special tokens included.
-            prompt: put before every single text.
             has_types: whether pairs get token types.
 
         Raises:
@@ -67,7 +64,6 @@ class Tokenizer:
         # loaded when the first request asks for it
         self._cut_left: HuggingFaceTokenizer | None = None
         self._loading = Lock()
-        self._prompt = prompt
         self._has_types = has_types
         self._max_tokens = max_sequence_tokens
         self._long_size = max_sequence_tokens * _CHARACTERS_PER_TOKEN
@@ -95,8 +91,6 @@ class Tokenizer:
             side: where they are cut. On the left, long texts are tokenized as a whole.
             special_tokens: whether to add special tokens.
         """
-        if self._prompt:
-            texts = [self._prompt + text if isinstance(text, str) else text for text in texts]
         # one that is much too long is not tokenized as a whole
         has_prefixes = not truncate or side == "right"
         prefixes = [

@@ -41,6 +41,7 @@ _MIN_TIMEOUT_MICROSECONDS = 1000
 COMMON_PARAMETERS = ("request_priority", "deadline_ms")
 # Parameters that only some tasks have.
 _TASKS_OF_PARAMETER: Mapping[str, tuple[Task, ...]] = {
+    "prompt_name": ("embed",),
     "dimensions": ("embed",),
     "output_dtype": ("embed",),
     "activation": ("classify", "rerank", "token_classify"),
@@ -106,10 +107,17 @@ def read_request(
     priority = read_priority(options)
     deadline = read_deadline(options, timeout_microseconds)
     checked = RequestOptions(answer.vectors.normalize, priority, deadline)
+    prompt_name = _name(options, "prompt_name")
     if "text" in tensors:
-        steps = intake.text_steps(_texts(tensors), truncate=truncate, side=side)
+        steps = intake.text_steps(
+            _texts(tensors), truncate=truncate, side=side, prompt_name=prompt_name
+        )
         return Draft(steps, checked), answer
     if "input_ids" in tensors:
+        if prompt_name is not None:
+            raise RequestError(
+                "the request has prompt_name and input_ids; a prompt is put before texts: send text"
+            )
         return Draft.of_prompts(_token_rows(tensors, intake), checked), answer
     raise RequestError(
         f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send text, or input_ids"
@@ -286,6 +294,13 @@ def _dimensions(options: Mapping[str, Any]) -> int | None:
         raise RequestError(
             f"the parameter dimensions is {shorten(repr(value))}; send a whole number"
         )
+    return value
+
+
+def _name(options: Mapping[str, Any], name: str) -> str | None:
+    value = options.get(name)
+    if name in options and not isinstance(value, str):
+        raise RequestError(f"the parameter {name} is {shorten(repr(value))}; send a string")
     return value
 
 

@@ -60,6 +60,8 @@ class ModelOutputs:
     def of(cls, task: Task, checkpoint: Checkpoint) -> "ModelOutputs":
         """Return the outputs of a checkpoint that serves a task."""
         width = checkpoint.num_labels if task in _LABEL_TASKS else checkpoint.hidden_size
+        if task == "embed":
+            width = checkpoint.embedding_size
         return cls(task, width, checkpoint.labels, checkpoint.normalize)
 
     @property

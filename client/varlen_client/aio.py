@@ -115,6 +115,7 @@ class AsyncClient:
         inputs: Inputs,
         *,
         normalize: bool | None = None,
+        prompt_name: str | None = None,
         dimensions: int | None = None,
         output_dtype: OutputDType | None = None,
         truncate: bool | None = None,
@@ -129,6 +130,7 @@ class AsyncClient:
         Args:
             inputs: texts, or lists of token ids; lengths may differ.
             normalize: scale each vector to length 1; by default the checkpoint decides.
+            prompt_name: of the checkpoint's prompt that is put before each text; by default its default one.
             dimensions: return the first features alone; by default all.
             output_dtype: "float16", "int8", "binary" or "ubinary" return other types, the last two with
                 8 features in a byte: see docs/server.md. By default fp32.
@@ -150,6 +152,7 @@ class AsyncClient:
             deadline_ms,
             priority,
             normalize=normalize,
+            prompt_name=prompt_name,
             dimensions=dimensions,
             output_dtype=output_dtype,
         )

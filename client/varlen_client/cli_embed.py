@@ -56,6 +56,9 @@ def embed(
     normalize: Annotated[
         bool | None, typer.Option(help="Scale vectors to length 1; default: the model decides.")
     ] = None,
+    prompt_name: Annotated[
+        str | None, typer.Option(help="Prompt of the checkpoint that is put before texts.")
+    ] = None,
     dimensions: Annotated[
         int | None, typer.Option(min=1, help="First features alone; default: all.")
     ] = None,
@@ -86,6 +89,7 @@ def embed(
         vectors = client.embed(
             rows,
             normalize=normalize,
+            prompt_name=prompt_name,
             dimensions=dimensions,
             truncate=truncate or None,
             truncation_side=truncation_side,

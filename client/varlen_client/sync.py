@@ -99,6 +99,7 @@ class Client:
         inputs: Inputs,
         *,
         normalize: bool | None = None,
+        prompt_name: str | None = None,
         dimensions: int | None = None,
         output_dtype: OutputDType | None = None,
         truncate: bool | None = None,
@@ -116,6 +117,7 @@ class Client:
             self._client.embed(
                 inputs,
                 normalize=normalize,
+                prompt_name=prompt_name,
                 dimensions=dimensions,
                 output_dtype=output_dtype,
                 truncate=truncate,

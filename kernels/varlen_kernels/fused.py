@@ -16,7 +16,7 @@ from varlen_kernels.heads import norm_heads, rotary
 from varlen_kernels.layer_norm import add_layer_norm, layer_norm, residual_layer_norm
 from varlen_kernels.linear_activation import linear_activate
 from varlen_kernels.pooling import first_tokens, pool
-from varlen_kernels.reference import linear, select_rows, tanh, to_fp32
+from varlen_kernels.reference import concat, linear, normalize_rows, select_rows, tanh, to_fp32
 from varlen_kernels.rms_norm import residual_rms_norm, rms_norm
 from varlen_kernels.sampling import sample_tokens
 
@@ -29,6 +29,7 @@ __all__ = [
     "attention_tiles",
     "attention_varlen",
     "beam_step",
+    "concat",
     "embed",
     "embed_layer_norm",
     "first_tokens",
@@ -36,6 +37,7 @@ __all__ = [
     "linear",
     "linear_activate",
     "norm_heads",
+    "normalize_rows",
     "pool",
     "residual_layer_norm",
     "residual_rms_norm",

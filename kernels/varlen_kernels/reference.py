@@ -16,6 +16,9 @@ from torch import Tensor
 from varlen_kernels import Activation, Pooling
 from varlen_kernels.beam_reference import beam_step as beam_step  # noqa: PLC0414  # an op too
 from varlen_kernels.sampling_reference import sample_tokens as sample_tokens  # noqa: PLC0414  # an op too
+from varlen_kernels.vector_ops import NORM_FLOOR as NORM_FLOOR  # noqa: PLC0414  # kernels read it
+from varlen_kernels.vector_ops import concat as concat  # noqa: PLC0414  # an op too
+from varlen_kernels.vector_ops import normalize_rows as normalize_rows  # noqa: PLC0414  # an op too
 
 # For each output of an op, the position of the argument that may be its `out`.
 IN_PLACE: Mapping[str, tuple[int, ...]] = {
@@ -32,9 +35,6 @@ IN_EPILOGUE: frozenset[Activation] = frozenset({"gelu_tanh", "relu"})
 
 # Rows per step of ops for which torch allocates a temporary result before it is copied into `out`.
 _ROWS_PER_STEP = 256
-
-# Smallest divisor of torch.nn.functional.normalize, which sentence-transformers uses.
-NORM_FLOOR = 1e-12
 
 
 def embed_layer_norm(

@@ -9,7 +9,11 @@ from varlen.server_config import tensor_entry, tensors_of
 def model_config(task="embed", *, hidden=24, labels=0, parameters=None, **changes):
     """Return a complete configuration."""
     checkpoint = SimpleNamespace(
-        hidden_size=hidden, num_labels=labels, labels=NO_LABELS, normalize=False
+        hidden_size=hidden,
+        embedding_size=hidden,
+        num_labels=labels,
+        labels=NO_LABELS,
+        normalize=False,
     )
     inputs, outputs = tensors_of(task, checkpoint)
     return {

@@ -246,6 +246,30 @@ def test_truncation_side_decides_which_tokens_stay(intake):
     assert rows_of(right) == [[2, 5, *[6] * 9, 3]]
 
 
+def test_a_named_prompt_is_put_before_texts(small_bert):
+    prompts = {"query": "the ", "document": ""}
+    limits = input_limits()
+    intake = Intake(Tokenizer(small_bert, 12), limits, prompts=prompts, default_prompt="a ")
+
+    def ids_of(**parameters):
+        return rows_of(read(intake, json.dumps(parameters), text=text("cat")))
+
+    assert ids_of(prompt_name="query") == [[2, 5, 6, 3]]
+    assert ids_of(prompt_name="document") == [[2, 6, 3]]
+    assert len(ids_of()[0]) == 4
+    with refused("prompt_name is 'q'; this model has the prompts: query, document"):
+        ids_of(prompt_name="q")
+    with refused("the parameter prompt_name is 3; send a string"):
+        ids_of(prompt_name=3)
+    with refused("the request has prompt_name and input_ids; a prompt is put before texts"):
+        read(intake, '{"prompt_name": "query"}', input_ids=ids(IDS))
+
+
+def test_a_model_without_prompts_says_so(intake):
+    with refused("prompt_name is 'query'; this model has the prompts: none"):
+        read(intake, '{"prompt_name": "query"}', text=text("cat"))
+
+
 @pytest.mark.parametrize("value", ["Left", "", 1, None, ["left"], {"a": 1}], ids=repr)
 def test_refuses_a_truncation_side_that_is_neither(intake, value):
     with refused(f"the parameter truncation_side is {value!r}; send right, left"):
@@ -305,6 +329,7 @@ def test_refuses_another_choice(intake, task, name, value, allowed):
         ("classify", "dimensions", "embed"),
         ("hidden", "output_dtype", "embed"),
         ("embed", "activation", "classify or rerank or token_classify"),
+        ("hidden", "prompt_name", "embed"),
     ],
 )
 def test_refuses_a_parameter_of_another_task(intake, task, name, tasks):
@@ -385,7 +410,7 @@ def test_refuses_a_priority_that_is_no_whole_number_to_9(intake, value):
     ],
 )
 def test_refuses_a_near_miss_of_a_parameter_by_name(intake, name, meant):
-    allowed = "Allowed: truncate, truncation_side, normalize, dimensions, output_dtype, activation, request"
+    allowed = "Allowed: truncate, truncation_side, normalize, prompt_name, dimensions, output_dtype, activ"
     with refused(f'unknown parameter "{name}". Did you mean "{meant}"? {allowed}'):
         read(intake, json.dumps({name: True}), input_ids=ids(IDS))
 

@@ -133,10 +133,11 @@ def test_the_command_rerank_prints_the_most_relevant_first(varlen, server, tmp_p
 
 
 def test_the_command_embed_asks_for_dimensions(varlen, server):
-    varlen("embed", "a", "--dimensions", 2, "--truncate", "--truncation-side", "left")
+    options = ["--truncate", "--truncation-side", "left", "--prompt-name", "query"]
+    varlen("embed", "a", "--dimensions", 2, *options)
 
     expected = {"dimensions": 2, "truncate": True, "truncation_side": "left"}
-    assert server.model.requests[0].parameters == expected
+    assert server.model.requests[0].parameters == {**expected, "prompt_name": "query"}
 
 
 @pytest.mark.parametrize("command", [("classify",), ("rerank", "q")], ids=["classify", "rerank"])

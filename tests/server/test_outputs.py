@@ -1,5 +1,6 @@
 """Outputs and forms of answers that a request asks for, over both protocols."""
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -7,10 +8,16 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 import tritonclient.http
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize
+from sentence_transformers.sentence_transformer import modules
 
+from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen_client import Client
 from varlen_tools.local_server import LOOPBACK, LocalServer
+
+from .serving import add_model, load, unload
 
 SENTENCES = ("A man is eating food.", "ok")
 
@@ -86,6 +93,28 @@ def test_our_client_predicts_labels_with_scores(server: LocalServer, protocol: M
         best = np.argsort(-expected)[:2]
         assert [each.label for each in row] == [f"LABEL_{label}" for label in best]
         np.testing.assert_allclose([each.score for each in row], expected[best], rtol=1e-4)
+
+
+def test_modules_and_prompts_are_those_of_sentence_transformers(
+    server: LocalServer, repository: Path, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder, prompts = tmp_path / "dense", {"query": "word1 word2 ", "document": ""}
+    transformer = modules.Transformer(str(checkpoints["encoder"]))
+    features = transformer.get_embedding_dimension()
+    layers = [modules.Pooling(features, ("mean", "cls")), Dense(2 * features, 9), Normalize()]
+    made = SentenceTransformer(modules=[transformer, *layers], device="cpu", prompts=prompts)
+    made.save_pretrained(str(folder))
+    texts = ["word3 word4", "word5"]
+    add_model(repository, "dense", folder)
+    try:
+        assert load(server, "dense") is None
+        with Client(server.grpc_url, "dense") as client:
+            answer = client.embed(texts, prompt_name="query")
+    finally:
+        unload(server, "dense")
+
+    expected = made.encode(texts, prompt_name="query")
+    assert_close(answer, expected, roundings=encoder_roundings(folder) + 100)
 
 
 @pytest.mark.parametrize(

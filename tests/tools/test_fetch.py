@@ -52,7 +52,7 @@ def test_copies_what_serving_needs_and_nothing_else(encoder, repository):
         "1/tokenizer.json",
         "1/1_Pooling/config.json",
     }
-    assert Checkpoint.open(target / "1").pooling == "cls"
+    assert Checkpoint.open(target / "1").pooling == ("cls",)
     nothing_is_left_over(repository)
 
 

@@ -26,6 +26,7 @@ from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.heads import record_head
 from varlen.models.registry import load_encoder
+from varlen.models.vector_layers import load_layers
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
 from varlen.request import (
@@ -99,7 +100,8 @@ class Runner:
         encoder = load_encoder(checkpoint, dtype, self.device)
         ops = Recorder(for_gpu=self.device.type == "cuda", approximate_gelu=config.approximate_gelu)
         hidden = encoder.record(ops)
-        output = record_head(ops, task, encoder.heads, hidden, checkpoint.pooling)
+        layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), self.device)
+        output = record_head(ops, task, encoder.heads, hidden, checkpoint.pooling, layers)
         self._kernels = kernels or kernels_for(self.device)
         self.program: Program = ops.finish(output)
         fields = cost_fields(checkpoint, self.device)

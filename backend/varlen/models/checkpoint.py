@@ -25,6 +25,7 @@ from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from varlen.models.sentence_transformers import read_sentence_settings
 from varlen.models.tokenizer_files import read_tokenizer_settings
 from varlen.models.translate_config import TranslateSettings, read_translate_settings
+from varlen.models.vector_layers import DenseConfig, check_layers, check_widths
 from varlen.models.weights import read_headers
 from varlen_kernels import Pooling
 
@@ -48,9 +49,11 @@ class Checkpoint:
         config: `config.json`.
         architecture: name of its class in transformers.
         task: the task of its architecture's head, else `embed`.
-        pooling: how `embed` makes one vector of a sequence.
+        pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
+        dense: the layers that `embed` applies to that vector.
         normalize: whether `embed` divides that vector by its length, by default.
-        default_prompt: text that `embed` puts before every text.
+        prompts: texts that `embed` puts before texts, by name.
+        default_prompt: the one that it takes if a request names none.
         hidden_size: features of a token.
         vocab_size: token ids of texts are below this.
         target_vocab_size: token ids that it generates are below this.
@@ -69,8 +72,10 @@ class Checkpoint:
     config: Json
     architecture: str
     task: Task
-    pooling: Pooling
+    pooling: tuple[Pooling, ...]
+    dense: tuple[DenseConfig, ...]
     normalize: bool
+    prompts: Mapping[str, str]
     default_prompt: str
     hidden_size: int
     vocab_size: int
@@ -103,6 +108,7 @@ class Checkpoint:
         sentence = read_sentence_settings(folder, pooling=_default_pooling(architecture))
         tokenizer = read_tokenizer_settings(folder, family, lowercase=sentence.lowercase)
         trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
+        check_widths(sentence.dense, len(sentence.pooling) * sizes.hidden)
         has_labels = family.architectures[architecture] in ("classify", "token_classify")
         return cls(
             folder=folder,
@@ -110,7 +116,9 @@ class Checkpoint:
             architecture=architecture,
             task=family.architectures[architecture],
             pooling=sentence.pooling,
+            dense=sentence.dense,
             normalize=sentence.normalize,
+            prompts=sentence.prompts,
             default_prompt=sentence.default_prompt,
             vocab_size=read_int(config, "vocab_size"),
             target_vocab_size=_target_vocab_size(config),
@@ -128,6 +136,17 @@ class Checkpoint:
                 else None
             ),
         )
+
+    @property
+    def embedding_size(self) -> int:
+        """Features of an embedding."""
+        if self.dense:
+            return self.dense[-1].out_features
+        return len(self.pooling) * self.hidden_size
+
+    def vector_layers(self, task: Task) -> tuple[DenseConfig, ...]:
+        """Return the layers that a task applies to pooled vectors."""
+        return self.dense if task == "embed" else ()
 
     @property
     def num_labels(self) -> int:
@@ -163,6 +182,7 @@ class Checkpoint:
         if task == "generate":
             check_generation(self.folder)
         family.check_tensors(read_headers(self.folder), self.config, self.architecture, task)
+        check_layers(self.folder, self.vector_layers(task))
 
 
 def _target_vocab_size(config: Json) -> int:

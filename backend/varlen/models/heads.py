@@ -1,12 +1,15 @@
 """The head of each task: the ops on top of an encoder's last hidden state."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Literal
 
 from varlen.config import Task
 from varlen.models import inputs
 from varlen.models.layers import Linear, Norm
 from varlen.models.post_norm_family import HeadActivation
+from varlen.models.vector_layers import VectorLayer
 from varlen.program.program import Value
 from varlen.program.recorder import Recorder
 from varlen_kernels import Pooling
@@ -33,7 +36,14 @@ class Heads:
     classifier: Linear | None = None
 
 
-def record_head(ops: Recorder, task: Task, heads: Heads, hidden: Value, pooling: Pooling) -> Value:
+def record_head(
+    ops: Recorder,
+    task: Task,
+    heads: Heads,
+    hidden: Value,
+    pooling: Sequence[Pooling],
+    layers: Sequence[VectorLayer] = (),
+) -> Value:
     """Record the head of `task` and return its fp32 output.
 
     Args:
@@ -41,16 +51,17 @@ def record_head(ops: Recorder, task: Task, heads: Heads, hidden: Value, pooling:
         task: the task of the model.
         heads: the layers that the checkpoint has.
         hidden: `[tokens, hidden]`, the encoder's last hidden state.
-        pooling: how `embed` makes one vector of a sequence.
+        pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
+        layers: what `embed` applies to that vector.
 
     Returns:
-        embed `[sequences, hidden]`; hidden `[tokens, hidden]`; classify, rerank `[sequences, labels]`;
+        embed `[sequences, features]`; hidden `[tokens, hidden]`; classify, rerank `[sequences, labels]`;
         token_classify `[tokens, labels]`.
     """
     if task == "hidden":
         return ops.to_fp32(hidden)
     if task == "embed":
-        return ops.pool(hidden, inputs.cu_seqlens(ops), inputs.normalize(ops), mode=pooling)
+        return _record_vector(ops, hidden, pooling, layers)
     # Checkpoint.check_task has refused checkpoints without this layer
     assert heads.classifier is not None
     if task != "token_classify":
@@ -74,3 +85,20 @@ def _transform(ops: Recorder, heads: Heads, x: Value) -> Value:
     if heads.norm is None:
         return x
     return ops.layer_norm(x, heads.norm.weight, heads.norm.bias, eps=heads.norm_eps)
+
+
+def _record_vector(
+    ops: Recorder, hidden: Value, pooling: Sequence[Pooling], layers: Sequence[VectorLayer]
+) -> Value:
+    """Record pooling, the layers on top of it, and normalization."""
+    bounds, normalize = inputs.cu_seqlens(ops), inputs.normalize(ops)
+    if len(pooling) == 1 and not layers:
+        return ops.pool(hidden, bounds, normalize, mode=pooling[0])
+    x = reduce(ops.concat, [ops.pool(hidden, bounds, None, mode=mode) for mode in pooling])
+    for layer in layers:
+        x = layer.linear.record(ops, x)
+        if layer.activation == "tanh":
+            x = ops.tanh(x)
+        elif layer.activation != "identity":
+            x = ops.activate(x, kind=layer.activation)
+    return ops.normalize_rows(x, normalize)

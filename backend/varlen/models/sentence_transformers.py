@@ -1,11 +1,13 @@
-"""Settings of sentence-transformers in a checkpoint: pooling, normalization, prompt, limit.
+"""Settings of sentence-transformers in a checkpoint: pooling, layers, normalization, prompts, limit.
 
 The files are modules.json, the configurations of its modules, sentence_bert_config.json and
 config_sentence_transformers.json. A field that would change vectors and is not served is refused
 by name; see docs/decisions/0014-config-fields.md.
 """
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,19 @@ from varlen.models.config_file import (
     read_optional_object,
     show,
 )
+from varlen.models.vector_layers import DenseConfig, read_dense
 from varlen_kernels import Pooling
 
 _BERT_CONFIG = "sentence_bert_config.json"
 _MODEL_CONFIG = "config_sentence_transformers.json"
 
-_MODULES = ("Transformer", "Pooling", "Normalize")
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+# Dense may come several times, or not at all.
+_ORDER = re.compile(r"Transformer(,Pooling(,Dense)*(,Normalize)?)?")
 _POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
-    "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
 _POOLING_NAMES: dict[str, Pooling] = {
@@ -53,15 +58,19 @@ class SentenceSettings:
     """Settings of the steps around a transformer.
 
     Attributes:
-        pooling: how one vector is made of a sequence.
+        pooling: how one vector is made of a sequence; the results of several are concatenated.
+        dense: layers between pooling and normalization.
         normalize: whether the vector is divided by its length.
-        default_prompt: text that it puts before every text.
+        prompts: texts that it puts before texts, by name.
+        default_prompt: the one that it takes if it is told no name; empty without one.
         max_seq_length: length at which it truncates, in tokens; None if no file has it.
         lowercase: whether texts are lowercased even if the tokenizer does not.
     """
 
-    pooling: Pooling = "mean"
+    pooling: tuple[Pooling, ...] = ("mean",)
+    dense: tuple[DenseConfig, ...] = ()
     normalize: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     max_seq_length: int | None = None
     lowercase: bool = False
@@ -77,17 +86,19 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
     Raises:
         CheckpointError: a file is damaged, or asks for something that is not served.
     """
-    paths = _module_paths(folder)
+    modules = _modules(folder)
+    paths = dict(modules)
     transformer = _transformer_config(folder)
     includes_prompt = True
+    modes: tuple[Pooling, ...] = (pooling,)
     if "Pooling" in paths:
         name = f"{paths['Pooling']}/config.json"
         config = read_object(folder, name)
-        pooling = _pooling(config, name)
+        modes = _pooling(config, name)
         includes_prompt = config.get("include_prompt") is not False
     if "Normalize" in paths:
         _check_normalize(folder, paths["Normalize"])
-    prompt = _default_prompt(folder)
+    prompts, prompt = _prompts(folder)
     if prompt and not includes_prompt:
         raise CheckpointError(
             f"the pooling has include_prompt false and {_MODEL_CONFIG} a default prompt {show(prompt)};"
@@ -95,8 +106,10 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
         )
     limit = transformer.get("max_seq_length")
     return SentenceSettings(
-        pooling=pooling,
+        pooling=modes,
+        dense=tuple(read_dense(folder, path) for kind, path in modules if kind == "Dense"),
         normalize="Normalize" in paths,
+        prompts=prompts if includes_prompt else {},
         default_prompt=prompt,
         max_seq_length=(
             None if limit is None else read_int(transformer, "max_seq_length", name=_BERT_CONFIG)
@@ -105,27 +118,26 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
     )
 
 
-def _module_paths(folder: Path) -> dict[str, str]:
-    """Return the module folders in modules.json, by kind; empty without the file."""
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """Return kind and folder of each module in modules.json; none without the file."""
     if not (folder / "modules.json").is_file():
-        return {}
+        return []
     modules = read_json(folder, "modules.json")
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise CheckpointError("modules.json is not a list of objects")
     kinds = [_module_kind(module) for module in modules]
-    if tuple(kinds) != _MODULES[: len(kinds)]:
+    if kinds and not _ORDER.fullmatch(",".join(kinds)):
         raise CheckpointError(
-            f"modules.json has the modules {', '.join(kinds)}; allowed: {', '.join(_MODULES)}, in this order"
+            f"modules.json has the modules {', '.join(kinds)}; allowed: {', '.join(_MODULES)}, in this order,"
+            " each once, Dense any number of times"
         )
-    paths = {
-        kind: str(module.get("path") or "") for kind, module in zip(kinds, modules, strict=True)
-    }
-    if paths.get("Transformer"):
+    paths = [str(module.get("path") or "") for module in modules]
+    if paths and paths[0]:
         raise CheckpointError(
-            f'modules.json has the transformer in the folder "{paths["Transformer"]}";'
+            f'modules.json has the transformer in the folder "{paths[0]}";'
             " allowed: the checkpoint folder itself"
         )
-    return paths
+    return list(zip(kinds, paths, strict=True))
 
 
 def _module_kind(module: Json) -> str:
@@ -140,7 +152,7 @@ def _module_kind(module: Json) -> str:
     return kind
 
 
-def _pooling(config: Json, name: str) -> Pooling:
+def _pooling(config: Json, name: str) -> tuple[Pooling, ...]:
     flags = {key for key in config if key.startswith("pooling_mode_")}
     known = {"pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension"}
     check_fields(config, name, known=known | flags, fixed={})
@@ -150,11 +162,14 @@ def _pooling(config: Json, name: str) -> Pooling:
         chosen = modes if isinstance(modes, list) else [modes]
         names = _POOLING_NAMES
     else:
-        chosen = [key for key in config if key in flags and config[key]]
+        # in the order in which sentence-transformers concatenates them, which is not that of the file
+        known_first = [key for key in _POOLING_FLAGS if config.get(key)]
+        unknown = [key for key in config if key in flags and config[key] and key not in known_first]
+        chosen = [*known_first, *unknown]
         names = _POOLING_FLAGS
-    if len(chosen) != 1 or not isinstance(chosen[0], str) or chosen[0] not in names:
-        raise CheckpointError(f"the pooling is {chosen}; allowed: exactly one of {list(names)}")
-    return names[chosen[0]]
+    if not chosen or not all(isinstance(each, str) and each in names for each in chosen):
+        raise CheckpointError(f"the pooling is {chosen}; allowed: one or more of {list(names)}")
+    return tuple(names[each] for each in chosen)
 
 
 def _check_normalize(folder: Path, path: str) -> None:
@@ -181,7 +196,8 @@ def _transformer_config(folder: Path) -> Json:
     return config
 
 
-def _default_prompt(folder: Path) -> str:
+def _prompts(folder: Path) -> tuple[Mapping[str, str], str]:
+    """Return the prompts by name, and the default one."""
     config = read_optional_object(folder, _MODEL_CONFIG)
     kind = config.get("model_type") or "SentenceTransformer"
     if kind not in ("SentenceTransformer", "CrossEncoder"):
@@ -190,19 +206,25 @@ def _default_prompt(folder: Path) -> str:
         )
     check_fields(config, _MODEL_CONFIG, known=_KNOWN_MODEL_FIELDS, fixed={"truncate_dim": None})
     name = config.get("default_prompt_name")
-    if name is None:
-        return ""
     prompts = config.get("prompts") or {}
-    if not isinstance(name, str) or not isinstance(prompts, dict) or name not in prompts:
+    if not isinstance(prompts, dict):
+        raise CheckpointError(f"{_MODEL_CONFIG} has prompts {show(prompts)}; allowed: an object")
+    for prompt in prompts.values():
+        if not isinstance(prompt, str | None):
+            raise CheckpointError(
+                f"{_MODEL_CONFIG} has the prompt {show(prompt)}; allowed: strings"
+            )
+    texts = {} if kind == "CrossEncoder" else {key: text or "" for key, text in prompts.items()}
+    if name is None:
+        return texts, ""
+    if not isinstance(name, str) or name not in prompts:
         raise CheckpointError(
             f"{_MODEL_CONFIG} has default_prompt_name {show(name)}; allowed: null, or one of its prompts:"
             f" {', '.join(prompts) or 'it has none'}"
         )
     prompt = prompts[name] or ""
-    if not isinstance(prompt, str):
-        raise CheckpointError(f"{_MODEL_CONFIG} has the prompt {show(prompt)}; allowed: strings")
     if prompt and kind == "CrossEncoder":
         raise CheckpointError(
             f"{_MODEL_CONFIG} has a default prompt {show(prompt)}; prompts of a CrossEncoder are not served"
         )
-    return prompt
+    return texts, prompt

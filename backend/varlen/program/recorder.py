@@ -321,6 +321,15 @@ class Recorder:
         operands, shape = (x, cu_seqlens, normalize), ("sequences", x.shape[1])
         return self._call("pool", operands, shape, torch.float32, mode=mode)
 
+    def concat(self, left: Value, right: Value) -> Value:
+        (rows, width), (_, more) = left.shape, right.shape
+        assert isinstance(width, int)
+        assert isinstance(more, int)
+        return self._call("concat", (left, right), (rows, width + more), left.dtype)
+
+    def normalize_rows(self, x: Value, normalize: Value) -> Value:
+        return self._call("normalize_rows", (x, normalize), x.shape, x.dtype)
+
     def first_tokens(self, x: Value, cu_seqlens: Value) -> Value:
         return self._call("first_tokens", (x, cu_seqlens), ("sequences", x.shape[1]), x.dtype)
 

@@ -97,6 +97,8 @@ def test_refuses_a_prompt_that_pooling_leaves_out(saved):
         ),
         ({"default_prompt_name": "query", "prompts": None}, "one of its prompts: it has none"),
         ({"default_prompt_name": "query", "prompts": {"query": 7}}, "has the prompt 7; allowed"),
+        ({"prompts": {"query": 7}}, "has the prompt 7; allowed: strings"),
+        ({"prompts": ["query"]}, 'has prompts ["query"]; allowed: an object'),
         ({"truncate_dim": 8}, "has truncate_dim 8; allowed: null"),
         ({"model_type": "SparseEncoder"}, 'has model_type "SparseEncoder"; allowed: Sentence'),
         ({"max_active_dims": 3}, 'has the field "max_active_dims" (3)'),
@@ -169,6 +171,11 @@ def test_refuses_to_lowercase_what_the_tokenizer_does_not(saved):
         ),
         (["Transformer", "Normalize"], "has the modules Transformer, Normalize; allowed"),
         (["Transformer", "Pooling", "Pooling"], "has the modules Transformer, Pooling, Pooling"),
+        (["Transformer", "Dense"], "has the modules Transformer, Dense; allowed"),
+        (
+            ["Transformer", "Pooling", "Normalize", "Dense"],
+            "has the modules Transformer, Pooling, Normalize, Dense; allowed",
+        ),
         (["Transformer", "LayerNorm"], 'has a module "LayerNorm"; allowed: Transformer, Pooling'),
     ],
 )
@@ -274,7 +281,7 @@ def test_last_tokens_of_a_decoder_are_those_of_sentence_transformers(
         actual = encoder.embed(TEXTS)
 
     checkpoint = Checkpoint.open(saved)
-    assert (checkpoint.pooling, checkpoint.normalize) == ("last", normalize)
+    assert (checkpoint.pooling, checkpoint.normalize) == (("last",), normalize)
     # one by one: padding on the left would shift the positions of GPT-2
     np.testing.assert_allclose(actual, made.encode(TEXTS, batch_size=1), rtol=1e-5, atol=1e-5)
 
@@ -297,6 +304,6 @@ def test_a_decoder_without_modules_is_pooled_as_sentence_transformers_does(
     with Encoder.from_pretrained(folder, dtype="fp32", task="embed") as encoder:
         actual = encoder.embed(TEXTS)
 
-    assert Checkpoint.open(folder).pooling == pooling
+    assert Checkpoint.open(folder).pooling == (pooling,)
     expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)

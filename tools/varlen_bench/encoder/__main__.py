@@ -49,7 +49,7 @@ def main(
     if quick:
         rounds, sequences, queries = min(rounds, 2), min(sequences, 24), min(queries, 96)
     try:
-        if Checkpoint.open(model).pooling != "mean":
+        if Checkpoint.open(model).pooling != ("mean",):
             raise ValueError(f"{model} does not pool by mean; the peers of this benchmark do")
         systems = [SYSTEMS[name] for name in command.select(only, SYSTEMS)]
         workloads = [uniform_workload(model, sequences, seed), short_workload(model, queries, seed)]

@@ -1,0 +1,50 @@
+"""Ops on the vectors of sequences give the results of float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+
+from varlen_kernels import reference
+
+from .float64 import rand
+
+SHAPES = [(0, 5, 3), (1, 1, 1), (7, 100, 63), (3, 384, 1023)]
+
+
+@pytest.mark.parametrize("rows, left, right", SHAPES, ids=str)
+@pytest.mark.parametrize("has_out", [False, True], ids=["fresh", "out"])
+def test_concat_puts_features_side_by_side(rows, left, right, has_out):
+    parts = rand(rows, left), rand(rows, right, seed=1)
+    out = torch.full((rows, left + right), torch.nan) if has_out else None
+
+    joined = reference.concat(*parts, out=out)
+
+    assert torch.equal(joined[:, :left], parts[0])
+    assert torch.equal(joined[:, left:], parts[1])
+    assert out is None or joined is out
+
+
+@pytest.mark.parametrize("rows, features", [(0, 5), (1, 1), (7, 100), (3, 1023)], ids=str)
+@pytest.mark.parametrize("has_out", [False, True], ids=["fresh", "out"])
+def test_rows_are_normalized_where_asked_for(rows, features, has_out):
+    x = rand(rows, features)
+    normalize = torch.arange(rows) % 2 == 0
+    out = torch.full_like(x, torch.nan) if has_out else None
+
+    actual = reference.normalize_rows(x, normalize, out=out)
+
+    expected = F.normalize(x.double(), dim=1).float()
+    torch.testing.assert_close(actual[normalize], expected[normalize], rtol=1e-5, atol=1e-7)
+    assert torch.equal(actual[~normalize], x[~normalize])
+    assert out is None or actual is out
+
+
+def test_a_row_of_zeros_stays_one_and_nan_stays_in_its_row():
+    x = torch.zeros(3, 4)
+    x[1, 2], x[2] = torch.nan, 2.0
+
+    actual = reference.normalize_rows(x, torch.ones(3, dtype=torch.bool))
+
+    assert not actual[0].any()
+    assert actual[1].isnan().all()
+    assert actual[2].tolist() == [0.5] * 4
