@@ -1,4 +1,4 @@
-"""The command `varlen`: a subcommand for each task of a model, a server's status, and the HTTP gateway.
+"""The command `varlen`: the tasks of models, a server's status, and the HTTP gateway.
 
 Results go to stdout; progress, messages and errors go to stderr.
 Exit codes: 0 success, 1 the server or the request failed, 2 wrong arguments or input file.

@@ -13,6 +13,8 @@ from varlen_client.errors import InvalidUrl
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # Time of requests in progress to end when the gateway stops.
 GRACE_SECONDS = 30
+# Longer than clients and balancers keep an idle connection, which they would otherwise use as it is closed.
+KEEP_ALIVE_SECONDS = 75
 
 
 def serve_http(
@@ -85,4 +87,5 @@ def serve_http(
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )

@@ -221,7 +221,7 @@ def _finish_reason(reason: str) -> FinishReason | None:
 
 
 def _logprobs(text: str) -> tuple[tuple[Mapping[int, float], ...], tuple[Mapping[int, str], ...]]:
-    """Return, by token, log probabilities and texts of the most likely tokens and the chosen one."""
+    """Return log probabilities and texts of the reported tokens, by token."""
     tokens = [
         {int(token_id): entry for token_id, entry in token.items()} for token in json.loads(text)
     ]

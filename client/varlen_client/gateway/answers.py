@@ -53,7 +53,7 @@ def whole_answer(
     make_choice: MakeChoice,
     metrics: GatewayMetrics,
 ) -> dict[str, Any]:
-    """Return the answer to several prompts, each of which has several samples."""
+    """Return the answer to several prompts with several samples each."""
     samples = [sample for each in answers for sample in each]
     prompt_tokens = sum(each[0].num_prompt_tokens for each in answers)
     completion_tokens = sum(len(sample.token_ids) for sample in samples)
@@ -114,7 +114,7 @@ class EventStream(StreamingResponse):
 
     @classmethod
     async def begin(cls, parts: Parts, chunks: Chunks) -> EventStream:
-        """Return the stream once its first part is there; an error before it has a status."""
+        """Return the stream once its first part is there; errors before have a status."""
         return cls(parts, await anext(parts), chunks)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002

@@ -18,7 +18,7 @@ Texts: TypeAlias = StrictStr | list[StrictStr] | list[StrictInt] | list[list[Str
 
 
 class RequestBody(BaseModel):
-    """A body whose unknown fields are refused; a null is a field that is not there."""
+    """A body whose unknown fields are refused, and whose nulls are left out."""
 
     model_config = ConfigDict(extra="forbid")
 

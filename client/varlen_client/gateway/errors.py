@@ -81,7 +81,7 @@ def error_response(
 
 
 def client_error_body(error: VarlenClientError) -> tuple[int, dict[str, Any]]:
-    """Return status and body of an error of the client, and log a failure that is not the caller's."""
+    """Return status and body of an error; failures of the server are logged."""
     kind = _KINDS.get(type(error), _KINDS[ServerError])
     if kind.message is not None:
         _LOG.warning("%s: %s", type(error).__name__, error)
@@ -113,7 +113,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _describe(errors: Any) -> tuple[str | None, str]:
-    """Return the name of the first field that is wrong, and what is wrong with it."""
+    """Return the first wrong field, and what is wrong with it."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return None, f"the body is not JSON: {first['ctx']['error']}"

@@ -71,7 +71,8 @@ class Models:
         self._clients.clear()
 
     async def _existing(self, name: str | None) -> str:
-        """Return the name of a model that the server has; other names would make clients without end."""
+        """Return the name of a model that the server has."""
+        # clients of other names would fill the memory
         models = await self._client(None).models()
         if name is None:
             name = only_ready_model(models)

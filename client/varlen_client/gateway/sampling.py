@@ -1,4 +1,4 @@
-"""Fields that completions and chats share: how tokens are chosen, and in which form the answer comes."""
+"""Fields of completions and chats: how tokens are chosen, and the form of answers."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class RerankBody(ScoreBody):
 
 
 class PredictBody(ScoreBody):
-    """A request to `/predict`: a text, a pair, or a list of lists of one or two texts."""
+    """A request to `/predict`: a text, a pair, or a batch of either."""
 
     inputs: StrictStr | _Row | list[_Row]
 
@@ -45,7 +45,7 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/rerank", tags=["Text Embeddings Inference"])
     async def rerank(body: RerankBody) -> Response:
-        """Rank texts by a query, the best first; scores are between 0 and 1 unless `raw_scores`."""
+        """Rank texts by a query, the best first."""
         model = await gateway.models.get(body.model)
         scores = await model.client.rerank(
             body.query,

@@ -1,4 +1,4 @@
-"""A server's models without a server: what the gateway asks of `AsyncClient`, computed from the input."""
+"""Stands in for `AsyncClient`: answers that are computed from the input."""
 
 import asyncio
 from dataclasses import dataclass, field
