@@ -161,6 +161,31 @@ class AsyncClient:
         [vectors] = await self._matrices(task, rows, parameters, timeout, on_progress)
         return vectors
 
+    async def embed_and_count(
+        self,
+        inputs: Inputs,
+        *,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
+        timeout: float | None = None,
+    ) -> tuple[Floats, int | None]:
+        """Return the vectors of `embed`, and the number of tokens of all rows.
+
+        It is None if the model's config.pbtxt lacks the output num_tokens. Arguments and errors are those of `embed`.
+        """
+        parameters = _parameters(
+            truncate, truncation_side, None, None, normalize=normalize, dimensions=dimensions
+        )
+        rows = read_inputs(inputs)
+        info = await self._session.model_info(deadline_of(timeout))
+        vectors, counts = vector_output(dimensions, None), RowOutput("num_tokens", dtype=np.int32)
+        counted = "num_tokens" in info.outputs
+        task = RowTask("embed", (vectors, counts) if counted else (vectors,))
+        answer = await self._matrices(task, rows, parameters, timeout)
+        return answer[0], int(answer[1].sum()) if counted else None
+
     async def classify(
         self,
         inputs: Inputs | Pairs,
@@ -350,22 +375,40 @@ class AsyncClient:
         Closing the generator cancels the request, so leave a loop early within `contextlib.aclosing`. Only a request
         that has not been answered in part is sent again. Arguments and errors are those of `generate`.
         """
-        _check_one_sample(sampling, "stream yields one answer; several come from samples")
+        _check_one_sample(
+            sampling, "stream yields one answer; several come from samples or stream_samples"
+        )
+        parts = self.stream_samples(
+            prompt, 1, deadline_ms=deadline_ms, priority=priority, timeout=timeout, **sampling
+        )
+        async with aclosing(parts):
+            async for [part] in parts:
+                yield part
+
+    async def stream_samples(
+        self,
+        prompt: GenerationPrompt,
+        n: int,
+        *,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        **sampling: Any,
+    ) -> AsyncGenerator[list[GeneratedPart], None]:
+        """Yield lists of the next part of each of `n` answers, as they come.
+
+        An answer that has ended has empty parts with its finish reason. Other things are those of `stream`.
+        """
         request = generate_request(
-            prompt,
-            {**sampling, "n": 1},
-            stream=True,
-            deadline_ms=deadline_ms,
-            priority=priority,
+            prompt, {**sampling, "n": n}, stream=True, deadline_ms=deadline_ms, priority=priority
         )
         deadline = deadline_of(timeout)
-        reason = None
+        parts: list[GeneratedPart] = []
         async with aclosing(self._checked_responses(request, deadline)) as responses:
             while response := await _until(_next(responses), deadline, timeout):
-                [part] = read_parts(response, 1)
-                reason = part.finish_reason
-                yield part
-        if reason is None:
+                parts = read_parts(response, n)
+                yield parts
+        if not parts or any(part.finish_reason is None for part in parts):
             raise ServerError("the server ended an answer before its last part")
 
     async def translate(

@@ -1,4 +1,4 @@
-"""The command `varlen`: a subcommand for each task of a model, and a server's status.
+"""The command `varlen`: the tasks of models, a server's status, and the HTTP gateway.
 
 Results go to stdout; progress, messages and errors go to stderr.
 Exit codes: 0 success, 1 the server or the request failed, 2 wrong arguments or input file.
@@ -11,6 +11,7 @@ import typer
 from varlen_client.cli_classify import classify, rerank
 from varlen_client.cli_embed import embed, similarity
 from varlen_client.cli_generate import generate
+from varlen_client.cli_serve_http import serve_http
 from varlen_client.cli_status import status
 from varlen_client.cli_translate import translate
 
@@ -20,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (embed, similarity, classify, rerank, generate, translate, status):
+for command in (embed, similarity, classify, rerank, generate, translate, status, serve_http):
     app.command()(command)
 
 

@@ -36,12 +36,16 @@ class GeneratedPart:
         finish_reason: set in the last part: a stop condition held, or `max_tokens` was reached.
         logprobs: by token, the log probabilities of the most likely tokens and the chosen one; empty without the
             sampling parameter `logprobs`.
+        token_texts: by token, the texts of the tokens in `logprobs`.
+        num_prompt_tokens: length of the prompt, in tokens.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[Mapping[int, float], ...] = ()
+    token_texts: tuple[Mapping[int, str], ...] = ()
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,7 @@ class Generation:
 
     Attributes:
         text: the text, without the prompt.
-        token_ids, finish_reason, logprobs: see `GeneratedPart`.
-        num_prompt_tokens: length of the prompt, in tokens.
+        token_ids, finish_reason, logprobs, token_texts, num_prompt_tokens: see `GeneratedPart`.
     """
 
     text: str
@@ -59,6 +62,7 @@ class Generation:
     finish_reason: FinishReason
     num_prompt_tokens: int
     logprobs: tuple[Mapping[int, float], ...] = ()
+    token_texts: tuple[Mapping[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,7 @@ def read_parts(response: Response, rows: int) -> list[GeneratedPart]:
         counts = [int(count) for count in response["num_output_tokens"]]
         texts, reasons = response["text_output"], response["finish_reason"]
         logprobs = response.get("logprobs", ["[]"] * rows)
+        num_prompt_tokens = int(response.get("num_input_tokens", [0])[0])
         assert all(len(each) == rows for each in (texts, reasons, counts, logprobs))
         assert sum(counts) == len(ids)
         ends = np.cumsum(counts).tolist()
@@ -143,7 +148,8 @@ def read_parts(response: Response, rows: int) -> list[GeneratedPart]:
                 texts[row],
                 tuple(ids[ends[row] - counts[row] : ends[row]]),
                 _finish_reason(reasons[row]),
-                _logprobs(logprobs[row]),
+                *_logprobs(logprobs[row]),
+                num_prompt_tokens,
             )
             for row in range(rows)
         ]
@@ -169,8 +175,9 @@ def read_generations(responses: Sequence[Response], rows: int) -> list[Generatio
                 "".join(part.text for part in parts),
                 tuple(token_id for part in parts for token_id in part.token_ids),
                 reason,
-                int(responses[0].get("num_input_tokens", [0])[0]),
+                parts[0].num_prompt_tokens,
                 tuple(entry for part in parts for entry in part.logprobs),
+                tuple(entry for part in parts for entry in part.token_texts),
             )
         )
     return answers
@@ -213,8 +220,15 @@ def _finish_reason(reason: str) -> FinishReason | None:
     return cast(FinishReason, reason)
 
 
-def _logprobs(text: str) -> tuple[Mapping[int, float], ...]:
-    return tuple(
-        {int(token_id): float(entry["logprob"]) for token_id, entry in token.items()}
-        for token in json.loads(text)
+def _logprobs(text: str) -> tuple[tuple[Mapping[int, float], ...], tuple[Mapping[int, str], ...]]:
+    """Return log probabilities and texts of the reported tokens, by token."""
+    tokens = [
+        {int(token_id): entry for token_id, entry in token.items()} for token in json.loads(text)
+    ]
+    return (
+        tuple({each: float(entry["logprob"]) for each, entry in token.items()} for token in tokens),
+        tuple(
+            {each: str(entry.get("decoded_token", "")) for each, entry in token.items()}
+            for token in tokens
+        ),
     )

@@ -24,22 +24,22 @@ async def with_timeout(coroutine: Coroutine[object, object, _T], timeout: float 
         if task.done():
             return task.result()
     finally:
-        await _cancel([task])
+        await cancel_all([task])
     raise TimeoutError
 
 
-async def all_or_first_error(tasks: Sequence[asyncio.Future[None]]) -> None:
+async def all_or_first_error(tasks: Sequence[asyncio.Future[_T]]) -> None:
     """Wait for all tasks; when one fails, cancel the others and raise its error."""
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     finally:
-        await _cancel(tasks)
+        await cancel_all(tasks)
     for task in tasks:
         if not task.cancelled():
             task.result()
 
 
-async def _cancel(tasks: Sequence[asyncio.Future[_T]]) -> None:
+async def cancel_all(tasks: Sequence[asyncio.Future[_T]]) -> None:
     """Cancel the tasks that still run, and wait until they end."""
     running = [task for task in tasks if not task.done()]
     for task in running:

@@ -109,6 +109,8 @@ class FakeModel:
     output_dtype: type = np.float32
     has_scores: bool = True
     """Whether a classifier has more outputs than its logits."""
+    counts_tokens: bool = False
+    """Whether a model has the output num_tokens, here of one token per character."""
     returns_score: bool = True
     most_answers: int = 99
     """A search finds no more answers than these."""
@@ -142,7 +144,8 @@ class FakeModel:
     @property
     def more_outputs(self) -> dict[str, list[int]]:
         """Dims of the outputs beside the first one."""
-        return MORE_OUTPUTS.get(self.task, {}) if self.has_scores else {}
+        more = MORE_OUTPUTS.get(self.task, {}) if self.has_scores else {}
+        return {**more, "num_tokens": [1]} if self.counts_tokens else more
 
     def infer(self, name: str, received: ReceivedRequest) -> dict[str, np.ndarray]:
         self.check_name(name)
@@ -159,6 +162,7 @@ class FakeModel:
             outputs = {
                 OUTPUTS[self.task][0]: main,
                 "scores": main / 1000,
+                "num_tokens": self.num_tokens(received),
                 "labels": np.array(
                     [[f"über {i}".encode() for i in range(main.shape[-1])]] * len(main)
                 ),
@@ -199,7 +203,10 @@ class FakeModel:
                 raise self.fail_after[1]
             ids = range(begin, begin + size)
             is_last = begin + size == tokens
-            logprobs = [{str(each): {"logprob": -0.5, "rank": 1}} for each in ids]
+            logprobs = [
+                {str(each): {"logprob": -0.5, "rank": 1, "decoded_token": f"token {each}"}}
+                for each in ids
+            ]
             response: dict[str, list[Any]] = {
                 "text_output": ["".join(f"{row}.{each} " for each in ids) for row in range(rows)],
                 "finish_reason": ["length" if is_last else "None"] * rows,
@@ -219,6 +226,10 @@ class FakeModel:
             if "return_score" in received.tensors and self.returns_score:
                 response["score"] = [-0.5 * (row + 1) for row in range(rows)]
             yield response
+
+    def num_tokens(self, received: ReceivedRequest) -> np.ndarray:
+        lengths = [len(text) for text in received.texts] if "text" in received.tensors else []
+        return np.array(lengths, dtype=np.int32)[:, None]
 
     def form_of(self, vectors: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
         """Return vectors with the dimensions and the dtype that a request asks for."""
@@ -339,7 +350,7 @@ def received_of(request) -> ReceivedRequest:
 
 
 def datatype_of(array: np.ndarray) -> str:
-    names = {"f2": "FP16", "f4": "FP32", "f8": "FP64", "i1": "INT8", "u1": "UINT8"}
+    names = {"i4": "INT32", "f2": "FP16", "f4": "FP32", "f8": "FP64", "i1": "INT8", "u1": "UINT8"}
     return "BYTES" if array.dtype.kind == "S" else names[array.dtype.str[1:]]
 
 

@@ -56,9 +56,9 @@ def test_streams_an_answer_in_parts(client, server):
     parts = list(client.stream("hello", max_tokens=3))
 
     assert parts == [
-        GeneratedPart("0.0 ", (0,)),
-        GeneratedPart("0.1 ", (1,)),
-        GeneratedPart("0.2 ", (2,), "length"),
+        GeneratedPart("0.0 ", (0,), num_prompt_tokens=7),
+        GeneratedPart("0.1 ", (1,), num_prompt_tokens=7),
+        GeneratedPart("0.2 ", (2,), "length", num_prompt_tokens=7),
     ]
     assert server.model.requests[0].tensors["stream"][0]
 
@@ -77,6 +77,17 @@ def test_generates_several_samples(client):
 
     assert [answer.text for answer in answers] == ["0.0 0.1 ", "1.0 1.1 ", "2.0 2.1 "]
     assert all(answer.token_ids == (0, 1) for answer in answers)
+
+
+def test_streams_several_samples(server):
+    async def collect():
+        async with AsyncClient(server.url) as client:
+            return [parts async for parts in client.stream_samples("hello", 2, max_tokens=2)]
+
+    parts = asyncio.run(collect())
+
+    assert [[each.text for each in row] for row in parts] == [["0.0 ", "1.0 "], ["0.1 ", "1.1 "]]
+    assert [each.finish_reason for each in parts[-1]] == ["length", "length"]
 
 
 @pytest.mark.parametrize("call", ["generate", "stream"])
@@ -119,6 +130,7 @@ def test_log_probabilities_come_by_token(client):
     answer = client.generate("hello", max_tokens=2, logprobs=0)
 
     assert answer.logprobs == ({0: -0.5}, {1: -0.5})
+    assert answer.token_texts == ({0: "token 0"}, {1: "token 1"})
     [first, _] = client.stream("hello", max_tokens=2, logprobs=0)
     assert first.logprobs == ({0: -0.5},)
 

@@ -1,0 +1,147 @@
+"""Generated answers in OpenAI's form: whole, or as an event stream of chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from pydantic_core import to_json
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from varlen_client.errors import VarlenClientError
+from varlen_client.gateway.bodies import usage
+from varlen_client.gateway.errors import client_error_body
+from varlen_client.gateway.metrics import GatewayMetrics
+from varlen_client.generation import GeneratedPart, Generation
+
+# The next part of each answer.
+Parts: TypeAlias = AsyncGenerator[list[GeneratedPart], None]
+# Returns a choice for an index, a part of its answer, and the length of the text before the part.
+MakeChoice: TypeAlias = Callable[[int, Generation | GeneratedPart, int], dict[str, Any]]
+
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Fields that begin every object of an answer."""
+
+    kind: str
+    model: str
+    id: str
+    created: int
+
+    @classmethod
+    def new(cls, prefix: str, kind: str, model: str) -> Head:
+        """Return the head of a new answer."""
+        return cls(kind, model, f"{prefix}-{uuid.uuid4().hex}", int(time.time()))
+
+    def object(self, choices: Sequence[dict[str, Any]], **others: Any) -> dict[str, Any]:
+        """Return an object of the answer with these choices."""
+        fields = {"id": self.id, "object": self.kind, "created": self.created, "model": self.model}
+        return {**fields, "choices": choices, **others}
+
+
+def whole_answer(
+    head: Head,
+    answers: Sequence[Sequence[Generation]],
+    make_choice: MakeChoice,
+    metrics: GatewayMetrics,
+) -> dict[str, Any]:
+    """Return the answer to several prompts with several samples each."""
+    samples = [sample for each in answers for sample in each]
+    prompt_tokens = sum(each[0].num_prompt_tokens for each in answers)
+    completion_tokens = sum(len(sample.token_ids) for sample in samples)
+    metrics.count_tokens(prompt_tokens, completion_tokens)
+    choices = [make_choice(index, sample, 0) for index, sample in enumerate(samples)]
+    return head.object(choices, usage=usage(prompt_tokens, completion_tokens))
+
+
+@dataclass(slots=True)
+class Chunks:
+    """Makes the chunks of a stream.
+
+    Attributes:
+        head: of each chunk.
+        make_choice: makes the choice of a chunk.
+        includes_usage: whether a last chunk has the usage.
+        metrics: where tokens are counted.
+    """
+
+    head: Head
+    make_choice: MakeChoice
+    includes_usage: bool
+    metrics: GatewayMetrics
+    _sent_characters: dict[int, int] = field(default_factory=dict)
+    _ended: set[int] = field(default_factory=set)
+    _prompt_tokens: int = 0
+    _completion_tokens: int = 0
+
+    def of(self, parts: Sequence[GeneratedPart]) -> Iterator[dict[str, Any]]:
+        """Yield a chunk for each answer that goes on."""
+        for index, part in enumerate(parts):
+            if index in self._ended:
+                continue
+            if part.finish_reason is not None:
+                self._ended.add(index)
+            sent = self._sent_characters.get(index, 0)
+            self._sent_characters[index] = sent + len(part.text)
+            self._prompt_tokens = part.num_prompt_tokens
+            self._completion_tokens += len(part.token_ids)
+            yield self.head.object([self.make_choice(index, part, sent)])
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        """Yield what follows the answers."""
+        self.metrics.count_tokens(self._prompt_tokens, self._completion_tokens)
+        if self.includes_usage:
+            counts = usage(self._prompt_tokens, self._completion_tokens)
+            yield self.head.object([], usage=counts)
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events, which closes the parts when it ends in any way."""
+
+    def __init__(self, parts: Parts, first: list[GeneratedPart], chunks: Chunks) -> None:
+        super().__init__((), headers=_HEADERS, media_type="text/event-stream")
+        self._parts = parts
+        self._first = first
+        self._chunks = chunks
+
+    @classmethod
+    async def begin(cls, parts: Parts, chunks: Chunks) -> EventStream:
+        """Return the stream once its first part is there; errors before have a status."""
+        return cls(parts, await anext(parts), chunks)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        async with aclosing(self._parts):
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            async for event in self._events():
+                body = b"data: " + event + b"\n\n"
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            for chunk in self._chunks.of(self._first):
+                yield to_json(chunk)
+            async for parts in self._parts:
+                for chunk in self._chunks.of(parts):
+                    yield to_json(chunk)
+        except VarlenClientError as error:
+            # the status has been sent
+            yield to_json(client_error_body(error)[1])
+            return
+        for chunk in self._chunks.last():
+            yield to_json(chunk)
+        yield b"[DONE]"

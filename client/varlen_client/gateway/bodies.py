@@ -1,0 +1,69 @@
+"""What the bodies of requests and answers share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, model_validator
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from varlen_client.errors import InvalidRequest
+
+# As many as OpenAI takes.
+MAX_INPUTS = 2048
+
+Texts: TypeAlias = StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+
+
+class RequestBody(BaseModel):
+    """A body whose unknown fields are refused, and whose nulls are left out."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    """The server's name of the model; by default the gateway's, or the only ready one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class OpenAIBody(RequestBody):
+    """A body of OpenAI's interface, with fields that change no answer."""
+
+    user: str | None = None
+    """Ignored."""
+    metadata: dict[str, Any] | None = None
+    """Ignored."""
+
+
+def rows_of(texts: Texts, name: str) -> list[str] | list[list[int]]:
+    """Return one text, or one list of token ids, per row.
+
+    Raises:
+        InvalidRequest: there is no row, or more than MAX_INPUTS.
+    """
+    is_one = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+    rows = [texts] if is_one else texts
+    if not 1 <= len(rows) <= MAX_INPUTS:
+        raise InvalidRequest(f"{name} has {len(rows)} rows; allowed: 1 to {MAX_INPUTS}")
+    return cast("list[str] | list[list[int]]", rows)
+
+
+def usage(prompt_tokens: int, completion_tokens: int | None = None) -> dict[str, int]:
+    """Return the object `usage` of an answer; embeddings have no completion."""
+    total = prompt_tokens + (completion_tokens or 0)
+    counts = {"prompt_tokens": prompt_tokens, "total_tokens": total}
+    return (
+        counts if completion_tokens is None else counts | {"completion_tokens": completion_tokens}
+    )
+
+
+def json_response(content: Mapping[str, Any] | Sequence[Any]) -> Response:
+    """Return an answer as JSON."""
+    return Response(to_json(content), media_type="application/json")

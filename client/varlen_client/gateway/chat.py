@@ -1,0 +1,134 @@
+"""OpenAI's `/v1/chat/completions`; the checkpoint's chat template makes the prompt."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.responses import Response
+
+from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.answers import Chunks, EventStream, Head, whole_answer
+from varlen_client.gateway.bodies import json_response
+from varlen_client.gateway.models import Gateway
+from varlen_client.gateway.sampling import SamplingBody
+from varlen_client.generation import GeneratedPart, Generation
+
+
+class TextPart(BaseModel):
+    """A part of a message; only texts are served."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of the chat."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    role: Literal["developer", "system", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_fields(cls, given: Any) -> Any:
+        """Answers that come back as messages have fields such as `refusal: null`, `annotations: []`."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value not in (None, [])}
+
+    def for_template(self) -> dict[str, str]:
+        """Return the message in the form that chat templates read."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        message = {"role": self.role, "content": text}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class ChatBody(SamplingBody):
+    """A request to `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    """Not supported; it may be empty."""
+    tool_choice: Literal["none"] | None = None
+
+
+def add_chat_route(app: FastAPI, gateway: Gateway) -> None:
+    """Add the route of chats."""
+
+    @app.post("/v1/chat/completions", tags=["OpenAI"])
+    async def chat_completions(body: ChatBody) -> Response:
+        """Answer the last message of a chat."""
+        sampling = _sampling(body, gateway.settings.chat_max_tokens)
+        messages = [message.for_template() for message in body.messages]
+        model = await gateway.models.get(body.model)
+        timeout = gateway.settings.timeout_seconds
+        if body.stream:
+            head = Head.new("chatcmpl", "chat.completion.chunk", model.name)
+            parts = model.client.stream_samples(messages, body.n, timeout=timeout, **sampling)
+            chunks = Chunks(head, _delta, body.stream_options.include_usage, gateway.metrics)
+            return await EventStream.begin(parts, chunks)
+        head = Head.new("chatcmpl", "chat.completion", model.name)
+        answers = await model.client.samples(messages, body.n, timeout=timeout, **sampling)
+        return json_response(whole_answer(head, [answers], _choice, gateway.metrics))
+
+
+def _sampling(body: ChatBody, default_max_tokens: int) -> dict[str, Any]:
+    """Return the sampling parameters of a chat.
+
+    Raises:
+        InvalidRequest: `top_logprobs` without `logprobs`.
+    """
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true")
+    given = body.max_completion_tokens, body.max_tokens, default_max_tokens
+    sampling = body.sampling()
+    sampling["max_tokens"] = next(each for each in given if each is not None)
+    return sampling | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
+
+
+def _choice(index: int, part: Generation | GeneratedPart, _: int) -> dict[str, Any]:
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": part.text},
+        **_ending(part),
+    }
+
+
+def _delta(index: int, part: Generation | GeneratedPart, sent: int) -> dict[str, Any]:
+    role = {} if sent else {"role": "assistant"}
+    return {"index": index, "delta": {**role, "content": part.text}, **_ending(part)}
+
+
+def _ending(part: Generation | GeneratedPart) -> dict[str, Any]:
+    tokens = zip(part.token_ids, part.logprobs, part.token_texts, strict=False)
+    content = [
+        {
+            **_token(texts[token_id], logprobs[token_id]),
+            "top_logprobs": [
+                _token(texts[each], logprob)
+                for each, logprob in sorted(logprobs.items(), key=lambda item: -item[1])
+            ],
+        }
+        for token_id, logprobs, texts in tokens
+    ]
+    return {
+        "logprobs": {"content": content} if content else None,
+        "finish_reason": part.finish_reason,
+    }
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    # half a character has no text
+    encoded = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": encoded}

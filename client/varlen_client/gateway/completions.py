@@ -1,0 +1,89 @@
+"""OpenAI's `/v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import Field
+from starlette.responses import Response
+
+from varlen_client.errors import InvalidRequest
+from varlen_client.gateway.answers import Chunks, EventStream, Head, whole_answer
+from varlen_client.gateway.bodies import Texts, json_response, rows_of
+from varlen_client.gateway.models import Gateway
+from varlen_client.gateway.sampling import SamplingBody
+from varlen_client.generation import GeneratedPart, Generation
+from varlen_client.tasks import all_or_first_error
+
+MAX_PROMPTS = 128
+
+
+class CompletionsBody(SamplingBody):
+    """A request to `/v1/completions`."""
+
+    prompt: Texts
+    max_tokens: int | None = None
+    logprobs: int | None = Field(None, ge=0)
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+
+
+def add_completion_route(app: FastAPI, gateway: Gateway) -> None:
+    """Add the route of completions."""
+
+    @app.post("/v1/completions", tags=["OpenAI"])
+    async def completions(body: CompletionsBody) -> Response:
+        """Continue prompts, which are texts or token ids."""
+        prompts = rows_of(body.prompt, "prompt")
+        if len(prompts) > (1 if body.stream else MAX_PROMPTS):
+            most = "1 in a stream" if body.stream else f"1 to {MAX_PROMPTS}"
+            raise InvalidRequest(f"prompt has {len(prompts)} prompts; allowed: {most}")
+        sampling = _sampling(body)
+        model = await gateway.models.get(body.model)
+        head = Head.new("cmpl", "text_completion", model.name)
+        timeout = gateway.settings.timeout_seconds
+        if body.stream:
+            parts = model.client.stream_samples(prompts[0], body.n, timeout=timeout, **sampling)
+            chunks = Chunks(head, _choice, body.stream_options.include_usage, gateway.metrics)
+            return await EventStream.begin(parts, chunks)
+        tasks = [
+            asyncio.ensure_future(model.client.samples(prompt, body.n, timeout=timeout, **sampling))
+            for prompt in prompts
+        ]
+        await all_or_first_error(tasks)
+        answers = [task.result() for task in tasks]
+        return json_response(whole_answer(head, answers, _choice, gateway.metrics))
+
+
+def _sampling(body: CompletionsBody) -> dict[str, Any]:
+    given = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    return body.sampling() | {name: each for name, each in given.items() if each is not None}
+
+
+def _choice(index: int, part: Generation | GeneratedPart, offset: int) -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": part.text,
+        "logprobs": _logprobs(part, offset) if part.logprobs else None,
+        "finish_reason": part.finish_reason,
+    }
+
+
+def _logprobs(part: Generation | GeneratedPart, offset: int) -> dict[str, Any]:
+    tokens, offsets = [], []
+    for token_id, texts in zip(part.token_ids, part.token_texts, strict=True):
+        tokens.append(texts[token_id])
+        offsets.append(offset)
+        offset += len(texts[token_id])
+    chosen = zip(part.token_ids, part.logprobs, strict=True)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [logprobs[token_id] for token_id, logprobs in chosen],
+        "top_logprobs": [
+            {texts[token_id]: logprob for token_id, logprob in logprobs.items()}
+            for logprobs, texts in zip(part.logprobs, part.token_texts, strict=True)
+        ],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,96 @@
+"""Embeddings: OpenAI's `/v1/embeddings`, and `/embed` of Text Embeddings Inference."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Literal
+
+from fastapi import FastAPI
+from pydantic import Field, StrictInt
+from starlette.responses import Response
+
+from varlen_client.gateway.bodies import (
+    OpenAIBody,
+    RequestBody,
+    Texts,
+    json_response,
+    rows_of,
+    usage,
+)
+from varlen_client.gateway.models import Gateway
+from varlen_client.wire import Floats
+
+Direction = Literal["left", "right", "Left", "Right"]
+
+
+class EmbeddingsBody(OpenAIBody):
+    """A request to `/v1/embeddings`."""
+
+    input: Texts
+    dimensions: StrictInt | None = Field(None, ge=1)
+    encoding_format: Literal["float", "base64"] = "float"
+
+
+class EmbedBody(RequestBody):
+    """A request to `/embed`."""
+
+    inputs: Texts
+    normalize: bool = True
+    truncate: bool = False
+    truncation_direction: Direction = "right"
+    dimensions: StrictInt | None = Field(None, ge=1)
+
+
+def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Add the routes of embeddings."""
+
+    @app.post("/v1/embeddings", tags=["OpenAI"])
+    async def embeddings(body: EmbeddingsBody) -> Response:
+        """Embed texts or token ids; `dimensions` shortens the vectors of Matryoshka models."""
+        model = await gateway.models.get(body.model)
+        vectors, tokens = await model.client.embed_and_count(
+            rows_of(body.input, "input"),
+            dimensions=body.dimensions,
+            timeout=gateway.settings.timeout_seconds,
+        )
+        gateway.metrics.count_tokens(tokens or 0)
+        encode = _base64 if body.encoding_format == "base64" else _list
+        answer: dict[str, Any] = {
+            "object": "list",
+            "data": [
+                {"object": "embedding", "index": index, "embedding": encode(vector)}
+                for index, vector in enumerate(vectors)
+            ],
+            "model": model.name,
+        }
+        return json_response(answer if tokens is None else {**answer, "usage": usage(tokens)})
+
+    @app.post("/embed", tags=["Text Embeddings Inference"])
+    async def embed(body: EmbedBody) -> Response:
+        """Embed texts or token ids; the answer is a list of vectors."""
+        model = await gateway.models.get(body.model)
+        vectors, tokens = await model.client.embed_and_count(
+            rows_of(body.inputs, "inputs"),
+            normalize=body.normalize,
+            dimensions=body.dimensions,
+            timeout=gateway.settings.timeout_seconds,
+            **truncation(truncate=body.truncate, direction=body.truncation_direction),
+        )
+        gateway.metrics.count_tokens(tokens or 0)
+        return json_response(vectors.tolist())
+
+
+def truncation(*, truncate: bool, direction: Direction) -> dict[str, Any]:
+    """Return the client's arguments for the truncation of long texts."""
+    if not truncate:
+        return {}
+    return {"truncate": True, "truncation_side": direction.lower()}
+
+
+def _list(vector: Floats) -> list[float]:
+    numbers: list[float] = vector.tolist()
+    return numbers
+
+
+def _base64(vector: Floats) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

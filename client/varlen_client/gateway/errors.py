@@ -1,0 +1,129 @@
+"""Errors in the shape of OpenAI's, and their statuses.
+
+Messages about a request come from the checks of the gateway, the client or the backend, and name neither paths nor
+addresses. Other failures get a fixed message; the log has theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from varlen_client.errors import (
+    DeadlineMissed,
+    InvalidRequest,
+    ModelNotFound,
+    RequestCancelled,
+    RequestTimeout,
+    ServerError,
+    ServerUnavailable,
+    VarlenClientError,
+)
+
+_LOG = logging.getLogger("varlen.gateway")
+
+_BUSY = "the server cannot accept the request now; send it later"
+_LATE = "the answer was not complete in time"
+_FAILED = "the server failed; the gateway's log has the reason"
+
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = 60
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Status, type and code of an error; without `message`, the error's own is sent."""
+
+    status: int
+    type: str
+    code: str | None = None
+    message: str | None = None
+
+
+_KINDS: Mapping[type[VarlenClientError], _Kind] = {
+    InvalidRequest: _Kind(400, "invalid_request_error"),
+    ModelNotFound: _Kind(404, "invalid_request_error", "model_not_found"),
+    ServerUnavailable: _Kind(503, "server_error", "unavailable", _BUSY),
+    RequestCancelled: _Kind(503, "server_error", "unavailable", _BUSY),
+    DeadlineMissed: _Kind(504, "server_error", "timeout", _LATE),
+    RequestTimeout: _Kind(504, "server_error", "timeout", _LATE),
+    ServerError: _Kind(502, "server_error", "server_failed", _FAILED),
+}
+
+
+def error_body(
+    message: str, error_type: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return the body of an error."""
+    return {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+
+
+def error_response(
+    status: int,
+    message: str,
+    error_type: str = "invalid_request_error",
+    *,
+    param: str | None = None,
+    code: str | None = None,
+) -> Response:
+    """Return an error; a status of 503 asks clients to wait a second."""
+    headers = {"Retry-After": "1"} if status == 503 else None
+    body = error_body(message, error_type, param=param, code=code)
+    return JSONResponse(body, status, headers)
+
+
+def client_error_body(error: VarlenClientError) -> tuple[int, dict[str, Any]]:
+    """Return status and body of an error; failures of the server are logged."""
+    kind = _KINDS.get(type(error), _KINDS[ServerError])
+    if kind.message is not None:
+        _LOG.warning("%s: %s", type(error).__name__, error)
+    return kind.status, error_body(kind.message or str(error), kind.type, code=kind.code)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error in OpenAI's shape."""
+
+    @app.exception_handler(VarlenClientError)
+    async def of_client(_: Request, error: VarlenClientError) -> Response:
+        status, body = client_error_body(error)
+        return JSONResponse(body, status, {"Retry-After": "1"} if status == 503 else None)
+
+    @app.exception_handler(RequestValidationError)
+    async def of_body(_: Request, error: RequestValidationError) -> Response:
+        param, message = _describe(error.errors())
+        return error_response(400, message, param=param)
+
+    @app.exception_handler(HTTPException)
+    async def of_route(request: Request, error: HTTPException) -> Response:
+        what = f"{request.method} {request.url.path}"
+        return error_response(error.status_code, f"{what}: {str(error.detail).lower()}")
+
+    @app.exception_handler(Exception)
+    async def of_bug(_: Request, __: Exception) -> Response:
+        # uvicorn logs it with its traceback
+        return error_response(500, "the gateway failed; its log has the reason", "server_error")
+
+
+def _describe(errors: Any) -> tuple[str | None, str]:
+    """Return the first wrong field, and what is wrong with it."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return None, f"the body is not JSON: {first['ctx']['error']}"
+    path = [str(part) for part in first["loc"][1:]]
+    if not path:
+        return None, f"the body: {first['msg']}; send a JSON object"
+    name = path[0]
+    if first["type"] == "extra_forbidden":
+        return ".".join(path), f"{'.'.join(path)} is not supported"
+    # a field of several types has an error for each
+    reasons = dict.fromkeys(each["msg"] for each in errors if name in map(str, each["loc"][1:2]))
+    given = "" if first["type"] == "missing" else f" is {_shortened.repr(first['input'])}"
+    return name, f"{name}{given}: {'; '.join(reasons)}"

@@ -1,0 +1,73 @@
+"""Metrics of the gateway itself, in Prometheus text. The server exports its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+# Seconds; a long answer streams for minutes.
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+# The status of a request whose client left before its answer, as in nginx's log.
+CLIENT_LEFT = 499
+
+
+@dataclass(slots=True)
+class Observed:
+    """A request in progress, and its status so far."""
+
+    status: int = 500
+
+
+class GatewayMetrics:
+    """The gateway's counters, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "varlen_gateway_requests",
+            "Requests by path and status; 499 is a client that left before its answer",
+            ["path", "status"],
+            registry=self._registry,
+        )
+        self._seconds = Histogram(
+            "varlen_gateway_request_seconds",
+            "Time from the head of a request to the end of its answer",
+            ["path"],
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
+        self._in_flight = Gauge(
+            "varlen_gateway_requests_in_flight", "Requests in progress", registry=self._registry
+        )
+        self._tokens = Counter(
+            "varlen_gateway_tokens",
+            "Tokens of answered requests, as reported in usage",
+            ["kind"],
+            registry=self._registry,
+        )
+
+    @contextmanager
+    def request(self, path: str) -> Iterator[Observed]:
+        """Count a request, whose status the caller sets."""
+        observed = Observed()
+        start = time.perf_counter()
+        with self._in_flight.track_inprogress():
+            try:
+                yield observed
+            finally:
+                self._requests.labels(path, str(observed.status)).inc()
+                self._seconds.labels(path).observe(time.perf_counter() - start)
+
+    def count_tokens(self, prompt: int, completion: int = 0) -> None:
+        """Count the tokens of an answered request."""
+        self._tokens.labels("prompt").inc(prompt)
+        self._tokens.labels("completion").inc(completion)
+
+    def page(self) -> bytes:
+        """Return the metrics page."""
+        return generate_latest(self._registry)

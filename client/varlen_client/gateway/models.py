@@ -1,0 +1,106 @@
+"""Clients of the server's models, one for each that requests name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from varlen_client.aio import AsyncClient
+from varlen_client.errors import ModelNotFound, ServerUnavailable, VarlenClientError
+from varlen_client.gateway.metrics import GatewayMetrics
+from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.retry import RetryPolicy
+from varlen_client.wire import only_ready_model
+
+# Callers of the gateway send requests again themselves.
+_RETRIES = RetryPolicy(max_retries=2)
+
+Connect = Callable[[str | None], AsyncClient]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model and its client."""
+
+    name: str
+    client: AsyncClient
+
+
+class Models:
+    """The models of one server.
+
+    Args:
+        default: the model of requests that name none; None is the only ready model.
+        connect: returns a client of a model, or of the server.
+    """
+
+    def __init__(self, default: str | None, connect: Connect) -> None:
+        self._default = default
+        self._connect = connect
+        self._clients: dict[str | None, AsyncClient] = {}
+
+    async def get(self, name: str | None) -> NamedModel:
+        """Return a model by name.
+
+        Raises:
+            ModelNotFound: the server has no such model, or several and none was named.
+            ServerUnavailable: no model is ready.
+        """
+        wanted = name or self._default
+        if wanted not in self._clients or wanted is None:
+            wanted = await self._existing(wanted)
+        return NamedModel(wanted, self._client(wanted))
+
+    async def ready(self) -> list[str]:
+        """Return the names of the models that are ready."""
+        models = await self._client(None).models()
+        return sorted({model.name for model in models if model.ready})
+
+    async def is_healthy(self) -> bool:
+        """Return whether the server answers, and the default model, or any, is ready."""
+        try:
+            names = await self.ready()
+        except VarlenClientError:
+            return False
+        return self._default in names if self._default else bool(names)
+
+    async def close(self) -> None:
+        """Close all clients; calls in progress fail."""
+        for client in self._clients.values():
+            await client.close()
+        self._clients.clear()
+
+    async def _existing(self, name: str | None) -> str:
+        """Return the name of a model that the server has."""
+        # clients of other names would fill the memory
+        models = await self._client(None).models()
+        if name is None:
+            name = only_ready_model(models)
+            if name is None:
+                raise ServerUnavailable("the server has no ready model")
+        elif name not in {model.name for model in models}:
+            raise ModelNotFound(f"the server has no model {name!r}")
+        return name
+
+    def _client(self, name: str | None) -> AsyncClient:
+        if name not in self._clients:
+            self._clients[name] = self._connect(name)
+        return self._clients[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Gateway:
+    """What routes need: the models, the settings, and where to count tokens."""
+
+    models: Models
+    settings: GatewaySettings
+    metrics: GatewayMetrics
+
+    @classmethod
+    def of(cls, settings: GatewaySettings, connect: Connect | None = None) -> Gateway:
+        """Return the gateway of these settings; `connect` replaces gRPC in tests."""
+
+        def over_grpc(model: str | None) -> AsyncClient:
+            return AsyncClient(settings.url, model, retry=_RETRIES)
+
+        return cls(Models(settings.model, connect or over_grpc), settings, GatewayMetrics())

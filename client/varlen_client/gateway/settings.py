@@ -1,0 +1,45 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DEFAULT_MAX_BODY_BYTES = 8 << 20
+DEFAULT_MAX_REQUESTS = 2048
+DEFAULT_TIMEOUT_SECONDS = 600.0
+DEFAULT_CHAT_MAX_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewaySettings:
+    """Settings of one gateway process.
+
+    Attributes:
+        url: address of the server, such as `grpc://127.0.0.1:8001`.
+        model: for requests that name no model; None is the only ready model of the server.
+        api_keys: keys that requests may have; without any, requests need none.
+        cors_origins: origins of browser pages that may send requests; `*` is all.
+        max_body_bytes: largest body of a request.
+        max_requests: most requests at a time; others are refused.
+        timeout_seconds: longest time of a request.
+        chat_max_tokens: longest answer in a chat, unless the request has its own limit.
+
+    Raises:
+        ValueError: a limit is not above 0, or a key is empty.
+    """
+
+    url: str
+    model: str | None = None
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    max_requests: int = DEFAULT_MAX_REQUESTS
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    chat_max_tokens: int = DEFAULT_CHAT_MAX_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_requests", "timeout_seconds", "chat_max_tokens"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: above 0")
+        if not all(self.api_keys):
+            raise ValueError("an API key is empty")

@@ -1,0 +1,73 @@
+"""Fixtures: a gateway over fake models, called without a port."""
+
+import asyncio
+
+import httpx2
+import pytest
+
+from varlen_client.gateway.app import create_app
+from varlen_client.gateway.settings import GatewaySettings
+
+from .fake_models import Calls, FakeClient
+
+
+@pytest.fixture
+def calls():
+    return Calls()
+
+
+@pytest.fixture
+def make_app(calls):
+    """Return a function that makes the application of a gateway with these settings."""
+
+    def make(**settings):
+        return create_app(
+            GatewaySettings(url="grpc://127.0.0.1:1", **settings),
+            lambda name: FakeClient(calls, name),
+        )
+
+    return make
+
+
+def http_client(app, **options):
+    """Return an HTTP client of an application."""
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    return httpx2.AsyncClient(transport=transport, base_url="http://gateway", **options)
+
+
+@pytest.fixture
+def send(make_app):
+    """Return a function that sends a request to a gateway, and returns the response."""
+
+    def send(method, path, body=None, *, app=None, **options):
+        async def call():
+            async with http_client(app or make_app()) as client:
+                return await client.request(method, path, json=body, **options)
+
+        return asyncio.run(call())
+
+    return send
+
+
+@pytest.fixture
+def post(send):
+    """Return a function that posts a body, and returns the answer to it."""
+
+    def post(path, **body):
+        response = send("POST", path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    return post
+
+
+@pytest.fixture
+def refusal(send):
+    """Return a function that posts a body, and returns the status and the error."""
+
+    def refusal(path, **body):
+        response = send("POST", path, body)
+        assert response.headers["content-type"] == "application/json"
+        return response.status_code, response.json()["error"]
+
+    return refusal

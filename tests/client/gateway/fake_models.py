@@ -1,0 +1,131 @@
+"""Stands in for `AsyncClient`: answers that are computed from the input."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from varlen_client.errors import ServerUnavailable
+from varlen_client.generation import GeneratedPart, Generation
+from varlen_client.row_outputs import LabelScore
+from varlen_client.wire import ModelState
+
+MODELS = ("embedder", "ranker", "classifier", "writer")
+
+
+@dataclass
+class Calls:
+    """What the models were asked, and how they behave."""
+
+    received: list = field(default_factory=list)
+    """Of each call: model, method, input and options."""
+    delay: float = 0.0
+    """Seconds before each answer, and before each part."""
+    failure: Exception | None = None
+    fail_after: int = 0
+    """Number of parts before the failure."""
+    is_down: bool = False
+    counts_tokens: bool = True
+    running: int = 0
+    cancelled: int = 0
+    closed: int = 0
+    states: list = field(
+        default_factory=lambda: [ModelState(name, "1", "READY") for name in MODELS]
+    )
+
+
+def vector_of(row):
+    """Return the vector of a text or of token ids."""
+    seed = sum(row.encode()) if isinstance(row, str) else sum(row)
+    return np.random.default_rng(seed).normal(size=4).astype(np.float32)
+
+
+def score_of(texts):
+    """Return the score of a text or a pair."""
+    return float(vector_of("".join(texts))[0])
+
+
+class FakeClient:
+    """Stands in for an `AsyncClient` of one model."""
+
+    def __init__(self, calls, name):
+        self.calls, self.name = calls, name
+
+    async def models(self):
+        if self.calls.is_down:
+            raise ServerUnavailable("no connection to grpc server 10.0.0.1:8001")
+        return self.calls.states
+
+    async def close(self):
+        self.calls.closed += 1
+
+    async def embed_and_count(self, inputs, *, timeout=None, dimensions=None, **options):
+        given = options if dimensions is None else options | {"dimensions": dimensions}
+        await self._answer("embed", inputs, given)
+        vectors = np.stack([vector_of(row) for row in inputs])[:, :dimensions]
+        return vectors, sum(map(len, inputs)) if self.calls.counts_tokens else None
+
+    async def rerank(self, query, documents, *, timeout=None, **options):
+        await self._answer("rerank", (query, documents), options)
+        return np.array([score_of((query, document)) for document in documents])
+
+    async def predict(self, inputs, *, timeout=None, **options):
+        await self._answer("predict", inputs, options)
+        return [[LabelScore("best", score_of(row)), LabelScore("other", -9.0)] for row in inputs]
+
+    async def samples(self, prompt, n, *, timeout=None, **sampling):
+        parts = [part async for part in self.stream_samples(prompt, n, **sampling)]
+        return [
+            Generation(
+                "".join(part[row].text for part in parts),
+                tuple(i for part in parts for i in part[row].token_ids),
+                "length",
+                7,
+                tuple(each for part in parts for each in part[row].logprobs),
+                tuple(each for part in parts for each in part[row].token_texts),
+            )
+            for row in range(n)
+        ]
+
+    async def stream_samples(self, prompt, n, *, timeout=None, **sampling):
+        self.calls.received.append((self.name, "generate", prompt, sampling))
+        tokens = sampling.get("max_tokens", 4)
+        for step in range(tokens):
+            await self._wait()
+            if self.calls.failure and step == self.calls.fail_after:
+                raise self.calls.failure
+            has_logprobs = "logprobs" in sampling
+            yield [
+                # sample 1 ends a token before the others
+                GeneratedPart("", (), "stop", num_prompt_tokens=7)
+                if row == 1 and step == tokens - 1 and tokens > 1
+                else GeneratedPart(
+                    f"{row}.{step} ",
+                    (step,),
+                    "stop"
+                    if row == 1 and step == tokens - 2
+                    else "length"
+                    if step == tokens - 1
+                    else None,
+                    ({step: -0.5, 90: -1.5},) if has_logprobs else (),
+                    ({step: f"{row}.{step} ", 90: "é"},) if has_logprobs else (),
+                    num_prompt_tokens=7,
+                )
+                for row in range(n)
+            ]
+
+    async def _answer(self, method, inputs, options):
+        self.calls.received.append((self.name, method, inputs, options))
+        await self._wait()
+        if self.calls.failure:
+            raise self.calls.failure
+
+    async def _wait(self):
+        self.calls.running += 1
+        try:
+            await asyncio.sleep(self.calls.delay)
+        except asyncio.CancelledError:
+            self.calls.cancelled += 1
+            raise
+        finally:
+            self.calls.running -= 1

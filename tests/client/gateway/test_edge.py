@@ -1,0 +1,295 @@
+"""What every request to the gateway passes: key, limits, disconnects, errors, metrics."""
+
+import asyncio
+import json
+
+import pytest
+
+from varlen_client.errors import (
+    DeadlineMissed,
+    InvalidRequest,
+    ModelNotFound,
+    RequestCancelled,
+    RequestTimeout,
+    ServerError,
+    ServerUnavailable,
+)
+from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.wire import ModelState
+
+from .conftest import http_client
+
+EMBED = {"model": "embedder", "inputs": "a"}
+KEYS = ("first-key", "schlüssel")
+# Longer than anything here takes.
+SECONDS = 20.0
+
+
+@pytest.mark.parametrize(
+    "headers, status",
+    [
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({"Authorization": "Basic first-key"}, 401),
+        ({"Authorization": "Bearer first-key"}, 200),
+        ({"Authorization": "bearer first-key"}, 200),
+    ],
+    ids=["none", "wrong", "scheme", "right", "lower case"],
+)
+@pytest.mark.parametrize("path", ["/embed", "/v1/models", "/metrics"])
+def test_a_request_needs_one_of_the_keys(send, make_app, calls, path, headers, status):
+    method, body = ("POST", EMBED) if path == "/embed" else ("GET", None)
+
+    response = send(method, path, body, app=make_app(api_keys=KEYS), headers=headers)
+
+    assert response.status_code == status
+    if status == 401:
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert calls.received == []
+
+
+@pytest.mark.parametrize("path", ["/health", "/docs", "/openapi.json"])
+def test_probes_and_the_api_page_need_no_key(send, make_app, path):
+    assert send("GET", path, app=make_app(api_keys=KEYS)).status_code == 200
+
+
+def test_a_body_may_be_as_large_as_the_limit(send, make_app):
+    size = len(json.dumps(EMBED, separators=(",", ":")))
+
+    for limit, status in ((size, 200), (size - 1, 413)):
+        response = send("POST", "/embed", EMBED, app=make_app(max_body_bytes=limit))
+        assert response.status_code == status
+    assert response.json()["error"]["message"] == f"the body is larger than {size - 1} bytes"
+
+
+def test_no_more_requests_run_than_the_limit(make_app, calls):
+    calls.delay = 30.0
+    app = make_app(max_requests=3)
+
+    async def run():
+        async with http_client(app, timeout=SECONDS) as client:
+            held = [asyncio.create_task(client.post("/embed", json=EMBED)) for _ in range(3)]
+            while calls.running < 3:
+                await asyncio.sleep(0.01)
+            refused = await client.post("/embed", json=EMBED)
+            health = await client.get("/health")
+            for task in held:
+                task.cancel()
+            await asyncio.gather(*held, return_exceptions=True)
+            calls.delay = 0.0
+            return refused, health, await client.post("/embed", json=EMBED)
+
+    refused, health, after = asyncio.run(run())
+
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "the gateway has 3 requests" in refused.json()["error"]["message"]
+    assert (health.status_code, after.status_code) == (200, 200)
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/embed", EMBED),
+        ("/v1/completions", {"model": "writer", "prompt": "a"}),
+        ("/v1/completions", {"model": "writer", "prompt": ["a", "b"]}),
+        ("/v1/completions", {"model": "writer", "prompt": "a", "stream": True, "max_tokens": 99}),
+    ],
+    ids=["embed", "completion", "prompts", "stream"],
+)
+def test_a_client_that_leaves_cancels_its_request(make_app, calls, path, body):
+    streams = body.get("stream", False)
+    calls.delay = 0.01 if streams else 30.0
+    app, left, sent = make_app(), asyncio.Event(), []
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    async def run():
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        task = asyncio.create_task(app(scope, receive, send))
+        while not (len(sent) > 2 if streams else calls.running):
+            await asyncio.sleep(0.01)
+        left.set()
+        await asyncio.wait_for(task, SECONDS)
+        async with http_client(app) as client:
+            return (await client.get("/metrics")).text
+
+    page = asyncio.run(run())
+
+    prompts = body.get("prompt")
+    assert calls.cancelled == (len(prompts) if isinstance(prompts, list) else 1)
+    assert calls.running == 0
+    assert f'varlen_gateway_requests_total{{path="{path}",status="499"}} 1.0' in page
+    assert (len(sent) > 0) == streams
+
+
+@pytest.mark.parametrize(
+    "failure, status, message",
+    [
+        (InvalidRequest("row 3: text is empty"), 400, "row 3: text is empty"),
+        (ModelNotFound("no model 'a'"), 404, "no model 'a'"),
+        (ServerUnavailable("queue of 10.0.0.1 is full"), 503, "the server cannot accept"),
+        (RequestCancelled("dropped"), 503, "the server cannot accept"),
+        (DeadlineMissed("late by 3"), 504, "not complete in time"),
+        (RequestTimeout("10.0.0.1 is slow"), 504, "not complete in time"),
+        (ServerError("File /opt/a.py"), 502, "the server failed"),
+        (RuntimeError("File /opt/a.py"), 500, "the gateway failed"),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, Exception) else None,
+)
+def test_an_error_has_its_status_and_no_secrets(refusal, calls, failure, status, message):
+    calls.failure = failure
+
+    found, error = refusal("/embed", **EMBED)
+
+    assert found == status
+    assert message in error["message"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    for secret in ("10.0.0.1", "/opt", "Traceback"):
+        assert secret not in error["message"]
+
+
+@pytest.mark.parametrize(
+    "method, path, content, status, message",
+    [
+        ("POST", "/embed", b"{", 400, "the body is not JSON"),
+        ("POST", "/embed", b"[]", 400, "the body: "),
+        ("POST", "/embed", b"", 400, "the body: Field required"),
+        ("POST", "/nothing", b"{}", 404, "POST /nothing: not found"),
+        ("GET", "/embed", b"", 405, "GET /embed: method not allowed"),
+    ],
+    ids=["half", "list", "empty", "path", "method"],
+)
+def test_what_is_no_request_gets_the_same_form_of_error(
+    send, method, path, content, status, message
+):
+    headers = {"Content-Type": "application/json"}
+    response = send(method, path, content=content, headers=headers)
+
+    assert response.status_code == status
+    assert message in response.json()["error"]["message"]
+
+
+def test_health_needs_a_ready_model(send, make_app, calls):
+    assert send("GET", "/health").json() == {"status": "ok"}
+    assert send("GET", "/health", app=make_app(model="missing")).status_code == 503
+    calls.states = [ModelState("embedder", "1", "UNAVAILABLE")]
+    assert send("GET", "/health").status_code == 503
+    calls.is_down = True
+    assert send("GET", "/health").status_code == 503
+
+
+def test_lists_the_ready_models(send, calls):
+    calls.states = [ModelState("a", "1", "READY"), ModelState("b", "1", "LOADING")]
+
+    assert [model["id"] for model in send("GET", "/v1/models").json()["data"]] == ["a"]
+    assert send("GET", "/v1/models/a").json()["object"] == "model"
+    assert send("GET", "/v1/models/b").status_code == 404
+
+
+def test_a_request_without_a_model_gets_the_gateways_or_the_only_one(send, make_app, calls):
+    body = {"inputs": "a"}
+    several = send("POST", "/embed", body)
+    assert several.status_code == 404
+    assert "the server has 4 ready models, choose one" in several.json()["error"]["message"]
+
+    assert send("POST", "/embed", body, app=make_app(model="embedder")).status_code == 200
+    calls.states = [ModelState("embedder", "1", "READY")]
+    assert send("POST", "/embed", body).status_code == 200
+    calls.states = []
+    assert send("POST", "/embed", body).status_code == 503
+
+
+def test_unknown_models_are_refused_without_a_client(refusal, calls):
+    status, error = refusal("/v1/embeddings", model="gpt-5", input="a")
+
+    assert (status, error["code"]) == (404, "model_not_found")
+    assert error["message"] == "the server has no model 'gpt-5'"
+    assert calls.received == []
+
+
+def test_metrics_count_requests_by_path_and_status_and_tokens(make_app):
+    app = make_app()
+
+    async def run():
+        async with http_client(app) as client:
+            await client.post("/embed", json={"model": "embedder", "inputs": ["ab", "c"]})
+            await client.post("/embed", json={})
+            await client.get("/etc/passwd")
+            await client.post("/v1/completions", json={"model": "writer", "prompt": "a"})
+            return (await client.get("/metrics")).text.splitlines()
+
+    page = asyncio.run(run())
+
+    assert 'varlen_gateway_requests_total{path="/embed",status="200"} 1.0' in page
+    assert 'varlen_gateway_requests_total{path="/embed",status="400"} 1.0' in page
+    # names of paths are bounded
+    assert 'varlen_gateway_requests_total{path="other",status="404"} 1.0' in page
+    assert 'varlen_gateway_tokens_total{kind="prompt"} 10.0' in page
+    assert 'varlen_gateway_tokens_total{kind="completion"} 4.0' in page
+    # this request
+    assert "varlen_gateway_requests_in_flight 1.0" in page
+
+
+def test_pages_of_the_named_origins_may_send_requests(send, make_app):
+    app = make_app(cors_origins=("https://a.example",), api_keys=KEYS)
+    headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+
+    assert send("OPTIONS", "/embed", app=app, headers=headers).status_code == 200
+    for origin, allowed in (("https://a.example", True), ("https://b.example", False)):
+        response = send("POST", "/embed", EMBED, app=app, headers={"Origin": origin})
+        assert (response.headers.get("access-control-allow-origin") == origin) == allowed
+
+
+def test_the_api_page_describes_every_path(send):
+    paths = send("GET", "/openapi.json").json()["paths"]
+
+    assert paths.keys() == {
+        "/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/v1/models",
+        "/v1/models/{name}", "/embed", "/rerank", "/predict", "/health", "/metrics",
+    }  # fmt: skip
+
+
+def test_the_end_of_the_gateway_closes_its_clients(make_app, calls):
+    app = make_app()
+
+    async def run():
+        async with app.router.lifespan_context(app), http_client(app) as client:
+            await client.post("/embed", json=EMBED)
+
+    asyncio.run(run())
+
+    # of the model, and of the server
+    assert calls.closed == 2
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_requests": 0}, "max_requests is 0; allowed: above 0"),
+        ({"timeout_seconds": -1.0}, "timeout_seconds is -1.0"),
+        ({"api_keys": ("a", "")}, "an API key is empty"),
+    ],
+    ids=["requests", "timeout", "key"],
+)
+def test_refuses_impossible_settings(options, message):
+    with pytest.raises(ValueError, match=message):
+        GatewaySettings(url="grpc://127.0.0.1", **options)

@@ -1,0 +1,107 @@
+"""`/v1/embeddings` and `/embed` of the gateway."""
+
+import base64
+
+import numpy as np
+import pytest
+
+from .fake_models import vector_of
+
+
+@pytest.mark.parametrize(
+    "given, rows",
+    [
+        ("a text", ["a text"]),
+        (["a", "b c"], ["a", "b c"]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+    ],
+    ids=["text", "texts", "ids", "rows of ids"],
+)
+@pytest.mark.parametrize("path, name", [("/v1/embeddings", "input"), ("/embed", "inputs")])
+def test_texts_and_token_ids_are_rows(post, calls, path, name, given, rows):
+    answer = post(path, model="embedder", **{name: given})
+
+    vectors = answer if path == "/embed" else [each["embedding"] for each in answer["data"]]
+    np.testing.assert_array_equal(np.float32(vectors), np.stack([vector_of(row) for row in rows]))
+    assert calls.received[0][:3] == ("embedder", "embed", rows)
+
+
+def test_an_answer_has_openais_form(post):
+    answer = post("/v1/embeddings", model="embedder", input=["ab", "c"])
+
+    assert answer["object"] == "list"
+    assert answer["model"] == "embedder"
+    assert [each["index"] for each in answer["data"]] == [0, 1]
+    assert {each["object"] for each in answer["data"]} == {"embedding"}
+    assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+
+
+def test_base64_holds_little_endian_floats(post):
+    answer = post("/v1/embeddings", model="embedder", input="ab", encoding_format="base64")
+
+    raw = base64.b64decode(answer["data"][0]["embedding"])
+    np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), vector_of("ab"))
+
+
+def test_dimensions_are_the_servers_work(post, calls):
+    answer = post("/v1/embeddings", model="embedder", input="ab", dimensions=2)
+
+    assert len(answer["data"][0]["embedding"]) == 2
+    assert calls.received[0][3] == {"dimensions": 2}
+
+
+def test_a_model_that_does_not_count_tokens_has_no_usage(post, calls):
+    calls.counts_tokens = False
+
+    assert "usage" not in post("/v1/embeddings", model="embedder", input="ab")
+
+
+@pytest.mark.parametrize(
+    "options, parameters",
+    [
+        ({}, {"normalize": True}),
+        (
+            {"normalize": False, "truncate": True},
+            {"normalize": False, "truncate": True, "truncation_side": "right"},
+        ),
+        (
+            {"truncate": True, "truncation_direction": "Left"},
+            {"normalize": True, "truncate": True, "truncation_side": "left"},
+        ),
+        ({"dimensions": 2}, {"normalize": True, "dimensions": 2}),
+    ],
+    ids=["none", "truncate", "left", "dimensions"],
+)
+def test_embed_passes_its_options_on(post, calls, options, parameters):
+    post("/embed", model="embedder", inputs="ab", **options)
+
+    assert calls.received[0][3] == parameters
+
+
+@pytest.mark.parametrize(
+    "body, param, message",
+    [
+        ({}, "input", "input: Field required"),
+        ({"input": 5}, "input", "input is 5: Input should be a valid string"),
+        ({"input": ["a", 5]}, "input", "Input should be a valid string"),
+        ({"input": []}, None, "input has 0 rows; allowed: 1 to 2048"),
+        ({"input": ["a"] * 2049}, None, "input has 2049 rows"),
+        ({"input": "a", "dimensions": 0}, "dimensions", "dimensions is 0: Input should be greater"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+        ({"input": "a", "encoding": "float"}, "encoding", "encoding is not supported"),
+    ],
+    ids=["nothing", "number", "mixed", "empty", "many", "dimensions", "format", "unknown"],
+)
+def test_a_wrong_body_is_refused_by_name(refusal, calls, body, param, message):
+    status, error = refusal("/v1/embeddings", model="embedder", **body)
+
+    assert status == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert message in error["message"]
+    assert calls.received == []
+
+
+def test_nulls_and_the_user_change_nothing(post):
+    post("/v1/embeddings", model="embedder", input="a", dimensions=None, user="someone")

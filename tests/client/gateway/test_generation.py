@@ -1,0 +1,275 @@
+"""`/v1/completions` and `/v1/chat/completions` of the gateway, whole and streamed."""
+
+import json
+
+import pytest
+
+from varlen_client.errors import DeadlineMissed, InvalidRequest, ServerError
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def events_of(response):
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    return [line.removeprefix("data: ") for line in lines]
+
+
+@pytest.fixture
+def stream(send):
+    """Return a function that streams an answer, and returns its chunks."""
+
+    def stream(path, **body):
+        response = send("POST", path, {"model": "writer", "stream": True, **body})
+        assert response.status_code == 200, response.text
+        *chunks, done = events_of(response)
+        assert done == "[DONE]"
+        return [json.loads(chunk) for chunk in chunks]
+
+    return stream
+
+
+def test_completes_a_prompt(post, calls):
+    answer = post("/v1/completions", model="writer", prompt="hello", max_tokens=3)
+
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert answer["choices"] == [
+        {"index": 0, "text": "0.0 0.1 0.2 ", "logprobs": None, "finish_reason": "length"}
+    ]
+    assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+    assert calls.received == [("writer", "generate", "hello", {"max_tokens": 3})]
+
+
+def test_completes_several_prompts_with_several_samples(post):
+    answer = post("/v1/completions", model="writer", prompt=["a", "b"], n=2, max_tokens=2)
+
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"][:2] for choice in answer["choices"]] == ["0.", "1."] * 2
+    assert answer["usage"]["prompt_tokens"] == 14
+
+
+@pytest.mark.parametrize("prompt", [[5, 6], [[5, 6]]], ids=str)
+def test_a_prompt_may_be_token_ids(post, calls, prompt):
+    post("/v1/completions", model="writer", prompt=prompt)
+
+    assert calls.received[0][2] == [5, 6]
+
+
+def test_a_chat_has_a_message(post, calls):
+    answer = post("/v1/chat/completions", model="writer", messages=HELLO, max_tokens=2)
+
+    assert answer["object"] == "chat.completion"
+    [choice] = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "0.0 0.1 "}
+    assert choice["finish_reason"] == "length"
+    assert calls.received[0][2] == HELLO
+
+
+@pytest.mark.parametrize(
+    "limits, most",
+    [
+        ({}, 5),
+        ({"max_tokens": 3}, 3),
+        ({"max_completion_tokens": 2, "max_tokens": 3}, 2),
+    ],
+    ids=["default", "max_tokens", "max_completion_tokens"],
+)
+def test_a_chat_has_a_limit(send, make_app, calls, limits, most):
+    body = {"model": "writer", "messages": HELLO, **limits}
+    send("POST", "/v1/chat/completions", body, app=make_app(chat_max_tokens=5))
+
+    assert calls.received[0][3] == {"max_tokens": most}
+
+
+def test_parts_of_messages_are_joined_and_answers_may_come_back(post, calls):
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None},
+    ]
+
+    post("/v1/chat/completions", model="writer", messages=messages)
+
+    assert [message["content"] for message in calls.received[0][2]] == ["be brief", "ab", "c"]
+
+
+def test_sampling_parameters_pass_through(post, calls):
+    given = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 3,
+        "stop": ["a", "b"],
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "ignore_eos": True,
+        "max_tokens": 3,
+    }
+
+    post("/v1/completions", model="writer", prompt="a", **given)
+
+    assert calls.received[0][3] == given
+
+
+@pytest.mark.parametrize(
+    "form, expected",
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"json_object": True}),
+        (
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+            {"json": {"type": "object"}},
+        ),
+    ],
+    ids=["text", "object", "schema"],
+)
+def test_the_response_format_is_a_structured_output(post, calls, form, expected):
+    post("/v1/chat/completions", model="writer", messages=HELLO, response_format=form)
+
+    assert calls.received[0][3].get("structured_outputs") == expected
+
+
+def test_completions_report_log_probabilities(post, stream):
+    options = {"prompt": "a", "max_tokens": 2, "logprobs": 1}
+
+    [choice] = post("/v1/completions", model="writer", **options)["choices"]
+
+    expected = {
+        "tokens": ["0.0 ", "0.1 "],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"0.0 ": -0.5, "é": -1.5}, {"0.1 ": -0.5, "é": -1.5}],
+        "text_offset": [0, 4],
+    }
+    assert choice["logprobs"] == expected
+    parts = [chunk["choices"][0]["logprobs"] for chunk in stream("/v1/completions", **options)]
+    assert {name: [*parts[0][name], *parts[1][name]] for name in expected} == expected
+
+
+def test_chats_report_log_probabilities(post, calls):
+    options = {"logprobs": True, "top_logprobs": 2, "max_tokens": 1}
+
+    answer = post("/v1/chat/completions", model="writer", messages=HELLO, **options)
+
+    [token] = answer["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["logprob"], token["bytes"]) == ("0.0 ", -0.5, [*b"0.0 "])
+    assert [each["token"] for each in token["top_logprobs"]] == ["0.0 ", "é"]
+    assert calls.received[0][3]["logprobs"] == 2
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_streamed_completion_makes_the_whole_one(post, stream, n):
+    options = {"prompt": "a", "max_tokens": 4, "n": n}
+    whole = post("/v1/completions", model="writer", **options)["choices"]
+
+    chunks = stream("/v1/completions", **options)
+
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for index, expected in enumerate(whole):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in own) == expected["text"]
+        # once it has ended, nothing more comes
+        reasons = [choice["finish_reason"] for choice in own]
+        assert reasons[-1] is not None
+        assert reasons[:-1] == [None] * (len(own) - 1)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_a_streamed_chat_begins_with_the_role(stream):
+    chunks = stream("/v1/chat/completions", messages=HELLO, max_tokens=2)
+
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas == [{"role": "assistant", "content": "0.0 "}, {"content": "0.1 "}]
+
+
+def test_a_stream_ends_with_its_usage_on_request(stream):
+    options = {"prompt": "a", "max_tokens": 3, "stream_options": {"include_usage": True}}
+
+    *_, last = stream("/v1/completions", **options)
+
+    assert last["choices"] == []
+    assert last["usage"] == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "path, prompt",
+    [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO})],
+    ids=["completion", "chat"],
+)
+def test_an_error_before_the_answer_has_its_status(refusal, calls, path, prompt, streams):
+    calls.failure = InvalidRequest("temperature is -1; allowed: 0 to 2")
+
+    status, error = refusal(path, model="writer", stream=streams, **prompt)
+
+    assert (status, error["message"]) == (400, "temperature is -1; allowed: 0 to 2")
+
+
+@pytest.mark.parametrize(
+    "failure, message",
+    [
+        (DeadlineMissed("late"), "the answer was not complete in time"),
+        (ServerError("/opt/broken.py"), "the server failed; the gateway's log has the reason"),
+    ],
+    ids=["late", "broken"],
+)
+def test_an_error_in_the_middle_of_a_stream_is_its_last_event(send, calls, failure, message):
+    calls.failure, calls.fail_after = failure, 2
+
+    response = send("POST", "/v1/completions", {"model": "writer", "prompt": "a", "stream": True})
+
+    *chunks, last = events_of(response)
+    assert len(chunks) == 2
+    assert json.loads(last)["error"]["message"] == message
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ({"echo": True}, "echo is True: Input should be False"),
+        ({"best_of": 3}, "best_of is 3: Input should be 1"),
+        ({"suffix": "b"}, "suffix is not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias is {'5': 1}: Dictionary should have at most 0"),
+        ({"n": 0}, "n is 0: Input should be greater than or equal to 1"),
+        ({"prompt": ["a", "b"], "stream": True}, "prompt has 2 prompts; allowed: 1 in a stream"),
+        ({"prompt": ["a"] * 129}, "prompt has 129 prompts; allowed: 1 to 128"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else None,
+)
+def test_what_completions_do_not_support_is_refused_by_name(refusal, calls, body, message):
+    status, error = refusal("/v1/completions", **{"model": "writer", "prompt": "a", **body})
+
+    assert status == 400
+    assert message in error["message"]
+    assert calls.received == []
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ({"tools": [{"type": "function"}]}, "tools is [{'type': 'function'}]: List should have"),
+        ({"tool_choice": "auto"}, "tool_choice is 'auto': Input should be 'none'"),
+        ({"reasoning_effort": "low"}, "reasoning_effort is not supported"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
+        ({"messages": []}, "messages is []: List should have at least 1 item"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages is 'tool': Input should be"),
+        ({"messages": [{"role": "user"}]}, "messages: Field required"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+        ),
+    ],
+    ids=["tools", "choice", "unknown", "top_logprobs", "none", "role", "content", "image"],
+)
+def test_what_chats_do_not_support_is_refused_by_name(refusal, calls, body, message):
+    body = {"model": "writer", "messages": HELLO, **body}
+
+    status, error = refusal("/v1/chat/completions", **body)
+
+    assert status == 400
+    assert message in error["message"]
+    assert calls.received == []
