@@ -142,8 +142,9 @@ def test_a_refusal_is_not_a_failure_nor_a_lost_connection(message, status, outco
 def test_the_process_answers_a_load_with_its_row_and_embeds(monkeypatch):
     sent = []
 
-    async def infer(model, inputs, parameters=None):
+    async def infer(model, inputs, outputs, parameters=None):
         """Refuse every fourth request with a deadline, and all for the model `bad`."""
+        assert [each.name() for each in outputs] == ["sentence_embedding"]
         tokens = inputs[0].shape()[1]
         sent.append(tokens)
         if model == "bad":

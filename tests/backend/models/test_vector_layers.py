@@ -10,7 +10,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer import modules
 
-from tests.checkpoints import set_fields
+from tests.checkpoints import END_OF_TEXT, set_fields
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import RequestError
@@ -78,6 +78,21 @@ def test_vectors_are_those_of_sentence_transformers(
     assert_close(alone, expected, roundings=roundings)
     checkpoint = Checkpoint.open(folder)
     assert (checkpoint.embedding_size, checkpoint.normalize) == (expected.shape[1], normalize)
+
+
+def test_an_encoder_of_t5_with_a_dense_module_is_that_of_sentence_transformers(
+    make_checkpoint, tmp_path
+):
+    folder = make_checkpoint("T5EncoderModel")
+    tokens = {"pad_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    set_fields(folder, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **tokens)
+    dense = {"out_features": 12, "activation_function": torch.nn.Identity(), "bias": False}
+    expected = save(folder, tmp_path / "saved", dense=[dense]).encode(TEXTS, batch_size=1)
+
+    with Encoder.from_pretrained(tmp_path / "saved", dtype="fp32", threads=1) as encoder:
+        actual = encoder.embed(TEXTS)
+
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from tritonclient.grpc import InferInput, aio
+from tritonclient.grpc import InferInput, InferRequestedOutput, aio
 from tritonclient.utils import InferenceServerException
 
 from varlen_bench.harness.worker import Message, run_worker
@@ -22,6 +22,8 @@ from varlen_bench.serving.loads import Load
 from varlen_bench.serving.rows import Row, load_row
 from varlen_bench.serving.systems import INPUT, OUTPUT
 
+# A request that names no outputs gets all that a model has, and peers have one.
+_WANTED = [InferRequestedOutput(OUTPUT)]
 # gRPC's words for a lost connection; its status is the same as that of a full queue.
 _CONNECTION = re.compile(r"connect|socket|goaway|stream removed|recvmsg", re.IGNORECASE)
 
@@ -58,7 +60,7 @@ async def _offer(address: str, model: str, load: Load, requests: Sequence[Sequen
 
         async def send(number: int) -> tuple[Outcome, str]:
             try:
-                await client.infer(model, inputs[number], parameters=parameters)
+                await client.infer(model, inputs[number], outputs=_WANTED, parameters=parameters)
             except InferenceServerException as error:
                 return outcome_of(error), str(error)
             return "ok", ""
@@ -77,7 +79,7 @@ async def _offer(address: str, model: str, load: Load, requests: Sequence[Sequen
 async def _embed(address: str, model: str, requests: Sequence[Sequence[int]]) -> Message:
     """Return the vectors of requests that are sent at once, or the error of one."""
     async with aio.InferenceServerClient(address) as client:
-        answers = [client.infer(model, _inputs(ids)) for ids in requests]
+        answers = [client.infer(model, _inputs(ids), outputs=_WANTED) for ids in requests]
         try:
             results = await asyncio.gather(*answers)
         except InferenceServerException as error:
