@@ -93,9 +93,11 @@ def _attend_items(
                     for feature in range(head_dim):
                         member_context[feature] += weight * value[feature]
         for member in range(group):
+            # a division would be one of two: the compiler's vectors multiply by the inverse, its other numbers divide
+            factor = np.float32(1.0) / total[member]
             for feature in range(head_dim):
                 out[sequence, first_feature + member * head_dim + feature] = (
-                    context[member, feature] / total[member]
+                    context[member, feature] * factor
                 )
 
 

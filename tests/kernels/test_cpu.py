@@ -2,10 +2,11 @@
 
 from inspect import signature
 
+import numpy as np
 import pytest
 import torch
 
-from varlen_kernels import cpu, reference
+from varlen_kernels import cpu, paged_cpu, reference
 from varlen_kernels.linear_int8_reference import (
     linear_int8,
     linear_int8_activate,
@@ -135,7 +136,9 @@ def test_a_bias_is_added_as_by_the_reference(new, contexts, window, reach):
     check(actual, reference.attention_paged(*args, bias, **options))
 
 
-def test_large_steps_are_shared_by_threads_and_equal_each_sequence_alone():
+def test_large_steps_are_shared_by_threads_and_equal_each_sequence_alone(monkeypatch):
+    monkeypatch.setattr(paged_cpu, "_LEAST_SHARED_WORK", 700 * 4 * 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     contexts = [700, 3, 1200, 64, 900]
     args = paged_inputs([1] * 5, contexts, heads=4, kv_heads=4, dim=64, block_size=64)
     qkv, keys, values, _, lengths, block_ids, tables = args
@@ -156,6 +159,19 @@ def test_large_steps_are_shared_by_threads_and_equal_each_sequence_alone():
             **options,
         )
         assert torch.equal(alone[0], together[row])
+
+
+def test_a_step_has_the_same_bits_wherever_its_memory_lies():
+    """Compiled code chose between vectors and single numbers by addresses, and the two divided differently."""
+    args = paged_inputs([1], [70], heads=4, kv_heads=4, dim=64, block_size=64)
+    options = {"num_heads": 4, "num_kv_heads": 4, "scale": 0.125}
+    expected = cpu.attention_paged(*args, **options)
+    sizes, kept = np.random.default_rng(0).integers(1, 600, 1000), []
+
+    for size in sizes:
+        # other allocations between those of steps
+        kept = [*kept[-40:], np.empty(size, np.uint8)]
+        assert torch.equal(cpu.attention_paged(*args, **options), expected)
 
 
 @pytest.mark.parametrize("heads", [3, 0], ids=["", "keys-and-values-alone"])

@@ -54,17 +54,18 @@ def test_requests_of_grpc_clients_that_left_do_not_run(
     expected = grpc_client.infer("slow", SMALL)
     stub = stub_of(server, "slow")
 
+    before, answered, left = outcomes(server, "slow"), 0, 0
     for num_bulk, seconds in ATTEMPTS:
-        before = outcomes(server, "slow")
         busy = [grpc_client.start("slow", BULK) for _ in range(num_bulk)]
         leave(grpc_client, seconds)
         kept = grpc_client.start("slow", SMALL)
         _assert_answered(busy)
         assert_close(kept.result(), expected, roundings=roundings["slow"])
+        answered, left = answered + num_bulk + 1, left + NUM_CANCELLED
         after = outcomes(server, "slow")
         grown = {name: after[name] - before[name] for name in after}
-        # on a very busy machine a request may be cancelled before it reaches the queue
-        assert 0 <= grown.pop("ok") + grown["cancelled"] - (num_bulk + 1) <= NUM_CANCELLED
+        # on a very busy machine a request may be cancelled before it reaches the queue, or reach it an attempt later
+        assert 0 <= grown.pop("ok") + grown["cancelled"] - answered <= left
         cancelled = grown.pop("cancelled")
         assert not any(grown.values()), grown
         if cancelled:
