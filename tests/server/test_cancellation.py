@@ -51,10 +51,11 @@ def test_requests_of_grpc_clients_that_left_do_not_run(
     roundings: dict[str, int],
     leave: Callable[[GrpcClient, float], None],
 ) -> None:
+    before = outcomes(server, "slow")
     expected = grpc_client.infer("slow", SMALL)
     stub = stub_of(server, "slow")
 
-    before, answered, left = outcomes(server, "slow"), 0, 0
+    answered, left = 1, 0
     for num_bulk, seconds in ATTEMPTS:
         busy = [grpc_client.start("slow", BULK) for _ in range(num_bulk)]
         leave(grpc_client, seconds)
