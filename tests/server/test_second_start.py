@@ -34,7 +34,7 @@ def repository(tmp_path: Path, cache: Path, checkpoints: dict[str, Path]) -> Pat
         warmup_seconds="60",
         cache_folder=str(cache),
         max_batch_sequences="8",
-        max_batch_tokens="512",
+        max_batch_tokens="128",
     )
     return tmp_path / "models"
 
@@ -104,7 +104,7 @@ def test_a_server_runs_without_a_cache_that_cannot_be_written(
 def test_models_that_load_at_once_share_one_cache(
     repository: Path, cache: Path, checkpoints: dict[str, Path]
 ) -> None:
-    settings = {"warmup_seconds": "60", "cache_folder": str(cache), "max_batch_tokens": "512"}
+    settings = {"warmup_seconds": "60", "cache_folder": str(cache), "max_batch_tokens": "128"}
     add_model(repository, "tagger", checkpoints["tagger"], **settings)
     # the same key as the encoder's: one of them measures for both
     same = repository / "again"
