@@ -303,4 +303,4 @@ def check_shared_memory(size: int) -> None:
 
 def _num_bytes(array: npt.NDArray[Any]) -> int:
     """Return the size of an array in a response; strings come with their lengths."""
-    return sum(4 + len(each) for each in array) if array.dtype == np.object_ else array.nbytes
+    return sum(4 + len(each) for each in array.flat) if array.dtype == np.object_ else array.nbytes

@@ -57,7 +57,6 @@ class Tokenizer:
             CheckpointError: the file cannot be read.
         """
         # several objects, since one cannot switch truncation off and on while another thread uses it
-        self._folder = folder
         self._whole = _load(folder)
         self._cut = _load(folder)
         self._cut.enable_truncation(max_sequence_tokens)
@@ -120,7 +119,8 @@ class Tokenizer:
             return self._cut
         with self._loading:
             if self._cut_left is None:
-                self._cut_left = _load(self._folder)
+                # not from the file, which may have changed since the model was loaded
+                self._cut_left = HuggingFaceTokenizer.from_str(self._whole.to_str())
                 self._cut_left.enable_truncation(self._max_tokens, direction="left")
             return self._cut_left
 

@@ -65,6 +65,9 @@ DEFAULT_CONCURRENCY = 4
 # A request of one text is small, and the server runs many at a time.
 DEFAULT_TEXT_CONCURRENCY = 32
 
+# Of a request parameter.
+_LARGEST_INTEGER = 2**63 - 1
+
 _T = TypeVar("_T")
 
 
@@ -609,7 +612,11 @@ def _parameters(
     priority: int | None,
     **others: bool | int | str | None,
 ) -> Parameters:
-    """Return the request parameters that were given, by their names in the protocol."""
+    """Return the request parameters that were given, by their names in the protocol.
+
+    Raises:
+        InvalidRequest: an integer is larger than the protocol's.
+    """
     parameters = {
         "truncate": truncate,
         "truncation_side": truncation_side,
@@ -617,4 +624,7 @@ def _parameters(
         "request_priority": priority,
         **others,
     }
+    for name, value in parameters.items():
+        if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
+            raise InvalidRequest(f"{name} is {value}; allowed: up to {_LARGEST_INTEGER}")
     return {name: value for name, value in parameters.items() if value is not None}

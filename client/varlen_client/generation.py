@@ -23,6 +23,7 @@ GenerationPrompt: TypeAlias = str | TokenIds | Messages
 # The outputs of one response by name, each with one value per element.
 Response: TypeAlias = Mapping[str, Sequence[Any]]
 
+_LARGEST_ID = 2**63 - 1
 _RETURNED = ("finish_reason", "num_input_tokens", "num_output_tokens", "output_ids")
 
 
@@ -200,6 +201,8 @@ def _prompt(
     ids = np.asarray(prompt)
     if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
         raise InvalidRequest("the prompt is neither a text, nor a list of token ids or messages")
+    if ids.min() < 0 or ids.max() > _LARGEST_ID:
+        raise InvalidRequest(f"the prompt has token ids outside of 0 to {_LARGEST_ID}")
     return "input_ids", ids.tolist()
 
 

@@ -62,13 +62,23 @@ class NoInt8ProductError(RuntimeError):
 
 @lru_cache(1)
 def choose_product() -> Int8Product:
-    """Return the fastest product, timed once per process, in a few milliseconds.
+    """Return the fastest product on one core, timed once per process, in a few milliseconds.
 
     The ops are compiled first, which takes seconds if their code is not stored.
 
     Raises:
         NoInt8ProductError: no product is exact.
     """
+    threads = torch.get_num_threads()
+    # as workers run it
+    torch.set_num_threads(1)
+    try:
+        return _fastest_product()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fastest_product() -> Int8Product:
     fastest: Int8Product | None = None
     least = math.inf
     for kernel in get_args(Int8Kernel):

@@ -216,7 +216,8 @@ def _normalize_row(matrix, row, weight, bias, eps):
         _store(matrix, row, column, value)
 
 
-@numba.njit(nogil=True, cache=True)
+# a row without variance divides by zero where eps is 0, which gives NaN
+@numba.njit(nogil=True, cache=True, error_model="numpy")
 def _multiply_rows(
     first_token,
     last_token,

@@ -1,6 +1,8 @@
 """Tokens as int8 codes on CPUs, compiled by numba.
 
 Source: the specification is `linear_int8_reference.quantize_rows`.
+
+After a change here, touch the files that use it; see `lanes_cpu`.
 """
 
 import numba

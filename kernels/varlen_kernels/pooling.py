@@ -6,7 +6,7 @@ sequence of one token.
 
 Each read of ROWS tokens waits for memory, so one program would take long for a long sequence. If sequences are long on
 average, one kernel pools parts of each sequence, and a second one merges the parts. The parts of a sequence depend only
-on its length.
+on its length, but whether there are parts depends on its batch, and with it the last bits of a mean.
 """
 
 import torch

@@ -293,6 +293,12 @@ def test_a_part_without_shared_memory_is_an_error(start, replies, pb_utils, monk
     assert failure(request) == (pb_utils.TritonError.INTERNAL, message)
 
 
+def test_every_string_of_a_matrix_counts(replies):
+    labels = np.array([[b"a" * 10, b"b" * 20], [b"c" * 30, b""]], dtype=np.object_)
+
+    assert replies._num_bytes(labels) == 60 + 4 * 4
+
+
 def test_a_request_that_waits_asks_the_server_itself(start):
     request, reply = start()
     assert not reply.is_cancelled()

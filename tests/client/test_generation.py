@@ -113,9 +113,11 @@ def test_a_prompt_may_be_token_ids_or_messages(client, server, prompt, name):
     assert (json.loads(value[0]) if name == "messages" else value.tolist()) == expected
 
 
-@pytest.mark.parametrize("prompt", [[], [[1, 2]], [0.5], ["a", "b"], "\ud800"], ids=repr)
+@pytest.mark.parametrize(
+    "prompt", [[], [[1, 2]], [0.5], ["a", "b"], "\ud800", [5, -1], [2**63, 5]], ids=repr
+)
 def test_refuses_a_prompt_of_another_form(client, server, prompt):
-    with pytest.raises(InvalidRequest, match="the prompt is "):
+    with pytest.raises(InvalidRequest, match="the prompt (is|has token ids outside of 0 to) "):
         client.generate(prompt)
     assert server.model.requests == []
 

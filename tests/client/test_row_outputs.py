@@ -132,6 +132,13 @@ def test_the_command_rerank_prints_the_most_relevant_first(varlen, server, tmp_p
     assert json.loads(line) == {"number": 2, "score": pytest.approx(0.103), "document": "abc"}
 
 
+def test_an_integer_that_the_protocol_cannot_hold_is_refused(client):
+    with pytest.raises(
+        InvalidRequest, match="dimensions is 10{30}; allowed: up to 9223372036854775807"
+    ):
+        client.embed(["a"], dimensions=10**30)
+
+
 def test_the_command_embed_asks_for_dimensions(varlen, server):
     options = ["--truncate", "--truncation-side", "left", "--prompt-name", "query"]
     varlen("embed", "a", "--dimensions", 2, *options)

@@ -82,7 +82,8 @@ class OverlappingExecutor:
             outputs = partial(_raise, error)
         with self._lock:
             if not self._expected:
-                self._runs_since = began
+                # the batch before may have ended while this one was packed
+                self._runs_since = max(self._runs_since, began)
             self._expected.append(batch.seconds)
         self._queue.put(_Started(batch, completed, began, outputs))
 

@@ -124,7 +124,7 @@ class Checkpoint:
             target_vocab_size=_target_vocab_size(config),
             hidden_size=sizes.hidden,
             has_token_types=family.has_token_types,
-            labels=read_labels(config) if has_labels else NO_LABELS,
+            labels=read_labels(config, sentence.activation_class) if has_labels else NO_LABELS,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
             eos_token_ids=read_end_tokens(folder, config) if family.kind == "decoder" else (),

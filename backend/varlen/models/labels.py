@@ -37,17 +37,22 @@ class Labels:
 NO_LABELS = Labels((), "none")
 
 
-def read_labels(config: Json) -> Labels:
-    """Return the labels in config.json, with the scores that the original libraries give.
+def read_labels(config: Json, activation_class: str | None) -> Labels:
+    """Return the labels of a checkpoint, with the scores that the original libraries give.
 
-    The function is that of a CrossEncoder in sentence-transformers if the file has it, else that of the pipeline
+    The function is that of a CrossEncoder in sentence-transformers if a file has it, else that of the pipeline
     `text-classification` in transformers.
 
+    Args:
+        config: content of config.json.
+        activation_class: the class in config_sentence_transformers.json, which comes first, if the file has one.
+
     Raises:
-        CheckpointError: `id2label` does not number its labels from 0.
+        CheckpointError: `id2label` does not number its labels from 0, or the stored function is not one of ours.
     """
     count = read_num_labels(config)
-    return Labels(_names(config, count), _stored_function(config) or _function(config, count))
+    function = _stored_function(config, activation_class) or _function(config, count)
+    return Labels(_names(config, count), function)
 
 
 def _names(config: Json, count: int) -> tuple[str, ...]:
@@ -62,12 +67,19 @@ def _names(config: Json, count: int) -> tuple[str, ...]:
     return tuple(by_number[str(label)] for label in range(count))
 
 
-def _stored_function(config: Json) -> ScoreFunction | None:
-    """Return the function that sentence-transformers has stored, if it is one of ours."""
+def _stored_function(config: Json, name: object) -> ScoreFunction | None:
+    """Return the function that sentence-transformers has stored, if it has."""
     stored = config.get("sentence_transformers")
-    name = stored.get("activation_fn") if isinstance(stored, dict) else None
+    name = name or (stored.get("activation_fn") if isinstance(stored, dict) else None)
     name = name or config.get("sbert_ce_default_activation_function")
-    return _FUNCTION_OF_CLASS.get(str(name).rpartition(".")[-1])
+    if name is None:
+        return None
+    function = _FUNCTION_OF_CLASS.get(str(name).rpartition(".")[-1])
+    if function is None:
+        raise CheckpointError(
+            f"the scores of this checkpoint are made by {show(name)}; allowed: {', '.join(_FUNCTION_OF_CLASS)}"
+        )
+    return function
 
 
 def _function(config: Json, count: int) -> ScoreFunction:

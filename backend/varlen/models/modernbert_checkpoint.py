@@ -21,6 +21,7 @@ from varlen.models.config_file import (
     read_int,
     read_norm_eps,
     read_num_labels,
+    read_number,
     show,
 )
 from varlen.models.family import Family, ModelSizes
@@ -227,7 +228,8 @@ def _read_rotary(config: Json) -> dict[LayerKind, RotaryConfig]:
                 "rope_parameters": given.get(kind),
                 "max_position_embeddings": config.get("max_position_embeddings"),
             },
-            default_theta=float(config.get(field) or default),
+            # null is not the default: releases of transformers differ in what it means
+            default_theta=read_number(config, field, default=None if field in config else default),
         )
         for kind, (field, default) in _THETAS.items()
     }

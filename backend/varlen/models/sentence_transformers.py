@@ -65,6 +65,7 @@ class SentenceSettings:
         default_prompt: the one that it takes if it is told no name; empty without one.
         max_seq_length: length at which it truncates, in tokens; None if no file has it.
         lowercase: whether texts are lowercased even if the tokenizer does not.
+        activation_class: what makes scores of a cross-encoder's logits, if a file has it.
     """
 
     pooling: tuple[Pooling, ...] = ("mean",)
@@ -74,6 +75,7 @@ class SentenceSettings:
     default_prompt: str = ""
     max_seq_length: int | None = None
     lowercase: bool = False
+    activation_class: str | None = None
 
 
 def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> SentenceSettings:
@@ -115,6 +117,7 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
             None if limit is None else read_int(transformer, "max_seq_length", name=_BERT_CONFIG)
         ),
         lowercase=bool(transformer.get("do_lower_case")),
+        activation_class=read_optional_object(folder, _MODEL_CONFIG).get("activation_fn"),
     )
 
 

@@ -114,7 +114,9 @@ class RequestQueue:
         entry = _Entry(request, next(self._numbers), rank, latest_start)
         self._entry_of[request] = entry
         self._entries.add(entry)
-        self._arrivals.append(request.arrival)
+        # texts of an earlier arrival may have been tokenized later
+        latest = self._arrivals[-1] if self._arrivals else request.arrival
+        self._arrivals.append(max(latest, request.arrival))
         self._waiting += own
         self.waiting_tokens += _tokens_of(request.sequences)
         if math.isfinite(latest_start):

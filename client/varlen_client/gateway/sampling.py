@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import OpenAIBody
 
 # The server checks the values of these.
@@ -92,4 +93,6 @@ class SamplingBody(OpenAIBody):
             return None
         if form.type == "json_object":
             return {"json_object": True}
-        return {"json": {} if form.json_schema is None else form.json_schema.schema_}
+        if form.json_schema is None:
+            raise InvalidRequest("response_format of type json_schema needs json_schema")
+        return {"json": form.json_schema.schema_}

@@ -50,16 +50,20 @@ def test_scores_are_those_of_the_pipeline_of_transformers(make_checkpoint, probl
 
 
 @pytest.mark.parametrize("function", ["Identity", "Sigmoid"])
-@pytest.mark.parametrize("is_old", [False, True])
-def test_scores_are_those_of_a_cross_encoder(make_checkpoint, function, is_old):
+@pytest.mark.parametrize("place", ["sentence-transformers 6", "5", "2"])
+def test_scores_are_those_of_a_cross_encoder(make_checkpoint, tmp_path, function, place):
     folder = make_checkpoint(KIND, num_labels=1)
     path = {"Identity": "torch.nn.modules.linear.Identity", "Sigmoid": "torch.nn.Sigmoid"}[function]
-    fields = {"sbert_ce_default_activation_function": path}
-    set_fields(
-        folder,
-        "config.json",
-        **(fields if is_old else {"sentence_transformers": {"activation_fn": path}}),
-    )
+    if place == "2":
+        set_fields(folder, "config.json", sbert_ce_default_activation_function=path)
+    else:
+        set_fields(folder, "config.json", sentence_transformers={"activation_fn": path})
+    if place == "sentence-transformers 6":
+        CrossEncoder(str(folder), device="cpu").save_pretrained(str(tmp_path))
+        folder = tmp_path
+        # which its own file overrides
+        other = {"Identity": "torch.nn.Sigmoid", "Sigmoid": "torch.nn.Identity"}[function]
+        set_fields(folder, "config.json", sentence_transformers={"activation_fn": other})
     pairs = [("the cat", text) for text in TEXTS]
 
     labels = Checkpoint.open(folder).labels
@@ -88,4 +92,13 @@ def test_refuses_labels_that_are_not_numbered_from_0(make_checkpoint):
     set_fields(folder, "config.json", id2label={"1": "a", "2": "b"})
 
     with refused("allowed: labels numbered from 0 to 1"):
+        Checkpoint.open(folder)
+
+
+def test_refuses_a_function_that_is_not_ours(make_checkpoint):
+    folder = make_checkpoint(KIND, num_labels=1)
+    path = "torch.nn.modules.activation.Tanh"
+    set_fields(folder, "config_sentence_transformers.json", activation_fn=path)
+
+    with refused(f'are made by "{path}"; allowed: Identity, Sigmoid, Softmax'):
         Checkpoint.open(folder)

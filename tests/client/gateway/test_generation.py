@@ -255,6 +255,7 @@ def test_what_completions_do_not_support_is_refused_by_name(refusal, calls, body
         ({"tool_choice": "auto"}, "tool_choice is 'auto': Input should be 'none'"),
         ({"reasoning_effort": "low"}, "reasoning_effort is not supported"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs: true"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema needs json_schema"),
         ({"messages": []}, "messages is []: List should have at least 1 item"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages is 'tool': Input should be"),
         ({"messages": [{"role": "user"}]}, "messages: Field required"),
@@ -263,7 +264,17 @@ def test_what_completions_do_not_support_is_refused_by_name(refusal, calls, body
             "messages",
         ),
     ],
-    ids=["tools", "choice", "unknown", "top_logprobs", "none", "role", "content", "image"],
+    ids=[
+        "tools",
+        "choice",
+        "unknown",
+        "top_logprobs",
+        "schema",
+        "none",
+        "role",
+        "content",
+        "image",
+    ],
 )
 def test_what_chats_do_not_support_is_refused_by_name(refusal, calls, body, message):
     body = {"model": "writer", "messages": HELLO, **body}
