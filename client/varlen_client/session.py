@@ -28,6 +28,8 @@ from varlen_client.wire import (
 )
 
 METADATA_TIMEOUT_SECONDS = 10.0
+# A model may be loaded again with other sizes.
+_INFO_SECONDS = 30.0
 
 _T = TypeVar("_T")
 
@@ -63,15 +65,20 @@ class Session:
         self._ca_file = ca_file
         self._transport: Transport | None = None
         self._info: ModelInfo | None = None
+        self._info_until = 0.0
 
     async def model_info(self, deadline: float | None) -> ModelInfo:
-        """Return the model's info, read from the server at the first call.
+        """Return the model's info, which was read from the server within the last half minute.
 
         Args:
             deadline: on the event loop's clock; no retry starts after it.
         """
-        if self._info is None:
+        now = asyncio.get_running_loop().time()
+        if self._info is None or now > self._info_until:
             self._info = await with_retries(self._query_info, self._retry, deadline=deadline)
+            self._info_until = now + _INFO_SECONDS
+            # the only ready model stays the one of this session
+            self._model = self._info.name
         return self._info
 
     async def infer(self, info: ModelInfo, request: InferRequest, deadline: float | None) -> Arrays:

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from varlen_client import AsyncClient
+from varlen_client import AsyncClient, session
 
 
 def test_calls_run_concurrently(server, vectors_of):
@@ -53,3 +53,19 @@ def test_tokens_of_all_rows_are_counted_if_the_model_counts_them(server, vectors
 
     np.testing.assert_array_equal(vectors, vectors_of(texts)[:, :2])
     assert tokens == (sum(map(len, texts)) if counts_tokens else None)
+
+
+def test_a_model_that_was_loaded_again_may_have_other_sizes(server, monkeypatch):
+    monkeypatch.setattr(session, "_INFO_SECONDS", -1.0)
+
+    async def embed_twice():
+        async with AsyncClient(server.url) as client:
+            await client.embed(["a"] * 8)
+            server.model.max_batch_size = 2
+            # the model of the first request stays that of the client
+            server.model.models = [("fake", "READY"), ("other", "READY")]
+            return await client.embed(["a"] * 8)
+
+    asyncio.run(embed_twice())
+
+    assert [received.num_rows for received in server.model.requests] == [8, 2, 2, 2, 2]

@@ -23,6 +23,10 @@ from varlen_client.tasks import cancel_all
 _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 
 
+# Longest time in which a body comes; until then it holds the place of a request.
+_BODY_SECONDS = 60.0
+
+
 class _ClientLeft(Exception):  # noqa: N818 - it is no failure
     pass
 
@@ -82,14 +86,13 @@ class Edge:
         else:
             self._in_flight += 1
             try:
-                body = await self._read_body(receive)
-                await self._run(scope, body, receive, send)
-            except _BodyTooLarge:
-                limit = f"the body is larger than {self._max_body_bytes} bytes"
-                # the rest of the body is not read
-                response = error_response(413, limit, code="body_too_large")
-                response.headers["Connection"] = "close"
-                await response(scope, receive, send)
+                body = await self._body_or_error(receive)
+                if isinstance(body, Response):
+                    # the rest of the body is not read
+                    body.headers["Connection"] = "close"
+                    await body(scope, receive, send)
+                else:
+                    await self._run(scope, body, receive, send)
             finally:
                 self._in_flight -= 1
 
@@ -113,6 +116,17 @@ class Edge:
         # all keys are compared, so that the time does not tell which one is close
         matches = [secrets.compare_digest(given, each) for each in self._keys]
         return scheme.lower() == "bearer" and any(matches)
+
+    async def _body_or_error(self, receive: Receive) -> bytes | Response:
+        """Return the body of a request, or why it is not read to its end."""
+        try:
+            return await asyncio.wait_for(self._read_body(receive), _BODY_SECONDS)
+        except _BodyTooLarge:
+            limit = f"the body is larger than {self._max_body_bytes} bytes"
+            return error_response(413, limit, code="body_too_large")
+        except asyncio.TimeoutError:
+            limit = f"the body did not come within {_BODY_SECONDS:g} s"
+            return error_response(408, limit, code="body_too_slow")
 
     async def _read_body(self, receive: Receive) -> bytes:
         body = bytearray()

@@ -14,6 +14,7 @@ from varlen_client.errors import (
     ServerError,
     ServerUnavailable,
 )
+from varlen_client.gateway import edge
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.wire import ModelState
 
@@ -60,6 +61,27 @@ def test_a_body_may_be_as_large_as_the_limit(send, make_app):
         response = send("POST", "/embed", EMBED, app=make_app(max_body_bytes=limit))
         assert response.status_code == status
     assert response.json()["error"]["message"] == f"the body is larger than {size - 1} bytes"
+
+
+def test_a_body_that_does_not_come_gives_its_place_back(make_app, monkeypatch):
+    monkeypatch.setattr(edge, "_BODY_SECONDS", 0.05)
+    app = make_app(max_requests=1)
+
+    async def silent():
+        yield b"{"
+        await asyncio.sleep(SECONDS)
+
+    async def run():
+        async with http_client(app, timeout=SECONDS) as client:
+            return await client.post("/embed", content=silent()), await client.post(
+                "/embed", json=EMBED
+            )
+
+    slow, after = asyncio.run(run())
+
+    assert slow.status_code == 408
+    assert slow.json()["error"]["message"] == "the body did not come within 0.05 s"
+    assert after.status_code == 200
 
 
 def test_no_more_requests_run_than_the_limit(make_app, calls):
