@@ -202,7 +202,7 @@ def _check_tensors(
 
 
 def _read_kinds(config: Json) -> tuple[LayerKind, ...]:
-    layers = read_int(config, "num_hidden_layers", lowest=0)
+    layers = read_int(config, "num_hidden_layers")
     given = config.get("layer_types")
     if given is None:
         every = read_int({"global_attn_every_n_layers": 3, **config}, "global_attn_every_n_layers")

@@ -117,6 +117,7 @@ def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch):
         ("classifier_pooling", "max", 'has classifier_pooling "max"; allowed: cls, mean'),
         ("local_rope_theta", None, "has local_rope_theta None; allowed: numbers above 0"),
         ("global_rope_theta", "x", "has global_rope_theta 'x'; allowed: numbers above 0"),
+        ("num_hidden_layers", 0, "has num_hidden_layers 0; allowed: whole numbers from 1"),
         ("local_attention", 0, "has local_attention 0; allowed: whole numbers from 1"),
         ("num_attention_heads", 8, "heads have 3 features; allowed: even numbers"),
         ("rope_scaling", {"factor": 2}, "has rope_scaling"),
