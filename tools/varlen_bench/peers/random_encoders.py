@@ -26,7 +26,7 @@ RANDOM_ENCODERS = tuple(_ENCODERS)
 
 
 def random_encoder(name: str, tokenizer: Path) -> Path:
-    """Return the folder of a random encoder, made once and kept in the cache of the exports.
+    """Return the folder of a random encoder; it is made once.
 
     Args:
         name: one of `RANDOM_ENCODERS`.
