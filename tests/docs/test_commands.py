@@ -6,8 +6,8 @@ import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 import typer
 
@@ -53,7 +53,7 @@ def test_a_command_exists_and_takes_its_arguments(block: Block, command: list[st
         assert name in OTHERS, f"{block} has the command {name}"
 
 
-def command_of(module: str) -> click.Command | None:
+def command_of(module: str) -> Any:
     """Return the command of a module; None if it reads its arguments without typer."""
     found = import_module(module)
     is_package = hasattr(found, "__path__")
@@ -67,12 +67,22 @@ def command_of(module: str) -> click.Command | None:
     return typer.main.get_command(commands_of_module)
 
 
-def check_arguments(command: click.Command | None, arguments: list[str]) -> None:
+def check_arguments(command: Any, arguments: list[str]) -> None:
     """Parse arguments as the command does, without running it."""
-    while isinstance(command, click.Group):
+    # typer brings a click of its own
+    if hasattr(command, "commands"):
         command, arguments = command.commands[arguments[0]], arguments[1:]
     if command is not None:
         command.make_context("", list(arguments))
+
+
+@pytest.mark.parametrize("line", ["varlen embed a --fooo", "varlen zap", "make doc", "carlen"])
+def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+    block = Block("page.md", 1, "sh", f"{line}\n")
+
+    [command] = commands(block)
+    with pytest.raises(Exception):  # noqa: B017, PT011  # of click, KeyError, or AssertionError
+        test_a_command_exists_and_takes_its_arguments(block, command)
 
 
 @pytest.mark.parametrize("block", blocks("sh"), ids=str)
