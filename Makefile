@@ -31,7 +31,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo serve test test-kernels test-gpu gpu-report check
+.PHONY: help setup server demo serve test test-kernels test-gpu gpu-report check docs
 .PHONY: bench-beam bench-encoder bench-generate bench-memory bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
@@ -95,6 +95,10 @@ check: $(VENV)/setup.stamp ## Check style, words, types, the direction of import
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_wheel.py
 
+docs: $(VENV)/setup.stamp ## Build the documentation site into site/; a broken link, page or anchor is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "docs: open site/index.html"
+
 bench-encoder: setup ## Compare an encoder (MODEL=) with its peers on this machine; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
@@ -128,6 +132,6 @@ install-backend: ## Put the backend into another server: BACKENDS=/opt/tritonser
 	@PYTHONPATH=tools $(PYTHON) -m varlen_tools.install_backend $(BACKENDS)
 
 clean: ## Remove all that was made here: .venv, the server, caches; models stay
-	rm -rf $(VENV) .server .server.partial dist build
+	rm -rf $(VENV) .server .server.partial dist build site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find kernels backend client tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

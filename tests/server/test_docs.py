@@ -1,0 +1,109 @@
+"""Commands, requests and Python of the pages run against a real server."""
+
+import shlex
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.checkpoints import WORDS, save_checkpoint
+from tests.docs.pages import Block, blocks, commands
+from varlen_client.cli import app
+from varlen_tools.local_server import LocalServer
+
+from .serving import TIMEOUT_SECONDS, add_model, load, unload
+
+TASK_PAGES = ("embeddings", "classification", "reranking", "tokens", "generation", "translation")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("start", *TASK_PAGES)))
+# Models of the pages that the shared server has under other names.
+STAND_INS = {"sentiment": "classifier", "states": "encoder", "e5": "minilm", "en-de": "tiny_dates"}
+# Models of the pages that are loaded for them, by the class that saves them.
+LOADED = {
+    "reranker": "BertForSequenceClassification",
+    "tiny_gpt2": "GPT2LMHeadModel",
+    "tiny_dates": "MarianMTModel",
+}
+
+
+# Commands that the demo and other tests run, or that need other machines.
+NOT_RUN = ("make", "python", "python3", "tritonserver", "docker", "pip", "cd", ".")
+
+
+@pytest.fixture(scope="module")
+def folders(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints by model."""
+    folder = tmp_path_factory.mktemp("pages")
+    saved = {}
+    for name, kind in LOADED.items():
+        words = {"words": WORDS, "num_labels": 1} if name == "reranker" else {}
+        saved[name] = save_checkpoint(folder / name, kind, **words)
+    return saved | {"minilm": minilm}
+
+
+@pytest.fixture(scope="module")
+def server(
+    server: LocalServer, repository: Path, folders: dict[str, Path]
+) -> Iterator[LocalServer]:
+    """The shared server with the models of the pages."""
+    for name in LOADED:
+        add_model(repository, name, folders[name])
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(partial(load, server), LOADED)) == [None] * len(LOADED)
+        yield server
+        list(pool.map(partial(unload, server), LOADED))
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def at(server: LocalServer, text: str) -> str:
+    """Return code of a page with the addresses and the models of the server."""
+    text = text.replace("grpc://127.0.0.1:8001", server.grpc_url)
+    text = text.replace("127.0.0.1:8000", server.http_url.removeprefix("http://"))
+    for name, stand_in in STAND_INS.items():
+        for quoted in (f'"{name}"', f"--model {name}", f"models/{name}/"):
+            text = text.replace(quoted, quoted.replace(name, stand_in))
+    return text
+
+
+@pytest.mark.parametrize("block", blocks("sh", pages=PAGES), ids=str)
+def test_commands_and_requests_are_answered(block: Block, server: LocalServer) -> None:
+    done = 0
+    for command in commands(block):
+        words = shlex.split(at(server, shlex.join(command)))
+        name = Path(words[0]).name
+        if name == "printf":
+            Path(words[3]).write_text(words[1].encode().decode("unicode_escape"))
+        elif name == "varlen":
+            run = CliRunner().invoke(app, [*words[1:], "--url", server.grpc_url])
+            assert run.exit_code == 0, run.output
+            assert run.output.strip()
+        elif name == "curl":
+            assert post(words[1], words[words.index("-d") + 1])
+        else:
+            assert words[0] in NOT_RUN, words
+        done += 1
+    assert done
+
+
+@pytest.mark.parametrize("block", blocks("python", pages=PAGES), ids=str)
+def test_python_runs(block: Block, server: LocalServer, folders: dict[str, Path]) -> None:
+    code = at(server, block.code)
+    for name, folder in folders.items():
+        code = code.replace(f"model_repository/{name}/1", str(folder))
+
+    exec(compile(code, str(block), "exec"), {})
+
+
+def post(address: str, body: str) -> bytes:
+    """Return the answer to a request, which may be a stream of events."""
+    request = urllib.request.Request(f"http://{address}", body.encode())
+    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+        content: bytes = answer.read()
+    return content
