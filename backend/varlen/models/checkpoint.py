@@ -149,6 +149,17 @@ class Checkpoint:
         return self.dense if task == "embed" else ()
 
     @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks that its architecture has heads for, its own first."""
+        family = _family(self.config)
+        served = [
+            task
+            for task in family.tasks
+            if family.heads.get(task, self.architecture) == self.architecture
+        ]
+        return tuple(dict.fromkeys((self.task, *served)))
+
+    @property
     def num_labels(self) -> int:
         """Outputs of the classification head, 0 when there is none."""
         return len(self.labels.names)
