@@ -19,6 +19,7 @@ from varlen.execution.workers import Workers, load_workers
 from varlen.intake import InputLimits, Intake
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
+from varlen.models.notes import checkpoint_notes
 from varlen.request import Reply, Request
 from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
 from varlen.scheduling.admission import Admission
@@ -109,6 +110,8 @@ class Service:
         engine = Engine(scheduler, executor, stats)
         engine.start()
         _log_loaded(info, time.monotonic() - began)
+        for note in checkpoint_notes(checkpoint, info.task):
+            _log.warning("%s", note)
         cache = _response_cache(config, engine, info)
         return cls(checkpoint, info.task, intake, admission, engine, executor, workers, info, cache)
 

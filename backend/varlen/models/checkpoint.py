@@ -19,6 +19,7 @@ from varlen.models import (
 )
 from varlen.models.config_file import Json, read_int, read_object
 from varlen.models.family import Family
+from varlen.models.first_releases import to_native
 from varlen.models.generation_config import check_generation, read_end_tokens
 from varlen.models.labels import NO_LABELS, Labels, read_labels
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
@@ -46,7 +47,7 @@ class Checkpoint:
 
     Attributes:
         folder: where its files are.
-        config: `config.json`.
+        config: `config.json`, in the fields of today's transformers.
         architecture: name of its class in transformers.
         task: the task of its architecture's head, else `embed`.
         pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
@@ -101,7 +102,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{folder} is not a folder; give a Hugging Face checkpoint folder"
             )
-        config = read_object(folder, "config.json")
+        config = to_native(read_object(folder, "config.json"))
         family = _family(config)
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
@@ -123,7 +124,8 @@ class Checkpoint:
             vocab_size=read_int(config, "vocab_size"),
             target_vocab_size=_target_vocab_size(config),
             hidden_size=sizes.hidden,
-            has_token_types=family.has_token_types,
+            # with a single type, all tokens have it
+            has_token_types=family.has_token_types and config.get("type_vocab_size") not in (0, 1),
             labels=read_labels(config, sentence.activation_class) if has_labels else NO_LABELS,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
@@ -147,6 +149,17 @@ class Checkpoint:
     def vector_layers(self, task: Task) -> tuple[DenseConfig, ...]:
         """Return the layers that a task applies to pooled vectors."""
         return self.dense if task == "embed" else ()
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks that its architecture has heads for, its own first."""
+        family = _family(self.config)
+        served = [
+            task
+            for task in family.tasks
+            if family.heads.get(task, self.architecture) == self.architecture
+        ]
+        return tuple(dict.fromkeys((self.task, *served)))
 
     @property
     def num_labels(self) -> int:

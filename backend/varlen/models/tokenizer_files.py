@@ -64,7 +64,8 @@ def read_tokenizer_settings(folder: Path, family: Family, *, lowercase: bool) ->
     """
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(
-            f"{folder} has no tokenizer.json; save the checkpoint with its fast tokenizer"
+            f"{folder} has no tokenizer.json; save the checkpoint with its fast tokenizer, or let"
+            " varlen_tools.fetch make it of older files"
         )
     tokenizer = read_object(folder, "tokenizer.json")
     normalizer = tokenizer.get("normalizer")
