@@ -2,14 +2,13 @@
 
 A request gets exactly one final response; a generated answer may send parts before it.
 One lock and one flag per request guard its sender: asking a sender whether it is cancelled after its
-final response ends the server's process. A failed send cannot be retried, so free shared memory is
-checked before a large one.
+final response ends the server's process. A failed send cannot be retried, so there must be shared memory for it
+(`shared_memory`).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,17 +30,15 @@ from varlen.errors import (
 )
 from varlen.metrics import CountedMetric, Outcome, Stats
 from varlen.request import GeneratedPart, Output
+from varlen.shared_memory import check_answer, sending
 
 _log = logging.getLogger(__name__)
 
 _End: TypeAlias = Literal["finished"] | Exception
 
 _SENDER_THREADS = 2
-# Responses of at least this size are sent only if two of them fit into shared memory.
-_LARGE_BYTES = 1 << 20
 # Longest time between two questions whether the client of a running request is still there.
 _CANCEL_CHECK_SECONDS = 0.02
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108  # only asked how much is free
 # Outcome and error code by exception; the first match holds. Codes by name: while this file is
 # imported, the server has not added its classes to pb_utils yet.
 _OUTCOMES: tuple[tuple[type[Exception], Outcome, str], ...] = (
@@ -58,10 +55,14 @@ class Answer(Protocol):
 
     Attributes:
         streams: whether parts of the answer are sent as they come.
+        num_bytes: size of the response, if it is known before the request runs, else 0.
     """
 
     @property
     def streams(self) -> bool: ...
+
+    @property
+    def num_bytes(self) -> int: ...
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
         """Return the outputs of a response by name, given those of the sequences by row."""
@@ -107,7 +108,12 @@ class ServerReply:
         return self._arrival
 
     def expect(self, answer: Answer) -> None:
-        """Set what makes the responses, before the first output."""
+        """Set what makes the responses, before the request runs.
+
+        Raises:
+            RequestError, QueueFullError: there is too little shared memory for the answer.
+        """
+        check_answer(answer.num_bytes)
         self._answer = answer
 
     def is_cancelled(self) -> bool:
@@ -185,19 +191,21 @@ class ServerReply:
         if isinstance(end, Exception):
             self._send_error(end)
         elif end:
-            self._send_final(self._response(outputs), "ok")
+            self._send_outputs(outputs, is_final=True)
         else:
             if outputs and not self._cancelled:
-                self._sender.send(self._response(outputs))
+                self._send_outputs(outputs, is_final=False)
             self._check_cancellation()
 
-    def _response(self, outputs: Sequence[tuple[int, Output]]) -> pb_utils.InferenceResponse:
+    def _send_outputs(self, outputs: Sequence[tuple[int, Output]], *, is_final: bool) -> None:
         assert self._answer is not None
         tensors = self._answer.tensors(outputs)
-        check_shared_memory(sum(_num_bytes(array) for array in tensors.values()))
-        return pb_utils.InferenceResponse(
-            [pb_utils.Tensor(name, array) for name, array in tensors.items()]
-        )
+        with sending(sum(_num_bytes(array) for array in tensors.values())):
+            # no variable holds the response, whose memory has to be free afterwards
+            if is_final:
+                self._send_final(_response(tensors), "ok")
+            else:
+                self._sender.send(_response(tensors))
 
     def _send_error(self, error: Exception) -> None:
         outcome, code = next(row[1:] for row in _OUTCOMES if isinstance(error, row[0]))
@@ -292,13 +300,10 @@ class Outbox:
             del reply
 
 
-def check_shared_memory(size: int) -> None:
-    """Raise EngineError if a response of `size` bytes may not fit into shared memory."""
-    if size < _LARGE_BYTES:
-        return
-    stat = os.statvfs(_SHARED_MEMORY)
-    if stat.f_bavail * stat.f_frsize < 2 * size:
-        raise EngineError(f"the server has too little shared memory for an answer of {size} bytes")
+def _response(tensors: Mapping[str, npt.NDArray[Any]]) -> pb_utils.InferenceResponse:
+    return pb_utils.InferenceResponse(
+        [pb_utils.Tensor(name, array) for name, array in tensors.items()]
+    )
 
 
 def _num_bytes(array: npt.NDArray[Any]) -> int:

@@ -116,15 +116,32 @@ class ArrayAnswer:
         """Return what answers a request."""
         return cls(outputs, options, [prompt.num_tokens for prompt in request.prompts])
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors whose shapes follow from the lengths of the rows."""
+        rows, width = len(self.num_tokens), self.outputs.width
+        longest = max(self.num_tokens) if self.outputs.task in _TOKEN_TASKS else 1
+        numbers = 4 * rows * longest * width
+        sizes = {
+            "sentence_embedding": rows * self.options.vectors.num_bytes(width),
+            "last_hidden_state": numbers,
+            "logits": numbers,
+            "scores": numbers,
+            "labels": rows * sum(4 + len(name.encode()) for name in self.outputs.labels.names),
+            "num_tokens": 4 * rows,
+        }
+        return sum(sizes.get(name, 0) for name in self._names)
+
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
         """Return the output tensors by name, given the output of each row."""
         rows = [output for _, output in sorted(outputs, key=lambda each: each[0])]
         main = self._stack(cast(list[Float32Array], rows))
-        return {
-            spec.name: self._tensor(spec.name, main)
-            for spec in self.outputs.specs
-            if spec.name in self.options.names
-        }
+        return {name: self._tensor(name, main) for name in self._names}
+
+    @property
+    def _names(self) -> list[str]:
+        """The outputs that the request names, in the model's order."""
+        return [spec.name for spec in self.outputs.specs if spec.name in self.options.names]
 
     def _tensor(self, name: str, main: Float32Array) -> npt.NDArray[Any]:
         match name:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
-from varlen import service
+from varlen import service, shared_memory
 from varlen.errors import DeadlineError
 from varlen.metrics import SnapshotMetric
 
@@ -590,42 +590,32 @@ def outcomes(model, pb_utils):
     return {metric.labels["outcome"]: metric.value for metric in totals}
 
 
-class Stat:
-    f_frsize = 4096
+class Memory:
+    """Shared memory of 100 bytes, all of it free."""
 
-    def __init__(self, free):
-        self.f_bavail = free // 4096
+    f_frsize, f_blocks, f_bavail = 1, 100, 100
 
 
-def test_a_large_answer_waits_for_no_shared_memory(load, ask, pb_utils, monkeypatch):
+def test_an_answer_without_shared_memory_is_refused_before_it_runs(
+    load, ask, pb_utils, monkeypatch
+):
     model = load()
-    monkeypatch.setattr(os, "statvfs", lambda path: Stat(100))
-    monkeypatch.setattr(sys.modules["varlen.server_replies"], "_LARGE_BYTES", 200)
+    monkeypatch.setattr(os, "statvfs", lambda path: Memory())
+    monkeypatch.setattr(shared_memory, "_LARGE_BYTES", 200)
     large, small = ask(text=text("a", "b", "c")), ask(text=text("a"))
+    by_ids = ask(input_ids=np.ones((3, 4)))
 
-    model.execute([large, small])
+    model.execute([large, by_ids, small])
 
-    message = "the server has too little shared memory for an answer of 288 bytes"
-    assert failure(large) == (pb_utils.TritonError.INTERNAL, message)
-    assert large.sends == 1
+    message = (
+        "the answer has 288 bytes; the shared memory of this server is enough for 33:"
+        " send fewer rows at once"
+    )
+    assert failure(large) == failure(by_ids) == (pb_utils.TritonError.INVALID_ARG, message)
+    assert large.sends == by_ids.sends == 1
     result(small)
-
-
-def test_a_large_answer_is_sent_where_memory_holds_it_twice(server_model, monkeypatch):
-    check = sys.modules["varlen.server_replies"].check_shared_memory
-    for free, fits in [(2 << 21, True), ((2 << 21) - 4096, False)]:
-        monkeypatch.setattr(os, "statvfs", lambda path, free=free: Stat(free))
-        if fits:
-            check(1 << 21)
-        else:
-            with pytest.raises(Exception, match="too little shared memory"):
-                check(1 << 21)
-
-
-def test_a_small_answer_asks_nothing_of_the_file_system(server_model, monkeypatch):
-    monkeypatch.setattr(os, "statvfs", lambda path: pytest.fail("asked"))
-
-    sys.modules["varlen.server_replies"].check_shared_memory((1 << 20) - 1)
+    assert model._service.admission.depth == (0, 0)
+    assert outcomes(model, pb_utils)["invalid"] == 2
 
 
 @pytest.mark.parametrize("cache_bytes", ["0", "6000"])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.threads import run_in_threads
+from varlen import shared_memory
 from varlen.errors import DeadlineError, RequestCancelled, RequestError
 from varlen.metrics import Stats
 from varlen.models.labels import NO_LABELS
@@ -248,7 +249,7 @@ def test_a_response_that_cannot_be_built_is_an_error_without_details(start, pb_u
     def fail(outputs):
         raise ZeroDivisionError("secret")
 
-    request, reply = start(answer=SimpleNamespace(streams=stream, tensors=fail))
+    request, reply = start(answer=SimpleNamespace(streams=stream, num_bytes=0, tensors=fail))
 
     reply.send(0, part("a"))
     reply.send(0, part("b", end="stop"))
@@ -282,7 +283,7 @@ def test_an_error_names_its_code_in_a_stream(replies, stats, pb_utils):
 
 
 def test_a_part_without_shared_memory_is_an_error(start, replies, pb_utils, monkeypatch):
-    monkeypatch.setattr(replies, "_LARGE_BYTES", 100)
+    monkeypatch.setattr(shared_memory, "_LARGE_BYTES", 100)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))
     request, reply = start()
 
