@@ -245,6 +245,14 @@ class EngineConfig:
         when="Raise it if clients that send many long texts get UNAVAILABLE while memory is free.",
         lowest=1,
     )
+    device_timeout_seconds: int = _setting(
+        60,
+        "Longest time that a GPU may take to end a batch, in seconds. After that the GPU counts as hung: the model is"
+        " not ready, its requests fail with INTERNAL, and a reload starts it in a fresh process. Batches take"
+        " milliseconds. 0 is no limit. CPUs ignore this setting.",
+        when="Raise it if a debugger or a profiler slows the GPU down. Lower it to notice a hung GPU earlier.",
+        lowest=0,
+    )
     ignore_request_timeout: bool = _setting(
         False,
         "Whether the `timeout` field of requests is ignored. It is a deadline in microseconds, as the server defines"

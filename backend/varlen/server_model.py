@@ -40,6 +40,7 @@ from varlen.server_config import (
 from varlen.server_process import (
     MemoryTrimmer,
     check_numpy,
+    end_process_soon,
     log_to_server,
     start_exporter,
     start_watchdog,
@@ -107,7 +108,8 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Stop the threads. The server calls this once every request has been answered."""
         self._pool.close()
-        self._service.close()
+        if not self._service.close():
+            end_process_soon()
         self._outbox.close()
         if self._exporter is not None:
             self._exporter.close()

@@ -84,10 +84,9 @@ class Service:
         checkpoint = Checkpoint.open(folder)
         with ExitStack() as opened:
             workers = load_workers(checkpoint, config, stats, gpu=gpu, isolated=isolated)
-            opened.callback(workers.close)
-            info = workers.info
             executor = workers.new_executor()
-            opened.callback(executor.close)
+            opened.callback(_close, executor, workers)
+            info = workers.info
             tokenizer = Tokenizer(
                 checkpoint.folder, info.max_sequence_tokens, has_types=checkpoint.has_token_types
             )
@@ -154,11 +153,25 @@ class Service:
             SnapshotMetric.CACHE_EVICTIONS: cache.evictions,
         }
 
-    def close(self) -> None:
-        """Run what is queued, then stop."""
+    def close(self) -> bool:
+        """Run what is queued, then stop.
+
+        Returns:
+            Whether all memory was released. False after the GPU has hung: its process should end.
+        """
         self.engine.close()
-        self.executor.close()
-        self.workers.close()
+        return _close(self.executor, self.workers)
+
+
+def _close(executor: ModelExecutor, workers: Workers) -> bool:
+    """Stop the executor and release what it runs; return whether the device was idle.
+
+    If it was not, nothing is released.
+    """
+    is_idle = executor.close()
+    if is_idle:
+        workers.close()
+    return is_idle
 
 
 def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> ResponseCache | None:

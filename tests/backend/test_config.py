@@ -57,6 +57,7 @@ def test_every_setting_can_be_spelt_out():
         "max_text_bytes": "5",
         "max_queued_text_bytes": "18",
         "response_cache_bytes": "8",
+        "device_timeout_seconds": "90",
         "ignore_request_timeout": "true",
         "response_cache_seconds": "9",
         "threads": "6",

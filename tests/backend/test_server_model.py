@@ -660,6 +660,18 @@ def test_is_ready_follows_the_engine(load):
     assert not model.is_ready()
 
 
+def test_after_a_hang_of_the_gpu_the_process_ends_whatever_happens(load, server_model, monkeypatch):
+    model, ended = load(), []
+    close = model._service.close
+    monkeypatch.setattr(type(model._service), "close", lambda _: close() and False)
+    monkeypatch.setattr(server_model, "end_process_soon", lambda: ended.append(True))
+
+    model.finalize()
+
+    assert ended
+    assert our_threads() == []
+
+
 def test_finalize_answers_the_queue_and_ends_every_thread(load, ask):
     model = load(max_batch_tokens="64")
     first = ask(text=text("a"))
