@@ -33,6 +33,9 @@ def main(
     models: Annotated[Path, typer.Option(help="Model repository of `make setup`.")] = Path(
         "model_repository"
     ),
+    logs: Annotated[
+        Path | None, typer.Option(help="Existing folder that gets the logs of the servers.")
+    ] = None,
     only: command.Only = "",
     seed: command.Seed = 0,
     revision: command.Revision = "",
@@ -57,9 +60,8 @@ def main(
         known = checkpoints.known(seed)
         for name in chosen:
             share = PHASES[name].weight / whole
-            campaign = Campaign(
-                seed, known, checkpoints, scratch, max(1, int(share * requests)), progress
-            )
+            most = max(1, int(share * requests))
+            campaign = Campaign(seed, known, checkpoints, scratch, most, progress, logs)
             progress(f"{name}: about {share * seconds:.0f} s")
             report = run_phase(name, PHASES[name].run, campaign, share * seconds)
             for problem in report.ledger.problems:

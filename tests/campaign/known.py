@@ -78,12 +78,13 @@ def encoder_answers(
         longest: row of token ids.
         vocabulary: number of token ids.
     """
-    words = [" ".join(draw.choices(_WORDS, k=draw.choice((1, 3, 9, 30)))) for _ in range(texts)]
+    words = [" ".join(draw.choices(_WORDS, k=draw.choice((1, 3, 3, 9, 9, 30)))) for _ in range(texts)]
     if task == "embed":
         words[-1] = "tensor " * _LONG_TEXT_WORDS
     rows = [
-        [draw.randrange(vocabulary) for _ in range(draw.choice((1, 2, 17, longest // 2, longest)))]
-        for _ in range(texts)
+        [draw.randrange(vocabulary) for _ in range(length)]
+        # short ones mostly, as in life, and some at the limits
+        for length in (1, longest, longest // 2, *(draw.randint(2, 24) for _ in range(texts - 3)))
     ]
     with Encoder.from_pretrained(folder, task=task, device="cpu", dtype="fp32") as encoder:
         run = encoder.embed if task == "embed" else encoder.hidden

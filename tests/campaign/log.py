@@ -7,6 +7,8 @@ from collections.abc import Sequence
 _SUSPICIOUS = re.compile(
     r"Traceback|Signal \(|terminate called|double free|corrupted|Segmentation|Fatal Python|^E\d{4} "
 )
+# What every server without a GPU prints, and one that is stopped.
+_USUAL = (r"CudaDriverHelper has not been initialized", r"^Signal \(15\) received")
 _MOST_LINES = 5
 
 
@@ -17,7 +19,7 @@ def unexpected_lines(log: str, allowed: Sequence[str] = ()) -> list[str]:
         log: of a server.
         allowed: patterns of lines that the attacks explain.
     """
-    patterns = [re.compile(pattern) for pattern in allowed]
+    patterns = [re.compile(pattern) for pattern in (*_USUAL, *allowed)]
     found = [
         line
         for line in log.splitlines()

@@ -36,6 +36,7 @@ class Campaign:
         scratch: an empty folder.
         requests: at most, of each phase.
         progress: prints a line.
+        logs: folder that gets the log of each server, if there is one.
     """
 
     seed: int
@@ -44,6 +45,7 @@ class Campaign:
     scratch: Path
     requests: int
     progress: Callable[[str], None]
+    logs: Path | None = None
 
 
 @dataclass(slots=True)
@@ -117,12 +119,15 @@ def attacked_server(
     ) as target:
         server, pid = target.server, target.server.pid
         yield target
+        target.close()
         report.check(holds=server.is_running, problem="the server ended")
         regions, processes = shared_memory(pid), set(family(pid)) - {pid}
         began = time.monotonic()
         code = server.stop(timeout=_END_SECONDS)
         remove_shared_memory(regions) if loses_processes else None
         report.notes["seconds to stop"] = round(time.monotonic() - began)
+        if campaign.logs is not None:
+            campaign.logs.joinpath(f"{report.name}.log").write_text(server.log())
         for problem in unexpected_lines(server.log(), allowed_log):
             report.ledger.report(problem)
         if loses_processes:

@@ -15,6 +15,7 @@ from tests.server.serving import add_model
 from varlen_client import Client, RetryPolicy
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
+from .endings import TIMEOUT_SECONDS
 from .known import Known, continuations, encoder_answers, translations
 
 Protocol = Literal["grpc", "http"]
@@ -105,12 +106,13 @@ class Target:
         known: inputs and their answers.
         grpc, http: clients that check nothing.
         channel: for gRPC messages of any bytes.
+        patience: seconds that a client of a good request waits.
     """
 
-    def __init__(
-        self, server: LocalServer, known: Known, models: Sequence[str], stack: ExitStack
-    ) -> None:
+    def __init__(self, server: LocalServer, known: Known, models: Sequence[str]) -> None:
         self.server, self.known, self.models = server, known, tuple(models)
+        self.patience = TIMEOUT_SECONDS
+        self._stack = stack = ExitStack()
         self.grpc: GrpcClient = stack.enter_context(GrpcClient(server))
         self.http: HttpClient = stack.enter_context(HttpClient(server))
         self.channel = stack.enter_context(grpc.insecure_channel(f"{LOOPBACK}:{server.grpc_port}"))
@@ -126,6 +128,10 @@ class Target:
     def client(self, model: str, protocol: Protocol) -> Client:
         """Return varlen's own client of a model."""
         return self._clients[model, protocol]
+
+    def close(self) -> None:
+        """Close all clients: a server that stops waits for their idle connections."""
+        self._stack.close()
 
 
 @contextmanager
@@ -147,9 +153,10 @@ def running(
         options: of `LocalServer`.
     """
     loads = [f"--load-model={name}" for name in models]
-    with ExitStack() as stack:
-        server = stack.enter_context(
-            LocalServer(repository, arguments=[*arguments, *loads], **options)
-        )
+    with LocalServer(repository, arguments=[*arguments, *loads], **options) as server:
         server.wait_ready(_READY_SECONDS)
-        yield Target(server, known, models, stack)
+        target = Target(server, known, models)
+        try:
+            yield target
+        finally:
+            target.close()

@@ -35,10 +35,10 @@ def fuzz_json(draw: random.Random, target: Target) -> Ending:
     model, path, body = draw.choice(_json_requests())
     body = copy.deepcopy(body)
     for _ in range(draw.randint(1, 3)):
-        _change_value(draw, body)
+        change_value(draw, body)
     data = json.dumps(body).encode()
     if draw.random() < 0.4:
-        data = _changed_bytes(draw, data)
+        data = changed_bytes(draw, data)
     return _post(target, model, path, data, {})
 
 
@@ -66,7 +66,7 @@ def fuzz_binary(draw: random.Random, target: Target) -> Ending:
         wrong = (0, 1, head - 1, head + 1, len(body), len(body) + 1, -1, 2**31, 2**63, "x", "")
         headers = {name: str(draw.choice(wrong))}
     elif choice == 1:
-        body = body[:head] + _changed_bytes(draw, body[head:])
+        body = body[:head] + changed_bytes(draw, body[head:])
     elif choice == 2:
         sizes = (-1, 0, 1, 2**31, 2**62, len(body))
         changed = json.loads(body[:head])
@@ -74,7 +74,7 @@ def fuzz_binary(draw: random.Random, target: Target) -> Ending:
         changed_head = json.dumps(changed).encode()
         body, headers = changed_head + body[head:], {name: str(len(changed_head))}
     else:
-        body = _changed_bytes(draw, body)
+        body = changed_bytes(draw, body)
     return _post(target, ENCODER, path, body, headers)
 
 
@@ -94,7 +94,7 @@ def fuzz_grpc(draw: random.Random, target: Target) -> Ending:
         request.parameters[draw.choice(_NAMES)].string_param = draw.choice(_STRINGS[:2])
     data = request.SerializeToString()
     if draw.random() < 0.5:
-        data = _changed_bytes(draw, data)
+        data = changed_bytes(draw, data)
     method = draw.choice(_METHODS)
     return _call_raw(target, method, data, model if method == "ModelInfer" else "")
 
@@ -157,9 +157,12 @@ def _json_requests() -> list[tuple[str, str, dict[str, Any]]]:
     return [(model, f"/v2/models/{model}/{end}", body) for model, end, body in found]
 
 
-def _change_value(draw: random.Random, body: Any) -> None:
+def change_value(draw: random.Random, body: Any) -> None:
     """Replace, remove or add a value somewhere in a JSON value."""
-    holder, key = draw.choice(list(_places(body)))
+    places = list(_places(body))
+    if not places:
+        return
+    holder, key = draw.choice(places)
     choice = draw.random()
     if choice < 0.15:
         del holder[key]
@@ -182,7 +185,7 @@ def _junk(draw: random.Random) -> Any:
     return copy.deepcopy(draw.choice((*_JUNK, draw.choice(_STRINGS), draw.choice(_NUMBERS))))
 
 
-def _changed_bytes(draw: random.Random, data: bytes) -> bytes:
+def changed_bytes(draw: random.Random, data: bytes) -> bytes:
     """Return bytes with a part cut, repeated, inserted or replaced."""
     if not data:
         return draw.randbytes(3)

@@ -8,7 +8,7 @@ import numpy as np
 
 from varlen_client import DeadlineMissed, RequestTimeout, ServerUnavailable, VarlenClientError
 
-from ..endings import TIMEOUT_SECONDS, Ending
+from ..endings import Ending
 from ..known import BEAMS, GREEDY, MAX_TOKENS, Vectors
 from ..target import CACHED, CAPPED, DECODER, ENCODER, HIDDEN, PROTOCOLS, TRANSLATOR, Target
 
@@ -41,17 +41,17 @@ def embed_with_deadline(draw: random.Random, target: Target) -> Ending:
 def hidden(draw: random.Random, target: Target) -> Ending:
     """A vector per token: large answers."""
     known = target.known.encoders[HIDDEN]
-    rows = draw.choices(range(len(known.ids)), k=draw.randint(1, _MOST_ROWS))
+    # rows of one length, which the client sends as one request
+    row, count = draw.randrange(len(known.ids)), draw.randint(1, _MOST_ROWS)
     client = target.client(HIDDEN, draw.choice(PROTOCOLS))
 
     def ask() -> bool:
-        answers = client.hidden([known.ids[row] for row in rows], timeout=TIMEOUT_SECONDS)
-        return all(
-            known.is_right(answer, known.of_ids[row])
-            for answer, row in zip(answers, rows, strict=True)
+        answers = client.hidden([known.ids[row]] * count, timeout=target.patience)
+        return len(answers) == count and all(
+            known.is_right(answer, known.of_ids[row]) for answer in answers
         )
 
-    return _ending(ask, HIDDEN, rows=len(rows))
+    return _ending(ask, HIDDEN, rows=count)
 
 
 def generate(draw: random.Random, target: Target) -> Ending:
@@ -65,7 +65,7 @@ def generate(draw: random.Random, target: Target) -> Ending:
             prompt,
             max_tokens=count,
             priority=draw.randint(0, 9),
-            timeout=TIMEOUT_SECONDS,
+            timeout=target.patience,
             **GREEDY,
         )
         return answer.token_ids == expected[:count]
@@ -79,7 +79,7 @@ def stream(draw: random.Random, target: Target) -> Ending:
     client = target.client(DECODER, draw.choice(PROTOCOLS))
 
     def ask() -> bool:
-        parts = client.stream(prompt, max_tokens=MAX_TOKENS, timeout=TIMEOUT_SECONDS, **GREEDY)
+        parts = client.stream(prompt, max_tokens=MAX_TOKENS, timeout=target.patience, **GREEDY)
         return tuple(token for part in parts for token in part.token_ids) == expected
 
     return _ending(ask, DECODER)
@@ -101,7 +101,7 @@ def sample(draw: random.Random, target: Target) -> Ending:
             seed=draw.randrange(2**31),
             logprobs=draw.choice((None, 0, 3)),
             ignore_eos=True,
-            timeout=TIMEOUT_SECONDS,
+            timeout=target.patience,
         )
         return [len(each.token_ids) for each in answers] == [tokens] * count
 
@@ -114,7 +114,7 @@ def translate(draw: random.Random, target: Target) -> Ending:
     client = target.client(TRANSLATOR, draw.choice(PROTOCOLS))
 
     def ask() -> bool:
-        [answer] = client.translate([text], timeout=TIMEOUT_SECONDS, **BEAMS)
+        [answer] = client.translate([text], timeout=target.patience, **BEAMS)
         return answer.text == expected
 
     return _ending(ask, TRANSLATOR)
@@ -129,13 +129,13 @@ def _embed(
     **options: Any,
 ) -> Ending:
     known: Vectors = target.known.encoders[model]
-    rows = draw.choices(range(len(known.texts)), k=draw.randint(1, _MOST_ROWS))
+    rows = draw.choices(range(len(known.texts)), k=draw.choice((1, 1, 1, 2, _MOST_ROWS)))
     inputs, answers = draw.choice(((known.texts, known.of_texts), (known.ids, known.of_ids)))
     client = target.client(model, draw.choice(PROTOCOLS))
 
     def ask() -> bool:
         vectors = client.embed(
-            [inputs[row] for row in rows], truncate=True, timeout=TIMEOUT_SECONDS, **options
+            [inputs[row] for row in rows], truncate=True, timeout=target.patience, **options
         )
         return known.is_right(vectors, np.stack([answers[row] for row in rows]))
 

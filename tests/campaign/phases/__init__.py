@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 from ..phase import Phase
 from .fuzz import fuzz
+from .kills import stubs, workers
 from .mixed import mixed
+from .reloads import reloads
+from .shared_memory import shared_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,4 +22,8 @@ class Planned:
 PHASES: Mapping[str, Planned] = {
     "mixed": Planned(mixed, 45),
     "fuzz": Planned(fuzz, 20),
+    "workers": Planned(workers, 8),
+    "stubs": Planned(stubs, 6),
+    "reloads": Planned(reloads, 8),
+    "shared_memory": Planned(shared_memory, 5),
 }
