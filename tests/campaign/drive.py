@@ -3,12 +3,13 @@
 import itertools
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Thread
 from typing import Generic, TypeAlias, TypeVar
 
-from .endings import Ending, Ledger
+from .endings import TIMEOUT_SECONDS, Ending, Ledger
 
 _Target = TypeVar("_Target")
 # Sends one request and returns how it ended.
@@ -46,8 +47,9 @@ def send_all(
     *,
     name: str,
     threads: int = THREADS,
+    patience: float = 2 * TIMEOUT_SECONDS,
 ) -> int:
-    """Send requests until a bound is reached, wait for the last one, and return their number.
+    """Send requests until a bound is reached, wait for the last one, and return the number of those that ended.
 
     Args:
         target: given to every request.
@@ -56,13 +58,15 @@ def send_all(
         ledger: gets every end.
         name: of the stream, with the seed. A request depends on it and on its own number alone.
         threads: requests in flight.
+        patience: seconds after the last request was sent; the ledger has those without an end then as open.
     """
     numbers = itertools.count()
     until = time.monotonic() + bounds.seconds
     weights = [share.weight for share in mix]
 
-    def send_some(_: int) -> int:
-        sent = 0
+    ended: deque[None] = deque()
+
+    def send_some() -> None:
         while time.monotonic() < until and (number := next(numbers)) < bounds.requests:
             draw = random.Random(f"{name} {number}")
             [share] = draw.choices(mix, weights)
@@ -72,8 +76,12 @@ def send_all(
                 except Exception as error:
                     ending = Ending("wrong", message=f"the client failed: {error!r}")
             ledger.add(f"{name} {number}", share.kind, ending)
-            sent += 1
-        return sent
+            ended.append(None)
 
-    with ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(send_some, range(threads)))
+    # one that hangs must not hold up the end of the campaign
+    senders = [Thread(target=send_some, daemon=True) for _ in range(threads)]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join(max(0.0, until + patience - time.monotonic()))
+    return len(ended)

@@ -21,7 +21,9 @@ BEAMS: Mapping[str, Any] = {"num_beams": 3, "max_tokens": 16}
 
 _WORDS = "the cat sat by a river and wrote about tensors queues batches, tokens; numbers 42 ünï 漢字".split()
 _MONTHS = "January March May July August October December".split()
-_PROMPTS = "def run(self):|The module|Return a new|import|class Queue|x = [1, 2|If the|é|# a comment|"
+_PROMPTS = (
+    "def run(self):|The module|Return a new|import|class Queue|x = [1, 2|If the|é|# a comment|"
+)
 _LONG_TEXT_WORDS = 9000
 
 
@@ -78,7 +80,9 @@ def encoder_answers(
         longest: row of token ids.
         vocabulary: number of token ids.
     """
-    words = [" ".join(draw.choices(_WORDS, k=draw.choice((1, 3, 3, 9, 9, 30)))) for _ in range(texts)]
+    words = [
+        " ".join(draw.choices(_WORDS, k=draw.choice((1, 3, 3, 9, 9, 30)))) for _ in range(texts)
+    ]
     if task == "embed":
         words[-1] = "tensor " * _LONG_TEXT_WORDS
     rows = [
@@ -102,7 +106,10 @@ def continuations(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def translations(folder: Path, draw: random.Random) -> dict[str, str]:
     """Return the best translation of some dates."""
-    texts = [f"{draw.randint(1, 28)} {draw.choice(_MONTHS)} {draw.randint(1950, 2049)}" for _ in range(12)]
+    texts = [
+        f"{draw.randint(1, 28)} {draw.choice(_MONTHS)} {draw.randint(1950, 2049)}"
+        for _ in range(12)
+    ]
     with Generator.from_pretrained(folder, device="cpu", dtype="fp32") as generator:
         answers = generator.generate(texts, **BEAMS)
     return {text: answer.text for text, answer in zip(texts, answers, strict=True)}

@@ -114,7 +114,11 @@ def _load_and_ask(folder: str, parameters: dict[str, str]) -> None:
     config = engine_config({"parameters": entries})
     checkpoint = Checkpoint.open(folder)
     task = config.task or checkpoint.task
-    model_config = {"max_batch_size": 0 if task in ITERATIVE_TASKS else 64, "input": [], "output": []}
+    model_config = {
+        "max_batch_size": 0 if task in ITERATIVE_TASKS else 64,
+        "input": [],
+        "output": [],
+    }
     check_server_settings(model_config, task)
     checkpoint.check_task(task)
     check_tensors(model_config, checkpoint, task)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,7 +101,7 @@ def attacked_server(
     *,
     allowed_log: Sequence[str] = (),
     loses_processes: bool = False,
-    environment: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
     command: Path | None = None,
 ) -> Iterator[Target]:
     """Yield a server of these models for a phase; check its log and its end.
@@ -111,11 +111,12 @@ def attacked_server(
         models: to serve.
         allowed_log: patterns of lines in the log that the attacks explain.
         loses_processes: whether the phase kills the process of a model, after which this server cannot end well.
-        environment, command: see `LocalServer`.
+        arguments: more ones of the server.
+        command: see `LocalServer`.
     """
     repository = campaign.checkpoints.repository(campaign.scratch / report.name, models)
     with running(
-        repository, campaign.known, models, environment=environment, command=command
+        repository, campaign.known, models, arguments=arguments, command=command
     ) as target:
         server, pid = target.server, target.server.pid
         yield target

@@ -57,7 +57,7 @@ class State:
             descriptors,
             threads,
             memory / MIB,
-            sum(map(_file_bytes, regions)) / MIB,
+            sum({path.name: _file_bytes(path) for path in map(Path, regions)}.values()) / MIB,
         )
 
     def growth(self, after: State) -> list[str]:
@@ -136,11 +136,12 @@ def _proportional_kib(folder: Path) -> int:
 def _regions(folder: Path) -> set[str]:
     """Return the mapped files in /dev/shm that belong to the server's Python processes."""
     lines = folder.joinpath("maps").read_text(errors="replace").splitlines()
-    return {line.split()[-1] for line in lines if "_shm_region_" in line}
+    # the process may have a /dev/shm of its own
+    return {f"{folder}/root{line.split()[-1]}" for line in lines if "_shm_region_" in line}
 
 
-def _file_bytes(path: str) -> int:
+def _file_bytes(path: Path) -> int:
     try:
-        return Path(path).stat().st_size
+        return path.stat().st_size
     except OSError:
         return 0

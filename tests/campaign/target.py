@@ -17,17 +17,18 @@ from varlen_tools.local_server import LOOPBACK, LocalServer
 
 from .endings import TIMEOUT_SECONDS
 from .known import Known, continuations, encoder_answers, translations
+from .models import (
+    CACHED,
+    CAPPED,
+    DECODER,
+    ENCODER,
+    HIDDEN,
+    MODELS,
+    TRANSLATOR,
+)
 
 Protocol = Literal["grpc", "http"]
 PROTOCOLS: tuple[Protocol, ...] = ("grpc", "http")
-
-# Models of the repository: an encoder that is a product; random ones with a response cache, with large answers
-# and with a short queue; a decoder; an encoder with a decoder.
-ENCODER, CACHED, HIDDEN, CAPPED = "minilm", "cached", "hidden", "capped"
-DECODER, TRANSLATOR = "tiny_gpt2", "tiny_dates"
-ENCODERS = (ENCODER, CACHED, HIDDEN, CAPPED)
-GENERATORS = (DECODER, TRANSLATOR)
-MODELS = (*ENCODERS, *GENERATORS)
 
 MAX_ROWS = 64
 # Limits of the random checkpoint, and of minilm.
@@ -140,8 +141,8 @@ def running(
     known: Known,
     models: Sequence[str] = MODELS,
     *,
-    arguments: Sequence[str] = _ARGUMENTS,
-    **options: Any,
+    arguments: Sequence[str] = (),
+    command: Path | None = None,
 ) -> Iterator[Target]:
     """Start a server, load its models, and yield it with its clients.
 
@@ -149,11 +150,12 @@ def running(
         repository: folder to serve.
         known: inputs and their answers.
         models: to load.
-        arguments: of the server.
-        options: of `LocalServer`.
+        arguments: more ones of the server.
+        command: see `LocalServer`.
     """
     loads = [f"--load-model={name}" for name in models]
-    with LocalServer(repository, arguments=[*arguments, *loads], **options) as server:
+    arguments = [*_ARGUMENTS, *loads, *arguments]
+    with LocalServer(repository, arguments=arguments, command=command) as server:
         server.wait_ready(_READY_SECONDS)
         target = Target(server, known, models)
         try:

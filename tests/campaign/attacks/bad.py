@@ -10,7 +10,8 @@ from tests.server.clients import AnswerError
 from tests.server.serving import http_call
 
 from ..endings import TIMEOUT_SECONDS, Ending
-from ..target import DECODER, ENCODER, TRANSLATOR, Target
+from ..models import DECODER, ENCODER, TRANSLATOR
+from ..target import Target
 
 # Bodies of /generate, with a word of the reason.
 _BAD_PROMPTS: tuple[tuple[Mapping[str, Any], str], ...] = (
@@ -48,7 +49,12 @@ def bad_embed(draw: random.Random, target: Target) -> Ending:
         client.infer(ENCODER, case.inputs, case.parameters, TIMEOUT_SECONDS)
     except AnswerError as error:
         return _refusal(
-            ENCODER, error.code, error.message, case.word, is_ours=case in OURS, what=case.description
+            ENCODER,
+            error.code,
+            error.message,
+            case.word,
+            is_ours=case in OURS,
+            what=case.description,
         )
     return Ending("wrong", ENCODER, message=f"answered: {case.description}")
 
@@ -65,9 +71,7 @@ def bad_generate(draw: random.Random, target: Target) -> Ending:
     return _refusal(model, code, answer["error"], word, is_ours=True, what=what)
 
 
-def _refusal(
-    model: str, code: str, message: str, word: str, *, is_ours: bool, what: str
-) -> Ending:
+def _refusal(model: str, code: str, message: str, word: str, *, is_ours: bool, what: str) -> Ending:
     if code == "DEADLINE_EXCEEDED":
         return Ending("lost", model, code, f"{what}: {message}")
     if code != "INVALID_ARGUMENT" or word not in message:

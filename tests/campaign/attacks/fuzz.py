@@ -17,7 +17,8 @@ from tests.server.clients import http_request, integers, texts
 from varlen_tools.local_server import LOOPBACK
 
 from ..endings import TIMEOUT_SECONDS, Ending
-from ..target import DECODER, ENCODER, TRANSLATOR, Target
+from ..models import DECODER, ENCODER, TRANSLATOR
+from ..target import Target
 
 _STRINGS = ("", "\0", "a" * 5000, "../../etc", "\ud800", "é" * 50, "NaN", "%s%n", "true", "[", "{}")
 _NUMBERS = (-1, 0, 1, 64, 65, 2**31, 2**53, 2**63 - 1, -(2**63), 2**64, 1e308, -0.0, 0.5, 1e-320)
@@ -113,15 +114,17 @@ def _call_raw(target: Target, method: str, data: bytes, model: str) -> Ending:
         if code == "UNAVAILABLE":
             return Ending("wrong", "", code, details)
         return Ending("refused", "", code, details)
-    errors = [service_pb2.ModelStreamInferResponse.FromString(each).error_message for each in answers]
+    errors = [
+        service_pb2.ModelStreamInferResponse.FromString(each).error_message for each in answers
+    ]
     message = " ".join(filter(None, errors))
     return Ending("refused", "", "STREAM", message) if message else Ending("answered")
 
 
-def _post(
-    target: Target, model: str, path: str, data: bytes, headers: dict[str, str]
-) -> Ending:
-    connection = http.client.HTTPConnection(LOOPBACK, target.server.http_port, timeout=TIMEOUT_SECONDS)
+def _post(target: Target, model: str, path: str, data: bytes, headers: dict[str, str]) -> Ending:
+    connection = http.client.HTTPConnection(
+        LOOPBACK, target.server.http_port, timeout=TIMEOUT_SECONDS
+    )
     try:
         connection.request("POST", path, data, headers)
         response = connection.getresponse()
@@ -153,7 +156,10 @@ def _json_requests() -> list[tuple[str, str, dict[str, Any]]]:
         for each in (text, ids)
     ]
     for model in (DECODER, TRANSLATOR):
-        found += [(model, "generate", prompt), (model, "generate_stream", {**prompt, "stream": True})]
+        found += [
+            (model, "generate", prompt),
+            (model, "generate_stream", {**prompt, "stream": True}),
+        ]
     return [(model, f"/v2/models/{model}/{end}", body) for model, end, body in found]
 
 

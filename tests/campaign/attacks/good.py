@@ -10,7 +10,8 @@ from varlen_client import DeadlineMissed, RequestTimeout, ServerUnavailable, Var
 
 from ..endings import Ending
 from ..known import BEAMS, GREEDY, MAX_TOKENS, Vectors
-from ..target import CACHED, CAPPED, DECODER, ENCODER, HIDDEN, PROTOCOLS, TRANSLATOR, Target
+from ..models import CACHED, CAPPED, DECODER, ENCODER, HIDDEN, TRANSLATOR
+from ..target import PROTOCOLS, Target
 
 _MOST_ROWS = 6
 
@@ -41,17 +42,15 @@ def embed_with_deadline(draw: random.Random, target: Target) -> Ending:
 def hidden(draw: random.Random, target: Target) -> Ending:
     """A vector per token: large answers."""
     known = target.known.encoders[HIDDEN]
-    # rows of one length, which the client sends as one request
-    row, count = draw.randrange(len(known.ids)), draw.randint(1, _MOST_ROWS)
+    row = draw.randrange(len(known.ids))
     client = target.client(HIDDEN, draw.choice(PROTOCOLS))
 
     def ask() -> bool:
-        answers = client.hidden([known.ids[row]] * count, timeout=target.patience)
-        return len(answers) == count and all(
-            known.is_right(answer, known.of_ids[row]) for answer in answers
-        )
+        # the client sends a request for each row
+        [answer] = client.hidden([known.ids[row]], timeout=target.patience)
+        return known.is_right(answer, known.of_ids[row])
 
-    return _ending(ask, HIDDEN, rows=count)
+    return _ending(ask, HIDDEN)
 
 
 def generate(draw: random.Random, target: Target) -> Ending:

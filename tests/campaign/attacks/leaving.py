@@ -22,7 +22,8 @@ from varlen_tools.local_server import LOOPBACK
 
 from ..endings import TIMEOUT_SECONDS, Ending
 from ..known import GREEDY
-from ..target import DECODER, ENCODER, HIDDEN, MINILM_LONGEST, PROTOCOLS, TRANSLATOR, Target
+from ..models import DECODER, ENCODER, HIDDEN, TRANSLATOR
+from ..target import MINILM_LONGEST, PROTOCOLS, Target
 
 _MOST_CANCELLATIONS = BoundedSemaphore(2)
 _LONG_ANSWER = 120
@@ -116,7 +117,9 @@ def stream_disconnect(draw: random.Random, target: Target) -> Ending:
 def half_a_second_of_silence(draw: random.Random, target: Target) -> Ending:
     """A connection that sends part of a head, waits, and closes."""
     with socket.create_connection((LOOPBACK, target.server.http_port)) as connection:
-        connection.sendall(b"POST /v2/models/minilm/infer HTTP/1.1\r\nContent-Le"[: draw.randint(1, 48)])
+        connection.sendall(
+            b"POST /v2/models/minilm/infer HTTP/1.1\r\nContent-Le"[: draw.randint(1, 48)]
+        )
         time.sleep(draw.uniform(0, 0.5))
     return Ending("left")
 
@@ -125,7 +128,9 @@ def large_hidden_disconnect(draw: random.Random, target: Target) -> Ending:
     """An HTTP client that does not read a large answer to its end."""
     rows = draw.randint(8, 32)
     path, body, headers = http_request(HIDDEN, {"input_ids": integers(np.full((rows, 300), 7))}, {})
-    connection = http.client.HTTPConnection(LOOPBACK, target.server.http_port, timeout=TIMEOUT_SECONDS)
+    connection = http.client.HTTPConnection(
+        LOOPBACK, target.server.http_port, timeout=TIMEOUT_SECONDS
+    )
     try:
         connection.request("POST", path, body, headers)
         connection.getresponse().read(draw.choice((0, 1, 1000)))

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..phase import Phase
+from .damage import damaged
 from .fuzz import fuzz
 from .kills import stubs, workers
 from .mixed import mixed
 from .reloads import reloads
+from .settings import wrong_settings
 from .shared_memory import shared_memory
 
 
@@ -26,4 +28,6 @@ PHASES: Mapping[str, Planned] = {
     "stubs": Planned(stubs, 6),
     "reloads": Planned(reloads, 8),
     "shared_memory": Planned(shared_memory, 5),
+    "damage": Planned(damaged, 8),
+    "settings": Planned(wrong_settings, 6),
 }

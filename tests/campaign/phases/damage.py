@@ -23,10 +23,16 @@ from varlen.models.registry import load_encoder
 from ..attacks.damage import damage
 from ..endings import Ending
 from ..loads import Load, Loader
+from ..models import CACHED
 from ..phase import Campaign, Report, attacked_server
-from ..target import CACHED, Target
+from ..target import Target
 
-_FIXED: Mapping[str, str] = {"device": "cpu", "dtype": "fp32", "threads": "1", "warmup_seconds": "0"}
+_FIXED: Mapping[str, str] = {
+    "device": "cpu",
+    "dtype": "fp32",
+    "threads": "1",
+    "warmup_seconds": "0",
+}
 # Measures costs, and layers, in a second.
 _MEASURED: Mapping[str, str] = {**_FIXED, "warmup_seconds": "1", "max_batch_tokens": "64"}
 _KINDS = (
@@ -42,7 +48,9 @@ _KINDS = (
 _SERVED_EVERY = 10
 _SERVER_MODEL = "damaged"
 # A failed load is an error to the server, and its reason is logged.
-_LOG = (r"failed to load|Failed to|model_lifecycle|model_repository_manager|auto-complete|backend_model",)
+_LOG = (
+    r"failed to load|Failed to|model_lifecycle|model_repository_manager|auto-complete|backend_model",
+)
 
 
 def damaged(campaign: Campaign, report: Report, seconds: float) -> None:

@@ -3,8 +3,9 @@
 from ..attacks import fuzz as mutated
 from ..attacks import good
 from ..drive import Share
+from ..models import DECODER, ENCODER, TRANSLATOR
 from ..phase import Campaign, Report, attacked_server, send_mix
-from ..target import DECODER, ENCODER, TRANSLATOR, Target
+from ..target import Target
 
 _MODELS = (ENCODER, DECODER, TRANSLATOR)
 _MIX: tuple[Share[Target], ...] = (

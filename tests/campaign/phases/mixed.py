@@ -2,8 +2,9 @@
 
 from ..attacks import bad, good, leaving
 from ..drive import Share
+from ..models import MODELS
 from ..phase import Campaign, Report, attacked_server, send_mix
-from ..target import MODELS, Target
+from ..target import Target
 
 _MIX: tuple[Share[Target], ...] = (
     Share(20, good.embed),

@@ -10,9 +10,10 @@ from varlen_tools.local_server import LocalServer
 from ..attacks import good
 from ..drive import Bounds, Share, send_all
 from ..endings import Ending
+from ..models import CACHED, DECODER, TRANSLATOR
 from ..phase import Campaign, Report, attacked_server
 from ..state import settled
-from ..target import CACHED, DECODER, TRANSLATOR, Target
+from ..target import Target
 
 _MODELS = (CACHED, DECODER, TRANSLATOR)
 # Errors of varlen's client when a model is not there.

@@ -19,8 +19,9 @@ from varlen_tools.local_server import find_command
 from ..attacks import good
 from ..drive import Share
 from ..endings import TIMEOUT_SECONDS, Ending
+from ..models import DECODER, HIDDEN
 from ..phase import Campaign, Report, attacked_server, send_mix
-from ..target import DECODER, HIDDEN, MAX_ROWS, Target
+from ..target import MAX_ROWS, Target
 
 _SIZE_MIB = 10
 _MODELS = (HIDDEN, DECODER)
@@ -90,7 +91,9 @@ def _refused(ending: Ending) -> Ending:
         # it never reached our backend, or never left it
         return Ending("left", ending.model, ending.code, rows=ending.rows)
     if ending.end == "wrong" and _OUR_REASON in ending.message:
-        return Ending("refused", ending.model, "INTERNAL", ending.message, ending.rows, is_ours=True)
+        return Ending(
+            "refused", ending.model, "INTERNAL", ending.message, ending.rows, is_ours=True
+        )
     return ending
 
 
