@@ -50,7 +50,7 @@ class Setting:
         description: a text in Markdown.
         when: when to change it, for the reference page.
         choices: the words allowed.
-        lowest: the lowest whole number allowed.
+        lowest, highest: the whole numbers allowed; no `highest` is no limit.
         pattern: a regular expression of other text allowed.
         allowed: the allowed values in words.
         tasks: the tasks that read the setting; others ignore it.
@@ -61,6 +61,7 @@ class Setting:
     when: str
     choices: tuple[str, ...]
     lowest: int | None
+    highest: int | None
     pattern: str | None
     allowed: str
     tasks: tuple[Task, ...]
@@ -70,7 +71,7 @@ class Setting:
         if value is None or bool in (type(value), type(self.default)):
             return type(value) is type(self.default)
         if isinstance(value, int):
-            return self.lowest is not None and value >= self.lowest
+            return self.lowest is not None and self.lowest <= value <= (self.highest or value)
         if isinstance(value, str) and self.pattern:
             return re.fullmatch(self.pattern, value) is not None
         return value in self.choices
@@ -95,13 +96,15 @@ def _setting(
     when: str,
     choices: tuple[str, ...] = (),
     lowest: int | None = None,
+    highest: int | None = None,
     pattern: str | None = None,
     allowed: str | None = None,
     tasks: tuple[Task, ...] = get_args(Task),
 ) -> _T:
     """Return a dataclass field with its `Setting` as metadata."""
-    allowed = allowed or ", ".join(choices) or f"whole numbers from {lowest}"
-    setting = Setting(default, description, when, choices, lowest, pattern, allowed, tasks)
+    numbers = f"whole numbers from {lowest}" + (f" to {highest}" if highest else "")
+    allowed = allowed or ", ".join(choices) or numbers
+    setting = Setting(default, description, when, choices, lowest, highest, pattern, allowed, tasks)
     return field(default=default, metadata={"setting": setting})
 
 
@@ -140,6 +143,8 @@ class EngineConfig:
         " cores that the process may use, a container's limit included.",
         when="Set it where several models share the cores of a machine.",
         lowest=0,
+        # each is a process or a thread: a slip of the pen must not start a million
+        highest=1024,
     )
     execution: Execution = _setting(
         "packed",

@@ -50,6 +50,8 @@ HARMLESS_FIELDS = seq2seq_fields.HARMLESS_FIELDS | frozenset(
 
 # Learned tables begin with two rows that no position has.
 LEARNED_OFFSET = 2
+# A table of computed positions has this many rows at most.
+_MOST_COMPUTED_POSITIONS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +174,18 @@ class BartConfig:
             )
         # positions of M2M-100 are counted from the padding token's id
         first = read_int(config, "pad_token_id", lowest=0) + 1 if options.positions == "m2m" else 0
+        positions = read_int(config, "max_position_embeddings")
+        if options.positions != "learned" and positions > _MOST_COMPUTED_POSITIONS:
+            raise CheckpointError(
+                f"config.json has max_position_embeddings {positions}; allowed: whole numbers up to"
+                f" {_MOST_COMPUTED_POSITIONS}, since their table is computed"
+            )
         return cls(
             options=options,
             hidden=read_int(config, "d_model"),
             encoder=_read_stack(config, "encoder", sources),
             decoder=_read_stack(config, "decoder", targets),
-            positions=read_int(config, "max_position_embeddings"),
+            positions=positions,
             first_position=first,
             activation=read_choice(
                 config, "activation_function", ACTIVATIONS, default=options.activation

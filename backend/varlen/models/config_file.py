@@ -61,7 +61,9 @@ def read_json(folder: Path, name: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {name}") from None
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} is not JSON: {error}") from None
 
 

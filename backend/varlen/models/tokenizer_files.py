@@ -113,6 +113,8 @@ def _read_chat_template(folder: Path, config: Json) -> str | None:
     if (folder / _CHAT_TEMPLATE).is_file():
         try:
             return (folder / _CHAT_TEMPLATE).read_text(encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{_CHAT_TEMPLATE} cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise CheckpointError(f"{_CHAT_TEMPLATE} is not text: {error}") from None
     template = config.get("chat_template")
