@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ..phase import Phase
 from .damage import damaged
+from .families import families
 from .fuzz import fuzz
 from .kills import stubs, workers
 from .mixed import mixed
@@ -30,4 +31,5 @@ PHASES: Mapping[str, Planned] = {
     "shared_memory": Planned(shared_memory, 5),
     "damage": Planned(damaged, 8),
     "settings": Planned(wrong_settings, 6),
+    "families": Planned(families, 40),
 }
