@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from mkdocs.exceptions import PluginError
+from pymdownx import slugs
 
 from tests.ci.scripts import PROJECT, load_script
 
@@ -39,6 +40,17 @@ def test_links_of_the_roots_files_lead_to_pages_of_the_site() -> None:
         links = re.findall(r"\]\(([^)#:]+)[^):]*\)", text)
 
         assert [link for link in links if not (PROJECT / "docs" / link).is_file()] == []
+
+
+def test_links_of_the_readme_lead_to_files_and_headings() -> None:
+    slug = slugs.slugify(case="lower")
+    links = re.findall(r"\]\(([^)#:]+)#?([^):]*)\)", (PROJECT / "README.md").read_text())
+
+    assert len(links) > 20
+    for name, anchor in links:
+        text = (PROJECT / name).read_text()
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        assert not anchor or anchor in [slug(each.replace("`", ""), "-") for each in headings]
 
 
 def test_every_decision_is_listed_below_their_index(tmp_path: Path) -> None:

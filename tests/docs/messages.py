@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+# What stands for a value: no other part of a message.
+_VARYING = "[^;]*"
 # Less literal text than this says nothing.
 _LEAST_LITERAL = 8
 
@@ -60,7 +62,7 @@ def _pattern(node: ast.AST, constants: dict[str, ast.expr]) -> re.Pattern[str] |
             # the page has one line for each message
             found += re.sub(r"(\\?\s)+", " ", re.escape(part.value))
         elif isinstance(node, ast.JoinedStr):
-            found += ".*"
+            found += _VARYING
         else:
             return None
     has_prose = " " in literal and len(literal) >= _LEAST_LITERAL

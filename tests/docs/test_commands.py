@@ -131,6 +131,22 @@ def test_options_that_a_page_names_exist(page: str) -> None:
     assert options - known_options() - OTHER_OPTIONS == set()
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_source_files_that_a_page_names_exist(page: str) -> None:
+    named = set(re.findall(r"`([\w./]+\.py)`", (PROJECT / page).read_text()))
+
+    assert named <= source_files()
+
+
+@cache
+def source_files() -> frozenset[str]:
+    """Return the ends of the paths of all source files: `a/b.py` and `b.py`."""
+    folders = ("backend", "kernels", "client", "tools", "tests", ".ci")
+    paths = [path for folder in folders for path in (PROJECT / folder).rglob("*.py")]
+    parts = [path.relative_to(PROJECT).parts for path in paths]
+    return frozenset("/".join(each[begin:]) for each in parts for begin in range(len(each)))
+
+
 @cache
 def known_options() -> set[str]:
     """Return the options of our commands, and more: every parameter of a function of theirs."""
