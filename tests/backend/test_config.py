@@ -136,6 +136,12 @@ def test_refuses_zero_where_something_must_fit(key):
         EngineConfig.from_parameters({key: "0"})
 
 
+def test_refuses_more_threads_than_a_machine_has_cores():
+    with refused("threads is 1000000; allowed: whole numbers from 0 to 1024"):
+        EngineConfig.from_parameters({"threads": "1000000"})
+    assert EngineConfig.from_parameters({"threads": "1024"}).threads == 1024
+
+
 def test_refuses_a_number_too_long_to_read():
     with refused('... (5000 characters)"; allowed: whole numbers from 1'):
         EngineConfig.from_parameters({"max_batch_tokens": "9" * 5000})

@@ -20,6 +20,7 @@ from varlen.models.config_file import (
     read_choice,
     read_flag,
     read_int,
+    read_layers,
 )
 from varlen.models.family import Family, ModelSizes
 from varlen.models.table_names import TableNames
@@ -261,7 +262,7 @@ def _read_stack(config: Json, name: str, vocab_size: int) -> StackConfig:
     heads = read_int(config, f"{name}_attention_heads")
     read_int(config, "d_model")
     check_multiple(config, "d_model", f"{name}_attention_heads")
-    layers = read_int(config, f"{name}_layers", lowest=0)
+    layers = read_layers(config, f"{name}_layers", lowest=0)
     return StackConfig(vocab_size, layers, heads, read_int(config, f"{name}_ffn_dim"))
 
 

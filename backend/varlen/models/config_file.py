@@ -37,6 +37,8 @@ HARMLESS_FIELDS = frozenset(
 
 # A field's value is shown in a message up to this many characters.
 _MAX_SHOWN = 80
+# Far more than any model has.
+_MOST_LAYERS = 10_000
 
 
 def read_object(folder: Path, name: str) -> Json:
@@ -73,6 +75,17 @@ def read_int(config: Json, key: str, *, lowest: int = 1, name: str = "config.jso
     if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
         raise CheckpointError(f"{name} has {key} {value!r}; allowed: whole numbers from {lowest}")
     return value
+
+
+def read_layers(config: Json, key: str, *, lowest: int = 1) -> int:
+    """Return a number of layers in config.json, or raise CheckpointError that names it."""
+    layers = read_int(config, key, lowest=lowest)
+    # the layers are listed before their tensors are looked for
+    if layers > _MOST_LAYERS:
+        raise CheckpointError(
+            f"config.json has {key} {layers}; allowed: whole numbers from {lowest} to {_MOST_LAYERS}"
+        )
+    return layers
 
 
 def read_number(

@@ -19,6 +19,7 @@ from varlen.models.config_file import (
     read_choice,
     read_flag,
     read_int,
+    read_layers,
     read_norm_eps,
     read_num_labels,
     read_number,
@@ -202,7 +203,7 @@ def _check_tensors(
 
 
 def _read_kinds(config: Json) -> tuple[LayerKind, ...]:
-    layers = read_int(config, "num_hidden_layers")
+    layers = read_layers(config, "num_hidden_layers")
     given = config.get("layer_types")
     if given is None:
         every = read_int({"global_attn_every_n_layers": 3, **config}, "global_attn_every_n_layers")

@@ -20,6 +20,7 @@ from varlen.models.config_file import (
     check_unquantized,
     read_choice,
     read_int,
+    read_layers,
     read_norm_eps,
     read_num_labels,
 )
@@ -244,7 +245,7 @@ class PostNormFamily:
             hidden=hidden,
             positions=rows - first if rotary is None else rotary.positions,
             inner=read_int(config, names.inner),
-            layers=read_int(config, names.layers, lowest=0),
+            layers=read_layers(config, names.layers, lowest=0),
             heads=heads,
             vocabulary=read_int(config, "vocab_size"),
             types=read_int(config, names.types, lowest=self.least_types) if names.types else 0,

@@ -144,6 +144,28 @@ def test_refuses_a_file_that_is_not_json(folder, name):
         Checkpoint.open(folder)
 
 
+def test_refuses_a_folder_in_place_of_a_file(folder):
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+
+    with refused("config.json cannot be read: Is a directory"):
+        Checkpoint.open(folder)
+
+
+def test_refuses_json_that_is_nested_too_deeply(folder):
+    write_file(folder, "config.json", "[" * 100_000)
+
+    with refused("config.json is not JSON: "):
+        Checkpoint.open(folder)
+
+
+def test_refuses_more_layers_than_any_model_has(folder):
+    set_fields(folder, "config.json", num_hidden_layers=2**31)
+
+    with refused("num_hidden_layers 2147483648; allowed: whole numbers from 0 to 10000"):
+        Checkpoint.open(folder)
+
+
 def test_refuses_a_file_that_is_not_text(folder):
     (folder / "config.json").write_bytes(b"\xff\xfe\x00")
 
