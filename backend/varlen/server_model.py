@@ -47,6 +47,7 @@ from varlen.server_process import (
 )
 from varlen.server_replies import Answer, Outbox, ServerReply
 from varlen.tokenizer_pool import PoolLimits, TokenizerPool
+from varlen.tracing import load_tracer
 from varlen.wire_outputs import ArrayAnswer, ModelOutputs
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ class TritonPythonModel:
         if not self._service.close():
             end_process_soon()
         self._outbox.close()
+        if self._tracer is not None:
+            self._tracer.close()
         if self._exporter is not None:
             self._exporter.close()
         self._trimmer.close()
@@ -146,7 +149,8 @@ class TritonPythonModel:
         self._pool = TokenizerPool(limits, self._stats)
         self._pool.start()
         self._exporter = start_exporter(args, self._stats, self._snapshot)
-        self._outbox = Outbox(self._stats, names_codes=task in ITERATIVE_TASKS)
+        self._tracer = load_tracer(args["model_name"], args["model_version"])
+        self._outbox = Outbox(self._stats, names_codes=task in ITERATIVE_TASKS, tracer=self._tracer)
         self._trimmer = MemoryTrimmer()
         self._watchdog = start_watchdog()
 
@@ -155,6 +159,9 @@ class TritonPythonModel:
             draft, answer_to = self._read(request)
 
             def accept(checked: Request) -> None:
+                if trace := reply.trace:
+                    trace.accept(rows=len(checked.prompts), tokens=checked.num_tokens)
+                    checked = replace(checked, trace=trace)
                 reply.expect(answer_to(checked))
                 self._service.submit(checked, reply)
 

@@ -31,6 +31,7 @@ from varlen.errors import (
 from varlen.metrics import CountedMetric, Outcome, Stats
 from varlen.request import GeneratedPart, Output
 from varlen.shared_memory import check_answer, sending
+from varlen.tracing import RequestTracer
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +84,16 @@ class ServerReply:
         stats: Stats,
         *,
         names_codes: bool = False,
+        tracer: RequestTracer | None = None,
+        context: str | None = None,
     ) -> None:
+        """Make a reply.
+
+        Args:
+            sender, outbox, stats: where its responses go, and their counts.
+            names_codes: see `Outbox`.
+            tracer, context: make its trace.
+        """
         self._sender = sender
         self._outbox = outbox
         self._stats = stats
@@ -101,6 +111,9 @@ class ServerReply:
         self._answered = False
         self._cancelled = False
         self._last_check = self._arrival
+        self._tracer = tracer
+        self.trace = tracer.begin(context, self._arrival) if tracer else None
+        """Gets the times of the request; None if it is not traced."""
 
     @property
     def arrival(self) -> float:
@@ -113,7 +126,11 @@ class ServerReply:
         Raises:
             RequestError, QueueFullError: there is too little shared memory for the answer.
         """
-        check_answer(answer.num_bytes)
+        try:
+            check_answer(answer.num_bytes)
+        except QueueFullError:
+            self._stats.count_refusal("shared_memory")
+            raise
         self._answer = answer
 
     def is_cancelled(self) -> bool:
@@ -161,6 +178,8 @@ class ServerReply:
         self._outbox.put(self)
 
     def _finish(self, end: _End) -> None:
+        if self.trace:
+            self.trace.finish()
         with self._lock:
             self._end = end
         self._request_turn()
@@ -213,9 +232,11 @@ class ServerReply:
         # a message may repeat half a surrogate pair out of a client's JSON, which has no UTF-8
         message = message.encode(errors="replace").decode()
         server_error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
-        self._send_final(pb_utils.InferenceResponse(error=server_error), outcome)
+        self._send_final(pb_utils.InferenceResponse(error=server_error), outcome, error=message)
 
-    def _send_final(self, response: pb_utils.InferenceResponse, outcome: Outcome) -> None:
+    def _send_final(
+        self, response: pb_utils.InferenceResponse, outcome: Outcome, *, error: str | None = None
+    ) -> None:
         """Send the final response unless one was sent. Blocks for a round trip."""
         with self._sender_lock:
             if self._answered:
@@ -228,6 +249,15 @@ class ServerReply:
                 _log.exception("a response could not be sent")
                 outcome = "failed"
         self._stats.count_request(outcome, time.monotonic() - self._arrival)
+        self._end_trace(outcome, error)
+
+    def _end_trace(self, outcome: Outcome, error: str | None) -> None:
+        if self._tracer is None or self.trace is None:
+            return
+        try:
+            self._tracer.end(self.trace, outcome, error)
+        except Exception:
+            _log.exception("the spans of a request could not be made")
 
     def _check_cancellation(self) -> None:
         with self._sender_lock:
@@ -262,9 +292,12 @@ class Outbox:
     nothing else of an error.
     """
 
-    def __init__(self, stats: Stats, *, names_codes: bool = False) -> None:
+    def __init__(
+        self, stats: Stats, *, names_codes: bool = False, tracer: RequestTracer | None = None
+    ) -> None:
         self._stats = stats
         self._names_codes = names_codes
+        self._tracer = tracer
         self._queue: SimpleQueue[ServerReply | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._loop, name=f"varlen-sender-{i}", daemon=True)
@@ -276,7 +309,14 @@ class Outbox:
     def reply_to(self, request: pb_utils.InferenceRequest) -> ServerReply:
         """Return the reply to a request, which must be answered."""
         sender = request.get_response_sender()
-        return ServerReply(sender, self, self._stats, names_codes=self._names_codes)
+        return ServerReply(
+            sender,
+            self,
+            self._stats,
+            names_codes=self._names_codes,
+            tracer=self._tracer,
+            context=request.trace().get_context() if self._tracer else None,
+        )
 
     def put(self, reply: ServerReply) -> None:
         """Enqueue a reply that has something to send."""

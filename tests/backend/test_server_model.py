@@ -21,6 +21,7 @@ from tests.threads import run_in_threads
 from varlen import service, shared_memory
 from varlen.errors import DeadlineError
 from varlen.metrics import SnapshotMetric
+from varlen.tracing import RequestTracer
 
 from .model_configs import model_config
 
@@ -1075,3 +1076,37 @@ def test_importing_the_entry_needs_no_class_of_the_server(tmp_path):
     (tmp_path / "triton_python_backend_utils.py").write_text("")
 
     import_entry(tmp_path, "")
+
+
+def test_a_traced_request_has_spans_of_its_phases(load, ask, server_model, monkeypatch):
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+
+    def new_tracer(model, version):
+        return RequestTracer(SimpleSpanProcessor(exporter), model, version)
+
+    monkeypatch.setattr(server_model, "load_tracer", new_tracer)
+    model = load()
+    context = '{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}'
+    traced, untraced = ask(text=text("the cat", "a")), ask(text=text("a"))
+    refused = ask(text=text(""))
+    traced.trace_context = refused.trace_context = context
+
+    model.execute([traced, untraced, refused])
+
+    result(traced)
+    result(untraced)
+    failure(refused)
+    # the spans come after the answer
+    model._outbox.close()
+    spans = exporter.get_finished_spans()
+    ok = {span.name: span for span in spans if span.attributes["varlen.outcome"] == "ok"}
+    assert set(ok) == {"varlen.queue", "varlen.run", "varlen.send"}
+    assert ok["varlen.run"].attributes["varlen.rows"] == 2
+    assert ok["varlen.run"].attributes["varlen.tokens"] == 3 + 4
+    assert ok["varlen.run"].attributes["varlen.batch.sequences"] >= 1
+    invalid = [span.name for span in spans if span.attributes["varlen.outcome"] == "invalid"]
+    assert invalid == ["varlen.queue", "varlen.send"]
