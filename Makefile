@@ -95,8 +95,9 @@ check: $(VENV)/setup.stamp ## Check style, words, types, the direction of import
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_wheel.py
 
+# --quiet would hide the warnings that --strict counts.
 docs: $(VENV)/setup.stamp ## Build the documentation site into site/; a broken link, page or anchor is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "docs: open site/index.html"
 
 bench-encoder: setup ## Compare an encoder (MODEL=) with its peers on this machine; appends to docs/benchmarks

@@ -1,6 +1,9 @@
 """The documentation site has every page, and its pages load nothing from other hosts."""
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +14,29 @@ from pymdownx import slugs
 from tests.ci.scripts import PROJECT, load_script
 
 docs_site = load_script("docs_site")
+
+
+def test_a_link_or_an_anchor_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
+    for name in ("mkdocs.yml", "Makefile", *docs_site.ROOT_FILES):
+        shutil.copy(PROJECT / name, tmp_path)
+    for name in ("docs", ".ci"):
+        shutil.copytree(PROJECT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.csv"))
+    with (tmp_path / "docs/index.md").open("a") as page:
+        page.write("\n[no page](no_page.md) [no heading](wire.md#no-heading)\n")
+    command = re.search(r"mkdocs (build.*)$", (PROJECT / "Makefile").read_text(), re.MULTILINE)
+    assert command
+
+    run = subprocess.run(
+        [sys.executable, "-m", "mkdocs", *command[1].split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert run.returncode
+    assert "link 'no_page.md', but the target is not found" in run.stderr
+    assert "'wire.md#no-heading'" in run.stderr
 
 
 @pytest.mark.parametrize(
