@@ -114,7 +114,8 @@ def test_commands_and_requests_are_answered(
         elif name == "varlen" and words[1] != "serve-http":
             run = CliRunner().invoke(app, [*words[1:], "--url", server.grpc_url])
             assert run.exit_code == 0, run.output
-            assert run.output.strip()
+            # a random model may end its answer at once
+            assert run.output
         elif name == "curl":
             assert post(words[1], words[words.index("-d") + 1])
         else:
