@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Literal, TypeAlias
 
 # Longer than any load of a tiny checkpoint takes.
-_LOAD_SECONDS = 60.0
+_LOAD_SECONDS = 150.0
 # Of address space: a wrong number must not take the machine's memory.
 _MEMORY_BYTES = 24 << 30
 

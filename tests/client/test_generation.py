@@ -15,7 +15,6 @@ from varlen_client import (
     Generation,
     InvalidRequest,
     ModelNotFound,
-    ModelNotFound,
     RequestTimeout,
     ServerError,
     ServerUnavailable,
