@@ -29,6 +29,7 @@ _NAMESPACE = ("unshare", "--map-root-user", "--mount", "--propagation", "private
 _MOUNT = f"mount -t tmpfs -o size={_SIZE_MIB}m tmpfs /dev/shm"
 # What our backend and the server itself say; the latter names the region on server 2.51.
 _OUR_REASON, _SERVER_REASON = "shared memory", "Failed to increase the shared memory pool"
+_QUEUE_FULL = "the queue is full"
 
 
 def shared_memory(campaign: Campaign, report: Report, seconds: float) -> None:
@@ -86,10 +87,12 @@ def _generate(draw: random.Random, target: Target) -> Ending:
 
 
 def _refused(ending: Ending) -> Ending:
-    """Return an error for want of shared memory as a refusal."""
+    """Return as a refusal that there is too little shared memory, or that the queue is full."""
     if _SERVER_REASON in ending.message:
         # it never reached our backend, or never left it
         return Ending("left", ending.model, ending.code, rows=ending.rows)
+    if ending.code == "UNAVAILABLE" and _QUEUE_FULL in ending.message:
+        return Ending("refused", HIDDEN, ending.code, ending.message, ending.rows, is_ours=True)
     if ending.end == "wrong" and _OUR_REASON in ending.message:
         return Ending(
             "refused", ending.model, "INTERNAL", ending.message, ending.rows, is_ours=True
