@@ -79,7 +79,7 @@ def close_inherited_sockets(server_pid: int) -> None:
 
 
 def _sockets(pid: int) -> Iterator[tuple[int, str]]:
-    """Yield the number and the link of each descriptor of a process that is a socket."""
+    """Yield the descriptor and the link of each socket of a process."""
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         # one may be closed meanwhile
         with suppress(OSError):

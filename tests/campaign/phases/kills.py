@@ -1,4 +1,4 @@
-"""Killed processes of models: a worker or its host costs no request, the process of a model costs a reload."""
+"""Killed processes: a worker costs no request, the process of a model costs a reload."""
 
 import os
 import random
@@ -23,7 +23,8 @@ from ..attacks import good
 from ..drive import Bounds, Share, send_all
 from ..endings import Ending, Ledger
 from ..models import DECODER, ENCODER, TRANSLATOR
-from ..phase import Campaign, Report, attacked_server, send_mix
+from ..phase import Campaign, attacked_server, send_mix
+from ..report import Report
 from ..state import settled
 from ..target import Target
 
