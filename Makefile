@@ -31,7 +31,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo serve test test-kernels test-gpu gpu-report check docs
+.PHONY: help setup server demo serve test test-kernels test-gpu gpu-report campaign check docs
 .PHONY: bench-beam bench-encoder bench-generate bench-memory bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
@@ -86,6 +86,10 @@ test-gpu: $(GPU_SETUP) ## Run the tests that need a CUDA GPU, all kernels among 
 
 gpu-report: $(GPU_SETUP) ## Test, measure and tune on this GPU in ten minutes; OUT= is the folder of the report
 	$(ON_GPU) -m varlen_bench.gpu_report --output $(or $(OUT),gpu-report) $(REPORT)
+
+campaign: setup ## Attack real servers on this machine for SECONDS=900 with SEED=0; writes docs/benchmarks
+	$(BIN)/python -m tests.campaign --seconds $(or $(SECONDS),900) --seed $(or $(SEED),0) \
+		--output docs/benchmarks/campaign.csv $(CAMPAIGN)
 
 check: $(VENV)/setup.stamp ## Check style, words, types, the direction of imports, and what the wheel holds
 	$(BIN)/ruff check .

@@ -40,6 +40,7 @@ from varlen.server_config import (
 from varlen.server_process import (
     MemoryTrimmer,
     check_numpy,
+    close_inherited_sockets,
     end_process_soon,
     log_to_server,
     start_exporter,
@@ -121,6 +122,7 @@ class TritonPythonModel:
         self._watchdog.wait()
 
     def _load(self, args: dict[str, str]) -> None:
+        close_inherited_sockets(os.getppid())
         log_to_server(args["model_name"], args["model_version"])
         return_large_memory()
         model_config = json.loads(args["model_config"])

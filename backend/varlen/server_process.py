@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from threading import Event, Thread
 
 import numpy as np
@@ -26,6 +28,7 @@ _TRIM_AFTER_SECONDS = 0.05
 
 # A process whose GPU has hung has this many seconds to end by itself.
 _END_SECONDS = 5
+_STDERR = 2
 
 # Kills process $2 once its parent is no longer $1. Ends itself once that process is a zombie or gone,
 # or its id belongs to another process: then the start time, field 22 of its stat, differs.
@@ -62,6 +65,30 @@ def check_numpy() -> None:
         raise ConfigError(
             f"this server's python backend corrupts arrays of numpy {np.__version__}: install numpy<2"
         )
+
+
+def close_inherited_sockets(server_pid: int) -> None:
+    """Close the sockets that this process shares with the server.
+
+    A model that is loaded while the server serves inherits its ports and the connections of its clients, so no
+    client would see that the server has closed its connection.
+    """
+    # the files of another user's process cannot be read
+    with suppress(OSError):
+        theirs = {link for _, link in _sockets(server_pid)}
+        for descriptor, link in list(_sockets(os.getpid())):
+            if descriptor > _STDERR and link in theirs:
+                os.close(descriptor)
+
+
+def _sockets(pid: int) -> Iterator[tuple[int, str]]:
+    """Yield the descriptor and the link of each socket of a process."""
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        # one may be closed meanwhile
+        with suppress(OSError):
+            link = str(entry.readlink())
+            if link.startswith("socket:"):
+                yield int(entry.name), link
 
 
 class MemoryTrimmer:

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -38,6 +39,23 @@ def parent_and_child():
     parent.wait()
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
+
+
+def test_sockets_that_the_server_has_too_are_closed(server_process):
+    ours, theirs = socket.socketpair()
+    own, other = socket.socketpair()
+    with ours, theirs, own, other:
+        holder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
+        with holder:
+            server_process.close_inherited_sockets(holder.pid)
+
+            assert own.send(b"x") == 1
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                theirs.send(b"x")
+            theirs.detach()
+            holder.stdin.close()
+        # no process has the other end any more
+        assert ours.recv(1) == b""
 
 
 @pytest.fixture

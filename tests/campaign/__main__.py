@@ -12,8 +12,9 @@ from varlen_bench.harness import command
 from varlen_tools.local_server import end_on_sigterm
 
 from . import figures
-from .phase import Campaign, Report, run_phase
+from .phase import Campaign, run_phase
 from .phases import PHASES
+from .report import Report
 from .target import Checkpoints
 
 _PACKAGES = ("torch", "numpy", "tokenizers", "tritonclient", "varlen")

@@ -43,7 +43,7 @@ class Counters:
 
     @classmethod
     def settled(cls, server: LocalServer, models: tuple[str, ...]) -> tuple[Counters, list[str]]:
-        """Return the counters once all requests are counted, and what is still in progress after a while."""
+        """Return the counters once all requests are counted, and what never ended."""
         deadline = time.monotonic() + _SETTLE_SECONDS
         while True:
             found = {model: metrics(server, model) for model in models}

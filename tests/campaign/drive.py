@@ -1,4 +1,4 @@
-"""Threads that send the requests of a phase, each request a function of seed and number."""
+"""Threads that send requests, each a function of seed and number."""
 
 import itertools
 import random
@@ -49,7 +49,7 @@ def send_all(
     threads: int = THREADS,
     patience: float = 2 * TIMEOUT_SECONDS,
 ) -> int:
-    """Send requests until a bound is reached, wait for the last one, and return the number of those that ended.
+    """Send requests until a bound is reached, and return how many ended.
 
     Args:
         target: given to every request.

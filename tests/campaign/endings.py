@@ -136,6 +136,6 @@ class Ledger:
 
 
 def find_leak(message: str) -> str | None:
-    """Return the part of a message that tells about the server's inside, if there is one."""
+    """Return the part of a message that tells of the server's inside, if any."""
     found = _LEAKS.search(message)
     return found[0] if found else None

@@ -9,7 +9,7 @@ from varlen_bench.harness.rows import Cell, Provenance, cell
 from varlen_bench.harness.tables import Table
 
 from .endings import ENDS, End
-from .phase import Report
+from .report import Report
 from .state import State
 
 _ALL = "all"
@@ -23,31 +23,25 @@ _STATE_HEADINGS = ("processes", "descriptors", "threads", "memory_mib", "shared_
 
 
 def rows(reports: Sequence[Report], seed: int) -> list[dict[str, Cell]]:
-    """Return a row for each phase, with what it held before and after, and one for each kind of request in it."""
+    """Return a row for each phase, and one for each kind of request in it."""
     found = []
     for report in reports:
         whole = {_ALL: report.ledger.ends, **dict(sorted(report.ledger.by_kind.items()))}
         for kind, ends in whole.items():
             is_all = kind == _ALL
-            found.append(
-                {
-                    "seed": seed,
-                    "phase": report.name,
-                    "kind": kind,
-                    "requests": ends.total(),
-                    **{end: ends[end] for end in ENDS},
-                    "problems": report.ledger.num_problems if is_all else None,
-                    "seconds": round(report.seconds, 1) if is_all else None,
-                    **_state_cells(report.before if is_all else None, "before"),
-                    **_state_cells(report.after if is_all else None, "after"),
-                    "notes": _notes(report) if is_all else "",
-                }
-            )
+            row: dict[str, Cell] = {"seed": seed, "phase": report.name, "kind": kind}
+            row |= {"requests": ends.total()} | {str(end): ends[end] for end in ENDS}
+            row["problems"] = report.ledger.num_problems if is_all else None
+            row["seconds"] = round(report.seconds, 1) if is_all else None
+            row |= _state_cells(report.before if is_all else None, "before")
+            row |= _state_cells(report.after if is_all else None, "after")
+            row["notes"] = _notes(report) if is_all else ""
+            found.append(row)
     return found
 
 
 def tables(reports: Sequence[Report], seed: int) -> Iterator[Table]:
-    """Return the tables of a run: requests by kind, and what servers held before and after."""
+    """Return the tables of a run: requests by kind, and state by phase."""
     every = rows(reports, seed)
     requests = ("phase", "kind", "requests", *ENDS)
     yield Table.of("Requests by kind and end", requests, every)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tests.closeness import encoder_roundings, relative_error
 from varlen import Encoder, Generator
+from varlen.config import Task
 
 Floats = npt.NDArray[np.float32]
 
@@ -68,7 +69,7 @@ class Known:
 
 
 def encoder_answers(
-    folder: Path, draw: random.Random, *, task: str, texts: int, longest: int, vocabulary: int
+    folder: Path, draw: random.Random, *, task: Task, texts: int, longest: int, vocabulary: int
 ) -> Vectors:
     """Return inputs of an encoder and its answers in fp32.
 

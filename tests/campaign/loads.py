@@ -1,4 +1,4 @@
-"""Loads in a process of their own: what a damaged checkpoint or a wrong setting does to it.
+"""Loads of damaged checkpoints and wrong settings, in a process of their own.
 
 `Loader.load` is a load as the server does it, with a request, and without the server's seconds of start.
 """
@@ -17,10 +17,12 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from .endings import Ending
 
 # Longer than any load of a tiny checkpoint takes.
-_LOAD_SECONDS = 60.0
+_LOAD_SECONDS = 150.0
 # Of address space: a wrong number must not take the machine's memory.
 _MEMORY_BYTES = 24 << 30
 
@@ -29,14 +31,20 @@ LoadEnd: TypeAlias = Literal["served", "refused", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How a load ended, with the message of a refusal, or the frames of a failure."""
+    """How a load ended: the message of a refusal, the frames of a failure."""
 
     end: LoadEnd
     text: str = ""
 
+    def ending(self, what: str) -> Ending:
+        """Return the end as that of a request; `what` was loaded."""
+        if self.end == "failed":
+            return Ending("wrong", message=f"{what}: {self.text[-900:]}")
+        return Ending("refused" if self.end == "refused" else "answered", message=self.text)
+
 
 class Loader:
-    """A process that loads models; a crash ends it, and another one follows. Used inside `with`."""
+    """A process that loads models, replaced after a crash. Used inside `with`."""
 
     def __init__(self, scratch: Path) -> None:
         self._cache = scratch / "loader-cache"
@@ -114,7 +122,7 @@ def _load_and_ask(folder: str, parameters: dict[str, str]) -> None:
     config = engine_config({"parameters": entries})
     checkpoint = Checkpoint.open(folder)
     task = config.task or checkpoint.task
-    model_config = {
+    model_config: dict[str, Any] = {
         "max_batch_size": 0 if task in ITERATIVE_TASKS else 64,
         "input": [],
         "output": [],

@@ -1,11 +1,11 @@
-"""What all phases share: the campaign they belong to, their report, and the checks at their end."""
+"""What all phases share: their campaign, their report, the checks at their end."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,10 +14,10 @@ from varlen_tools.local_server import ServerError
 
 from .counters import Counters
 from .drive import Bounds, Share, send_all
-from .endings import Ledger
 from .known import Known
 from .log import unexpected_lines
-from .state import State, family, settled
+from .report import Report
+from .state import family, settled
 from .target import Checkpoints, Target, running
 
 # Part of the time of a mix after which the state of the server counts as that before.
@@ -46,35 +46,6 @@ class Campaign:
     requests: int
     progress: Callable[[str], None]
     logs: Path | None = None
-
-
-@dataclass(slots=True)
-class Report:
-    """What a phase did and found.
-
-    Attributes:
-        name: of the phase.
-        ledger: its requests, and the invariants that were violated.
-        seconds: that it took, starts of servers included.
-        before, after: what the server held, where the phase compares them.
-        notes: figures of this phase alone, by name.
-    """
-
-    name: str
-    ledger: Ledger = field(default_factory=Ledger)
-    seconds: float = 0.0
-    before: State | None = None
-    after: State | None = None
-    notes: dict[str, int] = field(default_factory=dict)
-
-    def count(self, note: str, number: int = 1) -> None:
-        """Add to a figure of this phase."""
-        self.notes[note] = self.notes.get(note, 0) + number
-
-    def check(self, *, holds: bool, problem: str) -> None:
-        """Report a problem unless something holds."""
-        if not holds:
-            self.ledger.report(problem)
 
 
 # Runs one phase of a campaign for about some seconds.
@@ -150,7 +121,7 @@ def send_mix(
     *,
     is_complete: bool = True,
 ) -> None:
-    """Send a mix of requests; check counters, and that the server goes back to what it held before.
+    """Send a mix of requests; check counters, and what the server holds afterwards.
 
     Args:
         campaign, report: of the phase.

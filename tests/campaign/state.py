@@ -85,7 +85,7 @@ class State:
 
 
 def settled(server_pid: int, before: State | None = None) -> State:
-    """Return the state of a server once it holds no more than before, or after a while.
+    """Return the state of a server once it holds no more than before.
 
     Connections close, workers end and heaps are trimmed a little after the last request.
     """

@@ -59,11 +59,16 @@ class Checkpoints:
         for folder in folders:
             if not (folder / "model.safetensors").is_file():
                 raise FileNotFoundError(f"{folder} has no weights; run `make setup`")
-        size = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
+        minilm, gpt2, dates = folders
         made = save_checkpoint(
-            scratch / "random", words=WORDS, max_position_embeddings=LONGEST, **size
+            scratch / "random",
+            words=WORDS,
+            max_position_embeddings=LONGEST,
+            hidden_size=64,
+            num_attention_heads=4,
+            intermediate_size=256,
         )
-        return cls(*folders, made)
+        return cls(minilm, gpt2, dates, made)
 
     def repository(self, folder: Path, names: Sequence[str] = MODELS) -> Path:
         """Write a repository of these models, and return its folder."""

@@ -1,4 +1,4 @@
-"""The campaign's own checks: each finds the fault that it is for, and nothing where there is none."""
+"""The campaign's own checks: each finds its fault, and nothing where there is none."""
 
 import os
 import random
@@ -10,10 +10,14 @@ from threading import Event
 
 import pytest
 
+from varlen_bench.harness.rows import Provenance
+
+from . import figures
 from .counters import Counters
 from .drive import Bounds, Share, send_all
 from .endings import Ending, Ledger, ModelEndings, find_leak
 from .log import unexpected_lines
+from .report import Report
 from .state import State, family
 
 OUTCOMES = ("ok", "invalid", "refused", "cancelled", "failed")
@@ -136,6 +140,25 @@ def test_leaked_descriptors_and_processes_are_found() -> None:
     found = " ".join(before.growth(after))
     assert "descriptors" in found
     assert "processes" in found
+
+
+def test_the_rows_of_a_phase_add_up_and_its_page_names_every_problem() -> None:
+    report = Report("mixed", seconds=12.34)
+    report.before = report.after = State({"server": 1}, 50, 20, 300.04, 2.0)
+    for ending in (Ending("right"), Ending("right"), Ending("wrong", message="not that")):
+        report.ledger.add("3 mixed 8", "embed", ending)
+    report.ledger.add("3 mixed 9", "http_timeout", Ending("left"))
+    run = Provenance("2026-01-01", "abc", "a CPU x2", 0, "python=3.11", "python -m tests.campaign")
+
+    whole, *kinds = figures.rows([report], seed=3)
+
+    assert [kind["kind"] for kind in kinds] == ["embed", "http_timeout"]
+    for name in ("requests", "right", "wrong", "left"):
+        assert whole[name] == sum(int(kind[name] or 0) for kind in kinds)
+    assert (whole["problems"], whole["memory_mib_after"], kinds[0]["problems"]) == (1, 300.0, None)
+    page = figures.page([report], 3, run)
+    assert "3 mixed 8: embed is wrong:  not that" in page
+    assert "4 requests, 1 wrong, 0 lost" in page
 
 
 def test_lines_of_faults_are_found_in_a_log() -> None:

@@ -1,5 +1,6 @@
 """Loading and unloading while the server runs, and refused configurations."""
 
+import socket
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.closeness import assert_close
-from varlen_tools.local_server import LocalServer
+from varlen_tools.local_server import LOOPBACK, LocalServer
 
 from .clients import AnswerError, Client, GrpcClient, HttpClient, texts
 from .serving import add_model, http_call, load, model_state, unload, wait_until
@@ -126,6 +127,23 @@ def test_a_model_may_ignore_the_timeout_of_requests(
         assert grpc_client.infer("spare", texts("word1"), {"timeout": 30}).shape == (1, 32)
     finally:
         unload(server, "spare")
+
+
+def test_a_connection_that_was_open_during_a_load_is_closed_for_its_client(
+    server: LocalServer,
+) -> None:
+    request = "GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: {}\r\n\r\n"
+    with socket.create_connection((LOOPBACK, server.http_port), timeout=30) as connection:
+        connection.sendall(request.format("keep-alive").encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        assert load(server, "spare") is None
+        try:
+            connection.sendall(request.format("close").encode())
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+
+            assert connection.recv(1000) == b""
+        finally:
+            unload(server, "spare")
 
 
 def test_requests_during_unload_and_reload_are_answered_or_refused(

@@ -1,4 +1,4 @@
-"""Mutated requests: JSON, binary tensors, gRPC messages. Any answer will do, and no message may leak.
+"""Mutated requests: JSON, binary tensors, gRPC messages. Any answer will do.
 
 Two known faults of the front end of server 2.51 are left alone: chunked bodies and shared memory calls.
 """
@@ -57,7 +57,7 @@ def fuzz_parameters(draw: random.Random, target: Target) -> Ending:
 
 
 def fuzz_binary(draw: random.Random, target: Target) -> Ending:
-    """Binary tensors over HTTP with bytes, sizes or the length of the head changed."""
+    """Binary tensors over HTTP with bytes, sizes or lengths changed."""
     inputs = draw.choice((texts("hello", "a longer text"), {"input_ids": integers([[101, 7592]])}))
     path, body, headers = http_request(ENCODER, inputs, {})
     name = "Inference-Header-Content-Length"
@@ -80,7 +80,7 @@ def fuzz_binary(draw: random.Random, target: Target) -> Ending:
 
 
 def fuzz_grpc(draw: random.Random, target: Target) -> Ending:
-    """A gRPC message with its fields or its bytes changed, whole or as part of a stream."""
+    """A gRPC message with fields or bytes changed, alone or in a stream."""
     request = service_pb2.ModelInferRequest(model_name=draw.choice((ENCODER, DECODER, TRANSLATOR)))
     model = request.model_name
     names = ("text", "input_ids") if model == ENCODER else ("text_input", "input_ids", "stream")

@@ -1,4 +1,4 @@
-"""Good requests, sent with varlen's own client over both protocols: each answer must be the known one."""
+"""Good requests of varlen's client, over both protocols: each answer must be the known one."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import numpy as np
 
 from varlen_client import DeadlineMissed, RequestTimeout, ServerUnavailable, VarlenClientError
 
-from ..endings import Ending
+from ..endings import End, Ending
 from ..known import BEAMS, GREEDY, MAX_TOKENS, Vectors
 from ..models import CACHED, CAPPED, DECODER, ENCODER, HIDDEN, TRANSLATOR
 from ..target import PROTOCOLS, Target
@@ -27,7 +27,7 @@ def embed_cached(draw: random.Random, target: Target) -> Ending:
 
 
 def embed_with_little_queue(draw: random.Random, target: Target) -> Ending:
-    """Vectors with a priority, of a model that refuses what does not fit into its short queue."""
+    """Vectors with a priority, of a model that refuses what its queue cannot hold."""
     return _embed(draw, target, CAPPED, refusals=(ServerUnavailable,), priority=draw.randint(0, 9))
 
 
@@ -133,9 +133,8 @@ def _embed(
     client = target.client(model, draw.choice(PROTOCOLS))
 
     def ask() -> bool:
-        vectors = client.embed(
-            [inputs[row] for row in rows], truncate=True, timeout=target.patience, **options
-        )
+        chosen: list[Any] = [inputs[row] for row in rows]
+        vectors = client.embed(chosen, truncate=True, timeout=target.patience, **options)
         return known.is_right(vectors, np.stack([answers[row] for row in rows]))
 
     return _ending(ask, model, rows=len(rows), refusals=refusals)
@@ -153,7 +152,7 @@ def _ending(
         is_right = ask()
     except refusals as error:
         # a deadline passes at the client too, which tells the server only over gRPC
-        end = "left" if isinstance(error, (RequestTimeout, DeadlineMissed)) else "refused"
+        end: End = "left" if isinstance(error, (RequestTimeout, DeadlineMissed)) else "refused"
         return Ending(end, model, "UNAVAILABLE", str(error), rows, is_ours=True)
     except RequestTimeout as error:
         return Ending("lost", model, "DEADLINE_EXCEEDED", str(error), rows)

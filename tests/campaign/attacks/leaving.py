@@ -1,6 +1,6 @@
 """Clients that go away: their requests end on the server, and disturb no other one.
 
-The gRPC front end of server 2.51 has races where many clients cancel at once, which later versions mend, so few do.
+Few cancel at once: the gRPC front end of server 2.51 has races there, which later versions do not have.
 """
 
 import http.client
@@ -9,15 +9,16 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from threading import BoundedSemaphore
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
 
 from tests.server.clients import AnswerError, Tensor, http_request, integers
-from varlen_client import RequestTimeout
+from varlen_client import GeneratedPart, RequestTimeout
 from varlen_tools.local_server import LOOPBACK
 
 from ..endings import TIMEOUT_SECONDS, Ending
@@ -83,7 +84,7 @@ def http_disconnect(draw: random.Random, target: Target) -> Ending:
     path, body, headers = http_request(ENCODER, inputs, {})
     sent = draw.choice((0, 1, len(body) // 2, len(body) - 1, len(body), len(body)))
     _hang_up(draw, target, path, body[:sent], {**headers, "Content-Length": str(len(body))})
-    # the server gives up what it did not read, and tells nobody
+    # the server gives up what it did not read, and tells no model
     return Ending("left", ENCODER if sent == len(body) else "", rows=rows)
 
 
@@ -93,14 +94,12 @@ def stream_abandon(draw: random.Random, target: Target) -> Ending:
     wanted = draw.randint(0, 5)
     prompt = draw.choice(list(target.known.continuations))
     parts = client.stream(prompt, max_tokens=_LONG_ANSWER, timeout=TIMEOUT_SECONDS, **GREEDY)
-    with _MOST_CANCELLATIONS:
+    with _MOST_CANCELLATIONS, closing(cast("Generator[GeneratedPart, None, None]", parts)):
         try:
             for _ in range(wanted):
                 next(parts)
         except RequestTimeout as error:
             return Ending("lost", DECODER, message=str(error))
-        finally:
-            parts.close()
     return Ending("left", DECODER) if wanted else Ending("left")
 
 
@@ -142,7 +141,7 @@ def large_hidden_disconnect(draw: random.Random, target: Target) -> Ending:
 
 
 def _work(draw: random.Random) -> tuple[Mapping[str, Tensor], int]:
-    """Return inputs of `minilm` that take some milliseconds to some tenths of a second, and their rows."""
+    """Return inputs of `minilm`, milliseconds to tenths of a second of work, and their rows."""
     rows = draw.choice((1, 1, 4, 16))
     length = draw.randint(1, MINILM_LONGEST)
     return {"input_ids": integers(np.full((rows, length), 2000 + length))}, rows
@@ -151,7 +150,7 @@ def _work(draw: random.Random) -> tuple[Mapping[str, Tensor], int]:
 def _hang_up(
     draw: random.Random, target: Target, path: str, body: bytes, headers: Mapping[str, Any]
 ) -> None:
-    """Send a request, and close its connection at once or a little later, some with a reset."""
+    """Send a request, and close its connection soon, sometimes with a reset."""
     head = [f"POST {path} HTTP/1.1", f"Host: {LOOPBACK}"]
     head += [f"{name}: {value}" for name, value in headers.items()]
     with socket.create_connection((LOOPBACK, target.server.http_port)) as connection:

@@ -1,4 +1,4 @@
-"""Damaged checkpoints, calibrations and caches: refused with the reason, or served; never a crash or a traceback.
+"""Damaged checkpoints, calibrations and caches: refused with the reason, or served.
 
 Most are loaded in a process of their own, as the server loads them; every tenth by the server itself.
 """
@@ -21,10 +21,11 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.models.registry import load_encoder
 
 from ..attacks.damage import damage
-from ..endings import Ending
+from ..endings import End, Ending
 from ..loads import Load, Loader
 from ..models import CACHED
-from ..phase import Campaign, Report, attacked_server
+from ..phase import Campaign, attacked_server
+from ..report import Report
 from ..target import Target
 
 _FIXED: Mapping[str, str] = {
@@ -146,7 +147,9 @@ def _damage_served(
     reason = load(target.server, _SERVER_MODEL)
     if reason is not None:
         # the folder's name is in no message of ours
-        end = "wrong" if str(campaign.scratch) in reason or "log says why" in reason else "refused"
+        end: End = (
+            "wrong" if str(campaign.scratch) in reason or "log says why" in reason else "refused"
+        )
         report.ledger.add(name, "load_served", Ending(end, message=f"{how}: {reason}"))
         return
     try:
@@ -158,6 +161,4 @@ def _damage_served(
 
 
 def _add(report: Report, name: str, kind: str, how: str, end: Load) -> None:
-    ends = {"served": "answered", "refused": "refused", "failed": "wrong"}
-    text = end.text if end.end != "failed" else f"{how}: {end.text[-900:]}"
-    report.ledger.add(name, kind, Ending(ends[end.end], message=text))  # type: ignore[arg-type]
+    report.ledger.add(name, kind, end.ending(how))

@@ -4,7 +4,8 @@ from ..attacks import fuzz as mutated
 from ..attacks import good
 from ..drive import Share
 from ..models import DECODER, ENCODER, TRANSLATOR
-from ..phase import Campaign, Report, attacked_server, send_mix
+from ..phase import Campaign, attacked_server, send_mix
+from ..report import Report
 from ..target import Target
 
 _MODELS = (ENCODER, DECODER, TRANSLATOR)
@@ -20,6 +21,6 @@ _MIX: tuple[Share[Target], ...] = (
 
 
 def fuzz(campaign: Campaign, report: Report, seconds: float) -> None:
-    """Send the mix; nobody knows which of the mutated requests reached a model."""
+    """Send the mix; no client knows which mutated requests reached a model."""
     with attacked_server(campaign, report, _MODELS) as target:
         send_mix(campaign, report, target, _MIX, seconds, is_complete=False)

@@ -1,4 +1,4 @@
-"""Killed processes of models: a worker or its host costs no request, the process of a model costs a reload."""
+"""Killed processes: a worker costs no request, the process of a model costs a reload."""
 
 import os
 import random
@@ -23,14 +23,15 @@ from ..attacks import good
 from ..drive import Bounds, Share, send_all
 from ..endings import Ending, Ledger
 from ..models import DECODER, ENCODER, TRANSLATOR
-from ..phase import Campaign, Report, attacked_server, send_mix
+from ..phase import Campaign, attacked_server, send_mix
+from ..report import Report
 from ..state import settled
 from ..target import Target
 
 _MODELS = (ENCODER, DECODER)
 _MIX: tuple[Share[Target], ...] = (Share(8, good.embed), Share(1, good.generate))
 # Seconds between two kills: a batch that has lost two workers fails.
-_PAUSE = 1.5
+_PAUSE = 2.0
 _HOST_SHARE = 0.15
 # This server answers no request that a killed process held: their deadlines end them.
 _HELD_SECONDS = 3.0
@@ -142,24 +143,25 @@ class _Victims:
 
     def __init__(self, stub: int, report: Report) -> None:
         self._stub, self._report = stub, report
-        # workers outlive their host
-        self._workers: set[int] = set()
+        # workers outlive their host; the oldest first
+        self._workers: list[int] = []
 
     def kill_one(self, draw: random.Random) -> float:
-        """Kill a worker or the host; return the seconds until the next one."""
+        """Kill the oldest worker or the host; return the seconds until the next one."""
+        host, found = 0, list[int]()
         with suppress(ValueError):
-            # without a host there are no children
-            host, workers = worker_processes(self._stub)
-            self._workers.update(workers)
-            if draw.random() < _HOST_SHARE:
-                os.kill(host, signal.SIGKILL)
-                self._report.count("killed hosts")
-                # the next worker that is killed makes the model load again
-                return _PAUSE
-        self._workers = {pid for pid in self._workers if is_running(pid)}
-        if self._workers:
-            victim = draw.choice(sorted(self._workers))
-            self._workers.remove(victim)
+            # a stub without a host has no such children
+            host, found = worker_processes(self._stub)
+        self._workers += [pid for pid in found if pid not in self._workers]
+        self._workers = [pid for pid in self._workers if is_running(pid)]
+        if host and not found:
+            # it loads the model again
+            return _PAUSE
+        if host and draw.random() < _HOST_SHARE:
+            os.kill(host, signal.SIGKILL)
+            self._report.count("killed hosts")
+        elif self._workers and (len(self._workers) > 1 or not host):
+            victim = self._workers.pop(0)
             os.kill(victim, draw.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)))
             self._report.count("killed workers")
         return _PAUSE

@@ -1,9 +1,10 @@
-"""Good and bad requests, and clients that leave, to all models over both protocols: what a busy day brings."""
+"""Good and bad requests, and clients that leave: what a busy day brings."""
 
 from ..attacks import bad, good, leaving
 from ..drive import Share
 from ..models import MODELS
-from ..phase import Campaign, Report, attacked_server, send_mix
+from ..phase import Campaign, attacked_server, send_mix
+from ..report import Report
 from ..target import Target
 
 _MIX: tuple[Share[Target], ...] = (

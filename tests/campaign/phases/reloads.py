@@ -1,7 +1,8 @@
-"""Models that are unloaded and loaded under load: an accepted request is answered, the others are refused."""
+"""Models that are unloaded and loaded under load: accepted requests are answered."""
 
 import random
 import time
+from functools import partial
 from threading import Event, Thread
 
 from tests.server.serving import load, model_state, unload, wait_until
@@ -11,7 +12,8 @@ from ..attacks import good
 from ..drive import Bounds, Share, send_all
 from ..endings import Ending
 from ..models import CACHED, DECODER, TRANSLATOR
-from ..phase import Campaign, Report, attacked_server
+from ..phase import Campaign, attacked_server
+from ..report import Report
 from ..state import settled
 from ..target import Target
 
@@ -51,12 +53,16 @@ def _reload(campaign: Campaign, report: Report, server: LocalServer, ended: Even
         model = draw.choice(_MODELS)
         unload(server, model)
         if draw.random() < 0.6:
-            wait_until(lambda m=model: model_state(server, m) == "UNAVAILABLE", "it is unloaded")
+            wait_until(partial(_is_unloaded, server, model), "it is unloaded")
         else:
             time.sleep(draw.uniform(0.0, 0.3))
         reason = load(server, model)
         report.check(holds=reason is None, problem=f"{model} does not load: {reason}")
         report.count("reloads")
+
+
+def _is_unloaded(server: LocalServer, model: str) -> bool:
+    return model_state(server, model) == "UNAVAILABLE"
 
 
 def _embed(draw: random.Random, target: Target) -> Ending:

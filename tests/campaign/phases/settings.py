@@ -1,4 +1,4 @@
-"""Wrong settings: each is refused at load with a message that names it, or the model serves; nothing crashes.
+"""Wrong settings: refused at load with a reason, or the model serves.
 
 Most are loaded in a process of their own, as the server loads them; every tenth by the server itself.
 """
@@ -13,10 +13,11 @@ from tests.server.clients import AnswerError, texts
 from tests.server.serving import load, unload
 from varlen.config import SETTINGS, Setting
 
-from ..endings import Ending
+from ..endings import End, Ending
 from ..loads import Loader
 from ..models import CACHED, HIDDEN
-from ..phase import Campaign, Report, attacked_server
+from ..phase import Campaign, attacked_server
+from ..report import Report
 from ..target import Target
 
 _FIXED: Mapping[str, str] = {
@@ -76,9 +77,7 @@ def wrong_settings(campaign: Campaign, report: Report, seconds: float) -> None:
                 _load_served(draw, report, target, parameters, name)
             else:
                 end = loader.load(draw.choice(checkpoints), {**_FIXED, **parameters})
-                ends = {"served": "answered", "refused": "refused", "failed": "wrong"}
-                text = f"{parameters}: {end.text[-900:]}" if end.end == "failed" else end.text
-                report.ledger.add(name, "load", Ending(ends[end.end], message=text[:2000]))  # type: ignore[arg-type]
+                report.ledger.add(name, "load", end.ending(str(parameters)))
             number += 1
 
 
@@ -113,7 +112,7 @@ def _load_served(
         config |= draw.choice(_SECTIONS)
     reason = load(target.server, _SERVER_MODEL, config)
     if reason is not None:
-        end = "wrong" if "log says why" in reason else "refused"
+        end: End = "wrong" if "log says why" in reason else "refused"
         text = f"{parameters}: {reason}" if end == "wrong" else reason
         report.ledger.add(name, "load_served", Ending(end, message=text))
         return

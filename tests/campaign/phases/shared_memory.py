@@ -1,4 +1,4 @@
-"""A server with a few MiB of shared memory that other files fill: large answers fail alone, all others are right.
+"""A server with little shared memory: large answers fail alone.
 
 The server gets a mount namespace with a small /dev/shm of its own, which needs the right to make one.
 """
@@ -20,7 +20,8 @@ from ..attacks import good
 from ..drive import Share
 from ..endings import TIMEOUT_SECONDS, Ending
 from ..models import DECODER, HIDDEN
-from ..phase import Campaign, Report, attacked_server, send_mix
+from ..phase import Campaign, attacked_server, send_mix
+from ..report import Report
 from ..target import MAX_ROWS, Target
 
 _SIZE_MIB = 10
@@ -29,10 +30,11 @@ _NAMESPACE = ("unshare", "--map-root-user", "--mount", "--propagation", "private
 _MOUNT = f"mount -t tmpfs -o size={_SIZE_MIB}m tmpfs /dev/shm"
 # What our backend and the server itself say; the latter names the region on server 2.51.
 _OUR_REASON, _SERVER_REASON = "shared memory", "Failed to increase the shared memory pool"
+_QUEUE_FULL = "the queue is full"
 
 
 def shared_memory(campaign: Campaign, report: Report, seconds: float) -> None:
-    """Ask for answers that do not fit, while a file takes the rest of /dev/shm and gives it back."""
+    """Ask for answers that do not fit, while a file fills and frees /dev/shm."""
     if subprocess.run([*_NAMESPACE, _MOUNT], capture_output=True, check=False).returncode:
         report.count("skipped: no right to mount")
         return
@@ -86,10 +88,12 @@ def _generate(draw: random.Random, target: Target) -> Ending:
 
 
 def _refused(ending: Ending) -> Ending:
-    """Return an error for want of shared memory as a refusal."""
+    """Return too little shared memory, or a full queue, as a refusal."""
     if _SERVER_REASON in ending.message:
         # it never reached our backend, or never left it
         return Ending("left", ending.model, ending.code, rows=ending.rows)
+    if ending.code == "UNAVAILABLE" and _QUEUE_FULL in ending.message:
+        return Ending("refused", HIDDEN, ending.code, ending.message, ending.rows, is_ours=True)
     if ending.end == "wrong" and _OUR_REASON in ending.message:
         return Ending(
             "refused", ending.model, "INTERNAL", ending.message, ending.rows, is_ours=True
@@ -101,7 +105,7 @@ def _fill(folder: Path, ended: Event, seed: int) -> None:
     """Take a random part of /dev/shm for a moment, again and again."""
     draw, file = random.Random(f"{seed} fill"), folder / "filler"
     while not ended.wait(draw.uniform(0.05, 0.5)):
-        # as far as it fits
+        # up to what fits
         with suppress(OSError):
             file.write_bytes(bytes(draw.randint(1, _SIZE_MIB) << 20))
         time.sleep(draw.uniform(0.0, 0.5))
