@@ -30,6 +30,8 @@ _MEAN_LENGTHS = (256, 64, 16, 1)
 # Largest BLOCK_M of a default, by mean length: larger tiles read the keys fewer times, but leave more rows empty.
 _MAX_BLOCK_M = {256: 64, 64: 64, 16: 32, 1: 16}
 _MAX_CANDIDATES = 5
+# Heads of one program, where tiles have one warp.
+_MAX_HEADS = 4
 # Hardware limit per thread.
 _MAX_REGISTERS = 255
 
@@ -41,6 +43,7 @@ _MAX_REGISTERS = 255
 _TILES: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {
     (32, 2, False): [
         (16, 32, 2, 3),
+        (16, 16, 1, 2),
         (16, 32, 1, 2),
         (32, 64, 2, 2),
         (32, 32, 2, 3),
@@ -53,6 +56,7 @@ _TILES: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {
     ],
     (64, 2, False): [
         (16, 32, 2, 3),
+        (16, 16, 1, 2),
         (16, 32, 1, 2),
         (32, 64, 2, 2),
         (32, 32, 2, 3),
@@ -272,6 +276,8 @@ def candidate_launches(
 ) -> list[Launch]:
     """Return the candidate launches for heads of this size; the first is the default.
 
+    HEADS is the largest number of heads of one program, and num_warps that of each of them.
+
     Args:
         mean_length: a bucket, see `mean_length_bucket`.
     """
@@ -283,8 +289,20 @@ def candidate_launches(
     best = len(fitting) - 1
     near = sorted(range(len(tiles)), key=lambda i: (abs(i - best), i > best))[:_MAX_CANDIDATES]
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    launches: list[Launch] = [dict(zip(names, tiles[i], strict=True)) for i in near]
+    launches: list[Launch] = [
+        {**dict(zip(names, tiles[i], strict=True)), "HEADS": heads}
+        for i in near
+        for heads in _heads_of(num_warps=tiles[i][2])
+    ]
     if has_bias or dtype.itemsize == 4:
         # without this limit, ptxas spills a few registers to fit one more program on a multiprocessor
         return [{**launch, "maxnreg": _MAX_REGISTERS} for launch in launches]
     return launches
+
+
+def _heads_of(num_warps: int) -> tuple[int, ...]:
+    """Return the numbers of heads that one program may have.
+
+    A tile of one warp has little work. With four heads, a warp each, there are a quarter of the programs.
+    """
+    return (_MAX_HEADS, 1) if num_warps == 1 else (1,)

@@ -32,7 +32,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def load_tile(
-    tile_ptr,  # [ROWS, HEAD_DIM]
+    tile_ptr,  # [ROWS, HEAD_DIM]; or several, [heads, 1, 1]
     num_rows,
     STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -40,15 +40,32 @@ def load_tile(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return [ROWS, BLOCK_D]: 0 past HEAD_DIM and, if MASKED, from row `num_rows` on."""
+    """Return [ROWS, BLOCK_D], or [heads, ROWS, BLOCK_D].
+
+    It is 0 past HEAD_DIM and, if MASKED, from row `num_rows` on.
+    """
     row = tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK_D)[None, :]
-    at = row * STRIDE + col
+    rows_ptr = tile_ptr + (row * STRIDE + col)
+    if not MASKED and HEAD_DIM == BLOCK_D:
+        return tl.load(rows_ptr)
+    inside = col < HEAD_DIM
     if MASKED:
-        return tl.load(tile_ptr + at, mask=(row < num_rows) & (col < HEAD_DIM), other=0.0)
-    if HEAD_DIM < BLOCK_D:
-        return tl.load(tile_ptr + at, mask=col < HEAD_DIM, other=0.0)
-    return tl.load(tile_ptr + at)
+        inside = (row < num_rows) & inside
+    if len(rows_ptr.shape) == 3:
+        inside = inside[None, :, :]
+    return tl.load(rows_ptr, mask=inside, other=0.0)
+
+
+@triton.jit
+def multiply_keys(
+    q,  # [ROWS, BLOCK_D], or [heads, ROWS, BLOCK_D]
+    k,  # [BLOCK_N, BLOCK_D], or [heads, BLOCK_N, BLOCK_D]
+):
+    """Return q kᵀ, in each head."""
+    if len(k.shape) == 3:
+        return tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="tf32x3")
+    return tl.dot(q, tl.trans(k), input_precision="tf32x3")
 
 
 @triton.jit
@@ -63,17 +80,20 @@ def add_values(
 ):
     """Return context, weight_sum and max_score after BLOCK_N more keys and values.
 
-    A score of max_score has weight 1. Scores times `scale` are in base 2, because exp2 is a GPU instruction.
+    All may have a leading axis of heads. A score of max_score has weight 1. Scores times `scale` are in base 2, because
+    exp2 is a GPU instruction.
     """
+    KEYS: tl.constexpr = len(scores.shape) - 1
     # scaled after the maximum: one fused multiply-add per score
-    new_max = tl.maximum(max_score, tl.max(scores, axis=1) * scale)
+    new_max = tl.maximum(max_score, tl.max(scores, axis=KEYS) * scale)
     shift = new_max
     if MAY_HIDE_ALL:
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores * scale - shift[:, None])
+    weights = tl.exp2(scores * scale - tl.expand_dims(shift, KEYS))
     rescale = tl.exp2(max_score - shift)
-    weight_sum = weight_sum * rescale + tl.sum(weights, axis=1)
-    context = tl.dot(weights.to(v.dtype), v, context * rescale[:, None], input_precision="tf32x3")
+    weight_sum = weight_sum * rescale + tl.sum(weights, axis=KEYS)
+    context *= tl.expand_dims(rescale, KEYS)
+    context = tl.dot(weights.to(v.dtype), v, context, input_precision="tf32x3")
     return context, weight_sum, new_max
 
 
@@ -125,7 +145,7 @@ def attend_to_keys(
     row = tl.arange(0, BLOCK_M)[:, None]
     col = tl.arange(0, BLOCK_N)[None, :]
 
-    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+    scores = multiply_keys(q, k)
     if HAS_BIAS:
         scores = add_bias(scores * scale, bias_ptr, (first_key - first_query) + (col - row), reach)
         scale = 1.0
@@ -193,16 +213,17 @@ def _attention_varlen_kernel(
     HAS_TILES: tl.constexpr,
     TAIL_FIRST: tl.constexpr,  # whether the last block of keys is read first, outside of a loop
     BLOCK_BATCH: tl.constexpr,
+    HEADS: tl.constexpr,  # of one program, a divisor of NUM_HEADS
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
     DEPENDENT: tl.constexpr,
 ):
-    """Compute the attention of one tile of queries in one head."""
+    """Compute the attention of one tile of queries in HEADS heads."""
     wait_for_kernels(DEPENDENT)
     # heads vary fastest: in a batch sorted by descending length, the last programs are short
-    head = tl.program_id(0) % NUM_HEADS
-    tile = tl.program_id(0) // NUM_HEADS
+    head = tl.program_id(0) % (NUM_HEADS // HEADS) * HEADS
+    tile = tl.program_id(0) // (NUM_HEADS // HEADS)
     if HAS_TILES:
         begin, length, first_query = read_tile(tiles_ptr, tile)
     else:
@@ -210,6 +231,9 @@ def _attention_varlen_kernel(
     if first_query >= length:
         return
 
+    if HEADS > 1:
+        # one warp a head, and all that follows has an axis of heads
+        head = (head + tl.arange(0, HEADS))[:, None, None]
     # int64: tokens * QKV_STRIDE may pass 2**31
     sequence_ptr = qkv_ptr + begin.to(tl.int64) * QKV_STRIDE + head * HEAD_DIM
     keys_ptr = sequence_ptr + NUM_HEADS * HEAD_DIM
@@ -223,9 +247,9 @@ def _attention_varlen_kernel(
     q_ptr = sequence_ptr + first_query.to(tl.int64) * QKV_STRIDE
     q = load_tile(q_ptr, num_queries, QKV_STRIDE, HEAD_DIM, BLOCK_M, BLOCK_D, True)
 
-    context = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    weight_sum = tl.zeros([BLOCK_M], tl.float32)
-    max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    context = tl.zeros(q.shape, tl.float32)
+    weight_sum = tl.zeros(q.shape[:-1], tl.float32)
+    max_score = tl.full(q.shape[:-1], float("-inf"), tl.float32)
     # no query of the tile reads a key before the window, so keys and queries are counted from its start
     window_start = 0
     if WINDOW > 0:
@@ -278,7 +302,10 @@ def _attention_varlen_kernel(
     out_row = (begin.to(tl.int64) + query)[:, None] * OUT_STRIDE + head * HEAD_DIM
     col = tl.arange(0, BLOCK_D)[None, :]
     inside = (query < length)[:, None] & (col < HEAD_DIM)
-    tl.store(out_ptr + out_row + col, context / weight_sum[:, None], mask=inside)
+    if HEADS > 1:
+        inside = inside[None, :, :]
+    context /= tl.expand_dims(weight_sum, len(context.shape) - 1)
+    tl.store(out_ptr + out_row + col, context, mask=inside)
 
 
 def attention_varlen(
@@ -322,7 +349,8 @@ def attention_varlen(
     launch = attention_launch(head_dim, qkv.dtype, causal, bias is not None, tokens, batch)
     # keys and values of the tail must fit the registers beside the queries
     is_plain = not causal and window == 0 and bias is None
-    programs = num_tiles(tokens, batch, launch["BLOCK_M"]) * num_heads
+    heads = math.gcd(num_heads, launch["HEADS"])
+    programs = num_tiles(tokens, batch, launch["BLOCK_M"]) * (num_heads // heads)
     _attention_varlen_kernel[(programs,)](
         qkv,
         cu_seqlens,
@@ -344,7 +372,7 @@ def attention_varlen(
         TAIL_FIRST=is_plain and head_dim <= 64 and qkv.dtype.itemsize == 2,
         BLOCK_BATCH=BLOCK_BATCH,
         BLOCK_D=block_d(head_dim),
-        **launch,
+        **{**launch, "HEADS": heads, "num_warps": heads * launch["num_warps"]},
         **dependent_launch(),
     )
     return out

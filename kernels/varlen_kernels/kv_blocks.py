@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.attention_varlen import add_bias, add_values
+from varlen_kernels.attention_varlen import add_bias, add_values, multiply_keys
 from varlen_kernels.checks import check_dtype
 
 # Fewest rows of a matrix product on tensor cores; larger groups of heads are divided.
@@ -65,7 +65,7 @@ def attend_to_blocks(
         k = tl.load(keys_ptr + at)
         v = tl.load(values_ptr + at)
 
-    scores = tl.dot(q.to(k.dtype), tl.trans(k), input_precision="tf32x3")
+    scores = multiply_keys(q.to(k.dtype), k)
     key = key[None, :]
     if HAS_BIAS:
         scores = add_bias(scores * scale, bias_ptr, key - position, reach)

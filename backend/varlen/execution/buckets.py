@@ -1,9 +1,10 @@
 """Buckets: the batch sizes for which a CUDA graph is captured.
 
-A graph has fixed shapes, so a batch runs in the smallest captured size that holds it: at most an
-eighth more tokens from 128 on, which belong to no sequence and cost only their share of the linear
-layers. The capacity for sequences comes in few sizes, since the grid of attention grows with it, and
-so does not exceed what a batch may have.
+A graph has fixed shapes, so a batch runs in the smallest captured size that holds it. The tokens that this adds belong
+to no sequence and cost only their share of the linear layers: at most an eighth from 512 on. Smaller batches take
+nearly the same time whatever their size, so their sizes are further apart. The capacity for sequences comes in few
+sizes. It decides the tiles of attention by the mean length, and spare programs of attention cost little.
+docs/decisions/0029-gpu-executor.md has the counts.
 """
 
 from bisect import bisect_left
@@ -14,6 +15,10 @@ from typing import NamedTuple
 from varlen.memory.usage import Dims
 
 _SMALLEST = 16
+# Sizes double up to this one. It is the rows of a tile of matrix products, so fewer rows take as long.
+_DOUBLING = 128
+# Smallest step after that.
+_SMALLEST_STEP = 64
 # Sizes from one power of two to the next.
 _STEPS = 8
 
@@ -30,8 +35,8 @@ class _Room(NamedTuple):
     from_tokens: int
 
 
-# Attention chooses its launch by the same means. Few programs of the largest mean leave a GPU partly idle.
-_ROOMS = (_Room(256, 2048), _Room(64, 0), _Room(16, 0), _Room(1, 0))
+# Attention chooses its launch by the same means. In batches that do not fill a GPU, small tiles are as fast.
+_ROOMS = (_Room(256, 2048), _Room(64, 192), _Room(16, 1024), _Room(1, 0))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -99,5 +104,5 @@ def _token_sizes(most: int) -> Iterator[int]:
     while size < most:
         yield size
         octave = 1 << (size.bit_length() - 1)
-        size += max(_SMALLEST, octave // _STEPS)
+        size += size if size < _DOUBLING else max(_SMALLEST_STEP, octave // _STEPS)
     yield most

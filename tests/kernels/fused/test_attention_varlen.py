@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 
 from varlen_kernels import attention_varlen as module
 from varlen_kernels import reference
-from varlen_kernels.attention_tiles import candidate_launches, mean_length_bucket
+from varlen_kernels.attention_tiles import (
+    attention_launch,
+    candidate_launches,
+    mean_length_bucket,
+)
 from varlen_kernels.attention_varlen import attention_varlen
 from varlen_kernels.tuning import forced_launch
 
@@ -87,6 +91,27 @@ def test_neighbouring_heads_share_a_key_head(heads, key_heads, device):
     settings = {"num_heads": heads, "num_kv_heads": key_heads, "causal": True}
 
     check_against_reference([35, 1], 24, torch.float16, device, **settings)
+
+
+@pytest.mark.parametrize(
+    "heads, key_heads, form",
+    [
+        (1, 1, {}),
+        (3, 3, {}),
+        (4, 4, {"causal": True}),
+        (6, 3, {}),
+        (8, 2, {"window": 5}),
+        (8, 1, {"causal": True, "window": 3}),
+    ],
+    ids=str,
+)
+def test_a_program_has_several_heads_of_short_sequences(heads, key_heads, form, device):
+    lengths = [13, 0, 16, 1, 17]
+    launch = attention_launch(16, torch.float16, form.get("causal", False), False, 47, 5)
+    assert launch["HEADS"] == 4
+    settings = {"num_heads": heads, "num_kv_heads": key_heads, **form}
+
+    check_against_reference(lengths, 16, torch.float16, device, **settings)
 
 
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])

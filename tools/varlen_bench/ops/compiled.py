@@ -188,8 +188,12 @@ COMPILED = [
     _attention("64_long", 64, 256),
     # tiles of fewer than 64 queries, which wgmma does not support
     replace(_attention("64_short", 64, 16), narrow_loads=None, tensor_cores=False),
+    # several heads a program
     replace(
-        _attention("64_shortest", 64, 4), dtypes=(_BF16,), narrow_loads=None, tensor_cores=False
+        _attention("64_shortest", 64, 4, has_tiles=True),
+        narrow_loads=3,
+        dtypes=(_BF16,),
+        tensor_cores=False,
     ),
     # as a server's encoder calls it
     replace(_attention("64_tiles", 64, has_tiles=True), narrow_loads=3, dtypes=(_BF16,)),
