@@ -115,7 +115,7 @@ def _delta(
 
 
 def _ending(part: Generation | GeneratedPart, top: int) -> dict[str, Any]:
-    """Return the end of a choice; `top` is the number of tokens in each of its `top_logprobs`."""
+    """Return the end of a choice, with `top` tokens in each of its `top_logprobs`."""
     tokens = zip(part.token_ids, part.logprobs, part.token_texts, strict=False)
     content = [
         {
