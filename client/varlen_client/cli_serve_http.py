@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ from varlen_client.cli_options import DEFAULT_URL, Url, print_message, usage_err
 from varlen_client.endpoint import Endpoint
 from varlen_client.errors import InvalidUrl
 
+API_KEYS = "VARLEN_API_KEYS"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 # Time of requests in progress to end when the gateway stops.
 GRACE_SECONDS = 30
@@ -32,7 +34,7 @@ def serve_http(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            envvar="VARLEN_API_KEYS",
+            envvar=API_KEYS,
             help="Key that requests must have; may be repeated. Prefer the variable: arguments are visible to others.",
         ),
     ] = None,
@@ -53,6 +55,8 @@ def serve_http(
     ] = 256,
 ) -> None:
     """Serve the HTTP interfaces of OpenAI and Text Embeddings Inference for a server's models."""
+    if not api_key and API_KEYS in os.environ:
+        usage_error(f"{API_KEYS} is set and has no key; unset it to serve without keys")
     try:
         import uvicorn
 

@@ -53,6 +53,17 @@ def test_refuses_wrong_options(served, arguments, message):
     assert message in result.stderr
 
 
+@pytest.mark.parametrize("value", ["", "  "], ids=["empty", "blank"])
+def test_keys_that_are_set_and_empty_are_a_mistake(served, monkeypatch, value):
+    monkeypatch.setenv("VARLEN_API_KEYS", value)
+
+    result = serve()
+
+    assert (result.exit_code, served) == (2, [])
+    assert "VARLEN_API_KEYS is set and has no key" in result.stderr
+    assert serve("--api-key", "key").exit_code == 0
+
+
 def test_says_what_to_install(served, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
 

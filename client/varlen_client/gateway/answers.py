@@ -21,8 +21,8 @@ from varlen_client.generation import GeneratedPart, Generation
 
 # The next part of each answer.
 Parts: TypeAlias = AsyncGenerator[list[GeneratedPart], None]
-# Returns a choice for an index, a part of its answer, and the length of the text before the part.
-MakeChoice: TypeAlias = Callable[[int, Generation | GeneratedPart, int], dict[str, Any]]
+# Returns a choice for an index, a part of its answer, and the length of the text before the part; None is the first.
+MakeChoice: TypeAlias = Callable[[int, Generation | GeneratedPart, int | None], dict[str, Any]]
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -58,7 +58,7 @@ def whole_answer(
     prompt_tokens = sum(each[0].num_prompt_tokens for each in answers)
     completion_tokens = sum(len(sample.token_ids) for sample in samples)
     metrics.count_tokens(prompt_tokens, completion_tokens)
-    choices = [make_choice(index, sample, 0) for index, sample in enumerate(samples)]
+    choices = [make_choice(index, sample, None) for index, sample in enumerate(samples)]
     return head.object(choices, usage=usage(prompt_tokens, completion_tokens))
 
 
@@ -89,8 +89,8 @@ class Chunks:
                 continue
             if part.finish_reason is not None:
                 self._ended.add(index)
-            sent = self._sent_characters.get(index, 0)
-            self._sent_characters[index] = sent + len(part.text)
+            sent = self._sent_characters.get(index)
+            self._sent_characters[index] = (sent or 0) + len(part.text)
             self._prompt_tokens = part.num_prompt_tokens
             self._completion_tokens += len(part.token_ids)
             yield self.head.object([self.make_choice(index, part, sent)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
@@ -72,15 +73,17 @@ def add_chat_route(app: FastAPI, gateway: Gateway) -> None:
         sampling = _sampling(body, gateway.settings.chat_max_tokens)
         messages = [message.for_template() for message in body.messages]
         model = await gateway.models.get(body.model)
-        timeout = gateway.settings.timeout_seconds
+        timeout, top = gateway.settings.timeout_seconds, body.top_logprobs or 0
         if body.stream:
             head = Head.new("chatcmpl", "chat.completion.chunk", model.name)
             parts = model.client.stream_samples(messages, body.n, timeout=timeout, **sampling)
-            chunks = Chunks(head, _delta, body.stream_options.include_usage, gateway.metrics)
+            chunks = Chunks(
+                head, partial(_delta, top), body.stream_options.include_usage, gateway.metrics
+            )
             return await EventStream.begin(parts, chunks)
         head = Head.new("chatcmpl", "chat.completion", model.name)
         answers = await model.client.samples(messages, body.n, timeout=timeout, **sampling)
-        return json_response(whole_answer(head, [answers], _choice, gateway.metrics))
+        return json_response(whole_answer(head, [answers], partial(_choice, top), gateway.metrics))
 
 
 def _sampling(body: ChatBody, default_max_tokens: int) -> dict[str, Any]:
@@ -97,27 +100,30 @@ def _sampling(body: ChatBody, default_max_tokens: int) -> dict[str, Any]:
     return sampling | ({"logprobs": body.top_logprobs or 0} if body.logprobs else {})
 
 
-def _choice(index: int, part: Generation | GeneratedPart, _: int) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": {"role": "assistant", "content": part.text},
-        **_ending(part),
-    }
+def _choice(
+    top: int, index: int, part: Generation | GeneratedPart, _: int | None
+) -> dict[str, Any]:
+    message = {"role": "assistant", "content": part.text}
+    return {"index": index, "message": message, **_ending(part, top)}
 
 
-def _delta(index: int, part: Generation | GeneratedPart, sent: int) -> dict[str, Any]:
-    role = {} if sent else {"role": "assistant"}
-    return {"index": index, "delta": {**role, "content": part.text}, **_ending(part)}
+def _delta(
+    top: int, index: int, part: Generation | GeneratedPart, sent: int | None
+) -> dict[str, Any]:
+    role = {"role": "assistant"} if sent is None else {}
+    return {"index": index, "delta": {**role, "content": part.text}, **_ending(part, top)}
 
 
-def _ending(part: Generation | GeneratedPart) -> dict[str, Any]:
+def _ending(part: Generation | GeneratedPart, top: int) -> dict[str, Any]:
+    """Return the end of a choice, with `top` tokens in each of its `top_logprobs`."""
     tokens = zip(part.token_ids, part.logprobs, part.token_texts, strict=False)
     content = [
         {
             **_token(texts[token_id], logprobs[token_id]),
+            # the chosen token is there too, and may not be one of them
             "top_logprobs": [
                 _token(texts[each], logprob)
-                for each, logprob in sorted(logprobs.items(), key=lambda item: -item[1])
+                for each, logprob in sorted(logprobs.items(), key=lambda item: -item[1])[:top]
             ],
         }
         for token_id, logprobs, texts in tokens

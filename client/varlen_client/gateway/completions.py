@@ -62,11 +62,11 @@ def _sampling(body: CompletionsBody) -> dict[str, Any]:
     return body.sampling() | {name: each for name, each in given.items() if each is not None}
 
 
-def _choice(index: int, part: Generation | GeneratedPart, offset: int) -> dict[str, Any]:
+def _choice(index: int, part: Generation | GeneratedPart, offset: int | None) -> dict[str, Any]:
     return {
         "index": index,
         "text": part.text,
-        "logprobs": _logprobs(part, offset) if part.logprobs else None,
+        "logprobs": _logprobs(part, offset or 0) if part.logprobs else None,
         "finish_reason": part.finish_reason,
     }
 

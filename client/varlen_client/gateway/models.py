@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +17,8 @@ from varlen_client.wire import only_ready_model
 
 # Callers of the gateway send requests again themselves.
 _RETRIES = RetryPolicy(max_retries=2)
+# Longest time for which a state of the server is known: `/health` needs no key.
+_HEALTH_SECONDS = 1.0
 
 Connect = Callable[[str | None], AsyncClient]
 
@@ -38,6 +43,9 @@ class Models:
         self._default = default
         self._connect = connect
         self._clients: dict[str | None, AsyncClient] = {}
+        self._asking_health = asyncio.Lock()
+        self._is_healthy = False
+        self._asked_health_at = -math.inf
 
     async def get(self, name: str | None) -> NamedModel:
         """Return a model by name.
@@ -57,7 +65,17 @@ class Models:
         return sorted({model.name for model in models if model.ready})
 
     async def is_healthy(self) -> bool:
-        """Return whether the server answers, and the default model, or any, is ready."""
+        """Return whether the server answers, and the default model, or any, is ready.
+
+        The server is asked once in a second, however many ask here.
+        """
+        async with self._asking_health:
+            if time.monotonic() - self._asked_health_at > _HEALTH_SECONDS:
+                self._is_healthy = await self._ask_health()
+                self._asked_health_at = time.monotonic()
+            return self._is_healthy
+
+    async def _ask_health(self) -> bool:
         try:
             names = await self.ready()
         except VarlenClientError:

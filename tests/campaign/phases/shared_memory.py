@@ -96,7 +96,7 @@ def _refused(ending: Ending) -> Ending:
         return Ending("refused", HIDDEN, ending.code, ending.message, ending.rows, is_ours=True)
     if ending.end == "wrong" and _OUR_REASON in ending.message:
         return Ending(
-            "refused", ending.model, "INTERNAL", ending.message, ending.rows, is_ours=True
+            "refused", ending.model, ending.code, ending.message, ending.rows, is_ours=True
         )
     return ending
 

@@ -24,7 +24,10 @@ class Calls:
     failure: Exception | None = None
     fail_after: int = 0
     """Number of parts before the failure."""
+    empty_parts: int = 0
+    """Number of parts without text before the others."""
     is_down: bool = False
+    asked_models: int = 0
     counts_tokens: bool = True
     running: int = 0
     cancelled: int = 0
@@ -52,6 +55,7 @@ class FakeClient:
         self.calls, self.name = calls, name
 
     async def models(self):
+        self.calls.asked_models += 1
         if self.calls.is_down:
             raise ServerUnavailable("no connection to grpc server 10.0.0.1:8001")
         return self.calls.states
@@ -90,6 +94,8 @@ class FakeClient:
     async def stream_samples(self, prompt, n, *, timeout=None, **sampling):
         self.calls.received.append((self.name, "generate", prompt, sampling))
         tokens = sampling.get("max_tokens", 4)
+        for _ in range(self.calls.empty_parts):
+            yield [GeneratedPart("", (), num_prompt_tokens=7) for _ in range(n)]
         for step in range(tokens):
             await self._wait()
             if self.calls.failure and step == self.calls.fail_after:

@@ -14,7 +14,7 @@ from varlen_client.errors import (
     ServerError,
     ServerUnavailable,
 )
-from varlen_client.gateway import edge
+from varlen_client.gateway import edge, models
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.wire import ModelState
 
@@ -217,6 +217,23 @@ def test_health_needs_a_ready_model(send, make_app, calls):
     assert send("GET", "/health").status_code == 503
     calls.is_down = True
     assert send("GET", "/health").status_code == 503
+
+
+def test_many_questions_for_health_ask_the_server_once_in_a_while(make_app, calls, monkeypatch):
+    async def ask(times):
+        async with http_client(app) as client:
+            answers = await asyncio.gather(*(client.get("/health") for _ in range(times)))
+        return {answer.status_code for answer in answers}
+
+    app = make_app()
+    assert asyncio.run(ask(50)) == {200}
+    assert calls.asked_models == 1
+    calls.is_down = True
+    assert asyncio.run(ask(1)) == {200}
+
+    monkeypatch.setattr(models, "_HEALTH_SECONDS", -1.0)
+    assert asyncio.run(ask(3)) == {503}
+    assert calls.asked_models == 4
 
 
 def test_lists_the_ready_models(send, calls):

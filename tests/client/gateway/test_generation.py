@@ -160,6 +160,19 @@ def test_chats_report_log_probabilities(post, calls):
     assert calls.received[0][3]["logprobs"] == 2
 
 
+@pytest.mark.parametrize("top, texts", [(None, []), (1, ["0.0 "])], ids=["none", "one"])
+def test_a_chat_has_as_many_likely_tokens_as_it_asks_for(post, stream, top, texts):
+    options = {"messages": HELLO, "logprobs": True, "top_logprobs": top, "max_tokens": 1}
+
+    answer = post("/v1/chat/completions", model="writer", **options)
+
+    [chunk] = stream("/v1/chat/completions", **options)
+    for choice in (*answer["choices"], *chunk["choices"]):
+        [token] = choice["logprobs"]["content"]
+        assert (token["token"], token["logprob"]) == ("0.0 ", -0.5)
+        assert [each["token"] for each in token["top_logprobs"]] == texts
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_streamed_completion_makes_the_whole_one(post, stream, n):
     options = {"prompt": "a", "max_tokens": 4, "n": n}
@@ -184,6 +197,18 @@ def test_a_streamed_chat_begins_with_the_role(stream):
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas == [{"role": "assistant", "content": "0.0 "}, {"content": "0.1 "}]
+
+
+def test_the_role_comes_once_also_if_the_first_parts_are_empty(stream, calls):
+    calls.empty_parts = 2
+
+    chunks = stream("/v1/chat/completions", messages=HELLO, max_tokens=1, n=2)
+
+    for index in (0, 1):
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        deltas = [choice["delta"] for choice in choices if choice["index"] == index]
+        assert [delta.pop("role", None) for delta in deltas] == ["assistant", None, None]
+        assert [delta["content"] for delta in deltas] == ["", "", f"{index}.0 "]
 
 
 def test_a_stream_ends_with_its_usage_on_request(stream):

@@ -1,0 +1,73 @@
+"""The gateway with the embedding classes of LangChain and LlamaIndex, if installed."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from .conftest import http_client
+from .fake_models import vector_of
+
+SERVER = {"api_key": "key", "max_retries": 0}
+URL = "http://gateway/v1"
+TEXTS = ["a", "bc", "def"]
+
+# these packages warn of their own code
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def embed(make_app):
+    """Return a function that embeds texts and a query with a framework."""
+
+    def embed(connect, texts_method, query_method):
+        async def run():
+            async with http_client(make_app(api_keys=("key",))) as transport:
+                embedder = connect(transport)
+                texts = await getattr(embedder, texts_method)(TEXTS)
+                return texts, await getattr(embedder, query_method)(TEXTS[0])
+
+        return asyncio.run(run())
+
+    return embed
+
+
+def assert_vectors(found):
+    texts, query = found
+    expected = [vector_of(text) for text in TEXTS]
+    np.testing.assert_array_equal(np.float32(texts), np.stack(expected))
+    np.testing.assert_array_equal(np.float32(query), expected[0])
+
+
+def test_langchain(embed, calls):
+    langchain_openai = pytest.importorskip("langchain_openai")
+
+    found = embed(
+        lambda transport: langchain_openai.OpenAIEmbeddings(
+            model="embedder",
+            base_url=URL,
+            # otherwise it sends token ids of OpenAI's own tokenizer
+            check_embedding_ctx_length=False,
+            http_async_client=transport,
+            **SERVER,
+        ),
+        "aembed_documents",
+        "aembed_query",
+    )
+
+    assert_vectors(found)
+    assert [inputs for _, _, inputs, _ in calls.received] == [TEXTS, TEXTS[:1]]
+
+
+def test_llama_index(embed):
+    openai_embeddings = pytest.importorskip("llama_index.embeddings.openai")
+
+    found = embed(
+        lambda transport: openai_embeddings.OpenAIEmbedding(
+            model_name="embedder", api_base=URL, async_http_client=transport, **SERVER
+        ),
+        "aget_text_embedding_batch",
+        "aget_query_embedding",
+    )
+
+    assert_vectors(found)
