@@ -221,6 +221,13 @@ def test_a_wrong_setting_is_an_error_of_the_command(encoder):
     assert 'dtype is "fp8"; allowed' in result.stderr
 
 
+def test_a_folder_that_does_not_exist_is_an_error_of_the_command(tmp_path):
+    result = doctor(tmp_path / "nowhere")
+
+    assert result.exit_code == 2
+    assert "nowhere is not a folder; `fetch` downloads models of the hub" in result.stderr
+
+
 def test_damaged_weights_show_as_a_difference_or_a_refusal(encoder):
     change_tensors(encoder, lambda tensors: tensors.pop("encoder.layer.0.output.dense.bias"))
 

@@ -18,9 +18,7 @@ def doctor(
     folder: Annotated[
         Path,
         typer.Argument(
-            exists=True,
-            file_okay=False,
-            help="Checkpoint folder, or a model of a model repository, with its settings.",
+            help="Checkpoint folder, or a model of a model repository, with its settings."
         ),
     ],
     *,
@@ -44,6 +42,8 @@ def doctor(
         typer.echo(f"error: doctor needs {error.name}: pip install varlen", err=True)
         raise typer.Exit(2) from None
     try:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder; `fetch` downloads models of the hub")
         source = find_source(folder, parse_settings(settings))
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
