@@ -29,7 +29,7 @@ class Comparison:
         what: is compared, such as vectors in bf16.
         original: library and version of the other program.
         count: number of inputs.
-        agrees: whether the answers are equal up to rounding; None if they could not be compared.
+        agrees: whether the difference is one of rounding; None if they could not be compared.
         difference: the largest one, relative to the largest value.
         cosine: the least one, of vectors.
         remark: the first input that differs, or why there is no comparison.

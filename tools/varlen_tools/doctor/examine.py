@@ -165,7 +165,7 @@ def _compare(
         except Exception as error:
             yield Comparison(what, named(library), 0, None, remark=_first_line(error))
             return
-    for dtype, actual in sorted(answers.items(), reverse=True):
+    for dtype, actual in sorted(answers.items(), key=lambda item: item[0] != "fp32"):
         yield compare_values(what, named(library), actual=actual, expected=expected, dtype=dtype)
 
 
@@ -189,8 +189,11 @@ def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool
     service = GenerationService.load(checkpoint.folder, settings, Stats())
     runner = service.runner
     memory = (
-        ("weights", f"{runner.weight_bytes / _MEGABYTE:.1f} MB in fp32"),
-        ("KV cache", f"{runner.kv.block_bytes / runner.kv.block_size:.0f} bytes per token in fp32"),
+        ("weights", f"{runner.weight_bytes / _MEGABYTE:.1f} MB in fp32, half of it in bf16"),
+        (
+            "KV cache",
+            f"{runner.kv.block_bytes / runner.kv.block_size:.0f} bytes per token, half in bf16",
+        ),
     )
     speeds: tuple[Speed, ...] = ()
     greedy = {} if checkpoint.translate else {"temperature": 0.0}

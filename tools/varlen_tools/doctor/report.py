@@ -14,7 +14,7 @@ from varlen_tools.doctor.comparison import Comparison
 from varlen_tools.doctor.examine import Examination
 from varlen_tools.findings import Findings, table
 
-Verdict = Literal["equal", "differs", "not compared", "refused"]
+Verdict = Literal["agrees", "differs", "not compared", "refused"]
 _PARAMETER = re.compile(r'parameters \{ key: "(\w+)" value: \{ string_value: "(.*)" \} \}')
 _INSTALL = "transformers is not installed: pip install transformers sentence-transformers"
 
@@ -43,7 +43,7 @@ class Report:
         agreements = [each.agrees for each in self.examination.comparisons]
         if False in agreements:
             return "differs"
-        return "equal" if agreements and None not in agreements else "not compared"
+        return "agrees" if agreements and None not in agreements else "not compared"
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values."""
@@ -65,8 +65,8 @@ class Report:
 
 
 _STYLES = {
-    "equal": "[green]its answers are those of the original library[/green]",
-    "differs": "[red]its answers differ from those of the original library[/red]",
+    "agrees": "[green]its answers agree with the original library[/green]",
+    "differs": "[red]its answers differ from the original library[/red]",
     "not compared": "[yellow]it loads; its answers were not compared[/yellow]",
     "refused": "[red]it is refused[/red]",
 }
@@ -103,9 +103,9 @@ def _comparison_table(comparisons: tuple[Comparison, ...]) -> Table:
         return _pairs([("not compared", _INSTALL)])
     made = Table("", "difference", "cosine", "", box=None, pad_edge=False)
     made.columns[0].style = "bold"
-    results = {True: "[green]equal[/green]", False: "[red]differs[/red]", None: "not compared"}
+    results = {True: "[green]agrees[/green]", False: "[red]differs[/red]", None: "not compared"}
     for each in comparisons:
-        remark = f": {escape(each.remark)}" if each.remark else f" for {each.count} inputs"
+        remark = f": {escape(each.remark)}" if each.remark else f" on {each.count} inputs"
         made.add_row(
             each.what,
             "" if each.difference is None else f"{each.difference:.1e}",
