@@ -14,17 +14,24 @@ import typer
 from varlen import wire, wire_generate
 from varlen.config import SETTINGS, EngineConfig
 from varlen.metrics import METRICS
-from varlen_client.cli import app
+from varlen_tools.program import app
 
 from .pages import PAGES, PROJECT, Block, blocks, commands
 
 TOOLS = ("client/varlen_client", "tools/varlen_tools", "tools/varlen_bench")
 # Commands of others, and of the server.
-OTHERS = {"curl", "docker", "pip", "printf", "tritonserver", "perf_analyzer", ".ci/run", ".", "cd"}
-# Options of tritonserver, of Docker, of pytest, and of vLLM's and the server's frontends.
+OTHERS = {
+    *("curl", "docker", "pip", "printf", "tritonserver", "perf_analyzer", ".ci/run", ".", "cd"),
+    "text-embeddings-router",
+}
+# Options of tritonserver, of Docker, of pytest, of vLLM's and the server's frontends, and of TEI.
 OTHER_OPTIONS = {
     *("--exit-timeout-secs", "--disable-auto-complete-config", "--http-port"),
     *("--shm-size", "--gpus", "--generation-config", "--backend"),
+    *("--model-id", "--revision", "--pooling", "--max-batch-requests", "--max-client-batch-size"),
+    *("--max-concurrent-requests", "--auto-truncate", "--default-prompt-name", "--hostname"),
+    *("--tokenization-workers", "--payload-limit", "--cors-allow-origin", "--served-model-name"),
+    *("--otlp-endpoint", "--prometheus-port"),
 }
 # Names that begin like metrics and are none.
 PACKAGES = {"varlen_bench", "varlen_client", "varlen_kernels", "varlen_tools"}
@@ -91,7 +98,9 @@ def test_requests_of_curl_are_json_with_known_names(block: Block) -> None:
         if command[0] != "curl" or "-d" not in command:
             continue
         body = json.loads(command[command.index("-d") + 1])
-        names = {name for tensor in body.get("inputs", []) for name in (tensor["name"],)}
+        # TEI's inputs are texts
+        tensors = [each for each in body.get("inputs", []) if isinstance(each, dict)]
+        names = {tensor["name"] for tensor in tensors}
         assert names <= {"text", "text_pair", "input_ids", "attention_mask", "token_type_ids"}
         assert body.get("parameters", {}).keys() <= PARAMETERS
 

@@ -87,10 +87,11 @@ def find(
     Raises:
         CheckpointError: the weights or the tokenizer cannot be read.
     """
-    headers = read_headers(checkpoint.folder).values()
     counts = Counter[str]()
-    for header in headers:
-        counts[header.dtype] += prod(header.shape)
+    for header in read_headers(checkpoint.folder).values():
+        # integers are positions, which no model needs
+        if header.dtype in _BYTES:
+            counts[header.dtype] += prod(header.shape)
     parameters = sum(counts.values())
     task = task or checkpoint.task
     return Findings(
@@ -105,7 +106,7 @@ def find(
         max_sequence_tokens=checkpoint.max_sequence_tokens,
         position_limit=checkpoint.position_limit,
         parameters=parameters,
-        weight_bytes=sum(_BYTES.get(dtype, 1) * count for dtype, count in counts.items()),
+        weight_bytes=sum(_BYTES[dtype] * count for dtype, count in counts.items()),
         weight_files=len(shards(checkpoint.folder)),
         weight_dtypes={dtype: count / parameters for dtype, count in counts.most_common()},
         vocab_size=checkpoint.vocab_size,
@@ -143,9 +144,9 @@ def rows(findings: Findings) -> Iterator[tuple[str, str]]:
     first, *others = findings.tasks
     yield "family", f"{findings.family}, {findings.architecture}"
     yield "task", f"{first}; it may also serve {', '.join(others)}" if others else first
-    if findings.vectors:
+    if first == "embed":
         yield "vectors", f"{' > '.join(findings.vectors)}, {findings.features} features"
-    if findings.prompts:
+    if findings.prompts and first == "embed":
         texts = [f"{name}: {text!r}" for name, text in findings.prompts.items()]
         default = repr(findings.default_prompt) if findings.default_prompt else "none"
         yield "prompts", f"{_some(texts)}; default: {default}"

@@ -1,0 +1,297 @@
+"""`varlen doctor` says whether a model agrees with the original library."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tests.checkpoints import (
+    WEIGHTS,
+    change_tensors,
+    pooling_files,
+    save_checkpoint,
+    set_fields,
+    write_file,
+)
+from varlen_tools.doctor import examine as examine_module
+from varlen_tools.doctor import originals
+from varlen_tools.doctor.comparison import compare_ids, compare_values
+from varlen_tools.doctor.report import short_config
+from varlen_tools.fetch import fetch
+from varlen_tools.program import app
+
+
+def doctor(folder, *arguments):
+    return CliRunner(env={"COLUMNS": "160"}).invoke(
+        app, ["doctor", str(folder), "--no-speed", *arguments]
+    )
+
+
+def report_of(folder, *arguments):
+    result = doctor(folder, "--json", *arguments)
+    assert result.exit_code in (0, 1), result.output
+    return json.loads(result.stdout)
+
+
+def use_tokenizer_as_it_is(folder):
+    """Name the class of transformers that takes tokenizer.json without changes."""
+    tokens = {"pad_token": "[PAD]"} if "[PAD]" in (folder / "tokenizer.json").read_text() else {}
+    set_fields(folder, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **tokens)
+
+
+KINDS = [
+    ("BertForSequenceClassification", {"num_labels": 3}, []),
+    ("BertForSequenceClassification", {"num_labels": 1}, ["--set", "task=rerank"]),
+    ("BertForTokenClassification", {"num_labels": 4}, []),
+    ("ModernBertModel", {}, ["--set", "task=hidden"]),
+    ("Qwen3Model", {"pad_token_id": 1}, ["--set", "task=hidden"]),
+    ("GPT2LMHeadModel", {}, []),
+    ("T5ForConditionalGeneration", {"num_decoder_layers": 2}, []),
+]
+
+
+@pytest.mark.parametrize("kind, config, arguments", KINDS, ids=str)
+def test_a_model_of_any_task_agrees_with_the_original(tmp_path, kind, config, arguments):
+    folder = save_checkpoint(tmp_path / "model", kind, **config)
+    if not kind.startswith("Bert"):
+        use_tokenizer_as_it_is(folder)
+
+    report = report_of(folder, *arguments)
+
+    comparisons = report["examination"]["comparisons"]
+    assert report["verdict"] == "agrees", comparisons
+    assert all(each["count"] > 3 for each in comparisons)
+
+
+def test_an_encoder_is_compared_with_sentence_transformers(encoder):
+    result = doctor(encoder)
+
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines[0] == "Tiny-Encoder: its answers agree with the original library"
+    assert "vectors cls pooling, 16 features" in lines
+    assert any(line.startswith("intermediates up to ") for line in lines)
+    vectors = next(line for line in lines if line.startswith("vectors in fp32"))
+    assert vectors.endswith(" 1.000000 agrees on 16 inputs")
+    assert "max_batch_size: 64" in lines
+    assert 'parameters { key: "max_sequence_tokens" value: { string_value: "40" } }' in lines
+    assert not any("log_level" in line for line in lines)
+
+
+def test_a_first_release_is_compared_with_transformers_own_model(tmp_path):
+    files = pooling_files(pooling_mode="cls", embedding_dimension=24)
+    folder = save_checkpoint(tmp_path / "gte", "GteModel", files=files)
+    config = json.loads((folder / "config.json").read_text())
+    old = {"architectures": ["NewModel"], "model_type": "new", "pack_qkv": True}
+    old |= {"auto_map": {"AutoModel": "modeling.NewModel"}, "rope_parameters": None}
+    old |= {"rope_scaling": {"type": "ntk", "factor": 2.0}, "rope_theta": 1e4}
+    write_file(folder, "config.json", {**config, **old})
+    use_tokenizer_as_it_is(folder)
+    write_file(folder, "modeling.py", "raise SystemExit('code of the checkpoint ran')")
+
+    report = report_of(folder)
+
+    assert report["verdict"] == "agrees", report["examination"]["comparisons"]
+    assert report["findings"]["family"] == "gte"
+
+
+def test_a_difference_is_shown_and_fails(encoder, monkeypatch):
+    def other_vectors(folder, texts, limit):
+        vectors = originals.sentence_vectors(folder, texts, limit)
+        vectors[3] = vectors[3] * 1.01
+        return vectors
+
+    monkeypatch.setattr(examine_module, "sentence_vectors", other_vectors)
+
+    result = doctor(encoder)
+
+    assert result.exit_code == 1
+    assert "its answers differ from the original library" in result.stdout
+    assert "differs: input 3 differs most" in result.stdout
+
+
+def test_other_token_ids_fail(encoder, monkeypatch):
+    ids = originals.Transformers.token_ids
+    monkeypatch.setattr(
+        originals.Transformers,
+        "token_ids",
+        lambda self, inputs, limit: [row[:-1] for row in ids(self, inputs, limit)],
+    )
+
+    report = report_of(encoder)
+
+    assert report["verdict"] == "differs"
+    assert report["examination"]["comparisons"][0]["remark"].startswith("input 0 has [")
+
+
+def pickle_weights(folder):
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+def add_a_module(folder):
+    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
+    write_file(folder, "modules.json", [*modules, {"path": "1_Mine", "type": "mine.Layer"}])
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (pickle_weights, "has pickled weights (pytorch_model.bin), which are not read"),
+        (add_a_module, 'modules.json has a module "Layer"'),
+        (lambda folder: (folder / "config.json").unlink(), "has neither config.pbtxt nor config"),
+    ],
+    ids=["pickled weights", "an unknown module", "no checkpoint"],
+)
+def test_a_refusal_is_shown_and_fails(encoder, spoil, message):
+    spoil(encoder)
+
+    result = doctor(encoder)
+
+    assert result.exit_code == 1
+    assert "it is refused" in result.stdout
+    assert message in " ".join(result.stdout.split())
+    assert report_of(encoder)["verdict"] == "refused"
+
+
+def test_a_model_that_fills_in_words_gets_a_note(tmp_path):
+    folder = save_checkpoint(tmp_path / "words", "BertForMaskedLM")
+
+    report = report_of(folder)
+
+    assert "BertForMaskedLM is trained to fill in words" in report["findings"]["notes"][0]
+    assert report["verdict"] == "agrees"
+
+
+def test_without_the_original_library_nothing_is_compared(encoder, monkeypatch):
+    monkeypatch.setattr(examine_module, "has_library", lambda name: False)
+
+    result = doctor(encoder)
+
+    assert result.exit_code == 0
+    assert "its answers were not compared" in result.stdout
+    assert "pip install transformers sentence-transformers" in result.stdout
+
+
+def test_an_original_library_that_fails_is_named(encoder, monkeypatch):
+    def fail(*_):
+        raise OSError("no such model")
+
+    monkeypatch.setattr(examine_module, "sentence_vectors", fail)
+
+    report = report_of(encoder)
+
+    assert report["verdict"] == "not compared"
+    assert report["examination"]["comparisons"][-1]["remark"] == "no such model"
+
+
+def test_a_model_of_a_repository_has_its_settings(classifier, tmp_path):
+    settings = {"task": "rerank", "dtype": "fp32", "max_batch_tokens": "300"}
+    target = fetch(str(classifier), repository=tmp_path / "models", name="m", settings=settings)
+
+    report = report_of(target)
+
+    assert report["model"] == "m"
+    assert report["findings"]["tasks"][0] == "rerank"
+    short = short_config(report["config"])
+    for name, value in settings.items():
+        assert f'key: "{name}" value: {{ string_value: "{value}" }}' in short
+    assert [each["what"] for each in report["examination"]["comparisons"]] == [
+        "token ids",
+        "logits in fp32",
+    ]
+
+
+def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
+    monkeypatch.setattr(examine_module, "_SECONDS", 0.01)
+
+    result = CliRunner().invoke(app, ["doctor", str(encoder), "--json"])
+
+    speeds = json.loads(result.stdout)["examination"]["speeds"]
+    assert [each["what"] for each in speeds] == ["texts of 16 tokens", "texts of 40 tokens"]
+    assert all(each["tokens_per_second"] > 0 for each in speeds)
+
+
+def test_a_wrong_setting_is_an_error_of_the_command(encoder):
+    result = doctor(encoder, "--set", "dtype=fp8")
+
+    assert result.exit_code == 2
+    assert 'dtype is "fp8"; allowed' in result.stderr
+
+
+def test_a_folder_that_does_not_exist_is_an_error_of_the_command(tmp_path):
+    result = doctor(tmp_path / "nowhere")
+
+    assert result.exit_code == 2
+    assert "nowhere is not a folder; `fetch` downloads models of the hub" in result.stderr
+
+
+def test_damaged_weights_show_as_a_difference_or_a_refusal(encoder):
+    change_tensors(encoder, lambda tensors: tensors.pop("encoder.layer.0.output.dense.bias"))
+
+    assert 'no tensor "encoder.layer.0.output.dense.bias"' in report_of(encoder)["refused"]
+
+
+def test_the_program_has_all_commands_and_loads_torch_for_none():
+    code = "import sys, varlen_tools.program; print({'torch', 'varlen.config'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "set()\n"
+    listed = CliRunner().invoke(app, ["--help"]).stdout
+    assert all(name in listed for name in ("doctor", "embed", "generate", "serve-http", "status"))
+
+
+ROWS = [np.array([3.0, 4.0, 0.0], np.float32), np.array([0.0, 1.0, 0.0], np.float32)]
+
+
+@pytest.mark.parametrize(
+    "dtype, change, agrees",
+    [
+        ("fp32", 1e-4, True),
+        ("fp32", 1e-2, False),
+        ("bf16", 5e-2, True),
+        ("bf16", 1.0, False),
+        ("int8", 0.5, True),
+    ],
+)
+def test_what_is_equal_depends_on_the_dtype(dtype, change, agrees):
+    actual = [ROWS[0] + np.array([0, 0, change], np.float32), ROWS[1]]
+
+    made = compare_values("vectors", "x 1.0", actual=actual, expected=ROWS, dtype=dtype)
+
+    assert made.agrees is agrees
+    assert made.difference == pytest.approx(change / 4)
+    assert made.cosine <= 1.0
+
+
+def test_few_logits_are_judged_by_their_difference():
+    logits = [np.array([5.0], np.float32), np.array([-4.0], np.float32)]
+    other = [np.array([5.1], np.float32), np.array([-4.6], np.float32)]
+
+    made = compare_values("logits", "x 1.0", actual=other, expected=logits, dtype="bf16")
+
+    assert (made.agrees, made.cosine, made.remark) == (False, None, "input 1 differs most")
+
+
+def test_other_shapes_and_ids_are_named():
+    shapes = compare_values(
+        "logits", "x 1.0", actual=[ROWS[0][:2]], expected=ROWS[:1], dtype="fp32"
+    )
+    ids = compare_ids("ids", "x 1.0", actual=[[1, 2]], expected=[[1, 3]])
+
+    assert shapes.remark == "input 0 has the shape (2,), and there (3,)"
+    assert (ids.agrees, ids.remark) == (False, "input 0 has [1, 2] ..., and there [1, 3] ...")
+
+
+def test_a_folder_for_other_libraries_has_no_code_and_no_pickle(encoder):
+    from varlen.models.checkpoint import Checkpoint
+
+    for name in ("modeling.py", "pytorch_model.bin"):
+        (encoder / name).write_text("code")
+
+    with originals.readable_folder(Checkpoint.open(encoder)) as folder:
+        names = {path.name for path in folder.iterdir()}
+
+    assert names == {"config.json", WEIGHTS, "tokenizer.json", "modules.json", "1_Pooling"}

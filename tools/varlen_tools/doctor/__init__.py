@@ -1,0 +1,1 @@
+"""Examines a checkpoint: contents, memory, speed, and equality with the original library."""

@@ -1,0 +1,82 @@
+"""The command `varlen doctor`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from varlen.config import EngineConfig
+    from varlen_tools.doctor.report import Report
+
+
+def doctor(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="Checkpoint folder, or a model of a model repository, with its settings."
+        ),
+    ],
+    *,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Engine parameter, key=value. May be repeated."),
+    ] = None,
+    speed: Annotated[bool, typer.Option(help="Measure tokens per second on this machine.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a checkpoint holds and needs, and compare it with the original library.
+
+    The exit code is 1 when the checkpoint is refused or its answers differ.
+    """
+    try:
+        # torch and the backend, which no other command needs
+        from varlen.errors import CheckpointError, ConfigError
+        from varlen_tools.doctor.report import Report
+        from varlen_tools.model_source import find_source, parse_settings
+    except ModuleNotFoundError as error:
+        typer.echo(f"error: doctor needs {error.name}: pip install varlen", err=True)
+        raise typer.Exit(2) from None
+    try:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder; `fetch` downloads models of the hub")
+        source = find_source(folder, parse_settings(settings))
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except CheckpointError as error:
+        report = Report(folder.resolve().name, refused=str(error))
+    else:
+        with Console(stderr=True).status(f"examining {source.name}"):
+            report = _examine(source.name, source.checkpoint, source.config, has_speed=speed)
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), ensure_ascii=False))
+    else:
+        report.print(Console())
+    if report.verdict in ("refused", "differs"):
+        raise typer.Exit(1)
+
+
+def _examine(
+    name: str, checkpoint_folder: Path, config: EngineConfig, *, has_speed: bool
+) -> Report:
+    from varlen.errors import VarlenError
+    from varlen.models.checkpoint import Checkpoint
+    from varlen_tools.doctor.examine import examine
+    from varlen_tools.doctor.report import Report
+    from varlen_tools.findings import TextFacts, find, read_languages
+    from varlen_tools.model_config import render_config
+
+    try:
+        checkpoint = Checkpoint.open(checkpoint_folder)
+        text = render_config(name, checkpoint, config)
+        facts = TextFacts(read_languages(checkpoint_folder / "README.md"))
+        findings = find(checkpoint, config.task, facts)
+        examination = examine(checkpoint, config, has_speed=has_speed)
+    except VarlenError as error:
+        return Report(name, refused=str(error))
+    return Report(name, None, findings, examination, text)

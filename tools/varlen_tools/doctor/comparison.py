@@ -1,0 +1,116 @@
+"""Compares answers: largest difference and least cosine, and what is allowed in each dtype."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from varlen.config import DType
+from varlen.request import Float32Array
+
+# In fp32, the largest difference that rounding explains, relative to the largest value.
+FP32_DIFFERENCE = 1e-3
+# In other dtypes, the least cosine of vectors, and the largest difference of logits.
+LEAST_COSINE: Mapping[DType, float] = {"bf16": 0.995, "fp16": 0.999, "int8": 0.98}
+LARGEST_DIFFERENCE: Mapping[DType, float] = {"bf16": 0.05, "fp16": 0.01, "int8": 0.2}
+_NAMES: Mapping[str, DType] = {
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "int8": "int8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Answers of two programs to the same inputs.
+
+    Attributes:
+        what: is compared, such as vectors in bf16.
+        original: library and version of the other program.
+        count: number of inputs.
+        agrees: whether the difference is one of rounding; None if they could not be compared.
+        difference: the largest one, relative to the largest value.
+        cosine: the least one, of vectors.
+        remark: the first input that differs, or why there is no comparison.
+    """
+
+    what: str
+    original: str
+    count: int
+    agrees: bool | None
+    difference: float | None = None
+    cosine: float | None = None
+    remark: str = ""
+
+
+def short_dtype(name: str) -> DType:
+    """Return the name of a dtype in settings, given torch's."""
+    return _NAMES[name]
+
+
+def compare_values(
+    what: str,
+    original: str,
+    *,
+    actual: Sequence[Float32Array],
+    expected: Sequence[Float32Array],
+    dtype: DType,
+) -> Comparison:
+    """Return the comparison of one array per input.
+
+    Args:
+        what: is compared.
+        original: library and version.
+        actual, expected: per input `[features]`, or `[tokens, features]`.
+        dtype: of `actual`, in the words of the settings.
+    """
+    what = f"{what} in {dtype}"
+    pairs = list(zip(actual, expected, strict=True))
+    for index, (ours, theirs) in enumerate(pairs):
+        if ours.shape != theirs.shape:
+            remark = f"input {index} has the shape {ours.shape}, and there {theirs.shape}"
+            return Comparison(what, original, len(pairs), False, remark=remark)
+    largest = max(float(np.abs(theirs).max()) for _, theirs in pairs) or 1.0
+    differences = [float(np.abs(ours - theirs).max()) / largest for ours, theirs in pairs]
+    cosine = min(_least_cosine(*pair) for pair in pairs)
+    # the cosine of few numbers says little
+    has_cosine = pairs[0][1].shape[-1] > 2
+    worst = int(np.argmax(differences))
+    if dtype == "fp32":
+        agrees = differences[worst] <= FP32_DIFFERENCE
+    elif has_cosine:
+        agrees = cosine >= LEAST_COSINE[dtype]
+    else:
+        agrees = differences[worst] <= LARGEST_DIFFERENCE[dtype]
+    return Comparison(
+        what,
+        original,
+        len(pairs),
+        agrees,
+        differences[worst],
+        cosine if has_cosine else None,
+        "" if agrees else f"input {worst} differs most",
+    )
+
+
+def compare_ids(
+    what: str,
+    original: str,
+    *,
+    actual: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+) -> Comparison:
+    """Return the comparison of one list of token ids per input."""
+    pairs = list(zip(actual, expected, strict=True))
+    for index, (ours, theirs) in enumerate(pairs):
+        if list(ours) != list(theirs):
+            remark = f"input {index} has {list(ours)[:8]} ..., and there {list(theirs)[:8]} ..."
+            return Comparison(what, original, len(pairs), False, remark=remark)
+    return Comparison(what, original, len(pairs), True)
+
+
+def _least_cosine(ours: Float32Array, theirs: Float32Array) -> float:
+    ours, theirs = np.atleast_2d(ours).astype(np.float64), np.atleast_2d(theirs).astype(np.float64)
+    lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+    return float(((ours * theirs).sum(axis=1) / np.maximum(lengths, 1e-30)).min())

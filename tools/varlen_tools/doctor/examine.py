@@ -1,0 +1,237 @@
+"""Loads a model as a server would, and compares it with the original library."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from varlen import Encoder, Generator
+from varlen.config import ITERATIVE_TASKS, NO_LIMIT, DType, EngineConfig, Task
+from varlen.encoder import Inputs
+from varlen.execution.runner import sequence_limit
+from varlen.generation_service import GenerationService
+from varlen.metrics import Stats
+from varlen.models.checkpoint import Checkpoint
+from varlen.request import Float32Array
+from varlen.service import Service
+from varlen.tokenization import Text, Tokenizer
+from varlen_tools.doctor.comparison import Comparison, compare_ids, compare_values, short_dtype
+from varlen_tools.doctor.originals import (
+    LOGITS,
+    NEW_TOKENS,
+    Transformers,
+    has_library,
+    named,
+    readable_folder,
+    sentence_vectors,
+)
+from varlen_tools.doctor.samples import LONGEST, sample_inputs, sample_prompts
+
+_LENGTHS = (16, 128, 512)
+# Tokens of one measured call, and how long calls are repeated.
+_CALL_TOKENS = 4096
+_SECONDS = 1.0
+_MEGABYTE = 1e6
+# Enough for the sequences that are compared.
+_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens per second of texts of one length."""
+
+    what: str
+    tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """A model that was loaded, run and compared.
+
+    Attributes:
+        memory: name and size of each need, in words.
+        comparisons: with the original libraries.
+        speeds: on this machine.
+    """
+
+    memory: tuple[tuple[str, str], ...]
+    comparisons: tuple[Comparison, ...]
+    speeds: tuple[Speed, ...]
+
+
+def examine(checkpoint: Checkpoint, config: EngineConfig, *, has_speed: bool) -> Examination:
+    """Load a checkpoint and compare it.
+
+    Args:
+        checkpoint: the opened checkpoint.
+        config: the settings of the model.
+        has_speed: whether to measure speed too.
+
+    Raises:
+        VarlenError: the checkpoint or a setting is refused.
+    """
+    task: Task = config.task or checkpoint.task
+    # no limits beside those of the model, no cache, and no measurements at load
+    config = replace(
+        config,
+        task=task,
+        warmup_seconds=0,
+        response_cache_bytes=0,
+        max_queued_requests=NO_LIMIT,
+        max_queued_tokens=NO_LIMIT,
+        max_text_bytes=NO_LIMIT,
+    )
+    examine_task = _examine_steps if task in ITERATIVE_TASKS else _examine_one_step
+    return examine_task(checkpoint, config, has_speed)
+
+
+def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool) -> Examination:
+    limit = min(LONGEST, sequence_limit(checkpoint, config))
+    config = replace(config, max_sequence_tokens=limit)
+    task = _comparable_task(config.task or checkpoint.task)
+    inputs = sample_inputs(task, limit)
+    service = Service.load(checkpoint.folder, config, Stats())
+    info, dtype = service.info, short_dtype(service.info.dtype)
+    speeds: tuple[Speed, ...] = ()
+    answers: dict[DType, list[Float32Array]] = {}
+    with Encoder(service) as encoder:
+        if has_speed:
+            speeds = tuple(_encoder_speeds(encoder, info.vocab_size, limit))
+        if task == config.task:
+            answers[dtype] = _answers(encoder, inputs)
+    dtypes: set[DType] = {"fp32", dtype}
+    for each in dtypes - answers.keys():
+        settings = replace(config, dtype=each, task=task)
+        with Encoder(Service.load(checkpoint.folder, settings, Stats())) as encoder:
+            answers[each] = _answers(encoder, inputs)
+    memory = (
+        ("weights", f"{info.weight_bytes / _MEGABYTE:.1f} MB in {dtype}, shared by all workers"),
+        (
+            "intermediates",
+            f"up to {info.arena_bytes / _MEGABYTE:.1f} MB for a batch of {info.max_batch_tokens} tokens,"
+            f" in each of {info.workers} workers on {info.device_name}",
+        ),
+    )
+    return Examination(memory, tuple(_compare(checkpoint, task, inputs, limit, answers)), speeds)
+
+
+def _comparable_task(task: Task) -> Task:
+    """Return the task that the original libraries can answer too."""
+    if task in LOGITS or (task == "embed" and has_library("sentence-transformers")):
+        return task
+    return "hidden"
+
+
+def _answers(encoder: Encoder, inputs: Inputs) -> list[Float32Array]:
+    """Return the answer of each input for the encoder's task."""
+    if encoder.task == "embed":
+        return list(encoder.embed(inputs, truncate=True))
+    if encoder.task == "hidden":
+        return encoder.hidden(inputs, truncate=True)
+    if encoder.task == "token_classify":
+        return encoder.token_classify(inputs, truncate=True)
+    return list(encoder.classify(inputs, truncate=True))
+
+
+def _compare(
+    checkpoint: Checkpoint,
+    task: Task,
+    inputs: Sequence[Text],
+    limit: int,
+    answers: dict[DType, list[Float32Array]],
+) -> Iterator[Comparison]:
+    if not has_library("transformers"):
+        return
+    what = {"embed": "vectors", "hidden": "hidden states"}.get(task, "logits")
+    library = "sentence-transformers" if task == "embed" else "transformers"
+    with readable_folder(checkpoint) as folder:
+        try:
+            original = Transformers(folder, checkpoint)
+            tokenizer = Tokenizer(checkpoint.folder, limit)
+            yield compare_ids(
+                "token ids",
+                named("transformers"),
+                actual=[
+                    each.token_ids.tolist() for each in tokenizer.encode(inputs, truncate=True)
+                ],
+                expected=original.token_ids(inputs, limit),
+            )
+            if task == "embed":
+                texts = [text for text in inputs if isinstance(text, str)]
+                expected = sentence_vectors(folder, texts, limit)
+            else:
+                expected = original.values(task, inputs, limit)
+        except Exception as error:
+            yield Comparison(what, named(library), 0, None, remark=_first_line(error))
+            return
+    for dtype, actual in sorted(answers.items(), key=lambda item: item[0] != "fp32"):
+        yield compare_values(what, named(library), actual=actual, expected=expected, dtype=dtype)
+
+
+def _encoder_speeds(encoder: Encoder, vocab_size: int, limit: int) -> Iterator[Speed]:
+    rng = np.random.default_rng(0)
+    for length in sorted({min(length, limit) for length in _LENGTHS}):
+        rows = [rng.integers(0, vocab_size, length) for _ in range(max(1, _CALL_TOKENS // length))]
+        # compiles and packs what this length needs
+        _answers(encoder, rows)
+        began, calls = time.perf_counter(), 0
+        while (passed := time.perf_counter() - began) < _SECONDS:
+            _answers(encoder, rows)
+            calls += 1
+        yield Speed(f"texts of {length} tokens", calls * len(rows) * length / passed)
+
+
+def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool) -> Examination:
+    limit = min(LONGEST, checkpoint.max_sequence_tokens)
+    settings = replace(config, max_sequence_tokens=limit, kv_bytes=_KV_BYTES, dtype="fp32")
+    prompts = sample_prompts()
+    service = GenerationService.load(checkpoint.folder, settings, Stats())
+    runner = service.runner
+    memory = (
+        ("weights", f"{runner.weight_bytes / _MEGABYTE:.1f} MB in fp32, half of it in bf16"),
+        (
+            "KV cache",
+            f"{runner.kv.block_bytes / runner.kv.block_size:.0f} bytes per token, half in bf16",
+        ),
+    )
+    speeds: tuple[Speed, ...] = ()
+    greedy = {} if checkpoint.translate else {"temperature": 0.0}
+    with Generator(service) as generator:
+        answers = generator.generate(prompts, max_tokens=NEW_TOKENS, **greedy)
+        if has_speed:
+            began = time.perf_counter()
+            timed = generator.generate(prompts * 2, max_tokens=NEW_TOKENS, **greedy)
+            tokens = sum(len(each.token_ids) for each in timed)
+            rate = tokens / (time.perf_counter() - began)
+            speeds = (Speed(f"{len(timed)} answers at a time, tokens generated in fp32", rate),)
+    ours = [list(answer.token_ids) for answer in answers]
+    return Examination(memory, tuple(_compare_generated(checkpoint, prompts, ours)), speeds)
+
+
+def _compare_generated(
+    checkpoint: Checkpoint, prompts: list[str], answers: list[list[int]]
+) -> Iterator[Comparison]:
+    if not has_library("transformers"):
+        return
+    kind = "translations" if checkpoint.translate else "greedy answers"
+    what, name = f"{kind} of up to {NEW_TOKENS} tokens in fp32", named("transformers")
+    ends = set(checkpoint.eos_token_ids)
+    if checkpoint.translate is not None:
+        tokens = checkpoint.translate.tokens
+        ends = {*tokens.eos, *(() if tokens.pad is None else (tokens.pad,))}
+
+    def stripped(rows: list[list[int]]) -> list[list[int]]:
+        return [[token for token in row if token not in ends] for row in rows]
+
+    with readable_folder(checkpoint) as folder:
+        try:
+            expected = Transformers(folder, checkpoint).generated(prompts)
+        except Exception as error:
+            yield Comparison(what, name, 0, None, remark=_first_line(error))
+            return
+    yield compare_ids(what, name, actual=stripped(answers), expected=stripped(expected))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,132 @@
+"""Answers of transformers and sentence-transformers, in fp32 on the CPU, one input at a time.
+
+They load a folder of links without code, whose config.json is in today's fields: checkpoints of first releases run in
+transformers' own models, and no code of a checkpoint runs.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from varlen.config import Task
+from varlen.models.checkpoint import Checkpoint
+from varlen.request import Float32Array
+from varlen.tokenization import Text
+
+# Tasks whose answers are compared with those of the checkpoint's own class; of others, hidden states are.
+LOGITS: tuple[Task, ...] = ("classify", "rerank", "token_classify")
+NEW_TOKENS = 16
+
+
+def has_library(name: str) -> bool:
+    """Return whether a library is installed."""
+    return find_spec(name.replace("-", "_")) is not None
+
+
+def named(library: str) -> str:
+    """Return name and version of an installed library."""
+    return f"{library} {version(library)}"
+
+
+@contextmanager
+def readable_folder(checkpoint: Checkpoint) -> Iterator[Path]:
+    """Yield a folder from which the libraries load a checkpoint."""
+    with TemporaryDirectory(prefix="varlen-doctor-") as scratch:
+        for path in checkpoint.folder.iterdir():
+            if (
+                path.suffix not in (".py", ".bin", ".pt", ".pth", ".ckpt")
+                and path.name != "config.json"
+            ):
+                Path(scratch, path.name).symlink_to(path.resolve())
+        Path(scratch, "config.json").write_text(json.dumps(checkpoint.config), encoding="utf-8")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield Path(scratch)
+
+
+class Transformers:
+    """A checkpoint in transformers."""
+
+    def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self._library: Any = transformers
+        self._folder = str(folder)
+        self._checkpoint = checkpoint
+        self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+            self._folder, trust_remote_code=False, local_files_only=True
+        )
+
+    def token_ids(self, inputs: Sequence[Text], limit: int | None) -> list[list[int]]:
+        """Return the token ids of each input, cut to `limit` tokens."""
+        return [self._encode(each, limit)["input_ids"] for each in inputs]
+
+    def values(self, task: Task, inputs: Sequence[Text], limit: int) -> list[Float32Array]:
+        """Return the logits of each input, or its hidden states, `[tokens, hidden]`."""
+        has_logits = task in LOGITS
+        name = self._checkpoint.architecture if has_logits else "AutoModel"
+        model = self._load(name)
+        answers = []
+        with torch.inference_mode():
+            for each in inputs:
+                encoded = self._encode(each, limit)
+                output = model(**{key: torch.tensor([row]) for key, row in encoded.items()})
+                answer = output.logits if has_logits else output.last_hidden_state
+                answers.append(answer[0].float().numpy())
+        return answers
+
+    def generated(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Return the new tokens of each prompt, by greedy or the checkpoint's beam search."""
+        is_translation = self._checkpoint.translate is not None
+        model = self._load("AutoModelForSeq2SeqLM" if is_translation else "AutoModelForCausalLM")
+        answers = []
+        for prompt in prompts:
+            encoded = self._tokenizer(prompt, return_tensors="pt")
+            begin = 1 if is_translation else encoded["input_ids"].shape[1]
+            encoded.pop("token_type_ids", None)
+            with torch.inference_mode():
+                output = model.generate(**encoded, do_sample=False, max_new_tokens=NEW_TOKENS)
+            answers.append(output[0, begin:].tolist())
+        return answers
+
+    def _load(self, name: str) -> Any:
+        loader = getattr(self._library, name)
+        options = {"trust_remote_code": False} if name.startswith("Auto") else {}
+        return loader.from_pretrained(
+            self._folder, dtype=torch.float32, local_files_only=True, **options
+        ).eval()
+
+    def _encode(self, each: Text, limit: int | None) -> dict[str, list[int]]:
+        parts = (each,) if isinstance(each, str) else each
+        cut = {} if limit is None else {"truncation": True, "max_length": limit}
+        encoded = dict(self._tokenizer(*parts, **cut))
+        if not self._checkpoint.has_token_types:
+            encoded.pop("token_type_ids", None)
+        return encoded
+
+
+def sentence_vectors(folder: Path, texts: Sequence[str], limit: int) -> list[Float32Array]:
+    """Return the vector of each text in sentence-transformers."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(
+        str(folder),
+        device="cpu",
+        local_files_only=True,
+        trust_remote_code=False,
+        model_kwargs={"dtype": torch.float32},
+    )
+    model.max_seq_length = limit
+    vectors = model.encode(list(texts), batch_size=1, show_progress_bar=False)
+    return [np.asarray(vector, dtype=np.float32) for vector in vectors]

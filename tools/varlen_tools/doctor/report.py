@@ -1,0 +1,123 @@
+"""The report of the doctor: for people, and as JSON."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from varlen.config import SETTINGS
+from varlen_tools.doctor.comparison import Comparison
+from varlen_tools.doctor.examine import Examination
+from varlen_tools.findings import Findings, table
+
+Verdict = Literal["agrees", "differs", "not compared", "refused"]
+_PARAMETER = re.compile(r'parameters \{ key: "(\w+)" value: \{ string_value: "(.*)" \} \}')
+_INSTALL = "transformers is not installed: pip install transformers sentence-transformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the doctor found out about a model.
+
+    Attributes:
+        model: its name.
+        refused: why it does not load; None if it does.
+        findings, examination, config: absent if it does not load; `config` is its config.pbtxt.
+    """
+
+    model: str
+    refused: str | None = None
+    findings: Findings | None = None
+    examination: Examination | None = None
+    config: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The result in a word."""
+        if self.refused is not None or self.examination is None:
+            return "refused"
+        agreements = [each.agrees for each in self.examination.comparisons]
+        if False in agreements:
+            return "differs"
+        return "agrees" if agreements and None not in agreements else "not compared"
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as plain values."""
+        return {"verdict": self.verdict, **asdict(self)}
+
+    def print(self, console: Console) -> None:
+        """Print the report for people."""
+        console.print(f"[bold]{escape(self.model)}[/bold]: {_STYLES[self.verdict]}")
+        if self.refused is not None:
+            console.print(escape(self.refused), style="red")
+        if self.findings is None or self.examination is None:
+            return
+        console.print(table(self.findings))
+        for title, made in _tables(self.examination):
+            console.print(f"\n[bold]{title}[/bold]")
+            console.print(made)
+        console.print("\n[bold]config.pbtxt[/bold] (what differs from the defaults)")
+        console.print(short_config(self.config), markup=False, highlight=False, soft_wrap=True)
+
+
+_STYLES = {
+    "agrees": "[green]its answers agree with the original library[/green]",
+    "differs": "[red]its answers differ from the original library[/red]",
+    "not compared": "[yellow]it loads; its answers were not compared[/yellow]",
+    "refused": "[red]it is refused[/red]",
+}
+
+
+def short_config(text: str) -> str:
+    """Return a config.pbtxt without comments and without settings that have their defaults."""
+    return "\n".join(
+        line for line in text.splitlines() if line and line[0] != "#" and not _is_default(line)
+    )
+
+
+def _is_default(line: str) -> bool:
+    found = _PARAMETER.fullmatch(line)
+    if found is None:
+        return False
+    default = SETTINGS[found[1]].default
+    return found[2] == (str(default).lower() if isinstance(default, bool) else str(default))
+
+
+def _tables(examination: Examination) -> Iterator[tuple[str, Table]]:
+    yield "memory", _pairs(examination.memory)
+    libraries = " and ".join(dict.fromkeys(each.original for each in examination.comparisons))
+    yield f"compared with {libraries or 'nothing'}", _comparison_table(examination.comparisons)
+    if examination.speeds:
+        rows = [
+            (each.what, f"{each.tokens_per_second:,.0f} tokens/s") for each in examination.speeds
+        ]
+        yield "speed of this machine, now, without the measurements of a first start", _pairs(rows)
+
+
+def _comparison_table(comparisons: tuple[Comparison, ...]) -> Table:
+    if not comparisons:
+        return _pairs([("not compared", _INSTALL)])
+    made = Table("", "difference", "cosine", "", box=None, pad_edge=False)
+    made.columns[0].style = "bold"
+    results = {True: "[green]agrees[/green]", False: "[red]differs[/red]", None: "not compared"}
+    for each in comparisons:
+        remark = f": {escape(each.remark)}" if each.remark else f" on {each.count} inputs"
+        made.add_row(
+            each.what,
+            "" if each.difference is None else f"{each.difference:.1e}",
+            "" if each.cosine is None else f"{each.cosine:.6f}",
+            f"{results[each.agrees]}{remark}",
+        )
+    return made
+
+
+def _pairs(rows: tuple[tuple[str, str], ...] | list[tuple[str, str]]) -> Table:
+    made = Table(show_header=False, box=None, pad_edge=False)
+    made.add_column(style="bold", no_wrap=True)
+    for name, value in rows:
+        made.add_row(name, escape(value))
+    return made

@@ -1,0 +1,27 @@
+"""Texts of many kinds and lengths, on which answers are compared."""
+
+from itertools import cycle, islice, pairwise
+
+from varlen.config import Task
+from varlen.tokenization import Text
+from varlen_tools.sample_texts import TEXTS
+
+# Longest text that is compared, in tokens: a longer one takes the original library too long.
+LONGEST = 512
+# Texts of a task of many steps.
+_PROMPTS = 4
+
+
+def sample_inputs(task: Task, limit: int) -> list[Text]:
+    """Return texts, or pairs of texts for `rerank`, up to more than `limit` tokens."""
+    words = " ".join(TEXTS).split()
+    long = [" ".join(islice(cycle(words), count)) for count in (limit // 8, limit // 2, 2 * limit)]
+    texts = [text for text in (*TEXTS, *long) if text]
+    if task == "rerank":
+        return list(pairwise(texts))
+    return list(texts)
+
+
+def sample_prompts() -> list[str]:
+    """Return the prompts of a task of many steps."""
+    return [text for text in TEXTS if text][:_PROMPTS]
