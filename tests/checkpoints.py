@@ -17,6 +17,7 @@ WEIGHTS = "model.safetensors"
 # The transformers class whose checkpoints serve a task.
 KIND_OF_TASK = {
     "embed": "BertModel",
+    "sparse_embed": "BertForMaskedLM",
     "hidden": "BertModel",
     "classify": "BertForSequenceClassification",
     "rerank": "BertForSequenceClassification",

@@ -15,6 +15,7 @@ from varlen.intake import TokenIds
 from varlen.metrics import Stats
 from varlen.request import Float32Array, Output, Prompt, Request, RequestOptions
 from varlen.service import Service
+from varlen.sparse_vectors import SparseVector, check_max_active_dims, sparse_vector
 from varlen.tokenization import Text
 from varlen.vectors import VectorForm
 
@@ -109,6 +110,30 @@ class Encoder:
         form.check(checkpoint.embedding_size)
         vectors = self._run(("embed",), inputs, truncate, normalize, prompt_name)
         return form.of(np.stack(vectors))
+
+    def sparse_embed(
+        self,
+        inputs: Inputs,
+        *,
+        truncate: bool = False,
+        prompt_name: str | None = None,
+        max_active_dims: int | None = None,
+    ) -> list[SparseVector]:
+        """Return the sparse vector of each input: terms of the vocabulary and their weights.
+
+        Args:
+            inputs, truncate, prompt_name: see `embed`.
+            max_active_dims: most terms of a vector, those of the largest weights; None takes the checkpoint's number,
+                or all.
+
+        Raises:
+            RequestError: see `embed`.
+        """
+        checkpoint = self._service.checkpoint
+        check_max_active_dims(max_active_dims, checkpoint.vocab_size)
+        most = max_active_dims or checkpoint.splade.max_active_dims
+        rows = self._run(("sparse_embed",), inputs, truncate, prompt_name=prompt_name)
+        return [sparse_vector(row, most) for row in rows]
 
     def classify(self, inputs: Inputs, *, truncate: bool = False) -> Float32Array:
         """Return the logits of each text or pair of texts, `[inputs, labels]` fp32."""

@@ -186,6 +186,10 @@ class Intake:
         """Return the text of a token."""
         return self._tokenizer.token_text(token_id)
 
+    def term_text(self, term: int) -> str:
+        """Return the text of a term, empty if the tokenizer does not have it."""
+        return self._tokenizer.huggingface.id_to_token(term) or ""
+
     @property
     def reads_sources(self) -> bool:
         """Whether its texts are the sources of translations."""

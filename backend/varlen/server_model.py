@@ -135,7 +135,9 @@ class TritonPythonModel:
         self._service = _load_service(
             task, checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
         )
-        self._outputs = ModelOutputs.of(task, checkpoint)
+        self._outputs = replace(
+            ModelOutputs.of(task, checkpoint), term_text=self._service.intake.term_text
+        )
         limits = PoolLimits(
             config.max_queued_requests,
             config.max_queued_text_bytes,

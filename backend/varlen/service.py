@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from varlen.config import EngineConfig, Task
+from varlen.config import PROMPTED_TASKS, EngineConfig, Task
 from varlen.cost_warmup import costs_for, warm_up
 from varlen.engine import Engine
 from varlen.execution.executor import ModelExecutor
@@ -90,12 +90,12 @@ class Service:
             tokenizer = Tokenizer(
                 checkpoint.folder, info.max_sequence_tokens, has_types=checkpoint.has_token_types
             )
-            embeds = info.task == "embed"
+            has_prompts = info.task in PROMPTED_TASKS
             intake = Intake(
                 tokenizer,
                 _input_limits(config, info),
-                prompts=checkpoint.prompts if embeds else None,
-                default_prompt=checkpoint.default_prompt if embeds else "",
+                prompts=checkpoint.prompts if has_prompts else None,
+                default_prompt=checkpoint.default_prompt if has_prompts else "",
             )
             warm_up(info, executor, config)
             costs = costs_for(info, executor, checkpoint, config)
@@ -109,6 +109,14 @@ class Service:
         engine = Engine(scheduler, executor, stats)
         engine.start()
         _log_loaded(info, time.monotonic() - began)
+        if info.task == "embed" and not checkpoint.is_trained_for_vectors:
+            _log.warning(
+                "%s has no modules of sentence-transformers: its vectors are the mean of the last hidden states of a"
+                " pretrained model, which was not trained to make similar texts similar vectors. Choose another"
+                " checkpoint, or set task to one of: %s",
+                checkpoint.architecture,
+                ", ".join(checkpoint.tasks),
+            )
         cache = _response_cache(config, engine, info)
         return cls(checkpoint, info.task, intake, admission, engine, executor, workers, info, cache)
 

@@ -4,7 +4,7 @@ A response holds the outputs that the request names. All of them are made of the
 threads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.models.labels import Labels
 from varlen.request import Float32Array, Output, Request
 from varlen.scores import ScoreFunction, scores_of
+from varlen.sparse_vectors import SparseVector, padded, sparse_vector
 from varlen.vectors import VectorForm
 
 _LABEL_TASKS = frozenset({"classify", "rerank", "token_classify"})
@@ -40,21 +41,34 @@ class TensorSpec:
     optional: bool = False
 
 
+# Rows have the same number of terms, with zeros and empty texts behind those of a row.
+_SPARSE_SPECS = (
+    TensorSpec("indices", "TYPE_INT32", (-1,)),
+    TensorSpec("values", "TYPE_FP32", (-1,)),
+    TensorSpec("terms", "TYPE_STRING", (-1,)),
+    TensorSpec("num_terms", "TYPE_INT32", (1,)),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOutputs:
     """What a model answers.
 
     Attributes:
         task: of the model.
-        width: features of a vector or a token; labels of a classifier.
+        width: features of a vector or a token; labels of a classifier; terms of a vocabulary.
         labels: of a classifier.
         normalize: whether embeddings are normalized, unless a request says otherwise.
+        max_active_dims: most terms of a sparse vector, unless a request says otherwise; None is all.
+        term_text: returns the text of a term by its number.
     """
 
     task: Task
     width: int
     labels: Labels
     normalize: bool
+    max_active_dims: int | None = None
+    term_text: Callable[[int], str] = str
 
     @classmethod
     def of(cls, task: Task, checkpoint: Checkpoint) -> "ModelOutputs":
@@ -62,7 +76,15 @@ class ModelOutputs:
         width = checkpoint.num_labels if task in _LABEL_TASKS else checkpoint.hidden_size
         if task == "embed":
             width = checkpoint.embedding_size
-        return cls(task, width, checkpoint.labels, checkpoint.normalize)
+        if task == "sparse_embed":
+            width = checkpoint.vocab_size
+        return cls(
+            task,
+            width,
+            checkpoint.labels,
+            checkpoint.normalize,
+            checkpoint.splade.max_active_dims,
+        )
 
     @property
     def has_labels(self) -> bool:
@@ -72,12 +94,15 @@ class ModelOutputs:
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors, in the order in which a response has them."""
+        num_tokens = TensorSpec("num_tokens", "TYPE_INT32", (1,))
+        if self.task == "sparse_embed":
+            return (*_SPARSE_SPECS, num_tokens)
         dims = (-1, self.width) if self.task in _TOKEN_TASKS else (self.width,)
         specs = [TensorSpec(_MAIN_NAMES[self.task], "TYPE_FP32", dims)]
         if self.has_labels:
             specs.append(TensorSpec("scores", "TYPE_FP32", dims))
             specs.append(TensorSpec("labels", "TYPE_STRING", (self.width,)))
-        return (*specs, TensorSpec("num_tokens", "TYPE_INT32", (1,)))
+        return (*specs, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +113,13 @@ class AnswerOptions:
         names: of its outputs.
         vectors: the form of embeddings.
         function: makes `scores` of logits.
+        max_active_dims: most terms of a sparse vector; None is all.
     """
 
     names: frozenset[str]
     vectors: VectorForm = field(default_factory=VectorForm)
     function: ScoreFunction = "none"
+    max_active_dims: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +145,15 @@ class ArrayAnswer:
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
         """Return the output tensors by name, given the output of each row."""
-        rows = [output for _, output in sorted(outputs, key=lambda each: each[0])]
-        main = self._stack(cast(list[Float32Array], rows))
-        return {
-            spec.name: self._tensor(spec.name, main)
-            for spec in self.outputs.specs
-            if spec.name in self.options.names
-        }
+        rows = [
+            cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
+        ]
+        names = [spec.name for spec in self.outputs.specs if spec.name in self.options.names]
+        if self.outputs.task == "sparse_embed":
+            vectors = [sparse_vector(row, self.options.max_active_dims) for row in rows]
+            return {name: self._sparse_tensor(name, vectors) for name in names}
+        main = self._stack(rows)
+        return {name: self._tensor(name, main) for name in names}
 
     def _tensor(self, name: str, main: Float32Array) -> npt.NDArray[Any]:
         match name:
@@ -136,8 +165,31 @@ class ArrayAnswer:
                 names = [label.encode() for label in self.outputs.labels.names]
                 return np.array([names] * len(main), dtype=np.object_)
             case "num_tokens":
-                return np.array(self.num_tokens, dtype=np.int32)[:, None]
+                return self._lengths()
         return main
+
+    def _sparse_tensor(self, name: str, vectors: Sequence[SparseVector]) -> npt.NDArray[Any]:
+        indices, values = padded(vectors)
+        match name:
+            case "indices":
+                return indices
+            case "values":
+                return values
+            case "num_terms":
+                return np.array([[len(each.indices)] for each in vectors], dtype=np.int32)
+            case "terms":
+                texts = np.full(indices.shape, b"", dtype=np.object_)
+                for row, vector in enumerate(vectors):
+                    terms = [
+                        self.outputs.term_text(term).encode() for term in vector.indices.tolist()
+                    ]
+                    texts[row, : len(terms)] = terms
+                return texts
+        return self._lengths()
+
+    def _lengths(self) -> npt.NDArray[np.int32]:
+        """Return the number of tokens of each row, `[rows, 1]`."""
+        return np.array(self.num_tokens, dtype=np.int32)[:, None]
 
     def _scores(self, logits: Float32Array) -> Float32Array:
         scores = scores_of(logits, self.options.function)

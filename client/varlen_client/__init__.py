@@ -22,6 +22,7 @@ from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.retry import RetryPolicy
 from varlen_client.row_outputs import LabelScore
 from varlen_client.session import Status
+from varlen_client.sparse import SparseVector
 from varlen_client.sync import Client
 from varlen_client.translation import Translation
 from varlen_client.transport import ServerIdentity
@@ -44,6 +45,7 @@ __all__ = [
     "ServerError",
     "ServerIdentity",
     "ServerUnavailable",
+    "SparseVector",
     "Status",
     "Translation",
     "VarlenClientError",

@@ -43,6 +43,7 @@ from varlen_client.row_outputs import (
     vector_output,
 )
 from varlen_client.session import Session, Status
+from varlen_client.sparse import SparseVector, read_sparse_vectors, sparse_task
 from varlen_client.tasks import with_timeout
 from varlen_client.translation import Translation, read_translation, search_options
 from varlen_client.wire import (
@@ -188,6 +189,47 @@ class AsyncClient:
         task = RowTask("embed", (vectors, counts) if counted else (vectors,))
         answer = await self._matrices(task, rows, parameters, timeout)
         return answer[0], int(answer[1].sum()) if counted else None
+
+    async def sparse_embed(
+        self,
+        inputs: Inputs,
+        *,
+        prompt_name: str | None = None,
+        max_active_dims: int | None = None,
+        with_terms: bool = False,
+        truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[SparseVector]:
+        """Return the sparse vector of each row: terms of the vocabulary and their weights.
+
+        Args:
+            inputs, prompt_name: see `embed`.
+            max_active_dims: return the terms of the largest weights alone; by default the checkpoint decides.
+            with_terms: return the texts of the terms too.
+            truncate, ...: see `embed`.
+
+        Raises:
+            VarlenClientError: see `embed`.
+        """
+        parameters = _parameters(
+            truncate,
+            truncation_side,
+            deadline_ms,
+            priority,
+            prompt_name=prompt_name,
+            max_active_dims=max_active_dims,
+        )
+        rows = read_inputs(inputs)
+        task = sparse_task(with_terms=with_terms)
+        call = RowCall(task.method, len(rows), timeout=timeout, on_progress=on_progress)
+        answers, _ = await call.within_timeout(
+            self._send_all(call, task, rows, parameters, self._rows_per_request)
+        )
+        return [vector for answer in answers for vector in read_sparse_vectors(answer)]
 
     async def classify(
         self,

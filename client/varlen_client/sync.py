@@ -25,6 +25,7 @@ from varlen_client.row_outputs import (
     Vectors,
 )
 from varlen_client.session import Status
+from varlen_client.sparse import SparseVector
 from varlen_client.translation import Translation
 from varlen_client.wire import Floats, Inputs, ModelState, Pairs
 
@@ -120,6 +121,39 @@ class Client:
                 prompt_name=prompt_name,
                 dimensions=dimensions,
                 output_dtype=output_dtype,
+                truncate=truncate,
+                truncation_side=truncation_side,
+                deadline_ms=deadline_ms,
+                priority=priority,
+                timeout=timeout,
+                on_progress=on_progress,
+            )
+        )
+
+    def sparse_embed(
+        self,
+        inputs: Inputs,
+        *,
+        prompt_name: str | None = None,
+        max_active_dims: int | None = None,
+        with_terms: bool = False,
+        truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[SparseVector]:
+        """Return the sparse vector of each row. See `AsyncClient.sparse_embed`.
+
+        `on_progress` runs in the event loop's thread and must not call this client.
+        """
+        return _loop.run(
+            self._client.sparse_embed(
+                inputs,
+                prompt_name=prompt_name,
+                max_active_dims=max_active_dims,
+                with_terms=with_terms,
                 truncate=truncate,
                 truncation_side=truncation_side,
                 deadline_ms=deadline_ms,

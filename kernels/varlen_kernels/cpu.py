@@ -40,6 +40,7 @@ from varlen_kernels.reference import (
     rotary,
     select_rows,
     tanh,
+    term_weights,
     to_fp32,
 )
 from varlen_kernels.sampling_reference import check_sampling
@@ -76,6 +77,7 @@ __all__ = [
     "sample_tokens",
     "select_rows",
     "tanh",
+    "term_weights",
     "to_fp32",
 ]
 

@@ -19,6 +19,7 @@ from varlen_kernels.pooling import first_tokens, pool
 from varlen_kernels.reference import concat, linear, normalize_rows, select_rows, tanh, to_fp32
 from varlen_kernels.rms_norm import residual_rms_norm, rms_norm
 from varlen_kernels.sampling import sample_tokens
+from varlen_kernels.vocabulary import term_weights
 
 __all__ = [
     "activate",
@@ -46,5 +47,6 @@ __all__ = [
     "sample_tokens",
     "select_rows",
     "tanh",
+    "term_weights",
     "to_fp32",
 ]

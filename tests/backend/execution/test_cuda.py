@@ -80,7 +80,8 @@ def test_a_batch_gets_the_answers_of_the_cpu_in_the_order_given(folder, runner, 
     answers = executor.run(batch, options)
 
     assert all(answer.dtype == np.float32 for answer in answers)
-    assert_rows_close(answers, runner.run(batch, options), roundings=encoder_roundings(folder))
+    expected = runner.device_runner.run(batch, options)
+    assert_rows_close(answers, expected, roundings=encoder_roundings(folder))
 
 
 def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, graphs):

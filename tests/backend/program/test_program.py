@@ -47,13 +47,13 @@ def make_arena(program, max_tokens=100):
 
 def spans(program):
     """Return (first op, last op) of each value, found by brute-force search."""
-    names = [op.results[0].name for op in program.ops]
     found = {}
-    for name in names:
-        readers = [
-            index for index, op in enumerate(program.ops) if name in [x.name for x in op.reads]
-        ]
-        found[name] = (names.index(name), max([names.index(name), *readers]))
+    for made_by, op in enumerate(program.ops):
+        for name in [result.name for result in op.results]:
+            readers = [
+                index for index, op in enumerate(program.ops) if name in [x.name for x in op.reads]
+            ]
+            found[name] = (made_by, max([made_by, *readers]))
     return found
 
 
@@ -91,7 +91,7 @@ def test_usages_match_a_search_of_the_op_list(runner):
 
 
 def test_usages_have_the_bytes_of_what_ops_write(runner):
-    results = {op.results[0].name: op.results[0] for op in runner.program.ops}
+    results = {each.name: each for op in runner.program.ops for each in op.results}
     for usage in runner.program.usages:
         value = results[usage.name]
         for tokens, count in [(1, 1), (5, 1), (5, 5), (97, 13)]:
