@@ -140,9 +140,18 @@ def pool(
     tokens, batch = sum(lengths), len(lengths)
 
     def pooled(rows: Tensor) -> Tensor:
-        if mode == "mean":
-            return rows.mean(0)
-        return rows.amax(0) if mode == "max" else rows[0 if mode == "cls" else -1]
+        if mode in ("cls", "last"):
+            return rows[0 if mode == "cls" else -1]
+        if mode == "max":
+            return rows.amax(0)
+        places = torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device)
+        sums = {
+            "mean": lambda: rows.mean(0),
+            "sum": lambda: rows.sum(0),
+            "mean_sqrt": lambda: rows.sum(0) / len(rows) ** 0.5,
+            "weighted_mean": lambda: places @ rows / places.sum(),
+        }
+        return sums[mode]()
 
     def formula(x: Tensor, cu_seqlens: Tensor, normalize: Tensor | None) -> Tensor:  # noqa: ARG001
         vectors = torch.stack([pooled(rows) for rows in torch.split(x, lengths)])
