@@ -18,6 +18,7 @@ WEIGHTS = "model.safetensors"
 KIND_OF_TASK = {
     "embed": "BertModel",
     "sparse_embed": "BertForMaskedLM",
+    "fill_mask": "BertForMaskedLM",
     "hidden": "BertModel",
     "classify": "BertForSequenceClassification",
     "rerank": "BertForSequenceClassification",

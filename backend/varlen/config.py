@@ -14,6 +14,7 @@ from varlen.errors import ConfigError, shorten
 Task: TypeAlias = Literal[
     "embed",
     "sparse_embed",
+    "fill_mask",
     "hidden",
     "classify",
     "rerank",

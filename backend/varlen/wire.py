@@ -17,6 +17,7 @@ import numpy.typing as npt
 from varlen.config import PROMPTED_TASKS, Task
 from varlen.draft import Draft
 from varlen.errors import RequestError, shorten
+from varlen.filled_masks import DEFAULT_TOP_K, check_top_k
 from varlen.intake import Intake
 from varlen.request import Prompt, RequestOptions
 from varlen.scores import SCORE_FUNCTIONS, ScoreFunction
@@ -47,6 +48,7 @@ _TASKS_OF_PARAMETER: Mapping[str, tuple[Task, ...]] = {
     "output_dtype": ("embed",),
     "activation": ("classify", "rerank", "token_classify"),
     "max_active_dims": ("sparse_embed",),
+    "top_k": ("fill_mask",),
 }
 _PARAMETERS = (
     "truncate",
@@ -147,8 +149,15 @@ def _read_answer_options(
     function = _choice(options, "activation", functions, default="auto")
     most_terms = _whole_number(options, "max_active_dims")
     check_max_active_dims(most_terms, outputs.width)
+    top_k = _whole_number(options, "top_k")
+    if top_k is not None:
+        check_top_k(top_k, outputs.width)
     return AnswerOptions(
-        frozenset(requested), vectors, function, most_terms or outputs.max_active_dims
+        frozenset(requested),
+        vectors,
+        function,
+        most_terms or outputs.max_active_dims,
+        top_k or min(DEFAULT_TOP_K, outputs.width),
     )
 
 

@@ -5,13 +5,14 @@ threads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.config import Task
+from varlen.filled_masks import DEFAULT_TOP_K, largest_top_k, stacked
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.labels import Labels
 from varlen.request import Float32Array, Output, Request
@@ -48,6 +49,13 @@ _SPARSE_SPECS = (
     TensorSpec("terms", "TYPE_STRING", (-1,)),
     TensorSpec("num_terms", "TYPE_INT32", (1,)),
 )
+# Rows have the same number of masks, with zeros and empty texts behind those of a row.
+_MASK_SPECS = (
+    TensorSpec("token_ids", "TYPE_INT32", (-1, -1)),
+    TensorSpec("scores", "TYPE_FP32", (-1, -1)),
+    TensorSpec("tokens", "TYPE_STRING", (-1, -1)),
+    TensorSpec("num_masks", "TYPE_INT32", (1,)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +64,13 @@ class ModelOutputs:
 
     Attributes:
         task: of the model.
-        width: features of a vector or a token; labels of a classifier; terms of a vocabulary.
+        width: features of a vector or a token; labels of a classifier; terms of a sparse vector; most tokens that
+            fill a mask.
         labels: of a classifier.
         normalize: whether embeddings are normalized, unless a request says otherwise.
         max_active_dims: most terms of a sparse vector, unless a request says otherwise; None is all.
         term_text: returns the text of a term by its number.
+        token_text: returns the text of a token as it reads in a text.
     """
 
     task: Task
@@ -69,22 +79,23 @@ class ModelOutputs:
     normalize: bool
     max_active_dims: int | None = None
     term_text: Callable[[int], str] = str
+    token_text: Callable[[int], str] = str
 
     @classmethod
     def of(cls, task: Task, checkpoint: Checkpoint) -> "ModelOutputs":
         """Return the outputs of a checkpoint that serves a task."""
-        width = checkpoint.num_labels if task in _LABEL_TASKS else checkpoint.hidden_size
-        if task == "embed":
-            width = checkpoint.embedding_size
-        if task == "sparse_embed":
-            width = checkpoint.vocab_size
-        return cls(
-            task,
-            width,
-            checkpoint.labels,
-            checkpoint.normalize,
-            checkpoint.splade.max_active_dims,
-        )
+        made = cls(task, checkpoint.hidden_size, checkpoint.labels, checkpoint.normalize)
+        match task:
+            case "embed":
+                return replace(made, width=checkpoint.embedding_size)
+            case "sparse_embed":
+                most = checkpoint.splade.max_active_dims
+                return replace(made, width=checkpoint.vocab_size, max_active_dims=most)
+            case "fill_mask":
+                return replace(made, width=largest_top_k(checkpoint.vocab_size))
+            case "classify" | "rerank" | "token_classify":
+                return replace(made, width=checkpoint.num_labels)
+        return made
 
     @property
     def has_labels(self) -> bool:
@@ -97,6 +108,8 @@ class ModelOutputs:
         num_tokens = TensorSpec("num_tokens", "TYPE_INT32", (1,))
         if self.task == "sparse_embed":
             return (*_SPARSE_SPECS, num_tokens)
+        if self.task == "fill_mask":
+            return (*_MASK_SPECS, num_tokens)
         dims = (-1, self.width) if self.task in _TOKEN_TASKS else (self.width,)
         specs = [TensorSpec(_MAIN_NAMES[self.task], "TYPE_FP32", dims)]
         if self.has_labels:
@@ -114,12 +127,14 @@ class AnswerOptions:
         vectors: the form of embeddings.
         function: makes `scores` of logits.
         max_active_dims: most terms of a sparse vector; None is all.
+        top_k: tokens that fill a mask.
     """
 
     names: frozenset[str]
     vectors: VectorForm = field(default_factory=VectorForm)
     function: ScoreFunction = "none"
     max_active_dims: int | None = None
+    top_k: int = DEFAULT_TOP_K
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +167,8 @@ class ArrayAnswer:
         if self.outputs.task == "sparse_embed":
             vectors = [sparse_vector(row, self.options.max_active_dims) for row in rows]
             return {name: self._sparse_tensor(name, vectors) for name in names}
+        if self.outputs.task == "fill_mask":
+            return {name: self._mask_tensor(name, rows) for name in names}
         main = self._stack(rows)
         return {name: self._tensor(name, main) for name in names}
 
@@ -184,6 +201,26 @@ class ArrayAnswer:
                         self.outputs.term_text(term).encode() for term in vector.indices.tolist()
                     ]
                     texts[row, : len(terms)] = terms
+                return texts
+        return self._lengths()
+
+    def _mask_tensor(self, name: str, rows: Sequence[Float32Array]) -> npt.NDArray[Any]:
+        tokens, scores = stacked(rows, self.options.top_k)
+        match name:
+            case "token_ids":
+                return tokens
+            case "scores":
+                return scores
+            case "num_masks":
+                return np.array([[len(row)] for row in rows], dtype=np.int32)
+            case "tokens":
+                texts = np.full(tokens.shape, b"", dtype=np.object_)
+                for row, masks in enumerate(rows):
+                    shown = tokens[row, : len(masks)].tolist()
+                    texts[row, : len(masks)] = [
+                        [self.outputs.token_text(token).encode() for token in mask]
+                        for mask in shown
+                    ]
                 return texts
         return self._lengths()
 

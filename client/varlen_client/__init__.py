@@ -19,6 +19,7 @@ from varlen_client.errors import (
     VarlenClientError,
 )
 from varlen_client.generation import GeneratedPart, Generation
+from varlen_client.masks import FilledToken
 from varlen_client.retry import RetryPolicy
 from varlen_client.row_outputs import LabelScore
 from varlen_client.session import Status
@@ -32,6 +33,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "DeadlineMissed",
+    "FilledToken",
     "GeneratedPart",
     "Generation",
     "InvalidRequest",

@@ -10,6 +10,7 @@ import typer
 
 from varlen_client.cli_classify import classify, rerank
 from varlen_client.cli_embed import embed, similarity
+from varlen_client.cli_fill_mask import fill_mask
 from varlen_client.cli_generate import generate
 from varlen_client.cli_serve_http import serve_http
 from varlen_client.cli_sparse import sparse_embed
@@ -28,6 +29,7 @@ for command in (
     similarity,
     classify,
     rerank,
+    fill_mask,
     generate,
     translate,
     status,

@@ -42,6 +42,7 @@ from varlen_kernels.reference import (
     tanh,
     term_weights,
     to_fp32,
+    top_terms,
 )
 from varlen_kernels.sampling_reference import check_sampling
 
@@ -79,6 +80,7 @@ __all__ = [
     "tanh",
     "term_weights",
     "to_fp32",
+    "top_terms",
 ]
 
 

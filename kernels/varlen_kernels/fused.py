@@ -16,7 +16,15 @@ from varlen_kernels.heads import norm_heads, rotary
 from varlen_kernels.layer_norm import add_layer_norm, layer_norm, residual_layer_norm
 from varlen_kernels.linear_activation import linear_activate
 from varlen_kernels.pooling import first_tokens, pool
-from varlen_kernels.reference import concat, linear, normalize_rows, select_rows, tanh, to_fp32
+from varlen_kernels.reference import (
+    concat,
+    linear,
+    normalize_rows,
+    select_rows,
+    tanh,
+    to_fp32,
+    top_terms,
+)
 from varlen_kernels.rms_norm import residual_rms_norm, rms_norm
 from varlen_kernels.sampling import sample_tokens
 from varlen_kernels.vocabulary import term_weights
@@ -49,4 +57,5 @@ __all__ = [
     "tanh",
     "term_weights",
     "to_fp32",
+    "top_terms",
 ]

@@ -20,6 +20,7 @@ from varlen_kernels.vector_ops import NORM_FLOOR as NORM_FLOOR  # noqa: PLC0414 
 from varlen_kernels.vector_ops import concat as concat  # noqa: PLC0414  # an op too
 from varlen_kernels.vector_ops import normalize_rows as normalize_rows  # noqa: PLC0414  # an op too
 from varlen_kernels.vocabulary_reference import term_weights as term_weights  # noqa: PLC0414  # an op too
+from varlen_kernels.vocabulary_reference import top_terms as top_terms  # noqa: PLC0414  # an op too
 
 # For each output of an op, the position of the argument that may be its `out`.
 IN_PLACE: Mapping[str, tuple[int, ...]] = {

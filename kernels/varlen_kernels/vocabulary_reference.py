@@ -2,7 +2,7 @@
 
 The logits of all tokens would be the largest intermediate by far: 500 MB for 4,096 tokens and 30,522 terms. A slice of
 them is as large as that of a feed-forward layer.
-Source: Formal et al. 2021, arXiv:2107.05720 and arXiv:2109.10086 (SPLADE).
+Source: Formal et al. 2021, arXiv:2107.05720 and arXiv:2109.10086 (weights of terms, SPLADE).
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,8 @@ from varlen_kernels import TermPooling
 
 # Terms of the vocabulary whose logits exist at a time.
 SLICE_TERMS = 2048
+# Rows whose logits exist at a time in `top_terms`.
+_SLICE_ROWS = 256
 
 
 def term_weights(
@@ -61,6 +63,53 @@ def term_weights(
     if mode == "max":
         log1p_relu_(weights, logs)
     return weights, scratch
+
+
+def top_terms(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    count: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the most likely terms of each row and their probabilities, `[rows, 2, count]` fp32.
+
+    First the numbers of the terms, which fp32 holds exactly, the most likely first; then their probabilities: the
+    softmax over all terms of x @ weight + bias.
+
+    Args:
+        x: `[rows, hidden]`.
+        weight: `[hidden, terms]`, also a transposed table of embeddings.
+        bias: `[terms]`.
+        count: at most the number of terms.
+    """
+    if out is None:
+        out = x.new_empty(len(x), 2, count, dtype=torch.float32)
+    scratch = x.new_empty(min(len(x), _SLICE_ROWS), min(weight.shape[1], SLICE_TERMS))
+    for begin in range(0, len(x), _SLICE_ROWS):
+        rows = x[begin : begin + _SLICE_ROWS]
+        logits, terms, total = _top_logits(rows, weight, bias, count, scratch[: len(rows)])
+        out[begin : begin + len(rows), 0] = terms
+        out[begin : begin + len(rows), 1] = (logits - total[:, None]).exp()
+    return out
+
+
+def _top_logits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, count: int, scratch: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest logits of each row, their terms, and the logsumexp of all."""
+    best = x.new_empty(len(x), 0, dtype=torch.float32)
+    terms = x.new_empty(len(x), 0, dtype=torch.int64)
+    total = x.new_full((len(x),), -torch.inf, dtype=torch.float32)
+    for part, narrow in logit_slices(x, weight, bias, scratch):
+        logits = narrow.float()
+        total = torch.logaddexp(total, logits.logsumexp(1))
+        values, places = logits.topk(min(count, logits.shape[1]), dim=1)
+        best, terms = torch.cat((best, values), 1), torch.cat((terms, places + part.start), 1)
+        best, chosen = best.topk(min(count, best.shape[1]), dim=1)
+        terms = terms.gather(1, chosen)
+    return best, terms, total
 
 
 def new_outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

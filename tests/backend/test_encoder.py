@@ -298,7 +298,7 @@ def test_a_load_warns_about_vectors_that_nobody_trained(make_checkpoint, caplog,
     expected = [] if kind == "BertModel" else [f"{kind} has no modules of sentence-transformers"]
     assert [warning.partition(":")[0] for warning in warnings] == expected
     if kind == "BertForMaskedLM":
-        assert warnings[0].endswith("set task to one of: embed, hidden, sparse_embed")
+        assert warnings[0].endswith("embed, hidden, sparse_embed, fill_mask")
 
 
 def test_a_load_does_not_warn_about_vectors_that_modules_describe(make_checkpoint, caplog):

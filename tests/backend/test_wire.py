@@ -18,7 +18,7 @@ from varlen.wire_outputs import AnswerOptions, ModelOutputs
 from .fakes.input_limits import input_limits
 from .refusals import refused_request as refused
 
-TASKS = ["embed", "sparse_embed", "hidden", "classify", "rerank", "token_classify"]
+TASKS = ["embed", "sparse_embed", "fill_mask", "hidden", "classify", "rerank", "token_classify"]
 IDS = [[2, 5, 3], [2, 6, 3]]
 LABELS = Labels(("yes", "no", "perhaps"), "softmax")
 
@@ -63,7 +63,7 @@ def rows_of(request):
 def test_every_input_is_optional_and_named_as_exported_models_name_it(task):
     specs = wire.input_specs(task)
 
-    texts = ["text"] if task in ("embed", "sparse_embed") else ["text", "text_pair"]
+    texts = ["text"] if task in ("embed", "sparse_embed", "fill_mask") else ["text", "text_pair"]
     assert [s.name for s in specs] == [*texts, "input_ids", "attention_mask", "token_type_ids"]
     assert all(spec.optional for spec in specs)
     for spec in specs:
@@ -289,6 +289,16 @@ def test_reads_the_form_of_an_answer(intake):
     assert answer.vectors == VectorForm(16, normalize=False, dtype="int8")
     assert read_answer(intake, "token_classify", activation="sigmoid").function == "sigmoid"
     assert read_answer(intake, "rerank", activation="none").function == "none"
+
+
+def test_reads_how_many_tokens_may_fill_a_mask(intake):
+    assert read_answer(intake, "fill_mask").top_k == 3
+    assert read_answer(intake, "fill_mask", top_k=2).top_k == 2
+    for wrong in (0, 4):
+        with refused(f"the parameter top_k is {wrong}; this model takes 1 to 3"):
+            read_answer(intake, "fill_mask", top_k=wrong)
+    with refused("the parameter top_k is for the task fill_mask; this model has the task embed"):
+        read_answer(intake, top_k=3)
 
 
 def test_reads_how_many_terms_a_sparse_vector_may_have(intake):

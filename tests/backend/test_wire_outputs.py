@@ -170,3 +170,19 @@ def test_the_outputs_of_sparse_vectors_have_any_number_of_terms():
         ("num_terms", "TYPE_INT32", (1,)),
         ("num_tokens", "TYPE_INT32", (1,)),
     ]
+
+
+def test_tokens_of_masks_are_filled_up_with_zeros():
+    rows = fp32([[[7, 2, 9], [0.5, 0.25, 0.125]]], [[[1, 2, 3], [1, 0, 0]], [[4, 5, 6], [1, 0, 0]]])
+    names = ("token_ids", "scores", "tokens", "num_masks", "num_tokens")
+
+    arrays = answer("fill_mask", rows, names, lengths=[5, 3], top_k=2)
+
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "token_ids": [[[7, 2], [0, 0]], [[1, 2], [4, 5]]],
+        "scores": [[[0.5, 0.25], [0, 0]], [[1, 0], [1, 0]]],
+        "tokens": [[[b"7", b"2"], [b"", b""]], [[b"1", b"2"], [b"4", b"5"]]],
+        "num_masks": [[1], [2]],
+        "num_tokens": [[5], [3]],
+    }
+    assert [array.dtype for array in arrays.values()][:2] == [np.int32, np.float32]

@@ -31,11 +31,13 @@ FAST_RETRIES = RetryPolicy(max_retries=3, first_delay=0.01, max_delay=0.02)
 MORE_OUTPUTS = {
     "classify": {"scores": [2], "labels": [2]},
     "rerank": {"scores": [1], "labels": [1]},
+    "fill_mask": {"scores": [-1, -1], "tokens": [-1, -1], "num_masks": [1]},
     "sparse_embed": {"values": [-1], "terms": [-1], "num_terms": [1]},
 }
 OUTPUTS = {
     "embed": ("sentence_embedding", [3]),
     "sparse_embed": ("indices", [-1]),
+    "fill_mask": ("token_ids", [-1, -1]),
     "classify": ("logits", [2]),
     "rerank": ("logits", [1]),
     "token_classify": ("logits", [-1, 2]),
@@ -162,6 +164,8 @@ class FakeModel:
                 raise fault
             if self.task == "sparse_embed":
                 return sparse_outputs(received)
+            if self.task == "fill_mask":
+                return mask_outputs(received)
             main = self.form_of(self.output(received), received.parameters)
             outputs = {
                 OUTPUTS[self.task][0]: main,
@@ -282,6 +286,23 @@ def sparse_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
         terms[row, : len(text)] = [letter.encode() for letter in letters]
     counts = np.array([[len(text)] for text in texts], np.int32)
     outputs = {"indices": indices, "values": values, "num_terms": counts, "terms": terms}
+    return {name: outputs[name] for name in received.outputs}
+
+
+def mask_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
+    """Return tokens that count from the length of a text, for each "_" in it."""
+    texts, top_k = received.texts, received.parameters.get("top_k", 2)
+    counts = np.array([[text.count("_")] for text in texts], np.int32)
+    token_ids = np.zeros((len(texts), counts.max(), top_k), np.int32)
+    for row, text in enumerate(texts):
+        token_ids[row, : counts[row, 0]] = len(text) + np.arange(top_k)
+    outputs = {
+        "token_ids": token_ids,
+        "scores": (1 / np.maximum(token_ids, 1)).astype(np.float32),
+        "tokens": np.char.add("é", token_ids.astype(str)),
+        "num_masks": counts,
+    }
+    outputs["tokens"] = np.char.encode(outputs["tokens"])
     return {name: outputs[name] for name in received.outputs}
 
 

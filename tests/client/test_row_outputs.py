@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from varlen_client import Client, InvalidRequest, LabelScore, ServerError, cli
+from varlen_client import Client, FilledToken, InvalidRequest, LabelScore, ServerError, cli
 
 
 @pytest.fixture
@@ -211,3 +211,32 @@ def test_sparse_embed_as_json_prints_every_term(varlen, server):
         "values": [2.0, 1.0],
         "terms": ["é", "a"],
     }
+
+
+def test_masks_get_the_tokens_of_their_row_alone(client, server):
+    server.model.task = "fill_mask"
+
+    rows = client.fill_mask(["_", "a_b_", *("_" * (n + 1) for n in range(5))], top_k=2)
+
+    assert rows[0] == [[FilledToken(1, "é1", 1.0), FilledToken(2, "é2", 0.5)]]
+    assert [[token.token_id for token in mask] for mask in rows[1]] == [[4, 5], [4, 5]]
+    assert [len(masks) for masks in rows] == [1, 2, 1, 2, 3, 4, 5]
+    assert server.model.requests[0].parameters == {"top_k": 2}
+    assert client.fill_mask([]) == []
+
+
+def test_fill_mask_prints_a_line_for_each_mask(varlen, server):
+    server.model.task = "fill_mask"
+
+    lines = varlen("fill-mask", "_b_", "_")
+
+    assert lines == ["_b_  é3 0.3333, é4 0.2500"] * 2 + ["_  é1 1.0000, é2 0.5000"]
+
+
+def test_fill_mask_as_json_prints_tokens_with_ids(varlen, server):
+    server.model.task = "fill_mask"
+
+    [line] = varlen("fill-mask", "--json", "--top-k", "1", "_")
+
+    token = {"token_id": 1, "text": "é1", "score": 1.0}
+    assert json.loads(line) == {"text": "_", "masks": [[token]]}

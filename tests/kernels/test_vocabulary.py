@@ -60,3 +60,33 @@ def test_poisoned_results_are_fully_overwritten_with_the_same_bits(mode):
 
     assert weights is out[0]
     assert torch.equal(weights, fresh)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 300])
+@pytest.mark.parametrize("terms, count", [(7, 7), (50, 3), (SLICE_TERMS + 5, 9)])
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "plain"])
+def test_top_terms_match_float64(has_bias, terms, count, rows):
+    x, table = rand(rows, 12), rand(terms, 12, seed=1)
+    bias = rand(terms, seed=2) if has_bias else None
+    out = torch.full((rows, 2, count), torch.nan)
+
+    assert reference.top_terms(x, table.t(), bias, count=count, out=out) is out
+
+    logits = f64(x) @ f64(table.t()) + (0 if bias is None else f64(bias))
+    exact = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
+    exact /= exact.sum(axis=1, keepdims=True)
+    best = np.argsort(-logits, axis=1)[:, :count]
+    # two terms whose logits differ by less than rounding may change places
+    found = np.take_along_axis(exact, out[:, 0].long().numpy(), axis=1)
+    np.testing.assert_allclose(found, np.take_along_axis(exact, best, axis=1), rtol=2e-5)
+    np.testing.assert_allclose(out[:, 1], found, rtol=2e-5)
+    assert all(len(set(row)) == count for row in out[:, 0].tolist())
+
+
+def test_top_terms_of_bf16_are_probabilities():
+    x, weight = rand(5, 12, dtype=torch.bfloat16), rand(12, 40, dtype=torch.bfloat16, seed=1)
+
+    found = reference.top_terms(x, weight, count=40)
+
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found[:, 1].sum(1), 1, rtol=1e-5)

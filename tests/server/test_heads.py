@@ -1,13 +1,17 @@
 """Tasks of masked language models on the real server, over both protocols."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from sentence_transformers import SparseEncoder
+from tokenizers import Tokenizer
 
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import save_checkpoint, set_fields
 from tests.closeness import assert_close, encoder_roundings
 from varlen_client import Client, InvalidRequest, ServerError
 from varlen_tools.local_server import LocalServer
@@ -71,3 +75,32 @@ def test_a_wrong_number_of_terms_is_refused(splade: Path, url: str) -> None:
             client.sparse_embed(TEXTS, max_active_dims=93)
         with pytest.raises((InvalidRequest, ServerError), match="does not serve embed"):
             client.embed(TEXTS)
+
+
+def test_masks_are_filled_as_by_transformers(
+    server: LocalServer, repository: Path, masked_lm: Path, tmp_path: Path, url: str
+) -> None:
+    folder = shutil.copytree(masked_lm, tmp_path / "filling")
+    mask = {"id": 4, "content": "[MASK]", "special": True, "normalized": False}
+    mask |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    set_fields(folder, "tokenizer.json", added_tokens=[mask])
+    name = f"filling-{url[:4]}"
+    add_model(repository, name, folder, task="fill_mask")
+    assert load(server, name) is None
+    try:
+        with Client(url, name) as client:
+            [[single], masks] = client.fill_mask(["a [MASK]", "[MASK] cat [MASK]"], top_k=3)
+            with pytest.raises(InvalidRequest, match=r"has 0 tokens \[MASK\]; this model takes 1"):
+                client.fill_mask(["the cat"])
+    finally:
+        unload(server, name)
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = torch.tensor([tokenizer.encode("a [MASK]").ids])
+    with torch.inference_mode():
+        logits = transformers.BertForMaskedLM.from_pretrained(folder).eval()(ids).logits[0]
+    best = logits[ids[0] == 4].softmax(-1)[0].topk(3)
+    assert [token.token_id for token in single] == best.indices.tolist()
+    assert [token.text for token in single] == [tokenizer.decode([i]) for i in best.indices]
+    np.testing.assert_allclose([token.score for token in single], best.values, rtol=1e-3)
+    assert [len(mask) for mask in masks] == [3, 3]

@@ -32,7 +32,7 @@ from varlen.models.weights import read_headers
 from varlen_kernels import Pooling
 
 # Tasks that need the head of a masked language model.
-MASKED_LM_TASKS: frozenset[Task] = frozenset({"sparse_embed"})
+MASKED_LM_TASKS: frozenset[Task] = frozenset({"sparse_embed", "fill_mask"})
 
 # The families that are served, by the `model_type` of config.json.
 FAMILIES: Mapping[str, Family] = {

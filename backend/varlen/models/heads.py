@@ -63,8 +63,8 @@ def record_head(
         splade: how `sparse_embed` makes weights of terms.
 
     Returns:
-        embed `[sequences, features]`; sparse_embed `[sequences, vocabulary]`; hidden `[tokens, hidden]`; classify,
-        rerank `[sequences, labels]`; token_classify `[tokens, labels]`.
+        embed `[sequences, features]`; sparse_embed `[sequences, vocabulary]`; fill_mask `[masks, 2, terms]`; hidden
+        `[tokens, hidden]`; classify, rerank `[sequences, labels]`; token_classify `[tokens, labels]`.
     """
     if task == "hidden":
         return ops.to_fp32(hidden)
@@ -74,6 +74,9 @@ def record_head(
     if task == "sparse_embed":
         assert heads.masked_lm is not None
         return heads.masked_lm.record_term_weights(ops, hidden, splade)
+    if task == "fill_mask":
+        assert heads.masked_lm is not None
+        return heads.masked_lm.record_top_terms(ops, hidden)
     assert heads.classifier is not None
     if task != "token_classify":
         hidden = _one_row(ops, heads, hidden)

@@ -14,6 +14,7 @@ from varlen.models.sparse import SpladeConfig
 from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
 from varlen.program.recorder import Recorder
+from varlen.request import MAX_TOP_K
 from varlen_kernels import Activation
 
 
@@ -36,6 +37,12 @@ class MaskedLM:
         """Record what the product with the vocabulary reads, `[rows, features]`."""
         x = self.dense.record_activated(ops, hidden, self.activation)
         return ops.layer_norm(x, self.norm.weight, self.norm.bias, eps=self.norm_eps)
+
+    def record_top_terms(self, ops: Recorder, hidden: Value) -> Value:
+        """Record the most likely terms of each mask, `[masks, 2, terms]` fp32; see `top_terms`."""
+        rows = self.record_rows(ops, ops.select_rows(hidden, inputs.mask_rows(ops)))
+        weight, bias = self.output.weight, self.output.bias
+        return ops.top_terms(rows, weight, bias, count=min(MAX_TOP_K, weight.shape[1]))
 
     def record_term_weights(self, ops: Recorder, hidden: Value, splade: SpladeConfig) -> Value:
         """Record the weight of each term for each sequence, `[sequences, vocabulary]` fp32."""

@@ -262,6 +262,7 @@ FAMILY = Family(
     },
     heads={
         "sparse_embed": "ModernBertForMaskedLM",
+        "fill_mask": "ModernBertForMaskedLM",
         "classify": "ModernBertForSequenceClassification",
         "rerank": "ModernBertForSequenceClassification",
         "token_classify": "ModernBertForTokenClassification",

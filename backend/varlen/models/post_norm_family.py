@@ -219,7 +219,7 @@ class PostNormFamily:
                 tokens: "token_classify",
             },
             heads={
-                **({"sparse_embed": masked} if self.masked_lm else {}),
+                **({"sparse_embed": masked, "fill_mask": masked} if self.masked_lm else {}),
                 "classify": sequences,
                 "rerank": sequences,
                 "token_classify": tokens,

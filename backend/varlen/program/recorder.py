@@ -345,6 +345,10 @@ class Recorder:
         )
         return weights
 
+    def top_terms(self, x: Value, weight: Tensor, bias: Tensor | None, *, count: int) -> Value:
+        operands, shape = (x, weight, bias), (x.shape[0], 2, count)
+        return self._call("top_terms", operands, shape, torch.float32, count=count)
+
     def concat(self, left: Value, right: Value) -> Value:
         (rows, width), (_, more) = left.shape, right.shape
         assert isinstance(width, int)

@@ -41,7 +41,7 @@ def run(runner, lengths, seed=0):
 
 
 def make_arena(program, max_tokens=100):
-    largest = {"tokens": max_tokens, "sequences": max_tokens}
+    largest = {"tokens": max_tokens, "sequences": max_tokens, "masks": max_tokens}
     return Arena(Layout(program.buffers, 64), largest, torch.device("cpu"))
 
 
@@ -95,7 +95,7 @@ def test_usages_have_the_bytes_of_what_ops_write(runner):
     for usage in runner.program.usages:
         value = results[usage.name]
         for tokens, count in [(1, 1), (5, 1), (5, 5), (97, 13)]:
-            dims = {"tokens": tokens, "sequences": count}
+            dims = {"tokens": tokens, "sequences": count, "masks": count}
             size = torch.Size(value.at(dims)).numel() * value.dtype.itemsize
             assert usage.size.at(dims) == size
 
@@ -103,7 +103,8 @@ def test_usages_have_the_bytes_of_what_ops_write(runner):
 def test_a_batch_brings_only_what_the_task_reads(runner):
     names = ["token_ids", "position_ids", "type_ids", "cu_seqlens"]
 
-    expected = [*names, "normalize"] if runner.info.task == "embed" else names
+    more = {"embed": ["normalize"], "fill_mask": ["mask_rows"]}
+    expected = [*names, *more.get(runner.info.task, [])]
     assert [value.name for value in runner.program.inputs] == expected
 
 

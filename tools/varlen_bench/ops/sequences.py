@@ -144,14 +144,11 @@ def pool(
             return rows[0 if mode == "cls" else -1]
         if mode == "max":
             return rows.amax(0)
-        places = torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device)
-        sums = {
-            "mean": lambda: rows.mean(0),
-            "sum": lambda: rows.sum(0),
-            "mean_sqrt": lambda: rows.sum(0) / len(rows) ** 0.5,
-            "weighted_mean": lambda: places @ rows / places.sum(),
-        }
-        return sums[mode]()
+        if mode == "weighted_mean":
+            places = torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device)
+            return torch.mv(rows.t(), places) / places.sum()
+        divisors = {"sum": 1.0, "mean": len(rows), "mean_sqrt": len(rows) ** 0.5}
+        return rows.sum(0) / divisors[mode]
 
     def formula(x: Tensor, cu_seqlens: Tensor, normalize: Tensor | None) -> Tensor:  # noqa: ARG001
         vectors = torch.stack([pooled(rows) for rows in torch.split(x, lengths)])
