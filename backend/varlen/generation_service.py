@@ -22,7 +22,8 @@ from varlen.draft import Draft, Step
 from varlen.engine import Engine
 from varlen.errors import RequestError
 from varlen.execution.device import choose_device, name_of, usable_cores
-from varlen.execution.executor import ThreadExecutor
+from varlen.execution.device_timeout import with_timeout
+from varlen.execution.executor import ModelExecutor, ThreadExecutor
 from varlen.execution.step_runner import StepRunner
 from varlen.generation_options import GenerationOptions
 from varlen.intake import InputLimits, Intake
@@ -65,7 +66,7 @@ class GenerationService:
     admission: Admission
     scheduler: IterationScheduler
     engine: Engine
-    executor: ThreadExecutor
+    executor: ModelExecutor
     runner: StepRunner
 
     @classmethod
@@ -110,7 +111,9 @@ class GenerationService:
         translate = checkpoint.translate
         start = None if translate is None else translate.tokens.start
         intake = Intake(tokenizer, limits, template, target_start=start)
-        executor = ThreadExecutor([runner])
+        executor: ModelExecutor = ThreadExecutor([runner])
+        if runner.device.type == "cuda":
+            executor = with_timeout(executor, config.device_timeout_seconds)
         admission = Admission(
             config.max_queued_requests, config.max_queued_tokens, slots=executor.slots
         )
@@ -237,11 +240,13 @@ class GenerationService:
             SnapshotMetric.PREFIX_CACHE_HIT_TOKENS: counts.blocks.prefix_hit_tokens,
         }
 
-    def close(self) -> None:
-        """Run what is queued, then stop."""
+    def close(self) -> bool:
+        """Run what is queued, then stop; see `Service.close`."""
         self.engine.close()
-        self.executor.close()
-        self.runner.close()
+        is_idle = self.executor.close()
+        if is_idle:
+            self.runner.close()
+        return is_idle
 
 
 def _task_of(checkpoint: Checkpoint) -> Task:

@@ -15,7 +15,7 @@ from typing import Literal, Protocol, TypeAlias, get_args
 _log = logging.getLogger(__name__)
 
 Outcome: TypeAlias = Literal["ok", "invalid", "refused", "cancelled", "failed"]
-Refusal: TypeAlias = Literal["queue_full", "deadline", "expired"]
+Refusal: TypeAlias = Literal["queue_full", "deadline", "expired", "shared_memory"]
 Kind: TypeAlias = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
 
 _SECONDS = [0.001 * 2**power for power in range(16)]
@@ -69,7 +69,7 @@ class CountedMetric(Metric):
     REQUESTS = "varlen_requests_total", "COUNTER", "Requests answered, by outcome", "outcome", *get_args(Outcome)
     REFUSED_REQUESTS = (
         "varlen_refused_requests_total", "COUNTER",
-        "Requests refused, by reason: full queue, deadline too soon, deadline passed in the queue",
+        "Requests refused, by reason: full queue, deadline too soon or passed in the queue, no shared memory",
         "reason", *get_args(Refusal),
     )
     REQUEST_LATENCY = "varlen_request_latency_seconds", "HISTOGRAM", "Seconds from a request's arrival to its response"

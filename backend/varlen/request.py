@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.generation_options import GenerationOptions
+from varlen.tracing import RequestTrace
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
@@ -85,11 +86,13 @@ class Request:
     Attributes:
         prompts, options: what runs, and how.
         arrival: when it came, in seconds of the engine's clock; None if it comes when it is submitted.
+        trace: gets the times of the request, if it is traced.
     """
 
     prompts: tuple[Prompt, ...]
     options: RequestOptions = DEFAULT_OPTIONS
     arrival: float | None = None
+    trace: RequestTrace | None = None
 
     @property
     def num_tokens(self) -> int:

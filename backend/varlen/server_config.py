@@ -6,6 +6,7 @@ them, are refused.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 from varlen import wire, wire_generate
@@ -23,6 +24,11 @@ _REFUSED = {
     "batch_input": "varlen does not read it",
     "batch_output": "varlen does not write it",
 }
+
+# Kinds of input. A request has one of them, and always the first name of that.
+_ROW_KINDS = (("text", "text_pair"), ("input_ids", "attention_mask", "token_type_ids"))
+_PROMPT_KINDS = tuple((name,) for name in wire_generate.PROMPTS)
+_ON_CPU = "FORCE_CPU_ONLY_INPUT_TENSORS"
 
 
 def engine_config(model_config: dict[str, Any]) -> EngineConfig:
@@ -76,6 +82,7 @@ def check_server_settings(model_config: dict[str, Any], task: Task) -> None:
         # a message without fields is set too: `dynamic_batching { }`; an empty list is not
         if section in model_config and model_config[section] != []:
             raise ConfigError(f"{section} is set; {reason}: remove it")
+    _check_inputs_on_cpu(model_config.get("parameters") or {})
     _check_instances(model_config.get("instance_group") or [])
 
 
@@ -83,7 +90,8 @@ def check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Ta
     """Refuse a config.pbtxt whose tensors are not those of the task.
 
     Raises:
-        ConfigError: a tensor is unknown, has another type or shape, or is reshaped by the server.
+        ConfigError: a tensor is unknown, has another type or shape, or is reshaped by the server; or no request can
+            have the inputs that are there or required.
     """
     inputs, outputs = tensors_of(task, checkpoint)
     for section, specs in (("input", inputs), ("output", outputs)):
@@ -103,6 +111,8 @@ def check_tensors(model_config: dict[str, Any], checkpoint: Checkpoint, task: Ta
                 raise ConfigError(
                     f'{section} "{name}" has a reshape; allowed: none, with dims {wanted["dims"]}'
                 )
+    kinds = _PROMPT_KINDS if task in ITERATIVE_TASKS else _ROW_KINDS
+    _check_input_kinds(model_config["input"], kinds)
 
 
 def tensors_of(task: Task, checkpoint: Checkpoint) -> tuple[Specs, Specs]:
@@ -117,10 +127,57 @@ def tensor_entry(spec: TensorSpec) -> dict[str, Any]:
     return {"name": spec.name, "data_type": spec.data_type, "dims": list(spec.dims)}
 
 
+def _check_input_kinds(entries: list[dict[str, Any]], kinds: Collection[tuple[str, ...]]) -> None:
+    """Refuse inputs that no request can have together.
+
+    Args:
+        entries: the inputs of config.pbtxt.
+        kinds: see `_ROW_KINDS`.
+    """
+    names = {entry["name"] for entry in entries}
+    leading = [kind[0] for kind in kinds]
+    if names.isdisjoint(leading):
+        raise ConfigError(
+            f"input has {', '.join(sorted(names))}; a request needs one of: {', '.join(leading)}"
+        )
+    needed = [entry["name"] for entry in entries if not entry.get("optional")]
+    needed_kinds = [kind for kind in kinds if not set(kind).isdisjoint(needed)]
+    if len(needed_kinds) > 1:
+        raise ConfigError(
+            f"the inputs {', '.join(needed)} are required; a request has only one of: {', '.join(leading)}."
+            " Set optional: true"
+        )
+    for kind in needed_kinds:
+        if kind[0] not in names:
+            [name, *_] = [name for name in needed if name in kind]
+            raise ConfigError(
+                f'input "{name}" is required without "{kind[0]}": add that or set optional: true'
+            )
+
+
+def _check_inputs_on_cpu(parameters: dict[str, Any]) -> None:
+    """Refuse inputs in GPU memory, which `execute` cannot read."""
+    value = parameters.get(_ON_CPU, {}).get("string_value", "yes")
+    if value != "yes":
+        raise ConfigError(
+            f'{_ON_CPU} is "{shorten(value)}"; allowed: yes. Inputs are read on the CPU: remove it'
+        )
+
+
 def _check_instances(groups: list[dict[str, Any]]) -> None:
-    """Refuse two instances on one device."""
+    """Refuse two instances on one device, and instances that cannot run or be limited."""
     instances: Counter[str] = Counter()
     for group in groups:
+        if group.get("passive"):
+            raise ConfigError(
+                "instance_group is passive; the first request to a model without another instance ends the server:"
+                " remove it"
+            )
+        if group.get("rate_limiter"):
+            raise ConfigError(
+                "instance_group has a rate_limiter; the server ends its turn when a request enters the queue of"
+                " varlen, so it limits nothing: remove it"
+            )
         gpus = group.get("gpus") or []
         devices = [f"GPU {gpu}" for gpu in gpus] if group.get("kind") == "KIND_GPU" else ["the CPU"]
         for device in devices or ["each GPU"]:

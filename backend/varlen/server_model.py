@@ -40,12 +40,14 @@ from varlen.server_config import (
 from varlen.server_process import (
     MemoryTrimmer,
     check_numpy,
+    end_process_soon,
     log_to_server,
     start_exporter,
     start_watchdog,
 )
 from varlen.server_replies import Answer, Outbox, ServerReply
 from varlen.tokenizer_pool import PoolLimits, TokenizerPool
+from varlen.tracing import load_tracer
 from varlen.wire_outputs import ArrayAnswer, ModelOutputs
 
 if TYPE_CHECKING:
@@ -107,8 +109,11 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Stop the threads. The server calls this once every request has been answered."""
         self._pool.close()
-        self._service.close()
+        if not self._service.close():
+            end_process_soon()
         self._outbox.close()
+        if self._tracer is not None:
+            self._tracer.close()
         if self._exporter is not None:
             self._exporter.close()
         self._trimmer.close()
@@ -149,7 +154,8 @@ class TritonPythonModel:
         self._pool = TokenizerPool(limits, self._stats)
         self._pool.start()
         self._exporter = start_exporter(args, self._stats, self._snapshot)
-        self._outbox = Outbox(self._stats, names_codes=task in ITERATIVE_TASKS)
+        self._tracer = load_tracer(args["model_name"], args["model_version"])
+        self._outbox = Outbox(self._stats, names_codes=task in ITERATIVE_TASKS, tracer=self._tracer)
         self._trimmer = MemoryTrimmer()
         self._watchdog = start_watchdog()
 
@@ -158,6 +164,9 @@ class TritonPythonModel:
             draft, answer_to = self._read(request)
 
             def accept(checked: Request) -> None:
+                if trace := reply.trace:
+                    trace.accept(rows=len(checked.prompts), tokens=checked.num_tokens)
+                    checked = replace(checked, trace=trace)
                 reply.expect(answer_to(checked))
                 self._service.submit(checked, reply)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -22,6 +23,9 @@ _log = logging.getLogger(__name__)
 # Seconds between two trims of the heap, and the CPU seconds without which a trim is skipped.
 _TRIM_SECONDS = 1.0
 _TRIM_AFTER_SECONDS = 0.05
+
+# A process whose GPU has hung has this many seconds to end by itself.
+_END_SECONDS = 5
 
 # Kills process $2 once its parent is no longer $1. Ends itself once that process is a zombie or gone,
 # or its id belongs to another process: then the start time, field 22 of its stat, differs.
@@ -123,6 +127,14 @@ def start_watchdog() -> subprocess.Popen[bytes]:
     """
     command = ["/bin/sh", "-c", _WATCHDOG, "varlen-watchdog", str(os.getppid()), str(os.getpid())]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def end_process_soon() -> None:
+    """Have the system end this process after some seconds, whatever it does then.
+
+    After a hang of a GPU, the end of Python may wait for the GPU, and the server for this process.
+    """
+    signal.alarm(_END_SECONDS)
 
 
 class _ServerLog(logging.Handler):

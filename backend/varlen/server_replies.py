@@ -2,14 +2,13 @@
 
 A request gets exactly one final response; a generated answer may send parts before it.
 One lock and one flag per request guard its sender: asking a sender whether it is cancelled after its
-final response ends the server's process. A failed send cannot be retried, so free shared memory is
-checked before a large one.
+final response ends the server's process. A failed send cannot be retried, so there must be shared memory for it
+(`shared_memory`).
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,17 +30,16 @@ from varlen.errors import (
 )
 from varlen.metrics import CountedMetric, Outcome, Stats
 from varlen.request import GeneratedPart, Output
+from varlen.shared_memory import check_answer, sending
+from varlen.tracing import RequestTracer
 
 _log = logging.getLogger(__name__)
 
 _End: TypeAlias = Literal["finished"] | Exception
 
 _SENDER_THREADS = 2
-# Responses of at least this size are sent only if two of them fit into shared memory.
-_LARGE_BYTES = 1 << 20
 # Longest time between two questions whether the client of a running request is still there.
 _CANCEL_CHECK_SECONDS = 0.02
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108  # only asked how much is free
 # Outcome and error code by exception; the first match holds. Codes by name: while this file is
 # imported, the server has not added its classes to pb_utils yet.
 _OUTCOMES: tuple[tuple[type[Exception], Outcome, str], ...] = (
@@ -58,10 +56,14 @@ class Answer(Protocol):
 
     Attributes:
         streams: whether parts of the answer are sent as they come.
+        num_bytes: size of the response, if it is known before the request runs, else 0.
     """
 
     @property
     def streams(self) -> bool: ...
+
+    @property
+    def num_bytes(self) -> int: ...
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
         """Return the outputs of a response by name, given those of the sequences by row."""
@@ -82,7 +84,16 @@ class ServerReply:
         stats: Stats,
         *,
         names_codes: bool = False,
+        tracer: RequestTracer | None = None,
+        context: str | None = None,
     ) -> None:
+        """Make a reply.
+
+        Args:
+            sender, outbox, stats: where its responses go, and their counts.
+            names_codes: see `Outbox`.
+            tracer, context: make its trace.
+        """
         self._sender = sender
         self._outbox = outbox
         self._stats = stats
@@ -100,6 +111,9 @@ class ServerReply:
         self._answered = False
         self._cancelled = False
         self._last_check = self._arrival
+        self._tracer = tracer
+        self.trace = tracer.begin(context, self._arrival) if tracer else None
+        """Gets the times of the request; None if it is not traced."""
 
     @property
     def arrival(self) -> float:
@@ -107,7 +121,16 @@ class ServerReply:
         return self._arrival
 
     def expect(self, answer: Answer) -> None:
-        """Set what makes the responses, before the first output."""
+        """Set what makes the responses, before the request runs.
+
+        Raises:
+            RequestError, QueueFullError: there is too little shared memory for the answer.
+        """
+        try:
+            check_answer(answer.num_bytes)
+        except QueueFullError:
+            self._stats.count_refusal("shared_memory")
+            raise
         self._answer = answer
 
     def is_cancelled(self) -> bool:
@@ -155,6 +178,8 @@ class ServerReply:
         self._outbox.put(self)
 
     def _finish(self, end: _End) -> None:
+        if self.trace:
+            self.trace.finish()
         with self._lock:
             self._end = end
         self._request_turn()
@@ -185,19 +210,21 @@ class ServerReply:
         if isinstance(end, Exception):
             self._send_error(end)
         elif end:
-            self._send_final(self._response(outputs), "ok")
+            self._send_outputs(outputs, is_final=True)
         else:
             if outputs and not self._cancelled:
-                self._sender.send(self._response(outputs))
+                self._send_outputs(outputs, is_final=False)
             self._check_cancellation()
 
-    def _response(self, outputs: Sequence[tuple[int, Output]]) -> pb_utils.InferenceResponse:
+    def _send_outputs(self, outputs: Sequence[tuple[int, Output]], *, is_final: bool) -> None:
         assert self._answer is not None
         tensors = self._answer.tensors(outputs)
-        check_shared_memory(sum(_num_bytes(array) for array in tensors.values()))
-        return pb_utils.InferenceResponse(
-            [pb_utils.Tensor(name, array) for name, array in tensors.items()]
-        )
+        with sending(sum(_num_bytes(array) for array in tensors.values())):
+            # no variable holds the response, whose memory has to be free afterwards
+            if is_final:
+                self._send_final(_response(tensors), "ok")
+            else:
+                self._sender.send(_response(tensors))
 
     def _send_error(self, error: Exception) -> None:
         outcome, code = next(row[1:] for row in _OUTCOMES if isinstance(error, row[0]))
@@ -205,9 +232,11 @@ class ServerReply:
         # a message may repeat half a surrogate pair out of a client's JSON, which has no UTF-8
         message = message.encode(errors="replace").decode()
         server_error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
-        self._send_final(pb_utils.InferenceResponse(error=server_error), outcome)
+        self._send_final(pb_utils.InferenceResponse(error=server_error), outcome, error=message)
 
-    def _send_final(self, response: pb_utils.InferenceResponse, outcome: Outcome) -> None:
+    def _send_final(
+        self, response: pb_utils.InferenceResponse, outcome: Outcome, *, error: str | None = None
+    ) -> None:
         """Send the final response unless one was sent. Blocks for a round trip."""
         with self._sender_lock:
             if self._answered:
@@ -220,6 +249,15 @@ class ServerReply:
                 _log.exception("a response could not be sent")
                 outcome = "failed"
         self._stats.count_request(outcome, time.monotonic() - self._arrival)
+        self._end_trace(outcome, error)
+
+    def _end_trace(self, outcome: Outcome, error: str | None) -> None:
+        if self._tracer is None or self.trace is None:
+            return
+        try:
+            self._tracer.end(self.trace, outcome, error)
+        except Exception:
+            _log.exception("the spans of a request could not be made")
 
     def _check_cancellation(self) -> None:
         with self._sender_lock:
@@ -254,9 +292,12 @@ class Outbox:
     nothing else of an error.
     """
 
-    def __init__(self, stats: Stats, *, names_codes: bool = False) -> None:
+    def __init__(
+        self, stats: Stats, *, names_codes: bool = False, tracer: RequestTracer | None = None
+    ) -> None:
         self._stats = stats
         self._names_codes = names_codes
+        self._tracer = tracer
         self._queue: SimpleQueue[ServerReply | None] = SimpleQueue()
         self._threads = [
             Thread(target=self._loop, name=f"varlen-sender-{i}", daemon=True)
@@ -268,7 +309,14 @@ class Outbox:
     def reply_to(self, request: pb_utils.InferenceRequest) -> ServerReply:
         """Return the reply to a request, which must be answered."""
         sender = request.get_response_sender()
-        return ServerReply(sender, self, self._stats, names_codes=self._names_codes)
+        return ServerReply(
+            sender,
+            self,
+            self._stats,
+            names_codes=self._names_codes,
+            tracer=self._tracer,
+            context=request.trace().get_context() if self._tracer else None,
+        )
 
     def put(self, reply: ServerReply) -> None:
         """Enqueue a reply that has something to send."""
@@ -292,13 +340,10 @@ class Outbox:
             del reply
 
 
-def check_shared_memory(size: int) -> None:
-    """Raise EngineError if a response of `size` bytes may not fit into shared memory."""
-    if size < _LARGE_BYTES:
-        return
-    stat = os.statvfs(_SHARED_MEMORY)
-    if stat.f_bavail * stat.f_frsize < 2 * size:
-        raise EngineError(f"the server has too little shared memory for an answer of {size} bytes")
+def _response(tensors: Mapping[str, npt.NDArray[Any]]) -> pb_utils.InferenceResponse:
+    return pb_utils.InferenceResponse(
+        [pb_utils.Tensor(name, array) for name, array in tensors.items()]
+    )
 
 
 def _num_bytes(array: npt.NDArray[Any]) -> int:

@@ -20,6 +20,7 @@ from varlen.execution.workers import Workers, load_workers
 from varlen.intake import InputLimits, Intake
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
+from varlen.models.notes import checkpoint_notes
 from varlen.request import Reply, Request
 from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
 from varlen.scheduling.admission import Admission
@@ -86,10 +87,9 @@ class Service:
         checkpoint = Checkpoint.open(folder)
         with ExitStack() as opened:
             workers = load_workers(checkpoint, config, stats, gpu=gpu, isolated=isolated)
-            opened.callback(workers.close)
-            info = workers.info
             executor = workers.new_executor()
-            opened.callback(executor.close)
+            opened.callback(_close, executor, workers)
+            info = workers.info
             tokenizer = Tokenizer(
                 checkpoint.folder, info.max_sequence_tokens, has_types=checkpoint.has_token_types
             )
@@ -113,14 +113,8 @@ class Service:
         engine = Engine(scheduler, executor, stats)
         engine.start()
         _log_loaded(info, time.monotonic() - began)
-        if info.task == "embed" and not checkpoint.is_trained_for_vectors:
-            _log.warning(
-                "%s has no modules of sentence-transformers: its vectors are the mean of the last hidden states of a"
-                " pretrained model, which was not trained to make similar texts similar vectors. Choose another"
-                " checkpoint, or set task to one of: %s",
-                checkpoint.architecture,
-                ", ".join(checkpoint.tasks),
-            )
+        for note in checkpoint_notes(checkpoint, info.task):
+            _log.warning("%s", note)
         cache = _response_cache(config, engine, info)
         return cls(checkpoint, info.task, intake, admission, engine, executor, workers, info, cache)
 
@@ -163,11 +157,25 @@ class Service:
             SnapshotMetric.CACHE_EVICTIONS: cache.evictions,
         }
 
-    def close(self) -> None:
-        """Run what is queued, then stop."""
+    def close(self) -> bool:
+        """Run what is queued, then stop.
+
+        Returns:
+            Whether all memory was released. False after the GPU has hung: its process should end.
+        """
         self.engine.close()
-        self.executor.close()
-        self.workers.close()
+        return _close(self.executor, self.workers)
+
+
+def _close(executor: ModelExecutor, workers: Workers) -> bool:
+    """Stop the executor and release what it runs; return whether the device was idle.
+
+    If it was not, nothing is released.
+    """
+    is_idle = executor.close()
+    if is_idle:
+        workers.close()
+    return is_idle
 
 
 def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> ResponseCache | None:

@@ -54,6 +54,19 @@ class VectorForm:
                 f" send dimensions that are a multiple of {_BITS}"
             )
 
+    def num_bytes(self, size: int) -> int:
+        """Return the size of a vector of `size` features in this form, in bytes."""
+        dimensions = self.dimensions or size
+        match self.dtype:
+            case "float32":
+                return 4 * dimensions
+            case "float16":
+                return 2 * dimensions
+            case "int8":
+                return dimensions
+            case "binary" | "ubinary":
+                return dimensions // _BITS
+
     def of(self, vectors: Float32Array) -> npt.NDArray[Any]:
         """Return vectors in this form, a new array unless nothing changes.
 

@@ -189,6 +189,11 @@ class GeneratedAnswer:
         """Whether parts are sent as they come."""
         return self.spec.stream
 
+    @property
+    def num_bytes(self) -> int:
+        """0: the length of a generated answer is not known before it runs."""
+        return 0
+
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> dict[str, npt.NDArray[Any]]:
         """Return the outputs of a response by name, given all parts since the last response.
 

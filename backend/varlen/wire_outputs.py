@@ -21,6 +21,8 @@ from varlen.sparse_vectors import SparseVector, padded, sparse_vector
 from varlen.vectors import VectorForm
 
 _LABEL_TASKS = frozenset({"classify", "rerank", "token_classify"})
+# Tasks whose outputs are entries of the vocabulary.
+_TERM_TASKS = frozenset({"sparse_embed", "fill_mask"})
 # Tasks with an output for each token.
 _TOKEN_TASKS = frozenset({"hidden", "token_classify"})
 _MAIN_NAMES: dict[Task, str] = {
@@ -158,12 +160,31 @@ class ArrayAnswer:
         """Return what answers a request."""
         return cls(outputs, options, [prompt.num_tokens for prompt in request.prompts])
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors whose shapes follow from the lengths of the rows."""
+        rows, width = len(self.num_tokens), self.outputs.width
+        if self.outputs.task in _TERM_TASKS:
+            # the others depend on what the model finds, and are checked before they are sent
+            return 4 * rows if "num_tokens" in self._names else 0
+        longest = max(self.num_tokens) if self.outputs.task in _TOKEN_TASKS else 1
+        numbers = 4 * rows * longest * width
+        sizes = {
+            "sentence_embedding": rows * self.options.vectors.num_bytes(width),
+            "last_hidden_state": numbers,
+            "logits": numbers,
+            "scores": numbers,
+            "labels": rows * sum(4 + len(name.encode()) for name in self.outputs.labels.names),
+            "num_tokens": 4 * rows,
+        }
+        return sum(sizes.get(name, 0) for name in self._names)
+
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
         """Return the output tensors by name, given the output of each row."""
         rows = [
             cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
         ]
-        names = [spec.name for spec in self.outputs.specs if spec.name in self.options.names]
+        names = self._names
         if self.outputs.task == "sparse_embed":
             vectors = [sparse_vector(row, self.options.max_active_dims) for row in rows]
             return {name: self._sparse_tensor(name, vectors) for name in names}
@@ -171,6 +192,11 @@ class ArrayAnswer:
             return {name: self._mask_tensor(name, rows) for name in names}
         main = self._stack(rows)
         return {name: self._tensor(name, main) for name in names}
+
+    @property
+    def _names(self) -> list[str]:
+        """The outputs that the request names, in the model's order."""
+        return [spec.name for spec in self.outputs.specs if spec.name in self.options.names]
 
     def _tensor(self, name: str, main: Float32Array) -> npt.NDArray[Any]:
         match name:

@@ -138,7 +138,7 @@ class AsyncClient:
             prompt_name: of the checkpoint's prompt that is put before each text; by default its default one.
             dimensions: return the first features alone; by default all.
             output_dtype: "float16", "int8", "binary" or "ubinary" return other types, the last two with
-                8 features in a byte: see docs/server.md. By default fp32.
+                8 features in a byte: see docs/wire.md. By default fp32.
             truncate: cut texts that are too long; by default the server refuses them.
             truncation_side: "left" cuts their beginning, "right" their end, the default.
             deadline_ms: milliseconds for each request, retries included. The server refuses

@@ -155,11 +155,7 @@ class HttpTransport:
 
 
 def _error(text: str | None, status: str | None) -> VarlenClientError:
-    error = server_error(text, status, _ERRORS)
-    # Some versions of the server report an unknown model with status 400.
-    if status == "400" and str(error).startswith("Request for unknown model"):
-        return ModelNotFound(str(error))
-    return error
+    return server_error(text, status, _ERRORS)
 
 
 def _status_error(status: int, body: bytes) -> VarlenClientError:

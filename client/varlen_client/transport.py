@@ -14,6 +14,7 @@ from typing import Protocol
 from varlen_client.errors import (
     DeadlineMissed,
     InvalidRequest,
+    ModelNotFound,
     RequestCancelled,
     ServerError,
     ServerUnavailable,
@@ -74,6 +75,8 @@ _STREAM_ERRORS: dict[str, type[VarlenClientError]] = {
     "CANCELLED": RequestCancelled,
     "INTERNAL": ServerError,
 }
+# What the server says of a model that it does not have, or not any more.
+_UNKNOWN_MODEL = "Request for unknown model"
 
 
 def server_error(
@@ -90,4 +93,7 @@ def server_error(
     # a missed deadline has the same status as a full queue
     if error_type is ServerUnavailable and message.startswith("deadline missed: "):
         error_type = DeadlineMissed
+    # the server has no code for it in a stream, and some versions have status 400
+    if message.startswith(_UNKNOWN_MODEL):
+        error_type = ModelNotFound
     return error_type(message)

@@ -11,6 +11,7 @@ from torch import Tensor
 from varlen_kernels.attention_checks import check_heads
 from varlen_kernels.attention_tiles import block_d
 from varlen_kernels.checks import check_vector
+from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.kv_blocks import check_caches
 from varlen_kernels.tuning import Launch, pick
 
@@ -32,8 +33,10 @@ def _append_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
+    DEPENDENT: tl.constexpr,
 ):
     """Copy the keys and values of ROWS pairs of a token and a key head."""
+    wait_for_kernels(DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token, head = row // NUM_KV_HEADS, row % NUM_KV_HEADS
     slot = tl.load(slots_ptr + token, mask=row < rows, other=-1)
@@ -91,6 +94,7 @@ def append_kv(
         BLOCK_SIZE=key_cache.shape[2],
         BLOCK_D=block_d(head_dim),
         **launch,
+        **dependent_launch(),
     )
 
 

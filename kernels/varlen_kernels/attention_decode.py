@@ -1,9 +1,10 @@
-"""Paged attention of a decode step: few queries, each of a long context.
+"""Paged attention of single tokens: few queries, each of a long context.
 
 The work is to read the keys and values, so the context of each token is divided into splits, and many programs read at
 the same time. One program owns one token, one key head and one split; it writes the maximum score, the sum of the
-weights and the weighted sum of the values. A second kernel merges the splits. The number of splits follows from the
-shapes of the batch: the host needs no length, and one CUDA graph serves every batch of the same shapes.
+weights and the weighted sum of the values. A second kernel merges the splits. Tokens are rows of the table of
+`paged_tiles`. The number of splits follows from the shapes of the batch: the host needs no length, and one CUDA graph
+serves every batch of the same shapes.
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
 """
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from varlen_kernels.attention_tiles import block_d
 from varlen_kernels.attention_varlen import LOG2_E
+from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.kv_blocks import attend_to_blocks, tile_heads
+from varlen_kernels.paged_tiles import read_paged_tile
 from varlen_kernels.tuning import Launch, pick
 
 # Programs that keep the memory of a large GPU busy, even if some of them have short contexts.
@@ -24,8 +27,6 @@ MAX_SPLITS = tl.constexpr(32)
 _MIN_SPLIT = 256
 # Query heads of one program: the fewest rows of a matrix product on tensor cores.
 _ROWS = tl.constexpr(16)
-# Sequences that a program reads at once to find its own.
-_BLOCK_BATCH = 256
 
 # (BLOCK_N, num_warps, num_stages), by (BLOCK_D, bytes per element); the first is the default. Two stages keep one more
 # block of keys in flight, because the block table is read a stage before the keys.
@@ -39,31 +40,17 @@ _TILES: dict[tuple[int, int], list[tuple[int, int, int]]] = {
 }
 
 
-@triton.jit
-def _find_sequence(cu_seqlens_ptr, sequences, token, BLOCK_BATCH: tl.constexpr):
-    """Return the sequence of a token: the last one that does not start after it."""
-    owners = tl.zeros([BLOCK_BATCH], tl.int32)
-    for first in range(0, sequences, BLOCK_BATCH):
-        sequence = first + tl.arange(0, BLOCK_BATCH)
-        inside = sequence < sequences
-        begin = tl.load(cu_seqlens_ptr + sequence, mask=inside, other=0)
-        owners = tl.where(inside & (begin <= token), sequence, owners)
-    return tl.max(owners, axis=0)
-
-
-@triton.jit(do_not_specialize=["sequences", "splits", "bias_width"])
+@triton.jit(do_not_specialize=["first_row", "splits", "bias_width"])
 def _read_split_kernel(
     qkv_ptr,  # [tokens, at least NUM_KV_HEADS * GROUP * HEAD_DIM], queries first
     key_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
     value_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
-    cu_seqlens_ptr,  # [sequences + 1]
-    context_lens_ptr,  # [sequences]
     block_ids_ptr,  # [blocks in use]
-    cu_blocks_ptr,  # [sequences + 1]
+    tiles_ptr,  # [all rows, PAGED_COLUMNS]
     bias_ptr,  # [NUM_KV_HEADS * GROUP, bias_width], read if HAS_BIAS
-    context_ptr,  # [tokens, NUM_KV_HEADS * GROUP, splits, HEAD_DIM], not divided by the sum; `out` if not SPLIT
-    sums_ptr,  # [tokens, NUM_KV_HEADS * GROUP, 2, splits]: maximum score, sum of the weights; written if SPLIT
-    sequences,
+    context_ptr,  # [rows, NUM_KV_HEADS * GROUP, splits, HEAD_DIM], not divided by the sum; `out` if not SPLIT
+    sums_ptr,  # [rows, NUM_KV_HEADS * GROUP, 2, splits]: maximum score, sum of the weights; written if SPLIT
+    first_row,
     splits,
     bias_width,
     scale,
@@ -78,34 +65,36 @@ def _read_split_kernel(
     WINDOW: tl.constexpr,  # 0 for all keys
     HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,  # whether there are several splits
+    ONLY_SINGLES: tl.constexpr,  # whether sequences with several new tokens are left out
     MIN_SPLIT: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
+    DEPENDENT: tl.constexpr,
 ):
     """Attend to one split of a token's context, with the heads of one key head."""
+    wait_for_kernels(DEPENDENT)
     tile = tl.program_id(0) % (NUM_KV_HEADS * TILES)
-    token = tl.program_id(0) // (NUM_KV_HEADS * TILES)
+    row = tl.program_id(0) // (NUM_KV_HEADS * TILES)
     split = tl.program_id(1)
-    if token >= tl.load(cu_seqlens_ptr + sequences):
+    begin, new, query, earlier, first_block = read_paged_tile(tiles_ptr, first_row + row)
+    if (query >= new) | ((new > 1) & ONLY_SINGLES):
         return
-    sequence = _find_sequence(cu_seqlens_ptr, sequences, token, BLOCK_BATCH)
-    later_tokens = tl.load(cu_seqlens_ptr + sequence + 1) - 1 - token
-    length = tl.load(context_lens_ptr + sequence) - later_tokens
+    token = begin + query
+    length = earlier + query + 1
 
-    begin = 0
+    first = 0
     if WINDOW > 0:
-        begin = tl.maximum(length - WINDOW, 0)
-    keys = tl.maximum(tl.cdiv(length - begin, splits), MIN_SPLIT)
+        first = tl.maximum(length - WINDOW, 0)
+    keys = tl.maximum(tl.cdiv(length - first, splits), MIN_SPLIT)
     keys = tl.cdiv(keys, BLOCK_N) * BLOCK_N
-    begin += split * keys
-    end = tl.minimum(length, begin + keys)
+    first += split * keys
+    end = tl.minimum(length, first + keys)
 
     kv_head = tile // TILES
-    row = tl.arange(0, _ROWS)
-    head_in_group = tile % TILES * TILE_HEADS + row
+    place = tl.arange(0, _ROWS)
+    head_in_group = tile % TILES * TILE_HEADS + place
     head = kv_head * GROUP + head_in_group
-    is_head = (row < TILE_HEADS) & (head_in_group < GROUP)
+    is_head = (place < TILE_HEADS) & (head_in_group < GROUP)
     # int64: tokens * QKV_STRIDE and the elements of a cache may pass 2**31
     q_ptr = qkv_ptr + token.to(tl.int64) * QKV_STRIDE
     col = tl.arange(0, BLOCK_D)[None, :]
@@ -120,7 +109,7 @@ def _read_split_kernel(
     weight_sum = tl.zeros([_ROWS], tl.float32)
     max_score = tl.full([_ROWS], float("-inf"), tl.float32)
     # the split is inside the window
-    for first_key in tl.range(begin, end, BLOCK_N):
+    for first_key in tl.range(first, end, BLOCK_N):
         context, weight_sum, max_score = attend_to_blocks(
             context,
             weight_sum,
@@ -129,7 +118,7 @@ def _read_split_kernel(
             length - 1,
             key_cache_ptr + cache_at,
             value_cache_ptr + cache_at,
-            block_ids_ptr + tl.load(cu_blocks_ptr + sequence),
+            block_ids_ptr + first_block,
             first_key,
             end,
             scale,
@@ -146,10 +135,10 @@ def _read_split_kernel(
         )
 
     if SPLIT:
-        pair = token.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
+        pair = row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
         tl.store(sums_ptr + pair * 2 * splits + split, max_score, mask=is_head)
         tl.store(sums_ptr + (pair * 2 + 1) * splits + split, weight_sum, mask=is_head)
-        if begin < end:
+        if first < end:
             at = (pair * splits + split)[:, None] * HEAD_DIM + col
             tl.store(context_ptr + at, context, mask=inside)
     else:
@@ -157,23 +146,27 @@ def _read_split_kernel(
         tl.store(context_ptr + at, context / weight_sum[:, None], mask=inside)
 
 
-@triton.jit(do_not_specialize=["sequences", "splits"])
+@triton.jit(do_not_specialize=["first_row", "splits"])
 def _merge_splits_kernel(
-    context_ptr,  # [tokens, NUM_HEADS, splits, HEAD_DIM]
-    sums_ptr,  # [tokens, NUM_HEADS, 2, splits]: maximum score, -inf for an empty split; sum of the weights
-    cu_seqlens_ptr,  # [sequences + 1]
+    context_ptr,  # [rows, NUM_HEADS, splits, HEAD_DIM]
+    sums_ptr,  # [rows, NUM_HEADS, 2, splits]: maximum score, -inf for an empty split; sum of the weights
+    tiles_ptr,  # [all rows, PAGED_COLUMNS]
     out_ptr,  # [tokens, NUM_HEADS * HEAD_DIM]
-    sequences,
+    first_row,
     splits,
     OUT_STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ONLY_SINGLES: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
+    DEPENDENT: tl.constexpr,
 ):
     """Merge the splits of one token and one query head."""
+    wait_for_kernels(DEPENDENT)
     head = tl.program_id(0) % NUM_HEADS
-    token = tl.program_id(0) // NUM_HEADS
-    if token >= tl.load(cu_seqlens_ptr + sequences):
+    row = first_row + tl.program_id(0) // NUM_HEADS
+    begin, new, query, _, _ = read_paged_tile(tiles_ptr, row)
+    if (query >= new) | ((new > 1) & ONLY_SINGLES):
         return
     pair = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, MAX_SPLITS)
@@ -190,7 +183,7 @@ def _merge_splits_kernel(
     at = (pair * splits + split)[:, None] * HEAD_DIM + col
     contexts = tl.load(context_ptr + at, mask=inside, other=0.0)
     context = tl.sum(contexts * rescale[:, None], axis=0, keep_dims=True) / weight_sum
-    out_ptr += token.to(tl.int64) * OUT_STRIDE + head * HEAD_DIM
+    out_ptr += (begin + query).to(tl.int64) * OUT_STRIDE + head * HEAD_DIM
     tl.store(out_ptr + col, context, mask=col < HEAD_DIM)
 
 
@@ -198,29 +191,35 @@ def attend_in_splits(
     qkv: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    cu_seqlens: Tensor,
-    context_lens: Tensor,
     block_ids: Tensor,
-    cu_blocks: Tensor,
+    tiles: Tensor,
     bias: Tensor | None,
     *,
+    rows: range,
     num_heads: int,
     scale: float,
     window: int,
+    only_singles: bool = False,
     out: Tensor,
 ) -> None:
     """Write paged attention into `out`, one token and key head at a time, see `reference.attention_paged`.
 
-    It is right for any number of new tokens, and fast if each sequence has one. Arguments are not checked.
+    Arguments are not checked.
+
+    Args:
+        qkv, key_cache, value_cache, block_ids, bias, num_heads, scale, window: see `reference.attention_paged`.
+        tiles: of `paged_tiles`.
+        rows: rows of the table, each of one token.
+        only_singles: whether to leave out sequences with several new tokens.
+        out: `[tokens, num_heads · head_dim]`.
     """
-    tokens, sequences = len(qkv), len(context_lens)
     _, kv_heads, block_size, head_dim = key_cache.shape
-    heads, tiles = tile_heads(num_heads, kv_heads)
-    programs = tokens * kv_heads * tiles
+    heads, tiles_of_head = tile_heads(num_heads, kv_heads)
+    programs = len(rows) * kv_heads * tiles_of_head
     splits = min(triton.cdiv(_ENOUGH_PROGRAMS, programs), MAX_SPLITS.value)
     context, sums = out, out
     if splits > 1:
-        pairs = tokens * num_heads * splits
+        pairs = len(rows) * num_heads * splits
         context = torch.empty(pairs * head_dim, dtype=torch.float32, device=qkv.device)
         sums = torch.empty(pairs * 2, dtype=torch.float32, device=qkv.device)
     key = (head_dim, num_heads // kv_heads, key_cache.dtype)
@@ -229,14 +228,12 @@ def attend_in_splits(
         qkv,
         key_cache,
         value_cache,
-        cu_seqlens,
-        context_lens,
         block_ids,
-        cu_blocks,
+        tiles,
         qkv if bias is None else bias,
         context,
         sums,
-        sequences,
+        rows.start,
         splits,
         0 if bias is None else bias.shape[1],
         scale * LOG2_E.value,
@@ -245,31 +242,34 @@ def attend_in_splits(
         NUM_KV_HEADS=kv_heads,
         GROUP=num_heads // kv_heads,
         TILE_HEADS=heads,
-        TILES=tiles,
+        TILES=tiles_of_head,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=window,
         HAS_BIAS=bias is not None,
         SPLIT=splits > 1,
+        ONLY_SINGLES=only_singles,
         MIN_SPLIT=_MIN_SPLIT,
-        BLOCK_BATCH=_BLOCK_BATCH,
         BLOCK_D=block_d(head_dim),
         **launch,
+        **dependent_launch(),
     )
     if splits > 1:
-        _merge_splits_kernel[(tokens * num_heads,)](
+        _merge_splits_kernel[(len(rows) * num_heads,)](
             context,
             sums,
-            cu_seqlens,
+            tiles,
             out,
-            sequences,
+            rows.start,
             splits,
             OUT_STRIDE=out.stride(0),
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
+            ONLY_SINGLES=only_singles,
             BLOCK_D=block_d(head_dim),
             num_warps=4,
             enable_fp_fusion=launch["enable_fp_fusion"],
+            **dependent_launch(),
         )
 
 

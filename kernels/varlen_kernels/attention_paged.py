@@ -1,53 +1,42 @@
 """Attention of new tokens over the KV blocks of their sequences.
 
 One program owns one tile: some new tokens of one sequence, with the query heads of one key head. It reads the keys up
-to its last token through the block table, those of earlier steps too. Programs find their sequence as in
-`attention_varlen`, so the grid follows from shapes. A step with one token per sequence uses the kernels of
-`attention_decode` instead.
+to its last token through the block table, those of earlier steps too. The tiles come from the table of `paged_tiles`,
+so the grid follows from shapes. Sequences with one new token are computed by the kernels of `attention_decode`: all of
+a decode step, and those beside chunks, whose contexts may be long.
 """
 
-import torch
+from functools import partial
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from varlen_kernels.attention_checks import check_bias, check_heads, check_scores
 from varlen_kernels.attention_decode import attend_in_splits
-from varlen_kernels.attention_tiles import BLOCK_BATCH, block_d, find_tile, mean_length_bucket
+from varlen_kernels.attention_tiles import block_d, num_tiles
 from varlen_kernels.attention_varlen import LOG2_E
 from varlen_kernels.checks import check_cu_seqlens, check_ids, check_out
+from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.kv_blocks import attend_to_blocks, check_caches, tile_heads
-from varlen_kernels.tuning import Launch, pick
-
-# Largest BLOCK_M, by mean rows of a sequence: larger tiles read the keys fewer times, but leave more rows empty.
-_MAX_BLOCK_M = {256: 128, 64: 64, 16: 32, 1: 16}
-_MAX_CANDIDATES = 4
-# Without this limit, ptxas spills a few registers to fit one more program on a multiprocessor.
-_MAX_REGISTERS = 255
-
-# (BLOCK_M, BLOCK_N, num_warps, num_stages), by (BLOCK_D, bytes per element), in ascending order of BLOCK_M.
-_TILES: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {
-    (64, 2): [(16, 32, 2, 3), (32, 32, 2, 3), (64, 32, 4, 3), (64, 64, 4, 3), (128, 64, 8, 3)],
-    (128, 2): [(16, 32, 2, 3), (32, 32, 4, 3), (64, 32, 4, 3), (64, 64, 8, 2), (128, 32, 8, 3)],
-    (256, 2): [(16, 32, 4, 2), (32, 32, 4, 2), (64, 32, 8, 2)],
-    (64, 4): [(16, 32, 4, 2), (32, 32, 4, 2)],
-    (128, 4): [(16, 32, 4, 2), (32, 32, 8, 2)],
-    (256, 4): [(16, 16, 8, 2)],
-}
+from varlen_kernels.paged_tiles import (
+    check_paged_tiles,
+    is_decode_step,
+    paged_launch,
+    paged_tiles,
+    read_paged_tile,
+)
 
 
-@triton.jit(do_not_specialize=["sequences", "bias_width"])
+@triton.jit(do_not_specialize=["bias_width"])
 def _attention_paged_kernel(
     qkv_ptr,  # [tokens, at least NUM_KV_HEADS * GROUP * HEAD_DIM], queries first
     key_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
     value_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
-    cu_seqlens_ptr,  # [sequences + 1]
-    context_lens_ptr,  # [sequences]
     block_ids_ptr,  # [blocks in use]
-    cu_blocks_ptr,  # [sequences + 1]
+    tiles_ptr,  # [rows, PAGED_COLUMNS]
     bias_ptr,  # [NUM_KV_HEADS * GROUP, bias_width], read if HAS_BIAS
     out_ptr,  # [tokens, NUM_KV_HEADS * GROUP * HEAD_DIM]
-    sequences,
     bias_width,
     scale,
     QKV_STRIDE: tl.constexpr,
@@ -60,19 +49,21 @@ def _attention_paged_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for all keys
     HAS_BIAS: tl.constexpr,
-    BLOCK_BATCH: tl.constexpr,
+    SKIPS_SINGLES: tl.constexpr,  # whether sequences with one new token are left out
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
+    DEPENDENT: tl.constexpr,
 ):
     """Compute the attention of one tile: a row per new token and query head."""
+    wait_for_kernels(DEPENDENT)
     TOKENS: tl.constexpr = BLOCK_M // TILE_HEADS
     # heads vary fastest: in a batch sorted by descending length, the last programs are short
     tile_of_token = tl.program_id(0) % (NUM_KV_HEADS * TILES)
-    sequence, first_row, length, first_query = find_tile(
-        cu_seqlens_ptr, sequences, tl.program_id(0) // (NUM_KV_HEADS * TILES), TOKENS, BLOCK_BATCH
+    first_row, length, first_query, earlier, first_table_block = read_paged_tile(
+        tiles_ptr, tl.program_id(0) // (NUM_KV_HEADS * TILES)
     )
-    if first_query >= length:
+    if (first_query >= length) | ((length == 1) & SKIPS_SINGLES):
         return
 
     kv_head = tile_of_token // TILES
@@ -91,8 +82,7 @@ def _attention_paged_kernel(
     # rows past the last head have no bias
     reach = bias_width // 2
     bias_ptr += (tl.where(is_row, head, 0) * bias_width + reach)[:, None]
-    earlier = tl.load(context_lens_ptr + sequence) - length
-    table_ptr = block_ids_ptr + tl.load(cu_blocks_ptr + sequence)
+    table_ptr = block_ids_ptr + first_table_block
     cache_at = kv_head * (BLOCK_SIZE * HEAD_DIM)
     context = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     weight_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -153,6 +143,7 @@ def attention_paged(
     block_ids: Tensor,
     cu_blocks: Tensor,
     bias: Tensor | None = None,
+    tiles: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -166,8 +157,8 @@ def attention_paged(
 
     Raises:
         ValueError: shapes or dtypes disagree, a tensor is not contiguous, head_dim is over MAX_HEAD_DIM, block_size is
-            not a multiple of 16, `num_kv_heads` does not divide `num_heads`, `scale` is not above 0, or `window` is
-            below 0.
+            not a multiple of 16, `num_kv_heads` does not divide `num_heads`, `scale` is not above 0, `window` is
+            below 0, or `tiles` is not of `paged_tiles`.
     """
     tokens, sequences = len(qkv), len(cu_seqlens) - 1
     head_dim = check_heads(qkv, num_heads, num_kv_heads, cached_dim=key_cache.shape[-1])
@@ -183,24 +174,36 @@ def attention_paged(
     check_out(out, (tokens, num_heads * head_dim), qkv.dtype)
     if tokens == 0 or sequences == 0:
         return out
-    operands = (qkv, key_cache, value_cache, cu_seqlens, context_lens, block_ids, cu_blocks)
-    if tokens <= sequences:
-        attend_in_splits(*operands, bias, num_heads=num_heads, scale=scale, window=window, out=out)
+    if tiles is None:
+        tiles = paged_tiles(
+            qkv,
+            key_cache,
+            cu_seqlens,
+            context_lens,
+            cu_blocks,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            window=window,
+        )
+    check_paged_tiles(tiles, qkv, cu_seqlens)
+    operands = (qkv, key_cache, value_cache, block_ids, tiles)
+    attend = partial(
+        attend_in_splits, *operands, bias, num_heads=num_heads, scale=scale, window=window, out=out
+    )
+    if is_decode_step(tokens, sequences):
+        attend(rows=range(tokens))
         return out
     heads, tiles_of_head = tile_heads(num_heads, num_kv_heads)
-    key = (
-        head_dim,
-        key_cache.dtype,
-        window > 0,
-        mean_length_bucket(tokens * heads, sequences),
+    launch = paged_launch(
+        head_dim, key_cache.dtype, window=window, rows=tokens * heads, sequences=sequences
     )
-    launch = pick("attention_paged", key, candidate_launches)
-    tiles = tokens // (launch["BLOCK_M"] // heads) + sequences
-    _attention_paged_kernel[(tiles * num_kv_heads * tiles_of_head,)](
+    count = num_tiles(tokens, sequences, launch["BLOCK_M"] // heads)
+    # the only sequence has several tokens
+    has_singles = sequences > 1
+    _attention_paged_kernel[(count * num_kv_heads * tiles_of_head,)](
         *operands,
         qkv if bias is None else bias,
         out,
-        sequences,
         0 if bias is None else bias.shape[1],
         scale * LOG2_E.value,
         QKV_STRIDE=qkv.stride(0),
@@ -213,29 +216,11 @@ def attention_paged(
         BLOCK_SIZE=key_cache.shape[2],
         WINDOW=window,
         HAS_BIAS=bias is not None,
-        BLOCK_BATCH=BLOCK_BATCH,
+        SKIPS_SINGLES=has_singles,
         BLOCK_D=block_d(head_dim),
         **launch,
+        **dependent_launch(),
     )
+    if has_singles:
+        attend(rows=range(count, count + sequences), only_singles=True)
     return out
-
-
-def candidate_launches(
-    head_dim: int, dtype: torch.dtype, has_window: bool, mean_rows: int
-) -> list[Launch]:
-    """Return the candidate launches for heads of this size; the first is the default.
-
-    Args:
-        head_dim: elements of a key.
-        dtype: of the caches.
-        has_window: part of the key only.
-        mean_rows: new tokens of a sequence times query heads of a tile, a bucket as of `mean_length_bucket`.
-    """
-    del has_window
-    tiles = _TILES[max(64, block_d(head_dim)), dtype.itemsize]
-    # the largest BLOCK_M that sequences of the mean length fill, then its neighbours
-    best = sum(tile[0] <= _MAX_BLOCK_M[mean_rows] for tile in tiles) - 1
-    near = sorted(range(len(tiles)), key=lambda i: (abs(i - best), i > best))[:_MAX_CANDIDATES]
-    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    launches = [dict(zip(names, tiles[i], strict=True)) for i in near]
-    return [{**launch, "maxnreg": _MAX_REGISTERS} for launch in launches]

@@ -24,7 +24,7 @@ TILE_COLUMNS = tl.constexpr(3)
 # Sequences that a program reads at once to find its own.
 BLOCK_BATCH = 256
 # Tiles and warps of one program that computes the table.
-_TABLE_LAUNCH = {"BLOCK_TILES": 32, "num_warps": 4}
+TABLE_LAUNCH = {"BLOCK_TILES": 32, "num_warps": 4, "enable_fp_fusion": True}
 # Lower bounds of the buckets of mean sequence lengths.
 _MEAN_LENGTHS = (256, 64, 16, 1)
 # Largest BLOCK_M of a default, by mean length: larger tiles read the keys fewer times, but leave more rows empty.
@@ -127,6 +127,33 @@ def read_tile(
     return tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2)
 
 
+@triton.jit
+def count_started(
+    cu_seqlens_ptr,  # [batch + 1]
+    batch,
+    tile,  # [BLOCK_TILES]
+    BLOCK_M: tl.constexpr,
+    HAS_SPARE: tl.constexpr,  # whether each sequence has a tile more than it may need
+    BLOCK_BATCH: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+):
+    """Return the number of sequences whose first tile is not after each tile."""
+    started = tl.zeros([BLOCK_TILES], tl.int32)
+    end = batch
+    if HAS_SPARE:
+        # the first tile of sequence i is tile i or a later one
+        end = tl.minimum(batch, tl.max(tile, axis=0) + 1)
+    for first in range(0, end, BLOCK_BATCH):
+        sequence = first + tl.arange(0, BLOCK_BATCH)
+        begin = tl.load(cu_seqlens_ptr + sequence, mask=sequence < batch, other=0)
+        first_tile = begin // BLOCK_M
+        if HAS_SPARE:
+            first_tile += sequence
+        is_started = (first_tile[None, :] <= tile[:, None]) & (sequence < batch)[None, :]
+        started += tl.sum(is_started.to(tl.int32), axis=1)
+    return started
+
+
 @triton.jit(do_not_specialize=["batch", "tiles"])
 def _attention_tiles_kernel(
     cu_seqlens_ptr,  # [batch + 1]
@@ -141,14 +168,7 @@ def _attention_tiles_kernel(
     """Write BLOCK_TILES rows of the table."""
     wait_for_kernels(DEPENDENT)
     tile = tl.program_id(0) * BLOCK_TILES + tl.arange(0, BLOCK_TILES)
-    # the number of sequences whose first tile is not after each tile
-    started = tl.zeros([BLOCK_TILES], tl.int32)
-    for first in range(0, tl.minimum(batch, (tl.program_id(0) + 1) * BLOCK_TILES), BLOCK_BATCH):
-        sequence = first + tl.arange(0, BLOCK_BATCH)
-        begin = tl.load(cu_seqlens_ptr + sequence, mask=sequence < batch, other=0)
-        first_tile = begin // BLOCK_M + sequence
-        is_started = (first_tile[None, :] <= tile[:, None]) & (sequence < batch)[None, :]
-        started += tl.sum(is_started.to(tl.int32), axis=1)
+    started = count_started(cu_seqlens_ptr, batch, tile, BLOCK_M, True, BLOCK_BATCH, BLOCK_TILES)
     owner = started - 1
     inside = tile < tiles
     begin = tl.load(cu_seqlens_ptr + owner, mask=inside, other=0)
@@ -188,15 +208,14 @@ def attention_tiles(
         return out
     launch = attention_launch(head_dim, qkv.dtype, causal, bias is not None, tokens, batch)
     tiles = num_tiles(tokens, batch, launch["BLOCK_M"])
-    _attention_tiles_kernel[(triton.cdiv(tiles, _TABLE_LAUNCH["BLOCK_TILES"]),)](
+    _attention_tiles_kernel[(triton.cdiv(tiles, TABLE_LAUNCH["BLOCK_TILES"]),)](
         cu_seqlens,
         out,
         batch,
         tiles,
         BLOCK_M=launch["BLOCK_M"],
         BLOCK_BATCH=BLOCK_BATCH,
-        enable_fp_fusion=launch["enable_fp_fusion"],
-        **_TABLE_LAUNCH,
+        **TABLE_LAUNCH,
         **dependent_launch(),
     )
     return out

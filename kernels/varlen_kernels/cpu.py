@@ -33,6 +33,7 @@ from varlen_kernels.reference import (
     linear,
     norm_heads,
     normalize_rows,
+    paged_tiles,
     pool,
     residual_layer_norm,
     residual_rms_norm,
@@ -70,6 +71,7 @@ __all__ = [
     "linear_packed",
     "norm_heads",
     "normalize_rows",
+    "paged_tiles",
     "pool",
     "residual_layer_norm",
     "residual_rms_norm",
@@ -284,6 +286,7 @@ def attention_paged(
     block_ids: Tensor,
     cu_blocks: Tensor,
     bias: Tensor | None = None,
+    tiles: Tensor | None = None,  # noqa: ARG001  # part of the op
     *,
     num_heads: int,
     num_kv_heads: int,

@@ -15,6 +15,7 @@ from varlen_kernels.gate import activate_gate
 from varlen_kernels.heads import norm_heads, rotary
 from varlen_kernels.layer_norm import add_layer_norm, layer_norm, residual_layer_norm
 from varlen_kernels.linear_activation import linear_activate
+from varlen_kernels.paged_tiles import paged_tiles
 from varlen_kernels.pooling import first_tokens, pool
 from varlen_kernels.reference import (
     concat,
@@ -47,6 +48,7 @@ __all__ = [
     "linear_activate",
     "norm_heads",
     "normalize_rows",
+    "paged_tiles",
     "pool",
     "residual_layer_norm",
     "residual_rms_norm",

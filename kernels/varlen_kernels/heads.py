@@ -12,6 +12,7 @@ from torch import Tensor
 
 from varlen_kernels.attention_checks import MAX_HEAD_DIM
 from varlen_kernels.checks import check_dtype, check_ids, check_out, check_row_layout, check_vector
+from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.rows import (
     load_row,
     row_launches,
@@ -37,8 +38,10 @@ def _norm_heads_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,  # TILES * BLOCK >= HEAD_DIM
+    DEPENDENT: tl.constexpr,
 ):
     """Normalise ROWS heads, from head `program_id(0) * ROWS` of all tokens on."""
+    wait_for_kernels(DEPENDENT)
     # int64: tokens * STRIDE may pass 2**31
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     token = row // (QUERIES + KEYS)
@@ -91,6 +94,7 @@ def norm_heads(
         HEAD_DIM=head_dim,
         TILES=triton.cdiv(head_dim, launch["BLOCK"]),
         **launch,
+        **dependent_launch(),
     )
     return out
 
@@ -108,8 +112,10 @@ def _rotary_kernel(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # power of two >= HALF
+    DEPENDENT: tl.constexpr,
 ):
     """Rotate ROWS heads, from head `program_id(0) * ROWS` of all tokens on."""
+    wait_for_kernels(DEPENDENT)
     # int64: tokens * STRIDE may pass 2**31
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = row // HEADS
@@ -169,6 +175,7 @@ def rotary(
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,
         **launch,
+        **dependent_launch(),
     )
     return out
 

@@ -456,6 +456,41 @@ def append_kv(
     value_cache[block, :, place] = values.to(value_cache.dtype)
 
 
+def paged_tiles(
+    qkv: Tensor,
+    key_cache: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    cu_blocks: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the tiles of new tokens of `attention_paged` with these arguments.
+
+    A row has the first new token of a sequence, its new tokens, the first query of one tile, the tokens before the new
+    ones, and the place of the sequence's blocks in `block_ids`. How many tokens a tile has, and in which order tiles
+    come, is the choice of the device: here a tile is a whole sequence. Tiles without queries begin at or after the end
+    of their sequence. Rows past the last tile mean nothing.
+
+    Returns:
+        `[len(qkv) + 2 · len(cu_seqlens), 5]` int32, more rows than any device needs.
+
+    Args:
+        qkv, key_cache: only their shapes and dtypes matter.
+        cu_seqlens, context_lens, cu_blocks, num_heads, num_kv_heads, window: see `attention_paged`.
+    """
+    del key_cache, num_heads, num_kv_heads, window
+    if out is None:
+        out = cu_seqlens.new_empty(len(qkv) + 2 * len(cu_seqlens), 5)
+    new = cu_seqlens.diff()
+    columns = cu_seqlens[:-1], new, torch.zeros_like(new), context_lens - new, cu_blocks[:-1]
+    torch.stack(columns, dim=1, out=out[: len(new)])
+    return out
+
+
 def attention_paged(
     qkv: Tensor,
     key_cache: Tensor,
@@ -465,6 +500,7 @@ def attention_paged(
     block_ids: Tensor,
     cu_blocks: Tensor,
     bias: Tensor | None = None,
+    tiles: Tensor | None = None,  # noqa: ARG001  # an aid of devices
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -487,6 +523,7 @@ def attention_paged(
         block_ids: `[blocks in use]` int32, the block table of each sequence, one after the other.
         cu_blocks: `[sequences + 1]` int32, cumulative starts of the block tables.
         bias: finite, by the distance of key and query, see `attention_varlen`.
+        tiles: of `paged_tiles` with the same arguments, to search `cu_seqlens` once for all layers.
         num_heads: a multiple of `num_kv_heads`; neighbouring heads share a key head.
         scale: multiplies the scores, usually head_dim ** -0.5.
         window: number of last tokens that a token reads, itself included; 0 is all.

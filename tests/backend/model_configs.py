@@ -19,7 +19,7 @@ def model_config(task="embed", *, hidden=24, labels=0, parameters=None, **change
     return {
         "name": "m",
         "max_batch_size": 64,
-        "input": [tensor_entry(spec) for spec in inputs],
+        "input": [tensor_entry(spec) | {"optional": spec.optional} for spec in inputs],
         "output": [tensor_entry(spec) for spec in outputs],
         "parameters": {key: {"string_value": value} for key, value in (parameters or {}).items()},
         **changes,

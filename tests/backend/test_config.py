@@ -57,6 +57,7 @@ def test_every_setting_can_be_spelt_out():
         "max_text_bytes": "5",
         "max_queued_text_bytes": "18",
         "response_cache_bytes": "8",
+        "device_timeout_seconds": "90",
         "ignore_request_timeout": "true",
         "response_cache_seconds": "9",
         "threads": "6",
@@ -133,6 +134,12 @@ def test_refuses_numbers_that_are_not_plain_digits(key, value):
 def test_refuses_zero_where_something_must_fit(key):
     with refused(f"{key} is 0; allowed: whole numbers from 1"):
         EngineConfig.from_parameters({key: "0"})
+
+
+def test_refuses_more_threads_than_a_machine_has_cores():
+    with refused("threads is 1000000; allowed: whole numbers from 0 to 1024"):
+        EngineConfig.from_parameters({"threads": "1000000"})
+    assert EngineConfig.from_parameters({"threads": "1024"}).threads == 1024
 
 
 def test_refuses_a_number_too_long_to_read():

@@ -179,6 +179,16 @@ def test_costs_are_assumed_for_one_sequence_a_batch_and_on_a_gpu(executor, confi
     assert on_gpu.seconds(BatchShape.of([32])) == pytest.approx(3.0e-3, rel=0.01)
 
 
+def test_costs_are_those_of_batches_that_fit_however_many_sequences_are_allowed(executor, config):
+    without_limit = replace(config, max_batch_sequences=2**60)
+    fitting = replace(config, max_batch_sequences=INFO.max_batch_tokens)
+    shape = BatchShape.of([64])
+
+    assert assumed_costs(INFO, without_limit).seconds(shape) == pytest.approx(
+        assumed_costs(INFO, fitting).seconds(shape)
+    )
+
+
 @pytest.mark.parametrize(
     "changes",
     [

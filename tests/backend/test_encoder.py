@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.checkpoints import pooling_files
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import CheckpointError, ConfigError, EngineError, RequestError
@@ -285,25 +284,3 @@ def test_importing_varlen_does_not_import_torch():
     code = "import sys, varlen; sys.exit('torch' in sys.modules)"
 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-@pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining", "BertModel"])
-def test_a_load_warns_about_vectors_that_nobody_trained(make_checkpoint, caplog, kind):
-    folder = make_checkpoint(kind)
-
-    with Encoder.from_pretrained(folder, dtype="fp32", threads=1) as encoder:
-        assert encoder.task == "embed"
-
-    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    expected = [] if kind == "BertModel" else [f"{kind} has no modules of sentence-transformers"]
-    assert [warning.partition(":")[0] for warning in warnings] == expected
-    if kind == "BertForMaskedLM":
-        assert warnings[0].endswith("embed, hidden, sparse_embed, fill_mask")
-
-
-def test_a_load_does_not_warn_about_vectors_that_modules_describe(make_checkpoint, caplog):
-    folder = make_checkpoint("BertForMaskedLM", files=pooling_files(pooling_mode="cls"))
-
-    Encoder.from_pretrained(folder, dtype="fp32", threads=1).close()
-
-    assert not [each for each in caplog.records if each.levelname == "WARNING"]

@@ -48,6 +48,18 @@ from .refusals import refused_setting
             {"instance_group": [{"kind": "KIND_GPU", "count": 3, "gpus": [0, 1]}]},
             "instance_group has 3 instances on GPU 0; allowed: 1",
         ),
+        (
+            {"instance_group": [{"kind": "KIND_CPU", "count": 1, "passive": True}]},
+            "instance_group is passive; the first request",
+        ),
+        (
+            {"instance_group": [{"kind": "KIND_CPU", "rate_limiter": {"priority": 2}}]},
+            "instance_group has a rate_limiter; the server ends its turn",
+        ),
+        (
+            {"parameters": {"FORCE_CPU_ONLY_INPUT_TENSORS": "no"}},
+            'FORCE_CPU_ONLY_INPUT_TENSORS is "no"; allowed: yes',
+        ),
         ({"max_batch_size": 0}, "max_batch_size is 0; a row is a sequence, so allow at least 1"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -65,6 +77,8 @@ def test_refuses_settings_that_cannot_be_served(changes, message):
         [{"kind": "KIND_MODEL", "count": 1}],
         [{"kind": "KIND_GPU", "count": 1, "gpus": [0, 1]}],
         [{"kind": "KIND_GPU", "count": 1, "gpus": [0]}, {"kind": "KIND_GPU", "gpus": [1]}],
+        # as the server completes it
+        [{"kind": "KIND_CPU", "count": 1, "gpus": [], "passive": False, "host_policy": ""}],
     ],
     ids=str,
 )
@@ -93,6 +107,9 @@ def test_refuses_rows_for_a_model_that_generates(task):
 
 
 TEXT = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
+IDS = {"name": "input_ids", "data_type": "TYPE_INT64", "dims": [-1]}
+MASK = {**IDS, "name": "attention_mask"}
+VECTOR = {"name": "sentence_embedding", "data_type": "TYPE_FP32", "dims": [24]}
 
 
 @pytest.mark.parametrize(
@@ -111,15 +128,57 @@ TEXT = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
             'input "text" has a reshape; allowed: none, with dims [1]',
         ),
         (
-            {"output": [{"name": "sentence_embedding", "data_type": "TYPE_FP32", "dims": [384]}]},
+            {"output": [{**VECTOR, "reshape": {"shape": [24, 1]}}]},
+            'output "sentence_embedding" has a reshape; allowed: none, with dims [24]',
+        ),
+        (
+            {"output": [{**VECTOR, "dims": [384]}]},
             "output \"sentence_embedding\" is {'data_type': 'TYPE_FP32', 'dims': [384]}; the model has",
         ),
     ],
-    ids=["name", "type", "reshape", "dims"],
+    ids=["name", "type", "reshape of an input", "reshape of an output", "dims"],
 )
 def test_refuses_tensors_that_are_not_those_of_the_task(small_bert, changes, message):
     with refused_setting(message):
         check_tensors(model_config(**changes), Checkpoint.open(small_bert), "embed")
+
+
+@pytest.mark.parametrize(
+    "inputs, message",
+    [
+        ([MASK], "input has attention_mask; a request needs one of: text, input_ids"),
+        (
+            [TEXT, IDS],
+            "the inputs text, input_ids are required; a request has only one of: text, input_ids.",
+        ),
+        (
+            [{**TEXT, "optional": True}, MASK],
+            'input "attention_mask" is required without "input_ids": add that or set optional',
+        ),
+    ],
+    ids=["neither text nor ids", "both required", "a mask without ids"],
+)
+def test_refuses_inputs_that_no_request_can_have(small_bert, inputs, message):
+    with refused_setting(message):
+        check_tensors(model_config(input=inputs), Checkpoint.open(small_bert), "embed")
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [[TEXT], [IDS, MASK], [TEXT, {**IDS, "optional": True}], [{**IDS, "optional": True}, MASK]],
+    ids=["text", "ids and mask", "text, ids optional", "mask, ids optional"],
+)
+def test_one_kind_of_input_may_be_required(small_bert, inputs):
+    check_tensors(model_config(input=inputs), Checkpoint.open(small_bert), "embed")
+
+
+def test_refuses_two_required_prompts_of_generation(small_bert):
+    given = model_config("generate")
+    for entry in given["input"]:
+        entry["optional"] = entry["name"] not in ("text_input", "messages")
+
+    with refused_setting("a request has only one of: text_input, input_ids, messages."):
+        check_tensors(given, Checkpoint.open(small_bert), "generate")
 
 
 def test_refuses_another_type_of_a_tensor_of_generation(small_bert):

@@ -18,9 +18,10 @@ import pytest
 
 from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
-from varlen import service
+from varlen import service, shared_memory
 from varlen.errors import DeadlineError
 from varlen.metrics import SnapshotMetric
+from varlen.tracing import RequestTracer
 
 from .model_configs import model_config
 
@@ -590,42 +591,32 @@ def outcomes(model, pb_utils):
     return {metric.labels["outcome"]: metric.value for metric in totals}
 
 
-class Stat:
-    f_frsize = 4096
+class Memory:
+    """Shared memory of 100 bytes, all of it free."""
 
-    def __init__(self, free):
-        self.f_bavail = free // 4096
+    f_frsize, f_blocks, f_bavail = 1, 100, 100
 
 
-def test_a_large_answer_waits_for_no_shared_memory(load, ask, pb_utils, monkeypatch):
+def test_an_answer_without_shared_memory_is_refused_before_it_runs(
+    load, ask, pb_utils, monkeypatch
+):
     model = load()
-    monkeypatch.setattr(os, "statvfs", lambda path: Stat(100))
-    monkeypatch.setattr(sys.modules["varlen.server_replies"], "_LARGE_BYTES", 200)
+    monkeypatch.setattr(os, "statvfs", lambda path: Memory())
+    monkeypatch.setattr(shared_memory, "_LARGE_BYTES", 200)
     large, small = ask(text=text("a", "b", "c")), ask(text=text("a"))
+    by_ids = ask(input_ids=np.ones((3, 4)))
 
-    model.execute([large, small])
+    model.execute([large, by_ids, small])
 
-    message = "the server has too little shared memory for an answer of 288 bytes"
-    assert failure(large) == (pb_utils.TritonError.INTERNAL, message)
-    assert large.sends == 1
+    message = (
+        "the answer has 288 bytes; the shared memory of this server is enough for 33:"
+        " send fewer rows at once"
+    )
+    assert failure(large) == failure(by_ids) == (pb_utils.TritonError.INVALID_ARG, message)
+    assert large.sends == by_ids.sends == 1
     result(small)
-
-
-def test_a_large_answer_is_sent_where_memory_holds_it_twice(server_model, monkeypatch):
-    check = sys.modules["varlen.server_replies"].check_shared_memory
-    for free, fits in [(2 << 21, True), ((2 << 21) - 4096, False)]:
-        monkeypatch.setattr(os, "statvfs", lambda path, free=free: Stat(free))
-        if fits:
-            check(1 << 21)
-        else:
-            with pytest.raises(Exception, match="too little shared memory"):
-                check(1 << 21)
-
-
-def test_a_small_answer_asks_nothing_of_the_file_system(server_model, monkeypatch):
-    monkeypatch.setattr(os, "statvfs", lambda path: pytest.fail("asked"))
-
-    sys.modules["varlen.server_replies"].check_shared_memory((1 << 20) - 1)
+    assert model._service.admission.depth == (0, 0)
+    assert outcomes(model, pb_utils)["invalid"] == 2
 
 
 @pytest.mark.parametrize("cache_bytes", ["0", "6000"])
@@ -668,6 +659,18 @@ def test_is_ready_follows_the_engine(load):
     model._service.close()
 
     assert not model.is_ready()
+
+
+def test_after_a_hang_of_the_gpu_the_process_ends_whatever_happens(load, server_model, monkeypatch):
+    model, ended = load(), []
+    close = model._service.close
+    monkeypatch.setattr(type(model._service), "close", lambda _: close() and False)
+    monkeypatch.setattr(server_model, "end_process_soon", lambda: ended.append(True))
+
+    model.finalize()
+
+    assert ended
+    assert our_threads() == []
 
 
 def test_finalize_answers_the_queue_and_ends_every_thread(load, ask):
@@ -1073,3 +1076,37 @@ def test_importing_the_entry_needs_no_class_of_the_server(tmp_path):
     (tmp_path / "triton_python_backend_utils.py").write_text("")
 
     import_entry(tmp_path, "")
+
+
+def test_a_traced_request_has_spans_of_its_phases(load, ask, server_model, monkeypatch):
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+
+    def new_tracer(model, version):
+        return RequestTracer(SimpleSpanProcessor(exporter), model, version)
+
+    monkeypatch.setattr(server_model, "load_tracer", new_tracer)
+    model = load()
+    context = '{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}'
+    traced, untraced = ask(text=text("the cat", "a")), ask(text=text("a"))
+    refused = ask(text=text(""))
+    traced.trace_context = refused.trace_context = context
+
+    model.execute([traced, untraced, refused])
+
+    result(traced)
+    result(untraced)
+    failure(refused)
+    # the spans come after the answer
+    model._outbox.close()
+    spans = exporter.get_finished_spans()
+    ok = {span.name: span for span in spans if span.attributes["varlen.outcome"] == "ok"}
+    assert set(ok) == {"varlen.queue", "varlen.run", "varlen.send"}
+    assert ok["varlen.run"].attributes["varlen.rows"] == 2
+    assert ok["varlen.run"].attributes["varlen.tokens"] == 3 + 4
+    assert ok["varlen.run"].attributes["varlen.batch.sequences"] >= 1
+    invalid = [span.name for span in spans if span.attributes["varlen.outcome"] == "invalid"]
+    assert invalid == ["varlen.queue", "varlen.send"]

@@ -113,6 +113,18 @@ def test_the_watchdog_spares_another_process_of_the_same_id(watch, tmp_path):
     assert watchdog.wait(timeout=30) == 0
 
 
+def test_a_process_that_cannot_end_by_itself_is_ended():
+    script = (
+        "from varlen import server_process as s; s._END_SECONDS = 1; s.end_process_soon()\n"
+        "while True: pass"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FAKES), *sys.path])}
+
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, timeout=30, check=False)
+
+    assert ended.returncode == -signal.SIGALRM
+
+
 def test_the_watchdog_ends_with_the_process_it_watches(watch, parent_and_child):
     parent, child = parent_and_child
     watchdog = watch(parent.pid, child)

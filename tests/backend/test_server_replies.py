@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.threads import run_in_threads
-from varlen.errors import DeadlineError, RequestCancelled, RequestError
+from varlen import shared_memory
+from varlen.errors import DeadlineError, QueueFullError, RequestCancelled, RequestError
 from varlen.metrics import Stats
 from varlen.models.labels import NO_LABELS
 from varlen.request import GeneratedPart
@@ -248,7 +249,7 @@ def test_a_response_that_cannot_be_built_is_an_error_without_details(start, pb_u
     def fail(outputs):
         raise ZeroDivisionError("secret")
 
-    request, reply = start(answer=SimpleNamespace(streams=stream, tensors=fail))
+    request, reply = start(answer=SimpleNamespace(streams=stream, num_bytes=0, tensors=fail))
 
     reply.send(0, part("a"))
     reply.send(0, part("b", end="stop"))
@@ -282,7 +283,7 @@ def test_an_error_names_its_code_in_a_stream(replies, stats, pb_utils):
 
 
 def test_a_part_without_shared_memory_is_an_error(start, replies, pb_utils, monkeypatch):
-    monkeypatch.setattr(replies, "_LARGE_BYTES", 100)
+    monkeypatch.setattr(shared_memory, "_LARGE_BYTES", 100)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))
     request, reply = start()
 
@@ -446,3 +447,20 @@ def test_many_replies_are_each_answered_once_and_in_order(start, stats):
 
     wait_until(count)
     assert total == 240
+
+
+def test_an_answer_for_which_memory_is_taken_now_is_refused_and_counted(
+    start, stats, pb_utils, monkeypatch
+):
+    monkeypatch.setattr(shared_memory, "_LARGE_BYTES", 100)
+    memory = SimpleNamespace(f_blocks=1000, f_bavail=100, f_frsize=1)
+    monkeypatch.setattr(os, "statvfs", lambda path: memory)
+    request, reply = start()
+    large = SimpleNamespace(streams=False, num_bytes=200)
+
+    with pytest.raises(QueueFullError, match="answer of 200 bytes; try again later") as caught:
+        reply.expect(large)
+
+    reply.fail(caught.value)
+    assert failure(request)[0] == pb_utils.TritonError.UNAVAILABLE
+    assert stats.drain().refusals == {"shared_memory": 1}

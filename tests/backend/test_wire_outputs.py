@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.models.labels import Labels
-from varlen.vectors import VectorForm
+from varlen.vectors import VECTOR_DTYPES, VectorForm
 from varlen.wire_outputs import AnswerOptions, ArrayAnswer, ModelOutputs, TensorSpec
 
 LABELS = Labels(("negative", "neutral", "¡positive!"), "softmax")
@@ -186,3 +186,27 @@ def test_tokens_of_masks_are_filled_up_with_zeros():
         "num_tokens": [[5], [3]],
     }
     assert [array.dtype for array in arrays.values()][:2] == [np.int32, np.float32]
+
+
+@pytest.mark.parametrize("task", ["embed", "hidden", "classify", "rerank", "token_classify"])
+@pytest.mark.parametrize("dtype", VECTOR_DTYPES)
+@pytest.mark.parametrize(
+    "names", [ALL, ALL[:1], ALL[1:3], ALL[3:]], ids=["all", "vector", "main", "others"]
+)
+def test_the_size_of_an_answer_is_known_before_it_runs(task, dtype, names):
+    outputs = outputs_of(task)
+    lengths = [3, 1, 5]
+    shapes = [
+        (n, outputs.width) if task in ("hidden", "token_classify") else (outputs.width,)
+        for n in lengths
+    ]
+    options = AnswerOptions(
+        frozenset(names), VectorForm(dimensions=128 if task == "embed" else None, dtype=dtype)
+    )
+    maker = ArrayAnswer(outputs, options, lengths)
+
+    arrays = maker.tensors([(row, np.ones(shape, np.float32)) for row, shape in enumerate(shapes)])
+
+    strings = [text for array in arrays.values() if array.dtype == object for text in array.flat]
+    numbers = [array.nbytes for array in arrays.values() if array.dtype != object]
+    assert maker.num_bytes == sum(numbers) + sum(4 + len(text) for text in strings)

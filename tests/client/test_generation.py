@@ -15,6 +15,7 @@ from varlen_client import (
     Generation,
     InvalidRequest,
     ModelNotFound,
+    ModelNotFound,
     RequestTimeout,
     ServerError,
     ServerUnavailable,
@@ -153,6 +154,7 @@ def test_sends_deadline_and_priority(client, server):
         ("unavailable", "deadline missed: too late", DeadlineMissed),
         ("unavailable", "the queue is full", ServerUnavailable),
         ("internal", "broken", ServerError),
+        ("internal", "Request for unknown model: 'x' has no available versions", ModelNotFound),
     ],
 )
 def test_an_error_before_the_answer_has_its_own_type(

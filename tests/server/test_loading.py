@@ -16,6 +16,7 @@ from .clients import AnswerError, Client, GrpcClient, HttpClient, texts
 from .serving import add_model, http_call, load, model_state, unload, wait_until
 
 TEXT = {"name": "text", "data_type": "TYPE_STRING", "dims": [1]}
+IDS = {"name": "input_ids", "data_type": "TYPE_INT64", "dims": [-1]}
 # Complete configuration of the model `spare`, for a server without auto-completion.
 COMPLETE: dict[str, Any] = {
     "name": "spare",
@@ -62,7 +63,9 @@ def test_a_config_of_one_line_is_completed(server: LocalServer, grpc_client: Grp
         (_spare(sequence_batching={}), "sequence_batching"),
         (_spare(dynamic_batching={}), "dynamic_batching"),
         (_spare(instance_group=[{"count": 2, "kind": "KIND_CPU"}]), "2 instances"),
+        (_spare(instance_group=[{"count": 1, "kind": "KIND_CPU", "passive": True}]), "passive"),
         (_spare(input=[{**TEXT, "reshape": {"shape": []}}]), "reshape"),
+        (_spare(input=[TEXT, IDS]), "required"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
+from tests.checkpoints import SMALL_ENCODERS, pooling_files, save_checkpoint
 from varlen_bench.encoder import run
 from varlen_bench.encoder.__main__ import app
 from varlen_bench.encoder.report import Result, bench_figures, csv_rows, tables
@@ -66,10 +67,10 @@ def test_short_queries_are_3_to_30_tokens_and_repeat_for_a_seed(checkpoint):
     assert len({tuple(sequence) for sequence in one.sequences}) > 10
 
 
-def test_a_tokenizer_without_cls_is_refused(tmp_path):
-    Tokenizer(models.WordPiece({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+def test_a_tokenizer_that_knows_no_word_is_refused(tmp_path):
+    Tokenizer(models.BPE({"b": 0}, [])).save(str(tmp_path / "tokenizer.json"))
 
-    with pytest.raises(ValueError, match=r"no \[CLS\] and \[SEP\]"):
+    with pytest.raises(ValueError, match='no token for the text "a"'):
         uniform_workload(tmp_path, 1)
 
 
@@ -189,12 +190,11 @@ def test_a_system_that_did_not_run_keeps_a_row_with_its_reason():
     [
         (["--only", "tensorflow"], "unknown name 'tensorflow'"),
         (["--model", "none"], "not a folder"),
-        # the fixture's pooling is cls
-        ([], "does not pool by mean"),
+        ([], "pools by max"),
     ],
 )
-def test_options_that_cannot_be_are_refused(checkpoint, encoder, options, message):
-    model = checkpoint if options else encoder
+def test_options_that_cannot_be_are_refused(checkpoint, tmp_path, options, message):
+    model = checkpoint if options else save_encoder(tmp_path / "max", pooling="max_tokens")
 
     done = CliRunner().invoke(app, ["--model", str(model), *options], env={"COLUMNS": "200"})
 
@@ -202,10 +202,16 @@ def test_options_that_cannot_be_are_refused(checkpoint, encoder, options, messag
     assert message in done.output
 
 
-def test_a_small_run_measures_appends_and_ends_with_the_bench_line(
-    checkpoint, tmp_path, monkeypatch
+def test_a_small_run_of_another_family_measures_appends_and_ends_with_the_bench_line(
+    tmp_path, monkeypatch
 ):
-    def export(model, engine, precision):
+    fields = SMALL_ENCODERS["Roberta"]
+    files = pooling_files(
+        word_embedding_dimension=fields["hidden_size"], pooling_mode_cls_token=True
+    )
+    checkpoint = save_checkpoint(tmp_path / "roberta", "RobertaModel", files=files, **fields)
+
+    def export(model, engine, *rest):
         if engine == "onnxruntime":
             raise RuntimeError("export failed")
         return model

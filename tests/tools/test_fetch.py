@@ -11,13 +11,22 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from tests.checkpoints import WEIGHTS, change_tensors, save_checkpoint, set_fields, write_file
+from tests.checkpoints import (
+    WEIGHTS,
+    change_tensors,
+    module,
+    save_checkpoint,
+    set_fields,
+    write_file,
+)
 from varlen import Encoder
 from varlen.config import SETTINGS, EngineConfig
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint import Checkpoint
+from varlen_tools import convert_pickle
 from varlen_tools import fetch as fetch_module
-from varlen_tools.fetch import FetchError, default_name, fetch, render_config
+from varlen_tools.fetch import FetchError, default_name, fetch
+from varlen_tools.model_config import render_config
 from varlen_tools.pip_download import DownloadError
 from varlen_tools.setup_server import PROJECT
 
@@ -240,7 +249,7 @@ REFUSED = {
     ),
     "quantized": (quantize, "has dtype I8; allowed: F64, F32, F16, BF16"),
     "weights": (remove(WEIGHTS), f"has no {WEIGHTS}"),
-    "pickle": (leave_only_a_pickle, "pickled weights (*.bin) are not read"),
+    "pickle": (leave_only_a_pickle, "has pickled weights (pytorch_model.bin), which are not read"),
     "shard": (name_shards("a.safetensors", "b.safetensors"), "b.safetensors cannot be read"),
     "shard elsewhere": (
         name_shards("a.safetensors", "../x.safetensors"),
@@ -261,6 +270,74 @@ def test_fetch_refuses_what_a_load_refuses_in_the_same_words(spoil, message, enc
     said = f"fetch: {refusal.value}".partition("No such file")[0]
     assert said in " ".join(result.stderr.split())
     assert_refused(result, repository)
+
+
+def test_a_pickled_module_is_refused_with_the_command_that_converts_it(encoder, repository):
+    modules = [module("Transformer"), module("Pooling", "1_Pooling"), module("Dense", "2_Dense")]
+    write_file(encoder, "modules.json", modules)
+    sizes = {"in_features": 16, "out_features": 4, "bias": False}
+    write_file(encoder, "2_Dense/config.json", sizes)
+    torch.save({"linear.weight": torch.ones(4, 16)}, encoder / "2_Dense/pytorch_model.bin")
+
+    command = f"python -m varlen_tools.convert_pickle {encoder}/2_Dense"
+    with pytest.raises(FetchError, match=f"a pickle may run code; .*: {command}$"):
+        fetch(str(encoder), repository=repository)
+    convert_pickle.convert(encoder / "2_Dense")
+    target = fetch(str(encoder), repository=repository)
+
+    assert Checkpoint.open(target / "1").embedding_size == 4
+    assert not list(target.rglob("*.bin"))
+
+
+def test_says_what_it_found(encoder, repository):
+    set_fields(encoder, "config_sentence_transformers.json", prompts={"query": "query: "})
+    (encoder / "README.md").write_text("---\nlanguage: [en, de]\n---\n# Tiny\n")
+
+    result = run_command(str(encoder), "--repository", str(repository))
+
+    said = [" ".join(line.split()) for line in result.stderr.splitlines()]
+    assert said == [
+        f"fetching {encoder}",
+        "family bert, BertModel",
+        "task embed; it may also serve hidden",
+        "vectors cls pooling, 16 features",
+        "prompts query: 'query: '; default: none",
+        "longest text 40 tokens; it has positions for 40",
+        "weights 0.0 million, F32, 0.0 MB in 1 file",
+        "tokenizer WordPiece, 9 token ids",
+        "languages en, de (model card)",
+        f"{repository}/tiny-encoder is ready: tritonserver --model-repository {repository}",
+    ]
+    assert not (repository / "tiny-encoder/1/README.md").exists()
+
+
+def test_weights_in_several_files_are_one_model(tmp_path, repository):
+    files = {"max_shard_size": "4KB"}
+    folder = save_checkpoint(tmp_path / "sharded", "BertForSequenceClassification", save=files)
+    found = []
+
+    target = fetch(str(folder), repository=repository, on_found=found.append)
+
+    shards = sorted(path.name for path in (target / "1").glob("*.safetensors"))
+    assert len(shards) > 2
+    assert (found[0].weight_files, found[0].tasks) == (
+        len(shards),
+        ("classify", "embed", "hidden", "rerank"),
+    )
+    size = sum((target / "1" / name).stat().st_size for name in shards)
+    assert 0.5 * size < found[0].weight_bytes < size
+    Encoder.from_pretrained(target / "1").close()
+
+
+def test_a_model_that_fills_in_words_gets_a_note(tmp_path, repository, caplog):
+    folder = save_checkpoint(tmp_path / "words", "BertForMaskedLM")
+
+    result = run_command(str(folder), "--repository", str(repository))
+    Encoder.from_pretrained(folder).close()
+
+    note = "BertForMaskedLM is trained to fill in words, and the checkpoint has no modules.json"
+    assert note in " ".join(result.stderr.split())
+    assert note in caplog.text
 
 
 def test_refuses_a_classifier_without_its_pooler(classifier, repository):
@@ -347,6 +424,30 @@ def test_a_snapshot_in_the_hubs_cache_is_a_folder_too(encoder, repository):
     weights = target / "1/model.safetensors"
     assert not weights.is_symlink()
     assert weights.read_bytes() == (encoder / "model.safetensors").read_bytes()
+
+
+def test_pickled_weights_on_the_hub_are_refused_with_the_commands_that_convert_them(
+    encoder, repository, monkeypatch
+):
+    import huggingface_hub
+
+    def snapshot_download(model: str, **options: object) -> str:
+        (encoder / WEIGHTS).unlink()
+        return shutil.copytree(encoder, options["local_dir"])
+
+    files = [".gitattributes", "config.json", "optimizer.pt", "pytorch_model.bin"]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
+
+    with pytest.raises(FetchError) as refusal:
+        fetch("org/tiny@v1", repository=repository)
+
+    assert str(refusal.value).endswith(
+        "org/tiny has pickled weights (pytorch_model.bin), which are not read: a pickle may run code; convert them,"
+        " tensors alone: hf download org/tiny --revision v1 --local-dir DIR"
+        " && python -m varlen_tools.convert_pickle DIR, then fetch DIR"
+    )
+    nothing_is_left_over(repository)
 
 
 def test_takes_the_model_folder_of_a_package(encoder, repository, monkeypatch):

@@ -104,6 +104,8 @@ def test_a_server_whose_python_does_not_know_varlen_serves_with_it(backends, kit
         PROJECT / "model_repository",
         arguments=[
             f"--backend-directory={backends}",
+            "--model-control-mode=explicit",
+            "--load-model=minilm",
             "--http-address=127.0.0.1",
             "--grpc-address=127.0.0.1",
             "--metrics-address=127.0.0.1",

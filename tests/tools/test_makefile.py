@@ -12,6 +12,7 @@ from varlen_tools.setup_server import PROJECT
 
 TARGETS = {
     "help", "setup", "demo", "serve", "test", "test-kernels", "test-gpu", "gpu-report", "check",
+    "docs",
     "bench-beam", "bench-encoder", "bench-generate", "bench-memory", "bench-serving",
     "bench-kernels", "tune-kernels", "install-backend", "clean"
 }  # fmt: skip

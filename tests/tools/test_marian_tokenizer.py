@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers.utils import sentencepiece_model_pb2_new as sentencepiece
+from transformers.convert_slow_tokenizer import import_protobuf
 
 from tests.checkpoints import save_checkpoint
 from varlen.models.checkpoint import Checkpoint
@@ -12,6 +12,8 @@ from varlen_tools.fetch import FetchError, copy_checkpoint, fetch
 from varlen_tools.marian_tokenizer import ConversionError, convert_marian
 from varlen_tools.sentencepiece_model import SentencePieceError
 
+# a process may define the messages once only
+sentencepiece = import_protobuf()
 SPECIAL = {"<unk>": 2, "<s>": 3, "</s>": 3}
 SOURCE = {
     "▁the": -2.0,

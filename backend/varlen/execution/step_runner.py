@@ -20,6 +20,7 @@ from varlen.execution.model_info import GraphUse
 from varlen.execution.source_encoder import SourceEncoder
 from varlen.execution.step_cpu import CpuSteps
 from varlen.execution.step_cuda import CudaSteps
+from varlen.execution.step_warm_up import warm_up_steps
 from varlen.generation_options import GenerationOptions
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
@@ -222,6 +223,8 @@ class StepRunner:
                 )
                 shape = BatchShape.of([length])
                 self.run_batch(StepBatch((sequence,), shape, 0.0, "warm-up", (chunk,)))
+        if self.device.type == "cuda":
+            self._warm_up_kernels()
         self._check_numbers(chunk)
 
     def padding_tokens(self, shape: BatchShape) -> int:  # noqa: ARG002  # of every runner
@@ -236,6 +239,22 @@ class StepRunner:
         """Release the KV caches, and what runs steps."""
         self._steps.close()
         self._caches.clear()
+
+    def _warm_up_kernels(self) -> None:
+        """Run steps of prompts of all forms, so that none compiles a kernel in service."""
+        largest = self.arenas[0].largest
+        steps = warm_up_steps(
+            max_tokens=largest["tokens"],
+            max_length=self.max_sequence_tokens,
+            max_sequences=largest["logit_rows"],
+            block_size=self.kv.block_size,
+            has_sources=self._encoder is not None,
+        )
+        with torch.inference_mode(), self._steps.stream():
+            for chunks in steps:
+                if self._encoder is not None:
+                    self._encoder.encode(chunks)
+                self._steps.logits(chunks)
 
     def _check_numbers(self, like: Chunk) -> None:
         """Run random tokens in the largest step that only decodes.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from varlen.config import EngineConfig
+from varlen.execution.device_timeout import with_timeout
 from varlen.execution.executor import BatchRunner, ModelExecutor, ThreadExecutor
 from varlen.execution.model_info import GraphUse, ModelInfo, WorkerUse
 from varlen.execution.overlap import Launcher, OverlappingExecutor
@@ -44,6 +45,7 @@ class Workers:
         host: the process that starts them, if they are processes.
         launcher: the only worker, if it starts a batch while another one runs.
         graphs: cost of the CUDA graphs.
+        device_timeout: longest time of a batch of the launcher, in seconds; 0 is no limit.
     """
 
     info: ModelInfo
@@ -52,11 +54,12 @@ class Workers:
     host: WorkerHost | None = None
     launcher: Launcher | None = None
     graphs: GraphUse = field(default_factory=GraphUse)
+    device_timeout: float = 0.0
 
     def new_executor(self) -> ModelExecutor:
         """Return an executor of these workers; it has started its threads."""
         if self.launcher is not None:
-            return OverlappingExecutor(self.launcher)
+            return with_timeout(OverlappingExecutor(self.launcher), self.device_timeout)
         return ThreadExecutor(self.runners, self.prepare)
 
     def use(self) -> WorkerUse:
@@ -98,7 +101,13 @@ def load_workers(
 
     if choose_device(config.device, gpu).type == "cuda":
         runner = Runner(checkpoint, config, gpu=gpu)
-        return Workers(runner.info, [runner], launcher=runner, graphs=runner.graph_use)
+        return Workers(
+            runner.info,
+            [runner],
+            launcher=runner,
+            graphs=runner.graph_use,
+            device_timeout=config.device_timeout_seconds,
+        )
     if isolated:
         return _processes(checkpoint, config, stats)
     count = config.threads or usable_cores()

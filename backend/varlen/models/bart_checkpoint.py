@@ -20,6 +20,7 @@ from varlen.models.config_file import (
     read_choice,
     read_flag,
     read_int,
+    read_layers,
 )
 from varlen.models.family import Family, ModelSizes
 from varlen.models.table_names import TableNames
@@ -50,6 +51,8 @@ HARMLESS_FIELDS = seq2seq_fields.HARMLESS_FIELDS | frozenset(
 
 # Learned tables begin with two rows that no position has.
 LEARNED_OFFSET = 2
+# A table of computed positions has this many rows at most.
+_MOST_COMPUTED_POSITIONS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +175,18 @@ class BartConfig:
             )
         # positions of M2M-100 are counted from the padding token's id
         first = read_int(config, "pad_token_id", lowest=0) + 1 if options.positions == "m2m" else 0
+        positions = read_int(config, "max_position_embeddings")
+        if options.positions != "learned" and positions > _MOST_COMPUTED_POSITIONS:
+            raise CheckpointError(
+                f"config.json has max_position_embeddings {positions}; allowed: whole numbers up to"
+                f" {_MOST_COMPUTED_POSITIONS}, since their table is computed"
+            )
         return cls(
             options=options,
             hidden=read_int(config, "d_model"),
             encoder=_read_stack(config, "encoder", sources),
             decoder=_read_stack(config, "decoder", targets),
-            positions=read_int(config, "max_position_embeddings"),
+            positions=positions,
             first_position=first,
             activation=read_choice(
                 config, "activation_function", ACTIVATIONS, default=options.activation
@@ -253,7 +262,7 @@ def _read_stack(config: Json, name: str, vocab_size: int) -> StackConfig:
     heads = read_int(config, f"{name}_attention_heads")
     read_int(config, "d_model")
     check_multiple(config, "d_model", f"{name}_attention_heads")
-    layers = read_int(config, f"{name}_layers", lowest=0)
+    layers = read_layers(config, f"{name}_layers", lowest=0)
     return StackConfig(vocab_size, layers, heads, read_int(config, f"{name}_ffn_dim"))
 
 

@@ -19,11 +19,12 @@ from varlen.models import (
 )
 from varlen.models.config_file import Json, read_int, read_object
 from varlen.models.family import Family
+from varlen.models.first_releases import to_native
 from varlen.models.generation_config import check_generation, read_end_tokens
 from varlen.models.labels import NO_LABELS, Labels, read_labels
 from varlen.models.masked_lm_layout import MaskedLMLayout
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
-from varlen.models.sentence_transformers import SentenceSettings, read_sentence_settings
+from varlen.models.sentence_transformers import read_sentence_settings
 from varlen.models.sparse import SpladeConfig
 from varlen.models.tokenizer_files import read_tokenizer_settings
 from varlen.models.translate_config import TranslateSettings, read_translate_settings
@@ -51,7 +52,7 @@ class Checkpoint:
 
     Attributes:
         folder: where its files are.
-        config: `config.json`.
+        config: `config.json`, in the fields of today's transformers.
         architecture: name of its class in transformers.
         task: the task of its architecture's head or of its modules, else `embed`.
         pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
@@ -61,7 +62,6 @@ class Checkpoint:
         default_prompt: the one that it takes if a request names none.
         splade: how `sparse_embed` makes a vector of terms.
         masked_lm: the head of a masked language model, None if it has none.
-        is_trained_for_vectors: False if only mean pooling of a pretrained model is left for `embed`.
         hidden_size: features of a token.
         vocab_size: token ids of texts are below this.
         target_vocab_size: token ids that it generates are below this.
@@ -87,7 +87,6 @@ class Checkpoint:
     default_prompt: str
     splade: SpladeConfig
     masked_lm: MaskedLMLayout | None
-    is_trained_for_vectors: bool
     hidden_size: int
     vocab_size: int
     target_vocab_size: int
@@ -112,7 +111,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{folder} is not a folder; give a Hugging Face checkpoint folder"
             )
-        config = read_object(folder, "config.json")
+        config = to_native(read_object(folder, "config.json"))
         family = _family(config)
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
@@ -133,11 +132,11 @@ class Checkpoint:
             default_prompt=sentence.default_prompt,
             splade=sentence.splade or SpladeConfig(),
             masked_lm=_masked_lm(config, family, architecture),
-            is_trained_for_vectors=_is_trained_for_vectors(sentence, architecture),
             vocab_size=read_int(config, "vocab_size"),
             target_vocab_size=_target_vocab_size(config),
             hidden_size=sizes.hidden,
-            has_token_types=family.has_token_types,
+            # with a single type, all tokens have it
+            has_token_types=family.has_token_types and config.get("type_vocab_size") not in (0, 1),
             labels=read_labels(config, sentence.activation_class) if has_labels else NO_LABELS,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
@@ -163,6 +162,17 @@ class Checkpoint:
         return self.dense if task == "embed" else ()
 
     @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks that its architecture has heads for, its own first."""
+        family = _family(self.config)
+        served = [
+            task
+            for task in family.tasks
+            if family.heads.get(task, self.architecture) == self.architecture
+        ]
+        return tuple(dict.fromkeys((self.task, *served)))
+
+    @property
     def num_labels(self) -> int:
         """Outputs of the classification head, 0 when there is none."""
         return len(self.labels.names)
@@ -176,14 +186,6 @@ class Checkpoint:
     def is_decoder(self) -> bool:
         """Whether its model is a decoder, whose tokens read only earlier ones."""
         return _family(self.config).kind == "decoder"
-
-    @property
-    def tasks(self) -> tuple[Task, ...]:
-        """The tasks that it has the heads for."""
-        family = _family(self.config)
-        return tuple(
-            task for task in family.tasks if family.heads.get(task) in (None, self.architecture)
-        )
 
     def check_task(self, task: Task) -> None:
         """Raise CheckpointError unless this checkpoint has the head and the tensors that `task` needs.
@@ -220,11 +222,6 @@ def _masked_lm(config: Json, family: Family, architecture: str) -> MaskedLMLayou
     if family.masked_lm is None or not architecture.endswith("ForMaskedLM"):
         return None
     return family.masked_lm(config)
-
-
-def _is_trained_for_vectors(sentence: SentenceSettings, architecture: str) -> bool:
-    is_pretrained = architecture.endswith(("ForMaskedLM", "ForPreTraining"))
-    return sentence.has_modules or not is_pretrained
 
 
 def _family(config: Json) -> Family:

@@ -37,6 +37,8 @@ HARMLESS_FIELDS = frozenset(
 
 # A field's value is shown in a message up to this many characters.
 _MAX_SHOWN = 80
+# Far more than any model has.
+_MOST_LAYERS = 10_000
 
 
 def read_object(folder: Path, name: str) -> Json:
@@ -61,7 +63,9 @@ def read_json(folder: Path, name: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {name}") from None
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{name} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} is not JSON: {error}") from None
 
 
@@ -71,6 +75,17 @@ def read_int(config: Json, key: str, *, lowest: int = 1, name: str = "config.jso
     if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
         raise CheckpointError(f"{name} has {key} {value!r}; allowed: whole numbers from {lowest}")
     return value
+
+
+def read_layers(config: Json, key: str, *, lowest: int = 1) -> int:
+    """Return a number of layers in config.json, or raise CheckpointError that names it."""
+    layers = read_int(config, key, lowest=lowest)
+    # the layers are listed before their tensors are looked for
+    if layers > _MOST_LAYERS:
+        raise CheckpointError(
+            f"config.json has {key} {layers}; allowed: whole numbers from {lowest} to {_MOST_LAYERS}"
+        )
+    return layers
 
 
 def read_number(

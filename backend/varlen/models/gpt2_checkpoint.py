@@ -17,6 +17,7 @@ from varlen.models.config_file import (
     read_choice,
     read_flag,
     read_int,
+    read_layers,
     read_norm_eps,
 )
 from varlen.models.family import Family, ModelSizes
@@ -72,7 +73,7 @@ class Gpt2Config:
             hidden=hidden,
             inner=read_int(config, "n_inner") if has_inner else 4 * hidden,
             num_heads=num_heads,
-            num_layers=read_int(config, "n_layer", lowest=0),
+            num_layers=read_layers(config, "n_layer", lowest=0),
             activation=read_choice(config, "activation_function", ACTIVATIONS, default="gelu_new"),
             norm_eps=read_norm_eps(config, "layer_norm_epsilon", default=1e-5),
             has_tied_output=read_flag(config, "tie_word_embeddings", default=True),

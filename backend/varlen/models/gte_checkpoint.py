@@ -9,6 +9,8 @@ from varlen.models.post_norm_family import HeadNames, LayerNames, PostNormFamily
 GTE = PostNormFamily(
     class_name="Gte",
     prefix="gte.",
+    first_prefix="new.",
+    least_types=0,
     head=HeadNames(dense="gte.pooler.dense", output="classifier"),
     layer=LayerNames(
         qkv=("attention.qkv_proj",),

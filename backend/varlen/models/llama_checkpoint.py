@@ -17,6 +17,7 @@ from varlen.models.config_file import (
     check_unquantized,
     read_flag,
     read_int,
+    read_layers,
     read_norm_eps,
     show,
 )
@@ -215,7 +216,7 @@ def _read_heads(config: Json, options: Options) -> tuple[int, int, int]:
 
 def _read_windows(config: Json, options: Options, positions: int) -> tuple[int, ...]:
     """Return the window of each layer; 0 where it holds every sequence that is served."""
-    layers = read_int(config, "num_hidden_layers", lowest=0)
+    layers = read_layers(config, "num_hidden_layers", lowest=0)
     window = _read_window(config, options)
     size = 0 if window is None or window >= positions else window
     if "layer_types" not in options.fields:

@@ -11,6 +11,8 @@ _GATE_AND_UP = ("mlp.fc12", "mlp.fc11")
 NOMIC_BERT = PostNormFamily(
     class_name="NomicBert",
     prefix="nomic_bert.",
+    first_prefix="bert.",
+    more_architectures=("NomicBertForPreTraining",),
     head=HeadNames(dense="nomic_bert.pooler.dense", output="classifier"),
     embedding_norm="emb_ln",
     layer=LayerNames(

@@ -224,7 +224,7 @@ class _Reader:
         hidden, labels, head = self._sizes.hidden, checkpoint.num_labels, self._family.head
         if checkpoint.task == "classify":
             return Heads(
-                dense=self._read.linear([head.dense], hidden, [hidden]),
+                dense=self._read.linear([self._family.head_dense(self._prefix)], hidden, [hidden]),
                 activation=head.activation,
                 classifier=self._read.linear([head.output], hidden, [labels]),
             )

@@ -21,6 +21,7 @@ from varlen.models.config_file import (
     read_choice,
     read_flag,
     read_int,
+    read_layers,
     read_norm_eps,
     read_num_labels,
 )
@@ -55,6 +56,7 @@ MAX_DISTANCE = 128
 
 ROTARY_FIELDS = frozenset("head_dim rope_parameters rope_scaling rope_theta".split())
 _TABLES = ("word", "position", "token_type")
+_WORDS = "embeddings.word_embeddings.weight"
 # Tensors of other heads, and tables that transformers computes.
 _UNUSED = ("embeddings.position_ids", "embeddings.token_type_ids")
 _OTHER_HEADS = tuple(
@@ -171,12 +173,14 @@ class PostNormFamily:
     Attributes:
         class_name: of its classes in transformers, such as Bert of BertModel.
         prefix: of the encoder's tensors in a model with a head.
+        first_prefix: the same in its first releases, if they had another.
         head: the classifier of sequences.
         embedding_norm: the norm of the embeddings.
         layer: names within a layer.
         fields: names in config.json.
         projection: the linear layer from the tables' features to those of the layers, where they may differ.
         always_projects: whether that layer is there even if they do not differ.
+        least_types: fewest token types; 0 if there may be no table of them.
         distance_bias: the table of relative positions, `[DISTANCE_BUCKETS, heads]`.
         first_position: row of the first token in the position table; None if it follows `pad_token_id`.
         default_theta: base of rotary positions, for a family without a position table.
@@ -195,6 +199,8 @@ class PostNormFamily:
     fields: FieldNames = FieldNames()
     projection: str = ""
     always_projects: bool = False
+    first_prefix: str = ""
+    least_types: int = 1
     distance_bias: str = ""
     first_position: int | None = 0
     default_theta: float | None = None
@@ -250,10 +256,10 @@ class PostNormFamily:
             hidden=hidden,
             positions=rows - first if rotary is None else rotary.positions,
             inner=read_int(config, names.inner),
-            layers=read_int(config, names.layers, lowest=0),
+            layers=read_layers(config, names.layers, lowest=0),
             heads=heads,
             vocabulary=read_int(config, "vocab_size"),
-            types=read_int(config, names.types) if names.types else 0,
+            types=read_int(config, names.types, lowest=self.least_types) if names.types else 0,
             first_position=first,
             rotary=rotary,
             embedding=read_int(config, names.embedding) if names.embedding else hidden,
@@ -314,8 +320,14 @@ class PostNormFamily:
 
     def prefix_of(self, tensors: Mapping[str, TensorHeader] | CheckpointWeights) -> str:
         """Return the prefix of the encoder's tensor names; models with a head have one."""
-        is_prefixed = f"{self.prefix}embeddings.word_embeddings.weight" in tensors
-        return self.prefix if is_prefixed else ""
+        names = [name for name in (self.prefix, self.first_prefix) if name]
+        return next((name for name in names if f"{name}{_WORDS}" in tensors), "")
+
+    def head_dense(self, prefix: str) -> str:
+        """Return the classifier's dense layer, which may be a part of the encoder."""
+        name = self.head.dense
+        is_inside = name.startswith(self.prefix) and bool(prefix)
+        return prefix + name.removeprefix(self.prefix) if is_inside else name
 
     def has_projection(self, sizes: EncoderSizes) -> bool:
         """Return whether there is a linear layer between tables and layers."""
@@ -369,7 +381,7 @@ class PostNormFamily:
             add_linear(f"{at}.{layer.down}", inner, hidden, bias=layer.has_bias(layer.down))
             add_norm(f"{at}.{layer.output_norm}", hidden)
         if task == "classify":
-            add_linear(self.head.dense, hidden, hidden)
+            add_linear(self.head_dense(prefix), hidden, hidden)
             add_linear(self.head.output, hidden, read_num_labels(config))
         if task == "token_classify":
             add_linear("classifier", hidden, read_num_labels(config))

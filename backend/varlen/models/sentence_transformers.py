@@ -53,11 +53,12 @@ _OUTPUTS_OF_TASK = {
     "sequence-classification": ("logits", "scores"),
     "fill-mask": ("logits", "token_embeddings"),
 }
-_MODEL_TYPES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder")
+# Kinds of models, with SpladePooling and without.
+_SPARSE_TYPES = ("SparseEncoder", "SentenceTransformer")
+_DENSE_TYPES = ("SentenceTransformer", "CrossEncoder")
 _KNOWN_MODEL_FIELDS = frozenset(
     # similarity_fn_name is for `similarity`, activation_fn for the scores of a cross-encoder
-    "__version__ requirements prompts default_prompt_name model_type activation_fn similarity_fn_name"
-    " max_active_dims".split()
+    "__version__ requirements prompts default_prompt_name model_type activation_fn similarity_fn_name".split()
 )
 
 
@@ -75,7 +76,6 @@ class SentenceSettings:
         lowercase: whether texts are lowercased even if the tokenizer does not.
         activation_class: what makes scores of a cross-encoder's logits, if a file has it.
         splade: how a vector of terms is made; None for other models.
-        has_modules: whether a file says how vectors are made.
     """
 
     pooling: tuple[Pooling, ...] = ("mean",)
@@ -87,7 +87,6 @@ class SentenceSettings:
     lowercase: bool = False
     activation_class: str | None = None
     splade: SpladeConfig | None = None
-    has_modules: bool = False
 
 
 def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> SentenceSettings:
@@ -113,7 +112,7 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
         includes_prompt = config.get("include_prompt") is not False
     if "Normalize" in paths:
         _check_normalize(folder, paths["Normalize"])
-    prompts, prompt = _prompts(folder)
+    prompts, prompt = _prompts(folder, is_splade=is_splade)
     if prompt and not includes_prompt:
         raise CheckpointError(
             f"the pooling has include_prompt false and {_MODEL_CONFIG} a default prompt {show(prompt)};"
@@ -136,7 +135,6 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
             if is_splade
             else None
         ),
-        has_modules=len(modules) > 1,
     )
 
 
@@ -227,15 +225,17 @@ def _transformer_config(folder: Path, *, is_splade: bool) -> Json:
     return config
 
 
-def _prompts(folder: Path) -> tuple[Mapping[str, str], str]:
+def _prompts(folder: Path, *, is_splade: bool) -> tuple[Mapping[str, str], str]:
     """Return the prompts by name, and the default one."""
     config = read_optional_object(folder, _MODEL_CONFIG)
     kind = config.get("model_type") or "SentenceTransformer"
-    if kind not in _MODEL_TYPES:
+    allowed = _SPARSE_TYPES if is_splade else _DENSE_TYPES
+    if kind not in allowed:
         raise CheckpointError(
-            f"{_MODEL_CONFIG} has model_type {show(kind)}; allowed: {', '.join(_MODEL_TYPES)}"
+            f"{_MODEL_CONFIG} has model_type {show(kind)}; allowed: {', '.join(allowed)}"
         )
-    check_fields(config, _MODEL_CONFIG, known=_KNOWN_MODEL_FIELDS, fixed={"truncate_dim": None})
+    known = _KNOWN_MODEL_FIELDS | ({"max_active_dims"} if is_splade else set())
+    check_fields(config, _MODEL_CONFIG, known=known, fixed={"truncate_dim": None})
     name = config.get("default_prompt_name")
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict):

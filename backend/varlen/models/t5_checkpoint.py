@@ -17,6 +17,7 @@ from varlen.models.config_file import (
     check_unquantized,
     read_flag,
     read_int,
+    read_layers,
     read_norm_eps,
 )
 from varlen.models.family import Family, ModelSizes
@@ -80,7 +81,7 @@ class T5Config:
             fixed |= {"is_encoder_decoder": False, "is_decoder": False}
         check_fields(config, "config.json", known=known, fixed=fixed)
         activation, is_gated = _read_feed_forward(config)
-        layers, hidden = read_int(config, "num_layers"), read_int(config, "d_model")
+        layers, hidden = read_layers(config, "num_layers"), read_int(config, "d_model")
         has_own_layers = config.get("num_decoder_layers") is not None
         return cls(
             vocab_size=read_int(config, "vocab_size"),
@@ -89,7 +90,7 @@ class T5Config:
             num_heads=read_int(config, "num_heads"),
             head_dim=read_int(config, "d_kv"),
             encoder_layers=layers,
-            decoder_layers=read_int(config, "num_decoder_layers") if has_own_layers else layers,
+            decoder_layers=read_layers(config, "num_decoder_layers") if has_own_layers else layers,
             **_read_buckets(config),
             activation=activation,
             is_gated=is_gated,

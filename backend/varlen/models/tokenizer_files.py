@@ -64,7 +64,8 @@ def read_tokenizer_settings(folder: Path, family: Family, *, lowercase: bool) ->
     """
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(
-            f"{folder} has no tokenizer.json; save the checkpoint with its fast tokenizer"
+            f"{folder} has no tokenizer.json; save the checkpoint with its fast tokenizer, or let"
+            " varlen_tools.fetch make it of older files"
         )
     tokenizer = read_object(folder, "tokenizer.json")
     normalizer = tokenizer.get("normalizer")
@@ -112,6 +113,8 @@ def _read_chat_template(folder: Path, config: Json) -> str | None:
     if (folder / _CHAT_TEMPLATE).is_file():
         try:
             return (folder / _CHAT_TEMPLATE).read_text(encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{_CHAT_TEMPLATE} cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise CheckpointError(f"{_CHAT_TEMPLATE} is not text: {error}") from None
     template = config.get("chat_template")

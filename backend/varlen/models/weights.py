@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# Endings of files that may be pickles, and the beginnings of the names of those that hold no weights.
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_STATE_OF_TRAINING = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 # Integers and 8-bit floats are quantized: they mean nothing without their scales.
 _DTYPES = ("F64", "F32", "F16", "BF16")
 # TensorFlow's names of the two tensors of a layer norm; transformers renames them in the same way.
@@ -160,10 +163,8 @@ def shards(folder: Path) -> list[Path]:
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     if not (folder / _INDEX).is_file():
-        raise CheckpointError(
-            f"{folder} has no {_SINGLE} and no {_INDEX}; pickled weights (*.bin) are not read;"
-            " save the model with save_pretrained(..., safe_serialization=True)"
-        )
+        check_no_pickles(folder)
+        raise CheckpointError(f"{folder} has no {_SINGLE} and no {_INDEX}")
     try:
         names = set(
             json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
@@ -174,6 +175,26 @@ def shards(folder: Path) -> list[Path]:
     if outside:
         raise CheckpointError(f"{_INDEX} names a file outside the checkpoint folder")
     return [folder / name for name in sorted(names)]
+
+
+def pickled_weights(folder: Path) -> list[str]:
+    """Return the names of the files that may hold pickled weights."""
+    return sorted(path.name for path in folder.iterdir() if is_pickle(path.name))
+
+
+def is_pickle(name: str) -> bool:
+    """Return whether a file of this name may hold pickled weights."""
+    return name.endswith(_PICKLES) and not name.startswith(_STATE_OF_TRAINING)
+
+
+def check_no_pickles(folder: Path) -> None:
+    """Raise CheckpointError if a folder without safetensors has pickled weights."""
+    names = pickled_weights(folder)
+    if names and not list(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{folder} has pickled weights ({names[0]}), which are not read: a pickle may run code;"
+            f" convert them, tensors alone: python -m varlen_tools.convert_pickle {folder}"
+        )
 
 
 def _canonical_name(name: str) -> str:

@@ -67,7 +67,7 @@ class Recorder:
         self._for_gpu = for_gpu
         self._approximate_gelu = approximate_gelu and for_gpu
         # the tiles of attention, by all that they depend on
-        self._tiles: dict[tuple[str, AttentionHeads, torch.dtype, bool, bool], Value] = {}
+        self._tiles: dict[tuple[object, ...], Value] = {}
         self._ops: list[Op] = []
         self._declared: dict[str, Value | State] = {}
 
@@ -311,9 +311,37 @@ class Recorder:
         window: int = 0,
     ) -> Value:
         operands: tuple[Operand, ...] = (qkv, key_cache, value_cache, *tables, bias)
+        if self._for_gpu:
+            operands += (self._paged_tiles(qkv, key_cache, tables, heads, window=window),)
         shape = (qkv.shape[0], heads.width)
         attributes = {**heads.counts, "scale": scale, "window": window}
         return self._call("attention_paged", operands, shape, qkv.dtype, **attributes)
+
+    def _paged_tiles(
+        self,
+        qkv: Value,
+        key_cache: State,
+        tables: Sequence[Value],
+        heads: AttentionHeads,
+        *,
+        window: int,
+    ) -> Value:
+        """Return the tiles of `attention_paged`, recorded once for all layers that share them."""
+        cu_seqlens, context_lens, _, cu_blocks = tables
+        key = (cu_seqlens.name, heads, qkv.shape, qkv.dtype, key_cache.dtype, window)
+        if key not in self._tiles:
+            tokens, bounds = qkv.shape[0], cu_seqlens.shape[0]
+            assert isinstance(tokens, Size)
+            assert isinstance(bounds, Size)
+            self._tiles[key] = self._call(
+                "paged_tiles",
+                (qkv, key_cache, cu_seqlens, context_lens, cu_blocks),
+                (tokens + bounds + bounds, 5),
+                torch.int32,
+                **heads.counts,
+                window=window,
+            )
+        return self._tiles[key]
 
     def select_rows(self, x: Value, rows: Value) -> Value:
         return self._call("select_rows", (x, rows), (*rows.shape, *x.shape[1:]), x.dtype)

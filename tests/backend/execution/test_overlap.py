@@ -18,12 +18,12 @@ from tests.repeated_work import RepeatedWork
 from varlen import service
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
-from varlen.engine import Engine
 from varlen.errors import EngineError, ModelFaultError
 from varlen.execution import device
 from varlen.execution import runner as runner_module
 from varlen.execution.buckets import Buckets
 from varlen.execution.cuda import CudaRunner
+from varlen.execution.device_timeout import TimedExecutor
 from varlen.execution.overlap import OverlappingExecutor
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
@@ -32,20 +32,16 @@ from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.metrics import SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
-from varlen.request import Request, RequestOptions
+from varlen.request import Request
 from varlen.sequence import Batch, RequestState
 from varlen_kernels import reference
 
 from ..fakes.engine_parts import Clock, FakeReply
+from ..fakes.gpu_model import COPY, MAX_TOKENS, NORMALIZED, PACK, RUN, GpuModel
 from ..fakes.virtual_gpu import SECONDS, VirtualGpu
 from ..requests import random_prompts
-from ..scheduling.waiting import cost_table, make_scheduler
 
 CPU = torch.device("cpu")
-MAX_TOKENS = 32
-# Virtual time of a batch on the GPU, and of packing it.
-RUN, COPY, PACK = 2e-3, 1e-4, 5e-4
-NORMALIZED = RequestOptions(normalize=True)
 
 
 @pytest.fixture(scope="module")
@@ -70,80 +66,13 @@ def device_runner(runner, gpu):
     return CudaRunner(runner.program, reference, arena, gpu)
 
 
-class Launcher:
-    """Starts batches on the virtual GPU; packing takes virtual time."""
-
-    def __init__(self, device_runner, gpu, slots=CudaRunner.slots):
-        self.slots = slots
-        self.device_runner = device_runner
-        self.gpu = gpu
-        self.batches = []
-
-    def launch_batch(self, batch):
-        self.gpu.clock.now += PACK
-        self.batches.append(batch)
-        prompts = [each.prompt for each in batch.sequences]
-        return self.device_runner.launch(prompts, [each.options for each in batch.sequences])
-
-    def padding_tokens(self, shape):
-        return 0
-
-    def check(self):
-        if self.gpu.lost:
-            raise self.gpu.lost
-
-
-class Model:
-    """An engine over the virtual GPU, stepped by hand."""
-
-    def __init__(self, device_runner, gpu, *, slots=2, seconds=RUN + 2 * COPY):
-        self.gpu, self.clock = gpu, gpu.clock
-        self.launcher = Launcher(device_runner, gpu, slots)
-        self.executor = OverlappingExecutor(self.launcher, gpu.clock)
-        costs = cost_table(lambda *_: seconds, max_length=MAX_TOKENS)
-        scheduler = make_scheduler(costs, MAX_TOKENS, policy="token_budget")
-        self.engine = Engine(scheduler, self.executor, Stats(), gpu.clock)
-        self.replies = []
-
-    def submit(self, *lengths, seed=0):
-        prompts = tuple(random_prompts(lengths, seed=seed, types=2))
-        self.replies.append(FakeReply())
-        self.engine.submit(Request(prompts, NORMALIZED), self.replies[-1])
-        return prompts
-
-    def play(self, arrivals=()):
-        """Run until all is answered; arrivals are times and what to call then, in order."""
-        arrivals = list(arrivals)
-        while True:
-            wake_at = self.engine.step()
-            if self.drain():
-                continue
-            arrival = arrivals[0][0] if arrivals else math.inf
-            wake_at = math.inf if wake_at is None else wake_at
-            now = min(wake_at, arrival, *self.gpu.ends)
-            if math.isinf(now):
-                return
-            self.clock.now = max(self.clock.now, now)
-            while arrivals and arrivals[0][0] <= self.clock.now:
-                arrivals.pop(0)[1]()
-            self.gpu.run_until(self.clock.now)
-            self.drain()
-
-    def drain(self):
-        """Pass on batches that ended; return whether there were any."""
-        ended = self.engine._in_flight - len(self.gpu.ends)
-        for _ in range(ended):
-            self.engine._handle(self.engine._inbox.get(timeout=SECONDS))
-        return ended > 0
-
-
 @pytest.fixture
 def model(device_runner, gpu):
     """Return a function that makes a model, and closes it after the test."""
     made = []
 
     def make(**settings):
-        made.append(Model(device_runner, gpu, **settings))
+        made.append(GpuModel(device_runner, gpu, **settings))
         return made[-1]
 
     yield make
@@ -370,7 +299,7 @@ def test_a_thread_of_the_engine_answers_each_request_once_whatever_fails(runner,
         ("running" if n % 2 else "starting", OSError(n)) if n % 5 == 0 else None for n in range(30)
     )
     arena = Arena(Layout(runner.program.buffers, 256), largest_dims(MAX_TOKENS), CPU)
-    made = Model(CudaRunner(runner.program, reference, arena, gpu), gpu)
+    made = GpuModel(CudaRunner(runner.program, reference, arena, gpu), gpu)
     made.engine.start()
     for n in range(60):
         try:
@@ -470,7 +399,8 @@ def test_a_model_on_a_gpu_has_one_worker_that_overlaps_batches(small_bert, monke
     assert (workers.info, workers.graphs, workers.host) == ("info", "graphs", None)
     executor = workers.new_executor()
     executor.close()
-    assert isinstance(executor, OverlappingExecutor)
+    assert isinstance(executor, TimedExecutor)
+    assert isinstance(executor._executor, OverlappingExecutor)
 
 
 @pytest.mark.parametrize(

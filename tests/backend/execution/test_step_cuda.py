@@ -4,6 +4,7 @@ Sizes of graphs, padding of inputs, fixed addresses and the order of the inputs 
 """
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.registry import load_decoder, load_encoder_decoder
+from varlen.program.recorder import Recorder
 from varlen.sequence import Chunk
 from varlen_kernels import reference
 
@@ -26,7 +28,7 @@ from .test_step_packing import sequence_of_source
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, BLOCKS = 16, 90
-LARGEST = {"tokens": 64, "logit_rows": 20}
+LARGEST = {"tokens": 64, "sequences": 20, "logit_rows": 20}
 KINDS = ["GPT2LMHeadModel", "BartForConditionalGeneration", "T5ForConditionalGeneration"]
 
 
@@ -41,10 +43,12 @@ def has_sources(folder):
 
 
 @pytest.fixture(scope="module")
-def program(folder, has_sources):
+def programs(folder, has_sources):
+    """Return the programs of a step for a CPU and for a GPU."""
     load = load_encoder_decoder if has_sources else load_decoder
     model = load(Checkpoint.open(folder), torch.float32, CPU)
-    return record_steps(model, KvSize(BLOCKS, BLOCK_SIZE, 0, torch.float32))[0]
+    kv = KvSize(BLOCKS, BLOCK_SIZE, 0, torch.float32)
+    return record_steps(model, kv)[0], record_steps(model, kv, partial(Recorder, for_gpu=True))[0]
 
 
 @pytest.fixture
@@ -53,18 +57,19 @@ def graphs():
 
 
 @pytest.fixture
-def steps(program, graphs):
+def steps(programs, graphs):
     """Return the steps of a CPU and of a GPU, over equal caches."""
     generator = torch.Generator().manual_seed(0)
-    caches = {state.name: torch.randn(state.shape, generator=generator) for state in program.states}
+    states = programs[0].states
+    caches = {state.name: torch.randn(state.shape, generator=generator) for state in states}
 
-    def make(kind, **options):
+    def make(kind, program, **options):
         arena = Arena(Layout(program.buffers, 256), LARGEST, CPU)
         copies = {name: cache.clone() for name, cache in caches.items()}
         return kind(program, reference, arena, copies, block_size=BLOCK_SIZE, **options), copies
 
     blocks = {"blocks_per_sequence": 20, "blocks_per_source": 4}
-    return make(CpuSteps), make(CudaSteps, graphs=graphs, **blocks)
+    return make(CpuSteps, programs[0]), make(CudaSteps, programs[1], graphs=graphs, **blocks)
 
 
 @pytest.fixture
@@ -129,7 +134,8 @@ def test_a_step_with_a_prompt_replays_nothing(steps, graphs, chunk):
     assert graphs.replayed == 0
 
 
-def test_loading_logs_what_the_graphs_cost(program, caplog):
+def test_loading_logs_what_the_graphs_cost(programs, caplog):
+    program = programs[1]
     with caplog.at_level(logging.INFO, "varlen"):
         steps = CudaSteps(
             program,
@@ -145,3 +151,10 @@ def test_loading_logs_what_the_graphs_cost(program, caplog):
     # 1, 2, 4, 8, 16 and 20 sequences
     assert "captured 6 of 6 graphs in " in caplog.text
     assert steps.graph_use.count == 6
+
+
+def test_layers_of_one_form_share_their_tiles_on_a_gpu(programs, has_sources):
+    calls = [[op.kernel for op in program.ops].count("paged_tiles") for program in programs]
+
+    # a table of the decoder's own tokens, and one of the sources
+    assert calls == [0, 2 if has_sources else 1]

@@ -134,3 +134,27 @@ def test_too_little_memory_for_graphs_names_the_setting_to_lower(small_bert, mon
 
     with pytest.raises(ConfigError, match="graphs of batches up to 4096 tokens: lower max_batch_t"):
         Runner(Checkpoint.open(small_bert), EngineConfig(device="cpu", dtype="fp32"))
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_a_gpu_runs_prompts_of_all_forms_before_it_serves(make_checkpoint, monkeypatch, kind):
+    config = EngineConfig(
+        device="cpu", dtype="fp32", max_running_sequences=6, max_step_tokens=40, warmup_seconds=0
+    )
+    runner = StepRunner(
+        Checkpoint.open(make_checkpoint(kind)), config, lambda logits, sequences: []
+    )
+    logits, shapes = runner._steps.logits, []
+    monkeypatch.setattr(
+        runner._steps,
+        "logits",
+        lambda chunks: shapes.append([len(c.token_ids) for c in chunks]) or logits(chunks),
+    )
+
+    runner._warm_up_kernels()
+
+    assert all(sum(lengths) <= 40 for lengths in shapes)
+    # one prompt, several, and single tokens beside one
+    assert [2] in shapes
+    assert [16, 16] in shapes
+    assert [2, 1, 1, 1, 1, 1] in shapes

@@ -28,6 +28,7 @@ class VirtualGpu(RepeatedWork):
         ran: begin and end of everything that has run.
         faults: errors that coming batches raise: `(while, error)`, where `while` is "starting" or "running", or None.
         lost: the error that everything raises; None of a GPU that works.
+        hung: whether what is started from now on never ends.
     """
 
     def __init__(self, clock, *, run_seconds=2e-3, copy_seconds=1e-4):
@@ -38,6 +39,7 @@ class VirtualGpu(RepeatedWork):
         self.ran = []
         self.faults = deque()
         self.lost = None
+        self.hung = False
         self._fault = None
         self._queue = deque()
         self._free_at = -math.inf
@@ -102,7 +104,7 @@ class VirtualGpu(RepeatedWork):
 
     def _start(self, seconds, work, is_end=False):
         begin = max(self.clock.now, self._free_at)
-        self._free_at = begin + seconds
+        self._free_at = math.inf if self.hung else begin + seconds
         self._queue.append(Op(begin, self._free_at, work, is_end))
 
     def _check(self):

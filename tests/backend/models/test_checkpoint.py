@@ -144,6 +144,28 @@ def test_refuses_a_file_that_is_not_json(folder, name):
         Checkpoint.open(folder)
 
 
+def test_refuses_a_folder_in_place_of_a_file(folder):
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+
+    with refused("config.json cannot be read: Is a directory"):
+        Checkpoint.open(folder)
+
+
+def test_refuses_json_that_is_nested_too_deeply(folder):
+    write_file(folder, "config.json", "[" * 100_000)
+
+    with refused("config.json is not JSON: "):
+        Checkpoint.open(folder)
+
+
+def test_refuses_more_layers_than_any_model_has(folder):
+    set_fields(folder, "config.json", num_hidden_layers=2**31)
+
+    with refused("num_hidden_layers 2147483648; allowed: whole numbers from 0 to 10000"):
+        Checkpoint.open(folder)
+
+
 def test_refuses_a_file_that_is_not_text(folder):
     (folder / "config.json").write_bytes(b"\xff\xfe\x00")
 
@@ -208,13 +230,13 @@ def test_refuses_modules_that_are_no_list_of_objects(folder, content):
     "pooling",
     [
         {"pooling_mode_mean_tokens": False},
-        {"pooling_mode_mean_tokens": True, "pooling_mode_weightedmean_tokens": True},
-        {"pooling_mode_weightedmean_tokens": True},
-        {"pooling_mode": "weightedmean"},
-        {"pooling_mode": ["cls", "weightedmean"]},
+        {"pooling_mode_mean_tokens": True, "pooling_mode_median_tokens": True},
+        {"pooling_mode_median_tokens": True},
+        {"pooling_mode": "median"},
+        {"pooling_mode": ["cls", "median"]},
         {"pooling_mode": []},
     ],
-    ids=["none", "concatenated", "weighted", "weighted-name", "concatenated-names", "no-names"],
+    ids=["none", "concatenated", "unknown", "unknown-name", "concatenated-names", "no-names"],
 )
 def test_refuses_a_pooling_that_is_not_of_those_we_know(folder, pooling):
     for name, content in pooling_files(**pooling).items():
@@ -274,7 +296,9 @@ def test_refuses_a_folder_with_pickled_weights_only(folder):
     torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
     (folder / WEIGHTS).unlink()
 
-    with refused(f"has no {WEIGHTS} and no {INDEX}; pickled weights (*.bin) are not read"):
+    with refused(
+        "has pickled weights (pytorch_model.bin), which are not read: a pickle may run code"
+    ):
         load(folder)
 
 

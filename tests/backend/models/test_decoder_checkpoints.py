@@ -197,6 +197,8 @@ REFUSED = [
     ("Llama", "rope_scaling", {"type": "su"}, "which disagree"),
     ("Llama", "attention_bias", 1, "has attention_bias 1; allowed: true, false"),
     ("Mistral", "sliding_window", 0, "has sliding_window 0; allowed: whole numbers from 1"),
+    ("Llama", "num_hidden_layers", 2**31, "allowed: whole numbers from 0 to 10000"),
+    ("GPT2", "n_layer", 2**31, "allowed: whole numbers from 0 to 10000"),
     ("Mistral", "attention_bias", True, 'has the field "attention_bias" (true)'),
     ("Mistral", "layer_types", ["full_attention"], 'has the field "layer_types"'),
     ("Qwen2", "attention_bias", True, 'has the field "attention_bias" (true)'),

@@ -124,6 +124,9 @@ REFUSED = [
     ("t5", "relative_attention_num_buckets", 2, "num_buckets 2; allowed: whole numbers from 4"),
     ("mt5", "is_gated_act", False, "has is_gated_act False and feed_forward_proj"),
     ("mt5", "num_layers", 0, "has num_layers 0; allowed: whole numbers from 1"),
+    ("t5", "num_layers", 10**9, "num_layers 1000000000; allowed: whole numbers from 1 to 10000"),
+    ("marian", "encoder_layers", 10**9, "allowed: whole numbers from 0 to 10000"),
+    ("marian", "max_position_embeddings", 2**53, "allowed: whole numbers up to 1048576, since"),
 ]
 
 

@@ -108,6 +108,8 @@ def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch):
     [
         ("layer_types", ["full_attention"], "allowed: 4 names, each of full_attention"),
         ("layer_types", ["full", "full", "full", "full"], "allowed: 4 names"),
+        ("layer_types", [{}, [], None, "full_attention"], "allowed: 4 names"),
+        ("num_hidden_layers", 2**63, "allowed: whole numbers from 1 to 10000"),
         ("rope_parameters", {"rope_type": "yarn"}, "allowed: an object with full_attention"),
         (
             "rope_parameters",

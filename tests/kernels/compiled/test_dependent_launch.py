@@ -9,21 +9,26 @@ from varlen_bench.dry_run import dry_run
 from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
 
-# The ops of an encoder's forward pass.
+# The ops of an encoder's forward pass and of a step of generation.
 OPS = [
     "activate",
     "activate_gate",
     "add_layer_norm",
+    "append_kv",
+    "attention_paged",
     "attention_tiles",
     "attention_varlen",
     "embed",
     "embed_layer_norm",
     "first_tokens",
     "layer_norm",
+    "norm_heads",
+    "paged_tiles",
     "pool",
     "residual_layer_norm",
     "residual_rms_norm",
     "rms_norm",
+    "rotary",
 ]
 ACCESS = re.compile(r"\b(?:ld|st|cp\.async)\S*\.global|\bret;")
 

@@ -5,7 +5,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from varlen_kernels import attention_decode, attention_paged, reference
+from varlen_kernels import attention_decode, paged_tiles, reference
 from varlen_kernels.attention_paged import attention_paged as attend
 from varlen_kernels.tuning import forced_launch
 
@@ -203,8 +203,7 @@ def test_chunks_among_empty_sequences_are_right_if_tokens_are_as_many_as_sequenc
 
 
 def test_finds_sequences_past_the_first_read_of_cu_seqlens(device, monkeypatch):
-    monkeypatch.setattr(attention_paged, "BLOCK_BATCH", 4)
-    monkeypatch.setattr(attention_decode, "_BLOCK_BATCH", 4)
+    monkeypatch.setattr(paged_tiles, "BLOCK_BATCH", 4)
     lengths = [(1, 3), (0, 0), (1, 17), (0, 0), (0, 0), (1, 9)]
 
     check_against_reference(lengths, 16, torch.float32, device)
@@ -243,7 +242,7 @@ def test_every_candidate_launch_of_tiles_matches_the_reference(window, mean, dev
     expected = reference64(inputs, **settings)
     key = (64, torch.float16, window > 0)
 
-    launches = attention_paged.candidate_launches(*key, mean)
+    launches = paged_tiles.candidate_launches(*key, mean)
     # in the interpreter a launch takes a second
     for launch in launches if device.type == "cuda" else launches[:1]:
         with forced_launch("attention_paged", (*key, 16), launch):

@@ -14,7 +14,10 @@ from varlen_bench.encoder.run import run
 from varlen_bench.encoder.systems import SYSTEMS
 from varlen_bench.encoder.workload import short_workload, uniform_workload
 from varlen_bench.harness import command, machine
+from varlen_bench.peers.pooling import POOLING_MODES, PoolingMode
+from varlen_bench.peers.random_encoders import RANDOM_ENCODERS, random_encoder
 
+_MINILM = Path("model_repository/minilm/1")
 _PACKAGES = ("torch", "transformers", "onnxruntime", "ctranslate2", "varlen")
 
 app = typer.Typer(add_completion=False)
@@ -23,9 +26,13 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def main(
     context: typer.Context,
-    model: Annotated[Path, typer.Option(help="Hugging Face folder of a mean-pooled BERT.")] = Path(
-        "model_repository/minilm/1"
-    ),
+    model: Annotated[
+        Path,
+        typer.Option(
+            help="Hugging Face folder of an embedding model, or one with random weights: "
+            + ", ".join(RANDOM_ENCODERS)
+        ),
+    ] = _MINILM,
     rounds: Annotated[int, typer.Option(min=1, help="Measured passes of each system.")] = 5,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of 5-500 tokens.")] = 96,
     queries: Annotated[int, typer.Option(min=1, help="Short queries.")] = 512,
@@ -49,8 +56,9 @@ def main(
     if quick:
         rounds, sequences, queries = min(rounds, 2), min(sequences, 24), min(queries, 96)
     try:
-        if Checkpoint.open(model).pooling != ("mean",):
-            raise ValueError(f"{model} does not pool by mean; the peers of this benchmark do")
+        if str(model) in RANDOM_ENCODERS:
+            model = random_encoder(str(model), tokenizer=_MINILM)
+        pooling = _pooling(model)
         systems = [SYSTEMS[name] for name in command.select(only, SYSTEMS)]
         workloads = [uniform_workload(model, sequences, seed), short_workload(model, queries, seed)]
     except (CheckpointError, ValueError, OSError) as error:
@@ -58,13 +66,27 @@ def main(
     if quick:
         workloads = [workload.with_fewer_sizes() for workload in workloads]
     with bench.progress() as progress:
-        results = run(systems, workloads, progress, model=model, threads=cores, rounds=rounds)
+        results = run(
+            systems, workloads, progress, model=model, pooling=pooling, threads=cores, rounds=rounds
+        )
     rows = report.csv_rows(results, _model_name(model))
     bench.append(rows)
     bench.show(*report.tables(rows))
     bench.finish("encoder", report.bench_figures(results))
     if any(r.system.engine == "varlen" and not r.speeds for r in results):
         raise typer.Exit(1)
+
+
+def _pooling(model: Path) -> PoolingMode:
+    """Return how a model pools; its peers do the same."""
+    checkpoint = Checkpoint.open(model)
+    mode, *others = checkpoint.pooling
+    if others or checkpoint.dense or mode not in POOLING_MODES:
+        raise ValueError(
+            f"{model} pools by {' and '.join(checkpoint.pooling)}, with {len(checkpoint.dense)} dense layers; "
+            f"the peers of this benchmark pool by one of {', '.join(POOLING_MODES)}, with none"
+        )
+    return mode
 
 
 def _model_name(model: Path) -> str:

@@ -19,6 +19,7 @@ from varlen_bench.harness.command import Progress
 from varlen_bench.harness.machine import has_native_bf16
 from varlen_bench.harness.worker import WorkerError, WorkerProcess
 from varlen_bench.peers.exports import exported
+from varlen_bench.peers.pooling import PoolingMode
 
 # Emulated bf16 embeds every eighth sequence by length.
 _EMULATED_STEP = 8
@@ -32,6 +33,7 @@ def run(
     report: Progress,
     *,
     model: Path,
+    pooling: PoolingMode,
     threads: int,
     rounds: int,
 ) -> list[Result]:
@@ -42,13 +44,13 @@ def run(
     with TemporaryDirectory(prefix="varlen-bench-") as scratch, ExitStack() as processes:
         report("reference vectors: transformers fp32, one sequence at a time")
         alone = _MeasuredSystem(REFERENCE, workloads, Path(scratch))
-        with alone.start(model, threads):
+        with alone.start(model, pooling, threads):
             reference = alone.prepare()
         measured = [_MeasuredSystem(system, workloads, Path(scratch)) for system in systems]
         for system in measured:
             report(f"prepare {system.name}")
             with system.failures(report):
-                processes.enter_context(system.start(model, threads))
+                processes.enter_context(system.start(model, pooling, threads))
                 system.prepare(reference)
         for number in range(rounds):
             for workload in workloads:
@@ -81,13 +83,14 @@ class _MeasuredSystem:
             self._parts.append(part)
             self._kept[whole.name], self.results[whole.name] = kept, result
 
-    def start(self, model: Path, threads: int) -> WorkerProcess:
+    def start(self, model: Path, pooling: PoolingMode, threads: int) -> WorkerProcess:
         """Start to load the system; return its process."""
         engine, precision = self._system.engine, self._system.precision
         argument = {
             "system": asdict(self._system),
-            "checkpoint": str(exported(model, engine, precision).resolve()),
+            "checkpoint": str(exported(model, engine, precision, pooling).resolve()),
             "threads": threads,
+            "pooling": pooling,
         }
         self._folder.mkdir()
         log = self._folder / "log"

@@ -103,6 +103,7 @@ def start(argument: Message) -> Callable[[Message], Message]:
         Path(argument["checkpoint"]),
         system.precision,
         threads=argument["threads"],
+        pooling=argument["pooling"],
     )
     worker = Worker(system, load)
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from varlen_bench.peers.checkpoints import max_positions
-
 _UNIFORM_SHORTEST, _UNIFORM_LONGEST = 5, 500
 _QUERY_SHORTEST, _QUERY_LONGEST = 3, 30
 
@@ -51,24 +49,24 @@ class Workload:
 def uniform_workload(model: Path, count: int, seed: int = 0) -> Workload:
     """Return sequences of random words, 5-500 tokens or the model's limit."""
     tokenizer = _tokenizer(model)
-    cls, sep = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
-    if cls is None or sep is None:
-        raise ValueError(f"{model} has no [CLS] and [SEP] tokens; the benchmark is for BERT models")
+    before, after = _special_tokens(tokenizer)
+    added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    words = sorted(i for token, i in vocabulary.items() if not token.startswith("["))
-    longest = min(_UNIFORM_LONGEST, max_positions(model))
+    words = sorted(i for t, i in vocabulary.items() if i not in added and t[0] not in "[<")
+    longest = min(_UNIFORM_LONGEST, _position_limit(model))
     draw = random.Random(seed)
     sequences = []
     for _ in range(count):
         length = draw.randint(_UNIFORM_SHORTEST, longest)
-        sequences.append([cls, *draw.choices(words, k=length - 2), sep])
+        inner = length - len(before) - len(after)
+        sequences.append([*before, *draw.choices(words, k=inner), *after])
     return Workload("uniform", sequences, (1, 4, 8, 16, 32), (512, 1024, 2048, 4096, 8192))
 
 
 def short_workload(model: Path, count: int, seed: int = 0) -> Workload:
-    """Return tokenized search queries of 3-30 tokens, with [CLS] and [SEP]."""
+    """Return tokenized search queries of 3-30 tokens, special tokens included."""
     tokenizer = _tokenizer(model)
-    longest = min(_QUERY_LONGEST, max_positions(model))
+    longest = min(_QUERY_LONGEST, _position_limit(model))
     draw = random.Random(seed)
     sequences: list[list[int]] = []
     while len(sequences) < count:
@@ -90,6 +88,22 @@ def _query(draw: random.Random) -> str:
         quality=draw.choice(_QUERIES["qualities"]),
         tail=draw.choice(_QUERIES["tails"]),
     )
+
+
+def _position_limit(model: Path) -> int:
+    # a worker process of another engine must not load varlen
+    from varlen.models.checkpoint import Checkpoint
+
+    return Checkpoint.open(model).position_limit
+
+
+def _special_tokens(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the token ids that the tokenizer puts before and after every text."""
+    encoding = tokenizer.encode("a")
+    words = [at for at, special in enumerate(encoding.special_tokens_mask) if not special]
+    if not words:
+        raise ValueError('the tokenizer gives no token for the text "a"')
+    return encoding.ids[: words[0]], encoding.ids[words[-1] + 1 :]
 
 
 def _tokenizer(model: Path) -> Tokenizer:

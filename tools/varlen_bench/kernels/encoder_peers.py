@@ -13,7 +13,7 @@ from varlen.request import Prompt
 from varlen_bench.kernels.packed_bert import PackedBert, packed_inputs
 from varlen_bench.kernels.peers import Call, Compile, Function, Peer, Peers, attribute
 from varlen_bench.ops.call import as_tensor
-from varlen_bench.peers.checkpoints import Attention, load_bert
+from varlen_bench.peers.checkpoints import Attention, load_encoder
 from varlen_bench.peers.engines import pad
 
 Order = Literal["arrival", "sorted"]
@@ -29,7 +29,7 @@ _PACKED_COMPILE_SECONDS = 60.0
 @torch.inference_mode()
 def exact_vectors(folder: Path, prompts: list[Prompt], device: torch.device) -> Tensor:
     """Return the normalised mean-pooled vectors in float64, [sequences, hidden]."""
-    model = load_bert(folder, torch.float64, device, "eager")
+    model = load_encoder(folder, torch.float64, device, "eager")
     sub_batches = _split(prompts, "sorted", 8)
     forward = _padded_forward(model, prompts, sub_batches, device)
     return as_tensor(forward({}), {})[_output_rows(sub_batches, device)]
@@ -49,7 +49,7 @@ def encoder_peers(
 
     @cache
     def model(attention: Attention) -> Any:
-        return load_bert(folder, dtype, device, attention)
+        return load_encoder(folder, dtype, device, attention)
 
     def peer(attention: Attention, order: Order, count: int, *, compiled: bool = False) -> Peer:
         sub_batches = _split(prompts, order, count)

@@ -23,7 +23,7 @@ from varlen.request import Prompt, RequestOptions
 from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Ids, SystemName
 from varlen_bench.memory.unplanned import NoArena, UnplannedProgram
-from varlen_bench.peers.checkpoints import load_bert
+from varlen_bench.peers.checkpoints import load_encoder
 from varlen_kernels.dispatch import kernels_for
 
 # Returns the vector of each sequence of a request.
@@ -93,7 +93,7 @@ def unplanned(planned_program: Program, device: torch.device, max_tokens: int) -
 
 
 def _load_transformers(folder: Path, device: torch.device) -> LoadedSystem:
-    model = load_bert(folder, _TORCH_DTYPES[device.type], device, "sdpa")
+    model = load_encoder(folder, _TORCH_DTYPES[device.type], device, "sdpa")
 
     @torch.inference_mode()
     def embed(ids: Ids) -> Vectors:

@@ -43,6 +43,9 @@ ANY_BATCH: dict[str, AnyBatch] = {
     "attention_paged": lambda lengths, dtype: kv_blocks.attention_paged(
         [(length + 1) // 2 for length in lengths], lengths, 12, 4, 64, dtype
     ),
+    "paged_tiles": lambda lengths, dtype: kv_blocks.paged_tiles(
+        [(length + 1) // 2 for length in lengths], lengths, 12, 4, 64, dtype
+    ),
     "attention_tiles": lambda lengths, dtype: sequences.attention_tiles(lengths, 12, 64, dtype),
     "attention_varlen": lambda lengths, dtype: sequences.attention_varlen(lengths, 12, 64, dtype),
     "pool": lambda lengths, dtype: sequences.pool(lengths, 768, dtype),

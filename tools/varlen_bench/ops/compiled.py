@@ -8,7 +8,7 @@ import torch
 
 from varlen_bench.ops.beam import beam_step
 from varlen_bench.ops.call import OpCall, kernels
-from varlen_bench.ops.kv_blocks import append_kv, attention_paged
+from varlen_bench.ops.kv_blocks import append_kv, attention_paged, paged_tiles
 from varlen_bench.ops.padded import masked_softmax, pack, unpack
 from varlen_bench.ops.rows import (
     activate,
@@ -205,6 +205,8 @@ COMPILED = [
     CompiledCall("80", partial(append_kv, 64, 12, 12, 80), dtypes=(_BF16,)),
     # keys and values alone
     CompiledCall("64_alone", partial(append_kv, 64, 0, 4, 64), 4, (_BF16,)),
+    CompiledCall("64", partial(paged_tiles, [40] * 4, [64] * 4, 12, 4, 64), dtypes=(_BF16,)),
+    CompiledCall("64_decode", partial(paged_tiles, [1] * 4, [25] * 4, 12, 4, 64), dtypes=(_BF16,)),
     replace(_paged("64", 64, 40), dtypes=(_FP32, _FP16, _BF16), tensor_cores=True),
     replace(_paged("64_long", 64, 160), dtypes=(_BF16,), tensor_cores=True),
     replace(_paged("64_short", 64, 5), dtypes=(_BF16,)),

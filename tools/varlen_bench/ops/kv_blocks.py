@@ -2,6 +2,7 @@
 
 import random
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,7 @@ def attention_paged(
             "block_ids": make.ints(shuffled(sum(counts))),
             "cu_blocks": make.ints(tables),
             "bias": make.random(heads, 2 * reach + 1, dtype=torch.float32) if biased else None,
+            "tiles": make.unwritten(tokens + 2 * (len(new) + 1), 5, dtype=torch.int32),
             "out": make.unwritten(tokens, heads * head_dim),
         }
 
@@ -116,6 +118,7 @@ def attention_paged(
         block_ids: Tensor,
         cu_blocks: Tensor,  # noqa: ARG001
         bias: Tensor | None,
+        tiles: Tensor,  # noqa: ARG001
     ) -> Tensor:
         queries = torch.split(qkv.view(tokens, -1, head_dim)[:, :heads], new)
         rows = []
@@ -126,6 +129,16 @@ def attention_paged(
             )
             rows.append(attended(q, keys, values, bias))
         return torch.cat(rows)
+
+    def fill_tiles(ops: Any, inputs: Inputs) -> None:
+        names = ("qkv", "key_cache", "cu_seqlens", "context_lens", "cu_blocks")
+        ops.paged_tiles(
+            *(inputs[name] for name in names),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            window=window,
+            out=inputs["tiles"],
+        )
 
     read_keys = sum(
         min(length, window + count - 1) if window else length
@@ -151,8 +164,59 @@ def attention_paged(
             "window": window,
         },
         lengths=tuple(contexts),
+        fill=fill_tiles,
         flops=4 * heads * head_dim * pairs,
         tokens=tokens,
+    )
+
+
+def paged_tiles(
+    new: list[int],
+    contexts: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> OpCall:
+    """Return the tiles of paged attention over blocks of 16."""
+    tokens, sequences = sum(new), len(new)
+    tables = list(accumulate((-(-length // 16) for length in contexts), initial=0))
+
+    def sequences_of(result: object, inputs: Inputs) -> Tensor:  # noqa: ARG001  # a `Read`
+        """Return the first row of each sequence, which no launch changes."""
+        assert isinstance(result, Tensor)
+        is_first = (result[:, 2] == 0) & (result[:, 1] > 0)
+        return result[is_first][:sequences]
+
+    def formula(
+        qkv: Tensor,  # noqa: ARG001
+        key_cache: Tensor,  # noqa: ARG001
+        cu_seqlens: Tensor,
+        context_lens: Tensor,
+        cu_blocks: Tensor,
+    ) -> Tensor:
+        count = cu_seqlens.diff()
+        columns = cu_seqlens[:-1], count, 0 * count, context_lens - count, cu_blocks[:-1]
+        return torch.stack(columns, dim=1)
+
+    return OpCall(
+        op="paged_tiles",
+        shape=f"{tokens} on {sum(contexts)} {heads}/{kv_heads}x{head_dim}",
+        dtype=dtype,
+        inputs=lambda make: {
+            "qkv": make.random(tokens, (heads + 2 * kv_heads) * head_dim),
+            "key_cache": make.random(tables[-1], kv_heads, 16, head_dim),
+            "cu_seqlens": make.cu_seqlens(new),
+            "context_lens": make.ints(contexts),
+            "cu_blocks": make.ints(tables),
+            "out": make.unwritten(tokens + 2 * (sequences + 1), 5, dtype=torch.int32),
+        },
+        formula=formula,
+        bytes_moved=16 * sequences + 20 * (tokens // 64 + 2 * sequences),
+        options={"num_heads": heads, "num_kv_heads": kv_heads},
+        read=sequences_of,
+        lengths=tuple(contexts),
+        threshold=0.0,
     )
 
 

@@ -1,5 +1,6 @@
 """Calls of the ops that read `cu_seqlens`: attention and pooling."""
 
+import math
 from typing import Any
 
 import torch
@@ -146,9 +147,9 @@ def pool(
             return rows.amax(0)
         if mode == "weighted_mean":
             places = torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device)
-            return torch.mv(rows.t(), places) / places.sum()
-        divisors = {"sum": 1.0, "mean": len(rows), "mean_sqrt": len(rows) ** 0.5}
-        return rows.sum(0) / divisors[mode]
+            return torch.mv(rows.t(), places / places.sum())
+        divisors = {"sum": 1.0, "mean": len(rows), "mean_sqrt": math.sqrt(len(rows))}
+        return rows.sum(0).div(divisors[mode])
 
     def formula(x: Tensor, cu_seqlens: Tensor, normalize: Tensor | None) -> Tensor:  # noqa: ARG001
         vectors = torch.stack([pooled(rows) for rows in torch.split(x, lengths)])

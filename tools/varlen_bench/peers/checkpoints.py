@@ -34,11 +34,6 @@ def config_field(folder: Path, name: str) -> int:
     return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))[name])
 
 
-def max_positions(folder: Path) -> int:
-    """Return the longest sequence that a checkpoint has position embeddings for, in tokens."""
-    return config_field(folder, "max_position_embeddings")
-
-
 def save_random_checkpoint(
     shape: EncoderShape, folder: Path, positions: int, seed: int = 0
 ) -> None:
@@ -61,13 +56,24 @@ def save_random_checkpoint(
     (folder / "tokenizer.json").write_text(json.dumps({}), encoding="utf-8")
 
 
-def load_bert(folder: Path, dtype: torch.dtype, device: torch.device, attention: Attention) -> Any:
-    """Return transformers' BertModel of a checkpoint, ready for inference."""
-    from transformers import BertModel
+def load_encoder(
+    folder: Path, dtype: torch.dtype, device: torch.device, attention: Attention
+) -> Any:
+    """Return transformers' model of an encoder checkpoint of any family, ready for inference.
+
+    A family without this attention gets the eager one.
+    """
+    from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = BertModel.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    # the encoder alone, where the family has a decoder too
+    has_decoder = AutoConfig.from_pretrained(folder).is_encoder_decoder
+    kind = AutoModelForTextEncoding if has_decoder else AutoModel
+    try:
+        model = kind.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    except ValueError:
+        model = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     return model.eval().to(device)
 
 

@@ -13,17 +13,27 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen_bench.harness.accuracy import Vectors
-from varlen_bench.peers.checkpoints import load_bert, max_positions
+from varlen_bench.peers.checkpoints import load_encoder
+from varlen_bench.peers.pooling import PoolingMode, pool_padded, pool_rows
 
 EngineName = Literal["varlen", "transformers", "onnxruntime", "ctranslate2"]
 Precision = Literal["fp32", "bf16", "int8"]
 # Longest measurement of our costs and linear layers.
 _WARMUP_SECONDS = 10
+# Longest sequence of the workloads, in tokens.
+_LONGEST = 512
 # Embeds one batch: token ids in, [sequences, hidden] out.
 Embed: TypeAlias = Callable[[list[list[int]]], Vectors]
 
 
-def load(engine: EngineName, checkpoint: Path, precision: Precision, *, threads: int) -> Embed:
+def load(
+    engine: EngineName,
+    checkpoint: Path,
+    precision: Precision,
+    *,
+    threads: int,
+    pooling: PoolingMode = "mean",
+) -> Embed:
     """Return a function that embeds one batch; `checkpoint` is from `exports.exported`."""
     loaders = {
         "varlen": _varlen,
@@ -31,7 +41,7 @@ def load(engine: EngineName, checkpoint: Path, precision: Precision, *, threads:
         "onnxruntime": _onnxruntime,
         "ctranslate2": _ctranslate2,
     }
-    return loaders[engine](checkpoint, precision, threads)
+    return loaders[engine](checkpoint, precision, threads, pooling)
 
 
 def pad(batch: list[list[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -44,8 +54,9 @@ def pad(batch: list[list[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.i
     return ids, mask
 
 
-def _varlen(checkpoint: Path, precision: Precision, threads: int) -> Embed:
+def _varlen(checkpoint: Path, precision: Precision, threads: int, _: PoolingMode) -> Embed:
     from varlen import Encoder
+    from varlen.models.checkpoint import Checkpoint
 
     encoder = Encoder.from_pretrained(
         str(checkpoint),
@@ -53,32 +64,33 @@ def _varlen(checkpoint: Path, precision: Precision, threads: int) -> Embed:
         device="cpu",
         dtype=precision,
         threads=threads,
-        max_sequence_tokens=max_positions(checkpoint),
+        max_sequence_tokens=min(Checkpoint.open(checkpoint).position_limit, _LONGEST),
         warmup_seconds=_WARMUP_SECONDS,
     )
     return lambda batch: encoder.embed(batch, normalize=True)
 
 
-def _transformers(checkpoint: Path, precision: Precision, threads: int) -> Embed:
+def _transformers(
+    checkpoint: Path, precision: Precision, threads: int, pooling: PoolingMode
+) -> Embed:
     import torch
 
     torch.set_num_threads(threads)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    encoder = load_bert(checkpoint, dtype, torch.device("cpu"), "sdpa")
+    encoder = load_encoder(checkpoint, dtype, torch.device("cpu"), "sdpa")
 
     @torch.inference_mode()
     def embed(batch: list[list[int]]) -> Vectors:
         ids, mask = (torch.from_numpy(array) for array in pad(batch))
         hidden = encoder(input_ids=ids, attention_mask=mask).last_hidden_state.float()
-        kept = mask.unsqueeze(-1).float()
-        pooled = (hidden * kept).sum(1) / kept.sum(1)
+        pooled = pool_padded(hidden, mask, pooling)
         vectors: Vectors = torch.nn.functional.normalize(pooled, dim=-1).numpy()
         return vectors
 
     return embed
 
 
-def _onnxruntime(checkpoint: Path, _: Precision, threads: int) -> Embed:
+def _onnxruntime(checkpoint: Path, _: Precision, threads: int, __: PoolingMode) -> Embed:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -96,7 +108,9 @@ def _onnxruntime(checkpoint: Path, _: Precision, threads: int) -> Embed:
     return embed
 
 
-def _ctranslate2(checkpoint: Path, precision: Precision, threads: int) -> Embed:
+def _ctranslate2(
+    checkpoint: Path, precision: Precision, threads: int, pooling: PoolingMode
+) -> Embed:
     import ctranslate2
 
     encoder: Any = ctranslate2.Encoder(
@@ -111,7 +125,8 @@ def _ctranslate2(checkpoint: Path, precision: Precision, threads: int) -> Embed:
         # [sequences, longest, hidden]; CTranslate2 pads the batch
         hidden = np.array(encoder.forward_batch(batch).last_hidden_state)
         lengths = [len(sequence) for sequence in batch]
-        pooled = np.stack([rows[:n].mean(axis=0) for rows, n in zip(hidden, lengths, strict=True)])
+        pairs = zip(hidden, lengths, strict=True)
+        pooled = np.stack([pool_rows(rows[:n], pooling) for rows, n in pairs])
         vectors: Vectors = pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
         return vectors
 

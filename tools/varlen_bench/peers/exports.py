@@ -16,8 +16,9 @@ from pathlib import Path
 
 from varlen_bench.harness.machine import cpu_count
 from varlen_bench.harness.worker import Message, WorkerError, WorkerProcess, run_worker
-from varlen_bench.peers.checkpoints import load_bert, max_positions
+from varlen_bench.peers.checkpoints import load_encoder
 from varlen_bench.peers.engines import EngineName, Precision
+from varlen_bench.peers.pooling import PoolingMode, pool_padded
 
 _MODULE = "varlen_bench.peers.exports"
 _OPSET = 23
@@ -27,7 +28,9 @@ _TOOLS = {
 }
 
 
-def exported(model: Path, engine: EngineName, precision: Precision) -> Path:
+def exported(
+    model: Path, engine: EngineName, precision: Precision, pooling: PoolingMode = "mean"
+) -> Path:
     """Return a checkpoint in the format of an engine: `model` itself, or a cached export.
 
     Raises:
@@ -35,15 +38,15 @@ def exported(model: Path, engine: EngineName, precision: Precision) -> Path:
     """
     if engine not in _TOOLS:
         return model
-    cache = _cache_folder()
-    target = cache / f"{_key(model, engine)}-{engine}-{precision}"
+    cache = cache_folder()
+    target = cache / f"{_key(model, engine)}-{engine}-{precision}-{pooling}"
     if target.exists():
         return target
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         made = Path(folder) / "export"
         argument = {"model": str(model), "target": str(made), "engine": engine}
-        argument["precision"] = precision
+        argument |= {"precision": precision, "pooling": pooling}
         log = Path(folder) / "log"
         try:
             with WorkerProcess(_MODULE, argument, log, threads=cpu_count()) as process:
@@ -54,22 +57,23 @@ def exported(model: Path, engine: EngineName, precision: Precision) -> Path:
     return target
 
 
-def export_onnx(model: Path, folder: Path, precision: Precision) -> None:
-    """Write model.onnx: token ids and mask in, mean-pooled normalized vectors out.
+def export_onnx(model: Path, folder: Path, precision: Precision, pooling: PoolingMode) -> None:
+    """Write model.onnx: token ids and mask in, pooled normalized vectors out.
 
     int8 is onnxruntime's dynamic quantization of linear layers.
     """
     import torch
 
+    from varlen.models.checkpoint import Checkpoint
+
     class Embedder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.encoder = load_bert(model, torch.float32, torch.device("cpu"), "sdpa")
+            self.encoder = load_encoder(model, torch.float32, torch.device("cpu"), "sdpa")
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask)[0]
-            kept = attention_mask.unsqueeze(-1).to(hidden.dtype)
-            pooled = (hidden * kept).sum(1) / kept.sum(1)
+            pooled = pool_padded(hidden, attention_mask, pooling)
             return torch.nn.functional.normalize(pooled, dim=-1)
 
     input_ids = torch.arange(14).reshape(2, 7)
@@ -77,7 +81,7 @@ def export_onnx(model: Path, folder: Path, precision: Precision) -> None:
     attention_mask[1, 5:] = 0
     dims = {
         0: torch.export.Dim("batch", min=1, max=4096),
-        1: torch.export.Dim("length", min=1, max=max_positions(model)),
+        1: torch.export.Dim("length", min=1, max=Checkpoint.open(model).position_limit),
     }
     folder.mkdir()
     plain = folder / "plain.onnx"
@@ -109,7 +113,7 @@ def export_onnx(model: Path, folder: Path, precision: Precision) -> None:
         plain.rename(folder / "model.onnx")
 
 
-def export_ctranslate2(model: Path, folder: Path, precision: Precision) -> None:
+def export_ctranslate2(model: Path, folder: Path, precision: Precision, _: PoolingMode) -> None:
     """Write the CTranslate2 folder of the encoder."""
     from ctranslate2.converters import TransformersConverter
 
@@ -117,7 +121,8 @@ def export_ctranslate2(model: Path, folder: Path, precision: Precision) -> None:
     TransformersConverter(str(model)).convert(str(folder), quantization=quantization)
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Return where exports and random checkpoints are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "varlen" / "bench_encoder"
 
@@ -141,7 +146,8 @@ def _version(package: str) -> str:
 def start(argument: Message) -> Callable[[Message], Message]:
     """Export a checkpoint; every order is answered after that."""
     export = export_onnx if argument["engine"] == "onnxruntime" else export_ctranslate2
-    export(Path(argument["model"]), Path(argument["target"]), argument["precision"])
+    model, target = Path(argument["model"]), Path(argument["target"])
+    export(model, target, argument["precision"], argument["pooling"])
     return lambda order: order
 
 

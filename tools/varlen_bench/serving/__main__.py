@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
+from varlen.models.checkpoint import Checkpoint
 from varlen_bench.harness import command, machine
 from varlen_bench.harness.neighbour import half_a_busy_core
-from varlen_bench.peers.checkpoints import max_positions
 from varlen_bench.serving import report
 from varlen_bench.serving.figures import bench_figures, overload_figures
 from varlen_bench.serving.run import LoadTest
@@ -121,7 +121,7 @@ def main(
 
 
 def _mixes(lengths: str, trace: Path | None, model: Path) -> list[Mix]:
-    limit = max_positions(model)
+    limit = Checkpoint.open(model).position_limit
     if trace is not None:
         return [trace_mix(trace, limit)]
     return [uniform_mix(name.strip(), limit) for name in lengths.split(",") if name.strip()]

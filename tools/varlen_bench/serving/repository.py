@@ -11,7 +11,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from varlen_bench.peers.checkpoints import config_field, max_positions
+from varlen.models.checkpoint import Checkpoint
+from varlen_bench.peers.checkpoints import config_field
 from varlen_bench.peers.exports import exported
 from varlen_bench.serving.systems import INPUT, OUTPUT, Settings, System
 
@@ -28,7 +29,7 @@ def write_model(repository: Path, system: System, settings: Settings) -> None:
             "task": "embed",
             "device": "cpu",
             "threads": str(settings.threads),
-            "max_sequence_tokens": str(max_positions(settings.model)),
+            "max_sequence_tokens": str(Checkpoint.open(settings.model).position_limit),
             "warmup_seconds": "5" if settings.quick else "20",
             **system.parameters,
         }

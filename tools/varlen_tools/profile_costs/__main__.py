@@ -75,8 +75,8 @@ def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -
         warm_up(workers.info, executor, config)
         return measured_costs(workers.info, executor, checkpoint, config, again=again)
     finally:
-        executor.close()
-        workers.close()
+        if executor.close():
+            workers.close()
 
 
 if __name__ == "__main__":

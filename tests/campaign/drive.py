@@ -1,0 +1,87 @@
+"""Threads that send the requests of a phase, each request a function of seed and number."""
+
+import itertools
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Thread
+from typing import Generic, TypeAlias, TypeVar
+
+from .endings import TIMEOUT_SECONDS, Ending, Ledger
+
+_Target = TypeVar("_Target")
+# Sends one request and returns how it ended.
+Attack: TypeAlias = Callable[[random.Random, _Target], Ending]
+
+THREADS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Share(Generic[_Target]):
+    """A kind of request and its weight among the others."""
+
+    weight: float
+    attack: "Attack[_Target]"
+
+    @property
+    def kind(self) -> str:
+        """The name of the kind."""
+        return self.attack.__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """When a stream of requests ends, whatever comes first."""
+
+    seconds: float
+    requests: int
+
+
+def send_all(
+    target: _Target,
+    mix: "Sequence[Share[_Target]]",
+    bounds: Bounds,
+    ledger: Ledger,
+    *,
+    name: str,
+    threads: int = THREADS,
+    patience: float = 2 * TIMEOUT_SECONDS,
+) -> int:
+    """Send requests until a bound is reached, wait for the last one, and return the number of those that ended.
+
+    Args:
+        target: given to every request.
+        mix: the kinds of requests.
+        bounds: of this stream.
+        ledger: gets every end.
+        name: of the stream, with the seed. A request depends on it and on its own number alone.
+        threads: requests in flight.
+        patience: seconds after the last request was sent; the ledger has those without an end then as open.
+    """
+    numbers = itertools.count()
+    until = time.monotonic() + bounds.seconds
+    weights = [share.weight for share in mix]
+
+    ended: deque[None] = deque()
+
+    def send_some() -> None:
+        while time.monotonic() < until and (number := next(numbers)) < bounds.requests:
+            draw = random.Random(f"{name} {number}")
+            [share] = draw.choices(mix, weights)
+            with ledger.sending(share.kind):
+                try:
+                    ending = share.attack(draw, target)
+                except Exception as error:
+                    ending = Ending("wrong", message=f"the client failed: {error!r}")
+            ledger.add(f"{name} {number}", share.kind, ending)
+            ended.append(None)
+
+    # one that hangs must not hold up the end of the campaign
+    senders = [Thread(target=send_some, daemon=True) for _ in range(threads)]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join(max(0.0, until + patience - time.monotonic()))
+    return len(ended)

@@ -1,0 +1,131 @@
+"""Loads in a process of their own: what a damaged checkpoint or a wrong setting does to it.
+
+`Loader.load` is a load as the server does it, with a request, and without the server's seconds of start.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import tempfile
+import traceback
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, TypeAlias
+
+# Longer than any load of a tiny checkpoint takes.
+_LOAD_SECONDS = 60.0
+# Of address space: a wrong number must not take the machine's memory.
+_MEMORY_BYTES = 24 << 30
+
+LoadEnd: TypeAlias = Literal["served", "refused", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How a load ended, with the message of a refusal, or the frames of a failure."""
+
+    end: LoadEnd
+    text: str = ""
+
+
+class Loader:
+    """A process that loads models; a crash ends it, and another one follows. Used inside `with`."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._cache = scratch / "loader-cache"
+        self._pool = self._new_pool()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def load(self, folder: Path, parameters: Mapping[str, str]) -> Load:
+        """Load a checkpoint with the parameters of a config.pbtxt, and ask the model something."""
+        future = self._pool.submit(_load, str(folder), dict(parameters))
+        try:
+            return future.result(_LOAD_SECONDS)
+        except FutureTimeoutError:
+            problem = f"the load takes more than {_LOAD_SECONDS:g} s"
+        except BrokenProcessPool:
+            problem = "the load ended its process"
+        self._end()
+        self._pool = self._new_pool()
+        return Load("failed", problem)
+
+    def _new_pool(self) -> ProcessPoolExecutor:
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(1, context, _prepare, (str(self._cache),))
+
+    def _end(self) -> None:
+        processes = list(self._pool._processes.values())
+        for process in processes:
+            process.kill()
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _prepare(cache: str) -> None:
+    """Set up the process before it imports anything large."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    # nothing else is written, and what libraries print does not mix with the campaign's lines
+    os.chdir(tempfile.gettempdir())
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123  # a descriptor, not a file's content
+        os.dup2(nowhere.fileno(), 2)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+
+
+def _load(folder: str, parameters: dict[str, str]) -> Load:
+    from varlen.errors import VarlenError
+
+    try:
+        _load_and_ask(folder, parameters)
+    except VarlenError as error:
+        # as the server does it
+        message = str(error).replace(folder, "the checkpoint folder")
+        return Load("refused", f"{type(error).__name__}: {message}")
+    except BaseException:
+        return Load("failed", traceback.format_exc())
+    return Load("served")
+
+
+def _load_and_ask(folder: str, parameters: dict[str, str]) -> None:
+    from varlen import Encoder, Generator
+    from varlen.config import ITERATIVE_TASKS
+    from varlen.generation_service import GenerationService
+    from varlen.metrics import Stats
+    from varlen.models.checkpoint import Checkpoint
+    from varlen.server_config import check_server_settings, check_tensors, engine_config
+    from varlen.service import Service
+
+    entries = {key: {"string_value": value} for key, value in parameters.items()}
+    config = engine_config({"parameters": entries})
+    checkpoint = Checkpoint.open(folder)
+    task = config.task or checkpoint.task
+    model_config = {
+        "max_batch_size": 0 if task in ITERATIVE_TASKS else 64,
+        "input": [],
+        "output": [],
+    }
+    check_server_settings(model_config, task)
+    checkpoint.check_task(task)
+    check_tensors(model_config, checkpoint, task)
+    if task in ITERATIVE_TASKS:
+        with Generator(GenerationService.load(folder, config, Stats())) as generator:
+            generator.generate(["the cat"], max_tokens=3)
+        return
+    with Encoder(Service.load(folder, config, Stats())) as encoder:
+        ask = {"rerank": encoder.classify}.get(task) or getattr(encoder, task)
+        ask(["the cat"])

@@ -1,0 +1,179 @@
+"""What all phases share: the campaign they belong to, their report, and the checks at their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from tests.server.serving import remove_shared_memory, shared_memory
+from varlen_tools.local_server import ServerError
+
+from .counters import Counters
+from .drive import Bounds, Share, send_all
+from .endings import Ledger
+from .known import Known
+from .log import unexpected_lines
+from .state import State, family, settled
+from .target import Checkpoints, Target, running
+
+# Part of the time of a mix after which the state of the server counts as that before.
+_WARM_UP = 0.2
+_END_SECONDS = 90.0
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """One run of all phases.
+
+    Attributes:
+        seed: decides every request.
+        known: inputs and their answers.
+        checkpoints: of the models.
+        scratch: an empty folder.
+        requests: at most, of each phase.
+        progress: prints a line.
+        logs: folder that gets the log of each server, if there is one.
+    """
+
+    seed: int
+    known: Known
+    checkpoints: Checkpoints
+    scratch: Path
+    requests: int
+    progress: Callable[[str], None]
+    logs: Path | None = None
+
+
+@dataclass(slots=True)
+class Report:
+    """What a phase did and found.
+
+    Attributes:
+        name: of the phase.
+        ledger: its requests, and the invariants that were violated.
+        seconds: that it took, starts of servers included.
+        before, after: what the server held, where the phase compares them.
+        notes: figures of this phase alone, by name.
+    """
+
+    name: str
+    ledger: Ledger = field(default_factory=Ledger)
+    seconds: float = 0.0
+    before: State | None = None
+    after: State | None = None
+    notes: dict[str, int] = field(default_factory=dict)
+
+    def count(self, note: str, number: int = 1) -> None:
+        """Add to a figure of this phase."""
+        self.notes[note] = self.notes.get(note, 0) + number
+
+    def check(self, *, holds: bool, problem: str) -> None:
+        """Report a problem unless something holds."""
+        if not holds:
+            self.ledger.report(problem)
+
+
+# Runs one phase of a campaign for about some seconds.
+Phase: TypeAlias = Callable[[Campaign, Report, float], None]
+
+
+def run_phase(name: str, phase: Phase, campaign: Campaign, seconds: float) -> Report:
+    """Run a phase and return its report; a phase that fails reports why."""
+    report, began = Report(name), time.monotonic()
+    try:
+        phase(campaign, report, seconds)
+    except (ServerError, AssertionError, OSError, KeyError, ValueError) as error:
+        report.ledger.report(f"the phase ended early: {error!r}")
+    report.ledger.close()
+    report.seconds = time.monotonic() - began
+    return report
+
+
+@contextmanager
+def attacked_server(
+    campaign: Campaign,
+    report: Report,
+    models: Sequence[str],
+    *,
+    allowed_log: Sequence[str] = (),
+    loses_processes: bool = False,
+    arguments: Sequence[str] = (),
+    command: Path | None = None,
+) -> Iterator[Target]:
+    """Yield a server of these models for a phase; check its log and its end.
+
+    Args:
+        campaign, report: of the phase.
+        models: to serve.
+        allowed_log: patterns of lines in the log that the attacks explain.
+        loses_processes: whether the phase kills the process of a model, after which this server cannot end well.
+        arguments: more ones of the server.
+        command: see `LocalServer`.
+    """
+    repository = campaign.checkpoints.repository(campaign.scratch / report.name, models)
+    with running(
+        repository, campaign.known, models, arguments=arguments, command=command
+    ) as target:
+        server, pid = target.server, target.server.pid
+        yield target
+        target.close()
+        report.check(holds=server.is_running, problem="the server ended")
+        regions, processes = shared_memory(pid), set(family(pid)) - {pid}
+        began = time.monotonic()
+        code = server.stop(timeout=_END_SECONDS)
+        remove_shared_memory(regions) if loses_processes else None
+        report.notes["seconds to stop"] = round(time.monotonic() - began)
+        if campaign.logs is not None:
+            campaign.logs.joinpath(f"{report.name}.log").write_text(server.log())
+        for problem in unexpected_lines(server.log(), allowed_log):
+            report.ledger.report(problem)
+        if loses_processes:
+            return
+        report.check(holds=code == 0, problem=f"the server ended with code {code}")
+        left = [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+        report.check(holds=not left, problem=f"processes are left: {left}")
+        regions = [region for region in regions if region.exists()]
+        report.check(holds=not regions, problem=f"{len(regions)} shared memory regions are left")
+        remove_shared_memory(regions)
+
+
+def send_mix(
+    campaign: Campaign,
+    report: Report,
+    target: Target,
+    mix: Sequence[Share[Target]],
+    seconds: float,
+    *,
+    is_complete: bool = True,
+) -> None:
+    """Send a mix of requests; check counters, and that the server goes back to what it held before.
+
+    Args:
+        campaign, report: of the phase.
+        target: the server.
+        mix: the kinds of requests.
+        seconds: to send them.
+        is_complete: whether clients know every request that a model got.
+    """
+    server, ledger = target.server, report.ledger
+    counters, _ = Counters.settled(server, target.models)
+    name = f"{campaign.seed} {report.name}"
+    warm_up = Bounds(_WARM_UP * seconds, max(1, int(_WARM_UP * campaign.requests)))
+    sent = send_all(target, mix, warm_up, ledger, name=f"{name} warm-up")
+    Counters.settled(server, target.models)
+    report.before = settled(server.pid)
+    campaign.progress(f"{report.name}: {sent} requests of warm-up")
+
+    rest = Bounds((1 - _WARM_UP) * seconds, campaign.requests - sent)
+    sent += send_all(target, mix, rest, ledger, name=name)
+
+    campaign.progress(f"{report.name}: {sent} requests")
+    after, busy = Counters.settled(server, target.models)
+    report.after = settled(server.pid, report.before)
+    found = counters.disagreements(after, ledger.by_model, is_complete=is_complete)
+    for problem in (*busy, *found, *report.before.growth(report.after)):
+        ledger.report(problem)

@@ -1,0 +1,35 @@
+"""The phases of a campaign, in order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..phase import Phase
+from .damage import damaged
+from .families import families
+from .fuzz import fuzz
+from .kills import stubs, workers
+from .mixed import mixed
+from .reloads import reloads
+from .settings import wrong_settings
+from .shared_memory import shared_memory
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A phase and its share of the time."""
+
+    run: Phase
+    weight: float
+
+
+PHASES: Mapping[str, Planned] = {
+    "mixed": Planned(mixed, 45),
+    "fuzz": Planned(fuzz, 20),
+    "workers": Planned(workers, 8),
+    "stubs": Planned(stubs, 6),
+    "reloads": Planned(reloads, 8),
+    "shared_memory": Planned(shared_memory, 5),
+    "damage": Planned(damaged, 8),
+    "settings": Planned(wrong_settings, 6),
+    "families": Planned(families, 40),
+}

@@ -1,0 +1,172 @@
+"""Killed processes of models: a worker or its host costs no request, the process of a model costs a reload."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Event, Thread
+
+from tests.server.serving import (
+    is_running,
+    load,
+    metrics,
+    stub_of,
+    unload,
+    wait_until,
+    worker_processes,
+)
+from varlen_tools.local_server import LocalServer
+
+from ..attacks import good
+from ..drive import Bounds, Share, send_all
+from ..endings import Ending, Ledger
+from ..models import DECODER, ENCODER, TRANSLATOR
+from ..phase import Campaign, Report, attacked_server, send_mix
+from ..state import settled
+from ..target import Target
+
+_MODELS = (ENCODER, DECODER)
+_MIX: tuple[Share[Target], ...] = (Share(8, good.embed), Share(1, good.generate))
+# Seconds between two kills: a batch that has lost two workers fails.
+_PAUSE = 1.5
+_HOST_SHARE = 0.15
+# This server answers no request that a killed process held: their deadlines end them.
+_HELD_SECONDS = 3.0
+_LOG_OF_KILLS = (
+    r"[Ss]tub process|not healthy|exit timeout|Exit timeout|in-flight|model_lifecycle",
+)
+# What the server says of a model whose process is gone.
+_KILLED = ("not healthy", "Stub process", "NOT_FOUND", "not ready", "unknown model", "no version")
+
+
+def workers(campaign: Campaign, report: Report, seconds: float) -> None:
+    """Kill workers and their hosts under load: every answer must come, and be right."""
+    # a killed worker is logged as a warning; a model that is loaded again says so
+    with attacked_server(campaign, report, _MODELS) as target:
+        victims = _Victims(stub_of(target.server, ENCODER), report)
+        with _killing(victims.kill_one, campaign):
+            send_mix(campaign, report, target, _MIX, seconds)
+        restarts = round(metrics(target.server, ENCODER)["varlen_worker_restarts_total"])
+        report.count("restarts", restarts)
+        # a worker is found to have ended when it gets its next batch
+        missing = report.notes.get("killed workers", 0) - restarts
+        report.check(holds=0 <= missing <= 2, problem=f"{missing} restarts are not counted")
+
+
+def stubs(campaign: Campaign, report: Report, seconds: float) -> None:
+    """Kill the process of a model under load, and load it again, some times."""
+    draw = random.Random(f"{campaign.seed} stubs")
+    with attacked_server(
+        campaign,
+        report,
+        (ENCODER, TRANSLATOR),
+        allowed_log=_LOG_OF_KILLS,
+        loses_processes=True,
+        arguments=("--exit-timeout-secs=3",),
+    ) as target:
+        target.patience = _HELD_SECONDS
+        until = time.monotonic() + seconds
+        mix = (Share(3, _embed_or_lose), Share(1, _translate_or_lose))
+        number = 0
+        while time.monotonic() < until:
+            model = draw.choice((ENCODER, TRANSLATOR))
+            bounds = Bounds(_HELD_SECONDS, max(1, campaign.requests // 10))
+            killer = Thread(target=_kill_stub, args=(target.server, model, draw.uniform(0.2, 1.0)))
+            killer.start()
+            name = f"{campaign.seed} stubs {number}"
+            send_all(target, mix, bounds, report.ledger, name=name)
+            killer.join()
+            # a server that has lost the requests of a process never says that the model is unloaded
+            unload(target.server, model)
+            reason = load(target.server, model)
+            report.check(holds=reason is None, problem=f"{model} does not load again: {reason}")
+            _check_answers(target, report.ledger, f"{name} after")
+            report.count("killed")
+            number += 1
+        state = settled(target.server.pid)
+        report.check(
+            holds=state.processes.get("stub", 0) == 2,
+            problem=f"two models run in {dict(state.processes)}",
+        )
+
+
+def _embed_or_lose(draw: random.Random, target: Target) -> Ending:
+    """Vectors, or an error that says that the model is gone."""
+    return _or_lost(good.embed(draw, target))
+
+
+def _translate_or_lose(draw: random.Random, target: Target) -> Ending:
+    """A translation, or such an error."""
+    return _or_lost(good.translate(draw, target))
+
+
+def _or_lost(ending: Ending) -> Ending:
+    if ending.end == "lost" or any(text in ending.message for text in _KILLED):
+        # without the message, which is the server's own
+        return Ending("left", ending.model, ending.code, rows=ending.rows)
+    return ending
+
+
+def _check_answers(target: Target, ledger: Ledger, name: str) -> None:
+    mix = (Share(1, good.embed), Share(1, good.translate))
+    send_all(target, mix, Bounds(60.0, 12), ledger, name=name, threads=2)
+
+
+class _killing:  # noqa: N801  # reads as a verb in `with`
+    """Calls a function again and again in a thread while a `with` block runs."""
+
+    def __init__(self, kill: Callable[[random.Random], float], campaign: Campaign) -> None:
+        self._kill, self._ended = kill, Event()
+        self._draw = random.Random(f"{campaign.seed} kills")
+        self._thread = Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause = 1.0
+        while not self._ended.wait(pause):
+            # a process may be on its way
+            with suppress(ProcessLookupError, FileNotFoundError):
+                pause = self._kill(self._draw)
+
+
+class _Victims:
+    """The host and the workers of one model."""
+
+    def __init__(self, stub: int, report: Report) -> None:
+        self._stub, self._report = stub, report
+        # workers outlive their host
+        self._workers: set[int] = set()
+
+    def kill_one(self, draw: random.Random) -> float:
+        """Kill a worker or the host; return the seconds until the next one."""
+        with suppress(ValueError):
+            # without a host there are no children
+            host, workers = worker_processes(self._stub)
+            self._workers.update(workers)
+            if draw.random() < _HOST_SHARE:
+                os.kill(host, signal.SIGKILL)
+                self._report.count("killed hosts")
+                # the next worker that is killed makes the model load again
+                return _PAUSE
+        self._workers = {pid for pid in self._workers if is_running(pid)}
+        if self._workers:
+            victim = draw.choice(sorted(self._workers))
+            self._workers.remove(victim)
+            os.kill(victim, draw.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)))
+            self._report.count("killed workers")
+        return _PAUSE
+
+
+def _kill_stub(server: LocalServer, model: str, delay: float) -> None:
+    time.sleep(delay)
+    pid = stub_of(server, model)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not is_running(pid), f"process {pid} has ended")

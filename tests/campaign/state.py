@@ -1,0 +1,147 @@
+"""What a server holds: processes, threads, descriptors, memory, shared memory; before and after."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+MIB = 1 << 20
+
+# Growth that is no leak: pools of the server that fill, and heaps that are trimmed once a second.
+_MOST_GROWTH_MIB, _MOST_GROWTH = 48.0, 0.06
+_MOST_DESCRIPTORS, _MOST_THREADS = 6, 4
+_SETTLE_SECONDS = 30.0
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The processes of a server, and what they hold together.
+
+    Attributes:
+        processes: number by role: server, stub, worker, watchdog, other.
+        descriptors: open files, sockets and pipes.
+        threads: of all processes.
+        memory_mib: resident; pages that processes share count once.
+        shared_mib: of their regions in /dev/shm. The server never shrinks them.
+    """
+
+    processes: Mapping[str, int]
+    descriptors: int
+    threads: int
+    memory_mib: float
+    shared_mib: float
+
+    @classmethod
+    def of(cls, server_pid: int) -> State:
+        """Return the state of a server and its descendants now."""
+        processes: Counter[str] = Counter()
+        descriptors, threads, memory, regions = 0, 0, 0, set[str]()
+        for pid in family(server_pid):
+            # one may end meanwhile
+            with suppress(OSError):
+                folder = Path("/proc", str(pid))
+                role = _role(folder.joinpath("cmdline").read_text(errors="replace"))
+                found = list(folder.joinpath("fd").iterdir())
+                threads += len(list(folder.joinpath("task").iterdir()))
+                memory += _proportional_kib(folder) * 1024
+                regions |= _regions(folder)
+                descriptors += len(found)
+                processes[role] += 1
+        return cls(
+            dict(sorted(processes.items())),
+            descriptors,
+            threads,
+            memory / MIB,
+            sum({path.name: _file_bytes(path) for path in map(Path, regions)}.values()) / MIB,
+        )
+
+    def growth(self, after: State) -> list[str]:
+        """Return what a later state holds more than this one, beyond what is no leak."""
+        found = []
+        if after.processes != self.processes:
+            found.append(f"processes: {dict(self.processes)} became {dict(after.processes)}")
+        if after.descriptors > self.descriptors + _MOST_DESCRIPTORS:
+            found.append(f"descriptors: {self.descriptors} became {after.descriptors}")
+        if after.threads > self.threads + _MOST_THREADS:
+            found.append(f"threads: {self.threads} became {after.threads}")
+        most = self.memory_mib * (1 + _MOST_GROWTH) + _MOST_GROWTH_MIB
+        if after.memory_mib > most:
+            found.append(f"memory: {self.memory_mib:.0f} MiB became {after.memory_mib:.0f} MiB")
+        return found
+
+    def cells(self, suffix: str) -> dict[str, str | int | float]:
+        """Return the cells of a row, each name with a suffix."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["processes"] = sum(self.processes.values())
+        return {
+            f"{name}_{suffix}": round(value, 1) if isinstance(value, float) else value
+            for name, value in values.items()
+        }
+
+
+def settled(server_pid: int, before: State | None = None) -> State:
+    """Return the state of a server once it holds no more than before, or after a while.
+
+    Connections close, workers end and heaps are trimmed a little after the last request.
+    """
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    # the served processes release memory once a second
+    time.sleep(2.5)
+    state = State.of(server_pid)
+    while before and before.growth(state) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        state = State.of(server_pid)
+    return state
+
+
+def family(pid: int) -> Iterator[int]:
+    """Return the ids of a process and of all its descendants."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with suppress(OSError):
+                # the name in field 2 may hold anything but ends with the last ")"
+                _, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(parent), []).append(int(folder.name))
+    waiting = [pid]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        waiting += children.get(found, [])
+
+
+def _role(command_line: str) -> str:
+    for mark, role in (
+        ("triton_python_backend_stub", "stub"),
+        ("varlen.execution.worker_host", "worker"),
+        ("varlen-watchdog", "watchdog"),
+        ("tritonserver", "server"),
+    ):
+        if mark in command_line:
+            return role
+    # `sleep`, which the watchdog starts each second
+    return "watchdog's sleep" if command_line.startswith("sleep") else "other"
+
+
+def _proportional_kib(folder: Path) -> int:
+    lines = folder.joinpath("smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def _regions(folder: Path) -> set[str]:
+    """Return the mapped files in /dev/shm that belong to the server's Python processes."""
+    lines = folder.joinpath("maps").read_text(errors="replace").splitlines()
+    # the process may have a /dev/shm of its own
+    return {f"{folder}/root{line.split()[-1]}" for line in lines if "_shm_region_" in line}
+
+
+def _file_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

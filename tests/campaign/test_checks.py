@@ -1,0 +1,168 @@
+"""The campaign's own checks: each finds the fault that it is for, and nothing where there is none."""
+
+import os
+import random
+import subprocess
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from .counters import Counters
+from .drive import Bounds, Share, send_all
+from .endings import Ending, Ledger, ModelEndings, find_leak
+from .log import unexpected_lines
+from .state import State, family
+
+OUTCOMES = ("ok", "invalid", "refused", "cancelled", "failed")
+
+
+def series(**grown: float) -> dict[str, float]:
+    """Return the series of `minilm`, at 0 but for some."""
+    names = [f"varlen_requests_total {outcome}" for outcome in OUTCOMES]
+    names += ["varlen_sequences_total", "varlen_response_cache_entries"]
+    names += ["varlen_arena_reserved_bytes", "varlen_arena_capacity_bytes"]
+    found = dict.fromkeys(names, 0.0)
+    return found | {name.replace("__", " "): value for name, value in grown.items()}
+
+
+def seen(right: int = 0, left: int = 0, invalid: int = 0) -> dict[str, ModelEndings]:
+    """Return what clients saw of `minilm`, in requests of one row."""
+    ledger = Ledger()
+    endings = [Ending("right", "minilm")] * right + [Ending("left", "minilm")] * left
+    endings += [Ending("refused", "minilm", "INVALID_ARGUMENT", is_ours=True)] * invalid
+    for ending in endings:
+        ledger.add("a request", "kind", ending)
+    return ledger.by_model
+
+
+def test_a_request_without_an_end_is_lost() -> None:
+    ledger, answer = Ledger(), Event()
+
+    def silent(draw: random.Random, target: None) -> Ending:
+        answer.wait()
+        return Ending("right")
+
+    sent = send_all(
+        None, [Share(1, silent)], Bounds(0.1, 2), ledger, name="1", threads=2, patience=0.1
+    )
+    ledger.close()
+    answer.set()
+
+    assert sent == 0
+    assert ledger.by_kind["silent"]["lost"] == ledger.num_problems == 2
+
+
+def test_a_wrong_answer_and_a_message_that_leaks_are_problems() -> None:
+    ledger = Ledger()
+    ledger.add("7", "embed", Ending("wrong", "minilm", message="the answer is another one"))
+    ledger.add("8", "bad", Ending("refused", "minilm", message="no /opt/models/x/1/config.json"))
+    ledger.add("9", "bad", Ending("refused", "minilm", message="text is empty"))
+
+    assert ledger.num_problems == 2
+    assert "7: embed is wrong" in ledger.problems[0]
+    assert "/opt/models/x/1/config.json" in ledger.problems[1]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "key 'triton_python_backend_shm_region_4'",
+        'Traceback (most recent call last):\n File "x"',
+        "at model.py:31",
+        "an object at 0x7f3a9c0011d0",
+    ],
+)
+def test_what_tells_of_the_inside_is_a_leak(message: str) -> None:
+    assert find_leak(message)
+    assert not find_leak("input_ids has 900 tokens; this model takes at most 512 (and/or truncate)")
+
+
+def test_counters_that_agree_with_the_clients_are_no_problem() -> None:
+    before = Counters({"minilm": series()})
+    after = Counters(
+        {
+            "minilm": series(
+                varlen_requests_total__ok=12,
+                varlen_requests_total__invalid=3,
+                varlen_sequences_total=12,
+            )
+        }
+    )
+
+    # two of the three clients that left were answered
+    assert not before.disagreements(after, seen(right=10, left=3, invalid=3), is_complete=True)
+
+
+@pytest.mark.parametrize(
+    ("grown", "problem"),
+    [
+        ({"varlen_requests_total__ok": 9}, "9 requests as ok; clients saw 10 to 11"),
+        ({"varlen_requests_total__ok": 12}, "12 requests as ok; clients saw 10 to 11"),
+        ({"varlen_requests_total__failed": 2}, "2 requests as failed; clients saw 0 to 1"),
+        ({"varlen_requests_total__invalid": 1}, "1 requests as invalid; clients saw 2 to 3"),
+        ({"varlen_sequences_total": 9}, "9 sequences ran; clients saw 10 to 11 rows"),
+        ({"varlen_arena_reserved_bytes": 1}, "the arena is larger than its limit"),
+    ],
+)
+def test_counters_that_disagree_are_found(grown: dict[str, float], problem: str) -> None:
+    right = {
+        "varlen_requests_total__ok": 10,
+        "varlen_requests_total__invalid": 2,
+        "varlen_sequences_total": 10,
+    }
+    before, after = series(), series(**(right | grown))
+
+    [found] = Counters({"minilm": before}).disagreements(
+        Counters({"minilm": after}), seen(right=10, left=1, invalid=2), is_complete=True
+    )
+
+    assert problem in found
+
+
+def test_leaked_descriptors_and_processes_are_found() -> None:
+    with ExitStack() as stack:
+        before = State.of(os.getpid())
+        assert not before.growth(State.of(os.getpid()))
+
+        for _ in range(10):
+            stack.enter_context(Path(os.devnull).open())
+        child = stack.enter_context(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
+        after = State.of(os.getpid())
+
+        assert child.pid in family(os.getpid())
+    found = " ".join(before.growth(after))
+    assert "descriptors" in found
+    assert "processes" in found
+
+
+def test_lines_of_faults_are_found_in_a_log() -> None:
+    log = "I1122 12:00:00 ready\nW1122 a warning\nE1122 12:00:01 failed to load 'x'\nSignal (11) received."
+
+    assert len(unexpected_lines(log)) == 2
+    assert unexpected_lines(log, ["failed to load"]) == ["log: Signal (11) received."]
+    assert not unexpected_lines("Signal (15) received.")
+
+
+def test_a_stream_of_requests_depends_on_its_name_alone_and_keeps_its_bounds() -> None:
+    def run(threads: int) -> tuple[set[int], Counter[str]]:
+        numbers: set[int] = set()
+
+        def even(draw: random.Random, target: set[int]) -> Ending:
+            target.add(draw.randrange(10**9))
+            return Ending("right")
+
+        def failing(draw: random.Random, target: set[int]) -> Ending:
+            raise RuntimeError("a client has a bug")
+
+        ledger = Ledger()
+        mix = (Share(3, even), Share(1, failing))
+        assert send_all(numbers, mix, Bounds(60, 40), ledger, name="1 x", threads=threads) == 40
+        return numbers, Counter({kind: ends.total() for kind, ends in ledger.by_kind.items()})
+
+    assert run(1) == run(5)
+    numbers, kinds = run(2)
+    assert kinds["failing"]
+    assert len(numbers) == kinds["even"] == 40 - kinds["failing"]

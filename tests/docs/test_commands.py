@@ -1,0 +1,161 @@
+"""Commands, options, settings and metrics that the pages name exist."""
+
+import ast
+import json
+import re
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from varlen import wire, wire_generate
+from varlen.config import SETTINGS, EngineConfig
+from varlen.metrics import METRICS
+from varlen_client.cli import app
+
+from .pages import PAGES, PROJECT, Block, blocks, commands
+
+TOOLS = ("client/varlen_client", "tools/varlen_tools", "tools/varlen_bench")
+# Commands of others, and of the server.
+OTHERS = {"curl", "docker", "pip", "printf", "tritonserver", "perf_analyzer", ".ci/run", ".", "cd"}
+# Options of tritonserver, of Docker, of pytest, and of vLLM's and the server's frontends.
+OTHER_OPTIONS = {
+    *("--exit-timeout-secs", "--disable-auto-complete-config", "--http-port"),
+    *("--shm-size", "--gpus", "--generation-config", "--backend"),
+}
+# Names that begin like metrics and are none.
+PACKAGES = {"varlen_bench", "varlen_client", "varlen_kernels", "varlen_tools"}
+PARAMETERS = {*wire._PARAMETERS, *wire_generate._GENERATION_PARAMETERS}
+
+SHELL = [
+    pytest.param(block, command, id=f"{block} {command[0]} {index}")
+    for block in blocks("sh", "bash")
+    for index, command in enumerate(commands(block))
+]
+
+
+@pytest.mark.parametrize("block, command", SHELL)
+def test_a_command_exists_and_takes_its_arguments(block: Block, command: list[str]) -> None:
+    name, *arguments = [word for word in command if not word.startswith(">")]
+    if name.startswith("python") or name.endswith("/python"):
+        assert arguments[0] == "-m"
+        check_arguments(command_of(arguments[1]), arguments[2:])
+    elif Path(name).name == "varlen":
+        check_arguments(typer.main.get_command(app), arguments)
+    elif name == "make":
+        targets = [word for word in arguments if "=" not in word]
+        makefile = (PROJECT / "Makefile").read_text()
+        assert [each for each in targets if f"\n{each}: " not in makefile] == []
+    else:
+        assert name in OTHERS, f"{block} has the command {name}"
+
+
+def command_of(module: str) -> Any:
+    """Return the command of a module; None if it reads its arguments without typer."""
+    found = import_module(module)
+    is_package = hasattr(found, "__path__")
+    found = import_module(f"{module}.__main__") if is_package else found
+    commands_of_module = getattr(found, "app", None)
+    if commands_of_module is None:
+        if "argparse" in vars(found):
+            return None
+        commands_of_module = typer.Typer()
+        commands_of_module.command()(found.main)
+    return typer.main.get_command(commands_of_module)
+
+
+def check_arguments(command: Any, arguments: list[str]) -> None:
+    """Parse arguments as the command does, without running it."""
+    # typer brings a click of its own
+    if hasattr(command, "commands"):
+        command, arguments = command.commands[arguments[0]], arguments[1:]
+    if command is not None:
+        command.make_context("", list(arguments))
+
+
+@pytest.mark.parametrize("line", ["varlen embed a --fooo", "varlen zap", "make doc", "carlen"])
+def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+    block = Block("page.md", 1, "sh", f"{line}\n")
+
+    [command] = commands(block)
+    with pytest.raises(Exception):  # noqa: B017, PT011  # of click, KeyError, or AssertionError
+        test_a_command_exists_and_takes_its_arguments(block, command)
+
+
+@pytest.mark.parametrize("block", blocks("sh"), ids=str)
+def test_requests_of_curl_are_json_with_known_names(block: Block) -> None:
+    for command in commands(block):
+        if command[0] != "curl" or "-d" not in command:
+            continue
+        body = json.loads(command[command.index("-d") + 1])
+        names = {name for tensor in body.get("inputs", []) for name in (tensor["name"],)}
+        assert names <= {"text", "text_pair", "input_ids", "attention_mask", "token_type_ids"}
+        assert body.get("parameters", {}).keys() <= PARAMETERS
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=str)
+def test_python_can_be_parsed(block: Block) -> None:
+    ast.parse(block.code)
+
+
+def test_settings_in_pbtxt_are_allowed() -> None:
+    entry = re.compile(r'key: "(\w+)" value: \{ string_value: "([^"]*)" \}')
+    found = [match for block in blocks("") for match in entry.findall(block.code)]
+
+    assert len(found) > 5
+    for name, value in found:
+        EngineConfig.from_parameters({name: value})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_metrics_and_settings_that_a_page_names_exist(page: str) -> None:
+    text = (PROJECT / page).read_text()
+    gateway = {"varlen_gateway_" + name for name in ("requests_total", "request_seconds")}
+    gateway |= {"varlen_gateway_requests_in_flight", "varlen_gateway_tokens_total"}
+    known = {metric.value for metric in METRICS} | PACKAGES | gateway
+
+    named = set(re.findall(r"`(varlen_\w+)(?:\{[^`]*\})?`", text))
+    assert named - known == set()
+    anchors = re.findall(r"configuration\.md#(\w+_\w+)", text)
+    assert [name for name in anchors if name not in SETTINGS] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_that_a_page_names_exist(page: str) -> None:
+    spans = re.findall(r"`[^`\n]*`", (PROJECT / page).read_text())
+    options = {name for span in spans for name in re.findall(r"(?<![\w-])--[a-z][a-z-]+", span)}
+
+    assert options - known_options() - OTHER_OPTIONS == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_source_files_that_a_page_names_exist(page: str) -> None:
+    named = set(re.findall(r"`([\w./]+\.py)`", (PROJECT / page).read_text()))
+
+    assert named <= source_files()
+
+
+@cache
+def source_files() -> frozenset[str]:
+    """Return the ends of the paths of all source files: `a/b.py` and `b.py`."""
+    folders = ("backend", "kernels", "client", "tools", "tests", ".ci")
+    paths = [path for folder in folders for path in (PROJECT / folder).rglob("*.py")]
+    parts = [path.relative_to(PROJECT).parts for path in paths]
+    return frozenset("/".join(each[begin:]) for each in parts for begin in range(len(each)))
+
+
+@cache
+def known_options() -> set[str]:
+    """Return the options of our commands, and more: every parameter of a function of theirs."""
+    found = set()
+    for folder in TOOLS:
+        for path in (PROJECT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.arg):
+                    found.add("--" + node.arg.strip("_").replace("_", "-"))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found |= set(re.findall(r"--[a-z][a-z-]+", node.value))
+    return found

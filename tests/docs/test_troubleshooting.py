@@ -1,0 +1,58 @@
+"""The page of errors and the source agree."""
+
+import re
+
+import pytest
+
+from tests.ci.scripts import PROJECT
+
+from .messages import raised_messages, text_patterns
+
+PAGE = PROJECT / "docs/troubleshooting.md"
+# Messages of other programs.
+NOT_OURS = "## Messages of the server itself"
+SOURCES = ("backend/varlen", "client/varlen_client", "tools/varlen_tools")
+REQUEST_ERRORS = frozenset(
+    {"RequestError", "QueueFullError", "DeadlineError", "RequestCancelled", "EngineError"}
+)
+# These are in the log alone.
+NOT_SENT = ("execution/worker_process.py",)
+
+
+def listed_messages() -> list[str]:
+    ours, _, _ = PAGE.read_text().partition(NOT_OURS)
+    rows = re.findall(r"^\| (?:`([^`]+)`|`` (.+) ``) \|", ours, re.MULTILINE)
+    return [plain or quoted for plain, quoted in rows]
+
+
+def test_every_listed_message_is_in_the_source() -> None:
+    patterns = [pattern for folder in SOURCES for pattern in text_patterns(PROJECT / folder)]
+
+    messages = [message.removeprefix("deadline missed: ") for message in listed_messages()]
+
+    assert len(messages) > 100
+    assert [each for each in messages if not any(p.fullmatch(each) for p in patterns)] == []
+
+
+@pytest.mark.parametrize("classes", [REQUEST_ERRORS, {"ConfigError"}], ids=["request", "config"])
+def test_every_error_of_a_request_or_a_setting_is_listed(classes: frozenset[str]) -> None:
+    messages = [message.removeprefix("deadline missed: ") for message in listed_messages()]
+    raised = [
+        (place, pattern)
+        for place, pattern in raised_messages(PROJECT / SOURCES[0], classes)
+        if not place.startswith(NOT_SENT)
+    ]
+
+    assert len(raised) > 25
+    missing = [
+        f"{place}: {pattern.pattern}"
+        for place, pattern in raised
+        if not any(pattern.fullmatch(message) for message in messages)
+    ]
+    assert missing == [], "list these messages in docs/troubleshooting.md"
+
+
+def test_no_message_is_listed_twice() -> None:
+    messages = listed_messages()
+
+    assert [each for each in set(messages) if messages.count(each) > 1] == []

@@ -1,0 +1,143 @@
+"""Commands, requests and Python of the pages run against a real server."""
+
+import shlex
+import threading
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+import uvicorn
+from typer.testing import CliRunner
+
+from tests.checkpoints import WORDS, save_checkpoint
+from tests.docs.pages import Block, blocks, commands
+from varlen_client.cli import app
+from varlen_client.gateway.app import create_app
+from varlen_client.gateway.settings import GatewaySettings
+from varlen_tools.local_server import LOOPBACK, LocalServer, reserved_port
+
+from .serving import TIMEOUT_SECONDS, add_model, load, unload, wait_until
+
+TASK_PAGES = (
+    "embeddings",
+    "classification",
+    "reranking",
+    "tokens",
+    "generation",
+    "translation",
+    "gateway",
+)
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("start", *TASK_PAGES)))
+# Models of the pages that the shared server has under other names.
+STAND_INS = {"sentiment": "classifier", "states": "encoder", "e5": "minilm", "en-de": "tiny_dates"}
+# Models of the pages that are loaded for them, by the class that saves them.
+LOADED = {
+    "reranker": "BertForSequenceClassification",
+    "tiny_gpt2": "GPT2LMHeadModel",
+    "tiny_dates": "MarianMTModel",
+}
+
+
+# Commands that the demo and other tests run, or that need other machines.
+NOT_RUN = ("make", "python", "python3", "tritonserver", "docker", "pip", "cd", ".")
+
+
+@pytest.fixture(scope="module")
+def folders(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints by model."""
+    folder = tmp_path_factory.mktemp("pages")
+    saved = {}
+    for name, kind in LOADED.items():
+        words = {"words": WORDS, "num_labels": 1} if name == "reranker" else {}
+        saved[name] = save_checkpoint(folder / name, kind, **words)
+    return saved | {"minilm": minilm}
+
+
+@pytest.fixture(scope="module")
+def server(
+    server: LocalServer, repository: Path, folders: dict[str, Path]
+) -> Iterator[LocalServer]:
+    """The shared server with the models of the pages."""
+    for name in LOADED:
+        add_model(repository, name, folders[name])
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(partial(load, server), LOADED)) == [None] * len(LOADED)
+        yield server
+        list(pool.map(partial(unload, server), LOADED))
+
+
+@pytest.fixture(scope="module")
+def gateway(server: LocalServer) -> Iterator[str]:
+    """The address of a gateway before the server."""
+    # free again for uvicorn, which shares no port
+    with reserved_port() as port:
+        pass
+    app = create_app(GatewaySettings(url=server.grpc_url))
+    running = uvicorn.Server(uvicorn.Config(app, host=LOOPBACK, port=port, log_level="warning"))
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    wait_until(lambda: running.started, "the gateway has started")
+    yield f"{LOOPBACK}:{port}"
+    running.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def at(server: LocalServer, gateway: str, text: str) -> str:
+    """Return code of a page with the addresses and the models of the server."""
+    text = text.replace("127.0.0.1:8080", gateway)
+    text = text.replace("grpc://127.0.0.1:8001", server.grpc_url)
+    text = text.replace("127.0.0.1:8000", server.http_url.removeprefix("http://"))
+    for name, stand_in in STAND_INS.items():
+        for quoted in (f'"{name}"', f"--model {name}", f"models/{name}/"):
+            text = text.replace(quoted, quoted.replace(name, stand_in))
+    return text
+
+
+@pytest.mark.parametrize("block", blocks("sh", pages=PAGES), ids=str)
+def test_commands_and_requests_are_answered(
+    block: Block, server: LocalServer, gateway: str
+) -> None:
+    done = 0
+    for command in commands(block):
+        words = shlex.split(at(server, gateway, shlex.join(command)))
+        name = Path(words[0]).name
+        if name == "printf":
+            Path(words[3]).write_text(words[1].encode().decode("unicode_escape"))
+        elif name == "varlen" and words[1] != "serve-http":
+            run = CliRunner().invoke(app, [*words[1:], "--url", server.grpc_url])
+            assert run.exit_code == 0, run.output
+            assert run.output.strip()
+        elif name == "curl":
+            assert post(words[1], words[words.index("-d") + 1])
+        else:
+            assert words[0] in NOT_RUN or words[1] == "serve-http", words
+        done += 1
+    assert done
+
+
+@pytest.mark.parametrize("block", blocks("python", pages=PAGES), ids=str)
+def test_python_runs(
+    block: Block, server: LocalServer, gateway: str, folders: dict[str, Path]
+) -> None:
+    code = at(server, gateway, block.code)
+    for name, folder in folders.items():
+        code = code.replace(f"model_repository/{name}/1", str(folder))
+
+    exec(compile(code, str(block), "exec"), {})
+
+
+def post(address: str, body: str) -> bytes:
+    """Return the answer to a request, which may be a stream of events."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://{address}", body.encode(), headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+        content: bytes = answer.read()
+    return content

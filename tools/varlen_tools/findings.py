@@ -1,0 +1,193 @@
+"""What a checkpoint folder holds: family, tasks, limits, weights, tokenizer; for people to read."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table
+
+from varlen.config import Task
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.notes import checkpoint_notes
+from varlen.models.weights import read_headers, shards
+
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# Entries of a long list that are shown.
+_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    """What is known of the texts of a checkpoint beside its own files.
+
+    Attributes:
+        languages: as its model card states them.
+        made_of: the files that tokenizer.json was made of, if it had none.
+    """
+
+    languages: tuple[str, ...] = ()
+    made_of: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What a checkpoint holds.
+
+    Attributes:
+        family: `model_type` of config.json.
+        tasks: that it may serve; the first is the default.
+        vectors: the steps after the last hidden states that make an embedding.
+        features: of an embedding.
+        prompts: texts that `embed` puts before texts, by name; `default_prompt` is the one without a name.
+        labels: of the classifier, none without one.
+        max_sequence_tokens: longest sequence by default.
+        position_limit: longest sequence that it has positions for.
+        parameters, weight_bytes, weight_files: of the model.
+        weight_dtypes: share of the parameters by dtype, in safetensors' words.
+        vocab_size: token ids.
+        tokenizer: kind of its model, such as WordPiece.
+        text: languages and the origin of tokenizer.json.
+        notes: what may not be as expected.
+    """
+
+    family: str
+    architecture: str
+    tasks: tuple[Task, ...]
+    vectors: tuple[str, ...]
+    features: int
+    prompts: Mapping[str, str]
+    default_prompt: str
+    labels: tuple[str, ...]
+    max_sequence_tokens: int
+    position_limit: int
+    parameters: int
+    weight_bytes: int
+    weight_files: int
+    weight_dtypes: Mapping[str, float]
+    vocab_size: int
+    tokenizer: str
+    text: TextFacts
+    notes: tuple[str, ...]
+
+
+def find(
+    checkpoint: Checkpoint, task: Task | None = None, text: TextFacts | None = None
+) -> Findings:
+    """Return what a checkpoint holds; reads the headers of its weights, not the weights.
+
+    Args:
+        checkpoint: the opened checkpoint.
+        task: that it serves; None is its own.
+        text: what the caller knows of its texts.
+
+    Raises:
+        CheckpointError: the weights or the tokenizer cannot be read.
+    """
+    headers = read_headers(checkpoint.folder).values()
+    counts = Counter[str]()
+    for header in headers:
+        counts[header.dtype] += prod(header.shape)
+    parameters = sum(counts.values())
+    task = task or checkpoint.task
+    return Findings(
+        family=str(checkpoint.config["model_type"]),
+        architecture=checkpoint.architecture,
+        tasks=tuple(dict.fromkeys((task, *checkpoint.tasks))),
+        vectors=tuple(_vector_steps(checkpoint)) if "embed" in checkpoint.tasks else (),
+        features=checkpoint.embedding_size,
+        prompts=checkpoint.prompts,
+        default_prompt=checkpoint.default_prompt,
+        labels=checkpoint.labels.names,
+        max_sequence_tokens=checkpoint.max_sequence_tokens,
+        position_limit=checkpoint.position_limit,
+        parameters=parameters,
+        weight_bytes=sum(_BYTES.get(dtype, 1) * count for dtype, count in counts.items()),
+        weight_files=len(shards(checkpoint.folder)),
+        weight_dtypes={dtype: count / parameters for dtype, count in counts.most_common()},
+        vocab_size=checkpoint.vocab_size,
+        tokenizer=_tokenizer_kind(checkpoint.folder),
+        text=text or TextFacts(),
+        notes=checkpoint_notes(checkpoint, task),
+    )
+
+
+def read_languages(card: Path) -> tuple[str, ...]:
+    """Return the languages that a model card states in its first lines."""
+    from huggingface_hub import metadata_load  # takes a second
+
+    if not card.is_file():
+        return ()
+    try:
+        stated = (metadata_load(card) or {}).get("language")
+    except Exception:  # the card is for people: a damaged one stops nothing
+        return ()
+    stated = [stated] if isinstance(stated, str) else stated
+    return tuple(str(each) for each in stated) if isinstance(stated, list) else ()
+
+
+def table(findings: Findings) -> Table:
+    """Return the findings as a table with a line for each."""
+    made = Table(show_header=False, box=None, pad_edge=False)
+    made.add_column(style="bold", no_wrap=True)
+    for name, value in rows(findings):
+        made.add_row(name, escape(value))
+    return made
+
+
+def rows(findings: Findings) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each finding that the checkpoint has."""
+    first, *others = findings.tasks
+    yield "family", f"{findings.family}, {findings.architecture}"
+    yield "task", f"{first}; it may also serve {', '.join(others)}" if others else first
+    if findings.vectors:
+        yield "vectors", f"{' > '.join(findings.vectors)}, {findings.features} features"
+    if findings.prompts:
+        texts = [f"{name}: {text!r}" for name, text in findings.prompts.items()]
+        default = repr(findings.default_prompt) if findings.default_prompt else "none"
+        yield "prompts", f"{_some(texts)}; default: {default}"
+    if findings.labels:
+        yield "labels", f"{len(findings.labels)}: {_some(findings.labels)}"
+    yield (
+        "longest text",
+        f"{findings.max_sequence_tokens} tokens; it has positions for {findings.position_limit}",
+    )
+    dtypes = ", ".join(findings.weight_dtypes)
+    yield (
+        "weights",
+        f"{findings.parameters / 1e6:.1f} million, {dtypes}, {findings.weight_bytes / 1e6:.1f} MB"
+        f" in {_count(findings.weight_files, 'file')}",
+    )
+    made = f", made of {' and '.join(findings.text.made_of)}" if findings.text.made_of else ""
+    yield "tokenizer", f"{findings.tokenizer}, {findings.vocab_size} token ids{made}"
+    if findings.text.languages:
+        yield "languages", f"{_some(findings.text.languages)} (model card)"
+    for note in findings.notes:
+        yield "note", note
+
+
+def _vector_steps(checkpoint: Checkpoint) -> Iterator[str]:
+    is_default = not (checkpoint.folder / "modules.json").is_file()
+    yield f"{' + '.join(checkpoint.pooling)} pooling{' (no modules.json)' if is_default else ''}"
+    for layer in checkpoint.dense:
+        yield f"dense {layer.in_features} to {layer.out_features}, {layer.activation}"
+    if checkpoint.normalize:
+        yield "normalized"
+
+
+def _tokenizer_kind(folder: Path) -> str:
+    model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")).get("model") or {}
+    # the first releases of tokenizers stored no kind
+    return str(model.get("type") or "tokenizer.json")
+
+
+def _some(entries: list[str] | tuple[str, ...]) -> str:
+    more = len(entries) - _SHOWN
+    return ", ".join(entries[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,113 @@
+"""Makes tokenizer.json of the older files that some checkpoints have in its place.
+
+Marian's files are converted by code of our own, all others by transformers, if it is installed. The library
+SentencePiece checks what is made of its models: transformers 5.23 leaves rules of normalization out for some classes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import takewhile
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from varlen_tools.marian_tokenizer import ConversionError, convert_marian, has_marian_files
+from varlen_tools.sample_texts import TEXTS
+from varlen_tools.sentencepiece_model import SentencePieceError
+
+# Names of SentencePiece models.
+SENTENCEPIECE = ("sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model")
+# Files that are read to make tokenizer.json, and are not served.
+SOURCE_FILES = ("source.spm", *SENTENCEPIECE)
+# Packages that a conversion needs.
+_NEEDED = ("transformers",)
+_NEEDED_FOR_SENTENCEPIECE = (*_NEEDED, "sentencepiece")
+
+
+@dataclass(frozen=True, slots=True)
+class MadeTokenizer:
+    """A tokenizer, and the files that it was made of."""
+
+    tokenizer: Tokenizer
+    sources: tuple[str, ...]
+
+
+def make_tokenizer(folder: Path) -> MadeTokenizer | None:
+    """Return a tokenizer for a folder without tokenizer.json, or None without files for one.
+
+    Raises:
+        ConversionError: a package is missing, the files are damaged, or the result splits texts in another way.
+    """
+    if (folder / "tokenizer.json").is_file():
+        return None
+    if has_marian_files(folder):
+        try:
+            return MadeTokenizer(convert_marian(folder), ("source.spm", "vocab.json"))
+        except SentencePieceError as error:
+            raise ConversionError(str(error)) from None
+    pieces = next((name for name in SENTENCEPIECE if (folder / name).is_file()), None)
+    if pieces is not None:
+        _check_packages(_NEEDED_FOR_SENTENCEPIECE, pieces)
+        tokenizer = _convert(folder)
+        _check_pieces(tokenizer, folder / pieces)
+        return MadeTokenizer(tokenizer, (pieces,))
+    for sources in (("vocab.json", "merges.txt"), ("vocab.txt",)):
+        if all((folder / name).is_file() for name in sources):
+            _check_packages(_NEEDED, " and ".join(sources))
+            return MadeTokenizer(_convert(folder), sources)
+    return None
+
+
+def _check_packages(names: Sequence[str], source: str) -> None:
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        raise ConversionError(
+            f"{source} can be converted with {' and '.join(names)}:"
+            f" pip install {' '.join(missing)}, then fetch again"
+        )
+
+
+def _convert(folder: Path) -> Tokenizer:
+    """Return the fast tokenizer that transformers makes; no code of the folder runs."""
+    import transformers
+
+    # it reports converters that fail, and tries others
+    transformers.logging.set_verbosity_error()
+    try:
+        made = transformers.AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConversionError(f"transformers does not convert its files: {reason}") from None
+    tokenizer = getattr(made, "backend_tokenizer", None)
+    if not isinstance(tokenizer, Tokenizer):
+        raise ConversionError(f"{type(made).__name__} of transformers has no fast form")
+    return tokenizer
+
+
+def _check_pieces(tokenizer: Tokenizer, path: Path) -> None:
+    """Raise ConversionError unless the tokenizer splits texts as the SentencePiece model does."""
+    import sentencepiece
+
+    try:
+        original = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except (OSError, RuntimeError) as error:
+        raise ConversionError(f"{path.name} cannot be read: {error}") from None
+
+    def known(pieces: Sequence[str]) -> list[str | None]:
+        unknown = original.unk_id()
+        return [None if original.piece_to_id(piece) == unknown else piece for piece in pieces]
+
+    for text in TEXTS:
+        expected = known(original.encode(text, out_type=str))
+        actual = known(tokenizer.encode(text, add_special_tokens=False).tokens)
+        if actual != expected:
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(actual, expected, strict=False))
+            at = len(list(same))
+            raise ConversionError(
+                f"transformers makes of {path.name} a tokenizer that splits {text!r} into {actual[at : at + 4]},"
+                f" where SentencePiece has {expected[at : at + 4]}; if that is what you want, save it with"
+                " transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )

@@ -1,0 +1,145 @@
+"""config.pbtxt of a checkpoint: complete, with every setting below its description."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from enum import Enum
+
+from varlen.config import ITERATIVE_TASKS, SETTINGS, EngineConfig, Task
+from varlen.errors import ConfigError
+from varlen.models.checkpoint import Checkpoint
+from varlen.server_config import tensors_of
+from varlen.wire import DEFAULT_MAX_ROWS
+from varlen.wire_generate import PROMPTS
+from varlen.wire_outputs import TensorSpec
+
+# Inputs of text by task, where they are not `text` alone.
+_TEXTS: Mapping[Task, tuple[str, ...]] = {
+    "rerank": ("text", "text_pair"),
+    **dict.fromkeys(ITERATIVE_TASKS, ("text_input",)),
+}
+
+
+class Inputs(str, Enum):
+    """Inputs that config.pbtxt names: all of them, each optional; or one kind, then required."""
+
+    all = "all"
+    text = "text"
+    ids = "ids"
+
+
+def render_config(
+    name: str,
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    max_batch_size: int | None = None,
+    inputs: Inputs = Inputs.all,
+) -> str:
+    """Return a complete config.pbtxt, which loads without auto-completion too.
+
+    Raises:
+        CheckpointError: the server would refuse the checkpoint for this task.
+        ConfigError: a setting does not fit the checkpoint.
+    """
+    from varlen.execution import runner, step_runner  # import torch
+
+    task: Task = config.task or checkpoint.task
+    checkpoint.check_task(task)
+    generates = task in ITERATIVE_TASKS
+    limit = (step_runner if generates else runner).sequence_limit(checkpoint, config)
+    values = _settings_of(task, config) | {"task": task, "max_sequence_tokens": limit}
+    all_inputs, outputs = tensors_of(task, checkpoint)
+    return "\n".join(
+        [
+            "# Written by `python -m varlen_tools.fetch`; edit it as you like.",
+            f'name: "{name}"',
+            'backend: "varlen"',
+            *(_once_per_request(task, max_batch_size) if generates else _rows(max_batch_size)),
+            "",
+            *_tensors("input", _input_specs(task, all_inputs, inputs)),
+            "",
+            *_tensors("output", outputs),
+            "",
+            "# One engine; `device` below chooses its device. KIND_GPU with gpus: [ 1 ] gives it the second GPU.",
+            "instance_group [ { count: 1 kind: KIND_CPU } ]",
+            *(line for key, value in values.items() for line in _parameter(key, value)),
+            "",
+        ]
+    )
+
+
+def _settings_of(task: Task, config: EngineConfig) -> dict[str, object]:
+    """Return the settings that the task reads, by name.
+
+    Raises:
+        ConfigError: another setting has been set.
+    """
+    values: dict[str, object] = asdict(config)
+    ignored = [name for name, setting in SETTINGS.items() if task not in setting.tasks]
+    for name in ignored:
+        if values.pop(name) != SETTINGS[name].default:
+            raise ConfigError(f"{name} is set; the task {task} ignores it: leave it out")
+    return values
+
+
+def _rows(max_batch_size: int | None) -> list[str]:
+    rows = max_batch_size or DEFAULT_MAX_ROWS
+    return ["# Largest number of rows in one request.", f"max_batch_size: {rows}"]
+
+
+def _once_per_request(task: Task, max_batch_size: int | None) -> list[str]:
+    if max_batch_size is not None:
+        raise ConfigError(
+            f"max_batch_size is {max_batch_size}; a request of the task {task} holds one prompt:"
+            " leave it out"
+        )
+    return [
+        "# A request holds one prompt. `true` streams answers; with `false`, plain requests get one response each.",
+        "max_batch_size: 0",
+        "model_transaction_policy { decoupled: true }",
+    ]
+
+
+def _input_specs(task: Task, specs: Sequence[TensorSpec], inputs: Inputs) -> Sequence[TensorSpec]:
+    """Return the inputs of config.pbtxt; those of one kind are required."""
+    if inputs == Inputs.all:
+        return specs
+    texts = _TEXTS.get(task, ("text",))
+    needed = texts if inputs == Inputs.text else ("input_ids",)
+    required = [replace(spec, optional=False) for spec in specs if spec.name in needed]
+    # flags and sampling parameters stay optional
+    options = (
+        [spec for spec in specs if spec.name not in PROMPTS] if task in ITERATIVE_TASKS else []
+    )
+    return [*required, *options]
+
+
+def read_max_batch_size(text: str | None) -> int | None:
+    """Return the number in `--set max_batch_size=`, or raise ConfigError."""
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f'max_batch_size is "{text}"; allowed: whole numbers from 1')
+    return int(text)
+
+
+def _tensors(kind: str, specs: Sequence[TensorSpec]) -> list[str]:
+    lines = [
+        f'  {{ name: "{spec.name}" data_type: {spec.data_type} dims: [ {", ".join(map(str, spec.dims))} ]'
+        f"{' optional: true' if spec.optional else ''} }}"
+        for spec in specs
+    ]
+    return [f"{kind} [", ",\n".join(lines), "]"]
+
+
+def _parameter(key: str, value: object) -> list[str]:
+    text = str(value).lower() if isinstance(value, bool) else value
+    setting = SETTINGS[key]
+    notes = textwrap.wrap(setting.description, 116)
+    if setting.choices:
+        notes.append(f"Allowed: {setting.allowed}.")
+    return [
+        "",
+        *(f"# {line}" for line in notes),
+        f'parameters {{ key: "{key}" value: {{ string_value: "{text}" }} }}',
+    ]
