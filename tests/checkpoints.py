@@ -17,6 +17,8 @@ WEIGHTS = "model.safetensors"
 # The transformers class whose checkpoints serve a task.
 KIND_OF_TASK = {
     "embed": "BertModel",
+    "sparse_embed": "BertForMaskedLM",
+    "fill_mask": "BertForMaskedLM",
     "hidden": "BertModel",
     "classify": "BertForSequenceClassification",
     "rerank": "BertForSequenceClassification",

@@ -12,7 +12,15 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 from varlen.errors import ConfigError, shorten
 
 Task: TypeAlias = Literal[
-    "embed", "hidden", "classify", "rerank", "token_classify", "generate", "translate"
+    "embed",
+    "sparse_embed",
+    "fill_mask",
+    "hidden",
+    "classify",
+    "rerank",
+    "token_classify",
+    "generate",
+    "translate",
 ]
 DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -27,6 +35,9 @@ ITERATIVE_TASKS: tuple[Task, ...] = ("generate", "translate")
 ONE_SHOT_TASKS: tuple[Task, ...] = tuple(
     task for task in get_args(Task) if task not in ITERATIVE_TASKS
 )
+
+# Tasks whose texts may have a prompt of the checkpoint before them.
+PROMPTED_TASKS: tuple[Task, ...] = ("embed", "sparse_embed")
 
 DEFAULT_MAX_BATCH_TOKENS = 4096
 # A limit that nothing reaches, for callers whose own memory or clock is the limit.

@@ -11,10 +11,12 @@ import numpy.typing as npt
 
 from varlen.config import DEFAULT_MAX_BATCH_TOKENS, NO_LIMIT, Device, DType, EngineConfig, Task
 from varlen.errors import ConfigError, RequestError
+from varlen.filled_masks import DEFAULT_TOP_K, FilledToken, check_top_k, largest_top_k
 from varlen.intake import TokenIds
 from varlen.metrics import Stats
 from varlen.request import Float32Array, Output, Prompt, Request, RequestOptions
 from varlen.service import Service
+from varlen.sparse_vectors import SparseVector, check_max_active_dims, sparse_vector
 from varlen.tokenization import Text
 from varlen.vectors import VectorForm
 
@@ -109,6 +111,56 @@ class Encoder:
         form.check(checkpoint.embedding_size)
         vectors = self._run(("embed",), inputs, truncate, normalize, prompt_name)
         return form.of(np.stack(vectors))
+
+    def sparse_embed(
+        self,
+        inputs: Inputs,
+        *,
+        truncate: bool = False,
+        prompt_name: str | None = None,
+        max_active_dims: int | None = None,
+    ) -> list[SparseVector]:
+        """Return the sparse vector of each input: terms of the vocabulary and their weights.
+
+        Args:
+            inputs, truncate, prompt_name: see `embed`.
+            max_active_dims: most terms of a vector, those of the largest weights; None takes the checkpoint's number,
+                or all.
+
+        Raises:
+            RequestError: see `embed`.
+        """
+        checkpoint = self._service.checkpoint
+        check_max_active_dims(max_active_dims, checkpoint.vocab_size)
+        most = max_active_dims or checkpoint.splade.max_active_dims
+        rows = self._run(("sparse_embed",), inputs, truncate, prompt_name=prompt_name)
+        return [sparse_vector(row, most) for row in rows]
+
+    def fill_mask(
+        self, inputs: Inputs, *, top_k: int = DEFAULT_TOP_K, truncate: bool = False
+    ) -> list[list[list[FilledToken]]]:
+        """Return the most likely tokens of each mask of each input, the most likely first.
+
+        Args:
+            inputs: texts or rows of token ids with 1 to 8 masks, such as "Paris is the [MASK] of France.".
+            top_k: tokens of a mask, at most 100.
+            truncate: see `embed`.
+
+        Raises:
+            RequestError: see `embed`.
+        """
+        check_top_k(top_k, largest_top_k(self._service.checkpoint.vocab_size))
+        text = self._service.intake.token_text
+        return [
+            [
+                [
+                    FilledToken(int(token), text(int(token)), float(score))
+                    for token, score in zip(*mask[:, :top_k].tolist(), strict=True)
+                ]
+                for mask in masks
+            ]
+            for masks in self._run(("fill_mask",), inputs, truncate)
+        ]
 
     def classify(self, inputs: Inputs, *, truncate: bool = False) -> Float32Array:
         """Return the logits of each text or pair of texts, `[inputs, labels]` fp32."""

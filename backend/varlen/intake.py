@@ -5,7 +5,7 @@ below trust their inputs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from varlen.draft import Step
 from varlen.errors import RequestError, shorten
-from varlen.request import Prompt
+from varlen.request import MAX_MASKS, Int32Array, Prompt
 from varlen.tokenization import Text, Tokenized, Tokenizer, TruncationSide
 
 # One sequence.
@@ -62,6 +62,7 @@ class Intake:
         prompts: Mapping[str, str] | None = None,
         default_prompt: str = "",
         target_start: int | None = None,
+        mask_token: int | None = None,
     ) -> None:
         """Start the checks.
 
@@ -72,12 +73,14 @@ class Intake:
             prompts: texts that a request may put before its texts, by name.
             default_prompt: put before texts if a request names none.
             target_start: of a model that translates: the token that each target begins with; its inputs are sources.
+            mask_token: of a model that fills masks: the token that stands for what is missing.
         """
         self._tokenizer = tokenizer
         self._limits = limits
         self._chat_template = chat_template
         self._prompts = prompts or {}
         self._default_prompt = default_prompt
+        self._mask_token = mask_token
         self._target_ids = None if target_start is None else np.array([target_start], np.int32)
 
     def texts(
@@ -158,7 +161,7 @@ class Intake:
             raise RequestError("input_ids has no rows; send at least one row")
         types = type_rows if type_rows is not None else [None] * len(rows)
         return tuple(
-            self._placed(self._sequence(row, ids, types[row])) for row, ids in enumerate(rows)
+            self._placed(row, self._sequence(row, ids, types[row])) for row, ids in enumerate(rows)
         )
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
@@ -185,6 +188,10 @@ class Intake:
     def token_text(self, token_id: int) -> str:
         """Return the text of a token."""
         return self._tokenizer.token_text(token_id)
+
+    def term_text(self, term: int) -> str:
+        """Return the text of a term, empty if the tokenizer does not have it."""
+        return self._tokenizer.huggingface.id_to_token(term) or ""
 
     @property
     def reads_sources(self) -> bool:
@@ -246,13 +253,26 @@ class Intake:
             raise RequestError(f"row {row}: text has no tokens; send at least one word")
         self._check_arena(row, tokens)
         self._check_ids(row, "text", text.token_ids, text.type_ids)
-        return self._placed(Prompt(text.token_ids, text.type_ids))
+        return self._placed(row, Prompt(text.token_ids, text.type_ids))
 
-    def _placed(self, tokens: Prompt) -> Prompt:
-        """Return tokens as the prompt of a model, or as the source of a target."""
+    def _placed(self, row: int, tokens: Prompt) -> Prompt:
+        """Return tokens with their masks, or as the source of a target."""
+        if self._mask_token is not None:
+            return replace(tokens, mask_places=self._mask_places(row, tokens.token_ids))
         if self._target_ids is None:
             return tokens
         return Prompt(self._target_ids, source_ids=tokens.token_ids)
+
+    def _mask_places(self, row: int, ids: Int32Array) -> Int32Array:
+        """Return the places of the masks of a row, `[masks]` int32, or raise RequestError."""
+        assert self._mask_token is not None
+        places = np.flatnonzero(ids == self._mask_token)
+        if not 1 <= len(places) <= MAX_MASKS:
+            name = self.token_text(self._mask_token)
+            raise RequestError(
+                f"row {row}: the input has {len(places)} tokens {name}; this model takes 1 to {MAX_MASKS}"
+            )
+        return places.astype(np.int32)
 
     def _sequence(
         self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None

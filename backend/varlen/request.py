@@ -14,6 +14,11 @@ Int32Array: TypeAlias = npt.NDArray[np.int32]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 
+# Most masks of one row, and most answers for each.
+MAX_MASKS = 8
+MAX_TOP_K = 100
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """The checked tokens of one row of a request.
@@ -22,11 +27,18 @@ class Prompt:
         token_ids: `[tokens]` int32, at least one.
         type_ids: `[tokens]` int32, or None for all zero.
         source_ids: `[tokens]` int32, the text that a translation reads; its prompt is how each answer begins.
+        mask_places: `[masks]` int32, the tokens that `fill_mask` predicts, at most MAX_MASKS.
     """
 
     token_ids: Int32Array
     type_ids: Int32Array | None = None
     source_ids: Int32Array | None = None
+    mask_places: Int32Array | None = None
+
+    @property
+    def num_masks(self) -> int:
+        """Number of tokens to predict."""
+        return 0 if self.mask_places is None else len(self.mask_places)
 
     @property
     def num_source_tokens(self) -> int:

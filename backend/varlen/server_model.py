@@ -142,7 +142,12 @@ class TritonPythonModel:
         self._service = _load_service(
             task, checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
         )
-        self._outputs = ModelOutputs.of(task, checkpoint)
+        intake = self._service.intake
+        self._outputs = replace(
+            ModelOutputs.of(task, checkpoint),
+            term_text=intake.term_text,
+            token_text=intake.token_text,
+        )
         limits = PoolLimits(
             config.max_queued_requests,
             config.max_queued_text_bytes,

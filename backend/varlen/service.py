@@ -10,9 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from varlen.config import EngineConfig, Task
+from varlen.config import PROMPTED_TASKS, EngineConfig, Task
 from varlen.cost_warmup import costs_for, warm_up
 from varlen.engine import Engine
+from varlen.errors import CheckpointError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.workers import Workers, load_workers
@@ -29,6 +30,8 @@ from varlen.tokenization import Tokenizer
 _log = logging.getLogger(__name__)
 
 _MEGABYTE = 1e6
+# The mask of most tokenizers, where no file names it.
+_MASK_TOKENS = ("[MASK]", "<mask>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +93,13 @@ class Service:
             tokenizer = Tokenizer(
                 checkpoint.folder, info.max_sequence_tokens, has_types=checkpoint.has_token_types
             )
-            embeds = info.task == "embed"
+            has_prompts = info.task in PROMPTED_TASKS
             intake = Intake(
                 tokenizer,
                 _input_limits(config, info),
-                prompts=checkpoint.prompts if embeds else None,
-                default_prompt=checkpoint.default_prompt if embeds else "",
+                prompts=checkpoint.prompts if has_prompts else None,
+                default_prompt=checkpoint.default_prompt if has_prompts else "",
+                mask_token=_mask_token(checkpoint, tokenizer) if info.task == "fill_mask" else None,
             )
             warm_up(info, executor, config)
             costs = costs_for(info, executor, checkpoint, config)
@@ -189,6 +193,18 @@ def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> Re
         max_bytes=config.response_cache_bytes,
         max_seconds=config.response_cache_seconds or math.inf,
     )
+
+
+def _mask_token(checkpoint: Checkpoint, tokenizer: Tokenizer) -> int:
+    """Return the token that stands for a missing one, or raise CheckpointError."""
+    name = checkpoint.special_tokens.get("mask_token")
+    token = tokenizer.find_token(_MASK_TOKENS if name is None else [name])
+    if token is None:
+        raise CheckpointError(
+            f"tokenizer.json has no token {' or '.join(_MASK_TOKENS) if name is None else name}, which the task"
+            " fill_mask needs; name it as mask_token in tokenizer_config.json"
+        )
+    return token
 
 
 def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:

@@ -108,6 +108,11 @@ class Tokenizer:
             for text, prefix in zip(texts, prefixes, strict=True)
         ]
 
+    def find_token(self, names: Sequence[str]) -> int | None:
+        """Return the id of the first of these tokens that exists, None without one."""
+        found = (self._whole.token_to_id(name) for name in names)
+        return next((token for token in found if token is not None), None)
+
     def token_text(self, token_id: int) -> str:
         """Return the text of a token, special ones included."""
         text: str = self._whole.decode([token_id], skip_special_tokens=False)

@@ -14,12 +14,14 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from varlen.config import Task
+from varlen.config import PROMPTED_TASKS, Task
 from varlen.draft import Draft
 from varlen.errors import RequestError, shorten
+from varlen.filled_masks import DEFAULT_TOP_K, check_top_k
 from varlen.intake import Intake
 from varlen.request import Prompt, RequestOptions
 from varlen.scores import SCORE_FUNCTIONS, ScoreFunction
+from varlen.sparse_vectors import check_max_active_dims
 from varlen.tokenization import Text, TruncationSide
 from varlen.vectors import VECTOR_DTYPES, VectorDType, VectorForm
 from varlen.wire_outputs import AnswerOptions, ModelOutputs, TensorSpec
@@ -41,10 +43,12 @@ _MIN_TIMEOUT_MICROSECONDS = 1000
 COMMON_PARAMETERS = ("request_priority", "deadline_ms")
 # Parameters that only some tasks have.
 _TASKS_OF_PARAMETER: Mapping[str, tuple[Task, ...]] = {
-    "prompt_name": ("embed",),
+    "prompt_name": PROMPTED_TASKS,
     "dimensions": ("embed",),
     "output_dtype": ("embed",),
     "activation": ("classify", "rerank", "token_classify"),
+    "max_active_dims": ("sparse_embed",),
+    "top_k": ("fill_mask",),
 }
 _PARAMETERS = (
     "truncate",
@@ -135,7 +139,7 @@ def _read_answer_options(
                 f" this model has the task {outputs.task}"
             )
     vectors = VectorForm(
-        _dimensions(options),
+        _whole_number(options, "dimensions"),
         _flag(options, "normalize", default=outputs.normalize),
         _choice(options, "output_dtype", _DTYPES, default="float32"),
     )
@@ -143,7 +147,18 @@ def _read_answer_options(
         vectors.check(outputs.width)
     functions = {"auto": outputs.labels.function, **_FUNCTIONS}
     function = _choice(options, "activation", functions, default="auto")
-    return AnswerOptions(frozenset(requested), vectors, function)
+    most_terms = _whole_number(options, "max_active_dims")
+    check_max_active_dims(most_terms, outputs.width)
+    top_k = _whole_number(options, "top_k")
+    if top_k is not None:
+        check_top_k(top_k, outputs.width)
+    return AnswerOptions(
+        frozenset(requested),
+        vectors,
+        function,
+        most_terms or outputs.max_active_dims,
+        top_k or min(DEFAULT_TOP_K, outputs.width),
+    )
 
 
 def read_parameters(parameters: str, names: tuple[str, ...]) -> Mapping[str, Any]:
@@ -288,12 +303,10 @@ def _flag(options: Mapping[str, Any], name: str, *, default: bool) -> bool:
     return value
 
 
-def _dimensions(options: Mapping[str, Any]) -> int | None:
-    value = options.get("dimensions")
-    if "dimensions" in options and (not isinstance(value, int) or isinstance(value, bool)):
-        raise RequestError(
-            f"the parameter dimensions is {shorten(repr(value))}; send a whole number"
-        )
+def _whole_number(options: Mapping[str, Any], name: str) -> int | None:
+    value = options.get(name)
+    if name in options and (not isinstance(value, int) or isinstance(value, bool)):
+        raise RequestError(f"the parameter {name} is {shorten(repr(value))}; send a whole number")
     return value
 
 

@@ -4,21 +4,25 @@ A response holds the outputs that the request names. All of them are made of the
 threads.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from varlen.config import Task
+from varlen.filled_masks import DEFAULT_TOP_K, largest_top_k, stacked
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.labels import Labels
 from varlen.request import Float32Array, Output, Request
 from varlen.scores import ScoreFunction, scores_of
+from varlen.sparse_vectors import SparseVector, padded, sparse_vector
 from varlen.vectors import VectorForm
 
 _LABEL_TASKS = frozenset({"classify", "rerank", "token_classify"})
+# Tasks whose outputs are entries of the vocabulary.
+_TERM_TASKS = frozenset({"sparse_embed", "fill_mask"})
 # Tasks with an output for each token.
 _TOKEN_TASKS = frozenset({"hidden", "token_classify"})
 _MAIN_NAMES: dict[Task, str] = {
@@ -40,29 +44,60 @@ class TensorSpec:
     optional: bool = False
 
 
+# Rows have the same number of terms, with zeros and empty texts behind those of a row.
+_SPARSE_SPECS = (
+    TensorSpec("indices", "TYPE_INT32", (-1,)),
+    TensorSpec("values", "TYPE_FP32", (-1,)),
+    TensorSpec("terms", "TYPE_STRING", (-1,)),
+    TensorSpec("num_terms", "TYPE_INT32", (1,)),
+)
+# Rows have the same number of masks, with zeros and empty texts behind those of a row.
+_MASK_SPECS = (
+    TensorSpec("token_ids", "TYPE_INT32", (-1, -1)),
+    TensorSpec("scores", "TYPE_FP32", (-1, -1)),
+    TensorSpec("tokens", "TYPE_STRING", (-1, -1)),
+    TensorSpec("num_masks", "TYPE_INT32", (1,)),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOutputs:
     """What a model answers.
 
     Attributes:
         task: of the model.
-        width: features of a vector or a token; labels of a classifier.
+        width: features of a vector or a token; labels of a classifier; terms of a sparse vector; most tokens that
+            fill a mask.
         labels: of a classifier.
         normalize: whether embeddings are normalized, unless a request says otherwise.
+        max_active_dims: most terms of a sparse vector, unless a request says otherwise; None is all.
+        term_text: returns the text of a term by its number.
+        token_text: returns the text of a token as it reads in a text.
     """
 
     task: Task
     width: int
     labels: Labels
     normalize: bool
+    max_active_dims: int | None = None
+    term_text: Callable[[int], str] = str
+    token_text: Callable[[int], str] = str
 
     @classmethod
     def of(cls, task: Task, checkpoint: Checkpoint) -> "ModelOutputs":
         """Return the outputs of a checkpoint that serves a task."""
-        width = checkpoint.num_labels if task in _LABEL_TASKS else checkpoint.hidden_size
-        if task == "embed":
-            width = checkpoint.embedding_size
-        return cls(task, width, checkpoint.labels, checkpoint.normalize)
+        made = cls(task, checkpoint.hidden_size, checkpoint.labels, checkpoint.normalize)
+        match task:
+            case "embed":
+                return replace(made, width=checkpoint.embedding_size)
+            case "sparse_embed":
+                most = checkpoint.splade.max_active_dims
+                return replace(made, width=checkpoint.vocab_size, max_active_dims=most)
+            case "fill_mask":
+                return replace(made, width=largest_top_k(checkpoint.vocab_size))
+            case "classify" | "rerank" | "token_classify":
+                return replace(made, width=checkpoint.num_labels)
+        return made
 
     @property
     def has_labels(self) -> bool:
@@ -72,12 +107,17 @@ class ModelOutputs:
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors, in the order in which a response has them."""
+        num_tokens = TensorSpec("num_tokens", "TYPE_INT32", (1,))
+        if self.task == "sparse_embed":
+            return (*_SPARSE_SPECS, num_tokens)
+        if self.task == "fill_mask":
+            return (*_MASK_SPECS, num_tokens)
         dims = (-1, self.width) if self.task in _TOKEN_TASKS else (self.width,)
         specs = [TensorSpec(_MAIN_NAMES[self.task], "TYPE_FP32", dims)]
         if self.has_labels:
             specs.append(TensorSpec("scores", "TYPE_FP32", dims))
             specs.append(TensorSpec("labels", "TYPE_STRING", (self.width,)))
-        return (*specs, TensorSpec("num_tokens", "TYPE_INT32", (1,)))
+        return (*specs, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +128,15 @@ class AnswerOptions:
         names: of its outputs.
         vectors: the form of embeddings.
         function: makes `scores` of logits.
+        max_active_dims: most terms of a sparse vector; None is all.
+        top_k: tokens that fill a mask.
     """
 
     names: frozenset[str]
     vectors: VectorForm = field(default_factory=VectorForm)
     function: ScoreFunction = "none"
+    max_active_dims: int | None = None
+    top_k: int = DEFAULT_TOP_K
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +164,9 @@ class ArrayAnswer:
     def num_bytes(self) -> int:
         """Size of the tensors whose shapes follow from the lengths of the rows."""
         rows, width = len(self.num_tokens), self.outputs.width
+        if self.outputs.task in _TERM_TASKS:
+            # the others depend on what the model finds, and are checked before they are sent
+            return 4 * rows if "num_tokens" in self._names else 0
         longest = max(self.num_tokens) if self.outputs.task in _TOKEN_TASKS else 1
         numbers = 4 * rows * longest * width
         sizes = {
@@ -134,9 +181,17 @@ class ArrayAnswer:
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
         """Return the output tensors by name, given the output of each row."""
-        rows = [output for _, output in sorted(outputs, key=lambda each: each[0])]
-        main = self._stack(cast(list[Float32Array], rows))
-        return {name: self._tensor(name, main) for name in self._names}
+        rows = [
+            cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
+        ]
+        names = self._names
+        if self.outputs.task == "sparse_embed":
+            vectors = [sparse_vector(row, self.options.max_active_dims) for row in rows]
+            return {name: self._sparse_tensor(name, vectors) for name in names}
+        if self.outputs.task == "fill_mask":
+            return {name: self._mask_tensor(name, rows) for name in names}
+        main = self._stack(rows)
+        return {name: self._tensor(name, main) for name in names}
 
     @property
     def _names(self) -> list[str]:
@@ -153,8 +208,51 @@ class ArrayAnswer:
                 names = [label.encode() for label in self.outputs.labels.names]
                 return np.array([names] * len(main), dtype=np.object_)
             case "num_tokens":
-                return np.array(self.num_tokens, dtype=np.int32)[:, None]
+                return self._lengths()
         return main
+
+    def _sparse_tensor(self, name: str, vectors: Sequence[SparseVector]) -> npt.NDArray[Any]:
+        indices, values = padded(vectors)
+        match name:
+            case "indices":
+                return indices
+            case "values":
+                return values
+            case "num_terms":
+                return np.array([[len(each.indices)] for each in vectors], dtype=np.int32)
+            case "terms":
+                texts = np.full(indices.shape, b"", dtype=np.object_)
+                for row, vector in enumerate(vectors):
+                    terms = [
+                        self.outputs.term_text(term).encode() for term in vector.indices.tolist()
+                    ]
+                    texts[row, : len(terms)] = terms
+                return texts
+        return self._lengths()
+
+    def _mask_tensor(self, name: str, rows: Sequence[Float32Array]) -> npt.NDArray[Any]:
+        tokens, scores = stacked(rows, self.options.top_k)
+        match name:
+            case "token_ids":
+                return tokens
+            case "scores":
+                return scores
+            case "num_masks":
+                return np.array([[len(row)] for row in rows], dtype=np.int32)
+            case "tokens":
+                texts = np.full(tokens.shape, b"", dtype=np.object_)
+                for row, masks in enumerate(rows):
+                    shown = tokens[row, : len(masks)].tolist()
+                    texts[row, : len(masks)] = [
+                        [self.outputs.token_text(token).encode() for token in mask]
+                        for mask in shown
+                    ]
+                return texts
+        return self._lengths()
+
+    def _lengths(self) -> npt.NDArray[np.int32]:
+        """Return the number of tokens of each row, `[rows, 1]`."""
+        return np.array(self.num_tokens, dtype=np.int32)[:, None]
 
     def _scores(self, logits: Float32Array) -> Float32Array:
         scores = scores_of(logits, self.options.function)

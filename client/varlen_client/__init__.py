@@ -19,9 +19,11 @@ from varlen_client.errors import (
     VarlenClientError,
 )
 from varlen_client.generation import GeneratedPart, Generation
+from varlen_client.masks import FilledToken
 from varlen_client.retry import RetryPolicy
 from varlen_client.row_outputs import LabelScore
 from varlen_client.session import Status
+from varlen_client.sparse import SparseVector
 from varlen_client.sync import Client
 from varlen_client.translation import Translation
 from varlen_client.transport import ServerIdentity
@@ -31,6 +33,7 @@ __all__ = [
     "AsyncClient",
     "Client",
     "DeadlineMissed",
+    "FilledToken",
     "GeneratedPart",
     "Generation",
     "InvalidRequest",
@@ -44,6 +47,7 @@ __all__ = [
     "ServerError",
     "ServerIdentity",
     "ServerUnavailable",
+    "SparseVector",
     "Status",
     "Translation",
     "VarlenClientError",

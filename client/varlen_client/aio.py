@@ -29,6 +29,7 @@ from varlen_client.generation import (
     read_generations,
     read_parts,
 )
+from varlen_client.masks import MASK_TASK, FilledToken, read_filled_masks
 from varlen_client.retry import RetryPolicy
 from varlen_client.row_call import RowCall, deadline_of
 from varlen_client.row_outputs import (
@@ -43,6 +44,7 @@ from varlen_client.row_outputs import (
     vector_output,
 )
 from varlen_client.session import Session, Status
+from varlen_client.sparse import SparseVector, read_sparse_vectors, sparse_task
 from varlen_client.tasks import with_timeout
 from varlen_client.translation import Translation, read_translation, search_options
 from varlen_client.wire import (
@@ -188,6 +190,69 @@ class AsyncClient:
         task = RowTask("embed", (vectors, counts) if counted else (vectors,))
         answer = await self._matrices(task, rows, parameters, timeout)
         return answer[0], int(answer[1].sum()) if counted else None
+
+    async def sparse_embed(
+        self,
+        inputs: Inputs,
+        *,
+        prompt_name: str | None = None,
+        max_active_dims: int | None = None,
+        with_terms: bool = False,
+        truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[SparseVector]:
+        """Return the sparse vector of each row: terms of the vocabulary and their weights.
+
+        Args:
+            inputs, prompt_name: see `embed`.
+            max_active_dims: return the terms of the largest weights alone; by default the checkpoint decides.
+            with_terms: return the texts of the terms too.
+            truncate, ...: see `embed`.
+
+        Raises:
+            VarlenClientError: see `embed`.
+        """
+        parameters = _parameters(
+            truncate,
+            truncation_side,
+            deadline_ms,
+            priority,
+            prompt_name=prompt_name,
+            max_active_dims=max_active_dims,
+        )
+        task = sparse_task(with_terms=with_terms)
+        answers = await self._answers(task, inputs, parameters, timeout, on_progress)
+        return [vector for answer in answers for vector in read_sparse_vectors(answer)]
+
+    async def fill_mask(
+        self,
+        inputs: Inputs,
+        *,
+        top_k: int | None = None,
+        truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[list[list[FilledToken]]]:
+        """Return the most likely tokens of each mask of each row, the most likely first.
+
+        Args:
+            inputs: texts or lists of token ids with 1 to 8 masks, such as "Paris is the [MASK] of France.".
+            top_k: tokens of a mask; by default 5.
+            truncate, ...: see `embed`.
+
+        Raises:
+            VarlenClientError: see `embed`.
+        """
+        parameters = _parameters(truncate, truncation_side, deadline_ms, priority, top_k=top_k)
+        answers = await self._answers(MASK_TASK, inputs, parameters, timeout, on_progress)
+        return [masks for answer in answers for masks in read_filled_masks(answer)]
 
     async def classify(
         self,
@@ -511,6 +576,22 @@ class AsyncClient:
         traceback: TracebackType | None,
     ) -> None:
         await self.close()
+
+    async def _answers(
+        self,
+        task: RowTask,
+        inputs: Inputs,
+        parameters: Parameters,
+        timeout: float | None,
+        on_progress: Callable[[int], None] | None,
+    ) -> list[tuple[npt.NDArray[Any], ...]]:
+        """Return the outputs of each request, whose rows are padded."""
+        rows = read_inputs(inputs)
+        call = RowCall(task.method, len(rows), timeout=timeout, on_progress=on_progress)
+        answers, _ = await call.within_timeout(
+            self._send_all(call, task, rows, parameters, self._rows_per_request)
+        )
+        return answers
 
     async def _matrices(
         self,

@@ -10,8 +10,10 @@ import typer
 
 from varlen_client.cli_classify import classify, rerank
 from varlen_client.cli_embed import embed, similarity
+from varlen_client.cli_fill_mask import fill_mask
 from varlen_client.cli_generate import generate
 from varlen_client.cli_serve_http import serve_http
+from varlen_client.cli_sparse import sparse_embed
 from varlen_client.cli_status import status
 from varlen_client.cli_translate import translate
 
@@ -21,7 +23,18 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (embed, similarity, classify, rerank, generate, translate, status, serve_http):
+for command in (
+    embed,
+    sparse_embed,
+    similarity,
+    classify,
+    rerank,
+    fill_mask,
+    generate,
+    translate,
+    status,
+    serve_http,
+):
     app.command()(command)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from varlen_client.cli_files import texts_or_lines
+from varlen_client.cli_files import check_lines, texts_or_lines
 from varlen_client.cli_options import (
     DEFAULT_URL,
     DeadlineMs,
@@ -21,7 +21,6 @@ from varlen_client.cli_options import (
     exit_on_error,
     shorten,
     show_progress,
-    usage_error,
 )
 from varlen_client.row_outputs import Activation
 from varlen_client.sync import Client
@@ -52,7 +51,7 @@ def classify(
     timeout: Timeout = None,
 ) -> None:
     """Print labels and scores of texts, or of a file's lines, the best first."""
-    rows = _without_empty(texts_or_lines(texts or [], file), file)
+    rows = check_lines(texts_or_lines(texts or [], file), file)
     with (
         exit_on_error(),
         Client(url, model) as client,
@@ -100,7 +99,7 @@ def rerank(
 
     The number of a document is its place in the input, from 1.
     """
-    rows = _without_empty(texts_or_lines(documents or [], file), file)
+    rows = check_lines(texts_or_lines(documents or [], file), file)
     with exit_on_error(), Client(url, model) as client:
         scores = client.rerank(
             query,
@@ -119,11 +118,3 @@ def rerank(
             typer.echo(json.dumps(found, ensure_ascii=False))
         else:
             typer.echo(f"{scores[row]:8.4f}  {row + 1:4}  {shorten(rows[row])}")
-
-
-def _without_empty(rows: list[str], file: Path | None) -> list[str]:
-    """Return the rows; an empty line of a file is an error."""
-    for number, row in enumerate(rows, start=1):
-        if file is not None and not row.strip():
-            usage_error(f"{file}, line {number}: empty")
-    return rows

@@ -38,6 +38,14 @@ def texts_or_lines(texts: Sequence[str], file: Path | None) -> list[str]:
     return rows
 
 
+def check_lines(rows: list[str], file: Path | None) -> list[str]:
+    """Return the rows; an empty line of a file is a usage error."""
+    for number, row in enumerate(rows, start=1):
+        if file is not None and not row.strip():
+            usage_error(f"{file}, line {number}: empty")
+    return rows
+
+
 def check_output(output: Path, *, force: bool) -> None:
     """Exit with a usage error if `output` cannot be written, or exists without `force`."""
     if not output.parent.is_dir():

@@ -27,6 +27,8 @@ _NUMPY_DTYPES: Mapping[str, type[np.generic]] = {
     "binary": np.int8,
     "ubinary": np.uint8,
 }
+# The last dimension of an output whose rows decide it.
+ANY_WIDTH = -1
 # Features in an element of `binary` and `ubinary`.
 _BITS = 8
 
@@ -47,7 +49,7 @@ class RowOutput:
         name: of the tensor.
         rank: its dimensions, without that of the rows.
         dtype: of its elements; object for strings.
-        width: its last dimension; None takes that of the model's config.
+        width: its last dimension; None takes that of the model's config, where -1 is any.
         packs: features in one element.
     """
 
@@ -65,7 +67,7 @@ class RowOutput:
         """
         width = info.width(method, self.name, rank=self.rank)
         width = width if self.width is None else self.width
-        return replace(self, width=-(-width // self.packs))
+        return replace(self, width=width if width == ANY_WIDTH else -(-width // self.packs))
 
     def checked(self, array: npt.NDArray[Any] | None, rows: int) -> npt.NDArray[Any]:
         """Return an array if it has the expected shape and dtype.
@@ -75,10 +77,8 @@ class RowOutput:
         """
         if not isinstance(array, np.ndarray):
             raise ServerError(f"the response has no output {self.name}")
-        fits = array.ndim == self.rank + 1 and (array.shape[0], array.shape[-1]) == (
-            rows,
-            self.width,
-        )
+        width = array.shape[-1] if self.width == ANY_WIDTH else self.width
+        fits = array.ndim == self.rank + 1 and (array.shape[0], array.shape[-1]) == (rows, width)
         if not fits or array.dtype != self.dtype:
             raise ServerError(
                 f"{self.name} is {array.dtype} {list(array.shape)}; expected"

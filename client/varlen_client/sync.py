@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from varlen_client.aio import AsyncClient
 from varlen_client.generation import GeneratedPart, Generation, GenerationPrompt
+from varlen_client.masks import FilledToken
 from varlen_client.retry import RetryPolicy
 from varlen_client.row_outputs import (
     Activation,
@@ -25,6 +26,7 @@ from varlen_client.row_outputs import (
     Vectors,
 )
 from varlen_client.session import Status
+from varlen_client.sparse import SparseVector
 from varlen_client.translation import Translation
 from varlen_client.wire import Floats, Inputs, ModelState, Pairs
 
@@ -120,6 +122,68 @@ class Client:
                 prompt_name=prompt_name,
                 dimensions=dimensions,
                 output_dtype=output_dtype,
+                truncate=truncate,
+                truncation_side=truncation_side,
+                deadline_ms=deadline_ms,
+                priority=priority,
+                timeout=timeout,
+                on_progress=on_progress,
+            )
+        )
+
+    def sparse_embed(
+        self,
+        inputs: Inputs,
+        *,
+        prompt_name: str | None = None,
+        max_active_dims: int | None = None,
+        with_terms: bool = False,
+        truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[SparseVector]:
+        """Return the sparse vector of each row. See `AsyncClient.sparse_embed`.
+
+        `on_progress` runs in the event loop's thread and must not call this client.
+        """
+        return _loop.run(
+            self._client.sparse_embed(
+                inputs,
+                prompt_name=prompt_name,
+                max_active_dims=max_active_dims,
+                with_terms=with_terms,
+                truncate=truncate,
+                truncation_side=truncation_side,
+                deadline_ms=deadline_ms,
+                priority=priority,
+                timeout=timeout,
+                on_progress=on_progress,
+            )
+        )
+
+    def fill_mask(
+        self,
+        inputs: Inputs,
+        *,
+        top_k: int | None = None,
+        truncate: bool | None = None,
+        truncation_side: TruncationSide | None = None,
+        deadline_ms: float | None = None,
+        priority: int | None = None,
+        timeout: float | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[list[list[FilledToken]]]:
+        """Return the most likely tokens of each mask of each row. See `AsyncClient.fill_mask`.
+
+        `on_progress` runs in the event loop's thread and must not call this client.
+        """
+        return _loop.run(
+            self._client.fill_mask(
+                inputs,
+                top_k=top_k,
                 truncate=truncate,
                 truncation_side=truncation_side,
                 deadline_ms=deadline_ms,

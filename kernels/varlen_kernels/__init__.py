@@ -6,7 +6,10 @@ are here because importing this module does not import torch.
 
 from typing import Literal, TypeAlias
 
-# How the tokens of a sequence are reduced to one vector.
-Pooling: TypeAlias = Literal["cls", "mean", "max", "last"]
+# How the tokens of a sequence are reduced to one vector. `mean_sqrt` is their sum divided by the root of their number;
+# in the `weighted_mean` a token weighs as much as its place, counted from 1.
+Pooling: TypeAlias = Literal["cls", "mean", "max", "last", "sum", "mean_sqrt", "weighted_mean"]
+# How the weights of a term in the tokens of a sequence are reduced to one.
+TermPooling: TypeAlias = Literal["max", "sum"]
 # gelu is the exact (erf) form, gelu_tanh its tanh approximation.
 Activation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "silu"]

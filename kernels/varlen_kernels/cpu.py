@@ -41,7 +41,9 @@ from varlen_kernels.reference import (
     rotary,
     select_rows,
     tanh,
+    term_weights,
     to_fp32,
+    top_terms,
 )
 from varlen_kernels.sampling_reference import check_sampling
 
@@ -78,7 +80,9 @@ __all__ = [
     "sample_tokens",
     "select_rows",
     "tanh",
+    "term_weights",
     "to_fp32",
+    "top_terms",
 ]
 
 

@@ -17,9 +17,18 @@ from varlen_kernels.layer_norm import add_layer_norm, layer_norm, residual_layer
 from varlen_kernels.linear_activation import linear_activate
 from varlen_kernels.paged_tiles import paged_tiles
 from varlen_kernels.pooling import first_tokens, pool
-from varlen_kernels.reference import concat, linear, normalize_rows, select_rows, tanh, to_fp32
+from varlen_kernels.reference import (
+    concat,
+    linear,
+    normalize_rows,
+    select_rows,
+    tanh,
+    to_fp32,
+    top_terms,
+)
 from varlen_kernels.rms_norm import residual_rms_norm, rms_norm
 from varlen_kernels.sampling import sample_tokens
+from varlen_kernels.vocabulary import term_weights
 
 __all__ = [
     "activate",
@@ -48,5 +57,7 @@ __all__ = [
     "sample_tokens",
     "select_rows",
     "tanh",
+    "term_weights",
     "to_fp32",
+    "top_terms",
 ]

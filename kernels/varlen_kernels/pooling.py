@@ -1,4 +1,4 @@
-"""Pooling of each packed sequence to one vector: first, last, mean or maximum.
+"""Pooling of each packed sequence to one vector: first, last, maximum, sum or a mean.
 
 One program owns BLOCK features of one sequence and reads ROWS tokens at a time. It owns all features if the vector is
 normalised, because the norm needs them. Every mode but the maximum is a sum: the first or last token is the sum of a
@@ -42,15 +42,30 @@ _MIN_PART = 32
 
 
 @triton.jit
-def sum_tokens(x_ptr, col, tokens, HIDDEN: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr):
-    """Return the sum of the first `tokens` rows, [1, BLOCK] fp32."""
+def sum_tokens(
+    x_ptr,
+    col,
+    tokens,
+    first_place,
+    HIDDEN: tl.constexpr,
+    STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    """Return the sum of the first `tokens` rows, [1, BLOCK] fp32.
+
+    If WEIGHTED, a row is multiplied by its place; that of the first one is `first_place`.
+    """
     row = tl.arange(0, ROWS)[:, None]
     total = tl.zeros([ROWS, col.shape[1]], tl.float32)
     for first in range(0, tokens, ROWS):
         # int64: a sequence's tokens * STRIDE may pass 2**31
         rows_ptr = x_ptr + tl.cast(first, tl.int64) * STRIDE
         inside = (row < tokens - first) & (col < HIDDEN)
-        total += tl.load(rows_ptr + row * STRIDE + col, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(rows_ptr + row * STRIDE + col, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            x *= (first_place + first + row).to(tl.float32)
+        total += x
     return tl.sum(total, axis=0, keep_dims=True)
 
 
@@ -90,8 +105,13 @@ def finish_pooling(
     """Return the vector of a sequence from its sum or maximum."""
     if MODE == "max":
         pooled = tl.where(length == 0, 0.0, pooled)
+    tokens = tl.maximum(length, 1).to(tl.float32)
     if MODE == "mean":
-        pooled = pooled / tl.maximum(length, 1).to(tl.float32)
+        pooled = pooled / tokens
+    if MODE == "mean_sqrt":
+        pooled = pooled / tl.sqrt(tokens)
+    if MODE == "weighted_mean":
+        pooled = pooled / (tokens * (tokens + 1) / 2)
     if NORMALIZE:
         squares = tl.where(col < HIDDEN, pooled * pooled, 0.0)
         norm = tl.sqrt(tl.sum(squares, axis=1, keep_dims=True))
@@ -136,7 +156,9 @@ def _pool_kernel(
     if MODE == "max":
         pooled = max_tokens(tokens_ptr, col, end - begin, HIDDEN, X_STRIDE, ROWS)
     else:
-        pooled = sum_tokens(tokens_ptr, col, end - begin, HIDDEN, X_STRIDE, ROWS)
+        pooled = sum_tokens(
+            tokens_ptr, col, end - begin, 1, HIDDEN, X_STRIDE, ROWS, MODE == "weighted_mean"
+        )
     pooled = finish_pooling(
         pooled, length, sequence, col, normalize_ptr, norm_floor, HIDDEN, MODE, NORMALIZE
     )
@@ -175,7 +197,16 @@ def _pool_parts_kernel(
     if MODE == "max":
         pooled = max_tokens(tokens_ptr, col, tokens, HIDDEN, X_STRIDE, ROWS)
     else:
-        pooled = sum_tokens(tokens_ptr, col, tokens, HIDDEN, X_STRIDE, ROWS)
+        pooled = sum_tokens(
+            tokens_ptr,
+            col,
+            tokens,
+            part * size + 1,
+            HIDDEN,
+            X_STRIDE,
+            ROWS,
+            MODE == "weighted_mean",
+        )
     row = sequence.to(tl.int64) * PARTS + part
     tl.store(parts_ptr + row * HIDDEN + col, pooled, mask=col < HIDDEN)
 
@@ -209,7 +240,7 @@ def _merge_parts_kernel(
     if MODE == "max":
         pooled = max_tokens(parts_ptr, col, parts, HIDDEN, HIDDEN, ROWS)
     else:
-        pooled = sum_tokens(parts_ptr, col, parts, HIDDEN, HIDDEN, ROWS)
+        pooled = sum_tokens(parts_ptr, col, parts, 1, HIDDEN, HIDDEN, ROWS, False)
     pooled = finish_pooling(
         pooled, length, sequence, col, normalize_ptr, norm_floor, HIDDEN, MODE, NORMALIZE
     )
@@ -291,7 +322,7 @@ def _run_kernel(
         return out
     flags = cu_seqlens if normalize is None else normalize
     normalized = normalize is not None
-    if mode in {"mean", "max"} and len(x) >= _LONG * batch:
+    if mode not in {"cls", "last"} and len(x) >= _LONG * batch:
         _run_in_parts(x, cu_seqlens, flags, mode, out, normalized=normalized)
         return out
     launch = pick(op, (hidden, x.dtype, mode, normalized), candidate_launches)

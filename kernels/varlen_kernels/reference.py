@@ -19,6 +19,8 @@ from varlen_kernels.sampling_reference import sample_tokens as sample_tokens  # 
 from varlen_kernels.vector_ops import NORM_FLOOR as NORM_FLOOR  # noqa: PLC0414  # kernels read it
 from varlen_kernels.vector_ops import concat as concat  # noqa: PLC0414  # an op too
 from varlen_kernels.vector_ops import normalize_rows as normalize_rows  # noqa: PLC0414  # an op too
+from varlen_kernels.vocabulary_reference import term_weights as term_weights  # noqa: PLC0414  # an op too
+from varlen_kernels.vocabulary_reference import top_terms as top_terms  # noqa: PLC0414  # an op too
 
 # For each output of an op, the position of the argument that may be its `out`.
 IN_PLACE: Mapping[str, tuple[int, ...]] = {
@@ -587,7 +589,8 @@ def pool(
 ) -> Tensor:
     """Return one fp32 vector per sequence, `[batch, hidden]`.
 
-    By `mode`, it is the first or last token, or the mean or maximum of all tokens. It is 0 for an empty sequence.
+    By `mode`, it is the first or last token, or the maximum, the sum or a mean of all tokens. It is 0 for an empty
+    sequence.
 
     Args:
         x: `[tokens, hidden]`.
@@ -599,7 +602,13 @@ def pool(
     else:
         # "unsafe": x may have tokens past those of the last sequence
         lengths = cu_seqlens.diff().long()
-        pooled = torch.segment_reduce(x.float(), mode, lengths=lengths, axis=0, unsafe=True)
+        weighted = x.float() * _places(x, cu_seqlens) if mode == "weighted_mean" else x.float()
+        reduce = mode if mode in {"mean", "max"} else "sum"
+        pooled = torch.segment_reduce(weighted, reduce, lengths=lengths, axis=0, unsafe=True)
+        if mode == "mean_sqrt":
+            pooled /= lengths[:, None].sqrt()
+        elif mode == "weighted_mean":
+            pooled /= (lengths * (lengths + 1) / 2)[:, None]
         pooled.masked_fill_((lengths == 0)[:, None], 0.0)
     if normalize is not None:
         norms = torch.linalg.vector_norm(pooled, dim=1, keepdim=True).clamp_min_(NORM_FLOOR)
@@ -684,6 +693,14 @@ def _tokens_or_zeros(x: Tensor, cu_seqlens: Tensor, of: Pooling) -> Tensor:
     # the index of an empty sequence is clamped to any token, which is then masked
     index = (starts if of == "cls" else ends - 1).clamp(0, len(x) - 1)
     return x.index_select(0, index).masked_fill_((starts == ends)[:, None], 0.0)
+
+
+def _places(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the place of each token in its sequence, from 1: `[tokens, 1]` fp32."""
+    tokens = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    # a token past the last sequence counts from its end
+    sequences = torch.searchsorted(cu_seqlens[1:], tokens, right=True)
+    return (tokens - cu_seqlens[sequences] + 1)[:, None].float()
 
 
 def _hidden_keys(length: int, window: int, device: torch.device, *, causal: bool) -> Tensor:

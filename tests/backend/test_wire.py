@@ -18,7 +18,7 @@ from varlen.wire_outputs import AnswerOptions, ModelOutputs
 from .fakes.input_limits import input_limits
 from .refusals import refused_request as refused
 
-TASKS = ["embed", "hidden", "classify", "rerank", "token_classify"]
+TASKS = ["embed", "sparse_embed", "fill_mask", "hidden", "classify", "rerank", "token_classify"]
 IDS = [[2, 5, 3], [2, 6, 3]]
 LABELS = Labels(("yes", "no", "perhaps"), "softmax")
 
@@ -63,7 +63,7 @@ def rows_of(request):
 def test_every_input_is_optional_and_named_as_exported_models_name_it(task):
     specs = wire.input_specs(task)
 
-    texts = ["text"] if task == "embed" else ["text", "text_pair"]
+    texts = ["text"] if task in ("embed", "sparse_embed", "fill_mask") else ["text", "text_pair"]
     assert [s.name for s in specs] == [*texts, "input_ids", "attention_mask", "token_type_ids"]
     assert all(spec.optional for spec in specs)
     for spec in specs:
@@ -291,6 +291,26 @@ def test_reads_the_form_of_an_answer(intake):
     assert read_answer(intake, "rerank", activation="none").function == "none"
 
 
+def test_reads_how_many_tokens_may_fill_a_mask(intake):
+    assert read_answer(intake, "fill_mask").top_k == 3
+    assert read_answer(intake, "fill_mask", top_k=2).top_k == 2
+    for wrong in (0, 4):
+        with refused(f"the parameter top_k is {wrong}; this model takes 1 to 3"):
+            read_answer(intake, "fill_mask", top_k=wrong)
+    with refused("the parameter top_k is for the task fill_mask; this model has the task embed"):
+        read_answer(intake, top_k=3)
+
+
+def test_reads_how_many_terms_a_sparse_vector_may_have(intake):
+    assert read_answer(intake, "sparse_embed", max_active_dims=3).max_active_dims == 3
+    assert read_answer(intake, "sparse_embed").max_active_dims is None
+    for wrong in (0, 4):
+        with refused(f"the parameter max_active_dims is {wrong}; this model takes 1 to 3"):
+            read_answer(intake, "sparse_embed", max_active_dims=wrong)
+    with refused("the parameter max_active_dims is for the task sparse_embed"):
+        read_answer(intake, max_active_dims=3)
+
+
 @pytest.mark.parametrize("value", [0, -1, 25, 10**400], ids=lambda value: str(value)[:9])
 def test_refuses_dimensions_that_the_model_does_not_have(intake, value):
     with refused(f"the parameter dimensions is {shorten(str(value))}; this model takes 1 to 24"):
@@ -329,7 +349,7 @@ def test_refuses_another_choice(intake, task, name, value, allowed):
         ("classify", "dimensions", "embed"),
         ("hidden", "output_dtype", "embed"),
         ("embed", "activation", "classify or rerank or token_classify"),
-        ("hidden", "prompt_name", "embed"),
+        ("hidden", "prompt_name", "embed or sparse_embed"),
     ],
 )
 def test_refuses_a_parameter_of_another_task(intake, task, name, tasks):

@@ -128,6 +128,66 @@ def test_embeddings_have_the_form_that_the_request_asks_for():
     assert arrays["num_tokens"].tolist() == [[2], [9]]
 
 
+SPARSE = [np.array(rows, dtype=np.float32) for rows in ([[7, 3.5], [2, 1.25], [9, 0.5]], [[4, 2]])]
+SPARSE_NAMES = ("indices", "values", "terms", "num_terms", "num_tokens")
+
+
+def test_sparse_vectors_are_filled_up_with_zeros():
+    arrays = answer("sparse_embed", SPARSE, SPARSE_NAMES, order=[1, 0], lengths=[5, 3])
+
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "indices": [[7, 2, 9], [4, 0, 0]],
+        "values": [[3.5, 1.25, 0.5], [2, 0, 0]],
+        "terms": [[b"7", b"2", b"9"], [b"4", b"", b""]],
+        "num_terms": [[3], [1]],
+        "num_tokens": [[5], [3]],
+    }
+    types = [array.dtype for array in arrays.values()]
+    assert types == [np.int32, np.float32, np.object_, np.int32, np.int32]
+
+
+def test_a_request_may_ask_for_the_largest_weights_alone():
+    arrays = answer("sparse_embed", SPARSE, SPARSE_NAMES[:2], lengths=[5, 3], max_active_dims=2)
+
+    assert arrays["indices"].tolist() == [[7, 2], [4, 0]]
+    assert arrays["values"].tolist() == [[3.5, 1.25], [2, 0]]
+
+
+def test_texts_without_terms_have_empty_vectors():
+    arrays = answer("sparse_embed", [np.empty((0, 2), np.float32)], SPARSE_NAMES, lengths=[5])
+
+    assert arrays["indices"].shape == arrays["terms"].shape == (1, 1)
+    assert arrays["num_terms"].tolist() == [[0]]
+
+
+def test_the_outputs_of_sparse_vectors_have_any_number_of_terms():
+    assert [
+        (spec.name, spec.data_type, spec.dims) for spec in outputs_of("sparse_embed").specs
+    ] == [
+        ("indices", "TYPE_INT32", (-1,)),
+        ("values", "TYPE_FP32", (-1,)),
+        ("terms", "TYPE_STRING", (-1,)),
+        ("num_terms", "TYPE_INT32", (1,)),
+        ("num_tokens", "TYPE_INT32", (1,)),
+    ]
+
+
+def test_tokens_of_masks_are_filled_up_with_zeros():
+    rows = fp32([[[7, 2, 9], [0.5, 0.25, 0.125]]], [[[1, 2, 3], [1, 0, 0]], [[4, 5, 6], [1, 0, 0]]])
+    names = ("token_ids", "scores", "tokens", "num_masks", "num_tokens")
+
+    arrays = answer("fill_mask", rows, names, lengths=[5, 3], top_k=2)
+
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "token_ids": [[[7, 2], [0, 0]], [[1, 2], [4, 5]]],
+        "scores": [[[0.5, 0.25], [0, 0]], [[1, 0], [1, 0]]],
+        "tokens": [[[b"7", b"2"], [b"", b""]], [[b"1", b"2"], [b"4", b"5"]]],
+        "num_masks": [[1], [2]],
+        "num_tokens": [[5], [3]],
+    }
+    assert [array.dtype for array in arrays.values()][:2] == [np.int32, np.float32]
+
+
 @pytest.mark.parametrize("task", ["embed", "hidden", "classify", "rerank", "token_classify"])
 @pytest.mark.parametrize("dtype", VECTOR_DTYPES)
 @pytest.mark.parametrize(

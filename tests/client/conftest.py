@@ -31,9 +31,13 @@ FAST_RETRIES = RetryPolicy(max_retries=3, first_delay=0.01, max_delay=0.02)
 MORE_OUTPUTS = {
     "classify": {"scores": [2], "labels": [2]},
     "rerank": {"scores": [1], "labels": [1]},
+    "fill_mask": {"scores": [-1, -1], "tokens": [-1, -1], "num_masks": [1]},
+    "sparse_embed": {"values": [-1], "terms": [-1], "num_terms": [1]},
 }
 OUTPUTS = {
     "embed": ("sentence_embedding", [3]),
+    "sparse_embed": ("indices", [-1]),
+    "fill_mask": ("token_ids", [-1, -1]),
     "classify": ("logits", [2]),
     "rerank": ("logits", [1]),
     "token_classify": ("logits", [-1, 2]),
@@ -158,6 +162,10 @@ class FakeModel:
             self.stopped.wait(self.delay(received))
             if fault is not None:
                 raise fault
+            if self.task == "sparse_embed":
+                return sparse_outputs(received)
+            if self.task == "fill_mask":
+                return mask_outputs(received)
             main = self.form_of(self.output(received), received.parameters)
             outputs = {
                 OUTPUTS[self.task][0]: main,
@@ -263,6 +271,39 @@ class FakeModel:
             words = received.texts[0].split()
             return np.array([[vector_of_text(word)[: OUTPUTS[self.task][1][1]] for word in words]])
         return np.stack([vector_of_text(text) for text in received.texts])
+
+
+def sparse_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
+    """Return a term for each letter of a text, the later the larger its weight."""
+    texts = received.texts
+    shape = len(texts), max(map(len, texts))
+    indices, values = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    terms = np.full(shape, b"", "S8")
+    for row, text in enumerate(texts):
+        letters = text[::-1]
+        indices[row, : len(text)] = [ord(letter) for letter in letters]
+        values[row, : len(text)] = range(len(text), 0, -1)
+        terms[row, : len(text)] = [letter.encode() for letter in letters]
+    counts = np.array([[len(text)] for text in texts], np.int32)
+    outputs = {"indices": indices, "values": values, "num_terms": counts, "terms": terms}
+    return {name: outputs[name] for name in received.outputs}
+
+
+def mask_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
+    """Return tokens that count from the length of a text, for each "_" in it."""
+    texts, top_k = received.texts, received.parameters.get("top_k", 2)
+    counts = np.array([[text.count("_")] for text in texts], np.int32)
+    token_ids = np.zeros((len(texts), counts.max(), top_k), np.int32)
+    for row, text in enumerate(texts):
+        token_ids[row, : counts[row, 0]] = len(text) + np.arange(top_k)
+    outputs = {
+        "token_ids": token_ids,
+        "scores": (1 / np.maximum(token_ids, 1)).astype(np.float32),
+        "tokens": np.char.add("é", token_ids.astype(str)),
+        "num_masks": counts,
+    }
+    outputs["tokens"] = np.char.encode(outputs["tokens"])
+    return {name: outputs[name] for name in received.outputs}
 
 
 def vector_of_text(text: str) -> np.ndarray:

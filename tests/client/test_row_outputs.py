@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from varlen_client import Client, InvalidRequest, LabelScore, ServerError, cli
+from varlen_client import Client, FilledToken, InvalidRequest, LabelScore, ServerError, cli
 
 
 @pytest.fixture
@@ -157,3 +157,86 @@ def test_an_empty_line_is_named(server, monkeypatch, tmp_path, command):
 
     assert result.exit_code == 2
     assert "line 2: empty" in result.output
+
+
+def test_sparse_vectors_have_the_terms_of_their_row_alone(client, server):
+    server.model.task = "sparse_embed"
+    texts = ["ab", "é", *("x" * (n + 1) for n in range(40))]
+
+    vectors = client.sparse_embed(texts, with_terms=True, max_active_dims=7, prompt_name="query")
+
+    assert vectors[0].terms == ("b", "a")
+    assert vectors[0].indices.tolist() == [98, 97]
+    assert vectors[0].values.tolist() == [2, 1]
+    assert (vectors[0].indices.dtype, vectors[0].values.dtype) == (np.int32, np.float32)
+    assert [len(each.indices) for each in vectors] == [len(text) for text in texts]
+    assert server.model.requests[0].parameters == {"max_active_dims": 7, "prompt_name": "query"}
+    assert "terms" in server.model.requests[0].outputs
+
+
+def test_sparse_vectors_come_without_texts_unless_they_are_asked_for(client, server):
+    server.model.task = "sparse_embed"
+
+    [vector] = client.sparse_embed(["ab"])
+
+    assert vector.terms == ()
+    assert server.model.requests[0].outputs == ("indices", "values", "num_terms")
+    assert client.sparse_embed([]) == []
+
+
+def test_a_model_of_another_task_has_no_sparse_vectors(client):
+    with pytest.raises(InvalidRequest, match="does not serve sparse_embed: it has sentence_emb"):
+        client.sparse_embed(["a"])
+
+
+def test_sparse_embed_prints_the_largest_weights(varlen, server):
+    server.model.task = "sparse_embed"
+
+    lines = varlen("sparse-embed", "ab", "0123456789", "--max-active-dims", "9")
+
+    assert lines[0] == "ab  2 terms  [b 2.0000, a 1.0000]"
+    assert lines[1].startswith("0123456789  10 terms  [9 10.0000, 8 9.0000")
+    assert lines[1].endswith("2 3.0000, …]")
+    assert server.model.requests[0].parameters == {"max_active_dims": 9}
+
+
+def test_sparse_embed_as_json_prints_every_term(varlen, server):
+    server.model.task = "sparse_embed"
+
+    [line] = varlen("sparse-embed", "--json", "aé")
+
+    assert json.loads(line) == {
+        "text": "aé",
+        "indices": [233, 97],
+        "values": [2.0, 1.0],
+        "terms": ["é", "a"],
+    }
+
+
+def test_masks_get_the_tokens_of_their_row_alone(client, server):
+    server.model.task = "fill_mask"
+
+    rows = client.fill_mask(["_", "a_b_", *("_" * (n + 1) for n in range(5))], top_k=2)
+
+    assert rows[0] == [[FilledToken(1, "é1", 1.0), FilledToken(2, "é2", 0.5)]]
+    assert [[token.token_id for token in mask] for mask in rows[1]] == [[4, 5], [4, 5]]
+    assert [len(masks) for masks in rows] == [1, 2, 1, 2, 3, 4, 5]
+    assert server.model.requests[0].parameters == {"top_k": 2}
+    assert client.fill_mask([]) == []
+
+
+def test_fill_mask_prints_a_line_for_each_mask(varlen, server):
+    server.model.task = "fill_mask"
+
+    lines = varlen("fill-mask", "_b_", "_")
+
+    assert lines == ["_b_  é3 0.3333, é4 0.2500"] * 2 + ["_  é1 1.0000, é2 0.5000"]
+
+
+def test_fill_mask_as_json_prints_tokens_with_ids(varlen, server):
+    server.model.task = "fill_mask"
+
+    [line] = varlen("fill-mask", "--json", "--top-k", "1", "_")
+
+    token = {"token_id": 1, "text": "é1", "score": 1.0}
+    assert json.loads(line) == {"text": "_", "masks": [[token]]}

@@ -1,12 +1,14 @@
 """The ops of CPUs on whole sequences, against float64 arithmetic in numpy."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen_kernels import cpu, reference
+from varlen_kernels import Pooling, cpu, reference
 
 from .float64 import DTYPES, bounds_of, check, f64, rand
 
@@ -22,7 +24,7 @@ BATCHES_WITH_EMPTY = pytest.mark.parametrize(
     ids=str,
 )
 OPS = [reference, cpu]
-MODES = pytest.mark.parametrize("mode", ["cls", "mean", "max", "last"])
+MODES = pytest.mark.parametrize("mode", get_args(Pooling))
 
 
 @pytest.fixture(params=OPS, ids=["reference", "cpu"], scope="module")
@@ -174,6 +176,9 @@ def pool64(x, lengths, mode):
         "last": lambda row: row[-1],
         "mean": lambda row: row.sum(axis=0) / len(row),
         "max": lambda row: row.max(axis=0),
+        "sum": lambda row: row.sum(axis=0),
+        "mean_sqrt": lambda row: row.sum(axis=0) / np.sqrt(len(row)),
+        "weighted_mean": lambda row: np.average(row, axis=0, weights=range(1, len(row) + 1)),
     }[mode]
     zeros = np.zeros(x.shape[1])
     return np.stack([pick(row) if len(row) else zeros for row in sequences_of(x, lengths)])
@@ -272,7 +277,7 @@ def calls(ops, dtype):
     bounds, chosen = bounds_of(lengths), torch.arange(len(lengths)) % 3 == 0
     pools = {
         f"pool_{mode}": lambda out, mode=mode: ops.pool(x, bounds, chosen, mode=mode, out=out)
-        for mode in ("cls", "mean", "max", "last")
+        for mode in get_args(Pooling)
     }
     return pools | {
         "attention_varlen": lambda out: ops.attention_varlen(

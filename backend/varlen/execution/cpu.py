@@ -62,22 +62,23 @@ class CpuRunner:
         """Return the answer of each sequence; see `Runner.run`."""
         # the shortest first: neighbours of one length share an attention call
         order = sorted(range(len(prompts)), key=lambda i: prompts[i].num_tokens)
-        lengths = [prompts[i].num_tokens for i in order]
-        declared, dims = self._program.inputs, self._dims(lengths)
+        packed = [prompts[i] for i in order]
+        declared, dims = self._program.inputs, self._dims(packed)
         buffer = torch.empty(input_bytes(declared, dims), dtype=torch.uint8)
         inputs = input_views(buffer, declared, dims)
-        fill_inputs(inputs, [prompts[i] for i in order], [options[i] for i in order])
+        fill_inputs(inputs, packed, [options[i] for i in order])
         region = self._arena.allocate(dims)
         (output,) = self._program.run(PackedBatch(inputs, dims), self._kernels, region)
-        answers = split_answers(output.numpy(), lengths, per_token=self._program.is_per_token)
+        answers = split_answers(output.numpy(), packed, self._program.row_dimension)
         return [answers[place] for place in np.argsort(order).tolist()]
 
     def close(self) -> None:
         """Do nothing: there is nothing but memory."""
 
-    def _dims(self, lengths: Sequence[int]) -> Dims:
+    def _dims(self, prompts: Sequence[Prompt]) -> Dims:
         """Return the dimensions of a batch, with unused tokens where products are compiled."""
-        dims = dims_of(lengths)
+        lengths = [prompt.num_tokens for prompt in prompts]
+        dims = dims_of(lengths, sum(prompt.num_masks for prompt in prompts))
         if not self._is_padded:
             return dims
         return {**dims, "tokens": min(padded(dims["tokens"]), self._arena.max_tokens)}

@@ -125,7 +125,8 @@ class CudaRunner:
         bucket = self.buckets.smallest(sum(lengths), len(lengths))
         captured = self._captured[bucket]
         chosen = [prompts[i] for i in order], [options[i] for i in order]
-        rows = self._output_rows(dims_of(lengths))
+        masks = sum(prompt.num_masks for prompt in prompts)
+        rows = self._output_rows(dims_of(lengths, masks))
         buffers = self._free.get()
         try:
             fill_inputs(captured.inputs[buffers], *chosen)
@@ -144,7 +145,7 @@ class CudaRunner:
                 output = buffers.output[:rows].clone().numpy()
             finally:
                 self._free.put(buffers)
-            found = split_answers(output, lengths, per_token=self._program.is_per_token)
+            found = split_answers(output, chosen[0], self._program.row_dimension)
             return [found[place] for place in np.argsort(order).tolist()]
 
         return answers

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from varlen.memory.usage import Dims
 from varlen.program.program import Value
-from varlen.request import Float32Array, Prompt, RequestOptions
+from varlen.request import MAX_MASKS, Float32Array, Prompt, RequestOptions
 
 # Alignment of each input, in bytes: kernels load 16 bytes at a time.
 _ALIGNMENT = 16
 
 
-def dims_of(lengths: Sequence[int]) -> Dims:
+def dims_of(lengths: Sequence[int], masks: int = 0) -> Dims:
     """Return the dimensions of a batch of sequences of these lengths."""
-    return {"tokens": sum(lengths), "sequences": len(lengths)}
+    return {"tokens": sum(lengths), "sequences": len(lengths), "masks": masks}
 
 
 def largest_dims(tokens: int, max_sequences: int | None = None) -> Dims:
@@ -30,7 +30,13 @@ def largest_dims(tokens: int, max_sequences: int | None = None) -> Dims:
         tokens: of the batch.
         max_sequences: None if each token may be a sequence.
     """
-    return {"tokens": tokens, "sequences": min(tokens, max_sequences or tokens)}
+    sequences = min(tokens, max_sequences or tokens)
+    return {"tokens": tokens, "sequences": sequences, "masks": largest_masks(tokens, sequences)}
+
+
+def largest_masks(tokens: int, sequences: int) -> int:
+    """Return the most masks that a batch of this size may have."""
+    return min(tokens, MAX_MASKS * sequences)
 
 
 def input_bytes(inputs: Sequence[Value], dims: Dims) -> int:
@@ -87,25 +93,32 @@ def fill_inputs(
             case "cu_seqlens":
                 into[: count + 1] = bounds
                 into[count + 1 :] = tokens
+            case "mask_rows":
+                rows = [
+                    begin + p.mask_places
+                    for begin, p in zip(bounds, prompts, strict=False)
+                    if p.mask_places is not None
+                ]
+                if rows:
+                    into[: sum(map(len, rows))] = np.concatenate(rows)
             case "normalize":
                 into[:count] = [each.normalize for each in options]
             case _:
                 raise ValueError(f'the program reads an input "{name}", which prompts do not have')
 
 
-def split_answers(
-    output: Float32Array, lengths: Sequence[int], *, per_token: bool
-) -> list[Float32Array]:
+def split_answers(output: Float32Array, prompts: Sequence[Prompt], rows: str) -> list[Float32Array]:
     """Return the answer of each sequence, a view of the batch's output.
 
     Args:
-        output: `[tokens, ...]` if `per_token`, else `[sequences, ...]`.
-        lengths: of the sequences, in tokens.
-        per_token: whether each token has an answer of its own.
+        output: `[rows, ...]`.
+        prompts: the sequences.
+        rows: what has a row each: tokens, masks or sequences.
     """
-    if not per_token:
+    if rows == "sequences":
         return list(output)
-    bounds = np.cumsum([0, *lengths]).tolist()
+    counts = [prompt.num_masks if rows == "masks" else prompt.num_tokens for prompt in prompts]
+    bounds = np.cumsum([0, *counts]).tolist()
     return [output[begin:end] for begin, end in pairwise(bounds)]
 
 

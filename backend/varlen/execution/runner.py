@@ -19,13 +19,14 @@ from varlen.execution.int8_encoder import int8_product, to_int8
 from varlen.execution.linear_paths import BATCH_ROWS, PLAIN, choose_paths
 from varlen.execution.model_info import GraphUse, ModelInfo, WorkerUse
 from varlen.execution.packing import largest_dims
+from varlen.execution.sparse_rows import active_terms
 from varlen.execution.warm_up import check_numbers
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.heads import record_head
-from varlen.models.registry import load_encoder
+from varlen.models.registry import load_encoder, load_heads
 from varlen.models.vector_layers import load_layers
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
@@ -101,7 +102,10 @@ class Runner:
         ops = Recorder(for_gpu=self.device.type == "cuda", approximate_gelu=config.approximate_gelu)
         hidden = encoder.record(ops)
         layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), self.device)
-        output = record_head(ops, task, encoder.heads, hidden, checkpoint.pooling, layers)
+        heads = load_heads(checkpoint, encoder, task, dtype, self.device)
+        output = record_head(
+            ops, task, heads, hidden, checkpoint.pooling, layers, checkpoint.splade
+        )
         self._kernels = kernels or kernels_for(self.device)
         self.program: Program = ops.finish(output)
         fields = cost_fields(checkpoint, self.device)
@@ -164,14 +168,16 @@ class Runner:
             options: one per prompt.
 
         Returns:
-            Per sequence: embed `[hidden]`, classify and rerank `[labels]`, hidden `[tokens, hidden]`,
-            token_classify `[tokens, labels]`. Views of arrays made for this call.
+            Per sequence: embed `[hidden]`, sparse_embed `[terms, 2]` (see `active_terms`), classify and rerank
+            `[labels]`, hidden `[tokens, hidden]`, token_classify `[tokens, labels]`. Views of arrays made for this
+            call.
 
         Raises:
             MemoryError: too little memory for what the batch needs beside the arena.
         """
         with memory_errors():
-            return self.device_runner.run(*self._padded(prompts, options))[: len(prompts)]
+            answers = self.device_runner.run(*self._padded(prompts, options))
+            return self._finished(answers[: len(prompts)])
 
     def run_batch(self, batch: Batch) -> list[Float32Array]:
         """Return the answer of each sequence of a batch; see `run`."""
@@ -188,7 +194,7 @@ class Runner:
 
         def answers() -> list[Float32Array]:
             with memory_errors():
-                return launched()[: len(prompts)]
+                return self._finished(launched()[: len(prompts)])
 
         return answers
 
@@ -225,6 +231,12 @@ class Runner:
     def close(self) -> None:
         """Release device memory."""
         self.device_runner.close()
+
+    def _finished(self, answers: list[Float32Array]) -> list[Float32Array]:
+        """Return answers in the form in which they leave the runner."""
+        if self.info.task != "sparse_embed":
+            return answers
+        return [active_terms(weights) for weights in answers]
 
     def _padded(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]

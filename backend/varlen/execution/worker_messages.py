@@ -4,7 +4,7 @@ Arrays are sent as their bytes, everything else as JSON. Nothing is pickled.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from varlen.execution.model_info import WorkerUse
-from varlen.request import Float32Array, Prompt, RequestOptions
+from varlen.request import Float32Array, Int32Array, Prompt, RequestOptions
 
 Problem: TypeAlias = Literal["memory", "error"]
 
@@ -43,10 +43,12 @@ def send_batch(
     header = [len(prompts), has_types]
     lengths = [len(prompt.token_ids) for prompt in prompts]
     normalize = [each.normalize for each in options]
-    parts = [np.array([*header, *lengths, *normalize], dtype=np.int32)]
+    masks = [prompt.num_masks for prompt in prompts]
+    parts = [np.array([*header, *lengths, *normalize, *masks], dtype=np.int32)]
     parts += [prompt.token_ids for prompt in prompts]
     if has_types:
         parts += [np.zeros_like(p.token_ids) if p.type_ids is None else p.type_ids for p in prompts]
+    parts += [p.mask_places for p in prompts if p.mask_places is not None]
     connection.send_bytes(np.concatenate(parts).data)
 
 
@@ -58,14 +60,23 @@ def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOpt
     """
     numbers = np.frombuffer(connection.recv_bytes(), dtype=np.int32)
     count, has_types = numbers[:2].tolist()
-    lengths, normalize, ids = np.split(numbers[2:], [count, 2 * count])
-    bounds = list(pairwise(np.cumsum([0, *lengths]).tolist()))
-    tokens = bounds[-1][1]
+    lengths, normalize, masks, ids = np.split(numbers[2:], [count, 2 * count, 3 * count])
+    tokens = sum(lengths.tolist())
+    ids, types, places = np.split(ids, [tokens, (1 + has_types) * tokens])
     prompts = [
-        Prompt(ids[begin:end], ids[tokens + begin : tokens + end] if has_types else None)
-        for begin, end in bounds
+        Prompt(
+            ids[begin:end],
+            types[begin:end] if has_types else None,
+            mask_places=places[first:last] if last > first else None,
+        )
+        for (begin, end), (first, last) in zip(_ranges(lengths), _ranges(masks), strict=True)
     ]
     return prompts, [RequestOptions(normalize=bool(each)) for each in normalize]
+
+
+def _ranges(sizes: Int32Array) -> Iterator[tuple[int, int]]:
+    """Return begin and end of adjacent parts of these sizes."""
+    return pairwise(np.cumsum([0, *sizes]).tolist())
 
 
 def send_answers(connection: Connection, answers: Answers) -> None:

@@ -3,6 +3,7 @@
 Source: Lan et al. 2019, arXiv:1909.11942.
 """
 
+from varlen.models.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import FieldNames, HeadNames, LayerNames, PostNormFamily
 
 ALBERT = PostNormFamily(
@@ -22,6 +23,12 @@ ALBERT = PostNormFamily(
     projection="encoder.embedding_hidden_mapping_in",
     always_projects=True,
     pretraining=("predictions.", "sop_classifier."),
+    masked_lm=MaskedLMNames(
+        "predictions.dense",
+        "predictions.LayerNorm",
+        "predictions.decoder",
+        ("predictions.bias", "predictions.decoder.bias"),
+    ),
     more_architectures=("AlbertForPreTraining",),
     harmless=frozenset(
         "classifier_dropout_prob down_scale_factor gap_size net_structure_type num_memory_blocks".split()

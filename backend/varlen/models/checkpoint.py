@@ -22,13 +22,18 @@ from varlen.models.family import Family
 from varlen.models.first_releases import to_native
 from varlen.models.generation_config import check_generation, read_end_tokens
 from varlen.models.labels import NO_LABELS, Labels, read_labels
+from varlen.models.masked_lm_layout import MaskedLMLayout
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from varlen.models.sentence_transformers import read_sentence_settings
+from varlen.models.sparse import SpladeConfig
 from varlen.models.tokenizer_files import read_tokenizer_settings
 from varlen.models.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.vector_layers import DenseConfig, check_layers, check_widths
 from varlen.models.weights import read_headers
 from varlen_kernels import Pooling
+
+# Tasks that need the head of a masked language model.
+MASKED_LM_TASKS: frozenset[Task] = frozenset({"sparse_embed", "fill_mask"})
 
 # The families that are served, by the `model_type` of config.json.
 FAMILIES: Mapping[str, Family] = {
@@ -49,12 +54,14 @@ class Checkpoint:
         folder: where its files are.
         config: `config.json`, in the fields of today's transformers.
         architecture: name of its class in transformers.
-        task: the task of its architecture's head, else `embed`.
+        task: the task of its architecture's head or of its modules, else `embed`.
         pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
         dense: the layers that `embed` applies to that vector.
         normalize: whether `embed` divides that vector by its length, by default.
         prompts: texts that `embed` puts before texts, by name.
         default_prompt: the one that it takes if a request names none.
+        splade: how `sparse_embed` makes a vector of terms.
+        masked_lm: the head of a masked language model, None if it has none.
         hidden_size: features of a token.
         vocab_size: token ids of texts are below this.
         target_vocab_size: token ids that it generates are below this.
@@ -78,6 +85,8 @@ class Checkpoint:
     normalize: bool
     prompts: Mapping[str, str]
     default_prompt: str
+    splade: SpladeConfig
+    masked_lm: MaskedLMLayout | None
     hidden_size: int
     vocab_size: int
     target_vocab_size: int
@@ -115,12 +124,14 @@ class Checkpoint:
             folder=folder,
             config=config,
             architecture=architecture,
-            task=family.architectures[architecture],
+            task="sparse_embed" if sentence.splade else family.architectures[architecture],
             pooling=sentence.pooling,
             dense=sentence.dense,
             normalize=sentence.normalize,
             prompts=sentence.prompts,
             default_prompt=sentence.default_prompt,
+            splade=sentence.splade or SpladeConfig(),
+            masked_lm=_masked_lm(config, family, architecture),
             vocab_size=read_int(config, "vocab_size"),
             target_vocab_size=_target_vocab_size(config),
             hidden_size=sizes.hidden,
@@ -194,13 +205,23 @@ class Checkpoint:
             )
         if task == "generate":
             check_generation(self.folder)
-        family.check_tensors(read_headers(self.folder), self.config, self.architecture, task)
+        headers = read_headers(self.folder)
+        family.check_tensors(headers, self.config, self.architecture, task)
+        if task in MASKED_LM_TASKS:
+            assert self.masked_lm is not None
+            self.masked_lm.check(headers)
         check_layers(self.folder, self.vector_layers(task))
 
 
 def _target_vocab_size(config: Json) -> int:
     name = "vocab_size" if config.get("decoder_vocab_size") is None else "decoder_vocab_size"
     return read_int(config, name)
+
+
+def _masked_lm(config: Json, family: Family, architecture: str) -> MaskedLMLayout | None:
+    if family.masked_lm is None or not architecture.endswith("ForMaskedLM"):
+        return None
+    return family.masked_lm(config)
 
 
 def _family(config: Json) -> Family:

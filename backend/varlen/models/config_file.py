@@ -113,12 +113,23 @@ def read_flag(config: Json, key: str, *, default: bool, name: str = "config.json
     return value
 
 
-def read_choice(config: Json, key: str, choices: Mapping[str, _Choice], *, default: str) -> _Choice:
-    """Return what a name in config.json stands for, or raise CheckpointError with the names allowed."""
-    name = config.get(key, default)
-    if not isinstance(name, str) or name not in choices:
-        raise CheckpointError(f'config.json has {key} "{name}"; allowed: {", ".join(choices)}')
-    return choices[name]
+def read_choice(
+    config: Json,
+    key: str,
+    choices: Mapping[str, _Choice],
+    *,
+    default: str,
+    name: str = "config.json",
+) -> _Choice:
+    """Return what a word in a configuration file stands for.
+
+    Raises:
+        CheckpointError: it is another word; the message has those allowed.
+    """
+    word = config.get(key, default)
+    if not isinstance(word, str) or word not in choices:
+        raise CheckpointError(f'{name} has {key} "{word}"; allowed: {", ".join(choices)}')
+    return choices[word]
 
 
 def check_multiple(config: Json, key: str, of: str) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints of DistilBERT. Source: Sanh et al. 2019, arXiv:1910.01108."""
 
+from varlen.models.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import FieldNames, HeadNames, LayerNames, PostNormFamily
 
 DISTILBERT = PostNormFamily(
@@ -25,6 +26,12 @@ DISTILBERT = PostNormFamily(
         norm_eps="",
     ),
     pretraining=("vocab_",),
+    masked_lm=MaskedLMNames(
+        "vocab_transform",
+        "vocab_layer_norm",
+        "vocab_projector",
+        ("vocab_projector.bias",),
+    ),
     # sinusoidal_pos_embds chooses how training begins; the table is stored either way
     harmless=frozenset(
         "attention_dropout dropout qa_dropout seq_classif_dropout sinusoidal_pos_embds".split()

@@ -3,6 +3,7 @@
 Source: Clark et al. 2020, arXiv:2003.10555.
 """
 
+from varlen.models.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import FieldNames, HeadNames, PostNormFamily
 
 ELECTRA = PostNormFamily(
@@ -12,6 +13,13 @@ ELECTRA = PostNormFamily(
     fields=FieldNames(embedding="embedding_size"),
     projection="embeddings_project",
     pretraining=("discriminator_predictions.", "generator_predictions.", "generator_lm_head."),
+    masked_lm=MaskedLMNames(
+        "generator_predictions.dense",
+        "generator_predictions.LayerNorm",
+        "generator_lm_head",
+        ("generator_lm_head.bias",),
+        "gelu",
+    ),
     more_architectures=("ElectraForPreTraining",),
     # of heads that are not served
     harmless=frozenset(

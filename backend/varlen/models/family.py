@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 from varlen.config import Task
 from varlen.models.config_file import Json
+from varlen.models.masked_lm_layout import MaskedLMLayout
 from varlen.models.weights import TensorHeader
 
 # A decoder generates text after its input; a model with both parts generates from the encoder's result.
@@ -38,6 +39,7 @@ class Family:
         tokenizer_class: the class that transformers takes where tokenizer_config.json names none.
         kind: the parts of its models.
         has_token_types: whether its models tell the two texts of a pair apart by token types.
+        masked_lm: returns the head of its masked language models; None if it is not served.
     """
 
     architectures: Mapping[str, Task]
@@ -47,6 +49,7 @@ class Family:
     tokenizer_class: str
     kind: Kind = "encoder"
     has_token_types: bool = False
+    masked_lm: Callable[[Json], MaskedLMLayout] | None = None
 
     @property
     def tasks(self) -> tuple[Task, ...]:

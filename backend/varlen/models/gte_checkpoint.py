@@ -3,6 +3,7 @@
 Source: Zhang et al. 2024, arXiv:2407.19669.
 """
 
+from varlen.models.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import HeadNames, LayerNames, PostNormFamily
 
 GTE = PostNormFamily(
@@ -23,5 +24,12 @@ GTE = PostNormFamily(
     ),
     default_theta=160_000.0,
     pretraining=("lm_head.",),
+    masked_lm=MaskedLMNames(
+        "lm_head.dense",
+        "lm_head.norm",
+        "lm_head.decoder",
+        ("lm_head.decoder.bias",),
+        "gelu",
+    ),
     tokenizer_class="XLMRobertaTokenizer",
 )

@@ -8,11 +8,15 @@ from typing import Literal
 from varlen.config import Task
 from varlen.models import inputs
 from varlen.models.layers import Linear, Norm
+from varlen.models.masked_lm import MaskedLM
 from varlen.models.post_norm_family import HeadActivation
+from varlen.models.sparse import SpladeConfig
 from varlen.models.vector_layers import VectorLayer
 from varlen.program.program import Value
 from varlen.program.recorder import Recorder
 from varlen_kernels import Pooling
+
+_DEFAULT_SPLADE = SpladeConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class Heads:
         norm: after the activation, if there is one.
         norm_eps: added to its variance.
         classifier: `[hidden, labels]`, of sequences or of tokens.
+        masked_lm: the head of a masked language model, for tasks that need it.
     """
 
     pooling: Literal["cls", "mean", "last"] = "cls"
@@ -34,6 +39,7 @@ class Heads:
     norm: Norm | None = None
     norm_eps: float = 0.0
     classifier: Linear | None = None
+    masked_lm: MaskedLM | None = None
 
 
 def record_head(
@@ -43,6 +49,7 @@ def record_head(
     hidden: Value,
     pooling: Sequence[Pooling],
     layers: Sequence[VectorLayer] = (),
+    splade: SpladeConfig = _DEFAULT_SPLADE,
 ) -> Value:
     """Record the head of `task` and return its fp32 output.
 
@@ -53,16 +60,23 @@ def record_head(
         hidden: `[tokens, hidden]`, the encoder's last hidden state.
         pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
         layers: what `embed` applies to that vector.
+        splade: how `sparse_embed` makes weights of terms.
 
     Returns:
-        embed `[sequences, features]`; hidden `[tokens, hidden]`; classify, rerank `[sequences, labels]`;
-        token_classify `[tokens, labels]`.
+        embed `[sequences, features]`; sparse_embed `[sequences, vocabulary]`; fill_mask `[masks, 2, terms]`; hidden
+        `[tokens, hidden]`; classify, rerank `[sequences, labels]`; token_classify `[tokens, labels]`.
     """
     if task == "hidden":
         return ops.to_fp32(hidden)
     if task == "embed":
         return _record_vector(ops, hidden, pooling, layers)
-    # Checkpoint.check_task has refused checkpoints without this layer
+    # Checkpoint.check_task has refused checkpoints without these layers
+    if task == "sparse_embed":
+        assert heads.masked_lm is not None
+        return heads.masked_lm.record_term_weights(ops, hidden, splade)
+    if task == "fill_mask":
+        assert heads.masked_lm is not None
+        return heads.masked_lm.record_top_terms(ops, hidden)
     assert heads.classifier is not None
     if task != "token_classify":
         hidden = _one_row(ops, heads, hidden)

@@ -32,6 +32,11 @@ def normalize(ops: Recorder) -> Value:
     return ops.input("normalize", ("sequences",), torch.bool)
 
 
+def mask_rows(ops: Recorder) -> Value:
+    """Return the tokens to predict, by their place in the batch."""
+    return ops.input("mask_rows", ("masks",), torch.int32)
+
+
 def slots(ops: Recorder) -> Value:
     """Return the slot of each token in the KV caches: block · block_size + place."""
     return ops.input("slots", ("tokens",), torch.int64)

@@ -26,6 +26,7 @@ from varlen.models.config_file import (
     show,
 )
 from varlen.models.family import Family, ModelSizes
+from varlen.models.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.rotary_config import RotaryConfig, read_rotary
 from varlen.models.weights import CheckpointWeights, TensorHeader, check_all_used, check_tensor
 from varlen_kernels import Activation
@@ -53,6 +54,7 @@ _THETAS: Mapping[LayerKind, tuple[str, float]] = {
     "full_attention": ("global_rope_theta", 160_000.0),
     "sliding_attention": ("local_rope_theta", 10_000.0),
 }
+_MASKED_LM = MaskedLMNames("head.dense", "head.norm", "decoder", ("decoder.bias",))
 _POOLINGS: Mapping[str, Literal["cls", "mean"]] = {"cls": "cls", "mean": "mean"}
 
 
@@ -202,6 +204,22 @@ def _check_tensors(
     check_all_used(headers, expected, lambda name: name.startswith(heads))
 
 
+def _masked_lm(config: Json) -> MaskedLMLayout:
+    read = ModernBertConfig.read(config)
+    return MaskedLMLayout(
+        _MASKED_LM,
+        read.hidden,
+        read.hidden,
+        read.vocabulary,
+        read.classifier_activation,
+        read.norm_eps,
+        is_tied=read_flag(config, "tie_word_embeddings", default=True),
+        has_dense_bias=read.has_classifier_bias,
+        has_norm_bias=read.has_norm_bias,
+        has_bias=read_flag(config, "decoder_bias", default=True),
+    )
+
+
 def _read_kinds(config: Json) -> tuple[LayerKind, ...]:
     layers = read_layers(config, "num_hidden_layers")
     given = config.get("layer_types")
@@ -246,6 +264,8 @@ FAMILY = Family(
         "ModernBertForTokenClassification": "token_classify",
     },
     heads={
+        "sparse_embed": "ModernBertForMaskedLM",
+        "fill_mask": "ModernBertForMaskedLM",
         "classify": "ModernBertForSequenceClassification",
         "rerank": "ModernBertForSequenceClassification",
         "token_classify": "ModernBertForTokenClassification",
@@ -253,4 +273,5 @@ FAMILY = Family(
     read_sizes=_read_sizes,
     check_tensors=_check_tensors,
     tokenizer_class="PreTrainedTokenizerFast",
+    masked_lm=_masked_lm,
 )

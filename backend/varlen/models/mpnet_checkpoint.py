@@ -3,6 +3,7 @@
 Source: Song et al. 2020, arXiv:2004.09297.
 """
 
+from varlen.models.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import (
     DISTANCE_BUCKETS,
     FieldNames,
@@ -25,6 +26,13 @@ MPNET = PostNormFamily(
     # transformers has this row whatever pad_token_id is
     first_position=2,
     pretraining=("lm_head.",),
+    masked_lm=MaskedLMNames(
+        "lm_head.dense",
+        "lm_head.layer_norm",
+        "lm_head.decoder",
+        ("lm_head.bias", "lm_head.decoder.bias"),
+        "gelu",
+    ),
     # transformers computes with as many buckets whatever this is
     fixed={"relative_attention_num_buckets": DISTANCE_BUCKETS},
     tokenizer_class="MPNetTokenizer",

@@ -3,6 +3,7 @@
 Source: Nussbaum et al. 2024, arXiv:2402.01613.
 """
 
+from varlen.models.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import FieldNames, HeadNames, LayerNames, PostNormFamily
 
 _GATE_AND_UP = ("mlp.fc12", "mlp.fc11")
@@ -27,4 +28,10 @@ NOMIC_BERT = PostNormFamily(
     fields=FieldNames(default_activation="silu"),
     default_theta=1_000.0,
     pretraining=("cls.",),
+    masked_lm=MaskedLMNames(
+        "cls.predictions.transform.dense",
+        "cls.predictions.transform.layer_norm",
+        "cls.predictions.decoder",
+        ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+    ),
 )

@@ -14,6 +14,6 @@ def checkpoint_notes(checkpoint: Checkpoint, task: Task) -> tuple[str, ...]:
         return (
             f"{checkpoint.architecture} is trained to fill in words, and the checkpoint has no modules.json of"
             f" sentence-transformers: its vectors are hidden states pooled by {', '.join(checkpoint.pooling)},"
-            " which it was not trained for",
+            f" which it was not trained for; its tasks are {', '.join(checkpoint.tasks)}",
         )
     return ()

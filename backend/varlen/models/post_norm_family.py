@@ -19,12 +19,14 @@ from varlen.models.config_file import (
     check_multiple,
     check_unquantized,
     read_choice,
+    read_flag,
     read_int,
     read_layers,
     read_norm_eps,
     read_num_labels,
 )
 from varlen.models.family import Family, ModelSizes
+from varlen.models.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.rotary_config import RotaryConfig, read_rotary
 from varlen.models.weights import CheckpointWeights, TensorHeader, check_all_used, check_tensor
 from varlen_kernels import Activation
@@ -182,7 +184,8 @@ class PostNormFamily:
         distance_bias: the table of relative positions, `[DISTANCE_BUCKETS, heads]`.
         first_position: row of the first token in the position table; None if it follows `pad_token_id`.
         default_theta: base of rotary positions, for a family without a position table.
-        pretraining: prefixes of the tensors of heads that are not served.
+        pretraining: prefixes of the tensors of heads for pretraining.
+        masked_lm: the head of its masked language models.
         more_architectures: classes with the encoder alone, or with a head that is not served.
         harmless, fixed: fields beside those that all families share.
         tokenizer_class: which transformers takes where tokenizer_config.json names none.
@@ -202,6 +205,7 @@ class PostNormFamily:
     first_position: int | None = 0
     default_theta: float | None = None
     pretraining: tuple[str, ...] = ("cls.", "lm_head.")
+    masked_lm: MaskedLMNames | None = None
     more_architectures: tuple[str, ...] = ()
     harmless: Collection[str] = ()
     fixed: Mapping[str, object] = field(default_factory=dict)
@@ -211,7 +215,8 @@ class PostNormFamily:
     def family(self) -> Family:
         """The checks of its checkpoints."""
         name = self.class_name
-        vectors = (f"{name}Model", f"{name}ForMaskedLM", *self.more_architectures)
+        masked = f"{name}ForMaskedLM"
+        vectors = (f"{name}Model", masked, *self.more_architectures)
         sequences, tokens = f"{name}ForSequenceClassification", f"{name}ForTokenClassification"
         return Family(
             architectures={
@@ -219,11 +224,17 @@ class PostNormFamily:
                 sequences: "classify",
                 tokens: "token_classify",
             },
-            heads={"classify": sequences, "rerank": sequences, "token_classify": tokens},
+            heads={
+                **({"sparse_embed": masked, "fill_mask": masked} if self.masked_lm else {}),
+                "classify": sequences,
+                "rerank": sequences,
+                "token_classify": tokens,
+            },
             read_sizes=self.read_sizes,
             check_tensors=self.check_tensors,
             tokenizer_class=self.tokenizer_class,
             has_token_types=bool(self.fields.types),
+            masked_lm=self._masked_lm_layout if self.masked_lm else None,
         )
 
     def read_sizes(self, config: Json) -> EncoderSizes:
@@ -256,6 +267,20 @@ class PostNormFamily:
                 config, names.activation, ACTIVATIONS, default=names.default_activation
             ),
             norm_eps=read_norm_eps(config, names.norm_eps, default=1e-12),
+        )
+
+    def _masked_lm_layout(self, config: Json) -> MaskedLMLayout:
+        """Return the head of the masked language model in config.json."""
+        assert self.masked_lm is not None
+        sizes = self.read_sizes(config)
+        return MaskedLMLayout(
+            self.masked_lm,
+            sizes.hidden,
+            sizes.embedding,
+            sizes.vocabulary,
+            self.masked_lm.activation or sizes.activation,
+            sizes.norm_eps,
+            is_tied=read_flag(config, "tie_word_embeddings", default=True),
         )
 
     def _read_heads(self, config: Json) -> tuple[int, int]:

@@ -6,15 +6,17 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from varlen.config import Task
 from varlen.models import bart_checkpoint, llama_checkpoint, t5_checkpoint
 from varlen.models.attention import Attention, CrossAttention, PackedAttention
 from varlen.models.bart import load_bart
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint import MASKED_LM_TASKS, Checkpoint
 from varlen.models.gpt2 import load_gpt2
 from varlen.models.heads import Heads
 from varlen.models.llama import load_llama
-from varlen.models.modernbert import load_modernbert
-from varlen.models.post_norm import load_post_norm
+from varlen.models.masked_lm import load_masked_lm
+from varlen.models.modernbert import ModernBert, load_modernbert
+from varlen.models.post_norm import PostNormEncoder, load_post_norm
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from varlen.models.score_head import load_score
 from varlen.models.t5 import load_t5, load_t5_encoder
@@ -144,6 +146,30 @@ def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         decoder = load_decoder(checkpoint, dtype, device)
         return OneStepDecoder(decoder, load_score(checkpoint, dtype, device))
     return _ENCODERS[checkpoint.config["model_type"]](checkpoint, dtype, device)
+
+
+def load_heads(
+    checkpoint: Checkpoint,
+    encoder: EncoderModel,
+    task: Task,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Heads:
+    """Return the layers on top of an encoder that a task needs.
+
+    Raises:
+        CheckpointError: its weights do not fit its config.json.
+    """
+    if task not in MASKED_LM_TASKS:
+        return encoder.heads
+    # Checkpoint.check_task has refused other models
+    assert isinstance(encoder, PostNormEncoder | ModernBert)
+    assert checkpoint.masked_lm is not None
+    return Heads(
+        masked_lm=load_masked_lm(
+            checkpoint.folder, checkpoint.masked_lm, encoder.token_table, dtype, device
+        )
+    )
 
 
 def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> DecoderModel:

@@ -5,6 +5,7 @@ Source: Liu et al. 2019, arXiv:1907.11692; Conneau et al. 2020, arXiv:1911.02116
 arXiv:1911.03894.
 """
 
+from varlen.models.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import HeadNames, PostNormFamily
 
 
@@ -15,6 +16,13 @@ def _family(class_name: str) -> PostNormFamily:
         head=HeadNames(),
         first_position=None,
         pretraining=("lm_head.",),
+        masked_lm=MaskedLMNames(
+            "lm_head.dense",
+            "lm_head.layer_norm",
+            "lm_head.decoder",
+            ("lm_head.bias", "lm_head.decoder.bias"),
+            "gelu",
+        ),
         tokenizer_class=f"{class_name}Tokenizer",
     )
 

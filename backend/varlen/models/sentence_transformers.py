@@ -21,32 +21,41 @@ from varlen.models.config_file import (
     read_optional_object,
     show,
 )
+from varlen.models.sparse import SpladeConfig, read_splade
 from varlen.models.vector_layers import DenseConfig, read_dense
 from varlen_kernels import Pooling
 
 _BERT_CONFIG = "sentence_bert_config.json"
 _MODEL_CONFIG = "config_sentence_transformers.json"
 
-_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "MLMTransformer", "SpladePooling")
 # Dense may come several times, or not at all.
-_ORDER = re.compile(r"Transformer(,Pooling(,Dense)*(,Normalize)?)?")
+_ORDER = re.compile(r"Transformer(,Pooling(,Dense)*(,Normalize)?)?|(MLM)?Transformer,SpladePooling")
 _POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
     "pooling_mode_lasttoken": "last",
 }
 _POOLING_NAMES: dict[str, Pooling] = {
     "cls": "cls",
     "mean": "mean",
     "max": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt",
+    "weightedmean": "weighted_mean",
     "lasttoken": "last",
 }
 # By task, the output of transformers that the module returns, and the name that it gets.
 _OUTPUTS_OF_TASK = {
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
+    "fill-mask": ("logits", "token_embeddings"),
 }
+# Kinds of models, with SpladePooling and without.
+_SPARSE_TYPES = ("SparseEncoder", "SentenceTransformer")
+_DENSE_TYPES = ("SentenceTransformer", "CrossEncoder")
 _KNOWN_MODEL_FIELDS = frozenset(
     # similarity_fn_name is for `similarity`, activation_fn for the scores of a cross-encoder
     "__version__ requirements prompts default_prompt_name model_type activation_fn similarity_fn_name".split()
@@ -66,6 +75,7 @@ class SentenceSettings:
         max_seq_length: length at which it truncates, in tokens; None if no file has it.
         lowercase: whether texts are lowercased even if the tokenizer does not.
         activation_class: what makes scores of a cross-encoder's logits, if a file has it.
+        splade: how a vector of terms is made; None for other models.
     """
 
     pooling: tuple[Pooling, ...] = ("mean",)
@@ -76,6 +86,7 @@ class SentenceSettings:
     max_seq_length: int | None = None
     lowercase: bool = False
     activation_class: str | None = None
+    splade: SpladeConfig | None = None
 
 
 def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> SentenceSettings:
@@ -90,7 +101,8 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
     """
     modules = _modules(folder)
     paths = dict(modules)
-    transformer = _transformer_config(folder)
+    is_splade = "SpladePooling" in paths
+    transformer = _transformer_config(folder, is_splade=is_splade)
     includes_prompt = True
     modes: tuple[Pooling, ...] = (pooling,)
     if "Pooling" in paths:
@@ -100,7 +112,7 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
         includes_prompt = config.get("include_prompt") is not False
     if "Normalize" in paths:
         _check_normalize(folder, paths["Normalize"])
-    prompts, prompt = _prompts(folder)
+    prompts, prompt = _prompts(folder, is_splade=is_splade)
     if prompt and not includes_prompt:
         raise CheckpointError(
             f"the pooling has include_prompt false and {_MODEL_CONFIG} a default prompt {show(prompt)};"
@@ -118,6 +130,11 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
         ),
         lowercase=bool(transformer.get("do_lower_case")),
         activation_class=read_optional_object(folder, _MODEL_CONFIG).get("activation_fn"),
+        splade=(
+            read_splade(folder, paths["SpladePooling"], _max_active_dims(folder))
+            if is_splade
+            else None
+        ),
     )
 
 
@@ -131,8 +148,8 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     kinds = [_module_kind(module) for module in modules]
     if kinds and not _ORDER.fullmatch(",".join(kinds)):
         raise CheckpointError(
-            f"modules.json has the modules {', '.join(kinds)}; allowed: {', '.join(_MODULES)}, in this order,"
-            " each once, Dense any number of times"
+            f"modules.json has the modules {', '.join(kinds)}; allowed: Transformer, Pooling, Dense, Normalize, in this"
+            " order, each once, Dense any number of times; or Transformer, SpladePooling"
         )
     paths = [str(module.get("path") or "") for module in modules]
     if paths and paths[0]:
@@ -175,18 +192,27 @@ def _pooling(config: Json, name: str) -> tuple[Pooling, ...]:
     return tuple(names[each] for each in chosen)
 
 
+def _max_active_dims(folder: Path) -> int | None:
+    config = read_optional_object(folder, _MODEL_CONFIG)
+    if config.get("max_active_dims") is None:
+        return None
+    return read_int(config, "max_active_dims", name=_MODEL_CONFIG)
+
+
 def _check_normalize(folder: Path, path: str) -> None:
     name = f"{path}/config.json"
     fixed = dict.fromkeys(("module_input_name", "module_output_name"), "sentence_embedding")
     check_fields(read_optional_object(folder, name), name, known=(), fixed=fixed)
 
 
-def _transformer_config(folder: Path) -> Json:
+def _transformer_config(folder: Path, *, is_splade: bool) -> Json:
     config = read_optional_object(folder, _BERT_CONFIG)
-    task = config.get("transformer_task") or "feature-extraction"
-    if task not in _OUTPUTS_OF_TASK:
+    allowed = [task for task in _OUTPUTS_OF_TASK if (task == "fill-mask") == is_splade]
+    # the module that older files name has its task without a field
+    task = config.get("transformer_task") or allowed[0]
+    if task not in allowed:
         raise CheckpointError(
-            f"{_BERT_CONFIG} has transformer_task {show(task)}; allowed: {', '.join(_OUTPUTS_OF_TASK)}"
+            f"{_BERT_CONFIG} has transformer_task {show(task)}; allowed: {', '.join(allowed)}"
         )
     output, name = _OUTPUTS_OF_TASK[task]
     fixed: dict[str, Any] = {
@@ -199,15 +225,17 @@ def _transformer_config(folder: Path) -> Json:
     return config
 
 
-def _prompts(folder: Path) -> tuple[Mapping[str, str], str]:
+def _prompts(folder: Path, *, is_splade: bool) -> tuple[Mapping[str, str], str]:
     """Return the prompts by name, and the default one."""
     config = read_optional_object(folder, _MODEL_CONFIG)
     kind = config.get("model_type") or "SentenceTransformer"
-    if kind not in ("SentenceTransformer", "CrossEncoder"):
+    allowed = _SPARSE_TYPES if is_splade else _DENSE_TYPES
+    if kind not in allowed:
         raise CheckpointError(
-            f"{_MODEL_CONFIG} has model_type {show(kind)}; allowed: SentenceTransformer, CrossEncoder"
+            f"{_MODEL_CONFIG} has model_type {show(kind)}; allowed: {', '.join(allowed)}"
         )
-    check_fields(config, _MODEL_CONFIG, known=_KNOWN_MODEL_FIELDS, fixed={"truncate_dim": None})
+    known = _KNOWN_MODEL_FIELDS | ({"max_active_dims"} if is_splade else set())
+    check_fields(config, _MODEL_CONFIG, known=known, fixed={"truncate_dim": None})
     name = config.get("default_prompt_name")
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict):

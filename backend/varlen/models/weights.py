@@ -138,6 +138,11 @@ class CheckpointWeights:
     def __contains__(self, name: object) -> bool:
         return name in self._headers
 
+    @property
+    def names(self) -> Collection[str]:
+        """Names of the tensors."""
+        return self._headers.keys()
+
     def read(self, name: str, *shape: int) -> "Tensor":
         """Return a tensor as a view of its file, which stays mapped with it.
 

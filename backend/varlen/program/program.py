@@ -150,9 +150,12 @@ class Program:
         self._bind()
 
     @property
-    def is_per_token(self) -> bool:
-        """Whether there is one output per token, not one per sequence."""
-        return self.outputs[0].shape[0] == Size(tokens=1)
+    def row_dimension(self) -> str:
+        """The dimension that the rows of its output have: tokens, sequences or masks."""
+        rows = self.outputs[0].shape[0]
+        assert isinstance(rows, Size)
+        [(name, _)] = rows.per
+        return name
 
     @property
     def weight_bytes(self) -> int:

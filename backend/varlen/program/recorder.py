@@ -13,8 +13,9 @@ from torch import Tensor
 
 from varlen.memory.usage import Size
 from varlen.program.program import Attribute, Op, Operand, Program, Shape, State, Value
-from varlen_kernels import Activation, Pooling
+from varlen_kernels import Activation, Pooling, TermPooling
 from varlen_kernels.reference import IN_EPILOGUE, IN_PLACE
+from varlen_kernels.vocabulary_reference import SLICE_TERMS
 
 # Axes as a model writes them: a dimension by its name, `Size(1, sequences=1)`, or a fixed length.
 Axes: TypeAlias = Sequence[int | str | Size]
@@ -348,6 +349,33 @@ class Recorder:
     def pool(self, x: Value, cu_seqlens: Value, normalize: Value | None, *, mode: Pooling) -> Value:
         operands, shape = (x, cu_seqlens, normalize), ("sequences", x.shape[1])
         return self._call("pool", operands, shape, torch.float32, mode=mode)
+
+    def term_weights(
+        self,
+        x: Value,
+        weight: Tensor,
+        bias: Tensor | None,
+        cu_seqlens: Value,
+        *,
+        mode: TermPooling,
+        logs: int,
+    ) -> Value:
+        terms = weight.shape[1]
+        results: list[tuple[Axes, torch.dtype]] = [
+            (("sequences", terms), torch.float32),
+            ((x.shape[0], min(terms, SLICE_TERMS)), x.dtype),
+        ]
+        weights, _ = self.call(
+            "term_weights",
+            (x, weight, bias, cu_seqlens),
+            results,
+            attributes={"mode": mode, "logs": logs},
+        )
+        return weights
+
+    def top_terms(self, x: Value, weight: Tensor, bias: Tensor | None, *, count: int) -> Value:
+        operands, shape = (x, weight, bias), (x.shape[0], 2, count)
+        return self._call("top_terms", operands, shape, torch.float32, count=count)
 
     def concat(self, left: Value, right: Value) -> Value:
         (rows, width), (_, more) = left.shape, right.shape

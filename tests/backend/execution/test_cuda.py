@@ -6,6 +6,7 @@ Buckets, padding of inputs, fixed addresses and answers by sequence are real.
 
 import gc
 import logging
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -80,7 +81,25 @@ def test_a_batch_gets_the_answers_of_the_cpu_in_the_order_given(folder, runner, 
     answers = executor.run(batch, options)
 
     assert all(answer.dtype == np.float32 for answer in answers)
-    assert_rows_close(answers, runner.run(batch, options), roundings=encoder_roundings(folder))
+    expected = runner.device_runner.run(batch, options)
+    assert_rows_close(answers, expected, roundings=encoder_roundings(folder))
+
+
+def test_masks_get_the_answers_of_the_cpu(make_checkpoint):
+    checkpoint = Checkpoint.open(make_checkpoint("BertForMaskedLM"))
+    runner = Runner(checkpoint, EngineConfig(task="fill_mask", dtype="fp32"))
+    executor = CudaRunner(runner.program, reference, make_arena(runner), RepeatedWork())
+    batch = [
+        replace(prompt, mask_places=np.arange(masks, dtype=np.int32) * 2)
+        for prompt, masks in zip(prompts([9, 3, 40, 16]), (1, 2, 8, 1), strict=True)
+    ]
+
+    answers = executor.run(batch, [PLAIN] * 4)
+
+    assert [len(answer) for answer in answers] == [1, 2, 8, 1]
+    for mine, theirs in zip(answers, runner.run(batch, [PLAIN] * 4), strict=True):
+        np.testing.assert_array_equal(mine[:, 0], theirs[:, 0])
+        np.testing.assert_allclose(mine[:, 1], theirs[:, 1], rtol=1e-4)
 
 
 def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, graphs):
@@ -95,7 +114,7 @@ def test_each_batch_is_one_replay_and_nothing_is_captured_in_service(executor, g
 
 
 def test_memory_stays_where_graphs_left_it(executor):
-    arena, shape = executor._arena, {"tokens": MAX_TOKENS, "sequences": 40}
+    arena, shape = executor._arena, largest_dims(MAX_TOKENS, 40)
     address, offsets = arena.memory.data_ptr(), arena.allocate(shape).offsets
 
     for lengths in ([1], [60, 60, 40], [1] * MAX_TOKENS):
@@ -110,7 +129,7 @@ def test_what_is_in_use_is_the_footprint_of_the_bucket(executor):
 
     # the smallest bucket for 17 tokens holds 32 tokens and 2 sequences
     arena = executor._arena
-    expected = arena.layout.plan({"tokens": 32, "sequences": 2}).footprint
+    expected = arena.layout.plan(largest_dims(32, 2)).footprint
     assert arena.use().footprint_bytes == expected
 
 

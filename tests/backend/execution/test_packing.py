@@ -25,12 +25,13 @@ ALL_INPUTS = [
     declare.type_ids(OPS),
     declare.cu_seqlens(OPS),
     declare.normalize(OPS),
+    declare.mask_rows(OPS),
 ]
 
 
-def inputs_for(tokens, sequences, declared=ALL_INPUTS):
+def inputs_for(tokens, sequences, declared=ALL_INPUTS, masks=0):
     """Return the inputs of a batch, packed into memory with other contents."""
-    dims = {"tokens": tokens, "sequences": sequences}
+    dims = {"tokens": tokens, "sequences": sequences, "masks": masks}
     buffer = torch.full((input_bytes(declared, dims),), 0xAB, dtype=torch.uint8)
     return input_views(buffer, declared, dims)
 
@@ -48,6 +49,7 @@ def test_sequences_lie_one_after_the_other():
         "type_ids": [0, 1, 1, 0, 0],
         "cu_seqlens": [0, 3, 5],
         "normalize": [False, True],
+        "mask_rows": [],
     }
 
 
@@ -62,6 +64,7 @@ def test_room_to_spare_holds_tokens_of_no_sequence_and_sequences_of_no_token():
         "type_ids": [0, 0, 0, 0, 0, 0],
         "cu_seqlens": [0, 2, 3, 3, 3],
         "normalize": [True, True, False, False],
+        "mask_rows": [],
     }
 
 
@@ -92,13 +95,14 @@ def test_the_dimensions_of_a_batch_are_those_of_its_inputs():
         "type_ids": 6,
         "cu_seqlens": 4,
         "normalize": 3,
+        "mask_rows": 0,
     }
 
 
 @settings(deadline=None)
 @given(st.integers(1, 100), st.integers(1, 100))
 def test_every_input_starts_where_kernels_may_load_16_bytes(tokens, sequences):
-    dims = {"tokens": tokens, "sequences": sequences}
+    dims = {"tokens": tokens, "sequences": sequences, "masks": sequences}
     size = input_bytes(ALL_INPUTS, dims)
     buffer = torch.zeros(size, dtype=torch.uint8)
     views = input_views(buffer, ALL_INPUTS, dims)
@@ -114,12 +118,31 @@ def test_every_input_starts_where_kernels_may_load_16_bytes(tokens, sequences):
     assert all(end <= begin for end, begin in zip(ends, [*begins[1:], size], strict=True))
 
 
-@pytest.mark.parametrize(
-    "per_token, expected", [(True, [[0, 1, 2], [3], [4, 5]]), (False, [0, 1, 2])], ids=str
-)
-def test_answers_are_cut_by_token_or_by_row(per_token, expected):
-    rows = np.arange(6 if per_token else 3, dtype=np.float32)
+def test_masks_are_rows_of_the_batch_and_spare_rows_are_the_first_token():
+    inputs = inputs_for(8, 3, masks=5)
+    masked = [Prompt(ids(7, 8, 9), mask_places=ids(0, 2)), Prompt(ids(9), mask_places=ids(0))]
 
-    answers = split_answers(rows, [3, 1, 2], per_token=per_token)
+    fill_inputs(inputs, [masked[0], Prompt(ids(5)), masked[1]], [PLAIN] * 3)
+
+    assert inputs["mask_rows"].tolist() == [0, 2, 4, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "dimension, expected",
+    [
+        ("tokens", [[0, 1, 2], [3], [4, 5]]),
+        ("sequences", [0, 1, 2]),
+        ("masks", [[0, 1], [], [2]]),
+    ],
+)
+def test_answers_are_cut_by_the_rows_of_a_sequence(dimension, expected):
+    rows = np.arange(6 if dimension == "tokens" else 3, dtype=np.float32)
+    masks = ([0, 2], None, [1])
+    prompts = [
+        Prompt(ids(*range(length)), mask_places=None if places is None else ids(*places))
+        for length, places in zip((3, 1, 2), masks, strict=True)
+    ]
+
+    answers = split_answers(rows, prompts, dimension)
 
     assert [answer.tolist() for answer in answers] == expected

@@ -31,8 +31,10 @@ def test_a_batch_arrives_with_its_ids_types_and_options(rows):
         Prompt(
             np.array(ids, dtype=np.int32),
             np.arange(len(ids), dtype=np.int32) if has_types else None,
+            # the first token of every second row is a mask
+            mask_places=np.zeros(1, dtype=np.int32) if index % 2 else None,
         )
-        for ids, has_types, _ in rows
+        for index, (ids, has_types, _) in enumerate(rows)
     ]
     send_batch(ours, prompts, [RequestOptions(normalize=each) for _, _, each in rows])
 
@@ -45,6 +47,8 @@ def test_a_batch_arrives_with_its_ids_types_and_options(rows):
             np.testing.assert_array_equal(sent.type_ids, got.type_ids)
         else:
             assert got.type_ids is None or not got.type_ids.any()
+        assert (got.mask_places is None) == (sent.mask_places is None)
+        assert got.num_masks == sent.num_masks
 
 
 @pytest.mark.parametrize(

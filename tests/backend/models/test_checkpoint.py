@@ -230,13 +230,13 @@ def test_refuses_modules_that_are_no_list_of_objects(folder, content):
     "pooling",
     [
         {"pooling_mode_mean_tokens": False},
-        {"pooling_mode_mean_tokens": True, "pooling_mode_weightedmean_tokens": True},
-        {"pooling_mode_weightedmean_tokens": True},
-        {"pooling_mode": "weightedmean"},
-        {"pooling_mode": ["cls", "weightedmean"]},
+        {"pooling_mode_mean_tokens": True, "pooling_mode_median_tokens": True},
+        {"pooling_mode_median_tokens": True},
+        {"pooling_mode": "median"},
+        {"pooling_mode": ["cls", "median"]},
         {"pooling_mode": []},
     ],
-    ids=["none", "concatenated", "weighted", "weighted-name", "concatenated-names", "no-names"],
+    ids=["none", "concatenated", "unknown", "unknown-name", "concatenated-names", "no-names"],
 )
 def test_refuses_a_pooling_that_is_not_of_those_we_know(folder, pooling):
     for name, content in pooling_files(**pooling).items():

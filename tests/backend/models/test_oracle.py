@@ -87,10 +87,17 @@ def test_rows_with_and_without_token_types_share_a_batch(small_bert, rng):
     check(small_bert, actual, hidden_states(model, rows, types))
 
 
+def weighted_mean(hidden):
+    weights = torch.arange(1.0, len(hidden) + 1)
+    return weights @ hidden / weights.sum()
+
+
 POOLINGS = {
     "cls": lambda hidden: hidden[0],
     "mean": lambda hidden: hidden.mean(dim=0),
     "max": lambda hidden: hidden.max(dim=0).values,
+    "mean_sqrt_len_tokens": lambda hidden: hidden.sum(dim=0) / len(hidden) ** 0.5,
+    "weightedmean": weighted_mean,
     "lasttoken": lambda hidden: hidden[-1],
 }
 
@@ -98,7 +105,8 @@ POOLINGS = {
 @pytest.mark.parametrize("style", ["flags", "name"])
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_every_pooling_matches_transformers(make_checkpoint, rng, pooling, style):
-    flag = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens"}.get(pooling, pooling)
+    has_suffix = pooling in ("cls", "mean", "max", "weightedmean")
+    flag = f"{pooling}_{'token' if pooling == 'cls' else 'tokens'}" if has_suffix else pooling
     flags = {f"pooling_mode_{name}": False for name in ("cls_token", "mean_tokens", "max_tokens")}
     named = {"pooling_mode": pooling}
     flagged = {**flags, f"pooling_mode_{flag}": True}

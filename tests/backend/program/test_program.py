@@ -41,19 +41,19 @@ def run(runner, lengths, seed=0):
 
 
 def make_arena(program, max_tokens=100):
-    largest = {"tokens": max_tokens, "sequences": max_tokens}
+    largest = {"tokens": max_tokens, "sequences": max_tokens, "masks": max_tokens}
     return Arena(Layout(program.buffers, 64), largest, torch.device("cpu"))
 
 
 def spans(program):
     """Return (first op, last op) of each value, found by brute-force search."""
-    names = [op.results[0].name for op in program.ops]
     found = {}
-    for name in names:
-        readers = [
-            index for index, op in enumerate(program.ops) if name in [x.name for x in op.reads]
-        ]
-        found[name] = (names.index(name), max([names.index(name), *readers]))
+    for made_by, op in enumerate(program.ops):
+        for name in [result.name for result in op.results]:
+            readers = [
+                index for index, op in enumerate(program.ops) if name in [x.name for x in op.reads]
+            ]
+            found[name] = (made_by, max([made_by, *readers]))
     return found
 
 
@@ -91,11 +91,11 @@ def test_usages_match_a_search_of_the_op_list(runner):
 
 
 def test_usages_have_the_bytes_of_what_ops_write(runner):
-    results = {op.results[0].name: op.results[0] for op in runner.program.ops}
+    results = {each.name: each for op in runner.program.ops for each in op.results}
     for usage in runner.program.usages:
         value = results[usage.name]
         for tokens, count in [(1, 1), (5, 1), (5, 5), (97, 13)]:
-            dims = {"tokens": tokens, "sequences": count}
+            dims = {"tokens": tokens, "sequences": count, "masks": count}
             size = torch.Size(value.at(dims)).numel() * value.dtype.itemsize
             assert usage.size.at(dims) == size
 
@@ -103,7 +103,8 @@ def test_usages_have_the_bytes_of_what_ops_write(runner):
 def test_a_batch_brings_only_what_the_task_reads(runner):
     names = ["token_ids", "position_ids", "type_ids", "cu_seqlens"]
 
-    expected = [*names, "normalize"] if runner.info.task == "embed" else names
+    more = {"embed": ["normalize"], "fill_mask": ["mask_rows"]}
+    expected = [*names, *more.get(runner.info.task, [])]
     assert [value.name for value in runner.program.inputs] == expected
 
 

@@ -1,11 +1,12 @@
 """One vector for each sequence, on a GPU or in the interpreter, against the reference."""
 
 from itertools import accumulate
+from typing import get_args
 
 import pytest
 import torch
 
-from varlen_kernels import pooling, reference
+from varlen_kernels import Pooling, pooling, reference
 from varlen_kernels.pooling import first_tokens, pool
 from varlen_kernels.tuning import forced_launch, record_picks
 
@@ -65,6 +66,17 @@ def test_long_sequences_match_the_reference(normalized, hidden, dtype, mode, dev
         )
 
     assert [op for op, _, _ in picks] == ["pool_parts", "merge_parts"]
+    assert_close(actual, reference.pool(x, bounds, normalize, mode=mode), torch.float32)
+
+
+@pytest.mark.parametrize("mode", sorted({*get_args(Pooling)} - {"cls", "mean", "max", "last"}))
+@pytest.mark.parametrize("lengths", [LENGTHS, LONG_LENGTHS], ids=["short", "long"])
+def test_other_sums_match_the_reference(lengths, mode, device):
+    x = rand(sum(lengths), 63, dtype=torch.float16, device=device) + 1
+    bounds, normalize = cu_seqlens_of(lengths, device), every_other(lengths, device)
+
+    actual = pool(x, bounds, normalize, mode=mode)
+
     assert_close(actual, reference.pool(x, bounds, normalize, mode=mode), torch.float32)
 
 

@@ -235,6 +235,8 @@ COMPILED = [
     CompiledCall("parts", partial(pool, [64] * 4, 768, mode="mean"), 3),
     CompiledCall("parts_max", partial(pool, [64] * 4, 384, mode="max"), 3, (_BF16,)),
     CompiledCall("parts_widest", partial(pool, [64] * 4, 16_384, mode="mean"), 3),
+    CompiledCall("weighted", partial(pool, _LENGTHS, 768, mode="weighted_mean"), 3, (_BF16,)),
+    CompiledCall("parts_weighted", partial(pool, [64] * 4, 768, mode="weighted_mean"), 3, (_BF16,)),
     CompiledCall("cls", partial(pool, _LENGTHS, 768, mode="cls", normalized=False), 2),
     CompiledCall("widest", partial(pool, _LENGTHS, 16_384, mode="mean"), 3),
     CompiledCall("501", partial(pool, _LENGTHS, 501, mode="max"), dtypes=(_BF16,)),

@@ -1,5 +1,6 @@
 """Calls of the ops that read `cu_seqlens`: attention and pooling."""
 
+import math
 from typing import Any
 
 import torch
@@ -140,9 +141,15 @@ def pool(
     tokens, batch = sum(lengths), len(lengths)
 
     def pooled(rows: Tensor) -> Tensor:
-        if mode == "mean":
-            return rows.mean(0)
-        return rows.amax(0) if mode == "max" else rows[0 if mode == "cls" else -1]
+        if mode in ("cls", "last"):
+            return rows[0 if mode == "cls" else -1]
+        if mode == "max":
+            return rows.amax(0)
+        if mode == "weighted_mean":
+            places = torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device)
+            return torch.mv(rows.t(), places / places.sum())
+        divisors = {"sum": 1.0, "mean": len(rows), "mean_sqrt": math.sqrt(len(rows))}
+        return rows.sum(0).div(divisors[mode])
 
     def formula(x: Tensor, cu_seqlens: Tensor, normalize: Tensor | None) -> Tensor:  # noqa: ARG001
         vectors = torch.stack([pooled(rows) for rows in torch.split(x, lengths)])

@@ -1,0 +1,44 @@
+"""Weights of terms on a GPU or in the interpreter, against the reference."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+
+from varlen_kernels import reference
+from varlen_kernels.vocabulary import term_weights
+from varlen_kernels.vocabulary_reference import SLICE_TERMS
+
+from .compare import assert_close, rand
+
+LENGTHS = [3, 0, 1, 65]
+
+
+@pytest.mark.parametrize("mode", ["max", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("terms", [50, SLICE_TERMS + 5])
+def test_matches_the_reference(terms, dtype, mode, device):
+    # the graph of a batch has room for more tokens
+    x = rand(sum(LENGTHS) + 3, 12, dtype=dtype, device=device)
+    table = rand(terms, 12, dtype=dtype, device=device, seed=1)
+    bias = rand(terms, dtype=dtype, device=device, seed=2)
+    bounds = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32, device=device)
+
+    weights, _ = term_weights(x, table.t(), bias, bounds, mode=mode, logs=2)
+
+    expected, _ = reference.term_weights(x, table.t(), bias, bounds, mode=mode, logs=2)
+    # a product on a GPU may round otherwise than the reference's
+    assert_close(weights, expected, torch.float32, 10 if dtype == torch.float32 else 1e4)
+
+
+@pytest.mark.parametrize(
+    "out, message",
+    [((4, 49), "must be \\[4, 50\\] torch.float32"), ((3, 50), "must be \\[4, 50\\]")],
+)
+def test_refuses_results_of_another_shape(out, message, device):
+    x, weight = rand(69, 12, device=device), rand(12, 50, device=device)
+    bounds = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32, device=device)
+    results = torch.empty(out, device=device), torch.empty(69, 50, device=device)
+
+    with pytest.raises(ValueError, match=message):
+        term_weights(x, weight, None, bounds, mode="max", out=results)

@@ -1,0 +1,106 @@
+"""Tasks of masked language models on the real server, over both protocols."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from sentence_transformers import SparseEncoder
+from tokenizers import Tokenizer
+
+from tests.checkpoints import save_checkpoint, set_fields
+from tests.closeness import assert_close, encoder_roundings
+from varlen_client import Client, InvalidRequest, ServerError
+from varlen_tools.local_server import LocalServer
+
+from .serving import add_model, load, unload
+
+TEXTS = ["the cat", "a", "river, the river! is it 42?"]
+
+
+@pytest.fixture(scope="module")
+def masked_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("masked"), "BertForMaskedLM")
+
+
+@pytest.fixture(scope="module")
+def splade(
+    server: LocalServer, repository: Path, masked_lm: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """A model of sentence-transformers, loaded as "splade"."""
+    folder = tmp_path_factory.mktemp("splade")
+    SparseEncoder(str(masked_lm), device="cpu", prompts={"query": "a: "}).save_pretrained(
+        str(folder)
+    )
+    add_model(repository, "splade", folder, response_cache_bytes="1000000")
+    assert load(server, "splade") is None
+    yield folder
+    unload(server, "splade")
+
+
+@pytest.fixture(params=["grpc", "http"])
+def url(request: pytest.FixtureRequest, server: LocalServer) -> str:
+    return server.grpc_url if request.param == "grpc" else server.http_url
+
+
+def test_sparse_vectors_are_those_of_sentence_transformers(splade: Path, url: str) -> None:
+    oracle = SparseEncoder(str(splade), device="cpu")
+    expected = oracle.encode(TEXTS).to_dense().numpy()
+    tokens = oracle.tokenizer.convert_ids_to_tokens(range(expected.shape[1]))
+
+    with Client(url, "splade") as client:
+        vectors = client.sparse_embed(TEXTS, with_terms=True)
+        # out of the cache
+        largest = client.sparse_embed(TEXTS, max_active_dims=3)
+        queries = client.sparse_embed(TEXTS, prompt_name="query")
+
+    actual = np.zeros_like(expected)
+    for row, vector in zip(actual, vectors, strict=True):
+        row[vector.indices] = vector.values
+        assert vector.terms == tuple(tokens[index] for index in vector.indices)
+    assert_close(actual, expected, roundings=encoder_roundings(splade) + 200)
+    for few, whole in zip(largest, vectors, strict=True):
+        np.testing.assert_array_equal(few.indices, whole.indices[:3])
+        np.testing.assert_array_equal(few.values, whole.values[:3])
+    assert not np.array_equal(queries[0].indices, vectors[0].indices)
+
+
+def test_a_wrong_number_of_terms_is_refused(splade: Path, url: str) -> None:
+    del splade
+    with Client(url, "splade") as client:
+        with pytest.raises(InvalidRequest, match="max_active_dims is 93; this model takes 1 to 92"):
+            client.sparse_embed(TEXTS, max_active_dims=93)
+        with pytest.raises((InvalidRequest, ServerError), match="does not serve embed"):
+            client.embed(TEXTS)
+
+
+def test_masks_are_filled_as_by_transformers(
+    server: LocalServer, repository: Path, masked_lm: Path, tmp_path: Path, url: str
+) -> None:
+    folder = shutil.copytree(masked_lm, tmp_path / "filling")
+    mask = {"id": 4, "content": "[MASK]", "special": True, "normalized": False}
+    mask |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    set_fields(folder, "tokenizer.json", added_tokens=[mask])
+    name = f"filling-{url[:4]}"
+    add_model(repository, name, folder, task="fill_mask")
+    assert load(server, name) is None
+    try:
+        with Client(url, name) as client:
+            [[single], masks] = client.fill_mask(["a [MASK]", "[MASK] cat [MASK]"], top_k=3)
+            with pytest.raises(InvalidRequest, match=r"has 0 tokens \[MASK\]; this model takes 1"):
+                client.fill_mask(["the cat"])
+    finally:
+        unload(server, name)
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = torch.tensor([tokenizer.encode("a [MASK]").ids])
+    with torch.inference_mode():
+        logits = transformers.BertForMaskedLM.from_pretrained(folder).eval()(ids).logits[0]
+    best = logits[ids[0] == 4].softmax(-1)[0].topk(3)
+    assert [token.token_id for token in single] == best.indices.tolist()
+    assert [token.text for token in single] == [tokenizer.decode([i]) for i in best.indices]
+    np.testing.assert_allclose([token.score for token in single], best.values, rtol=1e-3)
+    assert [len(mask) for mask in masks] == [3, 3]
