@@ -132,6 +132,8 @@ def test_counts_match_the_disassembly(arch: int) -> None:
         code = read_machine_code(compilation)
         listing = cuobjdump(compilation, "--dump-sass")
 
+        addresses = re.findall(r"^ +/\*[0-9a-f]{4,}\*/", listing, re.MULTILINE)
+        assert len(addresses) == code.instructions
         wide = len(re.findall(r"\bLDG\.\S*128\b|\bLDGSTS\.\S*128\b", listing))
         assert wide == code.wide_loads
         assert len(re.findall(r"\bLDG\.|\bLDGSTS\.", listing)) == wide + code.narrow_loads

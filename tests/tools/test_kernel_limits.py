@@ -15,6 +15,7 @@ from varlen_bench.kernel_limits import (
     CeilingKey,
     ceiling_key,
     lowest_ceilings,
+    lowest_instructions,
     problems,
     read_ceilings,
     write_ceilings,
@@ -33,6 +34,7 @@ GOOD = MachineCode(
     registers=40,
     stack_bytes=0,
     shared_bytes=1024,
+    instructions=400,
     wide_loads=5,
     narrow_loads=2,
     wide_stores=1,
@@ -53,14 +55,16 @@ CEILINGS = {ceiling_key(CALL, DTYPE, replace(GOOD, arch=arch)): 40 for arch in (
         ({"narrow_loads": 3}, "3 loads under 128 bits; allowed: 2"),
         ({"wide_loads": 0}, "no load of 128 bits"),
         ({"registers": 41}, "41 registers; its ceiling is 40"),
+        ({"instructions": 449}, "449 instructions; its ceiling is 448"),
     ],
     ids=str,
 )
 def test_each_exceeded_limit_is_reported(change: dict[str, int], problem: str) -> None:
     code = replace(GOOD, **change)  # type: ignore[arg-type]
 
-    assert problems(CALL, DTYPE, [GOOD], CEILINGS) == []
-    assert problems(CALL, DTYPE, [code], CEILINGS) == [f"_norm_kernel: {problem}"]
+    instructions = dict.fromkeys(CEILINGS, 448)
+    assert problems(CALL, DTYPE, [GOOD], CEILINGS, instructions) == []
+    assert problems(CALL, DTYPE, [code], CEILINGS, instructions) == [f"_norm_kernel: {problem}"]
 
 
 def test_a_call_without_a_load_limit_may_have_narrow_loads() -> None:
@@ -105,6 +109,13 @@ def test_a_ceiling_is_the_largest_count_rounded_up_to_eight() -> None:
     assert lowest_ceilings(codes) == {key: 48}
 
 
+def test_a_ceiling_of_instructions_leaves_little_room() -> None:
+    key = ceiling_key(CALL, DTYPE, GOOD)
+    codes = [(key, replace(GOOD, instructions=count)) for count in (400, 449)]
+
+    assert lowest_instructions(codes) == {key: 512}
+
+
 def test_ceilings_are_read_as_they_were_written(tmp_path: Path) -> None:
     ceilings = {
         CeilingKey("norm-768", "_norm_kernel", "bfloat16", "triton 3.6 sm_80"): 40,
@@ -147,6 +158,7 @@ def test_the_command_reports_problems_until_ceilings_are_written(
     ceilings = read_ceilings(path)
     assert {key.call for key in ceilings} == {"add_layer_norm-256"}
     assert {key.column[-5:] for key in ceilings} == {"sm_80", "sm_90"}
+    assert read_ceilings(path.with_name("instructions.csv")).keys() == ceilings.keys()
 
 
 def run(*arguments: str) -> Result:

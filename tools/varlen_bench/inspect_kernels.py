@@ -1,7 +1,8 @@
 """Print the machine code figures of every kernel: `python -m varlen_bench.inspect_kernels [OP...]`.
 
-Compiles the calls of `ops.compiled` and needs no GPU. `--write` stores the registers as the ceilings of the compile
-tests. Use it after a kernel was changed on purpose, under both Triton versions of `make test-kernels`.
+Compiles the calls of `ops.compiled` and needs no GPU. `--write` stores registers, and instructions in a file beside
+them, as the ceilings of the compile tests. Use it after a kernel was changed on purpose, under both Triton versions of
+`make test-kernels`.
 """
 
 from dataclasses import fields
@@ -16,9 +17,11 @@ from rich.table import Table
 from varlen_bench.kernel_limits import (
     ARCHES,
     CEILINGS,
+    INSTRUCTIONS,
     ceiling_key,
     compile_call,
     lowest_ceilings,
+    lowest_instructions,
     problems,
     read_ceilings,
     write_ceilings,
@@ -32,7 +35,9 @@ _FIGURES = [figure.name for figure in fields(MachineCode)[2:]]
 
 def main(
     ops: Annotated[list[str] | None, typer.Argument(help="Launchers; all if none.")] = None,
-    write: Annotated[Path | None, typer.Option(help="Write ceilings into this CSV.")] = None,
+    write: Annotated[
+        Path | None, typer.Option(help="Write ceilings of registers into this CSV.")
+    ] = None,
 ) -> None:
     """Print the figures of every kernel, and the limits that it exceeds."""
     calls = [call for call in COMPILED if not ops or call.op in ops]
@@ -44,8 +49,12 @@ def main(
     for figure in _FIGURES:
         table.add_column(figure.replace("_", " "), justify="right", max_width=9)
     listed = {call.name for call in COMPILED}
-    known = read_ceilings(write or CEILINGS)
-    ceilings = {key: ceiling for key, ceiling in known.items() if key.call in listed}
+    registers = write or CEILINGS
+    files = registers, registers.with_name(INSTRUCTIONS)
+    ceilings, instructions = (
+        {key: most for key, most in read_ceilings(file).items() if key.call in listed}
+        for file in files
+    )
     found: list[str] = []
     for call, dtype, arch in ((c, d, a) for c in calls for d in c.dtypes for a in ARCHES):
         codes = compile_call(call, dtype, arch)
@@ -53,13 +62,16 @@ def main(
             figures = [str(getattr(code, figure)) for figure in _FIGURES]
             table.add_row(call.name, code.kernel, str(dtype)[6:], str(arch), *figures)
         if write is not None:
-            ceilings |= lowest_ceilings((ceiling_key(call, dtype, code), code) for code in codes)
-        lines = problems(call, dtype, codes, ceilings)
+            keyed = [(ceiling_key(call, dtype, code), code) for code in codes]
+            ceilings |= lowest_ceilings(keyed)
+            instructions |= lowest_instructions(keyed)
+        lines = problems(call, dtype, codes, ceilings, instructions)
         found += [f"{call.name} {dtype} sm_{arch}: {line}" for line in lines]
     # wide enough for all columns if the output is not a terminal
     Console(width=None if Console().is_terminal else 200).print(table)
     if write is not None:
-        write_ceilings(write, ceilings)
+        for file, written in zip(files, (ceilings, instructions), strict=True):
+            write_ceilings(file, written)
     for line in found:
         print(line)
     raise typer.Exit(1 if found else 0)

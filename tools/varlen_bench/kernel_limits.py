@@ -1,7 +1,7 @@
-"""Limits of a kernel's machine code: spills, shared memory, registers, loads, tensor cores.
+"""Limits of a kernel's machine code: spills, shared memory, registers, instructions, loads, tensor cores.
 
-A CSV in the repository holds a register ceiling per kernel, Triton version and compute capability, because a change
-that needs more registers makes a kernel slower and no other test fails.
+Two CSVs in the repository hold ceilings of registers and instructions per kernel, Triton version and compute
+capability, because a change that needs more makes a kernel slower and no other test fails.
 """
 
 import csv
@@ -19,9 +19,13 @@ from varlen_kernels.tuning import minor_version
 # Compute capabilities to compile for: A100, and H100/H200.
 ARCHES = (80, 90)
 CEILINGS = Path("tests/kernels/compiled/registers.csv")
+# Beside it. Here a kernel may be missing, which is then not checked.
+INSTRUCTIONS = "instructions.csv"
 _WRITE = f"python -m varlen_bench.inspect_kernels --write {CEILINGS}"
 # A GPU allocates registers in units of eight.
 _REGISTER_UNIT = 8
+# Code may grow a little with constants; a new path of a kernel takes more.
+_INSTRUCTION_UNIT = 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,8 +50,16 @@ def problems(
     dtype: torch.dtype,
     codes: Iterable[MachineCode],
     ceilings: dict[CeilingKey, int],
+    instructions: dict[CeilingKey, int] | None = None,
 ) -> list[str]:
-    """Return one line per exceeded limit of a call's kernels."""
+    """Return one line per exceeded limit of a call's kernels.
+
+    Args:
+        call, dtype: what was compiled.
+        codes: its kernels.
+        ceilings: of registers.
+        instructions: ceilings of instructions.
+    """
     codes = list(codes)
     found = [] if codes else ["no kernel was compiled"]
     for code in codes:
@@ -57,6 +69,9 @@ def problems(
             found.append(f"{code.kernel}: no register ceiling; write one: {_WRITE}")
         elif code.registers > ceiling:
             found.append(f"{code.kernel}: {code.registers} registers; its ceiling is {ceiling}")
+        most = (instructions or {}).get(ceiling_key(call, dtype, code))
+        if most is not None and code.instructions > most:
+            found.append(f"{code.kernel}: {code.instructions} instructions; its ceiling is {most}")
     # sm_90 has HGMMA, sm_80 HMMA
     uses_tensor_cores = any(code.wgmma if code.arch == 90 else code.mma for code in codes)
     if call.tensor_cores and dtype != torch.float32 and not uses_tensor_cores:
@@ -84,12 +99,22 @@ def ceiling_key(call: CompiledCall, dtype: torch.dtype, code: MachineCode) -> Ce
 
 
 def lowest_ceilings(codes: Iterable[tuple[CeilingKey, MachineCode]]) -> dict[CeilingKey, int]:
-    """Return the lowest ceilings that these kernels do not exceed."""
+    """Return the lowest ceilings of registers that these kernels do not exceed."""
+    return _lowest(((key, code.registers) for key, code in codes), _REGISTER_UNIT)
+
+
+def lowest_instructions(
+    codes: Iterable[tuple[CeilingKey, MachineCode]],
+) -> dict[CeilingKey, int]:
+    """Return the lowest ceilings of instructions that these kernels do not exceed."""
+    return _lowest(((key, code.instructions) for key, code in codes), _INSTRUCTION_UNIT)
+
+
+def _lowest(figures: Iterable[tuple[CeilingKey, int]], unit: int) -> dict[CeilingKey, int]:
     ceilings: dict[CeilingKey, int] = {}
-    for key, code in codes:
-        allocated = -(-code.registers // _REGISTER_UNIT) * _REGISTER_UNIT
+    for key, figure in figures:
         # a call may compile a kernel several times, for different constants
-        ceilings[key] = max(allocated, ceilings.get(key, 0))
+        ceilings[key] = max(-(-figure // unit) * unit, ceilings.get(key, 0))
     return ceilings
 
 

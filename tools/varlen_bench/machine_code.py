@@ -1,11 +1,12 @@
-"""Figures of a kernel's machine code: registers, spills, loads, stores, tensor cores.
+"""Figures of a kernel's machine code: registers, spills, instructions, loads, stores, tensor cores.
 
-Registers and stack are read from the machine code. The rest is counted in its PTX, because disassembly takes half a
-second per kernel; each load, store and multiplication there becomes one machine instruction. Counts are instructions
-in the code, not executions.
+Registers, stack and the number of instructions are read from the machine code. The rest is counted in its PTX, because
+disassembly takes half a second per kernel; each load, store and multiplication there becomes one machine instruction.
+Counts are instructions in the code, not executions.
 """
 
 import re
+import struct
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ _STORE = re.compile(r"\bst\.global[\w.:]*?(?:\.v(\d))?\.[busf](\d+)\b")
 # global to shared memory; the number of bytes follows the two addresses
 _COPY = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* *\[[^]]*\], *\[[^]]*\], *(\w+)")
 _WIDE_BITS = 128
+# Bytes of a machine instruction from sm_70 on.
+_INSTRUCTION_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class MachineCode:
     Attributes:
         registers, stack_bytes: per thread; the stack holds spilled registers.
         shared_bytes: shared memory of one program.
+        instructions: of the whole kernel, with those that fill it up to a multiple of 128 bytes.
         wide_loads, narrow_loads: loads from global memory of at least 128 bits, and of fewer.
         mma, wgmma: tensor-core multiplications by one warp (HMMA) and by four (HGMMA).
     """
@@ -40,6 +44,7 @@ class MachineCode:
     registers: int
     stack_bytes: int
     shared_bytes: int
+    instructions: int
     wide_loads: int
     narrow_loads: int
     wide_stores: int
@@ -70,6 +75,7 @@ def read_machine_code(compilation: Compilation) -> MachineCode:
         registers=registers,
         stack_bytes=stack + local,
         shared_bytes=compilation.shared_bytes,
+        instructions=_code_bytes(compilation.cubin) // _INSTRUCTION_BYTES,
         wide_loads=sum(bits >= _WIDE_BITS for bits in loads),
         narrow_loads=sum(bits < _WIDE_BITS for bits in loads),
         wide_stores=sum(bits >= _WIDE_BITS for bits in stores),
@@ -94,6 +100,21 @@ def cuobjdump(compilation: Compilation, option: str) -> str:
     if run.returncode:
         raise RuntimeError(f"cuobjdump failed: {run.stderr.strip()}")
     return run.stdout
+
+
+def _code_bytes(cubin: bytes) -> int:
+    """Return the size of the code in a cubin, in bytes.
+
+    A cubin is an ELF file of 64 bits. Its sections `.text.*` hold the code.
+    """
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, of_names = struct.unpack_from("<3H", cubin, 0x3A)
+    # name, offset and size of each section
+    sections = [
+        struct.unpack_from("<I20xQQ", cubin, table + index * size) for index in range(count)
+    ]
+    names = sections[of_names][1]
+    return sum(length for name, _, length in sections if cubin.startswith(b".text.", names + name))
 
 
 def _bits(access: re.Pattern[str], ptx: str) -> list[int]:

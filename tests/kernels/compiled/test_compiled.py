@@ -7,7 +7,14 @@ from itertools import zip_longest
 import pytest
 
 from varlen_bench.dry_run import dry_run
-from varlen_bench.kernel_limits import ARCHES, CEILINGS, compile_call, problems, read_ceilings
+from varlen_bench.kernel_limits import (
+    ARCHES,
+    CEILINGS,
+    INSTRUCTIONS,
+    compile_call,
+    problems,
+    read_ceilings,
+)
 from varlen_bench.machine_code import read_machine_code
 from varlen_bench.ops.any_batch import ANY_BATCH
 from varlen_bench.ops.call import kernels
@@ -21,6 +28,7 @@ CASES = [
     for dtype in call.dtypes
     for arch in ARCHES
 ]
+CEILING_FILES = PROJECT / CEILINGS, (PROJECT / CEILINGS).with_name(INSTRUCTIONS)
 # Calls whose rows allow 128-bit loads, as those of a server do.
 ALIGNED_CALLS = [call for call in CALLS if call.narrow_loads is not None]
 
@@ -29,7 +37,8 @@ ALIGNED_CALLS = [call for call in CALLS if call.narrow_loads is not None]
 def test_machine_code_keeps_to_its_limits(call, dtype, arch):
     codes = compile_call(call, dtype, arch)
 
-    assert problems(call, dtype, codes, read_ceilings(PROJECT / CEILINGS)) == []
+    registers, instructions = map(read_ceilings, CEILING_FILES)
+    assert problems(call, dtype, codes, registers, instructions) == []
 
 
 @pytest.mark.parametrize("call", ALIGNED_CALLS, ids=lambda call: call.name)
@@ -74,7 +83,7 @@ def test_every_op_with_a_kernel_has_a_call():
 
 def test_every_ceiling_belongs_to_a_listed_call():
     listed = {(call.name, str(dtype)[6:]) for call in CALLS for dtype in call.dtypes}
-    written = {(where.call, where.dtype) for where in read_ceilings(PROJECT / CEILINGS)}
+    written = {(where.call, where.dtype) for file in CEILING_FILES for where in read_ceilings(file)}
 
     assert written <= listed
 

@@ -1,6 +1,7 @@
-"""A process that has lost its GPU says so, and a fresh one serves."""
+"""A process whose GPU is lost or hangs says so; a fresh one serves."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
+from varlen.execution.device_timeout import TimedExecutor
 from varlen.execution.overlap import OverlappingExecutor
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
@@ -27,7 +29,7 @@ from varlen.sequence import Batch, RequestState
 
 config = EngineConfig(device="cuda", dtype="fp32", max_batch_tokens=64, max_sequence_tokens=32)
 runner = Runner(Checkpoint.open(Path(sys.argv[1])), config)
-executor = OverlappingExecutor(runner)
+executor = TimedExecutor(OverlappingExecutor(runner), 4.0)
 
 
 def failure():
@@ -41,9 +43,18 @@ if sys.argv[2] == "lose":
     # an assertion on the device ends its context, as an illegal access does
     torch.zeros(4, device="cuda")[torch.full((1,), 1 << 20, device="cuda")]
     print(failure(), failure())
-executor.close()
-runner.close()
-print("closed", flush=True)
+if sys.argv[2] == "hang":
+    import signal
+
+    # for some minutes
+    with runner.device_runner._graphs.stream():
+        torch.cuda._sleep(1 << 40)
+    print(failure(), failure())
+    signal.alarm(5)
+if executor.close():
+    runner.close()
+    print("closed")
+sys.stdout.flush()
 """
 
 
@@ -53,7 +64,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "what, printed", [("lose", "None model model closed"), ("keep", "None closed")]
+    "what, printed",
+    [
+        ("lose", "None model model closed"),
+        ("hang", "None model model"),
+        ("keep", "None closed"),
+    ],
 )
 def test_a_lost_gpu_stops_the_model_of_its_process_alone(folder, what, printed):
     ran = subprocess.run(
@@ -62,6 +78,10 @@ def test_a_lost_gpu_stops_the_model_of_its_process_alone(folder, what, printed):
         stdout=subprocess.PIPE,
         text=True,
         check=False,
+        timeout=120,
     )
 
+    if what == "hang":
+        # by itself, or by the alarm
+        assert ran.returncode in (0, -signal.SIGALRM)
     assert ran.stdout.split() == printed.split()
