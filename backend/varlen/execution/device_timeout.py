@@ -8,16 +8,52 @@ docs/decisions/0037-hung-gpu.md has the reasons.
 import logging
 from collections.abc import Callable
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Event, Lock, Thread
+from typing import TypeVar, cast
 
+from varlen.errors import ModelFaultError
 from varlen.execution.executor import Completed, ModelExecutor
 from varlen.sequence import Batch, BatchResult
 
 _log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 # Checks in the time limit. They count instead of a clock: the time in which the process was stopped does not.
 CHECKS = 8
+
+
+def call_within(seconds: float, function: Callable[[], _T]) -> _T:
+    """Return the result of a function that waits for the device.
+
+    Args:
+        seconds: time limit; 0 is no limit.
+        function: called in another thread, which waits on after the limit.
+
+    Raises:
+        ModelFaultError: the limit has passed.
+    """
+    if not seconds:
+        return function()
+    results: SimpleQueue[tuple[_T | None, BaseException | None]] = SimpleQueue()
+
+    def call() -> None:
+        try:
+            results.put((function(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    Thread(target=call, name="varlen-device-wait", daemon=True).start()
+    try:
+        result, error = results.get(timeout=seconds)
+    except Empty:
+        raise ModelFaultError(
+            f"the GPU has not ended its first work in {seconds:g} s (device_timeout_seconds): it hangs"
+        ) from None
+    if error is not None:
+        raise error
+    return cast(_T, result)
 
 
 def with_timeout(executor: ModelExecutor, seconds: float) -> ModelExecutor:

@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from varlen.execution.device_timeout import call_within
 from varlen.execution.model_info import GraphUse
 
 _log = logging.getLogger(__name__)
@@ -53,8 +54,15 @@ class CudaGraphs:
     `close` releases all of them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeout: float = 0.0) -> None:
+        """Make a stream and a pool.
+
+        Args:
+            device: the GPU.
+            timeout: longest time of the work that is captured, in seconds; 0 is no limit.
+        """
         self._device = device
+        self._timeout = timeout
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -67,12 +75,15 @@ class CudaGraphs:
         """Return a function that starts the same work again, on the same memory.
 
         The work runs once before the capture, which must not compile or load kernels.
+
+        Raises:
+            ModelFaultError: the GPU does not end the work.
         """
         # weights and buffers may still be on their way
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self.stream(), _without_collections():
             work()
-            self._stream.synchronize()
+            call_within(self._timeout, self._stream.synchronize)
             graph = torch.cuda.CUDAGraph()
             self._graphs.append(graph)
             # other threads of the process may use the device meanwhile

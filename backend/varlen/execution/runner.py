@@ -15,6 +15,7 @@ from varlen.execution.cpu import CpuRunner, limit_primitives
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.device import choose_device, choose_dtype, memory_of
 from varlen.execution.fingerprint import cost_fields, device_name
+from varlen.execution.graphs import CudaGraphs
 from varlen.execution.int8_encoder import int8_product, to_int8
 from varlen.execution.linear_paths import BATCH_ROWS, PLAIN, choose_paths
 from varlen.execution.model_info import GraphUse, ModelInfo, WorkerUse
@@ -148,7 +149,7 @@ class Runner:
         self.slots, self.graph_use = 1, GraphUse()
         if isinstance(self.device_runner, CudaRunner):
             self.slots, self.graph_use = CudaRunner.slots, self.device_runner.graph_use
-            check_numbers(self.device_runner, self.info)
+            check_numbers(self.device_runner, self.info, config.device_timeout_seconds)
 
     def another(self) -> "Runner":
         """Return a runner of the same model on its CPU, with another arena."""
@@ -248,10 +249,14 @@ class Runner:
         return [*prompts, *padding], [*options, *(DEFAULT_OPTIONS for _ in padding)]
 
     def _make_device_runner(self) -> DeviceRunner:
-        make = CudaRunner if self.device.type == "cuda" else CpuRunner
+        parts = self.program, self._kernels, self.arena
         try:
             with memory_errors():
-                return make(self.program, self._kernels, self.arena)
+                if self.device.type == "cpu":
+                    return CpuRunner(*parts)
+                return CudaRunner(
+                    *parts, CudaGraphs(self.device, self._config.device_timeout_seconds)
+                )
         except MemoryError:
             raise ConfigError(
                 f"the GPU has too little memory for the graphs of batches up to {self.arena.max_tokens} tokens:"

@@ -14,6 +14,7 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.device import choose_device, choose_dtype, memory_of
 from varlen.execution.fingerprint import cost_fields
+from varlen.execution.graphs import CudaGraphs
 from varlen.execution.kv_cache import KvSize, kv_size, new_caches
 from varlen.execution.linear_paths import PACKED, STEP_ROWS, choose_paths
 from varlen.execution.model_info import GraphUse
@@ -176,6 +177,7 @@ class StepRunner:
                 block_size=block_size,
                 blocks_per_sequence=blocks,
                 blocks_per_source=blocks if has_sources else 0,
+                graphs=CudaGraphs(self.device, config.device_timeout_seconds),
             )
             self.graph_use = self._steps.graph_use
         else:

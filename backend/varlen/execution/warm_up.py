@@ -4,23 +4,31 @@ The batch of a capture has no sequence, so it runs little of attention: a fault 
 """
 
 import logging
+from functools import partial
 
 import numpy as np
 
 from varlen.errors import ConfigError
 from varlen.execution.buckets import Bucket
 from varlen.execution.cuda import CudaRunner
+from varlen.execution.device_timeout import call_within
 from varlen.execution.model_info import ModelInfo
 from varlen.request import Int32Array, Prompt, RequestOptions
 
 _log = logging.getLogger(__name__)
 
 
-def check_numbers(runner: CudaRunner, info: ModelInfo) -> None:
+def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> None:
     """Run a random batch in the largest graph of each mean length.
+
+    Args:
+        runner: runs them.
+        info: of the model.
+        timeout: longest time of each, in seconds; 0 is no limit.
 
     Raises:
         ConfigError: an answer holds NaN.
+        ModelFaultError: the GPU does not end a batch.
     """
     numbers = np.random.default_rng(0)
     buckets = runner.buckets.largest_of_each_class()
@@ -34,7 +42,8 @@ def check_numbers(runner: CudaRunner, info: ModelInfo) -> None:
             for length in lengths.tolist()
         ]
         options = [RequestOptions(normalize=index % 2 == 0) for index in range(len(prompts))]
-        if any(np.isnan(answer).any() for answer in runner.run(prompts, options)):
+        answers = call_within(timeout, partial(runner.run, prompts, options))
+        if any(np.isnan(answer).any() for answer in answers):
             raise ConfigError(
                 f"a random batch of {len(prompts)} sequences, {int(lengths.sum())} tokens, has answers with NaN in"
                 f" {info.dtype} on {info.device_name}: set dtype to bf16 or fp32, or device to cpu"

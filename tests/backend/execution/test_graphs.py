@@ -3,11 +3,13 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from threading import Event
 from typing import ClassVar
 
 import pytest
 import torch
 
+from varlen.errors import ModelFaultError
 from varlen.execution.graphs import CudaGraphs
 
 MEGABYTE = 1_000_000
@@ -129,3 +131,26 @@ def test_nothing_is_collected_during_a_capture(graphs, is_on):
 
 def test_device_memory_in_use_is_what_is_not_free(graphs):
     assert graphs.used_bytes() == 70 * MEGABYTE
+
+
+def test_a_load_ends_if_the_gpu_never_ends_captured_work(graphs, monkeypatch):
+    go_on = Event()
+    monkeypatch.setattr(FakeStream, "synchronize", lambda _: go_on.wait(10.0))
+    hung = CudaGraphs(torch.device("cuda", 0), timeout=0.05)
+
+    with pytest.raises(ModelFaultError, match=r"not ended its first work in 0.05 s \(device_tim"):
+        hung.capture(lambda: None)
+
+    go_on.set()
+    assert len(FakeGraph.alive) == 0
+
+
+@pytest.mark.parametrize("timeout", [0.0, 10.0])
+def test_an_error_of_captured_work_passes_a_time_limit(graphs, monkeypatch, timeout):
+    def fault(_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(FakeStream, "synchronize", fault)
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        CudaGraphs(torch.device("cuda", 0), timeout).capture(lambda: None)

@@ -1,6 +1,7 @@
 """Random batches at load: they fill the largest graphs, and NaN refuses the model."""
 
 import logging
+from threading import Event
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.repeated_work import RepeatedWork
 from varlen.config import EngineConfig
-from varlen.errors import ConfigError
+from varlen.errors import ConfigError, ModelFaultError
 from varlen.execution import runner as runner_module
 from varlen.execution.buckets import Bucket, Buckets
 from varlen.execution.cuda import CudaRunner
@@ -100,6 +101,16 @@ def test_nan_refuses_the_model(make, runner):
         ConfigError, match="16 sequences, 320 tokens, has answers with NaN in float32"
     ):
         check_numbers(executor, runner.info)
+
+
+def test_a_gpu_that_never_ends_a_batch_refuses_the_model(make, runner, monkeypatch):
+    executor, go_on = make(), Event()
+    monkeypatch.setattr(executor, "run", lambda *_: go_on.wait(10.0))
+
+    with pytest.raises(ModelFaultError, match="it hangs"):
+        check_numbers(executor, runner.info, timeout=0.05)
+
+    go_on.set()
 
 
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration"])
