@@ -91,6 +91,19 @@ def paged(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
             )
             shape = f"{count}x{new} of {longest} {heads}/{key_heads}x{head_dim}"
             calls.append(replace(call, shape=shape))
+        # a chunk of a prompt, and single tokens of long contexts beside it
+        count, new, _ = grid.paged[-1]
+        longest = max(each[2] for each in grid.paged)
+        mixed = kv_blocks.attention_paged(
+            [new] + [1] * (2 * count),
+            [new] + [longest] * (2 * count),
+            heads,
+            key_heads,
+            head_dim,
+            dtype,
+        )
+        shape = f"{new} and {2 * count}x1 of {longest} {heads}/{key_heads}x{head_dim}"
+        calls.append(replace(mixed, shape=shape))
     appends = [
         kv_blocks.append_kv(grid.serving_tokens, *heads, dtype) for heads in grid.decoder_heads
     ]

@@ -161,6 +161,9 @@ def _attention_paged(call: OpCall) -> Peers:
     options, lengths = call.options, call.lengths
     heads, window = options["num_heads"], options["window"]
     batch, longest, new = len(lengths), max(lengths), call.tokens // len(lengths)
+    if batch * new < call.tokens:
+        # not as many new tokens in each sequence
+        return Peers()
 
     def sdpa(q: Tensor, k: Tensor, v: Tensor, readable: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(
