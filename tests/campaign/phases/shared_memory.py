@@ -7,7 +7,8 @@ import random
 import shlex
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
@@ -52,14 +53,8 @@ def shared_memory(campaign: Campaign, report: Report, seconds: float) -> None:
         campaign, report, _MODELS, command=command, allowed_log=(_SERVER_REASON, _OUR_REASON)
     ) as target:
         folder = Path(f"/proc/{target.server.pid}/root/dev/shm")
-        ended = Event()
-        filler = Thread(target=_fill, args=(folder, ended, campaign.seed))
-        filler.start()
-        try:
-            send_mix(campaign, report, target, mix, seconds)
-        finally:
-            ended.set()
-            filler.join()
+        beside = _filling(folder, campaign.seed)
+        send_mix(campaign, report, target, mix, seconds, beside=beside)
 
 
 def large_hidden(draw: random.Random, target: Target) -> Ending:
@@ -99,6 +94,18 @@ def _refused(ending: Ending) -> Ending:
             "refused", ending.model, ending.code, ending.message, ending.rows, is_ours=True
         )
     return ending
+
+
+@contextmanager
+def _filling(folder: Path, seed: int) -> Iterator[None]:
+    ended = Event()
+    filler = Thread(target=_fill, args=(folder, ended, seed))
+    filler.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        filler.join()
 
 
 def _fill(folder: Path, ended: Event, seed: int) -> None:
