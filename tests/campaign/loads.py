@@ -131,7 +131,7 @@ def _load_and_ask(folder: str, parameters: dict[str, str]) -> None:
     inputs, outputs = tensors_of(task, checkpoint)
     model_config: dict[str, Any] = {
         "max_batch_size": 0 if task in ITERATIVE_TASKS else 64,
-        "input": [tensor_entry(spec) for spec in inputs],
+        "input": [tensor_entry(spec) | {"optional": spec.optional} for spec in inputs],
         "output": [tensor_entry(spec) for spec in outputs],
     }
     check_server_settings(model_config, task)
