@@ -115,17 +115,24 @@ def _load_and_ask(folder: str, parameters: dict[str, str]) -> None:
     from varlen.generation_service import GenerationService
     from varlen.metrics import Stats
     from varlen.models.checkpoint import Checkpoint
-    from varlen.server_config import check_server_settings, check_tensors, engine_config
+    from varlen.server_config import (
+        check_server_settings,
+        check_tensors,
+        engine_config,
+        tensor_entry,
+        tensors_of,
+    )
     from varlen.service import Service
 
     entries = {key: {"string_value": value} for key, value in parameters.items()}
     config = engine_config({"parameters": entries})
     checkpoint = Checkpoint.open(folder)
     task = config.task or checkpoint.task
+    inputs, outputs = tensors_of(task, checkpoint)
     model_config: dict[str, Any] = {
         "max_batch_size": 0 if task in ITERATIVE_TASKS else 64,
-        "input": [],
-        "output": [],
+        "input": [tensor_entry(spec) | {"optional": spec.optional} for spec in inputs],
+        "output": [tensor_entry(spec) for spec in outputs],
     }
     check_server_settings(model_config, task)
     checkpoint.check_task(task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -22,6 +22,8 @@ from .target import Checkpoints, Target, running
 
 # Part of the time of a mix after which the state of the server counts as that before.
 _WARM_UP = 0.2
+# Requests after the attack, with which the server comes back to its usual state.
+_TAIL = Bounds(20.0, 60)
 _END_SECONDS = 90.0
 
 
@@ -120,6 +122,7 @@ def send_mix(
     seconds: float,
     *,
     is_complete: bool = True,
+    beside: AbstractContextManager[object] | None = None,
 ) -> None:
     """Send a mix of requests; check counters, and what the server holds afterwards.
 
@@ -129,6 +132,7 @@ def send_mix(
         mix: the kinds of requests.
         seconds: to send them.
         is_complete: whether clients know every request that a model got.
+        beside: what happens to the server meanwhile, after the warm-up.
     """
     server, ledger = target.server, report.ledger
     counters, _ = Counters.settled(server, target.models)
@@ -140,7 +144,9 @@ def send_mix(
     campaign.progress(f"{report.name}: {sent} requests of warm-up")
 
     rest = Bounds((1 - _WARM_UP) * seconds, campaign.requests - sent)
-    sent += send_all(target, mix, rest, ledger, name=name)
+    with beside or nullcontext():
+        sent += send_all(target, mix, rest, ledger, name=name)
+    sent += send_all(target, mix, _TAIL, ledger, name=f"{name} tail")
 
     campaign.progress(f"{report.name}: {sent} requests")
     after, busy = Counters.settled(server, target.models)

@@ -1,6 +1,6 @@
 """Damaged checkpoints, calibrations and caches: refused with the reason, or served.
 
-Most are loaded in a process of their own, as the server loads them; every tenth by the server itself.
+Most are loaded in a process of their own, as the server loads them; some by the server itself.
 """
 
 import random
@@ -46,7 +46,7 @@ _KINDS = (
     "MarianMTModel",
     "T5ForConditionalGeneration",
 )
-_SERVED_EVERY = 10
+_SERVED_EVERY = 50
 _SERVER_MODEL = "damaged"
 # A failed load is an error to the server, and its reason is logged.
 _LOG = (
@@ -65,6 +65,9 @@ def damaged(campaign: Campaign, report: Report, seconds: float) -> None:
         attacked_server(campaign, report, (CACHED,), allowed_log=_LOG) as target,
         Loader(campaign.scratch) as loader,
     ):
+        for each in intact:
+            end = loader.load(each, _FIXED)
+            report.check(holds=end.end == "served", problem=f"{each.name} is refused: {end.text}")
         number = 0
         while time.monotonic() < until and number < campaign.requests:
             name = f"{campaign.seed} damage {number}"
@@ -124,10 +127,10 @@ def _damage_cache(
     cache = campaign.scratch / "costs"
     shutil.rmtree(cache, ignore_errors=True)
     settings = {**_MEASURED, "cache_folder": str(cache)}
-    loader.load(intact[0], settings)
-    files = [path for path in cache.iterdir() if path.is_file()]
+    first = loader.load(intact[0], settings)
+    files = [path for path in cache.glob("*") if path.is_file()]
     if not files:
-        report.ledger.report(f"{name}: no costs were stored")
+        report.ledger.report(f"{name}: no costs were stored: {first.text}")
         return
     how = damage(draw, draw.choice(files))
     end = loader.load(intact[0], settings)

@@ -4,8 +4,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from threading import Event, Thread
 
 from tests.server.serving import (
@@ -47,8 +46,7 @@ def workers(campaign: Campaign, report: Report, seconds: float) -> None:
     # a killed worker is logged as a warning; a model that is loaded again says so
     with attacked_server(campaign, report, _MODELS) as target:
         victims = _Victims(stub_of(target.server, ENCODER), report)
-        with _killing(victims.kill_one, campaign):
-            send_mix(campaign, report, target, _MIX, seconds)
+        send_mix(campaign, report, target, _MIX, seconds, beside=_Killing(victims, campaign))
         restarts = round(metrics(target.server, ENCODER)["varlen_worker_restarts_total"])
         report.count("restarts", restarts)
         # a worker is found to have ended when it gets its next batch
@@ -115,11 +113,50 @@ def _check_answers(target: Target, ledger: Ledger, name: str) -> None:
     send_all(target, mix, Bounds(60.0, 12), ledger, name=name, threads=2)
 
 
-class _killing:  # noqa: N801  # reads as a verb in `with`
-    """Calls a function again and again in a thread while a `with` block runs."""
+class _Victims:
+    """The host and the workers of one model."""
 
-    def __init__(self, kill: Callable[[random.Random], float], campaign: Campaign) -> None:
-        self._kill, self._ended = kill, Event()
+    def __init__(self, stub: int, report: Report) -> None:
+        self._stub, self._report = stub, report
+        # workers outlive their host; the oldest first
+        self._workers: list[int] = []
+
+    def kill_one(self, draw: random.Random) -> None:
+        """Kill the oldest worker or the host, unless the host is loading."""
+        host, found = self._find()
+        if host and not found:
+            return
+        if host and draw.random() < _HOST_SHARE:
+            os.kill(host, signal.SIGKILL)
+            self._report.count("killed hosts")
+        elif self._workers and (len(self._workers) > 1 or not host):
+            victim = self._workers.pop(0)
+            os.kill(victim, draw.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)))
+            self._report.count("killed workers")
+
+    def kill_orphans(self) -> None:
+        """Kill the workers whose host is gone, so that the next ones have a host again."""
+        _, found = self._find()
+        for pid in set(self._workers) - set(found):
+            os.kill(pid, signal.SIGKILL)
+            self._report.count("killed workers")
+
+    def _find(self) -> tuple[int, list[int]]:
+        """Return the host and its workers, and remember them; 0 is no host."""
+        host, found = 0, list[int]()
+        with suppress(ValueError):
+            # a stub without a host has no such children
+            host, found = worker_processes(self._stub)
+        self._workers += [pid for pid in found if pid not in self._workers]
+        self._workers = [pid for pid in self._workers if is_running(pid)]
+        return host, found
+
+
+class _Killing(AbstractContextManager[None]):
+    """A thread that kills processes while a `with` block runs."""
+
+    def __init__(self, victims: _Victims, campaign: Campaign) -> None:
+        self._victims, self._ended = victims, Event()
         self._draw = random.Random(f"{campaign.seed} kills")
         self._thread = Thread(target=self._run)
 
@@ -129,42 +166,13 @@ class _killing:  # noqa: N801  # reads as a verb in `with`
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
+        self._victims.kill_orphans()
 
     def _run(self) -> None:
-        pause = 1.0
-        while not self._ended.wait(pause):
-            # a process may be on its way
+        while not self._ended.wait(_PAUSE):
+            # a process may have ended meanwhile
             with suppress(ProcessLookupError, FileNotFoundError):
-                pause = self._kill(self._draw)
-
-
-class _Victims:
-    """The host and the workers of one model."""
-
-    def __init__(self, stub: int, report: Report) -> None:
-        self._stub, self._report = stub, report
-        # workers outlive their host; the oldest first
-        self._workers: list[int] = []
-
-    def kill_one(self, draw: random.Random) -> float:
-        """Kill the oldest worker or the host; return the seconds until the next one."""
-        host, found = 0, list[int]()
-        with suppress(ValueError):
-            # a stub without a host has no such children
-            host, found = worker_processes(self._stub)
-        self._workers += [pid for pid in found if pid not in self._workers]
-        self._workers = [pid for pid in self._workers if is_running(pid)]
-        if host and not found:
-            # it loads the model again
-            return _PAUSE
-        if host and draw.random() < _HOST_SHARE:
-            os.kill(host, signal.SIGKILL)
-            self._report.count("killed hosts")
-        elif self._workers and (len(self._workers) > 1 or not host):
-            victim = self._workers.pop(0)
-            os.kill(victim, draw.choice((signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)))
-            self._report.count("killed workers")
-        return _PAUSE
+                self._victims.kill_one(self._draw)
 
 
 def _kill_stub(server: LocalServer, model: str, delay: float) -> None:

@@ -1,6 +1,6 @@
 """Wrong settings: refused at load with a reason, or the model serves.
 
-Most are loaded in a process of their own, as the server loads them; every tenth by the server itself.
+Most are loaded in a process of their own, as the server loads them; some by the server itself.
 """
 
 import random
@@ -27,7 +27,7 @@ _FIXED: Mapping[str, str] = {
     "warmup_seconds": "0",
 }
 _KINDS = ("BertModel", "BertForSequenceClassification", "GPT2LMHeadModel", "MarianMTModel")
-_SERVED_EVERY = 10
+_SERVED_EVERY = 50
 _SERVER_MODEL = HIDDEN
 _LOG = (r"failed to load|model_lifecycle|model_repository_manager|auto-complete|backend_model",)
 
@@ -66,6 +66,9 @@ def wrong_settings(campaign: Campaign, report: Report, seconds: float) -> None:
         attacked_server(campaign, report, (CACHED, HIDDEN), allowed_log=_LOG) as target,
         Loader(campaign.scratch) as loader,
     ):
+        for checkpoint in checkpoints:
+            end = loader.load(checkpoint, _FIXED)
+            report.check(holds=end.end == "served", problem=f"refused as it is: {end.text}")
         # loaded again below
         unload(target.server, _SERVER_MODEL)
         number = 0

@@ -7,7 +7,8 @@ import random
 import shlex
 import subprocess
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
@@ -29,8 +30,14 @@ _MODELS = (HIDDEN, DECODER)
 _NAMESPACE = ("unshare", "--map-root-user", "--mount", "--propagation", "private", "sh", "-c")
 _MOUNT = f"mount -t tmpfs -o size={_SIZE_MIB}m tmpfs /dev/shm"
 # What our backend and the server itself say; the latter names the region on server 2.51.
-_OUR_REASON, _SERVER_REASON = "shared memory", "Failed to increase the shared memory pool"
-_QUEUE_FULL = "the queue is full"
+_OUR_REASONS = ("shared memory", "the queue is full")
+_SERVER_REASON = "Failed to increase the shared memory pool"
+# Errors of varlen's client by the codes of the server.
+_CODES = {
+    "InvalidRequest": "INVALID_ARGUMENT",
+    "ServerUnavailable": "UNAVAILABLE",
+    "ServerError": "INTERNAL",
+}
 
 
 def shared_memory(campaign: Campaign, report: Report, seconds: float) -> None:
@@ -49,17 +56,11 @@ def shared_memory(campaign: Campaign, report: Report, seconds: float) -> None:
         Share(1, _generate),
     )
     with attacked_server(
-        campaign, report, _MODELS, command=command, allowed_log=(_SERVER_REASON, _OUR_REASON)
+        campaign, report, _MODELS, command=command, allowed_log=(_SERVER_REASON, *_OUR_REASONS)
     ) as target:
         folder = Path(f"/proc/{target.server.pid}/root/dev/shm")
-        ended = Event()
-        filler = Thread(target=_fill, args=(folder, ended, campaign.seed))
-        filler.start()
-        try:
-            send_mix(campaign, report, target, mix, seconds)
-        finally:
-            ended.set()
-            filler.join()
+        beside = _filling(folder, campaign.seed)
+        send_mix(campaign, report, target, mix, seconds, beside=beside)
 
 
 def large_hidden(draw: random.Random, target: Target) -> Ending:
@@ -92,13 +93,22 @@ def _refused(ending: Ending) -> Ending:
     if _SERVER_REASON in ending.message:
         # it never reached our backend, or never left it
         return Ending("left", ending.model, ending.code, rows=ending.rows)
-    if ending.code == "UNAVAILABLE" and _QUEUE_FULL in ending.message:
-        return Ending("refused", HIDDEN, ending.code, ending.message, ending.rows, is_ours=True)
-    if ending.end == "wrong" and _OUR_REASON in ending.message:
-        return Ending(
-            "refused", ending.model, ending.code, ending.message, ending.rows, is_ours=True
-        )
+    if ending.end == "wrong" and any(reason in ending.message for reason in _OUR_REASONS):
+        code = _CODES.get(ending.code, ending.code)
+        return Ending("refused", ending.model, code, ending.message, ending.rows, is_ours=True)
     return ending
+
+
+@contextmanager
+def _filling(folder: Path, seed: int) -> Iterator[None]:
+    ended = Event()
+    filler = Thread(target=_fill, args=(folder, ended, seed))
+    filler.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        filler.join()
 
 
 def _fill(folder: Path, ended: Event, seed: int) -> None:
