@@ -46,6 +46,8 @@ KINDS = [
     ("BertForSequenceClassification", {"num_labels": 3}, []),
     ("BertForSequenceClassification", {"num_labels": 1}, ["--set", "task=rerank"]),
     ("BertForTokenClassification", {"num_labels": 4}, []),
+    ("BertForMaskedLM", {}, ["--set", "task=sparse_embed"]),
+    ("BertForMaskedLM", {}, ["--set", "task=fill_mask"]),
     ("ModernBertModel", {}, ["--set", "task=hidden"]),
     ("Qwen3Model", {"pad_token_id": 1}, ["--set", "task=hidden"]),
     ("GPT2LMHeadModel", {}, []),
@@ -99,8 +101,8 @@ def test_a_first_release_is_compared_with_transformers_own_model(tmp_path):
 
 
 def test_a_difference_is_shown_and_fails(encoder, monkeypatch):
-    def other_vectors(folder, texts, limit):
-        vectors = originals.sentence_vectors(folder, texts, limit)
+    def other_vectors(folder, texts, limit, **options):
+        vectors = originals.sentence_vectors(folder, texts, limit, **options)
         vectors[3] = vectors[3] * 1.01
         return vectors
 
@@ -176,7 +178,7 @@ def test_without_the_original_library_nothing_is_compared(encoder, monkeypatch):
 
 
 def test_an_original_library_that_fails_is_named(encoder, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError("no such model")
 
     monkeypatch.setattr(examine_module, "sentence_vectors", fail)
@@ -212,6 +214,16 @@ def test_speed_is_measured_at_several_lengths(encoder, monkeypatch):
     speeds = json.loads(result.stdout)["examination"]["speeds"]
     assert [each["what"] for each in speeds] == ["texts of 16 tokens", "texts of 40 tokens"]
     assert all(each["tokens_per_second"] > 0 for each in speeds)
+
+
+@pytest.mark.parametrize("task, lengths", [("sparse_embed", 2), ("fill_mask", 0)])
+def test_speed_of_other_tasks(tmp_path, monkeypatch, task, lengths):
+    folder = save_checkpoint(tmp_path / "words", "BertForMaskedLM")
+    monkeypatch.setattr(examine_module, "_SECONDS", 0.01)
+
+    result = CliRunner().invoke(app, ["doctor", str(folder), "--json", "--set", f"task={task}"])
+
+    assert len(json.loads(result.stdout)["examination"]["speeds"]) == lengths
 
 
 def test_a_wrong_setting_is_an_error_of_the_command(encoder):

@@ -450,6 +450,28 @@ def test_pickled_weights_on_the_hub_are_refused_with_the_commands_that_convert_t
     nothing_is_left_over(repository)
 
 
+def test_a_pickled_module_on_the_hub_is_refused_too(encoder, repository, monkeypatch):
+    import huggingface_hub
+
+    modules = [module("Transformer"), module("Pooling", "1_Pooling"), module("Dense", "2_Dense")]
+    write_file(encoder, "modules.json", modules)
+    files = [
+        *(path.name for path in encoder.iterdir()),
+        "2_Dense/pytorch_model.bin",
+        "pytorch_model.bin",
+    ]
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda *_, **at: shutil.copytree(encoder, at["local_dir"]),
+    )
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
+
+    command = "python -m varlen_tools.convert_pickle DIR/2_Dense, then fetch DIR$"
+    with pytest.raises(FetchError, match=f"weights \\(2_Dense/pytorch_model.bin\\), .*{command}"):
+        fetch("org/tiny", repository=repository)
+
+
 def test_takes_the_model_folder_of_a_package(encoder, repository, monkeypatch):
     asked = {}
 

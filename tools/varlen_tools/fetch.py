@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
@@ -171,22 +171,33 @@ def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Pa
             allow_patterns=[*ALLOWED_FILES, *SOURCE_FILES, MODEL_CARD],
             local_dir=scratch / "download",
         )
-        has_weights = any(Path(folder).glob("*.safetensors"))
-        files = [] if has_weights else list_repo_files(model, revision=revision)
+        files = [] if _has_weights(Path(folder)) else list_repo_files(model, revision=revision)
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise FetchError(
             f"there is no folder {model}, and the hub does not give it: {reason}"
         ) from None
-    pickles = [name for name in files if is_pickle(name)]
+    _check_hub_pickles(model, revision, [PurePosixPath(name) for name in files])
+    return copy_checkpoint(Path(folder), into)
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return whether a checkpoint folder and those of its Dense modules have safetensors."""
+    modules = [folder / name for name in _module_folders(folder) if "Dense" in name]
+    return all(any(each.glob("*.safetensors")) for each in (folder, *modules))
+
+
+def _check_hub_pickles(model: str, revision: str | None, files: Sequence[PurePosixPath]) -> None:
+    """Raise FetchError if a folder at the hub has pickled weights and no others."""
+    safe = {path.parent for path in files if path.suffix == ".safetensors"}
+    pickles = [path for path in files if is_pickle(path.name) and path.parent not in safe]
     if pickles:
         at = f" --revision {revision}" if revision else ""
         raise FetchError(
             f"{model} has pickled weights ({pickles[0]}), which are not read: a pickle may run code; convert them,"
-            f" tensors alone: hf download {model}{at} --local-dir DIR && python -m varlen_tools.convert_pickle DIR,"
-            " then fetch DIR"
+            f" tensors alone: hf download {model}{at} --local-dir DIR"
+            f" && python -m varlen_tools.convert_pickle {PurePosixPath('DIR', pickles[0].parent)}, then fetch DIR"
         )
-    return copy_checkpoint(Path(folder), into)
 
 
 def copy_checkpoint(source: Path, into: Path) -> TextFacts:

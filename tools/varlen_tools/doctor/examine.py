@@ -15,6 +15,7 @@ from varlen.metrics import Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Float32Array
 from varlen.service import Service
+from varlen.sparse_vectors import SparseVector
 from varlen.tokenization import Text, Tokenizer
 from varlen_tools.doctor.comparison import Comparison, compare_ids, compare_values, short_dtype
 from varlen_tools.doctor.originals import (
@@ -91,20 +92,22 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
     config = replace(config, max_sequence_tokens=limit)
     task = _comparable_task(config.task or checkpoint.task)
     inputs = sample_inputs(task, limit)
+    vocab_size = checkpoint.vocab_size
     service = Service.load(checkpoint.folder, config, Stats())
     info, dtype = service.info, short_dtype(service.info.dtype)
     speeds: tuple[Speed, ...] = ()
     answers: dict[DType, list[Float32Array]] = {}
     with Encoder(service) as encoder:
-        if has_speed:
-            speeds = tuple(_encoder_speeds(encoder, info.vocab_size, limit))
+        # it takes texts with masks alone
+        if has_speed and config.task != "fill_mask":
+            speeds = tuple(_encoder_speeds(encoder, vocab_size, limit))
         if task == config.task:
-            answers[dtype] = _answers(encoder, inputs)
+            answers[dtype] = _answers(encoder, inputs, vocab_size)
     dtypes: set[DType] = {"fp32", dtype}
     for each in dtypes - answers.keys():
         settings = replace(config, dtype=each, task=task)
         with Encoder(Service.load(checkpoint.folder, settings, Stats())) as encoder:
-            answers[each] = _answers(encoder, inputs)
+            answers[each] = _answers(encoder, inputs, vocab_size)
     memory = (
         ("weights", f"{info.weight_bytes / _MEGABYTE:.1f} MB in {dtype}, shared by all workers"),
         (
@@ -118,20 +121,29 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
 
 def _comparable_task(task: Task) -> Task:
     """Return the task that the original libraries can answer too."""
-    if task in LOGITS or (task == "embed" and has_library("sentence-transformers")):
+    is_vector = task in ("embed", "sparse_embed")
+    if task in LOGITS or (is_vector and has_library("sentence-transformers")):
         return task
     return "hidden"
 
 
-def _answers(encoder: Encoder, inputs: Inputs) -> list[Float32Array]:
-    """Return the answer of each input for the encoder's task."""
+def _answers(encoder: Encoder, inputs: Inputs, vocab_size: int) -> list[Float32Array]:
+    """Return the answer of each input for the encoder's task; weights of all terms for `sparse_embed`."""
     if encoder.task == "embed":
         return list(encoder.embed(inputs, truncate=True))
     if encoder.task == "hidden":
         return encoder.hidden(inputs, truncate=True)
     if encoder.task == "token_classify":
         return encoder.token_classify(inputs, truncate=True)
+    if encoder.task == "sparse_embed":
+        return [_dense(each, vocab_size) for each in encoder.sparse_embed(inputs, truncate=True)]
     return list(encoder.classify(inputs, truncate=True))
+
+
+def _dense(vector: SparseVector, size: int) -> Float32Array:
+    weights = np.zeros(size, dtype=np.float32)
+    weights[vector.indices] = vector.values
+    return weights
 
 
 def _compare(
@@ -143,8 +155,9 @@ def _compare(
 ) -> Iterator[Comparison]:
     if not has_library("transformers"):
         return
-    what = {"embed": "vectors", "hidden": "hidden states"}.get(task, "logits")
-    library = "sentence-transformers" if task == "embed" else "transformers"
+    names = {"embed": "vectors", "sparse_embed": "term weights", "hidden": "hidden states"}
+    what, is_vector = names.get(task, "logits"), task in ("embed", "sparse_embed")
+    library = "sentence-transformers" if is_vector else "transformers"
     with readable_folder(checkpoint) as folder:
         try:
             original = Transformers(folder, checkpoint)
@@ -157,9 +170,10 @@ def _compare(
                 ],
                 expected=original.token_ids(inputs, limit),
             )
-            if task == "embed":
+            if is_vector:
                 texts = [text for text in inputs if isinstance(text, str)]
-                expected = sentence_vectors(folder, texts, limit)
+                is_sparse = task == "sparse_embed"
+                expected = sentence_vectors(folder, texts, limit, is_sparse=is_sparse)
             else:
                 expected = original.values(task, inputs, limit)
         except Exception as error:
@@ -174,10 +188,10 @@ def _encoder_speeds(encoder: Encoder, vocab_size: int, limit: int) -> Iterator[S
     for length in sorted({min(length, limit) for length in _LENGTHS}):
         rows = [rng.integers(0, vocab_size, length) for _ in range(max(1, _CALL_TOKENS // length))]
         # compiles and packs what this length needs
-        _answers(encoder, rows)
+        _answers(encoder, rows, vocab_size)
         began, calls = time.perf_counter(), 0
         while (passed := time.perf_counter() - began) < _SECONDS:
-            _answers(encoder, rows)
+            _answers(encoder, rows, vocab_size)
             calls += 1
         yield Speed(f"texts of {length} tokens", calls * len(rows) * length / passed)
 

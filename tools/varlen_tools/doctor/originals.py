@@ -116,11 +116,18 @@ class Transformers:
         return encoded
 
 
-def sentence_vectors(folder: Path, texts: Sequence[str], limit: int) -> list[Float32Array]:
-    """Return the vector of each text in sentence-transformers."""
-    from sentence_transformers import SentenceTransformer
+def sentence_vectors(
+    folder: Path, texts: Sequence[str], limit: int, *, is_sparse: bool = False
+) -> list[Float32Array]:
+    """Return the vector of each text in sentence-transformers, sparse ones with all their zeros."""
+    import sentence_transformers
 
-    model = SentenceTransformer(
+    kind = (
+        sentence_transformers.SparseEncoder
+        if is_sparse
+        else sentence_transformers.SentenceTransformer
+    )
+    model = kind(
         str(folder),
         device="cpu",
         local_files_only=True,
@@ -128,5 +135,6 @@ def sentence_vectors(folder: Path, texts: Sequence[str], limit: int) -> list[Flo
         model_kwargs={"dtype": torch.float32},
     )
     model.max_seq_length = limit
-    vectors = model.encode(list(texts), batch_size=1, show_progress_bar=False)
+    options = {"convert_to_sparse_tensor": False} if is_sparse else {}
+    vectors = model.encode(list(texts), batch_size=1, show_progress_bar=False, **options)
     return [np.asarray(vector, dtype=np.float32) for vector in vectors]
