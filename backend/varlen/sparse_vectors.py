@@ -1,9 +1,11 @@
 """Sparse vectors: numbers of terms in a vocabulary and their weights, the largest weight first."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from varlen.errors import RequestError, shorten
 from varlen.request import Float32Array, Int32Array
@@ -41,14 +43,32 @@ def sparse_vector(row: Float32Array, max_active_dims: int | None = None) -> Spar
     return SparseVector(row[:, 0].astype(np.int32), row[:, 1].copy())
 
 
-def padded(vectors: Sequence[SparseVector]) -> tuple[Int32Array, Float32Array]:
-    """Return numbers and weights of terms of all vectors, `[vectors, most terms]`, with zeros behind them.
+def sparse_tensors(
+    vectors: Sequence[SparseVector], term_text: Callable[[int], str] | None
+) -> dict[str, npt.NDArray[Any]]:
+    """Return the tensors of all vectors by name, `[vectors, most terms]`, with zeros behind their terms.
 
     There is room for one term at least: some clients cannot read a tensor without elements.
+
+    Args:
+        vectors: at least one.
+        term_text: returns the text of a term; None leaves the texts out.
     """
-    shape = len(vectors), max(1, *(len(each.indices) for each in vectors))
+    counts = [len(vector.indices) for vector in vectors]
+    shape = len(vectors), max(1, *counts)
     indices, values = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     for row, vector in enumerate(vectors):
-        indices[row, : len(vector.indices)] = vector.indices
-        values[row, : len(vector.values)] = vector.values
-    return indices, values
+        indices[row, : counts[row]] = vector.indices
+        values[row, : counts[row]] = vector.values
+    tensors: dict[str, npt.NDArray[Any]] = {
+        "indices": indices,
+        "values": values,
+        "num_terms": np.array(counts, np.int32)[:, None],
+    }
+    if term_text is not None:
+        tensors["terms"] = np.full(shape, b"", dtype=np.object_)
+        for texts, vector in zip(tensors["terms"], vectors, strict=True):
+            texts[: len(vector.indices)] = [
+                term_text(term).encode() for term in vector.indices.tolist()
+            ]
+    return tensors

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from varlen.config import Task
-from varlen.filled_masks import DEFAULT_TOP_K, largest_top_k, stacked
+from varlen.filled_masks import DEFAULT_TOP_K, largest_top_k, mask_tensors
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.labels import Labels
 from varlen.request import Float32Array, Output, Request
 from varlen.scores import ScoreFunction, scores_of
-from varlen.sparse_vectors import SparseVector, padded, sparse_vector
+from varlen.sparse_vectors import sparse_tensors, sparse_vector
 from varlen.vectors import VectorForm
 
 _LABEL_TASKS = frozenset({"classify", "rerank", "token_classify"})
@@ -185,11 +185,9 @@ class ArrayAnswer:
             cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
         ]
         names = self._names
-        if self.outputs.task == "sparse_embed":
-            vectors = [sparse_vector(row, self.options.max_active_dims) for row in rows]
-            return {name: self._sparse_tensor(name, vectors) for name in names}
-        if self.outputs.task == "fill_mask":
-            return {name: self._mask_tensor(name, rows) for name in names}
+        if self.outputs.task in _TERM_TASKS:
+            tensors = self._term_tensors(rows) | {"num_tokens": self._lengths()}
+            return {name: tensors[name] for name in names}
         main = self._stack(rows)
         return {name: self._tensor(name, main) for name in names}
 
@@ -211,44 +209,14 @@ class ArrayAnswer:
                 return self._lengths()
         return main
 
-    def _sparse_tensor(self, name: str, vectors: Sequence[SparseVector]) -> npt.NDArray[Any]:
-        indices, values = padded(vectors)
-        match name:
-            case "indices":
-                return indices
-            case "values":
-                return values
-            case "num_terms":
-                return np.array([[len(each.indices)] for each in vectors], dtype=np.int32)
-            case "terms":
-                texts = np.full(indices.shape, b"", dtype=np.object_)
-                for row, vector in enumerate(vectors):
-                    terms = [
-                        self.outputs.term_text(term).encode() for term in vector.indices.tolist()
-                    ]
-                    texts[row, : len(terms)] = terms
-                return texts
-        return self._lengths()
-
-    def _mask_tensor(self, name: str, rows: Sequence[Float32Array]) -> npt.NDArray[Any]:
-        tokens, scores = stacked(rows, self.options.top_k)
-        match name:
-            case "token_ids":
-                return tokens
-            case "scores":
-                return scores
-            case "num_masks":
-                return np.array([[len(row)] for row in rows], dtype=np.int32)
-            case "tokens":
-                texts = np.full(tokens.shape, b"", dtype=np.object_)
-                for row, masks in enumerate(rows):
-                    shown = tokens[row, : len(masks)].tolist()
-                    texts[row, : len(masks)] = [
-                        [self.outputs.token_text(token).encode() for token in mask]
-                        for mask in shown
-                    ]
-                return texts
-        return self._lengths()
+    def _term_tensors(self, rows: Sequence[Float32Array]) -> dict[str, npt.NDArray[Any]]:
+        """Return the tensors of tasks whose outputs are entries of the vocabulary."""
+        outputs, options = self.outputs, self.options
+        if outputs.task == "sparse_embed":
+            vectors = [sparse_vector(row, options.max_active_dims) for row in rows]
+            return sparse_tensors(vectors, outputs.term_text if "terms" in options.names else None)
+        text = outputs.token_text if "tokens" in options.names else None
+        return mask_tensors(rows, options.top_k, text)
 
     def _lengths(self) -> npt.NDArray[np.int32]:
         """Return the number of tokens of each row, `[rows, 1]`."""

@@ -41,8 +41,9 @@ def test_weights_match_float64(has_bias, terms, logs, mode):
 
 
 @pytest.mark.parametrize("mode", ["max", "sum"])
-def test_bf16_rounds_logits_alone(mode):
-    x, weight = rand(8, 12, dtype=torch.bfloat16), rand(12, 50, dtype=torch.bfloat16, seed=1)
+@pytest.mark.parametrize("terms", [50, SLICE_TERMS + 5])
+def test_bf16_rounds_logits_alone(terms, mode):
+    x, weight = rand(8, 12, dtype=torch.bfloat16), rand(12, terms, dtype=torch.bfloat16, seed=1)
 
     weights, _ = reference.term_weights(x, weight, None, bounds_of(LENGTHS), mode=mode)
 

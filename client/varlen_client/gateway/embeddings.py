@@ -1,4 +1,4 @@
-"""Embeddings: OpenAI's `/v1/embeddings`, and `/embed` of Text Embeddings Inference."""
+"""Embeddings of OpenAI and Text Embeddings Inference: `/v1/embeddings`, `/embed`, `/embed_sparse`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import base64
 from typing import Any, Literal
 
 from fastapi import FastAPI
-from pydantic import Field, StrictInt
+from pydantic import Field, StrictInt, StrictStr
 from starlette.responses import Response
 
 from varlen_client.gateway.bodies import (
@@ -18,6 +18,7 @@ from varlen_client.gateway.bodies import (
     usage,
 )
 from varlen_client.gateway.models import Gateway
+from varlen_client.sparse import SparseVector
 from varlen_client.wire import Floats
 
 Direction = Literal["left", "right", "Left", "Right"]
@@ -39,6 +40,15 @@ class EmbedBody(RequestBody):
     truncate: bool = False
     truncation_direction: Direction = "right"
     dimensions: StrictInt | None = Field(None, ge=1)
+
+
+class EmbedSparseBody(RequestBody):
+    """A request to `/embed_sparse`."""
+
+    inputs: Texts
+    truncate: bool = False
+    truncation_direction: Direction = "right"
+    prompt_name: StrictStr | None = None
 
 
 def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -79,6 +89,18 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
         gateway.metrics.count_tokens(tokens or 0)
         return json_response(vectors.tolist())
 
+    @app.post("/embed_sparse", tags=["Text Embeddings Inference"])
+    async def embed_sparse(body: EmbedSparseBody) -> Response:
+        """Return the terms of texts and their weights, the largest first."""
+        model = await gateway.models.get(body.model)
+        vectors = await model.client.sparse_embed(
+            rows_of(body.inputs, "inputs"),
+            prompt_name=body.prompt_name,
+            timeout=gateway.settings.timeout_seconds,
+            **truncation(truncate=body.truncate, direction=body.truncation_direction),
+        )
+        return json_response([_terms(vector) for vector in vectors])
+
 
 def truncation(*, truncate: bool, direction: Direction) -> dict[str, Any]:
     """Return the client's arguments for the truncation of long texts."""
@@ -90,6 +112,11 @@ def truncation(*, truncate: bool, direction: Direction) -> dict[str, Any]:
 def _list(vector: Floats) -> list[float]:
     numbers: list[float] = vector.tolist()
     return numbers
+
+
+def _terms(vector: SparseVector) -> list[dict[str, int | float]]:
+    pairs = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
+    return [{"index": index, "value": value} for index, value in pairs]
 
 
 def _base64(vector: Floats) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from varlen_client.errors import ServerUnavailable
 from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.row_outputs import LabelScore
+from varlen_client.sparse import SparseVector
 from varlen_client.wire import ModelState
 
 MODELS = ("embedder", "ranker", "classifier", "writer")
@@ -68,6 +69,11 @@ class FakeClient:
         await self._answer("embed", inputs, given)
         vectors = np.stack([vector_of(row) for row in inputs])[:, :dimensions]
         return vectors, sum(map(len, inputs)) if self.calls.counts_tokens else None
+
+    async def sparse_embed(self, inputs, *, timeout=None, **options):
+        await self._answer("sparse_embed", inputs, options)
+        indices = np.array([9, 4], np.int32)
+        return [SparseVector(indices + len(row), np.float32([2.5, 1.0])) for row in inputs]
 
     async def rerank(self, query, documents, *, timeout=None, **options):
         await self._answer("rerank", (query, documents), options)

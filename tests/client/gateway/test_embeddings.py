@@ -105,3 +105,16 @@ def test_a_wrong_body_is_refused_by_name(refusal, calls, body, param, message):
 
 def test_nulls_and_the_user_change_nothing(post):
     post("/v1/embeddings", model="embedder", input="a", dimensions=None, user="someone")
+
+
+def test_sparse_vectors_are_lists_of_terms(post, calls):
+    options = {"truncate": True, "truncation_direction": "Left", "prompt_name": "query"}
+
+    answer = post("/embed_sparse", model="embedder", inputs=["ab", "c"], **options)
+
+    assert answer == [
+        [{"index": 11, "value": 2.5}, {"index": 6, "value": 1.0}],
+        [{"index": 10, "value": 2.5}, {"index": 5, "value": 1.0}],
+    ]
+    given = {"truncate": True, "truncation_side": "left", "prompt_name": "query"}
+    assert calls.received == [("embedder", "sparse_embed", ["ab", "c"], given)]

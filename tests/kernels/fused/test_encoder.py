@@ -26,6 +26,8 @@ MODEL_CLASSES = {
     "token_classify": "BertForTokenClassification",
     "classify": "BertForSequenceClassification",
 }
+# Slow in the interpreter, which runs their kernels in test_vocabulary.py.
+MASKED_CLASSES = dict.fromkeys(("sparse_embed", "fill_mask"), "BertForMaskedLM")
 
 
 @pytest.fixture(params=MODEL_CLASSES)
@@ -41,7 +43,8 @@ def load(request, tmp_path):
         initializer_range=0.15,
     )
     torch.manual_seed(0)
-    getattr(transformers, MODEL_CLASSES[request.param])(config).save_pretrained(tmp_path)
+    kind = (MODEL_CLASSES | MASKED_CLASSES)[request.param]
+    getattr(transformers, kind)(config).save_pretrained(tmp_path)
     # the tests send token ids only
     (tmp_path / "tokenizer.json").write_text("{}")
 
@@ -80,3 +83,24 @@ def test_results_match_the_reference(load, device, lengths, tmp_path):
     results = fused_runner(load, device, tmp_path).run(batch, options)
 
     assert_rows_close(results, expected, roundings=encoder_roundings(tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("load", MASKED_CLASSES, indirect=True)
+def test_masked_language_models_match_the_reference(load, tmp_path):
+    numbers = np.random.default_rng(0)
+    batch = [
+        Prompt(
+            numbers.integers(0, 50, n).astype(np.int32),
+            mask_places=np.arange(masks, dtype=np.int32),
+        )
+        for n, masks in ((30, 8), (2, 1), (17, 3))
+    ]
+    options = [RequestOptions()] * len(batch)
+    expected = load("cpu").device_runner.run(batch, options)
+
+    results = load("cuda").device_runner.run(batch, options)
+
+    # of masks the probabilities, since equal ones may change places
+    rows = [[row[:, 1] if row.ndim == 3 else row for row in found] for found in (results, expected)]
+    assert_rows_close(*rows, roundings=16 * encoder_roundings(tmp_path))
