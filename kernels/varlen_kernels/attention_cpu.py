@@ -16,7 +16,7 @@ from torch import Tensor
 
 from varlen_kernels.attention_distances_cpu import (
     copy_distances,
-    make_distance_room,
+    make_distances,
     write_distance_scores,
 )
 from varlen_kernels.attention_panels_cpu import ROWS, clear_rows, copy_head, multiply
@@ -48,16 +48,16 @@ _LEAST_SHARED_WORK = 1 << 22
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def _copy_keys_and_values(qkv, start, length, columns, head_dim, scale, key_rows, panels, values):
-    """Write panels of scaled keys, and rows of values.
-
-    Args:
-        key_rows: unscaled keys, zeros up to a multiple of 16; overwritten if there is only room for 16.
-    """
+def _copy_keys_and_values(
+    qkv, start, length, columns, head_dim, scale, distances, key_rows, panels, values
+):
+    """Write panels of scaled keys, and rows of values; with distances also rows of keys, not scaled."""
     width = values.shape[1]
+    lanes = key_rows
     for first in range(0, length, LANES):
         count = min(LANES, length - first)
-        lanes = key_rows[min(first, key_rows.shape[0] - LANES) :]
+        if distances is not None:
+            lanes = key_rows[first:]
         for i in range(count):
             row = start + first + i
             copy_head(qkv, row, columns[0], head_dim, lanes, i)
@@ -132,9 +132,7 @@ def _attend_tile(
         keys_values, distances, room: see `_attend_items`; room is overwritten.
     """
     key_rows, panels, values = keys_values
-    distance_panels, distance_room = distances
     scores, context, totals, top = room
-    has_distances = distance_panels[0].shape[0] + distance_panels[1].shape[0] > 0
     width = queries.shape[1]
     rows = (count + ROWS - 1) // ROWS * ROWS
     first_key = max(0, tile - window + 1) // LANES * LANES if window else 0
@@ -146,14 +144,13 @@ def _attend_tile(
     for block in range(first_key, last_key, _KEY_BLOCK):
         keys = min(_KEY_BLOCK, last_key - block)
         is_first = block == first_key
-        if has_distances:
-            write_distance_scores(
-                scores, queries, count, tile, key_rows, keys, block, distance_panels, distance_room
-            )
+        if distances is not None:
+            write_distance_scores(scores, queries, count, tile, key_rows, keys, block, distances)
         for column in range(0, keys, LANES):
             panel = (block + column) // LANES * width
             for row in range(0, rows, ROWS):
-                multiply(scores, row, column, queries, width, panels, panel, 0, not has_distances)
+                is_only = distances is None
+                multiply(scores, row, column, queries, width, panels, panel, 0, is_only)
         # keys past the last one; not just before they are read, as a vector waits for numbers stored one by one
         for row in range(count):
             for column in range(keys, (keys + LANES - 1) // LANES * LANES):
@@ -178,13 +175,16 @@ def _attend(
     is_causal,
     window,
     out,
-    score_bias,
-    queries,
-    keys_values,
     distances,
-    room,
+    memory,
 ):
-    """Write the attention of one key head of one sequence; see `_attend_items`."""
+    """Write the attention of one key head of one sequence.
+
+    Args:
+        distances: of `make_distances`, filled for this head; None: compiled without them.
+        memory: of `_allocate`, overwritten.
+    """
+    score_bias, queries, keys_values, room = memory
     num_heads = bias.shape[0]
     group = num_heads // num_kv_heads
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
@@ -193,7 +193,9 @@ def _attend(
     key_rows, panels, values = keys_values
     context, totals = room[1:3]
     columns = (num_heads + kv_head) * head_dim, (num_heads + num_kv_heads + kv_head) * head_dim
-    _copy_keys_and_values(qkv, start, length, columns, head_dim, scale, key_rows, panels, values)
+    _copy_keys_and_values(
+        qkv, start, length, columns, head_dim, scale, distances, key_rows, panels, values
+    )
     for head in range(kv_head * group, (kv_head + 1) * group):
         column = head * head_dim
         if score_bias.shape[1]:
@@ -221,6 +223,37 @@ def _attend(
                 _write_context(context, row, total, out, start + tile + row, column, head_dim)
 
 
+@numba.njit(forceinline=True)
+def _allocate(longest, width, needs_score_bias, keeps_keys):
+    """Return the memory of `_attend` for sequences of up to `longest` tokens.
+
+    Args:
+        width: features of a head, rounded up to a multiple of 16.
+        needs_score_bias: whether something is added to scores, or keys are hidden.
+        keeps_keys: whether rows of all keys are kept.
+
+    Returns:
+        What is added to scores, `[1, distances]` or `[1, 0]`; rows of queries; rows of keys, panels of keys, and
+        rows of values; scores, context, totals and largest scores.
+    """
+    panels = (longest + LANES - 1) // LANES
+    # a vector that begins at the last distance ends LANES - 1 further
+    distances = 2 * longest + LANES if needs_score_bias else 0
+    keys_values = (
+        np.empty((panels * LANES if keeps_keys else LANES, width), np.float32),
+        np.empty((panels * width, LANES), np.float32),
+        np.empty((panels * LANES, width), np.float32),
+    )
+    room = (
+        np.empty((_QUERY_TILE, _KEY_BLOCK), np.float32),
+        np.empty((_QUERY_TILE, width), np.float32),
+        np.empty((_QUERY_TILE, LANES), np.float32),
+        np.empty(_QUERY_TILE, np.float32),
+    )
+    score_bias = np.zeros((1, distances), np.float32)
+    return score_bias, np.empty((_QUERY_TILE, width), np.float32), keys_values, room
+
+
 @numba.njit(nogil=True, cache=True)
 def _attend_items(
     first_item,
@@ -228,64 +261,24 @@ def _attend_items(
     qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     cu_seqlens,  # [sequences + 1]
     bias,  # [num_heads, 2 * reach + 1], or [num_heads, 0] for none
-    distance_rows,  # [2 * reach + 1], or [0] for none
-    distance_keys,  # [rows, num_heads * head_dim], or [0, 0] for none
-    distance_queries,  # the same
     num_kv_heads,
     scale,
     is_causal,
     window,
     out,  # [tokens, num_heads * head_dim]
 ):
-    """Write the attention of some items; an item is one key head of one sequence.
-
-    Items are ordered by sequence; with distances by head, because sequences share the panels of distances.
-    """
+    """Write the attention of some items; an item is one key head of one sequence, by sequence."""
     head_dim = qkv.shape[1] // (bias.shape[0] + 2 * num_kv_heads)
     width = (head_dim + LANES - 1) // LANES * LANES
-    sequences, by_head = len(cu_seqlens) - 1, len(distance_rows) > 0
     longest = 0
     for item in range(first_item, last_item):
-        sequence = item % sequences if by_head else item // num_kv_heads
+        sequence = item // num_kv_heads
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
-    panels = (longest + LANES - 1) // LANES
-    # a vector that begins at the last distance ends LANES - 1 further
-    distances = 2 * longest + LANES if is_causal or window or bias.shape[1] else 0
-    score_bias = np.zeros((1, distances), np.float32)
-    queries = np.empty((_QUERY_TILE, width), np.float32)
-    keys_values = (
-        np.empty((max(1, panels) * LANES if by_head else LANES, width), np.float32),
-        np.empty((panels * width, LANES), np.float32),
-        np.empty((panels * LANES, width), np.float32),
-    )
-    distance_panels = (
-        np.empty((2 * panels * width if len(distance_keys) else 0, LANES), np.float32),
-        np.empty((2 * panels * width if len(distance_queries) else 0, LANES), np.float32),
-    )
-    distance_room = make_distance_room(_QUERY_TILE, _KEY_BLOCK)
-    room = (
-        np.empty((_QUERY_TILE, _KEY_BLOCK), np.float32),
-        np.empty((_QUERY_TILE, width), np.float32),
-        np.empty((_QUERY_TILE, LANES), np.float32),
-        np.empty(_QUERY_TILE, np.float32),
-    )
-    copied_head = -1
+    memory = _allocate(longest, width, is_causal or window > 0 or bias.shape[1] > 0, False)
     for item in range(first_item, last_item):
-        sequence, kv_head = item // num_kv_heads, item % num_kv_heads
-        if by_head:
-            sequence, kv_head = item % sequences, item // sequences
-        if by_head and kv_head != copied_head:
-            copied_head, column = kv_head, kv_head * head_dim
-            for table, into, is_descending in (
-                (distance_keys, distance_panels[0], False),
-                (distance_queries, distance_panels[1], True),
-            ):
-                copy_distances(
-                    table, distance_rows, column, head_dim, scale, is_descending, queries, into
-                )
         _attend(
-            sequence,
-            kv_head,
+            item // num_kv_heads,
+            item % num_kv_heads,
             qkv,
             cu_seqlens,
             bias,
@@ -294,11 +287,50 @@ def _attend_items(
             is_causal,
             window,
             out,
-            score_bias,
-            queries,
-            keys_values,
-            (distance_panels, distance_room),
-            room,
+            None,
+            memory,
+        )
+
+
+@numba.njit(nogil=True, cache=True)
+def _attend_items_with_distances(
+    first_item, last_item, tables, qkv, cu_seqlens, bias, num_heads, scale, is_causal, window, out
+):
+    """Write the attention of some items; an item is one head of one sequence, by head.
+
+    All sequences share the panels of a head's distances.
+
+    Args:
+        tables: see `make_distances`.
+        first_item, last_item, qkv, cu_seqlens, bias, num_heads, scale, is_causal, window, out: see `_attend_items`.
+    """
+    head_dim = qkv.shape[1] // (3 * num_heads)
+    width = (head_dim + LANES - 1) // LANES * LANES
+    sequences, longest = len(cu_seqlens) - 1, 0
+    for item in range(first_item, last_item):
+        sequence = item % sequences
+        longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
+    memory = _allocate(longest, width, is_causal or window > 0 or bias.shape[1] > 0, True)
+    distances = make_distances(tables, longest, width, _QUERY_TILE, _KEY_BLOCK)
+    copied_head = -1
+    for item in range(first_item, last_item):
+        head = item // sequences
+        if head != copied_head:
+            copied_head = head
+            copy_distances(tables, head * head_dim, head_dim, scale, memory[1], distances)
+        _attend(
+            item % sequences,
+            head,
+            qkv,
+            cu_seqlens,
+            bias,
+            num_heads,
+            scale,
+            is_causal,
+            window,
+            out,
+            distances,
+            memory,
         )
 
 
@@ -330,15 +362,10 @@ def attend_sequences(
         distance_rows, distance_keys, distance_queries: see the reference; contiguous.
     """
     bounds = cu_seqlens.numpy()
-    no_table = qkv.new_empty(0, 0)
-    by_head = distance_rows is not None
     arguments = (
         as_array(qkv),
         bounds,
         (torch.empty(num_heads, 0) if bias is None else bias.float()).numpy(),
-        (cu_seqlens[:0] if distance_rows is None else distance_rows).numpy(),
-        as_array(no_table if distance_keys is None else distance_keys),
-        as_array(no_table if distance_queries is None else distance_queries),
         num_kv_heads,
         np.float32(scale),
         causal,
@@ -351,7 +378,13 @@ def attend_sequences(
     if cores > 1:
         squares = np.diff(bounds).astype(np.int64) ** 2
         if int(squares.sum()) * qkv.shape[1] >= _LEAST_SHARED_WORK:
-            repeat = np.tile if by_head else np.repeat
+            repeat = np.repeat if distance_rows is None else np.tile
             work = np.cumsum(repeat(squares, num_kv_heads))
             parts[1:1] = np.searchsorted(work, np.arange(1, cores) * (work[-1] / cores)).tolist()
-    run_parts(_attend_items, parts, *arguments)
+    if distance_rows is None:
+        run_parts(_attend_items, parts, *arguments)
+        return
+    none = qkv.new_empty(0, 0)
+    keys, queries = (none if x is None else x for x in (distance_keys, distance_queries))
+    tables = distance_rows.numpy(), as_array(keys), as_array(queries)
+    run_parts(_attend_items_with_distances, parts, tables, *arguments)

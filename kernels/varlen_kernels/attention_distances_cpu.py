@@ -18,24 +18,29 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def copy_distances(table, rows, column, head_dim, scale, is_descending, lanes, panels):
-    """Write one head of a table as panels of 16 distances, scaled.
+def copy_distances(tables, column, head_dim, scale, lanes, distances):
+    """Write one head of both tables as panels of 16 distances, scaled.
 
     Args:
-        table: `[rows, num_heads * head_dim]`; no rows: nothing is written.
-        rows: `[2 * reach + 1]`, the row of each distance.
-        is_descending: whether distances descend from panel to panel; either way 0 is the middle of all.
+        tables: see `make_distances`.
+        column: first feature of the head.
         lanes: 16 rows, overwritten.
-        panels: `[distances / 16 * width, 16]`.
+        distances: of `make_distances`.
     """
+    rows, keys, queries = tables
+    _copy_table(keys, rows, column, head_dim, scale, 1, lanes, distances[0])
+    _copy_table(queries, rows, column, head_dim, scale, -1, lanes, distances[1])
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _copy_table(table, rows, column, head_dim, scale, direction, lanes, panels):
+    """Write one head of a table as panels; distances ascend if `direction` is 1, and descend if it is -1."""
     width = lanes.shape[1]
     count = panels.shape[0] // width
     reach = rows.shape[0] // 2
     for panel in range(count):
         for lane in range(LANES):
-            distance = (panel - count // 2) * LANES + lane
-            if is_descending:
-                distance = -distance
+            distance = direction * ((panel - count // 2) * LANES + lane)
             row = rows[min(max(distance, -reach), reach) + reach]
             copy_head(table, row, column, head_dim, lanes, lane)
         for feature in range(0, width, LANES):
@@ -43,18 +48,16 @@ def copy_distances(table, rows, column, head_dim, scale, is_descending, lanes, p
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def write_distance_scores(scores, queries, count, tile, key_rows, keys, block, panels, room):
+def write_distance_scores(scores, queries, count, tile, key_rows, keys, block, distances):
     """Write what distances add to the scores of some queries and keys.
 
     Args:
         scores: `[16, keys]`.
         queries: `count` rows from the sequence's query `tile` on, then zeros.
         key_rows: of the sequence; `keys` of them are read, from `block` on.
-        panels: of the keys of distances, ascending, and of the queries of distances, descending; of `copy_distances`.
-        room: the products of queries, those of 16 keys, each again as a matrix one column narrower; and a square.
+        distances: of `make_distances`.
     """
-    key_panels, query_panels = panels
-    by_query, by_query_shifted, by_key, by_key_shifted, square = room
+    key_panels, query_panels, by_query, by_query_shifted, by_key, by_key_shifted, square = distances
     width = queries.shape[1]
     rows = (count + ROWS - 1) // ROWS * ROWS
     if key_panels.shape[0]:
@@ -83,11 +86,26 @@ def write_distance_scores(scores, queries, count, tile, key_rows, keys, block, p
 
 
 @numba.njit(forceinline=True)
-def make_distance_room(queries, keys):
-    """Return the last argument of `write_distance_scores` for tiles of this size."""
-    by_query = np.zeros(queries * (keys + LANES), np.float32)
-    by_key = np.zeros(LANES * 2 * LANES, np.float32)
+def make_distances(tables, longest, width, queries, keys):
+    """Return panels of distances, and room for the products with them.
+
+    Args:
+        tables: the row of each distance, `[2 * reach + 1]`, and keys and queries of distances,
+            `[rows, num_heads * head_dim]` or no rows.
+        longest: tokens of the longest sequence.
+        width: features of a head, rounded up to a multiple of 16.
+        queries, keys: of a tile.
+
+    Returns:
+        Panels of the keys of distances, ascending, and of their queries, descending, with 0 in the middle; the
+        products of queries and those of 16 keys, each again as a matrix one column narrower; and a square.
+    """
+    panels = 2 * ((longest + LANES - 1) // LANES)
+    by_query = np.empty(queries * (keys + LANES), np.float32)
+    by_key = np.empty(LANES * 2 * LANES, np.float32)
     return (
+        np.empty((panels * width if len(tables[1]) else 0, LANES), np.float32),
+        np.empty((panels * width if len(tables[2]) else 0, LANES), np.float32),
         by_query.reshape(queries, keys + LANES),
         by_query[: queries * (keys + LANES - 1)].reshape(queries, keys + LANES - 1),
         by_key.reshape(LANES, 2 * LANES),
