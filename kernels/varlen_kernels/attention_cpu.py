@@ -51,7 +51,10 @@ _LEAST_SHARED_WORK = 1 << 22
 def _copy_keys_and_values(
     qkv, start, length, columns, head_dim, scale, distances, key_rows, panels, values
 ):
-    """Write panels of scaled keys, and rows of values; with distances also rows of keys, not scaled."""
+    """Write panels of scaled keys, and rows of values.
+
+    With distances rows of keys are kept too; they are not scaled.
+    """
     width = values.shape[1]
     lanes = key_rows
     for first in range(0, length, LANES):
@@ -267,7 +270,10 @@ def _attend_items(
     window,
     out,  # [tokens, num_heads * head_dim]
 ):
-    """Write the attention of some items; an item is one key head of one sequence, by sequence."""
+    """Write the attention of some items, ordered by sequence.
+
+    An item is one key head of one sequence.
+    """
     head_dim = qkv.shape[1] // (bias.shape[0] + 2 * num_kv_heads)
     width = (head_dim + LANES - 1) // LANES * LANES
     longest = 0
@@ -296,9 +302,9 @@ def _attend_items(
 def _attend_items_with_distances(
     first_item, last_item, tables, qkv, cu_seqlens, bias, num_heads, scale, is_causal, window, out
 ):
-    """Write the attention of some items; an item is one head of one sequence, by head.
+    """Write the attention of some items, ordered by head.
 
-    All sequences share the panels of a head's distances.
+    An item is one head of one sequence. All sequences share the panels of a head's distances.
 
     Args:
         tables: see `make_distances`.

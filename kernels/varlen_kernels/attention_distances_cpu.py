@@ -34,7 +34,7 @@ def copy_distances(tables, column, head_dim, scale, lanes, distances):
 
 @numba.njit(forceinline=True, _nrt=False)
 def _copy_table(table, rows, column, head_dim, scale, direction, lanes, panels):
-    """Write one head of a table as panels; distances ascend if `direction` is 1, and descend if it is -1."""
+    """Write one head of a table as panels; distances ascend times `direction`."""
     width = lanes.shape[1]
     count = panels.shape[0] // width
     reach = rows.shape[0] // 2
