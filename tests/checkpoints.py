@@ -68,6 +68,15 @@ SMALL_ENCODERS: Mapping[str, dict[str, Any]] = {
         "sep_token_id": 3,
     },
     "Gte": {**SMALL, "type_vocab_size": 2},
+    "DebertaV2": {
+        **SMALL,
+        "relative_attention": True,
+        "position_buckets": 16,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": "p2c|c2p",
+        "position_biased_input": False,
+    },
 }
 _SMALL_LLAMA = {
     "hidden_size": 36,

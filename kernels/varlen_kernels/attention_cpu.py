@@ -14,13 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from varlen_kernels.attention_distances_cpu import (
+    copy_distances,
+    make_distances,
+    write_distance_scores,
+)
+from varlen_kernels.attention_panels_cpu import ROWS, clear_rows, copy_head, multiply
 from varlen_kernels.lanes_cpu import (
     LANES,
     as_array,
     exp,
     largest_of,
     load,
-    load_first,
     maximum,
     multiply_add,
     splat,
@@ -38,65 +43,31 @@ _NO_KEY = np.float32(-3e38)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _QUERY_TILE = 16
 _KEY_BLOCK = 128
-# Queries that are multiplied together: their sums are in registers.
-_ROWS = 4
 # Multiplications below which a second thread costs more than it saves.
 _LEAST_SHARED_WORK = 1 << 22
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def _copy_head(source, row, column, head_dim, destination, to_row):
-    """Copy the features of one head as fp32, with zeros up to a whole vector."""
-    whole = head_dim // LANES * LANES
-    for feature in range(0, whole, LANES):
-        store(destination, to_row, feature, load(source, row, column + feature))
-    if whole < head_dim:
-        rest = load_first(source, row, column + whole, head_dim - whole)
-        store(destination, to_row, whole, rest)
+def _copy_keys_and_values(
+    qkv, start, length, columns, head_dim, scale, distances, key_rows, panels, values
+):
+    """Write panels of scaled keys, and rows of values.
 
-
-@numba.njit(forceinline=True, _nrt=False)
-def _clear_rows(matrix, first, last):
-    for row in range(first, last):
-        for column in range(0, matrix.shape[1], LANES):
-            store(matrix, row, column, splat(_ZERO))
-
-
-@numba.njit(forceinline=True, _nrt=False)
-def _multiply(out, row, column, factors, depth, matrix, first, matrix_column, is_first):
-    """Write 4 x 16 numbers of a product, or add them to `out`."""
-    if is_first:
-        a = b = c = d = splat(_ZERO)
-    else:
-        a = load(out, row, column)
-        b = load(out, row + 1, column)
-        c = load(out, row + 2, column)
-        d = load(out, row + 3, column)
-    for i in range(depth):
-        lanes = load(matrix, first + i, matrix_column)
-        a = multiply_add(splat(factors[row, i]), lanes, a)
-        b = multiply_add(splat(factors[row + 1, i]), lanes, b)
-        c = multiply_add(splat(factors[row + 2, i]), lanes, c)
-        d = multiply_add(splat(factors[row + 3, i]), lanes, d)
-    store(out, row, column, a)
-    store(out, row + 1, column, b)
-    store(out, row + 2, column, c)
-    store(out, row + 3, column, d)
-
-
-@numba.njit(forceinline=True, _nrt=False)
-def _copy_keys_and_values(qkv, start, length, columns, head_dim, scale, key_rows, panels, values):
-    """Write panels of scaled keys, and rows of values."""
+    With distances rows of keys are kept too; they are not scaled.
+    """
     width = values.shape[1]
+    lanes = key_rows
     for first in range(0, length, LANES):
         count = min(LANES, length - first)
+        if distances is not None:
+            lanes = key_rows[first:]
         for i in range(count):
             row = start + first + i
-            _copy_head(qkv, row, columns[0], head_dim, key_rows, i)
-            _copy_head(qkv, row, columns[1], head_dim, values, first + i)
-        _clear_rows(key_rows, count, LANES)
+            copy_head(qkv, row, columns[0], head_dim, lanes, i)
+            copy_head(qkv, row, columns[1], head_dim, values, first + i)
+        clear_rows(lanes, count, LANES)
         for feature in range(0, width, LANES):
-            transpose(key_rows, feature, panels, first // LANES * width + feature, splat(scale))
+            transpose(lanes, feature, panels, first // LANES * width + feature, splat(scale))
 
 
 @numba.njit(forceinline=True, _nrt=False)
@@ -154,17 +125,19 @@ def _write_context(context, row, total, out, to_row, column, head_dim):
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def _attend_tile(queries, count, tile, length, is_causal, window, score_bias, keys_values, room):
+def _attend_tile(
+    queries, count, tile, length, is_causal, window, score_bias, keys_values, distances, room
+):
     """Write the sum of weighted values of some queries, and the sums of their weights.
 
     Args:
-        queries: of the sequence from the one at `tile` on; `count` rows, then zeros up to a multiple of `_ROWS`.
-        keys_values, room: panels and values; scores, context, totals and largest scores, overwritten.
+        queries: of the sequence from the one at `tile` on; `count` rows, then zeros up to a multiple of `ROWS`.
+        keys_values, distances, room: see `_attend_items`; room is overwritten.
     """
-    panels, values = keys_values
+    key_rows, panels, values = keys_values
     scores, context, totals, top = room
     width = queries.shape[1]
-    rows = (count + _ROWS - 1) // _ROWS * _ROWS
+    rows = (count + ROWS - 1) // ROWS * ROWS
     first_key = max(0, tile - window + 1) // LANES * LANES if window else 0
     last_key = length
     if is_causal:
@@ -174,10 +147,13 @@ def _attend_tile(queries, count, tile, length, is_causal, window, score_bias, ke
     for block in range(first_key, last_key, _KEY_BLOCK):
         keys = min(_KEY_BLOCK, last_key - block)
         is_first = block == first_key
+        if distances is not None:
+            write_distance_scores(scores, queries, count, tile, key_rows, keys, block, distances)
         for column in range(0, keys, LANES):
             panel = (block + column) // LANES * width
-            for row in range(0, rows, _ROWS):
-                _multiply(scores, row, column, queries, width, panels, panel, 0, True)
+            for row in range(0, rows, ROWS):
+                is_only = distances is None
+                multiply(scores, row, column, queries, width, panels, panel, 0, is_only)
         # keys past the last one; not just before they are read, as a vector waits for numbers stored one by one
         for row in range(count):
             for column in range(keys, (keys + LANES - 1) // LANES * LANES):
@@ -186,13 +162,14 @@ def _attend_tile(queries, count, tile, length, is_causal, window, score_bias, ke
             offset = block - (tile + row) + length - 1
             _weigh(scores, row, keys, score_bias, offset, top, totals, context, is_first)
         for feature in range(0, width, LANES):
-            for row in range(0, rows, _ROWS):
-                _multiply(context, row, feature, scores, keys, values, block, feature, is_first)
+            for row in range(0, rows, ROWS):
+                multiply(context, row, feature, scores, keys, values, block, feature, is_first)
 
 
 @numba.njit(_nrt=False)
 def _attend(
-    item,
+    sequence,
+    kv_head,
     qkv,
     cu_seqlens,
     bias,
@@ -201,23 +178,27 @@ def _attend(
     is_causal,
     window,
     out,
-    score_bias,  # [1, distances], or [1, 0]
-    rows_of_heads,  # keys, queries
-    keys_values,  # panels, values
-    room,  # of _attend_tile
+    distances,
+    memory,
 ):
-    """Write the attention of one key head of one sequence."""
+    """Write the attention of one key head of one sequence.
+
+    Args:
+        distances: of `make_distances`, filled for this head; None: compiled without them.
+        memory: of `_allocate`, overwritten.
+    """
+    score_bias, queries, keys_values, room = memory
     num_heads = bias.shape[0]
     group = num_heads // num_kv_heads
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-    sequence, kv_head = item // num_kv_heads, item % num_kv_heads
     start = cu_seqlens[sequence]
     length = cu_seqlens[sequence + 1] - start
-    key_rows, queries = rows_of_heads
-    panels, values = keys_values
+    key_rows, panels, values = keys_values
     context, totals = room[1:3]
     columns = (num_heads + kv_head) * head_dim, (num_heads + num_kv_heads + kv_head) * head_dim
-    _copy_keys_and_values(qkv, start, length, columns, head_dim, scale, key_rows, panels, values)
+    _copy_keys_and_values(
+        qkv, start, length, columns, head_dim, scale, distances, key_rows, panels, values
+    )
     for head in range(kv_head * group, (kv_head + 1) * group):
         column = head * head_dim
         if score_bias.shape[1]:
@@ -225,15 +206,55 @@ def _attend(
         for tile in range(0, length, _QUERY_TILE):
             count = min(_QUERY_TILE, length - tile)
             for row in range(count):
-                _copy_head(qkv, start + tile + row, column, head_dim, queries, row)
-            # up to a multiple of _ROWS
-            _clear_rows(queries, count, min(count + _ROWS - 1, _QUERY_TILE))
+                copy_head(qkv, start + tile + row, column, head_dim, queries, row)
+            # up to a multiple of ROWS
+            clear_rows(queries, count, min(count + ROWS - 1, _QUERY_TILE))
             _attend_tile(
-                queries, count, tile, length, is_causal, window, score_bias, keys_values, room
+                queries,
+                count,
+                tile,
+                length,
+                is_causal,
+                window,
+                score_bias,
+                keys_values,
+                distances,
+                room,
             )
             for row in range(count):
                 total = sum_of(load(totals, row, 0))
                 _write_context(context, row, total, out, start + tile + row, column, head_dim)
+
+
+@numba.njit(forceinline=True)
+def _allocate(longest, width, needs_score_bias, keeps_keys):
+    """Return the memory of `_attend` for sequences of up to `longest` tokens.
+
+    Args:
+        width: features of a head, rounded up to a multiple of 16.
+        needs_score_bias: whether something is added to scores, or keys are hidden.
+        keeps_keys: whether rows of all keys are kept.
+
+    Returns:
+        What is added to scores, `[1, distances]` or `[1, 0]`; rows of queries; rows of keys, panels of keys, and
+        rows of values; scores, context, totals and largest scores.
+    """
+    panels = (longest + LANES - 1) // LANES
+    # a vector that begins at the last distance ends LANES - 1 further
+    distances = 2 * longest + LANES if needs_score_bias else 0
+    keys_values = (
+        np.empty((panels * LANES if keeps_keys else LANES, width), np.float32),
+        np.empty((panels * width, LANES), np.float32),
+        np.empty((panels * LANES, width), np.float32),
+    )
+    room = (
+        np.empty((_QUERY_TILE, _KEY_BLOCK), np.float32),
+        np.empty((_QUERY_TILE, width), np.float32),
+        np.empty((_QUERY_TILE, LANES), np.float32),
+        np.empty(_QUERY_TILE, np.float32),
+    )
+    score_bias = np.zeros((1, distances), np.float32)
+    return score_bias, np.empty((_QUERY_TILE, width), np.float32), keys_values, room
 
 
 @numba.njit(nogil=True, cache=True)
@@ -249,34 +270,21 @@ def _attend_items(
     window,
     out,  # [tokens, num_heads * head_dim]
 ):
-    """Write the attention of some items; an item is one key head of one sequence."""
+    """Write the attention of some items, ordered by sequence.
+
+    An item is one key head of one sequence.
+    """
     head_dim = qkv.shape[1] // (bias.shape[0] + 2 * num_kv_heads)
     width = (head_dim + LANES - 1) // LANES * LANES
     longest = 0
     for item in range(first_item, last_item):
         sequence = item // num_kv_heads
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
-    panels = (longest + LANES - 1) // LANES
-    # a vector that begins at the last distance ends LANES - 1 further
-    distances = 2 * longest + LANES if is_causal or window or bias.shape[1] else 0
-    score_bias = np.zeros((1, distances), np.float32)
-    rows_of_heads = (
-        np.empty((LANES, width), np.float32),
-        np.empty((_QUERY_TILE, width), np.float32),
-    )
-    keys_values = (
-        np.empty((panels * width, LANES), np.float32),
-        np.empty((panels * LANES, width), np.float32),
-    )
-    room = (
-        np.empty((_QUERY_TILE, _KEY_BLOCK), np.float32),
-        np.empty((_QUERY_TILE, width), np.float32),
-        np.empty((_QUERY_TILE, LANES), np.float32),
-        np.empty(_QUERY_TILE, np.float32),
-    )
+    memory = _allocate(longest, width, is_causal or window > 0 or bias.shape[1] > 0, False)
     for item in range(first_item, last_item):
         _attend(
-            item,
+            item // num_kv_heads,
+            item % num_kv_heads,
             qkv,
             cu_seqlens,
             bias,
@@ -285,10 +293,50 @@ def _attend_items(
             is_causal,
             window,
             out,
-            score_bias,
-            rows_of_heads,
-            keys_values,
-            room,
+            None,
+            memory,
+        )
+
+
+@numba.njit(nogil=True, cache=True)
+def _attend_items_with_distances(
+    first_item, last_item, tables, qkv, cu_seqlens, bias, num_heads, scale, is_causal, window, out
+):
+    """Write the attention of some items, ordered by head.
+
+    An item is one head of one sequence. All sequences share the panels of a head's distances.
+
+    Args:
+        tables: see `make_distances`.
+        first_item, last_item, qkv, cu_seqlens, bias, num_heads, scale, is_causal, window, out: see `_attend_items`.
+    """
+    head_dim = qkv.shape[1] // (3 * num_heads)
+    width = (head_dim + LANES - 1) // LANES * LANES
+    sequences, longest = len(cu_seqlens) - 1, 0
+    for item in range(first_item, last_item):
+        sequence = item % sequences
+        longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
+    memory = _allocate(longest, width, is_causal or window > 0 or bias.shape[1] > 0, True)
+    distances = make_distances(tables, longest, width, _QUERY_TILE, _KEY_BLOCK)
+    copied_head = -1
+    for item in range(first_item, last_item):
+        head = item // sequences
+        if head != copied_head:
+            copied_head = head
+            copy_distances(tables, head * head_dim, head_dim, scale, memory[1], distances)
+        _attend(
+            item % sequences,
+            head,
+            qkv,
+            cu_seqlens,
+            bias,
+            num_heads,
+            scale,
+            is_causal,
+            window,
+            out,
+            distances,
+            memory,
         )
 
 
@@ -300,7 +348,10 @@ def cache_folder() -> Path:
 def attend_sequences(
     qkv: Tensor,
     cu_seqlens: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
+    distance_rows: Tensor | None = None,
+    distance_keys: Tensor | None = None,
+    distance_queries: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -314,6 +365,7 @@ def attend_sequences(
     Args:
         qkv, out: fp32 or bf16, contiguous.
         cu_seqlens, bias, num_heads, num_kv_heads, scale, causal, window: see the reference.
+        distance_rows, distance_keys, distance_queries: see the reference; contiguous.
     """
     bounds = cu_seqlens.numpy()
     arguments = (
@@ -332,6 +384,13 @@ def attend_sequences(
     if cores > 1:
         squares = np.diff(bounds).astype(np.int64) ** 2
         if int(squares.sum()) * qkv.shape[1] >= _LEAST_SHARED_WORK:
-            work = np.cumsum(np.repeat(squares, num_kv_heads))
+            repeat = np.repeat if distance_rows is None else np.tile
+            work = np.cumsum(repeat(squares, num_kv_heads))
             parts[1:1] = np.searchsorted(work, np.arange(1, cores) * (work[-1] / cores)).tolist()
-    run_parts(_attend_items, parts, *arguments)
+    if distance_rows is None:
+        run_parts(_attend_items, parts, *arguments)
+        return
+    none = qkv.new_empty(0, 0)
+    keys, queries = (none if x is None else x for x in (distance_keys, distance_queries))
+    tables = distance_rows.numpy(), as_array(keys), as_array(queries)
+    run_parts(_attend_items_with_distances, parts, tables, *arguments)

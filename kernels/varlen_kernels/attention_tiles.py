@@ -8,6 +8,8 @@ A program finds its sequence itself by `find_tile`, or reads it from the table t
 all layers of a forward pass.
 """
 
+from typing import Literal, TypeAlias
+
 import torch
 import triton
 import triton.language as tl
@@ -35,13 +37,16 @@ _MAX_HEADS = 4
 # Hardware limit per thread.
 _MAX_REGISTERS = 255
 
-# (BLOCK_M, BLOCK_N, num_warps, num_stages), by (BLOCK_D, bytes per element, has a bias), in ascending order of BLOCK_M,
+# What is added to the products of queries and keys.
+_Form: TypeAlias = Literal["plain", "bias", "distances"]
+
+# (BLOCK_M, BLOCK_N, num_warps, num_stages), by (BLOCK_D, bytes per element, form), in ascending order of BLOCK_M,
 # the default of each BLOCK_M last. All fit the registers of sm_90, and those of sm_80 but for (128, 128, 8, 2), which
 # spills up to 24 bytes there. fp32 needs small tiles: its operands have twice the size, and each product takes three on
 # tensor cores. A bias needs small tiles because it is one load per score. One warp exchanges no rows through shared
 # memory; two stages leave shared memory for more programs.
-_TILES: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {
-    (32, 2, False): [
+_TILES: dict[tuple[int, int, _Form], list[tuple[int, int, int, int]]] = {
+    (32, 2, "plain"): [
         (16, 32, 2, 3),
         (16, 16, 1, 2),
         (16, 32, 1, 2),
@@ -54,7 +59,7 @@ _TILES: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {
         (128, 64, 8, 3),
         (128, 64, 4, 2),
     ],
-    (64, 2, False): [
+    (64, 2, "plain"): [
         (16, 32, 2, 3),
         (16, 16, 1, 2),
         (16, 32, 1, 2),
@@ -67,8 +72,8 @@ _TILES: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {
         (128, 64, 8, 3),
         (128, 128, 8, 2),
     ],
-    (64, 2, True): [(16, 32, 2, 2), (32, 32, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2)],
-    (128, 2, False): [
+    (64, 2, "bias"): [(16, 32, 2, 2), (32, 32, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2)],
+    (128, 2, "plain"): [
         (16, 32, 2, 3),
         (32, 32, 2, 3),
         (32, 64, 4, 3),
@@ -77,14 +82,17 @@ _TILES: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {
         (64, 64, 4, 3),
         (128, 32, 8, 3),
     ],
-    (128, 2, True): [(16, 32, 2, 2), (32, 32, 4, 2), (64, 32, 8, 2)],
-    (256, 2, False): [(16, 32, 4, 2), (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2)],
-    (256, 2, True): [(16, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2), (64, 32, 8, 1)],
-    (64, 4, False): [(16, 32, 4, 2), (32, 32, 4, 2)],
-    (64, 4, True): [(16, 32, 4, 2), (32, 16, 4, 2)],
-    (128, 4, False): [(16, 32, 4, 2), (32, 32, 8, 2)],
-    (128, 4, True): [(16, 32, 4, 2), (32, 32, 8, 2)],
-    (256, 4, False): [(16, 32, 8, 2)],
+    (128, 2, "bias"): [(16, 32, 2, 2), (32, 32, 4, 2), (64, 32, 8, 2)],
+    (256, 2, "plain"): [(16, 32, 4, 2), (32, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 2)],
+    (256, 2, "bias"): [(16, 32, 4, 2), (32, 32, 8, 2), (32, 32, 4, 2), (64, 32, 8, 1)],
+    (64, 2, "distances"): [(16, 16, 2, 2), (16, 16, 1, 2), (32, 32, 8, 1), (32, 32, 4, 2)],
+    (128, 2, "distances"): [(16, 32, 4, 1), (16, 16, 2, 2), (32, 32, 8, 1)],
+    (64, 4, "plain"): [(16, 32, 4, 2), (32, 32, 4, 2)],
+    (64, 4, "distances"): [(16, 16, 4, 1)],
+    (64, 4, "bias"): [(16, 32, 4, 2), (32, 16, 4, 2)],
+    (128, 4, "plain"): [(16, 32, 4, 2), (32, 32, 8, 2)],
+    (128, 4, "bias"): [(16, 32, 4, 2), (32, 32, 8, 2)],
+    (256, 4, "plain"): [(16, 32, 8, 2)],
 }
 
 
@@ -187,6 +195,7 @@ def attention_tiles(
     qkv: Tensor,
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
+    distance_rows: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -210,7 +219,8 @@ def attention_tiles(
     check_tiles(out, qkv, cu_seqlens)
     if tokens == 0 or batch == 0:
         return out
-    launch = attention_launch(head_dim, qkv.dtype, causal, bias is not None, tokens, batch)
+    forms = causal, bias is not None, distance_rows is not None
+    launch = attention_launch(head_dim, qkv.dtype, *forms, tokens, batch)
     tiles = num_tiles(tokens, batch, launch["BLOCK_M"])
     _attention_tiles_kernel[(triton.cdiv(tiles, TABLE_LAUNCH["BLOCK_TILES"]),)](
         cu_seqlens,
@@ -226,10 +236,17 @@ def attention_tiles(
 
 
 def attention_launch(
-    head_dim: int, dtype: torch.dtype, causal: bool, has_bias: bool, tokens: int, batch: int
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    has_bias: bool,
+    has_distances: bool,
+    tokens: int,
+    batch: int,
 ) -> Launch:
     """Return the launch of `attention_varlen` for a batch of these sizes."""
-    key: Key = (head_dim, dtype, causal, has_bias, mean_length_bucket(tokens, batch))
+    forms = causal, has_bias, has_distances
+    key: Key = (head_dim, dtype, *forms, mean_length_bucket(tokens, batch))
     return pick("attention_varlen", key, candidate_launches)
 
 
@@ -272,6 +289,7 @@ def candidate_launches(
     dtype: torch.dtype,
     causal: bool,  # noqa: ARG001  # part of the key, because it may change which launch is fastest
     has_bias: bool,
+    has_distances: bool,
     mean_length: int,
 ) -> list[Launch]:
     """Return the candidate launches for heads of this size; the first is the default.
@@ -282,7 +300,8 @@ def candidate_launches(
         mean_length: a bucket, see `mean_length_bucket`.
     """
     widths = block_d(head_dim), max(64, block_d(head_dim))
-    keys = [(width, dtype.itemsize, has_bias) for width in widths]
+    form: _Form = "distances" if has_distances else "bias" if has_bias else "plain"
+    keys = [(width, dtype.itemsize, form) for width in widths]
     tiles = _TILES[next(key for key in keys if key in _TILES)]
     # the last launch of the largest BLOCK_M for the mean length, then its neighbours
     fitting = [tile for tile in tiles if tile[0] <= _MAX_BLOCK_M[mean_length]]
@@ -292,17 +311,18 @@ def candidate_launches(
     launches: list[Launch] = [
         {**dict(zip(names, tiles[i], strict=True)), "HEADS": heads}
         for i in near
-        for heads in _heads_of(num_warps=tiles[i][2])
+        for heads in _heads_of(form, num_warps=tiles[i][2])
     ]
-    if has_bias or dtype.itemsize == 4:
+    if form != "plain" or dtype.itemsize == 4:
         # without this limit, ptxas spills a few registers to fit one more program on a multiprocessor
         return [{**launch, "maxnreg": _MAX_REGISTERS} for launch in launches]
     return launches
 
 
-def _heads_of(num_warps: int) -> tuple[int, ...]:
+def _heads_of(form: _Form, num_warps: int) -> tuple[int, ...]:
     """Return the numbers of heads that one program may have.
 
-    A tile of one warp has little work. With four heads, a warp each, there are a quarter of the programs.
+    A tile of one warp has little work. With four heads, a warp each, there are a quarter of the programs. With
+    distances there is enough work.
     """
-    return (_MAX_HEADS, 1) if num_warps == 1 else (1,)
+    return (_MAX_HEADS, 1) if num_warps == 1 and form != "distances" else (1,)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from varlen_kernels.attention_checks import check_bias, check_heads, check_scores
+from varlen_kernels.attention_distances import add_distance_products, check_distances
 from varlen_kernels.attention_tiles import (
     BLOCK_BATCH,
     attention_launch,
@@ -119,11 +120,16 @@ def attend_to_keys(
     values_ptr,  # [length, HEAD_DIM]
     bias_ptr,  # bias of distance 0, read if HAS_BIAS
     reach,
+    distance_rows_ptr,  # row of distance 0, read if there are keys or queries of distances
+    distance_keys_ptr,  # [rows, HEAD_DIM], read if HAS_DISTANCE_KEYS
+    distance_queries_ptr,  # [rows, HEAD_DIM], read if HAS_DISTANCE_QUERIES
+    distance_reach,
     first_query,
     first_key,
     length,
     scale,
     STRIDE: tl.constexpr,
+    DISTANCE_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -131,6 +137,8 @@ def attend_to_keys(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_DISTANCE_KEYS: tl.constexpr,
+    HAS_DISTANCE_QUERIES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Return context, weight_sum and max_score after BLOCK_N more keys, see `add_values`.
@@ -146,6 +154,24 @@ def attend_to_keys(
     col = tl.arange(0, BLOCK_N)[None, :]
 
     scores = multiply_keys(q, k)
+    if HAS_DISTANCE_KEYS or HAS_DISTANCE_QUERIES:
+        scores = add_distance_products(
+            scores,
+            q,
+            k,
+            distance_rows_ptr,
+            distance_keys_ptr,
+            distance_queries_ptr,
+            distance_reach,
+            first_key - first_query,
+            STRIDE=DISTANCE_STRIDE,
+            HEAD_DIM=HEAD_DIM,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            BLOCK_D=BLOCK_D,
+            HAS_KEYS=HAS_DISTANCE_KEYS,
+            HAS_QUERIES=HAS_DISTANCE_QUERIES,
+        )
     if HAS_BIAS:
         scores = add_bias(scores * scale, bias_ptr, (first_key - first_query) + (col - row), reach)
         scale = 1.0
@@ -192,15 +218,19 @@ def masked_keys(
     return first_masked, end
 
 
-@triton.jit(do_not_specialize=["batch", "bias_width"])
+@triton.jit(do_not_specialize=["batch", "bias_width", "distance_width"])
 def _attention_varlen_kernel(
     qkv_ptr,  # [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
     cu_seqlens_ptr,  # [batch + 1]
     bias_ptr,  # [NUM_HEADS, bias_width], read if HAS_BIAS
     tiles_ptr,  # [tiles, TILE_COLUMNS], read if HAS_TILES
+    distance_rows_ptr,  # [distance_width], read if there are keys or queries of distances
+    distance_keys_ptr,  # [rows, NUM_HEADS * HEAD_DIM], read if HAS_DISTANCE_KEYS
+    distance_queries_ptr,  # [rows, NUM_HEADS * HEAD_DIM], read if HAS_DISTANCE_QUERIES
     out_ptr,  # [tokens, NUM_HEADS * HEAD_DIM]
     batch,
     bias_width,
+    distance_width,
     scale,
     QKV_STRIDE: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
@@ -210,6 +240,8 @@ def _attention_varlen_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for all keys
     HAS_BIAS: tl.constexpr,
+    HAS_DISTANCE_KEYS: tl.constexpr,
+    HAS_DISTANCE_QUERIES: tl.constexpr,
     HAS_TILES: tl.constexpr,
     TAIL_FIRST: tl.constexpr,  # whether the last block of keys is read first, outside of a loop
     BLOCK_BATCH: tl.constexpr,
@@ -242,6 +274,12 @@ def _attention_varlen_kernel(
     values_ptr = keys_ptr + NUM_KV_HEADS * HEAD_DIM
     reach = bias_width // 2
     bias_ptr += head.to(tl.int64) * bias_width + reach
+    distance_reach = distance_width // 2
+    if HAS_DISTANCE_KEYS or HAS_DISTANCE_QUERIES:
+        # these launches have one head a program
+        distance_rows_ptr += distance_reach
+        distance_keys_ptr += head * HEAD_DIM
+        distance_queries_ptr += head * HEAD_DIM
     query = first_query + tl.arange(0, BLOCK_M)
     num_queries = length - first_query
     q_ptr = sequence_ptr + first_query.to(tl.int64) * QKV_STRIDE
@@ -281,11 +319,16 @@ def _attention_varlen_kernel(
                 values_ptr,
                 bias_ptr,
                 reach,
+                distance_rows_ptr,
+                distance_keys_ptr,
+                distance_queries_ptr,
+                distance_reach,
                 tile_query,
                 loop_begin + offset,
                 num_keys,
                 scale,
                 STRIDE=QKV_STRIDE,
+                DISTANCE_STRIDE=NUM_HEADS * HEAD_DIM,
                 HEAD_DIM=HEAD_DIM,
                 BLOCK_M=BLOCK_M,
                 BLOCK_N=BLOCK_N,
@@ -293,6 +336,8 @@ def _attention_varlen_kernel(
                 CAUSAL=CAUSAL,
                 WINDOW=WINDOW,
                 HAS_BIAS=HAS_BIAS,
+                HAS_DISTANCE_KEYS=HAS_DISTANCE_KEYS,
+                HAS_DISTANCE_QUERIES=HAS_DISTANCE_QUERIES,
                 MASKED=MASKED,
             )
 
@@ -313,6 +358,9 @@ def attention_varlen(
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
     tiles: Tensor | None = None,
+    distance_rows: Tensor | None = None,
+    distance_keys: Tensor | None = None,
+    distance_queries: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -327,8 +375,8 @@ def attention_varlen(
 
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, head_dim is over
-            MAX_HEAD_DIM (over 128 for fp32 with a bias), `num_kv_heads` does not divide `num_heads`, `scale` is not
-            above 0, `window` is below 0, or `tiles` is not of `attention_tiles`.
+            MAX_HEAD_DIM (over 128 for fp32 with a bias, and see `check_distances`), `num_kv_heads` does not divide
+            `num_heads`, `scale` is not above 0, `window` is below 0, or `tiles` is not of `attention_tiles`.
     """
     tokens = len(qkv)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -341,14 +389,24 @@ def attention_varlen(
     check_bias(bias, num_heads)
     if bias is not None and head_dim > 128 and qkv.dtype == torch.float32:
         raise ValueError(f"head_dim is {head_dim}; allowed with bias in torch.float32: 1 to 128")
+    check_distances(
+        distance_rows,
+        distance_keys,
+        distance_queries,
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=qkv.dtype,
+    )
     batch = len(cu_seqlens) - 1
     if tokens == 0 or batch == 0:
         return out
     if tiles is not None:
         check_tiles(tiles, qkv, cu_seqlens)
-    launch = attention_launch(head_dim, qkv.dtype, causal, bias is not None, tokens, batch)
+    forms = causal, bias is not None, distance_rows is not None
+    launch = attention_launch(head_dim, qkv.dtype, *forms, tokens, batch)
     # keys and values of the tail must fit the registers beside the queries
-    is_plain = not causal and window == 0 and bias is None
+    is_plain = not any(forms) and window == 0
     heads = math.gcd(num_heads, launch["HEADS"])
     programs = num_tiles(tokens, batch, launch["BLOCK_M"]) * (num_heads // heads)
     _attention_varlen_kernel[(programs,)](
@@ -356,9 +414,13 @@ def attention_varlen(
         cu_seqlens,
         qkv if bias is None else bias,
         cu_seqlens if tiles is None else tiles,
+        cu_seqlens if distance_rows is None else distance_rows,
+        qkv if distance_keys is None else distance_keys,
+        qkv if distance_queries is None else distance_queries,
         out,
         batch,
         0 if bias is None else bias.shape[1],
+        0 if distance_rows is None else len(distance_rows),
         scale * LOG2_E.value,
         QKV_STRIDE=qkv.stride(0),
         OUT_STRIDE=out.stride(0),
@@ -368,6 +430,8 @@ def attention_varlen(
         CAUSAL=causal,
         WINDOW=window,
         HAS_BIAS=bias is not None,
+        HAS_DISTANCE_KEYS=distance_keys is not None,
+        HAS_DISTANCE_QUERIES=distance_queries is not None,
         HAS_TILES=tiles is not None,
         TAIL_FIRST=is_plain and head_dim <= 64 and qkv.dtype.itemsize == 2,
         BLOCK_BATCH=BLOCK_BATCH,

@@ -275,6 +275,7 @@ def attention_tiles(
     qkv: Tensor,
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
+    distance_rows: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -292,9 +293,9 @@ def attention_tiles(
 
     Args:
         qkv: only its shape and dtype matter.
-        cu_seqlens, bias, num_heads, num_kv_heads, causal: see `attention_varlen`.
+        cu_seqlens, bias, distance_rows, num_heads, num_kv_heads, causal: see `attention_varlen`.
     """
-    del bias, num_heads, num_kv_heads, causal
+    del bias, distance_rows, num_heads, num_kv_heads, causal
     batch = len(cu_seqlens) - 1
     if out is None:
         out = cu_seqlens.new_empty(len(qkv) + len(cu_seqlens), 3)
@@ -309,6 +310,9 @@ def attention_varlen(
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
     tiles: Tensor | None = None,  # noqa: ARG001  # read by GPUs
+    distance_rows: Tensor | None = None,
+    distance_keys: Tensor | None = None,
+    distance_queries: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -321,6 +325,9 @@ def attention_varlen(
 
     Adjacent sequences of equal length share one call of torch, so a batch sorted by length needs few calls.
 
+    With `distance_rows`, the product of a query and a key also has the product of the query with a key of their
+    distance, and that of the key with a query of their distance.
+
     Args:
         qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: the queries of each token, then its keys, then
             its values.
@@ -328,8 +335,14 @@ def attention_varlen(
         bias: `[num_heads, 2 · reach + 1]`, added to the scaled scores: entry reach + d for a key d tokens after its
             query, where d is clamped to -reach and reach. This covers the relative positions of T5, and ALiBi.
         tiles: of `attention_tiles` with the same arguments, to search `cu_seqlens` once for all layers.
+        distance_rows: `[2 · reach + 1]` int32, the row of each distance in the next two tables: entry reach + d for a
+            key d tokens after its query, clamped as for the bias.
+        distance_keys, distance_queries: `[rows, num_heads · head_dim]` in the dtype of `qkv`. With `distance_rows`, one
+            of them at least; `num_kv_heads` is then `num_heads`.
         num_kv_heads: a divisor of `num_heads`; neighbouring heads share a key head. None: as many as `num_heads`.
         scale: multiplies the scores, usually head_dim ** -0.5.
+
+    Source: the products with distances, He et al. 2020, arXiv:2006.03654, section 3.1.
         causal: a token reads only itself and earlier tokens.
         window: a token reads those whose distance is below this; 0 is all.
     """
@@ -347,6 +360,9 @@ def attention_varlen(
         )
         position = torch.arange(length, device=qkv.device)
         mask = None if bias is None else _bias_by_distance(bias, position, position)
+        if distance_rows is not None:
+            products = _distance_products(q, k, distance_rows, distance_keys, distance_queries)
+            mask = products * scale if mask is None else products * scale + mask
         hidden_keys = None
         if causal or 0 < window < length:
             hidden_keys = _hidden_keys(length, window, qkv.device, causal=causal)
@@ -716,6 +732,38 @@ def _bias_by_distance(bias: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     reach = bias.shape[1] // 2
     distance = (keys - queries[:, None]).clamp(-reach, reach)
     return bias[:, distance + reach].float()
+
+
+def _distance_products(
+    q: Tensor,
+    k: Tensor,
+    distance_rows: Tensor,
+    distance_keys: Tensor | None,
+    distance_queries: Tensor | None,
+) -> Tensor:
+    """Return what distances add to the products of queries and keys, `[count, heads, queries, keys]`.
+
+    Args:
+        q, k: `[count, heads, length, head_dim]`.
+        distance_rows, distance_keys, distance_queries: see `attention_varlen`.
+    """
+    count, heads, length, head_dim = q.shape
+    position, reach = torch.arange(length, device=q.device), len(distance_rows) // 2
+    distance = (position - position[:, None]).clamp(-reach, reach)
+    # [queries, keys]
+    rows = distance_rows[distance + reach].long()
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    total = q.new_zeros(count, heads, length, length, dtype=dtype)
+
+    def products(x: Tensor, table: Tensor, at: Tensor) -> Tensor:
+        by_row = x.to(dtype) @ table.to(dtype).view(-1, heads, head_dim).permute(1, 2, 0)
+        return by_row.gather(3, at.expand(count, heads, length, length))
+
+    if distance_keys is not None:
+        total += products(q, distance_keys, rows)
+    if distance_queries is not None:
+        total += products(k, distance_queries, rows.t()).transpose(2, 3)
+    return total
 
 
 def _write(result: Tensor, out: Tensor | None) -> Tensor:

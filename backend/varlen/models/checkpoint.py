@@ -12,6 +12,7 @@ from varlen.config import Task
 from varlen.errors import CheckpointError
 from varlen.models import (
     bart_checkpoint,
+    deberta_checkpoint,
     gpt2_checkpoint,
     llama_checkpoint,
     modernbert_checkpoint,
@@ -39,6 +40,7 @@ MASKED_LM_TASKS: frozenset[Task] = frozenset({"sparse_embed", "fill_mask"})
 FAMILIES: Mapping[str, Family] = {
     **{name: each.family for name, each in POST_NORM_FAMILIES.items()},
     "modernbert": modernbert_checkpoint.FAMILY,
+    "deberta-v2": deberta_checkpoint.FAMILY,
     "gpt2": gpt2_checkpoint.FAMILY,
     **llama_checkpoint.FAMILIES,
     **bart_checkpoint.FAMILIES,

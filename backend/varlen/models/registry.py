@@ -11,6 +11,7 @@ from varlen.models import bart_checkpoint, llama_checkpoint, t5_checkpoint
 from varlen.models.attention import Attention, CrossAttention, PackedAttention
 from varlen.models.bart import load_bart
 from varlen.models.checkpoint import MASKED_LM_TASKS, Checkpoint
+from varlen.models.deberta import load_deberta
 from varlen.models.gpt2 import load_gpt2
 from varlen.models.heads import Heads
 from varlen.models.llama import load_llama
@@ -95,6 +96,7 @@ class EncoderDecoderModel(Protocol):
 _ENCODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], EncoderModel]] = {
     **dict.fromkeys(POST_NORM_FAMILIES, load_post_norm),
     "modernbert": load_modernbert,
+    "deberta-v2": load_deberta,
     **dict.fromkeys(t5_checkpoint.FAMILIES, load_t5_encoder),
 }
 _DECODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], DecoderModel]] = {

@@ -49,6 +49,20 @@ class AttentionHeads:
         return self.queries * self.dim
 
 
+@dataclass(frozen=True, slots=True)
+class DistanceTables:
+    """Keys and queries of distances, whose products `attention_varlen` adds to those of tokens.
+
+    Attributes:
+        rows: `[2 * reach + 1]` int32, the row of each distance in the tables.
+        keys, queries: `[rows, heads.width]`, one of them at least.
+    """
+
+    rows: Tensor
+    keys: Tensor | None
+    queries: Tensor | None
+
+
 class Recorder:
     """The ops that a model may call. Each returns the values that it writes.
 
@@ -261,14 +275,19 @@ class Recorder:
         cu_seqlens: Value,
         heads: AttentionHeads,
         bias: Tensor | None = None,
+        distances: DistanceTables | None = None,
         *,
         scale: float,
         causal: bool = False,
         window: int = 0,
     ) -> Value:
-        operands: tuple[Operand, ...] = (qkv, cu_seqlens, bias)
+        tiles = None
         if self._for_gpu:
-            operands += (self._attention_tiles(qkv, cu_seqlens, heads, bias, causal=causal),)
+            rows = None if distances is None else distances.rows
+            tiles = self._attention_tiles(qkv, cu_seqlens, heads, bias, rows, causal=causal)
+        operands: tuple[Operand, ...] = (qkv, cu_seqlens, bias, tiles)
+        if distances is not None:
+            operands += (distances.rows, distances.keys, distances.queries)
         shape = (qkv.shape[0], heads.width)
         attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
         return self._call("attention_varlen", operands, shape, qkv.dtype, **attributes)
@@ -279,18 +298,20 @@ class Recorder:
         cu_seqlens: Value,
         heads: AttentionHeads,
         bias: Tensor | None,
+        distance_rows: Tensor | None,
         *,
         causal: bool,
     ) -> Value:
         """Return the tiles of `attention_varlen`, recorded once for all layers that share them."""
-        key = (cu_seqlens.name, heads, qkv.dtype, causal, bias is not None)
+        forms = causal, bias is not None, distance_rows is not None
+        key = (cu_seqlens.name, heads, qkv.dtype, *forms)
         if key not in self._tiles:
             tokens, bounds = qkv.shape[0], cu_seqlens.shape[0]
             assert isinstance(tokens, Size)
             assert isinstance(bounds, Size)
             self._tiles[key] = self._call(
                 "attention_tiles",
-                (qkv, cu_seqlens, bias),
+                (qkv, cu_seqlens, bias, distance_rows),
                 (tokens + bounds, 3),
                 torch.int32,
                 **heads.counts,

@@ -23,7 +23,7 @@ from ..refusals import refused_checkpoint as refused
 
 # The beginning of the classes' names in transformers, and more shapes than the usual small one.
 POST_NORM = {name: family.class_name for name, family in POST_NORM_FAMILIES.items()}
-FAMILIES = {**POST_NORM, "modernbert": "ModernBert"}
+FAMILIES = {**POST_NORM, "modernbert": "ModernBert", "deberta-v2": "DebertaV2"}
 SHAPES = {
     "roberta": {"pad_token_id": 0, "max_position_embeddings": 65, "hidden_act": "relu"},
     "xlm-roberta": {"hidden_size": 35, "num_attention_heads": 5, "layer_norm_eps": 1e-5},
@@ -41,6 +41,15 @@ SHAPES = {
         "norm_bias": True,
     },
     "mpnet": {"max_position_embeddings": 302},
+    # without shared projections and buckets
+    "deberta-v2": {
+        "share_att_key": False,
+        "position_buckets": -1,
+        "max_relative_positions": 20,
+        "norm_rel_ebd": "none",
+        "hidden_size": 35,
+        "num_attention_heads": 5,
+    },
 }
 TEXTS = ["the cat", "a", "river, the river! is it 42?", "x" * 40]
 PAIRS = [("the cat", "a river"), ("a", "b"), ("is it?", "the cat is in the river, 7 times")]
@@ -110,7 +119,7 @@ def test_pairs_have_token_types_only_where_the_family_has_them(make_checkpoint, 
     folder = make_checkpoint(kind, num_labels=1)
     model = load(folder, kind)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    has_types = name not in ("distilbert", "mpnet", "modernbert")
+    has_types = name not in ("distilbert", "mpnet", "modernbert", "deberta-v2")
     encoded = [
         tokenizer(*pair, return_tensors="pt", return_token_type_ids=has_types) for pair in PAIRS
     ]

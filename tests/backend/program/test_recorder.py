@@ -13,7 +13,7 @@ from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.memory.usage import Size
 from varlen.program.program import PackedBatch
-from varlen.program.recorder import AttentionHeads, Recorder
+from varlen.program.recorder import AttentionHeads, DistanceTables, Recorder
 from varlen_kernels import reference
 
 from ..memory.plan_checker import overlaps, peak_live
@@ -325,6 +325,31 @@ def test_the_bias_of_attention_is_an_operand(has_bias):
 
     expected = reference.attention_varlen(*inputs.values(), bias, **heads.counts, scale=0.5)
     torch.testing.assert_close(answer, expected)
+
+
+@pytest.mark.parametrize("for_gpu", [False, True], ids=["cpu", "gpu"])
+def test_the_tables_of_distances_are_operands_of_attention(for_gpu):
+    tables = DistanceTables(torch.tensor([1, 0, 2]).int(), torch.randn(3, 8), torch.randn(3, 8))
+    ops, heads = Recorder(for_gpu=for_gpu), AttentionHeads(2, 2, 4)
+    qkv = ops.input("qkv", ("tokens", 24), torch.float32)
+    bounds = ops.input("cu_seqlens", (Size(1, sequences=1),), torch.int32)
+    program = ops.finish(
+        ops.attention_varlen(qkv, bounds, heads, distances=tables, scale=0.5),
+        ops.attention_varlen(qkv, bounds, heads, scale=0.5),
+    )
+    dims = {"tokens": 7, "sequences": 2}
+    inputs = {"qkv": torch.randn(7, 24), "cu_seqlens": torch.tensor([0, 5, 7], dtype=torch.int32)}
+
+    answers = program.run(
+        PackedBatch(inputs, dims), reference, make_arena(program, dims).allocate(dims)
+    )
+
+    operands = (None, None, tables.rows, tables.keys, tables.queries)
+    for answer, more in zip(answers, (operands, ()), strict=True):
+        expected = reference.attention_varlen(*inputs.values(), *more, **heads.counts, scale=0.5)
+        torch.testing.assert_close(answer, expected)
+    # a launch depends on the form
+    assert [op.kernel for op in program.ops].count("attention_tiles") == 2 * for_gpu
 
 
 def test_on_a_gpu_layers_of_one_form_share_their_tiles():

@@ -25,7 +25,7 @@ def batch_of(lengths, device, padding=0):
 
 def expected_rows(lengths, tokens):
     """Return the rows of the table in plain Python."""
-    launch = attention_launch(HEAD_DIM, torch.float16, False, False, tokens, len(lengths))
+    launch = attention_launch(HEAD_DIM, torch.float16, False, False, False, tokens, len(lengths))
     queries = launch["BLOCK_M"]
     begins = [0, *accumulate(lengths)][:-1]
     first_tiles = [begin // queries + i for i, begin in enumerate(begins)]

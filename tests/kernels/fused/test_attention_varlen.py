@@ -145,7 +145,7 @@ def test_every_candidate_launch_matches_the_reference(causal, has_bias, mean, de
     settings = {"num_heads": HEADS, "scale": 0.2, "causal": causal}
     settings["bias"] = bias_for(lengths, device) if has_bias else None
     expected = reference64(qkv, cu_seqlens_of(lengths, device), **settings)
-    key = (64, torch.float16, causal, has_bias)
+    key = (64, torch.float16, causal, has_bias, False)
 
     launches = candidate_launches(*key, mean)
     # in the interpreter a launch takes a second

@@ -24,8 +24,8 @@ def test_an_op_is_right_on_a_batch_of_several_lengths(op, dtype, device):
     assert call.error(result, inputs, exact) <= call.max_error
 
 
-@pytest.mark.parametrize("kind", ["causal", "biased"])
-def test_causal_and_biased_attention_is_right(kind, device):
+@pytest.mark.parametrize("kind", ["causal", "biased", "by_distance"])
+def test_attention_of_every_form_is_right(kind, device):
     call = attention_varlen([17, 1, 40], 12, 64, torch.float32, **{kind: True})
     inputs = call.make(device, seed=0)
 

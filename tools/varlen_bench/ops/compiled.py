@@ -78,6 +78,7 @@ def _attention(
     causal: bool = False,
     window: int = 0,
     biased: bool = False,
+    by_distance: bool = False,
     has_tiles: bool = False,
 ) -> CompiledCall:
     make = partial(
@@ -89,6 +90,7 @@ def _attention(
         causal=causal,
         window=window,
         biased=biased,
+        by_distance=by_distance,
         has_tiles=has_tiles,
     )
     # narrow loads read cu_seqlens, which is not aligned; their number depends on num_warps
@@ -202,6 +204,16 @@ COMPILED = [
     replace(_attention("64_near", 64, window=65), dtypes=(_BF16,)),
     # one narrow load of the bias per score
     replace(_attention("64_biased", 64, causal=True, biased=True), narrow_loads=None),
+    # one narrow load of the row of each distance; tiles have fewer than 64 queries
+    *(
+        replace(
+            _attention(f"{head_dim}_distances", head_dim, by_distance=True),
+            dtypes=dtypes,
+            narrow_loads=None,
+            tensor_cores=False,
+        )
+        for head_dim, dtypes in ((64, (_FP32, _BF16)), (128, (_BF16,)))
+    ),
     *(_attention(str(head_dim), head_dim) for head_dim in (32, 96, 128, 256)),
     replace(_attention("80", 80), dtypes=(_BF16,), narrow_loads=None),
     # narrow loads read the slots; of paged attention, the block tables and the bounds of the sequences

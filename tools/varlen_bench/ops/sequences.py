@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor
 
-from varlen_bench.ops.call import Inputs, OpCall
+from varlen_bench.ops.call import Inputs, OpCall, Tensors
 from varlen_kernels import Pooling
 
 
@@ -21,6 +21,7 @@ def attention_varlen(
     causal: bool = False,
     window: int = 0,
     biased: bool = False,
+    by_distance: bool = False,
     has_tiles: bool = False,
     slots: int = 0,
 ) -> OpCall:
@@ -30,6 +31,7 @@ def attention_varlen(
         kv_heads: heads of the keys and values; `heads` if None.
         window: number of last tokens that a token reads if `causal`; 0 is all.
         biased: whether to add a bias by the distance of query and key.
+        by_distance: whether distances have keys and queries.
         has_tiles: whether a table of tiles is given, as in a model; `OpCall.prepare` fills it.
         slots: number of sequences in `cu_seqlens`, as in a server's batch; those past `lengths` are empty.
     """
@@ -38,7 +40,12 @@ def attention_varlen(
     width = hidden + 2 * key_heads * head_dim
     rows_of_tiles = tokens + max(len(lengths), slots) + 1, 3
 
-    def attended(qkv: Tensor, bias: Tensor | None) -> Tensor:
+    def attended(
+        qkv: Tensor,
+        bias: Tensor | None,
+        distance_keys: Tensor | None,
+        distance_queries: Tensor | None,
+    ) -> Tensor:
         length = len(qkv)
         parts = torch.split(qkv.view(length, -1, head_dim), [heads, key_heads, key_heads], dim=1)
         q, k, v = (
@@ -47,6 +54,15 @@ def attention_varlen(
         scores = q @ k.transpose(1, 2) * head_dim**-0.5
         position = torch.arange(length, device=qkv.device)
         distance = position - position[:, None]
+        if distance_keys is not None and distance_queries is not None:
+            # [queries, keys, heads, head_dim]
+            keys, queries = (
+                table[distance + span - 1].view(length, length, heads, head_dim)
+                for table in (distance_keys, distance_queries)
+            )
+            products = torch.einsum("hqd,qkhd->hqk", q, keys)
+            products += torch.einsum("hkd,qkhd->hqk", k, queries)
+            scores += products * head_dim**-0.5
         if bias is not None:
             scores += bias[:, distance + span - 1]
         if causal:
@@ -60,12 +76,26 @@ def attention_varlen(
         cu_seqlens: Tensor,  # noqa: ARG001
         bias: Tensor | None,
         tiles: Tensor | None = None,  # noqa: ARG001
+        distance_rows: Tensor | None = None,  # noqa: ARG001  # each distance has its own
+        distance_keys: Tensor | None = None,
+        distance_queries: Tensor | None = None,
     ) -> Tensor:
-        return torch.cat([attended(rows, bias) for rows in torch.split(qkv, lengths)])
+        return torch.cat(
+            [
+                attended(rows, bias, distance_keys, distance_queries)
+                for rows in torch.split(qkv, lengths)
+            ]
+        )
+
+    def distance_tables(make: Tensors) -> Inputs:
+        rows = torch.arange(2 * span - 1, dtype=torch.int32, device=make.device)
+        names = ("distance_keys", "distance_queries")
+        return {"distance_rows": rows} | {name: make.random(len(rows), hidden) for name in names}
 
     def fill_tiles(ops: Any, inputs: Inputs) -> None:
         ops.attention_tiles(
             *(inputs[name] for name in ("qkv", "cu_seqlens", "bias")),
+            inputs.get("distance_rows"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             causal=causal,
@@ -81,6 +111,7 @@ def attention_varlen(
             "cu_seqlens": make.cu_seqlens(lengths, slots),
             "bias": (make.random(heads, 2 * span - 1, dtype=torch.float32) if biased else None),
             **({"tiles": make.unwritten(*rows_of_tiles, dtype=torch.int32)} if has_tiles else {}),
+            **(distance_tables(make) if by_distance else {}),
             "out": make.unwritten(tokens, hidden),
         },
         formula=formula,
