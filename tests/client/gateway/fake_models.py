@@ -69,13 +69,15 @@ class FakeClient:
         vectors = np.stack([vector_of(row) for row in inputs])[:, :dimensions]
         return vectors, sum(map(len, inputs)) if self.calls.counts_tokens else None
 
-    async def rerank(self, query, documents, *, timeout=None, **options):
+    async def rerank_and_count(self, query, documents, *, timeout=None, **options):
         await self._answer("rerank", (query, documents), options)
-        return np.array([score_of((query, document)) for document in documents])
+        scores = np.array([score_of((query, document)) for document in documents])
+        return scores, sum(map(len, documents)) if self.calls.counts_tokens else None
 
-    async def predict(self, inputs, *, timeout=None, **options):
+    async def predict_and_count(self, inputs, *, timeout=None, **options):
         await self._answer("predict", inputs, options)
-        return [[LabelScore("best", score_of(row)), LabelScore("other", -9.0)] for row in inputs]
+        labels = [[LabelScore("best", score_of(row)), LabelScore("other", -9.0)] for row in inputs]
+        return labels, sum(map(len, inputs)) if self.calls.counts_tokens else None
 
     async def samples(self, prompt, n, *, timeout=None, **sampling):
         parts = [part async for part in self.stream_samples(prompt, n, **sampling)]

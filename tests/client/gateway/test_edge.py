@@ -274,6 +274,9 @@ def test_metrics_count_requests_by_path_and_status_and_tokens(make_app):
             await client.post("/embed", json={})
             await client.get("/etc/passwd")
             await client.post("/v1/completions", json={"model": "writer", "prompt": "a"})
+            ranked = {"model": "ranker", "query": "q", "texts": ["ab", "c"]}
+            await client.post("/rerank", json=ranked)
+            await client.post("/predict", json={"model": "classifier", "inputs": "abcd"})
             return (await client.get("/metrics")).text.splitlines()
 
     page = asyncio.run(run())
@@ -282,7 +285,7 @@ def test_metrics_count_requests_by_path_and_status_and_tokens(make_app):
     assert 'varlen_gateway_requests_total{path="/embed",status="400"} 1.0' in page
     # names of paths are bounded
     assert 'varlen_gateway_requests_total{path="other",status="404"} 1.0' in page
-    assert 'varlen_gateway_tokens_total{kind="prompt"} 10.0' in page
+    assert 'varlen_gateway_tokens_total{kind="prompt"} 17.0' in page
     assert 'varlen_gateway_tokens_total{kind="completion"} 4.0' in page
     # this request
     assert "varlen_gateway_requests_in_flight 1.0" in page
