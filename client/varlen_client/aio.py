@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from typing_extensions import Unpack
 
@@ -57,6 +57,7 @@ from varlen_client.translation import Translation, read_translation, search_opti
 from varlen_client.wire import (
     Floats,
     Inputs,
+    ModelInfo,
     ModelState,
     Pairs,
     TokenIds,
@@ -66,8 +67,6 @@ from varlen_client.wire import (
 DEFAULT_CONCURRENCY = 4
 # A request of one text is small, and the server runs many at a time.
 DEFAULT_TEXT_CONCURRENCY = 32
-
-_T = TypeVar("_T")
 
 
 class AsyncClient:
@@ -407,6 +406,10 @@ class AsyncClient:
     async def models(self) -> list[ModelState]:
         """Return the server's models and their states, ready or not."""
         return await self._session.models()
+
+    async def model_info(self) -> ModelInfo:
+        """Return what the model's config says of its outputs, limits and settings."""
+        return await self._session.model_info(None)
 
     async def close(self) -> None:
         """Close the connections; calls in progress fail."""

@@ -18,6 +18,7 @@ from varlen_client.gateway.bodies import (
     usage,
 )
 from varlen_client.gateway.models import Gateway
+from varlen_client.sparse import SparseVector
 from varlen_client.wire import Floats
 
 Direction = Literal["left", "right", "Left", "Right"]
@@ -31,13 +32,24 @@ class EmbeddingsBody(OpenAIBody):
     encoding_format: Literal["float", "base64"] = "float"
 
 
-class EmbedBody(RequestBody):
-    """A request to `/embed`."""
+class TextsBody(RequestBody):
+    """What requests to `/embed` and `/embed_sparse` have."""
 
     inputs: Texts
-    normalize: bool = True
+    prompt_name: str | None = None
     truncate: bool = False
     truncation_direction: Direction = "right"
+
+    def options(self) -> dict[str, Any]:
+        """Return the client's arguments."""
+        prompt = {} if self.prompt_name is None else {"prompt_name": self.prompt_name}
+        return prompt | truncation(truncate=self.truncate, direction=self.truncation_direction)
+
+
+class EmbedBody(TextsBody):
+    """A request to `/embed`."""
+
+    normalize: bool = True
     dimensions: StrictInt | None = Field(None, ge=1)
 
 
@@ -74,10 +86,21 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
             normalize=body.normalize,
             dimensions=body.dimensions,
             timeout=gateway.settings.timeout_seconds,
-            **truncation(truncate=body.truncate, direction=body.truncation_direction),
+            **body.options(),
         )
         gateway.metrics.count_tokens(tokens or 0)
         return json_response(vectors.tolist())
+
+    @app.post("/embed_sparse", tags=["Text Embeddings Inference"])
+    async def embed_sparse(body: TextsBody) -> Response:
+        """Embed texts or token ids sparsely: the answer has the terms of each row."""
+        model = await gateway.models.get(body.model)
+        vectors = await model.client.sparse_embed(
+            rows_of(body.inputs, "inputs"),
+            timeout=gateway.settings.timeout_seconds,
+            **body.options(),
+        )
+        return json_response([_terms(vector) for vector in vectors])
 
 
 def truncation(*, truncate: bool, direction: Direction) -> dict[str, Any]:
@@ -85,6 +108,11 @@ def truncation(*, truncate: bool, direction: Direction) -> dict[str, Any]:
     if not truncate:
         return {}
     return {"truncate": True, "truncation_side": direction.lower()}
+
+
+def _terms(vector: SparseVector) -> list[dict[str, int | float]]:
+    terms = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
+    return [{"index": index, "value": value} for index, value in terms]
 
 
 def _list(vector: Floats) -> list[float]:

@@ -8,9 +8,17 @@ import numpy as np
 from varlen_client.errors import ServerUnavailable
 from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.row_outputs import LabelScore
-from varlen_client.wire import ModelState
+from varlen_client.sparse import SparseVector
+from varlen_client.wire import ModelInfo, ModelState
 
-MODELS = ("embedder", "ranker", "classifier", "writer")
+OUTPUTS = {
+    "embedder": {"sentence_embedding": (4,)},
+    "sparse": {"indices": (-1,), "values": (-1,)},
+    "ranker": {"logits": (1,)},
+    "classifier": {"logits": (3,)},
+    "writer": {"text_output": (-1,)},
+}
+MODELS = tuple(OUTPUTS)
 
 
 @dataclass
@@ -29,6 +37,8 @@ class Calls:
     is_down: bool = False
     asked_models: int = 0
     counts_tokens: bool = True
+    settings: dict = field(default_factory=dict)
+    """Of each model's config."""
     running: int = 0
     cancelled: int = 0
     closed: int = 0
@@ -68,6 +78,16 @@ class FakeClient:
         await self._answer("embed", inputs, given)
         vectors = np.stack([vector_of(row) for row in inputs])[:, :dimensions]
         return vectors, sum(map(len, inputs)) if self.calls.counts_tokens else None
+
+    async def sparse_embed(self, inputs, *, timeout=None, **options):
+        await self._answer("sparse_embed", inputs, options)
+        return [
+            SparseVector(np.arange(len(row), dtype=np.int32), np.ones(len(row), np.float32))
+            for row in inputs
+        ]
+
+    async def model_info(self):
+        return ModelInfo(self.name, 8, OUTPUTS[self.name], self.calls.settings)
 
     async def rerank_and_count(self, query, documents, *, timeout=None, **options):
         await self._answer("rerank", (query, documents), options)

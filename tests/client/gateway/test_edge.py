@@ -248,7 +248,7 @@ def test_a_request_without_a_model_gets_the_gateways_or_the_only_one(send, make_
     body = {"inputs": "a"}
     several = send("POST", "/embed", body)
     assert several.status_code == 404
-    assert "the server has 4 ready models, choose one" in several.json()["error"]["message"]
+    assert "the server has 5 ready models, choose one" in several.json()["error"]["message"]
 
     assert send("POST", "/embed", body, app=make_app(model="embedder")).status_code == 200
     calls.states = [ModelState("embedder", "1", "READY")]
@@ -306,7 +306,8 @@ def test_the_api_page_describes_every_path(send):
 
     assert paths.keys() == {
         "/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/v1/models",
-        "/v1/models/{name}", "/embed", "/rerank", "/predict", "/health", "/metrics",
+        "/v1/models/{name}", "/embed", "/embed_sparse", "/rerank", "/predict", "/info", "/health",
+        "/metrics",
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`/v1/embeddings` and `/embed` of the gateway."""
+"""`/v1/embeddings`, `/embed` and `/embed_sparse` of the gateway."""
 
 import base64
 
@@ -70,8 +70,9 @@ def test_a_model_that_does_not_count_tokens_has_no_usage(post, calls):
             {"normalize": True, "truncate": True, "truncation_side": "left"},
         ),
         ({"dimensions": 2}, {"normalize": True, "dimensions": 2}),
+        ({"prompt_name": "query"}, {"normalize": True, "prompt_name": "query"}),
     ],
-    ids=["none", "truncate", "left", "dimensions"],
+    ids=["none", "truncate", "left", "dimensions", "prompt"],
 )
 def test_embed_passes_its_options_on(post, calls, options, parameters):
     post("/embed", model="embedder", inputs="ab", **options)
@@ -105,3 +106,12 @@ def test_a_wrong_body_is_refused_by_name(refusal, calls, body, param, message):
 
 def test_nulls_and_the_user_change_nothing(post):
     post("/v1/embeddings", model="embedder", input="a", dimensions=None, user="someone")
+
+
+@pytest.mark.parametrize("inputs, rows", [("ab", ["ab"]), (["a", "bc"], ["a", "bc"])], ids=str)
+def test_sparse_vectors_are_lists_of_terms(post, calls, inputs, rows):
+    answer = post("/embed_sparse", model="sparse", inputs=inputs, truncate=True)
+
+    assert answer == [[{"index": at, "value": 1.0} for at in range(len(row))] for row in rows]
+    options = {"truncate": True, "truncation_side": "right"}
+    assert calls.received == [("sparse", "sparse_embed", rows, options)]
