@@ -14,17 +14,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from typing_extensions import Unpack
+
 from varlen_client.aio import AsyncClient
 from varlen_client.generation import GeneratedPart, Generation, GenerationPrompt
 from varlen_client.masks import FilledToken
 from varlen_client.retry import RetryPolicy
-from varlen_client.row_outputs import (
-    Activation,
-    LabelScore,
-    OutputDType,
-    TruncationSide,
-    Vectors,
+from varlen_client.row_options import (
+    EmbedOptions,
+    MaskOptions,
+    PredictOptions,
+    RerankOptions,
+    RowOptions,
+    SparseOptions,
 )
+from varlen_client.row_outputs import LabelScore, Vectors
 from varlen_client.session import Status
 from varlen_client.sparse import SparseVector
 from varlen_client.translation import Translation
@@ -96,225 +100,61 @@ class Client:
             ca_file=ca_file,
         )
 
-    def embed(
-        self,
-        inputs: Inputs,
-        *,
-        normalize: bool | None = None,
-        prompt_name: str | None = None,
-        dimensions: int | None = None,
-        output_dtype: OutputDType | None = None,
-        truncate: bool | None = None,
-        truncation_side: TruncationSide | None = None,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
-        timeout: float | None = None,
-        on_progress: Callable[[int], None] | None = None,
-    ) -> Vectors:
-        """Return one vector per row, [rows, features] fp32. See `AsyncClient.embed`.
+    def embed(self, inputs: Inputs, **options: Unpack[EmbedOptions]) -> Vectors:
+        """Return one vector per row, [rows, features] fp32. See `AsyncClient.embed`."""
+        return _loop.run(self._client.embed(inputs, **options))
 
-        `on_progress` runs in the event loop's thread and must not call this client.
-        """
-        return _loop.run(
-            self._client.embed(
-                inputs,
-                normalize=normalize,
-                prompt_name=prompt_name,
-                dimensions=dimensions,
-                output_dtype=output_dtype,
-                truncate=truncate,
-                truncation_side=truncation_side,
-                deadline_ms=deadline_ms,
-                priority=priority,
-                timeout=timeout,
-                on_progress=on_progress,
-            )
-        )
+    def embed_and_count(
+        self, inputs: Inputs, **options: Unpack[EmbedOptions]
+    ) -> tuple[Vectors, int | None]:
+        """Return the vectors of `embed`, and the number of tokens of all rows."""
+        return _loop.run(self._client.embed_and_count(inputs, **options))
 
-    def sparse_embed(
-        self,
-        inputs: Inputs,
-        *,
-        prompt_name: str | None = None,
-        max_active_dims: int | None = None,
-        with_terms: bool = False,
-        truncate: bool | None = None,
-        truncation_side: TruncationSide | None = None,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
-        timeout: float | None = None,
-        on_progress: Callable[[int], None] | None = None,
-    ) -> list[SparseVector]:
-        """Return the sparse vector of each row. See `AsyncClient.sparse_embed`.
-
-        `on_progress` runs in the event loop's thread and must not call this client.
-        """
-        return _loop.run(
-            self._client.sparse_embed(
-                inputs,
-                prompt_name=prompt_name,
-                max_active_dims=max_active_dims,
-                with_terms=with_terms,
-                truncate=truncate,
-                truncation_side=truncation_side,
-                deadline_ms=deadline_ms,
-                priority=priority,
-                timeout=timeout,
-                on_progress=on_progress,
-            )
-        )
+    def sparse_embed(self, inputs: Inputs, **options: Unpack[SparseOptions]) -> list[SparseVector]:
+        """Return the sparse vector of each row. See `AsyncClient.sparse_embed`."""
+        return _loop.run(self._client.sparse_embed(inputs, **options))
 
     def fill_mask(
-        self,
-        inputs: Inputs,
-        *,
-        top_k: int | None = None,
-        truncate: bool | None = None,
-        truncation_side: TruncationSide | None = None,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
-        timeout: float | None = None,
-        on_progress: Callable[[int], None] | None = None,
+        self, inputs: Inputs, **options: Unpack[MaskOptions]
     ) -> list[list[list[FilledToken]]]:
-        """Return the most likely tokens of each mask of each row. See `AsyncClient.fill_mask`.
+        """Return the most likely tokens of each mask of each row. See `AsyncClient.fill_mask`."""
+        return _loop.run(self._client.fill_mask(inputs, **options))
 
-        `on_progress` runs in the event loop's thread and must not call this client.
-        """
-        return _loop.run(
-            self._client.fill_mask(
-                inputs,
-                top_k=top_k,
-                truncate=truncate,
-                truncation_side=truncation_side,
-                deadline_ms=deadline_ms,
-                priority=priority,
-                timeout=timeout,
-                on_progress=on_progress,
-            )
-        )
-
-    def classify(
-        self,
-        inputs: Inputs | Pairs,
-        *,
-        truncate: bool | None = None,
-        truncation_side: TruncationSide | None = None,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
-        timeout: float | None = None,
-    ) -> Floats:
+    def classify(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> Floats:
         """Return the logits of each row, [rows, labels] fp32. See `AsyncClient.classify`."""
-        return _loop.run(
-            self._client.classify(
-                inputs,
-                truncate=truncate,
-                truncation_side=truncation_side,
-                deadline_ms=deadline_ms,
-                priority=priority,
-                timeout=timeout,
-            )
-        )
+        return _loop.run(self._client.classify(inputs, **options))
 
     def predict(
-        self,
-        inputs: Inputs | Pairs,
-        *,
-        activation: Activation | None = None,
-        top_k: int | None = None,
-        truncate: bool | None = None,
-        truncation_side: TruncationSide | None = None,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
-        timeout: float | None = None,
-        on_progress: Callable[[int], None] | None = None,
+        self, inputs: Inputs | Pairs, **options: Unpack[PredictOptions]
     ) -> list[list[LabelScore]]:
-        """Return the labels of each row with their scores. See `AsyncClient.predict`.
+        """Return the labels of each row with their scores. See `AsyncClient.predict`."""
+        return _loop.run(self._client.predict(inputs, **options))
 
-        `on_progress` runs in the event loop's thread and must not call this client.
-        """
-        return _loop.run(
-            self._client.predict(
-                inputs,
-                activation=activation,
-                top_k=top_k,
-                truncate=truncate,
-                truncation_side=truncation_side,
-                deadline_ms=deadline_ms,
-                priority=priority,
-                timeout=timeout,
-                on_progress=on_progress,
-            )
-        )
+    def predict_and_count(
+        self, inputs: Inputs | Pairs, **options: Unpack[PredictOptions]
+    ) -> tuple[list[list[LabelScore]], int | None]:
+        """Return the labels of `predict`, and the number of tokens of all rows."""
+        return _loop.run(self._client.predict_and_count(inputs, **options))
 
     def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        activation: Activation | None = None,
-        truncate: bool | None = None,
-        truncation_side: TruncationSide | None = None,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
-        timeout: float | None = None,
+        self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]
     ) -> Floats:
         """Return one score per document, [documents] fp32. See `AsyncClient.rerank`."""
-        return _loop.run(
-            self._client.rerank(
-                query,
-                documents,
-                activation=activation,
-                truncate=truncate,
-                truncation_side=truncation_side,
-                deadline_ms=deadline_ms,
-                priority=priority,
-                timeout=timeout,
-            )
-        )
+        return _loop.run(self._client.rerank(query, documents, **options))
 
-    def token_classify(
-        self,
-        inputs: Inputs | Pairs,
-        *,
-        truncate: bool | None = None,
-        truncation_side: TruncationSide | None = None,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
-        timeout: float | None = None,
-    ) -> list[Floats]:
+    def rerank_and_count(
+        self, query: str, documents: Sequence[str], **options: Unpack[RerankOptions]
+    ) -> tuple[Floats, int | None]:
+        """Return the scores of `rerank`, and the number of tokens of all pairs."""
+        return _loop.run(self._client.rerank_and_count(query, documents, **options))
+
+    def token_classify(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> list[Floats]:
         """Return one [tokens, labels] fp32 per row. See `AsyncClient.token_classify`."""
-        return _loop.run(
-            self._client.token_classify(
-                inputs,
-                truncate=truncate,
-                truncation_side=truncation_side,
-                deadline_ms=deadline_ms,
-                priority=priority,
-                timeout=timeout,
-            )
-        )
+        return _loop.run(self._client.token_classify(inputs, **options))
 
-    def hidden(
-        self,
-        inputs: Inputs | Pairs,
-        *,
-        truncate: bool | None = None,
-        truncation_side: TruncationSide | None = None,
-        deadline_ms: float | None = None,
-        priority: int | None = None,
-        timeout: float | None = None,
-    ) -> list[Floats]:
+    def hidden(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> list[Floats]:
         """Return one [tokens, hidden] fp32 per row. See `AsyncClient.hidden`."""
-        return _loop.run(
-            self._client.hidden(
-                inputs,
-                truncate=truncate,
-                truncation_side=truncation_side,
-                deadline_ms=deadline_ms,
-                priority=priority,
-                timeout=timeout,
-            )
-        )
+        return _loop.run(self._client.hidden(inputs, **options))
 
     def generate(
         self,

@@ -8,7 +8,7 @@ rows of different lengths may share a request.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -71,12 +71,24 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The parts of a model's config that the client needs."""
+    """The parts of a model's config that the client needs.
+
+    Attributes:
+        name: of the model.
+        max_batch_size: largest number of rows in one request.
+        outputs: dims without the batch, by name.
+        settings: of the engine, by name; those that the config leaves to the checkpoint are not there.
+    """
 
     name: str
     max_batch_size: int
-    outputs: Mapping[str, tuple[int, ...]]  # name -> dims without the batch
-    task: str | None = None  # None if the config leaves it to the checkpoint
+    outputs: Mapping[str, tuple[int, ...]]
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def task(self) -> str | None:
+        """The task; None if the config leaves it to the checkpoint."""
+        return self.settings.get("task")
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> ModelInfo:
@@ -90,12 +102,11 @@ class ModelInfo:
             assert isinstance(outputs, list)
             parameters = config.get("parameters") or {}
             assert isinstance(parameters, dict)
-            task = parameters.get("task")
             return cls(
                 name=str(config["name"]),
                 max_batch_size=int(str(config.get("max_batch_size", 0))),
                 outputs={out["name"]: tuple(int(dim) for dim in out["dims"]) for out in outputs},
-                task=None if task is None else str(task["string_value"]),
+                settings={key: str(value["string_value"]) for key, value in parameters.items()},
             )
         except (KeyError, TypeError, ValueError, AssertionError) as error:
             raise ServerError(f"the model's config cannot be read: {error!r}") from error

@@ -126,6 +126,38 @@ def test_every_method_sends_the_deadline_and_the_priority(client, server, task, 
     assert given.items() <= received.parameters.items()
 
 
+@pytest.mark.parametrize("counts", [True, False], ids=["counted", "not counted"])
+@pytest.mark.parametrize(
+    "task, method, arguments",
+    [
+        ("embed", "embed", (TEXTS,)),
+        ("classify", "predict", (TEXTS,)),
+        ("rerank", "rerank", ("query", TEXTS)),
+    ],
+)
+def test_answers_come_with_their_number_of_tokens(client, server, task, method, arguments, counts):
+    server.model.task, server.model.counts_tokens = task, counts
+    expected = getattr(client, method)(*arguments)
+    server.model.requests.clear()
+
+    answer, tokens = getattr(client, f"{method}_and_count")(*arguments, truncate=True)
+
+    received = server.model.requests
+    assert all(each.parameters["truncate"] for each in received)
+    sent = sum(int(server.model.num_tokens(each).sum()) for each in received)
+    assert sent > 0
+    assert tokens == (sent if counts else None)
+    assert np.array_equal(answer, expected)
+
+
+@pytest.mark.parametrize("method", ["embed", "embed_and_count", "classify", "predict", "hidden"])
+def test_an_unknown_option_is_a_type_error(client, server, method):
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'trunctate'"):
+        getattr(client, method)(["a"], trunctate=True)
+
+    assert server.model.requests == []
+
+
 def test_classifies_texts_and_pairs(client, server):
     server.model.task = "classify"
 

@@ -18,6 +18,7 @@ from varlen_client.gateway.completions import add_completion_route
 from varlen_client.gateway.edge import Edge
 from varlen_client.gateway.embeddings import add_embedding_routes
 from varlen_client.gateway.errors import add_error_handlers, error_response
+from varlen_client.gateway.info import add_info_route
 from varlen_client.gateway.models import Connect, Gateway
 from varlen_client.gateway.scores import add_score_routes
 from varlen_client.gateway.settings import GatewaySettings
@@ -39,7 +40,13 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
         redoc_url=None,
     )
     add_error_handlers(app)
-    for add in (add_embedding_routes, add_score_routes, add_completion_route, add_chat_route):
+    for add in (
+        add_embedding_routes,
+        add_score_routes,
+        add_completion_route,
+        add_chat_route,
+        add_info_route,
+    ):
         add(app, gateway)
     _add_status_routes(app, gateway)
     paths = [route.path for route in app.routes if isinstance(route, Route)]

@@ -6,7 +6,7 @@ import base64
 from typing import Any, Literal
 
 from fastapi import FastAPI
-from pydantic import Field, StrictInt, StrictStr
+from pydantic import Field, StrictInt
 from starlette.responses import Response
 
 from varlen_client.gateway.bodies import (
@@ -32,23 +32,25 @@ class EmbeddingsBody(OpenAIBody):
     encoding_format: Literal["float", "base64"] = "float"
 
 
-class EmbedBody(RequestBody):
+class TextsBody(RequestBody):
+    """What requests to `/embed` and `/embed_sparse` have."""
+
+    inputs: Texts
+    prompt_name: str | None = None
+    truncate: bool = False
+    truncation_direction: Direction = "right"
+
+    def options(self) -> dict[str, Any]:
+        """Return the client's arguments."""
+        prompt = {} if self.prompt_name is None else {"prompt_name": self.prompt_name}
+        return prompt | truncation(truncate=self.truncate, direction=self.truncation_direction)
+
+
+class EmbedBody(TextsBody):
     """A request to `/embed`."""
 
-    inputs: Texts
     normalize: bool = True
-    truncate: bool = False
-    truncation_direction: Direction = "right"
     dimensions: StrictInt | None = Field(None, ge=1)
-
-
-class EmbedSparseBody(RequestBody):
-    """A request to `/embed_sparse`."""
-
-    inputs: Texts
-    truncate: bool = False
-    truncation_direction: Direction = "right"
-    prompt_name: StrictStr | None = None
 
 
 def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
@@ -84,20 +86,19 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
             normalize=body.normalize,
             dimensions=body.dimensions,
             timeout=gateway.settings.timeout_seconds,
-            **truncation(truncate=body.truncate, direction=body.truncation_direction),
+            **body.options(),
         )
         gateway.metrics.count_tokens(tokens or 0)
         return json_response(vectors.tolist())
 
     @app.post("/embed_sparse", tags=["Text Embeddings Inference"])
-    async def embed_sparse(body: EmbedSparseBody) -> Response:
-        """Return the terms of texts and their weights, the largest first."""
+    async def embed_sparse(body: TextsBody) -> Response:
+        """Embed texts or token ids sparsely: the answer has the terms of each row."""
         model = await gateway.models.get(body.model)
         vectors = await model.client.sparse_embed(
             rows_of(body.inputs, "inputs"),
-            prompt_name=body.prompt_name,
             timeout=gateway.settings.timeout_seconds,
-            **truncation(truncate=body.truncate, direction=body.truncation_direction),
+            **body.options(),
         )
         return json_response([_terms(vector) for vector in vectors])
 
@@ -109,14 +110,14 @@ def truncation(*, truncate: bool, direction: Direction) -> dict[str, Any]:
     return {"truncate": True, "truncation_side": direction.lower()}
 
 
+def _terms(vector: SparseVector) -> list[dict[str, int | float]]:
+    terms = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
+    return [{"index": index, "value": value} for index, value in terms]
+
+
 def _list(vector: Floats) -> list[float]:
     numbers: list[float] = vector.tolist()
     return numbers
-
-
-def _terms(vector: SparseVector) -> list[dict[str, int | float]]:
-    pairs = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
-    return [{"index": index, "value": value} for index, value in pairs]
 
 
 def _base64(vector: Floats) -> str:

@@ -47,13 +47,14 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
     async def rerank(body: RerankBody) -> Response:
         """Rank texts by a query, the best first."""
         model = await gateway.models.get(body.model)
-        scores = await model.client.rerank(
+        scores, tokens = await model.client.rerank_and_count(
             body.query,
             body.texts,
             activation=None if body.raw_scores else "sigmoid",
             timeout=gateway.settings.timeout_seconds,
             **truncation(truncate=body.truncate, direction=body.truncation_direction),
         )
+        gateway.metrics.count_tokens(tokens or 0)
         ranks = [
             {"index": int(index), "score": float(scores[index])}
             | ({"text": body.texts[index]} if body.return_text else {})
@@ -66,12 +67,13 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
         """Classify texts; the answer has all labels with their scores, the best first."""
         rows, is_batch = _rows(body.inputs)
         model = await gateway.models.get(body.model)
-        found = await model.client.predict(
+        found, tokens = await model.client.predict_and_count(
             rows,
             activation="none" if body.raw_scores else "auto",
             timeout=gateway.settings.timeout_seconds,
             **truncation(truncate=body.truncate, direction=body.truncation_direction),
         )
+        gateway.metrics.count_tokens(tokens or 0)
         answer = [[{"score": each.score, "label": each.label} for each in row] for row in found]
         return json_response(answer if is_batch else answer[0])
 

@@ -9,9 +9,16 @@ from varlen_client.errors import ServerUnavailable
 from varlen_client.generation import GeneratedPart, Generation
 from varlen_client.row_outputs import LabelScore
 from varlen_client.sparse import SparseVector
-from varlen_client.wire import ModelState
+from varlen_client.wire import ModelInfo, ModelState
 
-MODELS = ("embedder", "ranker", "classifier", "writer")
+OUTPUTS = {
+    "embedder": {"sentence_embedding": (4,)},
+    "sparse": {"indices": (-1,), "values": (-1,)},
+    "ranker": {"logits": (1,)},
+    "classifier": {"logits": (3,)},
+    "writer": {"text_output": (-1,)},
+}
+MODELS = tuple(OUTPUTS)
 
 
 @dataclass
@@ -30,6 +37,8 @@ class Calls:
     is_down: bool = False
     asked_models: int = 0
     counts_tokens: bool = True
+    settings: dict = field(default_factory=dict)
+    """Of each model's config."""
     running: int = 0
     cancelled: int = 0
     closed: int = 0
@@ -72,16 +81,23 @@ class FakeClient:
 
     async def sparse_embed(self, inputs, *, timeout=None, **options):
         await self._answer("sparse_embed", inputs, options)
-        indices = np.array([9, 4], np.int32)
-        return [SparseVector(indices + len(row), np.float32([2.5, 1.0])) for row in inputs]
+        return [
+            SparseVector(np.arange(len(row), dtype=np.int32), np.ones(len(row), np.float32))
+            for row in inputs
+        ]
 
-    async def rerank(self, query, documents, *, timeout=None, **options):
+    async def model_info(self):
+        return ModelInfo(self.name, 8, OUTPUTS[self.name], self.calls.settings)
+
+    async def rerank_and_count(self, query, documents, *, timeout=None, **options):
         await self._answer("rerank", (query, documents), options)
-        return np.array([score_of((query, document)) for document in documents])
+        scores = np.array([score_of((query, document)) for document in documents])
+        return scores, sum(map(len, documents)) if self.calls.counts_tokens else None
 
-    async def predict(self, inputs, *, timeout=None, **options):
+    async def predict_and_count(self, inputs, *, timeout=None, **options):
         await self._answer("predict", inputs, options)
-        return [[LabelScore("best", score_of(row)), LabelScore("other", -9.0)] for row in inputs]
+        labels = [[LabelScore("best", score_of(row)), LabelScore("other", -9.0)] for row in inputs]
+        return labels, sum(map(len, inputs)) if self.calls.counts_tokens else None
 
     async def samples(self, prompt, n, *, timeout=None, **sampling):
         parts = [part async for part in self.stream_samples(prompt, n, **sampling)]

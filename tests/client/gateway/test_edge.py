@@ -248,7 +248,7 @@ def test_a_request_without_a_model_gets_the_gateways_or_the_only_one(send, make_
     body = {"inputs": "a"}
     several = send("POST", "/embed", body)
     assert several.status_code == 404
-    assert "the server has 4 ready models, choose one" in several.json()["error"]["message"]
+    assert "the server has 5 ready models, choose one" in several.json()["error"]["message"]
 
     assert send("POST", "/embed", body, app=make_app(model="embedder")).status_code == 200
     calls.states = [ModelState("embedder", "1", "READY")]
@@ -274,6 +274,9 @@ def test_metrics_count_requests_by_path_and_status_and_tokens(make_app):
             await client.post("/embed", json={})
             await client.get("/etc/passwd")
             await client.post("/v1/completions", json={"model": "writer", "prompt": "a"})
+            ranked = {"model": "ranker", "query": "q", "texts": ["ab", "c"]}
+            await client.post("/rerank", json=ranked)
+            await client.post("/predict", json={"model": "classifier", "inputs": "abcd"})
             return (await client.get("/metrics")).text.splitlines()
 
     page = asyncio.run(run())
@@ -282,7 +285,7 @@ def test_metrics_count_requests_by_path_and_status_and_tokens(make_app):
     assert 'varlen_gateway_requests_total{path="/embed",status="400"} 1.0' in page
     # names of paths are bounded
     assert 'varlen_gateway_requests_total{path="other",status="404"} 1.0' in page
-    assert 'varlen_gateway_tokens_total{kind="prompt"} 10.0' in page
+    assert 'varlen_gateway_tokens_total{kind="prompt"} 17.0' in page
     assert 'varlen_gateway_tokens_total{kind="completion"} 4.0' in page
     # this request
     assert "varlen_gateway_requests_in_flight 1.0" in page
@@ -303,7 +306,8 @@ def test_the_api_page_describes_every_path(send):
 
     assert paths.keys() == {
         "/v1/embeddings", "/v1/completions", "/v1/chat/completions", "/v1/models",
-        "/v1/models/{name}", "/embed", "/rerank", "/predict", "/health", "/metrics",
+        "/v1/models/{name}", "/embed", "/embed_sparse", "/rerank", "/predict", "/info", "/health",
+        "/metrics",
     }  # fmt: skip
 
 

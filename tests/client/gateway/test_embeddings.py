@@ -1,4 +1,4 @@
-"""`/v1/embeddings` and `/embed` of the gateway."""
+"""`/v1/embeddings`, `/embed` and `/embed_sparse` of the gateway."""
 
 import base64
 
@@ -70,8 +70,9 @@ def test_a_model_that_does_not_count_tokens_has_no_usage(post, calls):
             {"normalize": True, "truncate": True, "truncation_side": "left"},
         ),
         ({"dimensions": 2}, {"normalize": True, "dimensions": 2}),
+        ({"prompt_name": "query"}, {"normalize": True, "prompt_name": "query"}),
     ],
-    ids=["none", "truncate", "left", "dimensions"],
+    ids=["none", "truncate", "left", "dimensions", "prompt"],
 )
 def test_embed_passes_its_options_on(post, calls, options, parameters):
     post("/embed", model="embedder", inputs="ab", **options)
@@ -107,14 +108,10 @@ def test_nulls_and_the_user_change_nothing(post):
     post("/v1/embeddings", model="embedder", input="a", dimensions=None, user="someone")
 
 
-def test_sparse_vectors_are_lists_of_terms(post, calls):
-    options = {"truncate": True, "truncation_direction": "Left", "prompt_name": "query"}
+@pytest.mark.parametrize("inputs, rows", [("ab", ["ab"]), (["a", "bc"], ["a", "bc"])], ids=str)
+def test_sparse_vectors_are_lists_of_terms(post, calls, inputs, rows):
+    answer = post("/embed_sparse", model="sparse", inputs=inputs, truncate=True)
 
-    answer = post("/embed_sparse", model="embedder", inputs=["ab", "c"], **options)
-
-    assert answer == [
-        [{"index": 11, "value": 2.5}, {"index": 6, "value": 1.0}],
-        [{"index": 10, "value": 2.5}, {"index": 5, "value": 1.0}],
-    ]
-    given = {"truncate": True, "truncation_side": "left", "prompt_name": "query"}
-    assert calls.received == [("embedder", "sparse_embed", ["ab", "c"], given)]
+    assert answer == [[{"index": at, "value": 1.0} for at in range(len(row))] for row in rows]
+    options = {"truncate": True, "truncation_side": "right"}
+    assert calls.received == [("sparse", "sparse_embed", rows, options)]

@@ -1,0 +1,47 @@
+"""`/info` of Text Embeddings Inference: what the server's config says of a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from varlen_client.gateway.bodies import MAX_INPUTS, json_response
+from varlen_client.gateway.models import Gateway
+from varlen_client.wire import ModelInfo
+
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8"}
+
+
+def add_info_route(app: FastAPI, gateway: Gateway) -> None:
+    """Add the route."""
+
+    @app.get("/info", tags=["Text Embeddings Inference"])
+    async def info(model: str | None = None) -> Response:
+        """Describe a model; fields that its config.pbtxt leaves to the checkpoint are null."""
+        named = await gateway.models.get(model)
+        found = await named.client.model_info()
+        longest = found.settings.get("max_sequence_tokens")
+        return json_response(
+            {
+                "model_id": named.name,
+                "model_dtype": _DTYPES.get(found.settings.get("dtype", "auto")),
+                "model_type": _type_of(found),
+                "max_concurrent_requests": gateway.settings.max_requests,
+                "max_input_length": None if longest is None else int(longest),
+                "max_client_batch_size": MAX_INPUTS,
+                "auto_truncate": False,
+            }
+        )
+
+
+def _type_of(model: ModelInfo) -> dict[str, dict[str, Any]] | None:
+    """Return the kind of a model in TEI's names; None if it has none."""
+    if "sentence_embedding" in model.outputs:
+        return {"embedding": {}}
+    if "indices" in model.outputs:
+        return {"embedding": {"pooling": "splade"}}
+    if "logits" in model.outputs:
+        return {"reranker": {}} if model.outputs["logits"] == (1,) else {"classifier": {}}
+    return None
