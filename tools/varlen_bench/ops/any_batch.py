@@ -49,6 +49,7 @@ ANY_BATCH: dict[str, AnyBatch] = {
     "attention_tiles": lambda lengths, dtype: sequences.attention_tiles(lengths, 12, 64, dtype),
     "attention_varlen": lambda lengths, dtype: sequences.attention_varlen(lengths, 12, 64, dtype),
     "pool": lambda lengths, dtype: sequences.pool(lengths, 768, dtype),
+    "term_weights": lambda lengths, dtype: sequences.term_weights(lengths, 768, 3000, dtype),
     "first_tokens": lambda lengths, dtype: sequences.first_tokens(lengths, 768, dtype),
     "unpack": lambda lengths, dtype: padded.unpack(lengths, 768, dtype),
     "pack": lambda lengths, dtype: padded.pack(lengths, 768, dtype),

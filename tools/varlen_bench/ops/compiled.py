@@ -25,7 +25,13 @@ from varlen_bench.ops.rows import (
     rotary,
 )
 from varlen_bench.ops.sampling import sample_tokens
-from varlen_bench.ops.sequences import attention_tiles, attention_varlen, first_tokens, pool
+from varlen_bench.ops.sequences import (
+    attention_tiles,
+    attention_varlen,
+    first_tokens,
+    pool,
+    term_weights,
+)
 from varlen_kernels import Activation
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -252,6 +258,9 @@ COMPILED = [
     CompiledCall("cls", partial(pool, _LENGTHS, 768, mode="cls", normalized=False), 2),
     CompiledCall("widest", partial(pool, _LENGTHS, 16_384, mode="mean"), 3),
     CompiledCall("501", partial(pool, _LENGTHS, 501, mode="max"), dtypes=(_BF16,)),
+    # as pooling of slices: a sum, and a maximum of a slice that is not full
+    CompiledCall("sum", partial(term_weights, _LENGTHS, 64, 4096, mode="sum"), 2),
+    CompiledCall("3000", partial(term_weights, _LENGTHS, 64, 3000), dtypes=(_BF16,)),
     CompiledCall("768", partial(first_tokens, _LENGTHS, 768), 2),
     CompiledCall("768", partial(unpack, _LENGTHS, 768), 2),
     CompiledCall("768", partial(pack, _LENGTHS, 768), 2),

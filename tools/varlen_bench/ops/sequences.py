@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor
 
-from varlen_bench.ops.call import Inputs, OpCall, Tensors
-from varlen_kernels import Pooling
+from varlen_bench.ops.call import Inputs, OpCall, Tensors, as_tensor
+from varlen_kernels import Pooling, TermPooling
+from varlen_kernels.vocabulary_reference import SLICE_TERMS
 
 
 def attention_varlen(
@@ -204,6 +205,52 @@ def pool(
         # terms of a long sum nearly cancel
         threshold=1e-4,
     )
+
+
+def term_weights(
+    lengths: list[int],
+    hidden: int,
+    terms: int,
+    dtype: torch.dtype,
+    *,
+    mode: TermPooling = "max",
+) -> OpCall:
+    """Return the weights of a vocabulary's terms for each sequence."""
+    tokens, batch = sum(lengths), len(lengths)
+
+    def formula(x: Tensor, weight: Tensor, bias: Tensor, cu_seqlens: Tensor) -> Tensor:  # noqa: ARG001
+        weights = torch.log1p(F.relu(x @ weight + bias))
+        rows = torch.split(weights, lengths)
+        return torch.stack([each.amax(0) if mode == "max" else each.sum(0) for each in rows])
+
+    return OpCall(
+        op="term_weights",
+        shape=f"{tokens}x{hidden}x{terms} {mode}",
+        dtype=dtype,
+        inputs=lambda make: {
+            "x": make.random(tokens, hidden),
+            # as large as those of a model: logits near 1
+            "weight": make.random(hidden, terms).div_(math.sqrt(hidden)),
+            "bias": make.random(terms),
+            "cu_seqlens": make.cu_seqlens(lengths),
+            "out": (
+                make.unwritten(batch, terms, dtype=torch.float32),
+                make.unwritten(tokens, min(terms, SLICE_TERMS)),
+            ),
+        },
+        formula=formula,
+        read=_first,
+        bytes_moved=(tokens + terms) * hidden * dtype.itemsize + 4 * batch * terms,
+        options={"mode": mode},
+        lengths=tuple(lengths),
+        flops=2 * tokens * hidden * terms,
+        tokens=tokens,
+    )
+
+
+def _first(result: object, inputs: Inputs) -> Tensor:
+    assert isinstance(result, tuple)
+    return as_tensor(result[0], inputs)
 
 
 def first_tokens(lengths: list[int], hidden: int, dtype: torch.dtype) -> OpCall:
