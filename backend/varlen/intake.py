@@ -50,6 +50,15 @@ class ChatTemplate(Protocol):
         """Return the text, special tokens included, or raise RequestError."""
 
 
+class PairTemplate(Protocol):
+    """Makes the text of a prompt out of a pair of texts."""
+
+    ending: Int32Array
+
+    def render(self, query: str, document: str) -> str:
+        """Return the text, special tokens included, or raise RequestError."""
+
+
 class Intake:
     """Checks and tokenizes the inputs of one model. Thread-safe."""
 
@@ -63,6 +72,7 @@ class Intake:
         default_prompt: str = "",
         target_start: int | None = None,
         mask_token: int | None = None,
+        pair_template: PairTemplate | None = None,
     ) -> None:
         """Start the checks.
 
@@ -74,6 +84,7 @@ class Intake:
             default_prompt: put before texts if a request names none.
             target_start: of a model that translates: the token that each target begins with; its inputs are sources.
             mask_token: of a model that fills masks: the token that stands for what is missing.
+            pair_template: of a model that reads pairs as the messages of a chat.
         """
         self._tokenizer = tokenizer
         self._limits = limits
@@ -81,6 +92,7 @@ class Intake:
         self._prompts = prompts or {}
         self._default_prompt = default_prompt
         self._mask_token = mask_token
+        self._pair_template = pair_template
         self._target_ids = None if target_start is None else np.array([target_start], np.int32)
 
     def texts(
@@ -236,10 +248,32 @@ class Intake:
         """Return the prompts of checked texts."""
         if prompt:
             texts = [prompt + text if isinstance(text, str) else text for text in texts]
+        if self._pair_template is not None:
+            return tuple(
+                self._pair_prompt(self._pair_template, row, text, truncate, side)
+                for row, text in enumerate(texts, start=first_row)
+            )
         found = self._tokenizer.encode(
             texts, truncate=truncate, side=side, special_tokens=special_tokens
         )
         return tuple(self._prompt(row, each) for row, each in enumerate(found, start=first_row))
+
+    def _pair_prompt(
+        self, template: PairTemplate, row: int, text: Text, truncate: bool, side: TruncationSide
+    ) -> Prompt:
+        """Return the prompt of a pair; when cut, it keeps the template's end."""
+        if isinstance(text, str):
+            raise RequestError(f"row {row}: text_pair is missing; this model compares two texts")
+        if truncate and side == "left":
+            raise RequestError("truncation_side is left; allowed with this model: right")
+        rendered = template.render(*text)
+        (found,) = self._tokenizer.encode([rendered], truncate=False, special_tokens=False)
+        most = self._limits.max_sequence_tokens
+        if truncate and len(found.token_ids) > most:
+            ending = template.ending[-most:]
+            ids = np.concatenate([found.token_ids[: most - len(ending)], ending])
+            found = Tokenized(ids, None)
+        return self._prompt(row, found)
 
     def _prompt(self, row: int, text: Tokenized) -> Prompt:
         tokens, most = len(text.token_ids), self._limits.max_sequence_tokens

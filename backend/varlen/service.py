@@ -10,8 +10,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from varlen.config import PROMPTED_TASKS, EngineConfig, Task
+from varlen.config import NO_LIMIT, PROMPTED_TASKS, EngineConfig, Task
 from varlen.cost_warmup import costs_for, warm_up
+from varlen.decoding.chat import ChatTemplate
+from varlen.decoding.pair_template import PairTemplate
 from varlen.engine import Engine
 from varlen.errors import CheckpointError
 from varlen.execution.executor import ModelExecutor
@@ -21,7 +23,7 @@ from varlen.intake import InputLimits, Intake
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.notes import checkpoint_notes
-from varlen.request import Reply, Request
+from varlen.request import Int32Array, Reply, Request
 from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
@@ -100,6 +102,7 @@ class Service:
                 prompts=checkpoint.prompts if has_prompts else None,
                 default_prompt=checkpoint.default_prompt if has_prompts else "",
                 mask_token=_mask_token(checkpoint, tokenizer) if info.task == "fill_mask" else None,
+                pair_template=_pair_template(checkpoint, tokenizer, info.task),
             )
             warm_up(info, executor, config)
             costs = costs_for(info, executor, checkpoint, config)
@@ -215,6 +218,23 @@ def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:
         type_vocab_size=info.type_vocab_size,
         max_arena_tokens=info.max_batch_tokens,
     )
+
+
+def _pair_template(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> PairTemplate | None:
+    """Return what makes prompts of pairs, for a model that answers whether they fit."""
+    if checkpoint.logit_score is None or task != "rerank":
+        return None
+    if checkpoint.chat_template is None:
+        raise CheckpointError("the checkpoint has no chat template, which pairs of texts need")
+    template = ChatTemplate(
+        checkpoint.chat_template, checkpoint.special_tokens, max_characters=NO_LIMIT
+    )
+
+    def tokenize(text: str) -> Int32Array:
+        (found,) = tokenizer.encode([text], truncate=False, special_tokens=False)
+        return found.token_ids
+
+    return PairTemplate(template, checkpoint.logit_score, tokenize)
 
 
 def _log_loaded(info: ModelInfo, seconds: float) -> None:

@@ -83,6 +83,46 @@ def test_an_encoder_is_compared_with_sentence_transformers(encoder):
     assert not any("log_level" in line for line in lines)
 
 
+def test_a_language_model_that_ranks_is_compared_with_cross_encoder(tmp_path):
+    template = (
+        "{{ (messages | selectattr('role', 'eq', 'query') | first).content }}:"
+        "{{ (messages | selectattr('role', 'eq', 'document') | first).content }}"
+    )
+    kind = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
+    modality = {"method": "forward", "method_output_name": "logits"}
+    files = {
+        "modules.json": [
+            {
+                "name": "0",
+                "path": "",
+                "type": "sentence_transformers.base.modules.transformer.Transformer",
+            },
+            {"name": "1", "path": "1_LogitScore", "type": kind},
+        ],
+        "1_LogitScore/config.json": {"true_token_id": 70, "false_token_id": 80},
+        "sentence_bert_config.json": {
+            "transformer_task": "text-generation",
+            "modality_config": {"text": modality, "message": {**modality, "format": "flat"}},
+            "module_output_name": "causal_logits",
+        },
+        "config_sentence_transformers.json": {"model_type": "CrossEncoder"},
+        "chat_template.jinja": template,
+    }
+    folder = save_checkpoint(tmp_path / "reranker", "Qwen3ForCausalLM", files=files)
+    set_fields(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        pad_token="<|endoftext|>",
+    )
+
+    report = report_of(folder)
+
+    assert report["verdict"] == "agrees", report["examination"]["comparisons"]
+    assert report["findings"]["tasks"][0] == "rerank"
+    assert report["examination"]["comparisons"][0]["original"].startswith("sentence-transformers")
+
+
 def test_a_first_release_is_compared_with_transformers_own_model(tmp_path):
     files = pooling_files(pooling_mode="cls", embedding_dimension=24)
     folder = save_checkpoint(tmp_path / "gte", "GteModel", files=files)

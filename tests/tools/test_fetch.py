@@ -289,6 +289,15 @@ def test_a_pickled_module_is_refused_with_the_command_that_converts_it(encoder, 
     assert not list(target.rglob("*.bin"))
 
 
+def test_a_module_without_files_needs_no_folder(encoder, repository):
+    modules = [module("Transformer"), module("Pooling", "1_Pooling")]
+    write_file(encoder, "modules.json", [*modules, module("Normalize", "2_Normalize")])
+
+    target = fetch(str(encoder), repository=repository)
+
+    assert Checkpoint.open(target / "1").normalize
+
+
 def test_says_what_it_found(encoder, repository):
     set_fields(encoder, "config_sentence_transformers.json", prompts={"query": "query: "})
     (encoder / "README.md").write_text("---\nlanguage: [en, de]\n---\n# Tiny\n")

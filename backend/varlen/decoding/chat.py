@@ -42,11 +42,14 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._max_characters = max_characters
 
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True
+    ) -> str:
         """Return the text of a prompt, special tokens included, up to where the answer begins.
 
         Args:
             messages: objects of JSON with a role and what else the template reads, mostly a content.
+            add_generation_prompt: whether the template begins the answer.
 
         Raises:
             RequestError: the messages are not valid, or too long, or the template refuses them.
@@ -59,7 +62,7 @@ class ChatTemplate:
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             ):
                 parts.append(part)

@@ -23,9 +23,10 @@ from varlen.models.family import Family
 from varlen.models.first_releases import to_native
 from varlen.models.generation_config import check_generation, read_end_tokens
 from varlen.models.labels import NO_LABELS, Labels, read_labels
+from varlen.models.logit_score import LogitScore, check_score_tokens
 from varlen.models.masked_lm_layout import MaskedLMLayout
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
-from varlen.models.sentence_transformers import read_sentence_settings
+from varlen.models.sentence_transformers import SentenceSettings, read_sentence_settings
 from varlen.models.sparse import SpladeConfig
 from varlen.models.tokenizer_files import read_tokenizer_settings
 from varlen.models.translate_config import TranslateSettings, read_translate_settings
@@ -35,6 +36,8 @@ from varlen_kernels import Pooling
 
 # Tasks that need the head of a masked language model.
 MASKED_LM_TASKS: frozenset[Task] = frozenset({"sparse_embed", "fill_mask"})
+
+_SEQUENCES = "ForSequenceClassification"
 
 # The families that are served, by the `model_type` of config.json.
 FAMILIES: Mapping[str, Family] = {
@@ -63,6 +66,7 @@ class Checkpoint:
         prompts: texts that `embed` puts before texts, by name.
         default_prompt: the one that it takes if a request names none.
         splade: how `sparse_embed` makes a vector of terms.
+        logit_score: how `rerank` makes a score of two logits, if its modules say so.
         masked_lm: the head of a masked language model, None if it has none.
         hidden_size: features of a token.
         vocab_size: token ids of texts are below this.
@@ -88,6 +92,7 @@ class Checkpoint:
     prompts: Mapping[str, str]
     default_prompt: str
     splade: SpladeConfig
+    logit_score: LogitScore | None
     masked_lm: MaskedLMLayout | None
     hidden_size: int
     vocab_size: int
@@ -122,24 +127,28 @@ class Checkpoint:
         trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
         check_widths(sentence.dense, len(sentence.pooling) * sizes.hidden)
         has_labels = family.architectures[architecture] in ("classify", "token_classify")
+        if sentence.logit_score is not None:
+            has_labels = True
+            check_score_tokens(sentence.logit_score, read_int(config, "vocab_size"))
         return cls(
             folder=folder,
             config=config,
             architecture=architecture,
-            task="sparse_embed" if sentence.splade else family.architectures[architecture],
+            task=_task(sentence, family, architecture),
             pooling=sentence.pooling,
             dense=sentence.dense,
             normalize=sentence.normalize,
             prompts=sentence.prompts,
             default_prompt=sentence.default_prompt,
             splade=sentence.splade or SpladeConfig(),
+            logit_score=sentence.logit_score,
             masked_lm=_masked_lm(config, family, architecture),
             vocab_size=read_int(config, "vocab_size"),
             target_vocab_size=_target_vocab_size(config),
             hidden_size=sizes.hidden,
             # with a single type, all tokens have it
             has_token_types=family.has_token_types and config.get("type_vocab_size") not in (0, 1),
-            labels=read_labels(config, sentence.activation_class) if has_labels else NO_LABELS,
+            labels=_labels(config, sentence) if has_labels else NO_LABELS,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
             eos_token_ids=read_end_tokens(folder, config) if family.kind == "decoder" else (),
@@ -201,6 +210,8 @@ class Checkpoint:
                 f" allowed: {', '.join(family.tasks)}"
             )
         needed = family.heads.get(task)
+        if task == "rerank" and self.logit_score is not None:
+            needed = f"{str(needed).removesuffix(_SEQUENCES)}ForCausalLM"
         if needed is not None and needed != self.architecture:
             raise CheckpointError(
                 f'task "{task}" needs a {needed} checkpoint; this one is a {self.architecture}'
@@ -213,6 +224,19 @@ class Checkpoint:
             assert self.masked_lm is not None
             self.masked_lm.check(headers)
         check_layers(self.folder, self.vector_layers(task))
+
+
+def _task(sentence: SentenceSettings, family: Family, architecture: str) -> Task:
+    """Return the task of a checkpoint's modules, else of its architecture."""
+    if sentence.splade is not None:
+        return "sparse_embed"
+    return "rerank" if sentence.logit_score is not None else family.architectures[architecture]
+
+
+def _labels(config: Json, sentence: SentenceSettings) -> Labels:
+    # a score has one label, whatever config.json says of classifiers
+    config = config if sentence.logit_score is None else {"num_labels": 1}
+    return read_labels(config, sentence.activation_class)
 
 
 def _target_vocab_size(config: Json) -> int:

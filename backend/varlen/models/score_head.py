@@ -1,4 +1,4 @@
-"""The classifier on a decoder: one linear layer of the last or of every token.
+"""The classifier on a decoder: one linear layer, or the difference of two logits.
 
 Source of the names: decoders as saved by Hugging Face transformers.
 """
@@ -8,7 +8,9 @@ import torch
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.decoder_fields import SCORE
 from varlen.models.heads import Heads
-from varlen.models.layers import LayerReader
+from varlen.models.layers import LayerReader, Linear
+from varlen.models.llama_checkpoint import LlamaConfig, prefix_of
+from varlen.models.logit_score import LogitScore
 from varlen.models.weights import CheckpointWeights
 
 
@@ -18,6 +20,8 @@ def load_score(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
     Raises:
         CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
     """
+    if checkpoint.logit_score is not None:
+        return _load_logit_score(checkpoint, checkpoint.logit_score, device)
     if not checkpoint.num_labels:
         return Heads()
     is_sequence = checkpoint.task == "classify"
@@ -28,3 +32,19 @@ def load_score(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
             [SCORE], checkpoint.hidden_size, [checkpoint.num_labels], bias=not is_sequence
         )
     return Heads(pooling="last", classifier=layer)
+
+
+def _load_logit_score(checkpoint: Checkpoint, score: LogitScore, device: torch.device) -> Heads:
+    """Return the layer whose output is the difference of two logits of the last token."""
+    config = LlamaConfig.read(checkpoint.config)
+    with CheckpointWeights(checkpoint.folder) as weights:
+        name = f"{prefix_of(weights)}embed_tokens.weight"
+        if not config.has_tied_output:
+            name = "lm_head.weight"
+        matrix = weights.read(name, config.vocab_size, config.hidden)
+        row = matrix[score.true_token].float()
+        if score.false_token is not None:
+            row = row - matrix[score.false_token].float()
+        # a copy: the file is not mapped any longer than this
+        weight = row.reshape(-1, 1).clone().to(device)
+    return Heads(pooling="last", classifier=Linear(weight, None))

@@ -6,7 +6,7 @@ by name; see docs/decisions/0014-config-fields.md.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from varlen.models.config_file import (
     read_optional_object,
     show,
 )
+from varlen.models.logit_score import LogitScore, read_logit_score
 from varlen.models.sparse import SpladeConfig, read_splade
 from varlen.models.vector_layers import DenseConfig, read_dense
 from varlen_kernels import Pooling
@@ -28,9 +29,14 @@ from varlen_kernels import Pooling
 _BERT_CONFIG = "sentence_bert_config.json"
 _MODEL_CONFIG = "config_sentence_transformers.json"
 
-_MODULES = ("Transformer", "Pooling", "Dense", "Normalize", "MLMTransformer", "SpladePooling")
+_MODULES = (
+    *("Transformer", "Pooling", "Dense", "Normalize"),
+    *("MLMTransformer", "SpladePooling", "LogitScore"),
+)
 # Dense may come several times, or not at all.
-_ORDER = re.compile(r"Transformer(,Pooling(,Dense)*(,Normalize)?)?|(MLM)?Transformer,SpladePooling")
+_ORDER = re.compile(
+    r"Transformer(,Pooling(,Dense)*(,Normalize)?)?|(MLM)?Transformer,SpladePooling|Transformer,LogitScore"
+)
 _POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -52,7 +58,11 @@ _OUTPUTS_OF_TASK = {
     "feature-extraction": ("last_hidden_state", "token_embeddings"),
     "sequence-classification": ("logits", "scores"),
     "fill-mask": ("logits", "token_embeddings"),
+    "text-generation": ("logits", "causal_logits"),
 }
+# By the module after the transformer, the tasks that it may have.
+_TASKS_OF_MODULE = {"SpladePooling": ("fill-mask",), "LogitScore": ("text-generation",)}
+_OTHER_TASKS = ("feature-extraction", "sequence-classification")
 # Kinds of models, with SpladePooling and without.
 _SPARSE_TYPES = ("SparseEncoder", "SentenceTransformer")
 _DENSE_TYPES = ("SentenceTransformer", "CrossEncoder")
@@ -76,6 +86,7 @@ class SentenceSettings:
         lowercase: whether texts are lowercased even if the tokenizer does not.
         activation_class: what makes scores of a cross-encoder's logits, if a file has it.
         splade: how a vector of terms is made; None for other models.
+        logit_score: how two logits become a score; None for other models.
     """
 
     pooling: tuple[Pooling, ...] = ("mean",)
@@ -87,6 +98,7 @@ class SentenceSettings:
     lowercase: bool = False
     activation_class: str | None = None
     splade: SpladeConfig | None = None
+    logit_score: LogitScore | None = None
 
 
 def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> SentenceSettings:
@@ -102,7 +114,8 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
     modules = _modules(folder)
     paths = dict(modules)
     is_splade = "SpladePooling" in paths
-    transformer = _transformer_config(folder, is_splade=is_splade)
+    last = modules[-1][0] if modules else ""
+    transformer = _transformer_config(folder, _TASKS_OF_MODULE.get(last, _OTHER_TASKS))
     includes_prompt = True
     modes: tuple[Pooling, ...] = (pooling,)
     if "Pooling" in paths:
@@ -112,7 +125,12 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
         includes_prompt = config.get("include_prompt") is not False
     if "Normalize" in paths:
         _check_normalize(folder, paths["Normalize"])
-    prompts, prompt = _prompts(folder, is_splade=is_splade)
+    prompts, prompt = _prompts(folder, last)
+    score = None
+    if last == "LogitScore":
+        score = read_logit_score(folder, paths[last], transformer, prompt)
+        # a message of its own
+        prompt = ""
     if prompt and not includes_prompt:
         raise CheckpointError(
             f"the pooling has include_prompt false and {_MODEL_CONFIG} a default prompt {show(prompt)};"
@@ -135,6 +153,7 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
             if is_splade
             else None
         ),
+        logit_score=score,
     )
 
 
@@ -149,7 +168,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     if kinds and not _ORDER.fullmatch(",".join(kinds)):
         raise CheckpointError(
             f"modules.json has the modules {', '.join(kinds)}; allowed: Transformer, Pooling, Dense, Normalize, in this"
-            " order, each once, Dense any number of times; or Transformer, SpladePooling"
+            " order, each once, Dense any number of times; or Transformer, SpladePooling; or Transformer, LogitScore"
         )
     paths = [str(module.get("path") or "") for module in modules]
     if paths and paths[0]:
@@ -205,9 +224,8 @@ def _check_normalize(folder: Path, path: str) -> None:
     check_fields(read_optional_object(folder, name), name, known=(), fixed=fixed)
 
 
-def _transformer_config(folder: Path, *, is_splade: bool) -> Json:
+def _transformer_config(folder: Path, allowed: Sequence[str]) -> Json:
     config = read_optional_object(folder, _BERT_CONFIG)
-    allowed = [task for task in _OUTPUTS_OF_TASK if (task == "fill-mask") == is_splade]
     # the module that older files name has its task without a field
     task = config.get("transformer_task") or allowed[0]
     if task not in allowed:
@@ -219,14 +237,24 @@ def _transformer_config(folder: Path, *, is_splade: bool) -> Json:
         "modality_config": {"text": {"method": "forward", "method_output_name": output}},
         "module_output_name": name,
     }
+    if task == "text-generation":
+        # what it says of messages is read with the module after it
+        fixed = {"module_output_name": name}
     # unpad_inputs chooses between two ways to the same vectors
-    known = ("transformer_task", "max_seq_length", "do_lower_case", "unpad_inputs")
-    check_fields(config, _BERT_CONFIG, known=known, fixed=fixed)
+    known = {
+        "transformer_task",
+        "max_seq_length",
+        "do_lower_case",
+        "unpad_inputs",
+        "modality_config",
+    }
+    check_fields(config, _BERT_CONFIG, known=known - fixed.keys(), fixed=fixed)
     return config
 
 
-def _prompts(folder: Path, *, is_splade: bool) -> tuple[Mapping[str, str], str]:
+def _prompts(folder: Path, last_module: str) -> tuple[Mapping[str, str], str]:
     """Return the prompts by name, and the default one."""
+    is_splade = last_module == "SpladePooling"
     config = read_optional_object(folder, _MODEL_CONFIG)
     kind = config.get("model_type") or "SentenceTransformer"
     allowed = _SPARSE_TYPES if is_splade else _DENSE_TYPES
@@ -254,7 +282,7 @@ def _prompts(folder: Path, *, is_splade: bool) -> tuple[Mapping[str, str], str]:
             f" {', '.join(prompts) or 'it has none'}"
         )
     prompt = prompts[name] or ""
-    if prompt and kind == "CrossEncoder":
+    if prompt and kind == "CrossEncoder" and last_module != "LogitScore":
         raise CheckpointError(
             f"{_MODEL_CONFIG} has a default prompt {show(prompt)}; prompts of a CrossEncoder are not served"
         )

@@ -179,7 +179,7 @@ def shards(folder: Path) -> list[Path]:
 
 def pickled_weights(folder: Path) -> list[str]:
     """Return the names of the files that may hold pickled weights."""
-    return sorted(path.name for path in folder.iterdir() if is_pickle(path.name))
+    return sorted(path.name for path in folder.glob("*") if is_pickle(path.name))
 
 
 def is_pickle(name: str) -> bool:

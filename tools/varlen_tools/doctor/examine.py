@@ -24,6 +24,7 @@ from varlen_tools.doctor.originals import (
     Transformers,
     has_library,
     named,
+    pair_scores,
     readable_folder,
     sentence_vectors,
 )
@@ -90,7 +91,7 @@ def examine(checkpoint: Checkpoint, config: EngineConfig, *, has_speed: bool) ->
 def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool) -> Examination:
     limit = min(LONGEST, sequence_limit(checkpoint, config))
     config = replace(config, max_sequence_tokens=limit)
-    task = _comparable_task(config.task or checkpoint.task)
+    task = _comparable_task(config.task or checkpoint.task, checkpoint)
     inputs = sample_inputs(task, limit)
     vocab_size = checkpoint.vocab_size
     service = Service.load(checkpoint.folder, config, Stats())
@@ -119,16 +120,18 @@ def _examine_one_step(checkpoint: Checkpoint, config: EngineConfig, has_speed: b
     return Examination(memory, tuple(_compare(checkpoint, task, inputs, limit, answers)), speeds)
 
 
-def _comparable_task(task: Task) -> Task:
+def _comparable_task(task: Task, checkpoint: Checkpoint) -> Task:
     """Return the task that the original libraries can answer too."""
-    is_vector = task in ("embed", "sparse_embed")
-    if task in LOGITS or (is_vector and has_library("sentence-transformers")):
+    needs_sentences = task in ("embed", "sparse_embed") or checkpoint.logit_score is not None
+    if needs_sentences:
+        return task if has_library("sentence-transformers") else "hidden"
+    if task in LOGITS:
         return task
     return "hidden"
 
 
 def _answers(encoder: Encoder, inputs: Inputs, vocab_size: int) -> list[Float32Array]:
-    """Return the answer of each input for the encoder's task; weights of all terms for `sparse_embed`."""
+    """Return the answer of each input; for `sparse_embed`, weights of all terms."""
     if encoder.task == "embed":
         return list(encoder.embed(inputs, truncate=True))
     if encoder.task == "hidden":
@@ -156,21 +159,19 @@ def _compare(
     if not has_library("transformers"):
         return
     names = {"embed": "vectors", "sparse_embed": "term weights", "hidden": "hidden states"}
-    what, is_vector = names.get(task, "logits"), task in ("embed", "sparse_embed")
-    library = "sentence-transformers" if is_vector else "transformers"
+    what = names.get(task, "logits")
+    # what they call chats is tokenized with their answers
+    is_chat = task == "rerank" and checkpoint.logit_score is not None
+    is_vector = task in ("embed", "sparse_embed")
+    library = "sentence-transformers" if is_vector or is_chat else "transformers"
     with readable_folder(checkpoint) as folder:
         try:
             original = Transformers(folder, checkpoint)
-            tokenizer = Tokenizer(checkpoint.folder, limit)
-            yield compare_ids(
-                "token ids",
-                named("transformers"),
-                actual=[
-                    each.token_ids.tolist() for each in tokenizer.encode(inputs, truncate=True)
-                ],
-                expected=original.token_ids(inputs, limit),
-            )
-            if is_vector:
+            if not is_chat:
+                yield _compare_tokens(checkpoint, original, inputs, limit)
+            if is_chat:
+                expected = pair_scores(folder, inputs, limit)
+            elif is_vector:
                 texts = [text for text in inputs if isinstance(text, str)]
                 is_sparse = task == "sparse_embed"
                 expected = sentence_vectors(folder, texts, limit, is_sparse=is_sparse)
@@ -181,6 +182,18 @@ def _compare(
             return
     for dtype, actual in sorted(answers.items(), key=lambda item: item[0] != "fp32"):
         yield compare_values(what, named(library), actual=actual, expected=expected, dtype=dtype)
+
+
+def _compare_tokens(
+    checkpoint: Checkpoint, original: Transformers, inputs: Sequence[Text], limit: int
+) -> Comparison:
+    ours = Tokenizer(checkpoint.folder, limit).encode(inputs, truncate=True)
+    return compare_ids(
+        "token ids",
+        named("transformers"),
+        actual=[each.token_ids.tolist() for each in ours],
+        expected=original.token_ids(inputs, limit),
+    )
 
 
 def _encoder_speeds(encoder: Encoder, vocab_size: int, limit: int) -> Iterator[Speed]:

@@ -138,3 +138,21 @@ def sentence_vectors(
     options = {"convert_to_sparse_tensor": False} if is_sparse else {}
     vectors = model.encode(list(texts), batch_size=1, show_progress_bar=False, **options)
     return [np.asarray(vector, dtype=np.float32) for vector in vectors]
+
+
+def pair_scores(folder: Path, pairs: Sequence[Text], limit: int) -> list[Float32Array]:
+    """Return the score of each pair in sentence-transformers, without an activation."""
+    from sentence_transformers import CrossEncoder
+
+    model = CrossEncoder(
+        str(folder),
+        device="cpu",
+        local_files_only=True,
+        trust_remote_code=False,
+        model_kwargs={"dtype": torch.float32},
+    )
+    model.max_seq_length = limit
+    scores = model.predict(
+        list(pairs), activation_fn=torch.nn.Identity(), batch_size=1, show_progress_bar=False
+    )
+    return [np.array([score], dtype=np.float32) for score in scores]
