@@ -31,7 +31,7 @@ from varlen.errors import (
 from varlen.metrics import CountedMetric, Outcome, Stats
 from varlen.request import GeneratedPart, Output
 from varlen.shared_memory import check_answer, sending
-from varlen.tracing import RequestTracer
+from varlen.tracing import RequestTrace, RequestTracer
 
 _log = logging.getLogger(__name__)
 
@@ -84,16 +84,7 @@ class ServerReply:
         stats: Stats,
         *,
         names_codes: bool = False,
-        tracer: RequestTracer | None = None,
-        context: str | None = None,
     ) -> None:
-        """Make a reply.
-
-        Args:
-            sender, outbox, stats: where its responses go, and their counts.
-            names_codes: see `Outbox`.
-            tracer, context: make its trace.
-        """
         self._sender = sender
         self._outbox = outbox
         self._stats = stats
@@ -111,14 +102,19 @@ class ServerReply:
         self._answered = False
         self._cancelled = False
         self._last_check = self._arrival
-        self._tracer = tracer
-        self.trace = tracer.begin(context, self._arrival) if tracer else None
+        self._tracer: RequestTracer | None = None
+        self.trace: RequestTrace | None = None
         """Gets the times of the request; None if it is not traced."""
 
     @property
     def arrival(self) -> float:
         """When the request came, in seconds of `time.monotonic`."""
         return self._arrival
+
+    def begin_trace(self, tracer: RequestTracer, context: str | None) -> None:
+        """Trace the request if the context of the server says so."""
+        self._tracer = tracer
+        self.trace = tracer.begin(context, self._arrival)
 
     def expect(self, answer: Answer) -> None:
         """Set what makes the responses, before the request runs.
@@ -309,14 +305,15 @@ class Outbox:
     def reply_to(self, request: pb_utils.InferenceRequest) -> ServerReply:
         """Return the reply to a request, which must be answered."""
         sender = request.get_response_sender()
-        return ServerReply(
-            sender,
-            self,
-            self._stats,
-            names_codes=self._names_codes,
-            tracer=self._tracer,
-            context=request.trace().get_context() if self._tracer else None,
-        )
+        reply = ServerReply(sender, self, self._stats, names_codes=self._names_codes)
+        if self._tracer is not None:
+            try:
+                reply.begin_trace(self._tracer, request.trace().get_context())
+            except Exception:
+                # without its sender, the request would never be answered
+                _log.exception("requests cannot be traced")
+                self._tracer = None
+        return reply
 
     def put(self, reply: ServerReply) -> None:
         """Enqueue a reply that has something to send."""

@@ -102,7 +102,12 @@ class RequestTracer:
         from opentelemetry.trace import get_current_span
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        parent = TraceContextTextMapPropagator().extract(json.loads(context))
+        try:
+            headers = json.loads(context)
+        except ValueError:
+            # a client's header, which the server repeats
+            return None
+        parent = TraceContextTextMapPropagator().extract(headers)
         if not get_current_span(parent).get_span_context().trace_flags.sampled:
             return None
         return RequestTrace(parent, arrival, dict(self._attributes))

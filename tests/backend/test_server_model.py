@@ -1110,3 +1110,26 @@ def test_a_traced_request_has_spans_of_its_phases(load, ask, server_model, monke
     assert ok["varlen.run"].attributes["varlen.batch.sequences"] >= 1
     invalid = [span.name for span in spans if span.attributes["varlen.outcome"] == "invalid"]
     assert invalid == ["varlen.queue", "varlen.send"]
+
+
+def test_a_request_is_answered_even_if_it_cannot_be_traced(load, ask, server_model, monkeypatch):
+    asked = []
+
+    class BrokenTracer:
+        def begin(self, context, arrival):
+            asked.append(context)
+            raise OSError("no trace")
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(server_model, "load_tracer", lambda model, version: BrokenTracer())
+    model = load()
+    first, second = ask(text=text("a")), ask(text=text("b"))
+
+    model.execute([first, second])
+
+    result(first)
+    result(second)
+    # it is not tried again
+    assert len(asked) == 1

@@ -91,8 +91,8 @@ def test_the_phase_in_which_a_request_failed_has_the_error(tracer, exporter, sta
 
 @pytest.mark.parametrize(
     "given",
-    [None, context("00"), "{}", '{"traceparent": "00-nonsense-01"}'],
-    ids=["no tracing", "not sampled", "empty", "not valid"],
+    [None, context("00"), "{}", '{"traceparent": "00-nonsense-01"}', '{"tracestate": "a"b"}'],
+    ids=["no tracing", "not sampled", "empty", "not valid", "not JSON"],
 )
 def test_a_request_that_is_not_sampled_has_no_trace(tracer, given):
     assert tracer.begin(given, 0.0) is None
