@@ -6,7 +6,7 @@ import base64
 from typing import Any, Literal
 
 from fastapi import FastAPI
-from pydantic import Field, StrictInt
+from pydantic import Field, StrictInt, StrictStr
 from starlette.responses import Response
 
 from varlen_client.gateway.bodies import (
@@ -36,7 +36,7 @@ class TextsBody(RequestBody):
     """What requests to `/embed` and `/embed_sparse` have."""
 
     inputs: Texts
-    prompt_name: str | None = None
+    prompt_name: StrictStr | None = None
     truncate: bool = False
     truncation_direction: Direction = "right"
 
@@ -93,7 +93,7 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/embed_sparse", tags=["Text Embeddings Inference"])
     async def embed_sparse(body: TextsBody) -> Response:
-        """Embed texts or token ids sparsely: the answer has the terms of each row."""
+        """Embed texts or token ids sparsely: their terms and weights, the largest first."""
         model = await gateway.models.get(body.model)
         vectors = await model.client.sparse_embed(
             rows_of(body.inputs, "inputs"),
@@ -110,14 +110,14 @@ def truncation(*, truncate: bool, direction: Direction) -> dict[str, Any]:
     return {"truncate": True, "truncation_side": direction.lower()}
 
 
-def _terms(vector: SparseVector) -> list[dict[str, int | float]]:
-    terms = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
-    return [{"index": index, "value": value} for index, value in terms]
-
-
 def _list(vector: Floats) -> list[float]:
     numbers: list[float] = vector.tolist()
     return numbers
+
+
+def _terms(vector: SparseVector) -> list[dict[str, int | float]]:
+    pairs = zip(vector.indices.tolist(), vector.values.tolist(), strict=True)
+    return [{"index": index, "value": value} for index, value in pairs]
 
 
 def _base64(vector: Floats) -> str:

@@ -81,10 +81,8 @@ class FakeClient:
 
     async def sparse_embed(self, inputs, *, timeout=None, **options):
         await self._answer("sparse_embed", inputs, options)
-        return [
-            SparseVector(np.arange(len(row), dtype=np.int32), np.ones(len(row), np.float32))
-            for row in inputs
-        ]
+        indices = np.array([9, 4], np.int32)
+        return [SparseVector(indices + len(row), np.float32([2.5, 1.0])) for row in inputs]
 
     async def model_info(self):
         return ModelInfo(self.name, 8, OUTPUTS[self.name], self.calls.settings)

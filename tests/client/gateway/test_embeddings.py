@@ -108,10 +108,14 @@ def test_nulls_and_the_user_change_nothing(post):
     post("/v1/embeddings", model="embedder", input="a", dimensions=None, user="someone")
 
 
-@pytest.mark.parametrize("inputs, rows", [("ab", ["ab"]), (["a", "bc"], ["a", "bc"])], ids=str)
-def test_sparse_vectors_are_lists_of_terms(post, calls, inputs, rows):
-    answer = post("/embed_sparse", model="sparse", inputs=inputs, truncate=True)
+def test_sparse_vectors_are_lists_of_terms(post, calls):
+    options = {"truncate": True, "truncation_direction": "Left", "prompt_name": "query"}
 
-    assert answer == [[{"index": at, "value": 1.0} for at in range(len(row))] for row in rows]
-    options = {"truncate": True, "truncation_side": "right"}
-    assert calls.received == [("sparse", "sparse_embed", rows, options)]
+    answer = post("/embed_sparse", model="embedder", inputs=["ab", "c"], **options)
+
+    assert answer == [
+        [{"index": 11, "value": 2.5}, {"index": 6, "value": 1.0}],
+        [{"index": 10, "value": 2.5}, {"index": 5, "value": 1.0}],
+    ]
+    given = {"truncate": True, "truncation_side": "left", "prompt_name": "query"}
+    assert calls.received == [("embedder", "sparse_embed", ["ab", "c"], given)]
