@@ -120,10 +120,10 @@ def attend_to_keys(
     values_ptr,  # [length, HEAD_DIM]
     bias_ptr,  # bias of distance 0, read if HAS_BIAS
     reach,
-    distance_rows_ptr,  # row of distance 0, read if there are keys or queries of distances
+    distance_rows_ptr,  # [distance_width], read if there are keys or queries of distances
     distance_keys_ptr,  # [rows, HEAD_DIM], read if HAS_DISTANCE_KEYS
     distance_queries_ptr,  # [rows, HEAD_DIM], read if HAS_DISTANCE_QUERIES
-    distance_reach,
+    distance_width,
     first_query,
     first_key,
     length,
@@ -162,7 +162,7 @@ def attend_to_keys(
             distance_rows_ptr,
             distance_keys_ptr,
             distance_queries_ptr,
-            distance_reach,
+            distance_width,
             first_key - first_query,
             STRIDE=DISTANCE_STRIDE,
             HEAD_DIM=HEAD_DIM,
@@ -274,12 +274,6 @@ def _attention_varlen_kernel(
     values_ptr = keys_ptr + NUM_KV_HEADS * HEAD_DIM
     reach = bias_width // 2
     bias_ptr += head.to(tl.int64) * bias_width + reach
-    distance_reach = distance_width // 2
-    if HAS_DISTANCE_KEYS or HAS_DISTANCE_QUERIES:
-        # these launches have one head a program
-        distance_rows_ptr += distance_reach
-        distance_keys_ptr += head * HEAD_DIM
-        distance_queries_ptr += head * HEAD_DIM
     query = first_query + tl.arange(0, BLOCK_M)
     num_queries = length - first_query
     q_ptr = sequence_ptr + first_query.to(tl.int64) * QKV_STRIDE
@@ -320,9 +314,9 @@ def _attention_varlen_kernel(
                 bias_ptr,
                 reach,
                 distance_rows_ptr,
-                distance_keys_ptr,
-                distance_queries_ptr,
-                distance_reach,
+                distance_keys_ptr + head * HEAD_DIM,
+                distance_queries_ptr + head * HEAD_DIM,
+                distance_width,
                 tile_query,
                 loop_begin + offset,
                 num_keys,
