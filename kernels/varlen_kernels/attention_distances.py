@@ -35,10 +35,10 @@ def add_distance_products(
     scores,  # [BLOCK_M, BLOCK_N]
     q,  # [BLOCK_M, BLOCK_D]
     k,  # [BLOCK_N, BLOCK_D]
-    rows_ptr,  # row of distance 0
+    rows_ptr,  # [width]
     keys_ptr,  # [rows, HEAD_DIM], read if HAS_KEYS
     queries_ptr,  # [rows, HEAD_DIM], read if HAS_QUERIES
-    reach,
+    width,
     first_distance,  # of the first key from the first query
     STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -53,7 +53,7 @@ def add_distance_products(
     BAND: tl.constexpr = 2 * max(BLOCK_M, BLOCK_N)
     LAST: tl.constexpr = BLOCK_M - 1
     distance = first_distance - LAST + tl.arange(0, BAND)
-    row = tl.load(rows_ptr + tl.minimum(tl.maximum(distance, -reach), reach))
+    row = tl.load(rows_ptr + tl.minimum(tl.maximum(distance + width // 2, 0), width - 1))
     if HAS_KEYS:
         table = load_distances(keys_ptr, row, STRIDE, HEAD_DIM, BLOCK_D)
         products = tl.dot(q, tl.trans(table), input_precision="tf32x3")

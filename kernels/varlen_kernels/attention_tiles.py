@@ -166,6 +166,36 @@ def count_started(
     return started
 
 
+@triton.jit
+def masked_keys(
+    num_keys,
+    tile_query,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    TAIL_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return the first key of the masked blocks, and the end of the keys.
+
+    Most blocks need no mask: every query of the tile may read all keys before.
+    """
+    end = num_keys
+    first_masked = num_keys // BLOCK_N * BLOCK_N
+    if TAIL_FIRST:
+        # one block with at least one key
+        first_masked = (num_keys - 1) // BLOCK_N * BLOCK_N
+    if CAUSAL:
+        end = tl.minimum(num_keys, tile_query + BLOCK_M)
+        first_masked = tile_query // BLOCK_N * BLOCK_N
+    elif WINDOW > 0:
+        end = tl.minimum(num_keys, tile_query + BLOCK_M + WINDOW - 1)
+    # a window is short, so all its blocks are masked
+    if WINDOW > 0:
+        first_masked = 0
+    return first_masked, end
+
+
 @triton.jit(do_not_specialize=["batch", "tiles"])
 def _attention_tiles_kernel(
     cu_seqlens_ptr,  # [batch + 1]

@@ -22,6 +22,7 @@ from varlen_kernels.attention_tiles import (
     block_d,
     check_tiles,
     find_tile,
+    masked_keys,
     num_tiles,
     read_tile,
 )
@@ -120,10 +121,10 @@ def attend_to_keys(
     values_ptr,  # [length, HEAD_DIM]
     bias_ptr,  # bias of distance 0, read if HAS_BIAS
     reach,
-    distance_rows_ptr,  # row of distance 0, read if there are keys or queries of distances
+    distance_rows_ptr,  # [distance_width], read if there are keys or queries of distances
     distance_keys_ptr,  # [rows, HEAD_DIM], read if HAS_DISTANCE_KEYS
     distance_queries_ptr,  # [rows, HEAD_DIM], read if HAS_DISTANCE_QUERIES
-    distance_reach,
+    distance_width,
     first_query,
     first_key,
     length,
@@ -162,7 +163,7 @@ def attend_to_keys(
             distance_rows_ptr,
             distance_keys_ptr,
             distance_queries_ptr,
-            distance_reach,
+            distance_width,
             first_key - first_query,
             STRIDE=DISTANCE_STRIDE,
             HEAD_DIM=HEAD_DIM,
@@ -186,36 +187,6 @@ def attend_to_keys(
         scores = tl.where(readable, scores, float("-inf"))
     # a window or a bias of -inf may hide all keys so far
     return add_values(context, weight_sum, max_score, scores, v, scale, HAS_BIAS or WINDOW > 0)
-
-
-@triton.jit
-def masked_keys(
-    num_keys,
-    tile_query,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    TAIL_FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Return the first key of the masked blocks, and the end of the keys.
-
-    Most blocks need no mask: every query of the tile may read all keys before.
-    """
-    end = num_keys
-    first_masked = num_keys // BLOCK_N * BLOCK_N
-    if TAIL_FIRST:
-        # one block with at least one key
-        first_masked = (num_keys - 1) // BLOCK_N * BLOCK_N
-    if CAUSAL:
-        end = tl.minimum(num_keys, tile_query + BLOCK_M)
-        first_masked = tile_query // BLOCK_N * BLOCK_N
-    elif WINDOW > 0:
-        end = tl.minimum(num_keys, tile_query + BLOCK_M + WINDOW - 1)
-    # a window is short, so all its blocks are masked
-    if WINDOW > 0:
-        first_masked = 0
-    return first_masked, end
 
 
 @triton.jit(do_not_specialize=["batch", "bias_width", "distance_width"])
@@ -274,12 +245,6 @@ def _attention_varlen_kernel(
     values_ptr = keys_ptr + NUM_KV_HEADS * HEAD_DIM
     reach = bias_width // 2
     bias_ptr += head.to(tl.int64) * bias_width + reach
-    distance_reach = distance_width // 2
-    if HAS_DISTANCE_KEYS or HAS_DISTANCE_QUERIES:
-        # these launches have one head a program
-        distance_rows_ptr += distance_reach
-        distance_keys_ptr += head * HEAD_DIM
-        distance_queries_ptr += head * HEAD_DIM
     query = first_query + tl.arange(0, BLOCK_M)
     num_queries = length - first_query
     q_ptr = sequence_ptr + first_query.to(tl.int64) * QKV_STRIDE
@@ -320,9 +285,9 @@ def _attention_varlen_kernel(
                 bias_ptr,
                 reach,
                 distance_rows_ptr,
-                distance_keys_ptr,
-                distance_queries_ptr,
-                distance_reach,
+                distance_keys_ptr + head * HEAD_DIM,
+                distance_queries_ptr + head * HEAD_DIM,
+                distance_width,
                 tile_query,
                 loop_begin + offset,
                 num_keys,

@@ -24,6 +24,7 @@ from varlen.models.config_file import (
     show,
 )
 from varlen.models.family import Family, ModelSizes
+from varlen.models.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.post_norm_family import HeadActivation
 from varlen.models.weights import CheckpointWeights, TensorHeader, check_all_used, check_tensor
 from varlen_kernels import Activation
@@ -34,15 +35,15 @@ DistanceTerm: TypeAlias = Literal["c2p", "p2c"]
 # Fields that this version reads.
 READ_FIELDS = frozenset(
     "architectures attention_head_size embedding_size hidden_act hidden_size id2label intermediate_size layer_norm_eps"
-    " max_position_embeddings max_relative_positions model_type norm_rel_ebd num_attention_heads num_hidden_layers"
-    " num_labels pooler_hidden_act pooler_hidden_size pos_att_type position_biased_input position_buckets"
-    " relative_attention share_att_key vocab_size".split()
+    " legacy max_position_embeddings max_relative_positions model_type norm_rel_ebd num_attention_heads"
+    " num_hidden_layers num_labels pooler_hidden_act pooler_hidden_size pos_att_type position_biased_input"
+    " position_buckets relative_attention share_att_key tie_word_embeddings vocab_size".split()
 )
 # Fields that change no logit and no hidden state.
 HARMLESS_FIELDS = config_file.HARMLESS_FIELDS | frozenset(
-    # training, the head of masked language models, and the convolution that is refused
-    "attention_probs_dropout_prob cls_dropout conv_act conv_groups hidden_dropout_prob legacy padding_idx"
-    " pooler_dropout tie_word_embeddings".split()
+    # training, and the convolution that is refused
+    "attention_probs_dropout_prob cls_dropout conv_act conv_groups hidden_dropout_prob padding_idx"
+    " pooler_dropout".split()
 )
 FIXED_FIELDS: Mapping[str, object] = {
     "conv_kernel_size": 0,
@@ -59,6 +60,19 @@ _PROJECTIONS: Mapping[DistanceTerm, tuple[str, str]] = {
     "c2p": ("pos_key_proj", "key_proj"),
     "p2c": ("pos_query_proj", "query_proj"),
 }
+# The head of masked language models: that of BERT ("legacy"), or the one that DeBERTa was trained with.
+_LEGACY_HEAD = MaskedLMNames(
+    dense="cls.predictions.transform.dense",
+    norm="cls.predictions.transform.LayerNorm",
+    decoder="cls.predictions.decoder",
+    biases=("cls.predictions.bias", "cls.predictions.decoder.bias"),
+)
+_OWN_HEAD = MaskedLMNames(
+    dense="lm_predictions.lm_head.dense",
+    norm="lm_predictions.lm_head.LayerNorm",
+    decoder="deberta.embeddings.word_embeddings",
+    biases=("lm_predictions.lm_head.bias",),
+)
 # Heads of other tasks, and of pretraining.
 _HEADS = ("pooler.", "classifier.", "cls.", "lm_predictions.", "mask_predictions.", "qa_outputs.")
 # Beside the layers, what only some configurations read.
@@ -236,6 +250,20 @@ def _check_tensors(
     )
 
 
+def _masked_lm(config: Json) -> MaskedLMLayout:
+    read = DebertaConfig.read(config)
+    is_legacy = read_flag(config, "legacy", default=True)
+    return MaskedLMLayout(
+        _LEGACY_HEAD if is_legacy else _OWN_HEAD,
+        read.hidden,
+        read.embedding,
+        read.vocabulary,
+        read.activation,
+        read.norm_eps,
+        is_tied=not is_legacy or read_flag(config, "tie_word_embeddings", default=True),
+    )
+
+
 def _check_size(config: Json, key: str, allowed: int) -> None:
     if config.get(key) not in (None, allowed):
         raise CheckpointError(f"config.json has {key} {show(config[key])}; allowed: {allowed}")
@@ -288,8 +316,11 @@ FAMILY = Family(
         "classify": "DebertaV2ForSequenceClassification",
         "rerank": "DebertaV2ForSequenceClassification",
         "token_classify": "DebertaV2ForTokenClassification",
+        "sparse_embed": "DebertaV2ForMaskedLM",
+        "fill_mask": "DebertaV2ForMaskedLM",
     },
     read_sizes=_read_sizes,
     check_tensors=_check_tensors,
     tokenizer_class="DebertaV2Tokenizer",
+    masked_lm=_masked_lm,
 )

@@ -11,7 +11,7 @@ from varlen.models import bart_checkpoint, llama_checkpoint, t5_checkpoint
 from varlen.models.attention import Attention, CrossAttention, PackedAttention
 from varlen.models.bart import load_bart
 from varlen.models.checkpoint import MASKED_LM_TASKS, Checkpoint
-from varlen.models.deberta import load_deberta
+from varlen.models.deberta import Deberta, load_deberta
 from varlen.models.gpt2 import load_gpt2
 from varlen.models.heads import Heads
 from varlen.models.llama import load_llama
@@ -165,7 +165,7 @@ def load_heads(
     if task not in MASKED_LM_TASKS:
         return encoder.heads
     # Checkpoint.check_task has refused other models
-    assert isinstance(encoder, PostNormEncoder | ModernBert)
+    assert isinstance(encoder, PostNormEncoder | ModernBert | Deberta)
     assert checkpoint.masked_lm is not None
     return Heads(
         masked_lm=load_masked_lm(

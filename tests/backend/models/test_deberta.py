@@ -214,6 +214,22 @@ def test_checks_the_tensors_that_loading_reads(make_checkpoint, monkeypatch, for
     assert read == tensor_shapes(config, "deberta.", "classify", num_labels=3)
 
 
+def test_a_masked_language_model_may_have_the_head_of_its_training(make_checkpoint, rng):
+    folder = make_checkpoint("DebertaV2ForMaskedLM", legacy=False)
+    rows = rows_of(rng, [3, 20])
+
+    with Encoder.from_pretrained(folder, task="sparse_embed", dtype="fp32") as encoder:
+        actual = encoder.sparse_embed(rows)
+
+    # as SPLADE: the largest of log(1 + relu) over the tokens
+    logits = logits_of(load(folder, "DebertaV2ForMaskedLM"), rows)
+    for row, expected in zip(actual, logits, strict=True):
+        weights = expected.relu().log1p().amax(dim=0)
+        dense = np.zeros(len(weights), dtype=np.float32)
+        dense[row.indices] = row.values
+        assert_rows_close([dense], [weights], roundings=encoder_roundings(folder))
+
+
 def test_tensors_of_pretraining_are_left_out(make_checkpoint):
     folder = make_checkpoint("DebertaV2ForMaskedLM", legacy=False)
     positions = {"deberta.embeddings.position_embeddings.weight": torch.zeros(64, 24)}

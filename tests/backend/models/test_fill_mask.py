@@ -15,7 +15,7 @@ from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from ..refusals import refused_checkpoint as refused
 from ..refusals import refused_request
 
-KINDS = [*(family.class_name for family in POST_NORM_FAMILIES.values()), "ModernBert"]
+KINDS = [*(family.class_name for family in POST_NORM_FAMILIES.values()), "ModernBert", "DebertaV2"]
 MASK = 4
 TEXTS = ["the [MASK] is", "[MASK] cat [MASK] river, is it 42?", "a cat is [MASK]", "[MASK]"]
 

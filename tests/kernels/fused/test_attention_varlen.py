@@ -107,7 +107,7 @@ def test_neighbouring_heads_share_a_key_head(heads, key_heads, device):
 )
 def test_a_program_has_several_heads_of_short_sequences(heads, key_heads, form, device):
     lengths = [13, 0, 16, 1, 17]
-    launch = attention_launch(16, torch.float16, form.get("causal", False), False, 47, 5)
+    launch = attention_launch(16, torch.float16, form.get("causal", False), False, False, 47, 5)
     assert launch["HEADS"] == 4
     settings = {"num_heads": heads, "num_kv_heads": key_heads, **form}
 
