@@ -26,9 +26,9 @@ TIMEOUT_SECONDS = 60.0
 # Problems that are kept as text; all are counted.
 _MOST_PROBLEMS = 30
 
-# What no message for a client may contain: frames, files, names of shared memory, addresses in memory.
+# What no message for a client may contain: frames, absolute paths, names of shared memory, addresses in memory.
 _LEAKS = re.compile(
-    r"Traceback|\.py\b|_shm_region_|/dev/shm|/proc/|\b0x[0-9a-f]{6,}|(?:/[\w.-]+){2,}|numpy"
+    r"Traceback|\.py\b|_shm_region_|/dev/shm|/proc/|\b0x[0-9a-f]{6,}|(?<![\w.])(?:/[\w.-]+){2,}|numpy"
 )
 
 

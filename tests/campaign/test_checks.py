@@ -82,6 +82,7 @@ def test_a_wrong_answer_and_a_message_that_leaks_are_problems() -> None:
 def test_what_tells_of_the_inside_is_a_leak(message: str) -> None:
     assert find_leak(message)
     assert not find_leak("input_ids has 900 tokens; this model takes at most 512 (and/or truncate)")
+    assert not find_leak('tokenizer.json cannot be read: invalid type: string "../../etc"')
 
 
 def test_counters_that_agree_with_the_clients_are_no_problem() -> None:

@@ -138,8 +138,9 @@ class _Victims:
         """Kill the workers whose host is gone, so that the next ones have a host again."""
         _, found = self._find()
         for pid in set(self._workers) - set(found):
-            os.kill(pid, signal.SIGKILL)
-            self._report.count("killed workers")
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self._report.count("killed workers")
 
     def _find(self) -> tuple[int, list[int]]:
         """Return the host and its workers, and remember them; 0 is no host."""
