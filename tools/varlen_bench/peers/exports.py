@@ -116,7 +116,11 @@ def export_onnx(model: Path, folder: Path, precision: Precision, pooling: Poolin
 def export_ctranslate2(model: Path, folder: Path, precision: Precision, _: PoolingMode) -> None:
     """Write the CTranslate2 folder of the encoder."""
     from ctranslate2.converters import TransformersConverter
+    from transformers import PretrainedConfig
 
+    # the converter reads this field, which transformers 5 no longer has: all positions are absolute now
+    if not hasattr(PretrainedConfig, "position_embedding_type"):
+        PretrainedConfig.position_embedding_type = "absolute"
     quantization = "int8" if precision == "int8" else None
     TransformersConverter(str(model)).convert(str(folder), quantization=quantization)
 

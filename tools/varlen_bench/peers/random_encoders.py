@@ -8,19 +8,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from varlen_bench.peers.checkpoints import config_field
 from varlen_bench.peers.exports import cache_folder
 
-_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+# Files of a tokenizer; CTranslate2 reads the second.
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 # Class of the configuration in transformers, and its fields that differ from the class's defaults.
 _ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "deberta-v3-small": (
+        "DebertaV2Config",
+        {
+            "hidden_size": 768,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 12,
+            "intermediate_size": 3072,
+            "relative_attention": True,
+            "position_buckets": 256,
+            "norm_rel_ebd": "layer_norm",
+            "share_att_key": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_biased_input": False,
+            "type_vocab_size": 0,
+        },
+    ),
     "distilbert-base": ("DistilBertConfig", {}),
     "modernbert-base": ("ModernBertConfig", {}),
-    "mpnet-base": ("MPNetConfig", {"vocab_size": 30_527, "max_position_embeddings": 514}),
+    "mpnet-base": ("MPNetConfig", {"max_position_embeddings": 514}),
     "nomic-embed-text": ("NomicBertConfig", {}),
-    "roberta-base": (
-        "RobertaConfig",
-        {**_BASE, "vocab_size": 50_265, "max_position_embeddings": 514, "type_vocab_size": 1},
-    ),
+    "roberta-base": ("RobertaConfig", {"max_position_embeddings": 514, "type_vocab_size": 1}),
 }
 RANDOM_ENCODERS = tuple(_ENCODERS)
 
@@ -30,20 +45,21 @@ def random_encoder(name: str, tokenizer: Path) -> Path:
 
     Args:
         name: one of `RANDOM_ENCODERS`.
-        tokenizer: a checkpoint whose tokenizer it gets; its vocabulary must not be larger.
+        tokenizer: a checkpoint whose tokenizer and vocabulary it gets.
     """
     folder = cache_folder() / f"random-{name}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / name
-            _save(name, made)
-            shutil.copy(tokenizer / "tokenizer.json", made)
+            _save(name, made, config_field(tokenizer, "vocab_size"))
+            for file in _TOKENIZER:
+                shutil.copy(tokenizer / file, made)
             shutil.move(made, folder)
     return folder
 
 
-def _save(name: str, folder: Path) -> None:
+def _save(name: str, folder: Path, vocabulary: int) -> None:
     import torch
     import transformers
     from transformers.utils import logging
@@ -51,6 +67,5 @@ def _save(name: str, folder: Path) -> None:
     logging.disable_progress_bar()
     torch.manual_seed(0)
     kind, fields = _ENCODERS[name]
-    transformers.AutoModel.from_config(getattr(transformers, kind)(**fields)).save_pretrained(
-        folder
-    )
+    config = getattr(transformers, kind)(**{**fields, "vocab_size": vocabulary})
+    transformers.AutoModel.from_config(config).save_pretrained(folder)
