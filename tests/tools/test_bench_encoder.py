@@ -9,12 +9,14 @@ from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
 from tests.checkpoints import SMALL_ENCODERS, pooling_files, save_checkpoint
+from varlen.models.checkpoint import Checkpoint
 from varlen_bench.encoder import run
 from varlen_bench.encoder.__main__ import app
 from varlen_bench.encoder.report import Result, bench_figures, csv_rows, tables
 from varlen_bench.encoder.systems import BASELINE, SYSTEMS, System
 from varlen_bench.encoder.worker import Worker
 from varlen_bench.encoder.workload import Workload, short_workload, uniform_workload
+from varlen_bench.peers import random_encoders
 from varlen_bench.peers.engines import pad
 
 from .conftest import committed_columns, read_csv, save_encoder
@@ -200,6 +202,22 @@ def test_options_that_cannot_be_are_refused(checkpoint, tmp_path, options, messa
 
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_a_random_encoder_is_made_once_with_the_tokenizer_of_another(tmp_path, monkeypatch):
+    tiny = ("RobertaConfig", SMALL_ENCODERS["Roberta"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setitem(random_encoders._ENCODERS, "roberta-base", tiny)
+    other = save_checkpoint(tmp_path / "other", files={"tokenizer_config.json": {}})
+
+    folder = random_encoders.random_encoder("roberta-base", tokenizer=other)
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    again = random_encoders.random_encoder("roberta-base", tokenizer=other)
+
+    assert again == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert Checkpoint.open(folder).vocab_size == Checkpoint.open(other).vocab_size
+    assert (folder / "tokenizer.json").read_text() == (other / "tokenizer.json").read_text()
 
 
 def test_a_small_run_of_another_family_measures_appends_and_ends_with_the_bench_line(
