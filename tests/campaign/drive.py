@@ -28,7 +28,7 @@ class Share(Generic[_Target]):
     @property
     def kind(self) -> str:
         """The name of the kind."""
-        return self.attack.__name__
+        return self.attack.__name__.lstrip("_")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ _MOST_GROWTH_MIB, _MOST_GROWTH = 48.0, 0.06
 _MOST_DESCRIPTORS, _MOST_THREADS = 6, 4
 _SETTLE_SECONDS = 30.0
 _POLL_SECONDS = 0.5
+# A watchdog starts it each second; it comes and goes.
+_SLEEP = "sleep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class State:
             with suppress(OSError):
                 folder = Path("/proc", str(pid))
                 role = _role(folder.joinpath("cmdline").read_text(errors="replace"))
+                if role == _SLEEP:
+                    continue
                 found = list(folder.joinpath("fd").iterdir())
                 threads += len(list(folder.joinpath("task").iterdir()))
                 memory += _proportional_kib(folder) * 1024
@@ -124,8 +128,7 @@ def _role(command_line: str) -> str:
     ):
         if mark in command_line:
             return role
-    # `sleep`, which the watchdog starts each second
-    return "watchdog's sleep" if command_line.startswith("sleep") else "other"
+    return _SLEEP if command_line.startswith("sleep") else "other"
 
 
 def _proportional_kib(folder: Path) -> int:

@@ -135,7 +135,7 @@ class _Victims:
             self._report.count("killed workers")
 
     def kill_orphans(self) -> None:
-        """Kill the workers whose host is gone, so that the next ones have a host again."""
+        """Kill the workers whose host is gone; those that replace them have one."""
         _, found = self._find()
         for pid in set(self._workers) - set(found):
             with suppress(ProcessLookupError):
