@@ -1,11 +1,16 @@
 """Convert pickled weights to safetensors: `python -m varlen_tools.convert_pickle FOLDER`.
 
 The pickles are read by torch.load(weights_only=True), which builds tensors and plain containers and calls no other
-code. They stay where they are.
+code. They stay where they are. The new files appear all together, or none does. Memory and disk are in proportion
+to the size of a pickle, whatever it declares.
 """
 
 import json
 import pickle
+import tempfile
+import zipfile
+from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +19,14 @@ import typer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from varlen.models.weights import pickled_weights
+from varlen.models.weights import INDEX, SINGLE, pickled_weights
+from varlen_tools.links import LinkError, resolve_inside
 
-_INDEX = "pytorch_model.bin.index.json"
+_PICKLE_INDEX = "pytorch_model.bin.index.json"
+# The first bytes of what torch.save writes today; older files are plain pickles.
+_ZIP = b"PK\x03\x04"
+# Largest weights of a file, relative to its size: tied tensors are stored once there, and several times here.
+_TIED = 8
 
 
 class PickleError(Exception):
@@ -27,55 +37,100 @@ def convert(folder: Path) -> list[Path]:
     """Write a folder's pickled weights as safetensors, and return the new files.
 
     Raises:
-        PickleError: a file holds more than tensors, or it is not clear which one has the weights.
+        PickleError: a file holds more than tensors or is a link out of the folder, a new file exists already, or it
+            is not clear which pickle has the weights.
     """
-    if (folder / _INDEX).is_file():
-        return _convert_shards(folder)
+    if (folder / _PICKLE_INDEX).is_file():
+        weight_map, index = _read_index(folder)
+        targets = _shard_names(weight_map)
+        index["weight_map"] = {name: targets[shard] for name, shard in weight_map.items()}
+    else:
+        targets, index = {_only_pickle(folder): SINGLE}, None
+    names = [*targets.values(), *([] if index is None else [INDEX])]
+    for name in names:
+        if (folder / name).exists() or (folder / name).is_symlink():
+            raise PickleError(f"{folder / name} exists already; move it away first")
+    try:
+        # on the same disk, so that each file gets its place by a rename
+        with tempfile.TemporaryDirectory(prefix=".convert-", dir=folder) as scratch:
+            for source, target in targets.items():
+                _convert_file(_inside(folder, source), Path(scratch, target))
+            if index is not None:
+                Path(scratch, INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+            return [Path(scratch, name).rename(folder / name) for name in names]
+    except OSError as error:
+        raise PickleError(f"{folder} cannot be written: {_first_line(error)}") from None
+
+
+def _only_pickle(folder: Path) -> str:
     names = pickled_weights(folder)
     if "pytorch_model.bin" in names:
-        names = ["pytorch_model.bin"]
+        return "pytorch_model.bin"
     if len(names) != 1:
         found = ", ".join(names) or "none"
         raise PickleError(f"{folder} has the pickles {found}; allowed: pytorch_model.bin, or one")
-    return [_convert_file(folder / names[0], folder / "model.safetensors")]
+    return names[0]
 
 
-def _convert_shards(folder: Path) -> list[Path]:
+def _read_index(folder: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the shard of each tensor, and the whole index."""
+    path = _inside(folder, _PICKLE_INDEX)
     try:
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-        shards = sorted(set(index["weight_map"].values()))
-        names = {shard: Path(shard).stem.replace("pytorch_model", "model") for shard in shards}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PickleError(f"{_INDEX} is damaged: {error}") from None
-    outside = [shard for shard in shards if Path(shard).name != shard]
+        index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        weight_map: dict[str, str] = index["weight_map"]
+        outside = [shard for shard in weight_map.values() if Path(shard).name != shard]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise PickleError(f"{_PICKLE_INDEX} is damaged: {error}") from None
     if outside:
-        raise PickleError(f"{_INDEX} names {outside[0]}; allowed: files beside it")
-    new = {shard: f"{stem}.safetensors" for shard, stem in names.items()}
-    written = [_convert_file(folder / shard, folder / new[shard]) for shard in shards]
-    index["weight_map"] = {name: new[shard] for name, shard in index["weight_map"].items()}
-    path = folder / "model.safetensors.index.json"
-    path.write_text(json.dumps(index, indent=1), encoding="utf-8")
-    return [*written, path]
+        raise PickleError(f"{_PICKLE_INDEX} names {outside[0]}; allowed: files beside it")
+    return weight_map, index
 
 
-def _convert_file(source: Path, target: Path) -> Path:
-    if target.exists():
-        raise PickleError(f"{target} exists already; move it away first")
-    # tied tensors share memory, which safetensors does not store
-    tensors = {name: tensor.contiguous().clone() for name, tensor in _read(source).items()}
-    save_file(tensors, target, metadata={"format": "pt"})
-    return target
+def _shard_names(weight_map: dict[str, str]) -> dict[str, str]:
+    """Return the name of each new file by the name of its pickle."""
+    names = {
+        shard: f"{Path(shard).stem.replace('pytorch_model', 'model')}.safetensors"
+        for shard in sorted(set(weight_map.values()))
+    }
+    twice = [name for name, count in Counter(names.values()).items() if count > 1]
+    if twice:
+        raise PickleError(f"{_PICKLE_INDEX} names several pickles that become {twice[0]}")
+    return names
+
+
+def _inside(folder: Path, name: str) -> Path:
+    try:
+        return resolve_inside(folder, folder / name)
+    except LinkError as error:
+        raise PickleError(str(error)) from None
+    except (OSError, ValueError, RuntimeError) as error:
+        # a name with a NUL, or a link to itself
+        raise PickleError(f"{name!r} cannot be read: {_first_line(error)}") from None
+
+
+def _convert_file(source: Path, target: Path) -> None:
+    tensors = _read(source)
+    try:
+        # tied tensors share memory, which safetensors does not store
+        copies = {name: each.detach().contiguous().clone() for name, each in tensors.items()}
+        save_file(copies, target, metadata={"format": "pt"})
+    except Exception as error:
+        raise PickleError(f"{source.name} cannot be converted: {_first_line(error)}") from None
 
 
 def _read(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a pickle by name."""
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        is_zip = _check_archive(path)
+        # storages of an archive stay in the file until they are copied
+        content: Any = torch.load(str(path), map_location="cpu", weights_only=True, mmap=is_zip)
+    except PickleError:
+        raise
     except pickle.UnpicklingError:
         raise PickleError(f"{path.name} holds more than tensors; it is not converted") from None
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        reason = (str(error).splitlines() or ["no reason given"])[0]
-        raise PickleError(f"{path.name} cannot be read: {reason}") from None
+    # a damaged pickle raises whatever its instructions lead to
+    except Exception as error:
+        raise PickleError(f"{path.name} cannot be read: {_first_line(error)}") from None
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict) or not content:
@@ -83,7 +138,48 @@ def _read(path: Path) -> dict[str, Tensor]:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise PickleError(f"{path.name} has {name!r}, which is no tensor")
+        _check_tensor(path.name, name, value)
+    total, size = sum(map(_bytes, content.values())), path.stat().st_size
+    if total > _TIED * size:
+        raise PickleError(
+            f"{path.name} has tensors of {total} bytes in {size}; allowed: {_TIED} times as many"
+        )
     return content
+
+
+def _check_archive(path: Path) -> bool:
+    """Return whether a file is a zip archive; raise PickleError if an entry is compressed."""
+    with path.open("rb") as file:
+        if file.read(len(_ZIP)) != _ZIP:
+            return False
+    with zipfile.ZipFile(path) as archive:
+        packed = [each.filename for each in archive.infolist() if each.compress_type]
+    if packed:
+        raise PickleError(
+            f"{path.name} is compressed ({packed[0]!r}); allowed: archives as torch.save writes them"
+        )
+    return True
+
+
+def _check_tensor(file: str, name: str, tensor: Tensor) -> None:
+    """Raise PickleError unless a tensor is a plain one whose values are all in the file."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device.type}"
+        raise PickleError(f"{file} has the tensor {name!r}, which is {kind}; allowed: plain ones")
+    stored = tensor.untyped_storage().nbytes()
+    if _bytes(tensor) > stored:
+        raise PickleError(
+            f"{file} has the tensor {name!r} of {_bytes(tensor)} bytes and stores {stored} of them;"
+            " allowed: tensors without repeated values"
+        )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return prod(tensor.shape) * tensor.element_size()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def main(

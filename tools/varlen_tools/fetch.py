@@ -23,6 +23,7 @@ from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.weights import check_no_pickles, is_pickle
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, table
+from varlen_tools.links import LinkError, resolve_inside
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
 from varlen_tools.marian_tokenizer import ConversionError
 from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
@@ -216,7 +217,11 @@ def copy_checkpoint(source: Path, into: Path) -> TextFacts:
         for path in (source / folder).glob("*"):
             if path.is_file() and _is_allowed(path.name):
                 (into / folder).mkdir(exist_ok=True)
-                shutil.copyfile(_resolve_inside(source, path), into / folder / path.name)
+                try:
+                    real = resolve_inside(source, path)
+                except LinkError as error:
+                    raise FetchError(str(error)) from None
+                shutil.copyfile(real, into / folder / path.name)
     try:
         made = make_tokenizer(source)
     except ConversionError as error:
@@ -243,18 +248,6 @@ def _is_allowed(file: str) -> bool:
     name = PurePosixPath(file).name
     hidden = name.startswith(".")
     return not hidden and any(fnmatch.fnmatchcase(name, each) for each in ALLOWED_FILES)
-
-
-def _resolve_inside(source: Path, path: Path) -> Path:
-    """Return the real path of a file; refuse a link out of the checkpoint."""
-    real = path.resolve()
-    roots = [source.resolve()]
-    if roots[0].parent.name == "snapshots":
-        # The hub's own cache: a snapshot is links to blobs two folders up.
-        roots.append(roots[0].parents[1] / "blobs")
-    if not any(real.is_relative_to(root) for root in roots):
-        raise FetchError(f"{path.name} is a link that leads out of the checkpoint's folder")
-    return real
 
 
 def _publish(staged: Path, target: Path, replaced: Path, *, force: bool) -> None:

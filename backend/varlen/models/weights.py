@@ -19,8 +19,9 @@ from varlen.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+# Names of the files that have the weights.
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 # Endings of files that may be pickles, and the beginnings of the names of those that hold no weights.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _STATE_OF_TRAINING = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
@@ -160,20 +161,18 @@ def shards(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: there is none, or the index that names them is damaged.
     """
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
-    if not (folder / _INDEX).is_file():
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
         check_no_pickles(folder)
-        raise CheckpointError(f"{folder} has no {_SINGLE} and no {_INDEX}")
+        raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}")
     try:
-        names = set(
-            json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        )
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
         outside = any(Path(name).name != name for name in names)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{_INDEX} is damaged: {error}") from None
+        raise CheckpointError(f"{INDEX} is damaged: {error}") from None
     if outside:
-        raise CheckpointError(f"{_INDEX} names a file outside the checkpoint folder")
+        raise CheckpointError(f"{INDEX} names a file outside the checkpoint folder")
     return [folder / name for name in sorted(names)]
 
 
