@@ -65,7 +65,70 @@ def test_a_model_of_any_task_agrees_with_the_original(tmp_path, kind, config, ar
 
     comparisons = report["examination"]["comparisons"]
     assert report["verdict"] == "agrees", comparisons
-    assert all(each["count"] > 3 for each in comparisons)
+    assert all(each["count"] > 3 for each in comparisons if each["agrees"])
+
+
+def test_a_model_that_generates_is_examined_in_its_dtype(tmp_path):
+    folder = save_checkpoint(tmp_path / "model", "GPT2LMHeadModel")
+    use_tokenizer_as_it_is(folder)
+
+    report = report_of(folder, "--set", "dtype=bf16", "--set", "device=cpu")
+
+    examination = report["examination"]
+    in_fp32, in_bf16 = examination["comparisons"]
+    assert examination["memory"][0][1].endswith(" MB in bf16")
+    assert (in_fp32["what"], in_fp32["agrees"]) == (
+        "greedy answers of up to 16 tokens in fp32",
+        True,
+    )
+    assert (in_bf16["what"], in_bf16["agrees"]) == (
+        "greedy answers of up to 16 tokens in bf16",
+        None,
+    )
+    assert in_bf16["remark"].startswith("rounding may change tokens; ")
+    assert report["verdict"] == "agrees"
+    summary = (
+        "it agrees with the original library: greedy answers of up to 16 tokens in fp32;"
+        " not compared: greedy answers of up to 16 tokens in bf16"
+    )
+    assert report["summary"] == summary
+
+
+@pytest.mark.parametrize(
+    "dtype, message",
+    [("int8", "serves tasks of one step"), ("fp16", "needs a GPU; allowed on a CPU")],
+)
+def test_a_dtype_in_which_the_server_does_not_generate_is_refused(tmp_path, dtype, message):
+    folder = save_checkpoint(tmp_path / "model", "GPT2LMHeadModel")
+
+    report = report_of(folder, "--set", f"dtype={dtype}", "--set", "device=cpu")
+
+    assert report["verdict"] == "refused"
+    assert message in report["refused"]
+
+
+def test_the_summary_names_what_was_compared_instead(tmp_path):
+    folder = save_checkpoint(tmp_path / "words", "BertForMaskedLM")
+
+    result = doctor(folder, "--set", "task=fill_mask", "--set", "dtype=fp32")
+
+    first, *others = result.stdout.splitlines()
+    assert first == (
+        "words: it agrees with the original library: token ids, hidden states in fp32;"
+        " not compared: filled masks"
+    )
+    row = next(line for line in others if line.startswith("filled masks"))
+    assert row.endswith("not compared: hidden states are compared instead")
+
+
+def test_vectors_are_not_compared_without_sentence_transformers(encoder, monkeypatch):
+    monkeypatch.setattr(examine_module, "has_library", lambda name: name == "transformers")
+
+    report = report_of(encoder, "--set", "dtype=fp32")
+
+    assert report["summary"].endswith("hidden states in fp32; not compared: vectors")
+    remark = report["examination"]["comparisons"][-1]["remark"]
+    assert remark == "sentence-transformers is not installed: hidden states are compared instead"
 
 
 def test_an_encoder_is_compared_with_sentence_transformers(encoder):
@@ -73,7 +136,8 @@ def test_an_encoder_is_compared_with_sentence_transformers(encoder):
 
     assert result.exit_code == 0, result.output
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert lines[0] == "Tiny-Encoder: its answers agree with the original library"
+    agrees = "Tiny-Encoder: it agrees with the original library: token ids, vectors in fp32"
+    assert lines[0].startswith(agrees)
     assert "vectors cls pooling, 16 features" in lines
     assert any(line.startswith("intermediates up to ") for line in lines)
     vectors = next(line for line in lines if line.startswith("vectors in fp32"))
@@ -151,7 +215,7 @@ def test_a_difference_is_shown_and_fails(encoder, monkeypatch):
     result = doctor(encoder)
 
     assert result.exit_code == 1
-    assert "its answers differ from the original library" in result.stdout
+    assert "it differs from the original library: vectors in fp32" in result.stdout
     assert "differs: input 3 differs most" in result.stdout
 
 
@@ -316,6 +380,22 @@ def test_what_is_equal_depends_on_the_dtype(dtype, change, agrees):
     assert made.agrees is agrees
     assert made.difference == pytest.approx(change / 4)
     assert made.cosine <= 1.0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16", "int8"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("index", [0, 1])
+def test_values_that_are_not_finite_differ(dtype, value, index):
+    spoilt = [row.copy() for row in ROWS]
+    spoilt[index][2] = value
+
+    ours = compare_values("vectors", "x 1.0", actual=spoilt, expected=ROWS, dtype=dtype)
+    theirs = compare_values("vectors", "x 1.0", actual=ROWS, expected=spoilt, dtype=dtype)
+
+    assert ours.agrees is False
+    assert ours.remark == f"input {index} has NaN or infinite values in varlen"
+    assert theirs.agrees is None
+    assert theirs.remark == f"input {index} has NaN or infinite values in x 1.0"
 
 
 def test_few_logits_are_judged_by_their_difference():

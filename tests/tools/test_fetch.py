@@ -177,6 +177,28 @@ def test_refuses_a_setting_that_the_task_ignores(generating, repository):
         fetch(folder, repository=repository, settings={"policy": "fifo"})
 
 
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"dtype": "int8"}, 'dtype is "int8", which serves tasks of one step'),
+        ({"dtype": "fp16", "device": "cpu"}, 'dtype is "fp16", which needs a GPU'),
+    ],
+)
+def test_refuses_a_dtype_in_which_the_server_does_not_generate(
+    generating, repository, settings, message
+):
+    with pytest.raises(FetchError, match=message):
+        fetch(generating[1], repository=repository, settings=settings)
+
+
+def test_a_dtype_may_be_for_the_device_of_another_machine(encoder, repository):
+    fetch(str(encoder), repository=repository, settings={"dtype": "fp16"})
+
+    settings = {"dtype": "int8", "device": "cuda"}
+    with pytest.raises(FetchError, match='dtype is "int8", which needs a CPU'):
+        fetch(str(encoder), repository=repository, settings=settings, force=True)
+
+
 def test_refuses_rows_for_a_model_that_generates(generating, repository):
     task, folder = generating
     with pytest.raises(FetchError, match=f"max_batch_size is 4; a request of the task {task}"):

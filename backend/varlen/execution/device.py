@@ -51,6 +51,21 @@ def choose_device(name: Device, index: int = 0) -> torch.device:
     return torch.device("cuda", index)
 
 
+def check_dtype(name: DType, device: Device) -> None:
+    """Raise ConfigError if the setting `device` excludes a dtype; `auto` excludes none.
+
+    A CPU has no fast arithmetic for fp16, and a GPU no int8 linear layers here.
+    """
+    if name == "fp16" and device == "cpu":
+        raise ConfigError(
+            'dtype is "fp16", which needs a GPU; allowed on a CPU: auto, fp32, bf16, int8'
+        )
+    if name == "int8" and device == "cuda":
+        raise ConfigError(
+            'dtype is "int8", which needs a CPU; allowed on a GPU: auto, fp32, fp16, bf16'
+        )
+
+
 def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
     """Return the torch dtype for a setting.
 
@@ -58,17 +73,10 @@ def choose_dtype(name: DType, device: torch.device) -> torch.dtype:
     fp32, the dtype of all but linear layers.
 
     Raises:
-        ConfigError: fp16 on a CPU, which has no fast arithmetic for it, or int8 on a GPU.
+        ConfigError: see `check_dtype`.
     """
     on_cpu = device.type == "cpu"
-    if name == "fp16" and on_cpu:
-        raise ConfigError(
-            'dtype is "fp16", which needs a GPU; allowed on a CPU: auto, fp32, bf16, int8'
-        )
-    if name == "int8" and not on_cpu:
-        raise ConfigError(
-            'dtype is "int8", which needs a CPU; allowed on a GPU: auto, fp32, fp16, bf16'
-        )
+    check_dtype(name, "cpu" if on_cpu else "cuda")
     if name != "auto":
         return _DTYPES[name]
     if not on_cpu:

@@ -118,11 +118,7 @@ class StepRunner:
         self.max_sequence_tokens = sequence_limit(checkpoint, config)
         self.device = choose_device(config.device, gpu)
         self.max_step_tokens = step_limit(checkpoint, config, self.device)
-        if config.dtype == "int8":
-            raise ConfigError(
-                'dtype is "int8", which serves tasks of one step; allowed for generate and translate:'
-                " auto, fp32, fp16, bf16"
-            )
+        check_step_dtype(config)
         self.dtype = choose_dtype(config.dtype, self.device)
         model: DecoderModel | EncoderDecoderModel
         load = load_encoder_decoder if has_sources else load_decoder
@@ -289,6 +285,15 @@ class StepRunner:
                 copy_blocks(cache, sources, destinations)
             else:
                 cache[destinations] = cache[sources]
+
+
+def check_step_dtype(config: EngineConfig) -> None:
+    """Raise ConfigError for int8, which no device generates in."""
+    if config.dtype == "int8":
+        raise ConfigError(
+            'dtype is "int8", which serves tasks of one step; allowed for generate and translate:'
+            " auto, fp32, fp16, bf16"
+        )
 
 
 def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:

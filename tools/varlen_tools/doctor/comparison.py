@@ -13,6 +13,8 @@ FP32_DIFFERENCE = 1e-3
 # In other dtypes, the least cosine of vectors, and the largest difference of logits.
 LEAST_COSINE: Mapping[DType, float] = {"bf16": 0.995, "fp16": 0.999, "int8": 0.98}
 LARGEST_DIFFERENCE: Mapping[DType, float] = {"bf16": 0.05, "fp16": 0.01, "int8": 0.2}
+# What is compared, where it is the tokenizer.
+TOKENIZATION = "token ids"
 _NAMES: Mapping[str, DType] = {
     "float32": "fp32",
     "bfloat16": "bf16",
@@ -27,9 +29,9 @@ class Comparison:
 
     Attributes:
         what: is compared, such as vectors in bf16.
-        original: library and version of the other program.
+        original: library and version of the other program; empty if none was asked.
         count: number of inputs.
-        agrees: whether the difference is one of rounding; None if they could not be compared.
+        agrees: whether the difference is one of rounding; None if that could not be judged.
         difference: the largest one, relative to the largest value.
         cosine: the least one, of vectors.
         remark: the first input that differs, or why there is no comparison.
@@ -71,9 +73,15 @@ def compare_values(
         if ours.shape != theirs.shape:
             remark = f"input {index} has the shape {ours.shape}, and there {theirs.shape}"
             return Comparison(what, original, len(pairs), False, remark=remark)
-    largest = max(float(np.abs(theirs).max()) for _, theirs in pairs) or 1.0
+    # a difference to NaN is not above any limit
+    for index, (ours, theirs) in enumerate(pairs):
+        for values, agrees, owner in ((theirs, None, original), (ours, False, "varlen")):
+            if not np.isfinite(values).all():
+                remark = f"input {index} has NaN or infinite values in {owner}"
+                return Comparison(what, original, len(pairs), agrees, remark=remark)
+    largest = float(max(np.abs(theirs).max() for _, theirs in pairs)) or 1.0
     differences = [float(np.abs(ours - theirs).max()) / largest for ours, theirs in pairs]
-    cosine = min(_least_cosine(*pair) for pair in pairs)
+    cosine = float(np.min([_least_cosine(*pair) for pair in pairs]))
     # the cosine of few numbers says little
     has_cosine = pairs[0][1].shape[-1] > 2
     worst = int(np.argmax(differences))

@@ -1,7 +1,7 @@
 """The report of the doctor: for people, and as JSON."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from varlen.config import SETTINGS
-from varlen_tools.doctor.comparison import Comparison
+from varlen_tools.doctor.comparison import TOKENIZATION, Comparison
 from varlen_tools.doctor.examine import Examination
 from varlen_tools.findings import Findings, table
 
@@ -40,18 +40,39 @@ class Report:
         """The result in a word."""
         if self.refused is not None or self.examination is None:
             return "refused"
-        agreements = [each.agrees for each in self.examination.comparisons]
-        if False in agreements:
+        judged = [each for each in self.examination.comparisons if each.agrees is not None]
+        if not all(each.agrees for each in judged):
             return "differs"
-        return "agrees" if agreements and None not in agreements else "not compared"
+        # equal token ids say nothing of the model
+        return "agrees" if any(each.what != TOKENIZATION for each in judged) else "not compared"
+
+    @property
+    def summary(self) -> str:
+        """The result in a sentence, with the names of what was compared."""
+        results: dict[bool | None, list[str]] = {True: [], False: [], None: []}
+        for each in self.examination.comparisons if self.examination is not None else ():
+            results[each.agrees].append(each.what)
+        missing = f"; not compared: {', '.join(results[None])}" if results[None] else ""
+        if self.verdict == "differs":
+            return f"it differs from the original library: {', '.join(results[False])}{missing}"
+        if self.verdict == "agrees":
+            return f"it agrees with the original library: {', '.join(results[True])}{missing}"
+        return (
+            "it is refused"
+            if self.verdict == "refused"
+            else "it loads; its answers were not compared"
+        )
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain values."""
-        return {"verdict": self.verdict, **asdict(self)}
+        return {"verdict": self.verdict, "summary": self.summary, **asdict(self)}
 
     def print(self, console: Console) -> None:
         """Print the report for people."""
-        console.print(f"[bold]{escape(self.model)}[/bold]: {_STYLES[self.verdict]}")
+        console.print(
+            f"[bold]{escape(self.model)}[/bold]: [{_COLOURS[self.verdict]}]{escape(self.summary)}",
+            soft_wrap=True,
+        )
         if self.refused is not None:
             console.print(escape(self.refused), style="red")
         if self.findings is None or self.examination is None:
@@ -64,11 +85,11 @@ class Report:
         console.print(short_config(self.config), markup=False, highlight=False, soft_wrap=True)
 
 
-_STYLES = {
-    "agrees": "[green]its answers agree with the original library[/green]",
-    "differs": "[red]its answers differ from the original library[/red]",
-    "not compared": "[yellow]it loads; its answers were not compared[/yellow]",
-    "refused": "[red]it is refused[/red]",
+_COLOURS: Mapping[Verdict, str] = {
+    "agrees": "green",
+    "differs": "red",
+    "not compared": "yellow",
+    "refused": "red",
 }
 
 
@@ -89,7 +110,9 @@ def _is_default(line: str) -> bool:
 
 def _tables(examination: Examination) -> Iterator[tuple[str, Table]]:
     yield "memory", _pairs(examination.memory)
-    libraries = " and ".join(dict.fromkeys(each.original for each in examination.comparisons))
+    libraries = " and ".join(
+        dict.fromkeys(each.original for each in examination.comparisons if each.original)
+    )
     yield f"compared with {libraries or 'nothing'}", _comparison_table(examination.comparisons)
     if examination.speeds:
         rows = [
