@@ -38,6 +38,10 @@ from varlen_kernels import Pooling
 MASKED_LM_TASKS: frozenset[Task] = frozenset({"sparse_embed", "fill_mask"})
 
 _SEQUENCES = "ForSequenceClassification"
+_HOW_TO_RANK = (
+    ", which ranks if modules.json has the module LogitScore: sentence-transformers adds it with"
+    " CrossEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
+)
 
 # The families that are served, by the `model_type` of config.json.
 FAMILIES: Mapping[str, Family] = {
@@ -213,8 +217,10 @@ class Checkpoint:
         if task == "rerank" and self.logit_score is not None:
             needed = f"{str(needed).removesuffix(_SEQUENCES)}ForCausalLM"
         if needed is not None and needed != self.architecture:
+            could_rank = task == "rerank" and self.architecture.endswith("ForCausalLM")
             raise CheckpointError(
                 f'task "{task}" needs a {needed} checkpoint; this one is a {self.architecture}'
+                f"{_HOW_TO_RANK if could_rank else ''}"
             )
         if task == "generate":
             check_generation(self.folder)

@@ -1,5 +1,7 @@
 """Language models that answer yes or no rank pairs as CrossEncoder of sentence-transformers does."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from sentence_transformers import CrossEncoder
 from sentence_transformers.base.modules.transformer import Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
 
-from tests.checkpoints import save_checkpoint, set_fields
+from tests.checkpoints import save_checkpoint, set_fields, write_file
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import RequestError
@@ -46,6 +48,15 @@ def save(tmp_path):
         return tmp_path / "saved", made
 
     return save
+
+
+def name_tokens(folder, names):
+    """Give tokens of a checkpoint other texts, by id."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    model = tokenizer["model"]
+    model["vocab"] = {names.get(index, text): index for text, index in model["vocab"].items()}
+    model["merges"] = []
+    write_file(folder, "tokenizer.json", tokenizer)
 
 
 def scores(model, pairs):
@@ -107,6 +118,31 @@ def test_the_same_checkpoint_embeds_and_generates_too(save):
     checkpoint.check_task("generate")
     with refused('task "classify" needs a Qwen3ForSequenceClassification'):
         checkpoint.check_task("classify")
+
+
+def test_the_refusal_of_a_checkpoint_without_the_module_names_the_command_that_adds_it(tmp_path):
+    folder = save_checkpoint(tmp_path / "plain", "Qwen3ForCausalLM")
+    name_tokens(folder, {70: "yes", 80: "no"})
+    set_fields(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE,
+    )
+
+    with refused(
+        'task "rerank" needs a Qwen3ForSequenceClassification checkpoint; this one is a Qwen3ForCausalLM,'
+        " which ranks if modules.json has the module LogitScore: sentence-transformers adds it with"
+        " CrossEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
+    ):
+        Checkpoint.open(folder).check_task("rerank")
+
+    CrossEncoder(str(folder)).save_pretrained(str(tmp_path / "new"))
+    checkpoint = Checkpoint.open(tmp_path / "new")
+    checkpoint.check_task("rerank")
+    assert checkpoint.logit_score is not None
+    assert (checkpoint.logit_score.true_token, checkpoint.logit_score.false_token) == (70, 80)
 
 
 @pytest.mark.parametrize(
