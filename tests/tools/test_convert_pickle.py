@@ -56,7 +56,7 @@ def test_the_converted_weights_are_the_pickled_ones(pickled):
 
 @pytest.fixture
 def sharded(pickled):
-    """A checkpoint whose weights are two pickles; the tensors of each, and the names of both."""
+    """A checkpoint of two pickles; the tensors of each, and the names of both."""
     folder, tensors = pickled
     names = sorted(tensors)
     halves = {"00001": names[::2], "00002": names[1::2]}

@@ -162,7 +162,7 @@ def _check_archive(path: Path) -> bool:
 
 
 def _check_tensor(file: str, name: str, tensor: Tensor) -> None:
-    """Raise PickleError unless a tensor is a plain one whose values are all in the file."""
+    """Raise PickleError unless a tensor is plain and all its values are stored."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device.type}"
         raise PickleError(f"{file} has the tensor {name!r}, which is {kind}; allowed: plain ones")

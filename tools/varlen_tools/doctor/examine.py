@@ -300,7 +300,10 @@ def _compare_generated(
 
 
 def _unjudged(made: Comparison, actual: list[list[int]], expected: list[list[int]]) -> Comparison:
-    """Return a comparison without a result: rounding may change a token, and then all that follow."""
+    """Return a comparison without a result.
+
+    Rounding may change a token, and then all that follow.
+    """
     equal = sum(ours == theirs for ours, theirs in zip(actual, expected, strict=True))
     remark = f"rounding may change tokens; {equal} of {made.count} are equal"
     return replace(made, agrees=None, remark=remark)
