@@ -1,17 +1,18 @@
 """Shared memory of large answers: checked before they are computed, and before they are sent.
 
 The server's python backend copies a response into its pool, a file in shared memory that grows and never shrinks. It
-grows by the whole response unless one free part of the pool holds it. A send that finds no memory leaves its client
-without an answer, so it must not happen.
+grows by the whole response, in steps, unless one free part of the pool holds it. A send that finds no memory leaves its
+client without an answer, so it must not happen.
 
-A model can have what is free, and its pool. A response of at most a third of that always finds a part of its size:
-either as much is free, or the pool is at least twice as large.
+A model can have what is free, and its pool. A response of at most a third of that, less the steps, always finds a part
+of its size: either as much is free, or the pool is at least twice as large.
 """
 
 import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from varlen.errors import EngineError, QueueFullError, RequestError
@@ -19,11 +20,12 @@ from varlen.errors import EngineError, QueueFullError, RequestError
 _FOLDER = "/dev/shm"  # noqa: S108  # only asked for sizes, and locked
 # Smaller responses are not checked.
 _LARGE_BYTES = 1 << 20
-# The pool grows in steps of the server's option shm-growth-byte-size, 1 MiB by default.
-_GROWTH_BYTES = 2 << 20
-_SHARE = 3
-# Which argument of the python backend's process names its pool.
+# A pool this many times as large as a response has a free part for it, between small messages.
+_POOL_SHARE = 2
+# Which arguments of the python backend's process are the name of its pool and the step in which it grows, in bytes.
 _POOL_ARGUMENT = 2
+_STEP_ARGUMENT = 4
+_DEFAULT_STEP = 1 << 20
 
 
 def check_answer(size: int) -> None:
@@ -39,14 +41,15 @@ def check_answer(size: int) -> None:
     if size < _LARGE_BYTES:
         return
     memory = os.statvfs(_FOLDER)
-    largest = memory.f_blocks * memory.f_frsize // _SHARE
+    total, pool = memory.f_blocks * memory.f_frsize, _Pool.of_process()
+    largest = max(pool.size // _POOL_SHARE, (total - pool.growth(0)) // (_POOL_SHARE + 1), 0)
     if size > largest:
         raise RequestError(
             f"the answer has {size} bytes; the shared memory of this server is enough for {largest}:"
             " send fewer rows at once"
         )
     # stricter than before the send: other answers may take what is free now
-    if not _fits_always(size):
+    if not pool.fits_always(size):
         raise QueueFullError(
             f"the server has too little shared memory for an answer of {size} bytes; try again later"
         )
@@ -71,7 +74,8 @@ def sending(size: int) -> Iterator[None]:
     folder = os.open(_FOLDER, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        if size + _GROWTH_BYTES > _free_bytes() and not _fits_always(size):
+        pool = _Pool.of_process()
+        if pool.growth(size) > _free_bytes() and not pool.fits_always(size):
             raise EngineError(
                 f"the server has too little shared memory for an answer of {size} bytes"
             )
@@ -80,20 +84,42 @@ def sending(size: int) -> Iterator[None]:
         os.close(folder)
 
 
-def _fits_always(size: int) -> bool:
-    """Return whether a response of `size` bytes fits, however the pool has grown."""
-    return _SHARE * size <= _free_bytes() + _pool_bytes()
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """The python backend's pool of this process.
+
+    Attributes:
+        size: in bytes.
+        step: in which it grows, in bytes: the server's option shm-growth-byte-size.
+    """
+
+    size: int
+    step: int
+
+    @classmethod
+    def of_process(cls) -> "_Pool":
+        """Return the pool; one of no size in processes that are not the python backend's."""
+        arguments = Path("/proc/self/cmdline").read_bytes().split(b"\0")
+        if len(arguments) <= _STEP_ARGUMENT or b"/" in arguments[_POOL_ARGUMENT]:
+            return cls(0, _DEFAULT_STEP)
+        file = Path(_FOLDER, os.fsdecode(arguments[_POOL_ARGUMENT]))
+        step = arguments[_STEP_ARGUMENT]
+        return cls(
+            file.stat().st_size if file.is_file() else 0,
+            int(step) if step.isdigit() else _DEFAULT_STEP,
+        )
+
+    def growth(self, size: int) -> int:
+        """Return how much free memory is enough to grow by a response of `size` bytes."""
+        # whole steps for the response, and one for small messages
+        return size + 2 * self.step
+
+    def fits_always(self, size: int) -> bool:
+        """Return whether a response of `size` bytes fits, however the pool has grown."""
+        in_pool = _POOL_SHARE * size
+        return in_pool <= self.size or in_pool + self.growth(size) <= _free_bytes() + self.size
 
 
 def _free_bytes() -> int:
     memory = os.statvfs(_FOLDER)
     return memory.f_bavail * memory.f_frsize
-
-
-def _pool_bytes() -> int:
-    """Return the size of the python backend's pool; 0 in other processes."""
-    arguments = Path("/proc/self/cmdline").read_bytes().split(b"\0")
-    if len(arguments) <= _POOL_ARGUMENT or b"/" in arguments[_POOL_ARGUMENT]:
-        return 0
-    pool = Path(_FOLDER, os.fsdecode(arguments[_POOL_ARGUMENT]))
-    return pool.stat().st_size if pool.is_file() else 0

@@ -61,6 +61,8 @@ _PARAMETERS = (
 _NEAR_MISS = 0.75
 # No name of ours is this long, nor a near miss of one.
 _LONGEST_NEAR_MISS = 32
+# A name of ours with so few letters is another one with any other letter: top_k and top_n.
+_SHORT_NAME = 5
 
 _PAIR_TASKS = frozenset({"classify", "rerank", "hidden", "token_classify"})
 _SIDES: Mapping[str, TruncationSide] = {"right": "right", "left": "left"}
@@ -104,7 +106,7 @@ def read_request(
     Raises:
         RequestError: the request cannot be served; the message says what came and what is allowed.
     """
-    options = read_parameters(parameters, _PARAMETERS)
+    options = read_parameters(parameters, _parameters_of(outputs.task))
     truncate = _flag(options, "truncate", default=False)
     side = _choice(options, "truncation_side", _SIDES, default="right")
     answer = _read_answer_options(options, outputs, requested)
@@ -126,6 +128,11 @@ def read_request(
     raise RequestError(
         f"the request has {shorten(', '.join(tensors)) or 'no inputs'}; send text, or input_ids"
     )
+
+
+def _parameters_of(task: Task) -> tuple[str, ...]:
+    """Return the names of a task's parameters."""
+    return tuple(name for name in _PARAMETERS if task in _TASKS_OF_PARAMETER.get(name, (task,)))
 
 
 def _read_answer_options(
@@ -293,7 +300,13 @@ def _misspelt(name: str, names: tuple[str, ...]) -> str | None:
     # the server passes on HTTP headers too; "X-Deadline-Ms" is not a parameter
     if name in names or name.lower().startswith("x-"):
         return None
-    return next(iter(get_close_matches(name.lower(), names, n=1, cutoff=_NEAR_MISS)), None)
+    long = [each for each in names if len(each) > _SHORT_NAME]
+    same = [each for each in names if _letters(each) == _letters(name)]
+    return next(iter(same or get_close_matches(name.lower(), long, n=1, cutoff=_NEAR_MISS)), None)
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
 
 
 def _flag(options: Mapping[str, Any], name: str, *, default: bool) -> bool:

@@ -603,6 +603,7 @@ def test_an_answer_without_shared_memory_is_refused_before_it_runs(
     model = load()
     monkeypatch.setattr(os, "statvfs", lambda path: Memory())
     monkeypatch.setattr(shared_memory, "_LARGE_BYTES", 200)
+    monkeypatch.setattr(shared_memory, "_DEFAULT_STEP", 0)
     large, small = ask(text=text("a", "b", "c")), ask(text=text("a"))
     by_ids = ask(input_ids=np.ones((3, 4)))
 

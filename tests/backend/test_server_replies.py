@@ -284,6 +284,7 @@ def test_an_error_names_its_code_in_a_stream(replies, stats, pb_utils):
 
 def test_a_part_without_shared_memory_is_an_error(start, replies, pb_utils, monkeypatch):
     monkeypatch.setattr(shared_memory, "_LARGE_BYTES", 100)
+    monkeypatch.setattr(shared_memory, "_DEFAULT_STEP", 0)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=0, f_frsize=4096))
     request, reply = start()
 
@@ -453,6 +454,7 @@ def test_an_answer_for_which_memory_is_taken_now_is_refused_and_counted(
     start, stats, pb_utils, monkeypatch
 ):
     monkeypatch.setattr(shared_memory, "_LARGE_BYTES", 100)
+    monkeypatch.setattr(shared_memory, "_DEFAULT_STEP", 0)
     memory = SimpleNamespace(f_blocks=1000, f_bavail=100, f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda path: memory)
     request, reply = start()

@@ -29,9 +29,10 @@ class Memory:
 def memory(monkeypatch):
     """Return a function that sets shared memory, in MiB."""
 
-    def set_memory(*, total, free, pool=0):
+    def set_memory(*, total, free, pool=0, step=1):
+        found = shared_memory._Pool(pool * MEGABYTE, step * MEGABYTE)
         monkeypatch.setattr(os, "statvfs", lambda _: Memory(total, free))
-        monkeypatch.setattr(shared_memory, "_pool_bytes", lambda: pool * MEGABYTE)
+        monkeypatch.setattr(shared_memory._Pool, "of_process", lambda: found)
 
     return set_memory
 
@@ -50,7 +51,7 @@ def refusals(size):
 
 
 def test_an_answer_that_no_memory_holds_is_the_clients_fault(memory):
-    memory(total=60, free=60)
+    memory(total=62, free=62)
 
     check_answer(20 * MEGABYTE)
     message = (
@@ -61,7 +62,7 @@ def test_an_answer_that_no_memory_holds_is_the_clients_fault(memory):
 
 
 def test_an_answer_may_come_again_later_if_memory_is_taken_now(memory):
-    memory(total=60, free=40)
+    memory(total=62, free=40)
 
     message = "the server has too little shared memory for an answer of 20971520 bytes; try again"
     with raises(QueueFullError, message):
@@ -69,10 +70,13 @@ def test_an_answer_may_come_again_later_if_memory_is_taken_now(memory):
 
 
 def test_the_pool_of_the_process_counts_since_answers_reuse_it(memory):
-    memory(total=60, free=10, pool=49)
+    memory(total=62, free=23, pool=38)
+    assert refusals(20) == [QueueFullError, None]
+    memory(total=62, free=23, pool=39)
+    assert refusals(20) == [None, None]
+    memory(total=62, free=10, pool=39)
     assert refusals(20) == [QueueFullError, EngineError]
-    memory(total=60, free=10, pool=50)
-
+    memory(total=62, free=10, pool=40)
     assert refusals(20) == [None, None]
 
 
@@ -83,6 +87,21 @@ def test_a_response_is_sent_if_free_memory_or_the_pool_is_sure_to_hold_it(memory
     assert refusals(31) == [RequestError, EngineError]
 
 
+@pytest.mark.parametrize(
+    "total, free, pool, expected",
+    [
+        (600, 100, 50, EngineError),
+        (600, 300, 50, None),
+        (600, 10, 50, EngineError),
+        (600, 10, 60, None),
+    ],
+)
+def test_a_pool_that_grows_in_large_steps_needs_room_for_them(memory, total, free, pool, expected):
+    memory(total=total, free=free, pool=pool, step=64)
+
+    assert refusals(30) == [expected and QueueFullError, expected]
+
+
 def test_a_small_answer_asks_nothing_of_the_file_system(monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda _: pytest.fail("asked"))
 
@@ -91,18 +110,16 @@ def test_a_small_answer_asks_nothing_of_the_file_system(monkeypatch):
         pass
 
 
-def test_the_pool_is_the_file_that_the_python_backends_process_is_started_with(
-    monkeypatch, tmp_path
-):
+def test_the_pool_and_its_step_are_arguments_of_the_python_backends_process(monkeypatch, tmp_path):
     (tmp_path / "pool_1").write_bytes(b"12345")
-    command = b"stub\0/models/m\0pool_1\0001048576\0"
+    command = b"stub\0/models/m\0pool_1\0001048576\00067108864\0"
     monkeypatch.setattr(shared_memory, "_FOLDER", str(tmp_path))
     monkeypatch.setattr(Path, "read_bytes", lambda _: command)
-    assert shared_memory._pool_bytes() == 5
+    assert shared_memory._Pool.of_process() == shared_memory._Pool(5, 64 * MEGABYTE)
 
-    for other in (b"python\0", b"python\0-m\0varlen\0", b"python\0-c\0../pool_1\0"):
+    for other in (b"python\0", b"python\0-m\0varlen\0a\0b\0", b"python\0-c\0../pool_1\0a\0b\0"):
         monkeypatch.setattr(Path, "read_bytes", lambda _, other=other: other)
-        assert shared_memory._pool_bytes() == 0
+        assert shared_memory._Pool.of_process() == shared_memory._Pool(0, MEGABYTE)
 
 
 def test_large_answers_are_sent_one_at_a_time_and_small_ones_meanwhile():

@@ -430,7 +430,7 @@ def test_refuses_a_priority_that_is_no_whole_number_to_9(intake, value):
     ],
 )
 def test_refuses_a_near_miss_of_a_parameter_by_name(intake, name, meant):
-    allowed = "Allowed: truncate, truncation_side, normalize, prompt_name, dimensions, output_dtype, activ"
+    allowed = "Allowed: truncate, truncation_side, normalize, prompt_name, dimensions, output_dtype, request_p"
     with refused(f'unknown parameter "{name}". Did you mean "{meant}"? {allowed}'):
         read(intake, json.dumps({name: True}), input_ids=ids(IDS))
 
@@ -448,6 +448,19 @@ def test_refuses_a_near_miss_of_a_parameter_by_name(intake, name, meant):
 )
 def test_ignores_each_name_that_frontends_use(intake, name):
     assert rows_of(read(intake, json.dumps({name: 1}), input_ids=ids(IDS))) == IDS
+
+
+@pytest.mark.parametrize("task", ["embed", "rerank", "fill_mask"])
+@pytest.mark.parametrize("name", ["top_n", "top_p", "top", "n"])
+def test_ignores_a_short_name_that_differs_from_ours_in_a_letter(intake, task, name):
+    read_answer(intake, task, **{name: 1})
+
+
+def test_refuses_a_near_miss_only_of_a_parameter_that_the_task_has(intake):
+    for name, task, meant in [("topK", "fill_mask", "top_k"), ("dimension", "embed", "dimensions")]:
+        with refused(f'unknown parameter "{name}". Did you mean "{meant}"?'):
+            read_answer(intake, task, **{name: 1})
+        read_answer(intake, "rerank", **{name: 1})
 
 
 def test_ignores_a_parameter_with_a_name_of_any_length(intake):
