@@ -151,6 +151,12 @@ def test_answers_come_with_their_number_of_tokens(client, server, task, method, 
     assert np.array_equal(answer, expected)
 
 
+def test_an_empty_setting_of_the_model_is_no_failure(client, server, vectors_of):
+    server.model.more_settings = {"cache_folder": {"string_value": ""}}
+
+    np.testing.assert_array_equal(client.embed(["a"]), vectors_of(["a"]))
+
+
 @pytest.mark.parametrize("method", ["embed", "embed_and_count", "classify", "predict", "hidden"])
 def test_an_unknown_option_is_a_type_error(client, server, method):
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'trunctate'"):
