@@ -58,6 +58,13 @@ class RowSender:
         answers, _ = await self._send(requests, self._rows_per_request)
         return answers
 
+    async def counted_answers(self, requests: RowRequests) -> tuple[list[Outputs], int | None]:
+        """Return the outputs of `answers`, and the number of tokens, as `counted`."""
+        answers, task = await self._send(requests, self._rows_per_request, counts_tokens=True)
+        if not task.counts_tokens:
+            return answers, None
+        return [each[:-1] for each in answers], sum(int(each[-1].sum()) for each in answers)
+
     async def _send(
         self,
         requests: RowRequests,

@@ -288,6 +288,7 @@ def sparse_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
         terms[row, : len(text)] = [letter.encode() for letter in letters]
     counts = np.array([[len(text)] for text in texts], np.int32)
     outputs = {"indices": indices, "values": values, "num_terms": counts, "terms": terms}
+    outputs["num_tokens"] = counts
     return {name: outputs[name] for name in received.outputs}
 
 
