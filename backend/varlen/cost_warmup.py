@@ -20,6 +20,7 @@ from varlen.costs.store import CostKey, CostStore, StoredCosts, cache_folder
 from varlen.errors import EngineError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
+from varlen.execution.warm_up import most_masks
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Int32Array, Prompt, Reply, Request
 from varlen.sequence import Batch, RequestState
@@ -27,7 +28,7 @@ from varlen.sequence import Batch, RequestState
 _log = logging.getLogger(__name__)
 
 # To be increased when other batches are measured, or the same in another way.
-_PLAN_VERSION = "5"
+_PLAN_VERSION = "6"
 # Models that load together measure one after another. Longest wait for the others, in units of `warmup_seconds`.
 _LONGEST_WAIT = 3
 # A larger spread means that other work keeps the machine busy; an idle machine has 1.1.
@@ -150,17 +151,17 @@ def warm_up(info: ModelInfo, executor: ModelExecutor, config: EngineConfig) -> N
     length = min(info.max_sequence_tokens, info.max_batch_tokens)
     most = min(info.max_batch_tokens, _WARM_UP_TOKENS[info.device])
     count = max(1, min(most // length, config.max_batch_sequences))
-    _run_on_all(executor, [np.zeros(length, dtype=np.int32)] * count)
+    _run_on_all(info, executor, [np.zeros(length, dtype=np.int32)] * count)
 
 
-def _run_on_all(executor: ModelExecutor, rows: list[Int32Array]) -> None:
+def _run_on_all(info: ModelInfo, executor: ModelExecutor, rows: list[Int32Array]) -> None:
     """Run a batch of token ids in every worker.
 
     Raises:
         MemoryError: a worker has too little memory.
         EngineError: a worker failed.
     """
-    request = Request(tuple(map(Prompt, rows)))
+    request = Request(tuple(Prompt(row, mask_places=most_masks(info, len(row))) for row in rows))
     # never answered
     sequences = RequestState(request, cast(Reply, None), 0.0).sequences
     batch = Batch(sequences, BatchShape.of([len(row) for row in rows]), 0.0, "warm-up")
@@ -177,7 +178,7 @@ def _measure(info: ModelInfo, executor: ModelExecutor, config: EngineConfig) -> 
     ids = numbers.integers(0, info.vocab_size, info.max_batch_tokens, dtype=np.int32)
 
     def run(lengths: list[int]) -> None:
-        _run_on_all(executor, [ids[:length] for length in lengths])
+        _run_on_all(info, executor, [ids[:length] for length in lengths])
 
     limits = BatchLimits(_most_sequences(info, config), info.max_batch_tokens, config.execution)
     measurement = measure(

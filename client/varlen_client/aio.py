@@ -144,6 +144,13 @@ class AsyncClient:
         answers = await self._rows.answers(sparse_requests(inputs, options))
         return [vector for answer in answers for vector in read_sparse_vectors(answer)]
 
+    async def sparse_embed_and_count(
+        self, inputs: Inputs, **options: Unpack[SparseOptions]
+    ) -> tuple[list[SparseVector], int | None]:
+        """Return the vectors of `sparse_embed`, and the number of tokens, as `embed_and_count`."""
+        answers, tokens = await self._rows.counted_answers(sparse_requests(inputs, options))
+        return [vector for answer in answers for vector in read_sparse_vectors(answer)], tokens
+
     async def fill_mask(
         self, inputs: Inputs, **options: Unpack[MaskOptions]
     ) -> list[list[list[FilledToken]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +22,6 @@ from varlen_client.row_outputs import (
 from varlen_client.sparse import sparse_task
 from varlen_client.wire import (
     Inputs,
-    ModelInfo,
     Pairs,
     Parameters,
     Rows,
@@ -30,8 +29,6 @@ from varlen_client.wire import (
     read_inputs_or_pairs,
     read_query_and_documents,
 )
-
-TOKEN_COUNTS = RowOutput("num_tokens", dtype=np.int32)
 
 # Of a request parameter.
 _LARGEST_INTEGER = 2**63 - 1
@@ -169,13 +166,6 @@ class RowRequests:
         }
         given = cast(RowOptions, options)
         return cls(task, rows, parameters, given.get("timeout"), given.get("on_progress"))
-
-    def counting_tokens(self, info: ModelInfo) -> RowRequests | None:
-        """Return them with the output `num_tokens` at the end; None if the model lacks it."""
-        if TOKEN_COUNTS.name not in info.outputs:
-            return None
-        task = replace(self.task, outputs=(*self.task.outputs, TOKEN_COUNTS))
-        return replace(self, task=task)
 
 
 def embed_requests(inputs: Inputs, options: Mapping[str, Any]) -> RowRequests:

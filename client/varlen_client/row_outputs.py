@@ -88,6 +88,9 @@ class RowOutput:
         return array
 
 
+_TOKEN_COUNTS = RowOutput("num_tokens", dtype=np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class RowTask:
     """What a method requests for each row.
@@ -106,6 +109,17 @@ class RowTask:
     def names(self) -> tuple[str, ...]:
         """Names of the outputs."""
         return tuple(output.name for output in self.outputs)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the last output is the number of tokens of each row."""
+        return self.outputs[-1].name == _TOKEN_COUNTS.name
+
+    def counting_tokens(self, info: ModelInfo) -> RowTask:
+        """Return this task with the output `num_tokens` at the end, if the model has it."""
+        if _TOKEN_COUNTS.name not in info.outputs:
+            return self
+        return replace(self, outputs=(*self.outputs, _TOKEN_COUNTS))
 
     def of_model(self, info: ModelInfo) -> RowTask:
         """Return this task with the widths of a model.

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import numpy.typing as npt
 
-from varlen_client.row_call import RowCall, deadline_of
+from varlen_client.row_call import RowCall
 from varlen_client.row_options import RowRequests
 from varlen_client.row_outputs import RowTask
 from varlen_client.session import Session
@@ -42,12 +42,11 @@ class RowSender:
 
         It is None if the model does not count them.
         """
-        info = await self._session.model_info(deadline_of(requests.timeout))
-        counting = requests.counting_tokens(info)
-        if counting is None:
-            return await self.matrices(requests), None
-        *arrays, counts = await self.matrices(counting)
-        return tuple(arrays), int(counts.sum())
+        answers, task = await self._send(requests, self._rows_per_request, counts_tokens=True)
+        outputs = task.joined(answers)
+        if not task.counts_tokens:
+            return outputs, None
+        return outputs[:-1], int(outputs[-1].sum())
 
     async def arrays(self, requests: RowRequests) -> list[Floats]:
         """Return the only output of each row in its own array, without the batch dimension."""
@@ -59,10 +58,27 @@ class RowSender:
         answers, _ = await self._send(requests, self._rows_per_request)
         return answers
 
+    async def counted_answers(self, requests: RowRequests) -> tuple[list[Outputs], int | None]:
+        """Return the outputs of `answers`, and the number of tokens, as `counted`."""
+        answers, task = await self._send(requests, self._rows_per_request, counts_tokens=True)
+        if not task.counts_tokens:
+            return answers, None
+        return [each[:-1] for each in answers], sum(int(each[-1].sum()) for each in answers)
+
     async def _send(
-        self, requests: RowRequests, rows_per_request: int | None
+        self,
+        requests: RowRequests,
+        rows_per_request: int | None,
+        *,
+        counts_tokens: bool = False,
     ) -> tuple[list[Outputs], RowTask]:
-        """Return the outputs of each request, in order, and the task with the model's widths."""
+        """Return the outputs of each request, in order, and the task with the model's widths.
+
+        Args:
+            requests: of the call.
+            rows_per_request: None is the default.
+            counts_tokens: see `RowTask.counting_tokens`.
+        """
         rows = requests.rows
         call = RowCall(
             requests.task.method,
@@ -73,7 +89,8 @@ class RowSender:
 
         async def send_all() -> tuple[list[Outputs], RowTask]:
             info = await self._session.model_info(call.deadline)
-            task = requests.task.of_model(info)
+            task = requests.task.counting_tokens(info) if counts_tokens else requests.task
+            task = task.of_model(info)
             # An explicit rows_per_request above max_batch_size is sent as it is: the server refuses it
             # with its own message.
             default = min(DEFAULT_ROWS_PER_REQUEST, info.max_batch_size)

@@ -114,6 +114,12 @@ class Client:
         """Return the sparse vector of each row. See `AsyncClient.sparse_embed`."""
         return _loop.run(self._client.sparse_embed(inputs, **options))
 
+    def sparse_embed_and_count(
+        self, inputs: Inputs, **options: Unpack[SparseOptions]
+    ) -> tuple[list[SparseVector], int | None]:
+        """Return the sparse vector of each row, and the number of tokens of all rows."""
+        return _loop.run(self._client.sparse_embed_and_count(inputs, **options))
+
     def fill_mask(
         self, inputs: Inputs, **options: Unpack[MaskOptions]
     ) -> list[list[list[FilledToken]]]:

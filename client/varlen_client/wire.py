@@ -106,9 +106,12 @@ class ModelInfo:
                 name=str(config["name"]),
                 max_batch_size=int(str(config.get("max_batch_size", 0))),
                 outputs={out["name"]: tuple(int(dim) for dim in out["dims"]) for out in outputs},
-                settings={key: str(value["string_value"]) for key, value in parameters.items()},
+                # the JSON form of gRPC leaves out empty strings
+                settings={
+                    key: str(value.get("string_value", "")) for key, value in parameters.items()
+                },
             )
-        except (KeyError, TypeError, ValueError, AssertionError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, AssertionError) as error:
             raise ServerError(f"the model's config cannot be read: {error!r}") from error
 
     def width(self, method: str, output: str, *, rank: int) -> int:

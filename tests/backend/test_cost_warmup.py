@@ -34,6 +34,7 @@ from varlen.execution.fingerprint import (
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.runner import Runner
 from varlen.models.checkpoint import Checkpoint
+from varlen.request import MAX_MASKS
 from varlen.sequence import BatchResult
 
 from .fakes.engine_parts import Clock
@@ -145,6 +146,13 @@ def test_batches_are_of_valid_random_ids(executor, checkpoint, config):
     assert ids.min() == 0
     assert ids.max() == VOCAB_SIZE - 1
     assert all(s.token_ids.flags.c_contiguous for batch in executor.ran for s in batch)
+
+
+def test_batches_of_a_model_that_fills_masks_have_masks(executor, checkpoint, config):
+    costs_for(replace(INFO, task="fill_mask"), executor, checkpoint, config)
+
+    prompts = [prompt for batch in executor.ran for prompt in batch]
+    assert all(each.num_masks == min(each.num_tokens, MAX_MASKS) for each in prompts)
 
 
 def test_no_batch_passes_the_limits(executor, checkpoint, config):

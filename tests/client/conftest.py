@@ -103,6 +103,8 @@ class FakeModel:
     task: str = "embed"
     shows_task: bool = True
     """Whether the config names the task."""
+    more_settings: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Parameters of the config beside the task."""
     max_batch_size: int = 8
     server_ready: bool = True
     models: list[tuple[str, str]] = field(default_factory=lambda: [("fake", "READY")])
@@ -138,7 +140,7 @@ class FakeModel:
                 {"name": name, "data_type": "TYPE_FP32", "dims": dims}
                 for name, dims in {output: dims, **self.more_outputs}.items()
             ],
-            "parameters": parameters,
+            "parameters": parameters | self.more_settings,
         }
 
     def check_name(self, name: str) -> None:
@@ -286,6 +288,7 @@ def sparse_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
         terms[row, : len(text)] = [letter.encode() for letter in letters]
     counts = np.array([[len(text)] for text in texts], np.int32)
     outputs = {"indices": indices, "values": values, "num_terms": counts, "terms": terms}
+    outputs["num_tokens"] = counts
     return {name: outputs[name] for name in received.outputs}
 
 

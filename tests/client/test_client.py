@@ -1,5 +1,6 @@
 """The sync client against a fake server: requests, order of the results, retries and errors."""
 
+import socket
 import threading
 import time
 
@@ -148,6 +149,12 @@ def test_answers_come_with_their_number_of_tokens(client, server, task, method, 
     assert sent > 0
     assert tokens == (sent if counts else None)
     assert np.array_equal(answer, expected)
+
+
+def test_an_empty_setting_of_the_model_is_no_failure(client, server, vectors_of):
+    server.model.more_settings = {"cache_folder": {"string_value": ""}}
+
+    np.testing.assert_array_equal(client.embed(["a"]), vectors_of(["a"]))
 
 
 @pytest.mark.parametrize("method", ["embed", "embed_and_count", "classify", "predict", "hidden"])
@@ -323,6 +330,21 @@ def test_a_timeout_ends_the_whole_call_without_a_retry(client, server):
 
     assert time.monotonic() - start < 3
     assert len(server.model.requests) <= 5
+
+
+def test_a_counted_call_has_one_timeout_and_the_error_of_a_plain_one(server):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"{server.url.split('://')[0]}://127.0.0.1:{silent.getsockname()[1]}"
+        start = time.monotonic()
+
+        with Client(url, "fake") as client:
+            with pytest.raises(VarlenClientError) as plain:
+                client.rerank("q", ["d"], timeout=0.3)
+            with pytest.raises(VarlenClientError) as counted:
+                client.rerank_and_count("q", ["d"], timeout=0.3)
+
+    assert time.monotonic() - start < 5
+    assert counted.type is plain.type is RequestTimeout
 
 
 def test_a_client_can_be_used_after_a_timeout(client, server, vectors_of):

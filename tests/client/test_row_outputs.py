@@ -184,6 +184,18 @@ def test_sparse_vectors_come_without_texts_unless_they_are_asked_for(client, ser
     assert client.sparse_embed([]) == []
 
 
+@pytest.mark.parametrize("counts", [True, False], ids=["counted", "not counted"])
+def test_sparse_vectors_come_with_their_number_of_tokens(client, server, counts):
+    server.model.task, server.model.counts_tokens = "sparse_embed", counts
+    texts = ["x" * (n + 1) for n in range(40)]
+
+    vectors, tokens = client.sparse_embed_and_count(texts, with_terms=True)
+
+    assert tokens == (sum(map(len, texts)) if counts else None)
+    assert [len(each.terms) for each in vectors] == [len(text) for text in texts]
+    assert client.sparse_embed_and_count([]) == ([], 0 if counts else None)
+
+
 def test_a_model_of_another_task_has_no_sparse_vectors(client):
     with pytest.raises(InvalidRequest, match="does not serve sparse_embed: it has sentence_emb"):
         client.sparse_embed(["a"])

@@ -18,6 +18,7 @@ from varlen.models.config_file import (
     check_multiple,
     check_unquantized,
     read_choice,
+    read_computed_positions,
     read_flag,
     read_int,
     read_layers,
@@ -51,8 +52,6 @@ HARMLESS_FIELDS = seq2seq_fields.HARMLESS_FIELDS | frozenset(
 
 # Learned tables begin with two rows that no position has.
 LEARNED_OFFSET = 2
-# A table of computed positions has this many rows at most.
-_MOST_COMPUTED_POSITIONS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +174,10 @@ class BartConfig:
             )
         # positions of M2M-100 are counted from the padding token's id
         first = read_int(config, "pad_token_id", lowest=0) + 1 if options.positions == "m2m" else 0
-        positions = read_int(config, "max_position_embeddings")
-        if options.positions != "learned" and positions > _MOST_COMPUTED_POSITIONS:
-            raise CheckpointError(
-                f"config.json has max_position_embeddings {positions}; allowed: whole numbers up to"
-                f" {_MOST_COMPUTED_POSITIONS}, since their table is computed"
-            )
+        if options.positions == "learned":
+            positions = read_int(config, "max_position_embeddings")
+        else:
+            positions = read_computed_positions(config)
         return cls(
             options=options,
             hidden=read_int(config, "d_model"),

@@ -39,6 +39,7 @@ HARMLESS_FIELDS = frozenset(
 _MAX_SHOWN = 80
 # Far more than any model has.
 _MOST_LAYERS = 10_000
+_MOST_COMPUTED_POSITIONS = 1 << 20
 
 
 def read_object(folder: Path, name: str) -> Json:
@@ -86,6 +87,18 @@ def read_layers(config: Json, key: str, *, lowest: int = 1) -> int:
             f"config.json has {key} {layers}; allowed: whole numbers from {lowest} to {_MOST_LAYERS}"
         )
     return layers
+
+
+def read_computed_positions(config: Json) -> int:
+    """Return max_position_embeddings where loading computes their table, or raise CheckpointError."""
+    positions = read_int(config, "max_position_embeddings")
+    # no tensor of the checkpoint limits them
+    if positions > _MOST_COMPUTED_POSITIONS:
+        raise CheckpointError(
+            f"config.json has max_position_embeddings {positions}; allowed: whole numbers up to"
+            f" {_MOST_COMPUTED_POSITIONS}, since their table is computed"
+        )
+    return positions
 
 
 def read_number(

@@ -17,8 +17,10 @@ from varlen.models.config_file import (
     check_multiple,
     check_unquantized,
     read_choice,
+    read_computed_positions,
     read_flag,
     read_int,
+    read_layers,
     read_norm_eps,
     read_num_labels,
     show,
@@ -128,7 +130,7 @@ class DebertaConfig:
         check_multiple(config, "hidden_size", "num_attention_heads")
         _check_size(config, "attention_head_size", hidden // heads)
         _check_size(config, "pooler_hidden_size", hidden)
-        positions = read_int(config, "max_position_embeddings")
+        positions = read_computed_positions(config)
         max_distance, buckets = _read_distances(config, positions)
         terms = _read_terms(config)
         is_relative = read_flag(config, "relative_attention", default=False)
@@ -138,7 +140,7 @@ class DebertaConfig:
             embedding=read_int({"embedding_size": hidden, **config}, "embedding_size"),
             inner=read_int(config, "intermediate_size"),
             heads=heads,
-            layers=read_int(config, "num_hidden_layers"),
+            layers=read_layers(config, "num_hidden_layers"),
             positions=positions,
             has_position_table=read_flag(config, "position_biased_input", default=True),
             terms=terms if is_relative else (),

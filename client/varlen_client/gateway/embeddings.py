@@ -95,11 +95,12 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
     async def embed_sparse(body: TextsBody) -> Response:
         """Embed texts or token ids sparsely: their terms and weights, the largest first."""
         model = await gateway.models.get(body.model)
-        vectors = await model.client.sparse_embed(
+        vectors, tokens = await model.client.sparse_embed_and_count(
             rows_of(body.inputs, "inputs"),
             timeout=gateway.settings.timeout_seconds,
             **body.options(),
         )
+        gateway.metrics.count_tokens(tokens or 0)
         return json_response([_terms(vector) for vector in vectors])
 
 

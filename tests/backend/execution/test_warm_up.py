@@ -1,6 +1,7 @@
 """Random batches at load: they fill the largest graphs, and NaN refuses the model."""
 
 import logging
+from dataclasses import replace
 from threading import Event
 
 import numpy as np
@@ -22,6 +23,7 @@ from varlen.execution.warm_up import check_numbers, random_lengths
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint import Checkpoint
+from varlen.request import MAX_MASKS
 from varlen_kernels import reference
 
 MAX_TOKENS, MAX_SEQUENCES = 320, 16
@@ -80,6 +82,15 @@ def test_the_largest_graph_of_each_class_runs_a_full_batch(make, runner, monkeyp
     assert "3 random batches have no NaN in their answers" in caplog.text
     ids = np.concatenate([prompt.token_ids for prompts in ran for prompt in prompts])
     assert 0 <= ids.min() < ids.max() < runner.info.vocab_size
+
+
+def test_batches_of_a_model_that_fills_masks_have_masks(make, runner, monkeypatch):
+    executor, ran = make(), []
+    monkeypatch.setattr(executor, "run", lambda prompts, options: ran.extend(prompts) or [])
+
+    check_numbers(executor, replace(runner.info, task="fill_mask"))
+
+    assert all(each.num_masks == min(each.num_tokens, MAX_MASKS) for each in ran)
 
 
 def test_a_model_that_computes_numbers_passes(make, runner):

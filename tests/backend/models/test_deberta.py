@@ -252,6 +252,16 @@ def test_tensors_of_pretraining_are_left_out(make_checkpoint):
         ("relative_attention", "yes", "has relative_attention 'yes'; allowed: true, false"),
         ("num_attention_heads", 7, "hidden_size 24 is not a multiple of num_attention_heads 7"),
         ("num_hidden_layers", 0, "has num_hidden_layers 0; allowed: whole numbers from 1"),
+        (
+            "num_hidden_layers",
+            10**9,
+            "has num_hidden_layers 1000000000; allowed: whole numbers from 1 to",
+        ),
+        (
+            "max_position_embeddings",
+            10**10,
+            "has max_position_embeddings 10000000000; allowed: whole",
+        ),
         ("talking_head", True, 'has the field "talking_head"'),
     ],
 )

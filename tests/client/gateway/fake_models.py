@@ -79,10 +79,11 @@ class FakeClient:
         vectors = np.stack([vector_of(row) for row in inputs])[:, :dimensions]
         return vectors, sum(map(len, inputs)) if self.calls.counts_tokens else None
 
-    async def sparse_embed(self, inputs, *, timeout=None, **options):
+    async def sparse_embed_and_count(self, inputs, *, timeout=None, **options):
         await self._answer("sparse_embed", inputs, options)
         indices = np.array([9, 4], np.int32)
-        return [SparseVector(indices + len(row), np.float32([2.5, 1.0])) for row in inputs]
+        vectors = [SparseVector(indices + len(row), np.float32([2.5, 1.0])) for row in inputs]
+        return vectors, sum(map(len, inputs)) if self.calls.counts_tokens else None
 
     async def model_info(self):
         return ModelInfo(self.name, 8, OUTPUTS[self.name], self.calls.settings)

@@ -271,6 +271,7 @@ def test_metrics_count_requests_by_path_and_status_and_tokens(make_app):
     async def run():
         async with http_client(app) as client:
             await client.post("/embed", json={"model": "embedder", "inputs": ["ab", "c"]})
+            await client.post("/embed_sparse", json={"model": "embedder", "inputs": ["abc"]})
             await client.post("/embed", json={})
             await client.get("/etc/passwd")
             await client.post("/v1/completions", json={"model": "writer", "prompt": "a"})
@@ -285,7 +286,7 @@ def test_metrics_count_requests_by_path_and_status_and_tokens(make_app):
     assert 'varlen_gateway_requests_total{path="/embed",status="400"} 1.0' in page
     # names of paths are bounded
     assert 'varlen_gateway_requests_total{path="other",status="404"} 1.0' in page
-    assert 'varlen_gateway_tokens_total{kind="prompt"} 17.0' in page
+    assert 'varlen_gateway_tokens_total{kind="prompt"} 20.0' in page
     assert 'varlen_gateway_tokens_total{kind="completion"} 4.0' in page
     # this request
     assert "varlen_gateway_requests_in_flight 1.0" in page
