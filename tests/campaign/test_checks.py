@@ -6,13 +6,14 @@ import subprocess
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Event
+from threading import Event, Semaphore
 
 import pytest
 
 from varlen_bench.harness.rows import Provenance
 
 from . import figures
+from .beside import beside
 from .counters import Counters
 from .drive import Bounds, Share, send_all
 from .endings import Ending, Ledger, ModelEndings, find_leak
@@ -43,20 +44,42 @@ def seen(right: int = 0, left: int = 0, invalid: int = 0) -> dict[str, ModelEndi
 
 
 def test_a_request_without_an_end_is_lost() -> None:
-    ledger, answer = Ledger(), Event()
+    ledger, begun, answer = Ledger(), Semaphore(0), Event()
 
     def silent(draw: random.Random, target: None) -> Ending:
+        begun.release()
         answer.wait()
         return Ending("right")
 
+    # the patience ends at once, and the time to send not before both requests have begun
     sent = send_all(
-        None, [Share(1, silent)], Bounds(0.1, 2), ledger, name="1", threads=2, patience=0.1
+        None, [Share(1, silent)], Bounds(60, 2), ledger, name="1", threads=2, patience=-60
     )
+    assert all(begun.acquire(timeout=50) for _ in range(2))
     ledger.close()
     answer.set()
 
     assert sent == 0
     assert ledger.by_kind["silent"]["lost"] == ledger.num_problems == 2
+
+
+def test_what_fails_beside_the_requests_is_a_problem() -> None:
+    ledger, hold = Ledger(), Event()
+
+    def failing(is_over: Event) -> None:
+        is_over.wait()
+        raise AssertionError("it is not unloaded")
+
+    with beside("the thread that reloads", failing, ledger):
+        assert not ledger.num_problems
+    with beside("the kill", lambda _: hold.wait(), ledger, patience=0.05):
+        pass
+    with beside("the filler", lambda is_over: is_over.wait(), ledger):
+        pass
+    hold.set()
+
+    reason = "the thread that reloads failed: AssertionError('it is not unloaded')"
+    assert ledger.problems == [reason, "the kill did not end within 0.05 s"]
 
 
 def test_a_wrong_answer_and_a_message_that_leaks_are_problems() -> None:

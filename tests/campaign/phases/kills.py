@@ -4,8 +4,9 @@ import os
 import random
 import signal
 import time
-from contextlib import AbstractContextManager, suppress
-from threading import Event, Thread
+from contextlib import suppress
+from functools import partial
+from threading import Event
 
 from tests.server.serving import (
     is_running,
@@ -19,6 +20,7 @@ from tests.server.serving import (
 from varlen_tools.local_server import LocalServer
 
 from ..attacks import good
+from ..beside import beside
 from ..drive import Bounds, Share, send_all
 from ..endings import Ending, Ledger
 from ..models import DECODER, ENCODER, TRANSLATOR
@@ -46,11 +48,15 @@ def workers(campaign: Campaign, report: Report, seconds: float) -> None:
     # a killed worker is logged as a warning; a model that is loaded again says so
     with attacked_server(campaign, report, _MODELS) as target:
         victims = _Victims(stub_of(target.server, ENCODER), report)
-        send_mix(campaign, report, target, _MIX, seconds, beside=_Killing(victims, campaign))
+        kill = partial(_kill_some, victims, random.Random(f"{campaign.seed} kills"))
+        killing = beside("the thread that kills", kill, report.ledger)
+        send_mix(campaign, report, target, _MIX, seconds, beside=killing)
         restarts = round(metrics(target.server, ENCODER)["varlen_worker_restarts_total"])
         report.count("restarts", restarts)
         # a worker is found to have ended when it gets its next batch
-        missing = report.notes.get("killed workers", 0) - restarts
+        killed = report.notes.get("killed workers", 0)
+        missing = killed - restarts
+        report.check(holds=killed > 0, problem="no worker was killed")
         report.check(holds=0 <= missing <= 2, problem=f"{missing} restarts are not counted")
 
 
@@ -72,18 +78,20 @@ def stubs(campaign: Campaign, report: Report, seconds: float) -> None:
         while time.monotonic() < until:
             model = draw.choice((ENCODER, TRANSLATOR))
             bounds = Bounds(_HELD_SECONDS, max(1, campaign.requests // 10))
-            killer = Thread(target=_kill_stub, args=(target.server, model, draw.uniform(0.2, 1.0)))
-            killer.start()
+            kill = partial(_kill_stub, report, target.server, model, draw.uniform(0.2, 1.0))
             name = f"{campaign.seed} stubs {number}"
-            send_all(target, mix, bounds, report.ledger, name=name)
-            killer.join()
+            with beside(f"the kill of {model}", kill, report.ledger):
+                send_all(target, mix, bounds, report.ledger, name=name)
             # a server that has lost the requests of a process never says that the model is unloaded
             unload(target.server, model)
             reason = load(target.server, model)
             report.check(holds=reason is None, problem=f"{model} does not load again: {reason}")
             _check_answers(target, report.ledger, f"{name} after")
-            report.count("killed")
             number += 1
+        killed = report.notes.get("killed", 0)
+        report.check(
+            holds=0 < number == killed, problem=f"{killed} processes were killed in {number} rounds"
+        )
         state = settled(target.server.pid)
         report.check(
             holds=state.processes.get("stub", 0) == 2,
@@ -153,31 +161,20 @@ class _Victims:
         return host, found
 
 
-class _Killing(AbstractContextManager[None]):
-    """A thread that kills processes while a `with` block runs."""
-
-    def __init__(self, victims: _Victims, campaign: Campaign) -> None:
-        self._victims, self._ended = victims, Event()
-        self._draw = random.Random(f"{campaign.seed} kills")
-        self._thread = Thread(target=self._run)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._victims.kill_orphans()
-
-    def _run(self) -> None:
-        while not self._ended.wait(_PAUSE):
-            # a process may have ended meanwhile
-            with suppress(ProcessLookupError, FileNotFoundError):
-                self._victims.kill_one(self._draw)
+def _kill_some(victims: _Victims, draw: random.Random, is_over: Event) -> None:
+    """Kill a process now and then until the requests are over, one at least."""
+    was_over = False
+    while not was_over:
+        # a process may have ended meanwhile
+        with suppress(ProcessLookupError, FileNotFoundError):
+            victims.kill_one(draw)
+        was_over = is_over.wait(_PAUSE)
+    victims.kill_orphans()
 
 
-def _kill_stub(server: LocalServer, model: str, delay: float) -> None:
+def _kill_stub(report: Report, server: LocalServer, model: str, delay: float, _: Event) -> None:
     time.sleep(delay)
     pid = stub_of(server, model)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not is_running(pid), f"process {pid} has ended")
+    report.count("killed")

@@ -3,12 +3,13 @@
 import random
 import time
 from functools import partial
-from threading import Event, Thread
+from threading import Event
 
 from tests.server.serving import load, model_state, unload, wait_until
 from varlen_tools.local_server import LocalServer
 
 from ..attacks import good
+from ..beside import beside
 from ..drive import Bounds, Share, send_all
 from ..endings import Ending
 from ..models import CACHED, DECODER, TRANSLATOR
@@ -29,13 +30,11 @@ def reloads(campaign: Campaign, report: Report, seconds: float) -> None:
         name = f"{campaign.seed} reloads"
         send_all(target, mix, Bounds(0.1 * seconds, 50), report.ledger, name=f"{name} warm-up")
         report.before = settled(target.server.pid)
-        ended = Event()
-        thread = Thread(target=_reload, args=(campaign, report, target.server, ended))
-        thread.start()
         bounds = Bounds(0.9 * seconds, campaign.requests)
-        send_all(target, mix, bounds, report.ledger, name=name, threads=6)
-        ended.set()
-        thread.join()
+        reload = partial(_reload, campaign, report, target.server)
+        with beside("the thread that reloads", reload, report.ledger):
+            send_all(target, mix, bounds, report.ledger, name=name, threads=6)
+        report.check(holds=report.notes.get("reloads", 0) > 0, problem="no model was reloaded")
         for model in _MODELS:
             reason = load(target.server, model)
             report.check(holds=reason is None, problem=f"{model} does not load: {reason}")
@@ -47,9 +46,12 @@ def reloads(campaign: Campaign, report: Report, seconds: float) -> None:
             report.ledger.report(problem)
 
 
-def _reload(campaign: Campaign, report: Report, server: LocalServer, ended: Event) -> None:
+def _reload(campaign: Campaign, report: Report, server: LocalServer, is_over: Event) -> None:
+    """Reload models until the requests are over, one at least."""
     draw = random.Random(f"{campaign.seed} reload")
-    while not ended.wait(draw.uniform(0.1, 2.0)):
+    was_over = False
+    while not was_over:
+        was_over = is_over.wait(draw.uniform(0.1, 2.0))
         model = draw.choice(_MODELS)
         unload(server, model)
         if draw.random() < 0.6:

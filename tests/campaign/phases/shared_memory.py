@@ -7,10 +7,10 @@ import random
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from tests.server.clients import AnswerError, integers
 from varlen_tools.local_server import find_command
 
 from ..attacks import good
+from ..beside import beside
 from ..drive import Share
 from ..endings import TIMEOUT_SECONDS, Ending
 from ..models import DECODER, HIDDEN
@@ -59,8 +60,10 @@ def shared_memory(campaign: Campaign, report: Report, seconds: float) -> None:
         campaign, report, _MODELS, command=command, allowed_log=(_SERVER_REASON, *_OUR_REASONS)
     ) as target:
         folder = Path(f"/proc/{target.server.pid}/root/dev/shm")
-        beside = _filling(folder, campaign.seed)
-        send_mix(campaign, report, target, mix, seconds, beside=beside)
+        fill = beside(
+            "the thread that fills /dev/shm", partial(_fill, folder, campaign.seed), report.ledger
+        )
+        send_mix(campaign, report, target, mix, seconds, beside=fill)
 
 
 def large_hidden(draw: random.Random, target: Target) -> Ending:
@@ -99,22 +102,10 @@ def _refused(ending: Ending) -> Ending:
     return ending
 
 
-@contextmanager
-def _filling(folder: Path, seed: int) -> Iterator[None]:
-    ended = Event()
-    filler = Thread(target=_fill, args=(folder, ended, seed))
-    filler.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        filler.join()
-
-
-def _fill(folder: Path, ended: Event, seed: int) -> None:
+def _fill(folder: Path, seed: int, is_over: Event) -> None:
     """Take a random part of /dev/shm for a moment, again and again."""
     draw, file = random.Random(f"{seed} fill"), folder / "filler"
-    while not ended.wait(draw.uniform(0.05, 0.5)):
+    while not is_over.wait(draw.uniform(0.05, 0.5)):
         # up to what fits
         with suppress(OSError):
             file.write_bytes(bytes(draw.randint(1, _SIZE_MIB) << 20))
