@@ -220,6 +220,11 @@ def add_mask(folder: Path) -> None:
     set_fields(folder, "tokenizer.json", added_tokens=[mask])
 
 
+def leave_only_a_pickle(folder: Path) -> None:
+    """Give the weights the name of pickled ones."""
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
 def drop_field(folder: Path, name: str, field: str) -> None:
     """Remove a field from a JSON file."""
     content = json.loads((folder / name).read_text())
