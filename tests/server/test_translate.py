@@ -265,7 +265,8 @@ def test_a_client_that_cancels_frees_the_blocks_of_its_search(server: LocalServe
     )
     after = wait_until_free(server, "translator")
     name = "varlen_decode_tokens_total"
-    assert after[name] - before[name] < 8 * LONGEST
+    # two whole searches would decode this many
+    assert after[name] - before[name] < 2 * 8 * (LONGEST - 2)
 
 
 def test_a_deadline_ends_a_search_and_frees_its_blocks(url: str, server: LocalServer) -> None:
