@@ -214,7 +214,7 @@ def set_fields(folder: Path, name: str, /, **fields: Any) -> None:
 
 
 def add_mask(folder: Path) -> None:
-    """Let the tokenizer read `[MASK]` as its special token, as those of masked language models do."""
+    """Let the tokenizer read `[MASK]` as its special token."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     mask = {"id": SPECIAL_TOKENS.index("[MASK]"), "content": "[MASK]", "special": True, **flags}
     set_fields(folder, "tokenizer.json", added_tokens=[mask])

@@ -1,4 +1,4 @@
-"""The pages about the gateway name the paths that it has, and the limits of its requests."""
+"""The pages about the gateway name its paths and limits."""
 
 import re
 from functools import cache
