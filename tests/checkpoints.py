@@ -213,6 +213,18 @@ def set_fields(folder: Path, name: str, /, **fields: Any) -> None:
     write_file(folder, name, before | fields)
 
 
+def add_mask(folder: Path) -> None:
+    """Let the tokenizer read `[MASK]` as its special token."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    mask = {"id": SPECIAL_TOKENS.index("[MASK]"), "content": "[MASK]", "special": True, **flags}
+    set_fields(folder, "tokenizer.json", added_tokens=[mask])
+
+
+def leave_only_a_pickle(folder: Path) -> None:
+    """Give the weights the name of pickled ones."""
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
 def drop_field(folder: Path, name: str, field: str) -> None:
     """Remove a field from a JSON file."""
     content = json.loads((folder / name).read_text())

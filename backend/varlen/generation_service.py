@@ -110,7 +110,7 @@ class GenerationService:
             )
         translate = checkpoint.translate
         start = None if translate is None else translate.tokens.start
-        intake = Intake(tokenizer, limits, template, target_start=start)
+        intake = Intake(tokenizer, limits, template, target_start=start, can_truncate=False)
         executor: ModelExecutor = ThreadExecutor([runner])
         if runner.device.type == "cuda":
             executor = with_timeout(executor, config.device_timeout_seconds)

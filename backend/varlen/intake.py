@@ -73,6 +73,7 @@ class Intake:
         target_start: int | None = None,
         mask_token: int | None = None,
         pair_template: PairTemplate | None = None,
+        can_truncate: bool = True,
     ) -> None:
         """Start the checks.
 
@@ -85,6 +86,7 @@ class Intake:
             target_start: of a model that translates: the token that each target begins with; its inputs are sources.
             mask_token: of a model that fills masks: the token that stands for what is missing.
             pair_template: of a model that reads pairs as the messages of a chat.
+            can_truncate: whether requests may ask for long texts to be cut.
         """
         self._tokenizer = tokenizer
         self._limits = limits
@@ -93,6 +95,7 @@ class Intake:
         self._default_prompt = default_prompt
         self._mask_token = mask_token
         self._pair_template = pair_template
+        self._can_truncate = can_truncate
         self._target_ids = None if target_start is None else np.array([target_start], np.int32)
 
     def texts(
@@ -279,9 +282,9 @@ class Intake:
         tokens, most = len(text.token_ids), self._limits.max_sequence_tokens
         if tokens > most:
             count = tokens if text.is_complete else f"more than {most}"
+            remedy = " (truncate=true cuts it)" if self._can_truncate else ""
             raise RequestError(
-                f"row {row}: text has {count} tokens; this model takes at most {most}"
-                " (truncate=true cuts it)"
+                f"row {row}: text has {count} tokens; this model takes at most {most}{remedy}"
             )
         if not tokens:
             raise RequestError(f"row {row}: text has no tokens; send at least one word")

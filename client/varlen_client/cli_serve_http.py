@@ -63,7 +63,9 @@ def serve_http(
         from varlen_client.gateway.app import create_app
         from varlen_client.gateway.settings import GatewaySettings
     except ModuleNotFoundError as error:
-        usage_error(f"serve-http needs {error.name}: pip install 'varlen[http]'")
+        usage_error(
+            f"serve-http needs {error.name}; install the extra http of varlen: pip install '.[http]'"
+        )
     try:
         if Endpoint.parse(url).protocol != "grpc":
             # the server does not notice HTTP clients that leave

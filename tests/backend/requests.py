@@ -16,6 +16,11 @@ def request_of(*rows, types=None, **options):
     return Request(tuple(prompt_of(row, types) for row in rows), RequestOptions(**options))
 
 
+def text(*rows):
+    """Return texts, or bytes, as the tensor `text` of a request, `[rows, 1]`."""
+    return np.array([[row if isinstance(row, bytes) else row.encode()] for row in rows], object)
+
+
 def random_prompts(lengths, seed=0, types=1):
     """Return prompts of these lengths, with token types below `types`."""
     rng = np.random.default_rng(seed)

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from tests.checkpoints import set_fields
+from varlen.errors import RequestError
 from varlen.intake import Intake
 from varlen.tokenization import Tokenizer
 
@@ -111,6 +112,15 @@ def test_refuses_a_long_text_unless_it_may_be_cut(intake):
     assert len(intake.texts(["a " * 10], truncate=False)[0].token_ids) == 12
     with refused("row 0: text has 13 tokens; this model takes at most 12 (truncate=true cuts it)"):
         intake.texts(["a " * 11], truncate=False)
+
+
+def test_names_no_truncation_that_a_request_cannot_ask_for(tokenizer):
+    intake = Intake(tokenizer, LIMITS, can_truncate=False)
+
+    with pytest.raises(RequestError) as refusal:
+        intake.texts(["a " * 11], truncate=False)
+
+    assert str(refusal.value) == "row 0: text has 13 tokens; this model takes at most 12"
 
 
 def test_a_cut_text_keeps_its_last_special_token(intake):

@@ -24,6 +24,7 @@ from varlen.metrics import SnapshotMetric
 from varlen.tracing import RequestTracer
 
 from .model_configs import model_config
+from .requests import text
 
 FAKES = Path(__file__).parent / "fakes"
 SERVER_MODULES = ("varlen.server_model", "varlen.server_process", "varlen.server_replies")
@@ -110,10 +111,6 @@ def ask(pb_utils):
         return request
 
     return ask
-
-
-def text(*rows):
-    return np.array([[row if isinstance(row, bytes) else row.encode()] for row in rows], object)
 
 
 def ids(*rows):

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from threading import Event
+from threading import Event, Thread
 
 import pytest
 
@@ -15,6 +15,8 @@ from opentelemetry.trace import StatusCode
 
 from varlen.tracing import RequestTracer, load_tracer
 
+# Longer than a close takes on a busy machine.
+SECONDS = 20.0
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -120,10 +122,22 @@ def test_a_tracer_comes_with_the_packages_and_does_nothing_without_them(monkeypa
 
 def test_a_collector_that_does_not_answer_holds_up_an_unload_for_seconds_only(monkeypatch):
     monkeypatch.setattr("varlen.tracing._CLOSE_SECONDS", 0.01)
-    answered = Event()
+    answered, asked = Event(), Event()
+
+    def shutdown():
+        asked.set()
+        answered.wait()
+
     processor = SimpleSpanProcessor(InMemorySpanExporter())
-    monkeypatch.setattr(processor, "shutdown", answered.wait)
+    monkeypatch.setattr(processor, "shutdown", shutdown)
+    closing = Thread(target=RequestTracer(processor, "m", "1").close)
 
-    RequestTracer(processor, "m", "1").close()
+    closing.start()
+    is_asked = asked.wait(SECONDS)
+    closing.join(SECONDS)
 
+    is_closed = not closing.is_alive()
     answered.set()
+    closing.join()
+    assert is_asked
+    assert is_closed

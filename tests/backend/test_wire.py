@@ -17,6 +17,7 @@ from varlen.wire_outputs import AnswerOptions, ModelOutputs
 
 from .fakes.input_limits import input_limits
 from .refusals import refused_request as refused
+from .requests import text
 
 TASKS = ["embed", "sparse_embed", "fill_mask", "hidden", "classify", "rerank", "token_classify"]
 IDS = [[2, 5, 3], [2, 6, 3]]
@@ -26,10 +27,6 @@ LABELS = Labels(("yes", "no", "perhaps"), "softmax")
 @pytest.fixture(scope="module")
 def intake(small_bert):
     return Intake(Tokenizer(small_bert, 12), input_limits())
-
-
-def text(*rows):
-    return np.array([[row if isinstance(row, bytes) else row.encode()] for row in rows], object)
 
 
 def ids(rows):

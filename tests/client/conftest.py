@@ -23,7 +23,7 @@ from aiohttp import web
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor
 
-from varlen_client import RetryPolicy
+from varlen_client import Client, RetryPolicy
 
 FAST_RETRIES = RetryPolicy(max_retries=3, first_delay=0.01, max_delay=0.02)
 
@@ -645,6 +645,13 @@ def server_that_hangs_up(request: pytest.FixtureRequest) -> Iterator[tuple[str, 
 def fast_retries() -> RetryPolicy:
     """A policy of three retries, milliseconds apart."""
     return FAST_RETRIES
+
+
+@pytest.fixture
+def client(server: FakeServer, fast_retries: RetryPolicy) -> Iterator[Client]:
+    """A sync client of the fake server."""
+    with Client(server.url, retry=fast_retries) as client:
+        yield client
 
 
 @pytest.fixture

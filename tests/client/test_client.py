@@ -22,12 +22,6 @@ from varlen_client import (
 TEXTS = [f"text {'x' * (n % 7)} {n}" for n in range(50)]
 
 
-@pytest.fixture
-def client(server, fast_retries):
-    with Client(server.url, retry=fast_retries) as client:
-        yield client
-
-
 def test_embeds_texts_in_order_over_many_requests(client, server, vectors_of):
     # the first request is the slowest, so responses arrive out of order
     server.model.delay = lambda received: 0.1 if received.texts[0] == TEXTS[0] else 0.0

@@ -28,12 +28,6 @@ def _task(server):
     server.model.task = "generate"
 
 
-@pytest.fixture
-def client(server, fast_retries):
-    with Client(server.url, retry=fast_retries) as client:
-        yield client
-
-
 def run(client, call, *arguments, **options):
     """Run a call to its end."""
     result = getattr(client, call)(*arguments, **options)

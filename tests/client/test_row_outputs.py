@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from varlen_client import Client, FilledToken, InvalidRequest, LabelScore, ServerError, cli
-
-
-@pytest.fixture
-def client(server, fast_retries):
-    with Client(server.url, retry=fast_retries) as client:
-        yield client
+from varlen_client import FilledToken, InvalidRequest, LabelScore, ServerError, cli
 
 
 @pytest.fixture

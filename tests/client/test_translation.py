@@ -23,12 +23,6 @@ def _task(server):
     server.model.task = "translate"
 
 
-@pytest.fixture
-def client(server, fast_retries):
-    with Client(server.url, retry=fast_retries) as client:
-        yield client
-
-
 def test_translates_each_text(client, server):
     answers = client.translate(["un", "deux"], num_beams=4, max_tokens=2, length_penalty=0.6)
 

@@ -1,6 +1,7 @@
 """Commands, options, settings and metrics that the pages name exist."""
 
 import ast
+import inspect
 import json
 import re
 from functools import cache
@@ -18,7 +19,10 @@ from varlen_tools.program import app
 
 from .pages import PAGES, PROJECT, Block, blocks, commands
 
-TOOLS = ("client/varlen_client", "tools/varlen_tools", "tools/varlen_bench")
+# Folders of packages with modules that are commands.
+COMMANDS = (("tools", "varlen_tools"), ("tools", "varlen_bench"), (".", "tests/campaign"))
+# What runs a module's only command.
+_RUN = re.compile(r"^    typer\.run\((\w+)\)$", re.MULTILINE)
 # Commands of others, and of the server.
 OTHERS = {
     *("curl", "docker", "pip", "printf", "tritonserver", "perf_analyzer", ".ci/run", ".", "cd"),
@@ -28,10 +32,17 @@ OTHERS = {
 OTHER_OPTIONS = {
     *("--exit-timeout-secs", "--disable-auto-complete-config", "--http-port"),
     *("--shm-size", "--gpus", "--generation-config", "--backend"),
-    *("--model-id", "--revision", "--pooling", "--max-batch-requests", "--max-client-batch-size"),
-    *("--max-concurrent-requests", "--auto-truncate", "--default-prompt-name", "--hostname"),
+    *(
+        "--model-id",
+        "--revision",
+        "--dtype",
+        "--pooling",
+        "--max-batch-requests",
+        "--max-client-batch-size",
+    ),
+    *("--max-concurrent-requests", "--auto-truncate", "--hostname"),
     *("--tokenization-workers", "--payload-limit", "--cors-allow-origin", "--served-model-name"),
-    *("--otlp-endpoint", "--prometheus-port"),
+    *("--otlp-endpoint", "--prometheus-port", "--default-prompt", "--default-prompt-name"),
 }
 # Names that begin like metrics and are none.
 PACKAGES = {"varlen_bench", "varlen_client", "varlen_kernels", "varlen_tools"}
@@ -67,10 +78,11 @@ def command_of(module: str) -> Any:
     found = import_module(f"{module}.__main__") if is_package else found
     commands_of_module = getattr(found, "app", None)
     if commands_of_module is None:
-        if "argparse" in vars(found):
+        function = _RUN.search(inspect.getsource(found))
+        if function is None:
             return None
         commands_of_module = typer.Typer()
-        commands_of_module.command()(found.main)
+        commands_of_module.command()(getattr(found, function[1]))
     return typer.main.get_command(commands_of_module)
 
 
@@ -157,14 +169,31 @@ def source_files() -> frozenset[str]:
 
 
 @cache
-def known_options() -> set[str]:
-    """Return the options of our commands, and more: every parameter of a function of theirs."""
-    found = set()
-    for folder in TOOLS:
-        for path in (PROJECT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.arg):
-                    found.add("--" + node.arg.strip("_").replace("_", "-"))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    found |= set(re.findall(r"--[a-z][a-z-]+", node.value))
-    return found
+def known_options() -> frozenset[str]:
+    """Return the options of our commands."""
+    return frozenset(option for module in modules() for option in options_of(command_of(module)))
+
+
+def modules() -> list[str]:
+    """Return the modules that `python -m` runs with typer; `varlen_tools.program` is the program `varlen`."""
+    return [
+        ".".join(path.relative_to(PROJECT / folder).with_suffix("").parts).removesuffix(".__main__")
+        for folder, package in COMMANDS
+        for path in sorted((PROJECT / folder / package).rglob("*.py"))
+        for source in [path.read_text()]
+        if '__name__ == "__main__"' in source and (_RUN.search(source) or "    app()\n" in source)
+    ]
+
+
+def options_of(command: Any) -> set[str]:
+    """Return the options of a command and of the commands below it."""
+    names = {name for each in command.params for name in [*each.opts, *each.secondary_opts]}
+    found = {name for name in names if name.startswith("--")}
+    below = getattr(command, "commands", {}).values()
+    return found.union(*(options_of(each) for each in below))
+
+
+def test_an_option_that_no_command_has_is_found() -> None:
+    assert {"--max-active-dims", "--cors-origin", "--max-running-sequences"} <= known_options()
+    # names of arguments that are no options, and a wrong one
+    assert known_options().isdisjoint({"--folder", "--session", "--max-active-dim"})

@@ -101,6 +101,12 @@ def http_client(server: LocalServer) -> Iterator[HttpClient]:
 
 
 @pytest.fixture(params=["grpc", "http"])
+def url(request: pytest.FixtureRequest, server: LocalServer) -> str:
+    """The address of the server; each test that uses it runs once per protocol."""
+    return server.grpc_url if request.param == "grpc" else server.http_url
+
+
+@pytest.fixture(params=["grpc", "http"])
 def client(request: pytest.FixtureRequest) -> Client:
     """A client; each test that uses it runs once per protocol."""
     found: Client = request.getfixturevalue(f"{request.param}_client")

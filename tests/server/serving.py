@@ -134,6 +134,25 @@ def wait_until_idle(server: LocalServer, model: str) -> None:
     wait_until(is_idle, f"the queue of {model} is empty")
 
 
+def wait_until_free(server: LocalServer, model: str) -> dict[str, float]:
+    """Wait until no sequence is left and every block is free, and return the metrics."""
+    names = (
+        "varlen_kv_blocks_used",
+        "varlen_kv_blocks_reserved",
+        "varlen_running_sequences",
+        "varlen_waiting_sequences",
+        "varlen_queued_requests",
+    )
+    series: dict[str, float] = {}
+
+    def is_free() -> bool:
+        series.update(metrics(server, model))
+        return not any(series[name] for name in names)
+
+    wait_until(is_free, f"{model} has no sequence and no block in use")
+    return series
+
+
 def stubs(server_pid: int) -> list[int]:
     """Return the process ids of a server's Python processes, even after its end."""
     return [

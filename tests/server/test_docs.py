@@ -1,5 +1,6 @@
 """Commands, requests and Python of the pages run against a real server."""
 
+import json
 import shlex
 import threading
 import urllib.request
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from sentence_transformers import SparseEncoder
 from typer.testing import CliRunner
 
-from tests.checkpoints import WORDS, save_checkpoint
+from tests.checkpoints import WORDS, add_mask, save_checkpoint
 from tests.docs.pages import Block, blocks, commands
 from varlen_client.cli import app
 from varlen_client.gateway.app import create_app
@@ -26,23 +28,41 @@ TASK_PAGES = (
     "classification",
     "reranking",
     "tokens",
+    "sparse",
+    "masks",
     "generation",
     "translation",
     "gateway",
 )
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("start", *TASK_PAGES)))
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("start", "migration", *TASK_PAGES)))
 # Models of the pages that the shared server has under other names.
-STAND_INS = {"sentiment": "classifier", "states": "encoder", "e5": "minilm", "en-de": "tiny_dates"}
+STAND_INS = {
+    "sentiment": "classifier",
+    "states": "encoder",
+    "e5": "minilm",
+    "my_model": "minilm",
+    "en-de": "tiny_dates",
+}
 # Models of the pages that are loaded for them, by the class that saves them.
 LOADED = {
     "reranker": "BertForSequenceClassification",
+    "splade": "BertForMaskedLM",
+    "bert": "BertForMaskedLM",
     "tiny_gpt2": "GPT2LMHeadModel",
     "tiny_dates": "MarianMTModel",
 }
-
+ENCODERS = ("reranker", "splade", "bert")
+# The model of a gateway that serves one, by the path of a request without `model`.
+MODEL_OF_PATH = {"/embed": "minilm", "/rerank": "reranker"}
 
 # Commands that the demo and other tests run, or that need other machines.
-NOT_RUN = ("make", "python", "python3", "tritonserver", "docker", "pip", "cd", ".")
+NOT_RUN = (
+    *("make", "python", "python3", "tritonserver", "docker", "pip", "cd", "."),
+    "text-embeddings-router",
+)
+NOT_RUN_OF_VARLEN = ("doctor", "serve-http")
+# Blocks of code with these run where they are installed.
+OPTIONAL_PACKAGES = ("langchain_openai", "llama_index")
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +71,13 @@ def folders(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     folder = tmp_path_factory.mktemp("pages")
     saved = {}
     for name, kind in LOADED.items():
-        words = {"words": WORDS, "num_labels": 1} if name == "reranker" else {}
-        saved[name] = save_checkpoint(folder / name, kind, **words)
-    return saved | {"minilm": minilm}
+        words = {"words": WORDS} if name in ENCODERS else {}
+        labels = {"num_labels": 1} if name == "reranker" else {}
+        saved[name] = save_checkpoint(folder / name, kind, **words, **labels)
+    add_mask(saved["bert"])
+    # with modules, whose task is sparse_embed
+    SparseEncoder(str(saved["splade"]), device="cpu").save_pretrained(str(folder / "modules"))
+    return saved | {"minilm": minilm, "splade": folder / "modules"}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +86,8 @@ def server(
 ) -> Iterator[LocalServer]:
     """The shared server with the models of the pages."""
     for name in LOADED:
-        add_model(repository, name, folders[name])
+        task = {"task": "fill_mask"} if name == "bert" else {}
+        add_model(repository, name, folders[name], **task)
     with ThreadPoolExecutor() as pool:
         assert list(pool.map(partial(load, server), LOADED)) == [None] * len(LOADED)
         yield server
@@ -94,6 +119,7 @@ def at(server: LocalServer, gateway: str, text: str) -> str:
     """Return code of a page with the addresses and the models of the server."""
     text = text.replace("127.0.0.1:8080", gateway)
     text = text.replace("grpc://127.0.0.1:8001", server.grpc_url)
+    text = text.replace("127.0.0.1:8001", server.grpc_url.removeprefix("grpc://"))
     text = text.replace("127.0.0.1:8000", server.http_url.removeprefix("http://"))
     for name, stand_in in STAND_INS.items():
         for quoted in (f'"{name}"', f"--model {name}", f"models/{name}/"):
@@ -111,7 +137,7 @@ def test_commands_and_requests_are_answered(
         name = Path(words[0]).name
         if name == "printf":
             Path(words[3]).write_text(words[1].encode().decode("unicode_escape"))
-        elif name == "varlen" and words[1] != "serve-http":
+        elif name == "varlen" and words[1] not in NOT_RUN_OF_VARLEN:
             run = CliRunner().invoke(app, [*words[1:], "--url", server.grpc_url])
             assert run.exit_code == 0, run.output
             # a random model may end its answer at once
@@ -119,7 +145,7 @@ def test_commands_and_requests_are_answered(
         elif name == "curl":
             assert post(words[1], words[words.index("-d") + 1])
         else:
-            assert words[0] in NOT_RUN or words[1] == "serve-http", words
+            assert words[0] in NOT_RUN or words[1] in NOT_RUN_OF_VARLEN, words
         done += 1
     assert done
 
@@ -128,6 +154,9 @@ def test_commands_and_requests_are_answered(
 def test_python_runs(
     block: Block, server: LocalServer, gateway: str, folders: dict[str, Path]
 ) -> None:
+    for package in OPTIONAL_PACKAGES:
+        if package in block.code:
+            pytest.importorskip(package)
     code = at(server, gateway, block.code)
     for name, folder in folders.items():
         code = code.replace(f"model_repository/{name}/1", str(folder))
@@ -137,6 +166,9 @@ def test_python_runs(
 
 def post(address: str, body: str) -> bytes:
     """Return the answer to a request, which may be a stream of events."""
+    model = MODEL_OF_PATH.get(address[address.index("/") :])
+    if model is not None:
+        body = json.dumps({"model": model, **json.loads(body)})
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"http://{address}", body.encode(), headers)
     with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:

@@ -26,6 +26,7 @@ from .serving import (
     outcomes,
     stub_of,
     wait_until,
+    wait_until_free,
 )
 
 VOCABULARY = 263
@@ -61,34 +62,14 @@ def in_process(checkpoint: Path) -> Iterator[Generator]:
         yield generator
 
 
-@pytest.fixture(params=["grpc", "http"])
-def client(request: pytest.FixtureRequest, server: LocalServer) -> Iterator[Client]:
-    url = server.grpc_url if request.param == "grpc" else server.http_url
+@pytest.fixture
+def client(url: str) -> Iterator[Client]:
     with Client(url, "writer") as client:
         yield client
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng([seed, length]).integers(1, VOCABULARY, length).tolist()
-
-
-def wait_until_free(server: LocalServer, model: str = "writer") -> dict[str, float]:
-    """Wait until no sequence is left and every block is free, and return the metrics."""
-    names = (
-        "varlen_kv_blocks_used",
-        "varlen_kv_blocks_reserved",
-        "varlen_running_sequences",
-        "varlen_waiting_sequences",
-        "varlen_queued_requests",
-    )
-    series: dict[str, float] = {}
-
-    def is_free() -> bool:
-        series.update(metrics(server, model))
-        return not any(series[name] for name in names)
-
-    wait_until(is_free, f"{model} has no sequence and no block in use")
-    return series
 
 
 def test_a_whole_answer_is_that_of_the_model_in_process(
@@ -222,7 +203,7 @@ def test_a_model_that_is_not_decoupled_refuses_to_stream(
 @pytest.mark.parametrize("call", ["stream", "generate"])
 def test_a_client_that_cancels_stops_the_generation(server: LocalServer, call: str) -> None:
     most = 4000
-    before = wait_until_free(server)
+    before = wait_until_free(server, "writer")
 
     async def leave() -> None:
         async with AsyncClient(server.grpc_url, "writer") as client:
@@ -244,7 +225,7 @@ def test_a_client_that_cancels_stops_the_generation(server: LocalServer, call: s
     wait_until(
         lambda: metrics(server, "writer")[name] == before[name] + 1, "the request is cancelled"
     )
-    after = wait_until_free(server)
+    after = wait_until_free(server, "writer")
     name = "varlen_decode_tokens_total"
     assert after[name] - before[name] < most / 2
 
@@ -253,7 +234,7 @@ def test_a_deadline_ends_an_answer_and_frees_its_blocks(server: LocalServer) -> 
     with Client(server.grpc_url, "writer") as client, pytest.raises(DeadlineMissed):
         client.generate(prompt_of(50), max_tokens=4000, deadline_ms=300, **GREEDY)
 
-    wait_until_free(server)
+    wait_until_free(server, "writer")
 
 
 def test_64_streams_with_cancels_and_deadlines_are_each_answered_and_return_their_blocks(
@@ -303,7 +284,7 @@ def test_64_streams_with_cancels_and_deadlines_are_each_answered_and_return_thei
         assert expected.token_ids[: len(tokens)] == tokens
         assert end != "complete" or tokens == expected.token_ids
         assert end != "missed" or plan["deadline_ms"] is not None
-    wait_until_free(server)
+    wait_until_free(server, "writer")
     after = outcomes(server, "writer")
     assert after["failed"] == before["failed"]
     assert sum(after.values()) - sum(before.values()) >= STREAMS

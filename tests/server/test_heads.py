@@ -11,7 +11,7 @@ import transformers
 from sentence_transformers import SparseEncoder
 from tokenizers import Tokenizer
 
-from tests.checkpoints import save_checkpoint, set_fields
+from tests.checkpoints import add_mask, save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
 from varlen_client import Client, InvalidRequest, ServerError
 from varlen_tools.local_server import LocalServer
@@ -30,20 +30,15 @@ def masked_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def splade(
     server: LocalServer, repository: Path, masked_lm: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """A model of sentence-transformers, loaded as "splade"."""
+    """A model of sentence-transformers, loaded as "sparse_encoder"."""
     folder = tmp_path_factory.mktemp("splade")
     SparseEncoder(str(masked_lm), device="cpu", prompts={"query": "a: "}).save_pretrained(
         str(folder)
     )
-    add_model(repository, "splade", folder, response_cache_bytes="1000000")
-    assert load(server, "splade") is None
+    add_model(repository, "sparse_encoder", folder, response_cache_bytes="1000000")
+    assert load(server, "sparse_encoder") is None
     yield folder
-    unload(server, "splade")
-
-
-@pytest.fixture(params=["grpc", "http"])
-def url(request: pytest.FixtureRequest, server: LocalServer) -> str:
-    return server.grpc_url if request.param == "grpc" else server.http_url
+    unload(server, "sparse_encoder")
 
 
 def test_sparse_vectors_are_those_of_sentence_transformers(splade: Path, url: str) -> None:
@@ -51,7 +46,7 @@ def test_sparse_vectors_are_those_of_sentence_transformers(splade: Path, url: st
     expected = oracle.encode(TEXTS).to_dense().numpy()
     tokens = oracle.tokenizer.convert_ids_to_tokens(range(expected.shape[1]))
 
-    with Client(url, "splade") as client:
+    with Client(url, "sparse_encoder") as client:
         vectors = client.sparse_embed(TEXTS, with_terms=True)
         # out of the cache
         largest = client.sparse_embed(TEXTS, max_active_dims=3)
@@ -70,7 +65,7 @@ def test_sparse_vectors_are_those_of_sentence_transformers(splade: Path, url: st
 
 def test_a_wrong_number_of_terms_is_refused(splade: Path, url: str) -> None:
     del splade
-    with Client(url, "splade") as client:
+    with Client(url, "sparse_encoder") as client:
         with pytest.raises(InvalidRequest, match="max_active_dims is 93; this model takes 1 to 92"):
             client.sparse_embed(TEXTS, max_active_dims=93)
         with pytest.raises((InvalidRequest, ServerError), match="does not serve embed"):
@@ -81,9 +76,7 @@ def test_masks_are_filled_as_by_transformers(
     server: LocalServer, repository: Path, masked_lm: Path, tmp_path: Path, url: str
 ) -> None:
     folder = shutil.copytree(masked_lm, tmp_path / "filling")
-    mask = {"id": 4, "content": "[MASK]", "special": True, "normalized": False}
-    mask |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-    set_fields(folder, "tokenizer.json", added_tokens=[mask])
+    add_mask(folder)
     name = f"filling-{url[:4]}"
     add_model(repository, name, folder, task="fill_mask")
     assert load(server, name) is None

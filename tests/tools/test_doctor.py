@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from tests.checkpoints import (
     WEIGHTS,
     change_tensors,
+    leave_only_a_pickle,
     pooling_files,
     save_checkpoint,
     set_fields,
@@ -233,10 +234,6 @@ def test_other_token_ids_fail(encoder, monkeypatch):
     assert report["examination"]["comparisons"][0]["remark"].startswith("input 0 has [")
 
 
-def pickle_weights(folder):
-    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
-
-
 def add_a_module(folder):
     modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
     write_file(folder, "modules.json", [*modules, {"path": "1_Mine", "type": "mine.Layer"}])
@@ -245,7 +242,7 @@ def add_a_module(folder):
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (pickle_weights, "has pickled weights (pytorch_model.bin), which are not read"),
+        (leave_only_a_pickle, "has pickled weights (pytorch_model.bin), which are not read"),
         (add_a_module, 'modules.json has a module "Layer"'),
         (lambda folder: (folder / "config.json").unlink(), "has neither config.pbtxt nor config"),
     ],

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tests.checkpoints import (
     WEIGHTS,
     change_tensors,
+    leave_only_a_pickle,
     module,
     save_checkpoint,
     set_fields,
@@ -239,10 +240,6 @@ def test_replaces_a_model_only_when_forced(encoder, classifier, repository):
 
 def remove(name: str) -> Spoil:
     return lambda folder: (folder / name).unlink()
-
-
-def leave_only_a_pickle(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
 
 
 def name_shards(*names: str) -> Spoil:

@@ -55,8 +55,8 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch, cap
         pictures.write_outputs([tmp_path / "x.svg"], draw, str)
 
     assert end.value.exit_code == 1
-    expected = "Error: pictures need matplotlib: pip install 'varlen[pictures]'\n"
-    assert capsys.readouterr().err == expected
+    install = "install the extra pictures of varlen: pip install '.[pictures]'"
+    assert capsys.readouterr().err == f"Error: pictures need matplotlib; {install}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Pictures for light and dark pages, drawn by matplotlib.
 
 A picture is a function that returns a figure. It is drawn twice, once in each theme.
-The same data gives the same bytes. matplotlib is imported when a picture is drawn: `pip install 'varlen[pictures]'`.
+The same data gives the same bytes. matplotlib, of the extra `pictures`, is imported when a picture is drawn.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def render(draw: Draw, theme: Theme) -> bytes:
     try:
         from matplotlib import rc_context
     except ModuleNotFoundError:
-        raise PictureError("pictures need matplotlib: pip install 'varlen[pictures]'") from None
+        message = "install the extra pictures of varlen: pip install '.[pictures]'"
+        raise PictureError(f"pictures need matplotlib; {message}") from None
     with rc_context(settings(theme)):
         held = io.BytesIO()
         draw().savefig(held, format="svg", metadata={"Date": None})

@@ -82,12 +82,15 @@ def _rows(inputs: str | _Row | list[_Row]) -> tuple[list[str] | Pairs, bool]:
     """Return the texts or pairs of a request, and whether they are a batch.
 
     Raises:
-        InvalidRequest: a row has neither one nor two texts, or only some rows are pairs.
+        InvalidRequest: there are more than MAX_INPUTS rows, a row has neither one nor two texts, or only some rows
+            are pairs.
     """
     if isinstance(inputs, str):
         return [inputs], False
     is_batch = bool(inputs) and isinstance(inputs[0], list)
     batch: list[_Row] = inputs if is_batch else [inputs]  # type: ignore[assignment,list-item]
+    if len(batch) > MAX_INPUTS:
+        raise InvalidRequest(f"inputs has {len(batch)} rows; allowed: 1 to {MAX_INPUTS}")
     sizes = {len(row) for row in batch}
     if sizes == {1}:
         return [row[0] for row in batch], is_batch

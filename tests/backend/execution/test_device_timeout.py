@@ -19,12 +19,10 @@ from varlen.execution.cuda import CudaRunner
 from varlen.execution.device_timeout import CHECKS, TimedExecutor
 from varlen.execution.executor import ThreadExecutor
 from varlen.execution.packing import largest_dims
-from varlen.execution.runner import Runner
 from varlen.execution.workers import Workers
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.metrics import Stats
-from varlen.models.checkpoint import Checkpoint
 from varlen.request import Request
 from varlen.sequence import Batch, BatchResult, RequestState
 from varlen_kernels import reference
@@ -36,11 +34,6 @@ from ..requests import random_prompts
 
 # Longer than any test, so that only tests check the time; on the virtual clock it is the limit.
 LIMIT = 1e6
-
-
-@pytest.fixture(scope="module")
-def runner(small_bert):
-    return Runner(Checkpoint.open(small_bert), EngineConfig(device="cpu", dtype="fp32"))
 
 
 @pytest.fixture

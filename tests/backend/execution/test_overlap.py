@@ -26,7 +26,6 @@ from varlen.execution.cuda import CudaRunner
 from varlen.execution.device_timeout import TimedExecutor
 from varlen.execution.overlap import OverlappingExecutor
 from varlen.execution.packing import largest_dims
-from varlen.execution.runner import Runner
 from varlen.execution.workers import Workers, load_workers
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
@@ -42,12 +41,6 @@ from ..fakes.virtual_gpu import SECONDS, VirtualGpu
 from ..requests import random_prompts
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def runner(small_bert):
-    """Return a runner on the CPU, whose answers are right."""
-    return Runner(Checkpoint.open(small_bert), EngineConfig(device="cpu", dtype="fp32"))
 
 
 @pytest.fixture

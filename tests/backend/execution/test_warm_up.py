@@ -50,11 +50,6 @@ def test_lengths_differ():
 
 
 @pytest.fixture
-def runner(small_bert):
-    return Runner(Checkpoint.open(small_bert), EngineConfig(device="cpu", dtype="fp32"))
-
-
-@pytest.fixture
 def make(runner):
     """Return a function that makes the executor of a GPU with these kernels."""
 

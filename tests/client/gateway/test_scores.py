@@ -59,6 +59,14 @@ def test_rows_are_texts_or_pairs(refusal, inputs):
     assert "allowed: one text in each row, or two" in error["message"]
 
 
+def test_a_batch_has_no_more_rows_than_other_requests(refusal, calls):
+    status, error = refusal("/predict", model="classifier", inputs=[["a"]] * 2049)
+
+    assert status == 400
+    assert error["message"] == "inputs has 2049 rows; allowed: 1 to 2048"
+    assert calls.received == []
+
+
 @pytest.mark.parametrize(
     "path, body",
     [("/rerank", {"query": "q", "texts": []}), ("/rerank", {"texts": ["a"]}), ("/predict", {})],

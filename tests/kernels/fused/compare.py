@@ -1,5 +1,7 @@
 """Random inputs, and the tolerance of a kernel against the reference."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -20,6 +22,11 @@ def rand(*shape, dtype=torch.float32, device="cpu", seed=0):
     """Return normal random numbers that are the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def cu_seqlens_of(lengths, device):
+    """Return where packed sequences of these lengths begin and end, `[batch + 1]` int32."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def spread(x, gap=8):

@@ -1,7 +1,5 @@
 """Packed attention with keys and queries of distances, against the reference in fp64."""
 
-from itertools import accumulate
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from varlen_kernels.attention_tiles import (
 from varlen_kernels.attention_varlen import attention_varlen
 from varlen_kernels.tuning import forced_launch
 
-from .compare import DTYPES, assert_close, rand
+from .compare import DTYPES, assert_close, cu_seqlens_of, rand
 from .guards import write_guarded
 
 HEADS, ROWS = 2, 30
@@ -24,10 +22,6 @@ TABLES = pytest.mark.parametrize(
     ids=["both", "keys", "queries"],
 )
 BOTH = ("distance_keys", "distance_queries")
-
-
-def bounds_of(lengths, device):
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def tables_of(head_dim, dtype, device, reach, names=BOTH):
@@ -53,7 +47,7 @@ def reference64(qkv, bounds, tables, **settings):
 
 def check_against_reference(lengths, head_dim, dtype, device, reach=50, names=BOTH, **settings):
     settings = {"num_heads": HEADS, "scale": (3 * head_dim) ** -0.5} | settings
-    tokens, bounds = sum(lengths), bounds_of(lengths, device)
+    tokens, bounds = sum(lengths), cu_seqlens_of(lengths, device)
     qkv = rand(tokens, 3 * HEADS * head_dim, dtype=dtype, device=device)
     tables = tables_of(head_dim, dtype, device, reach, names)
 
@@ -111,7 +105,7 @@ def test_every_candidate_launch_matches_the_reference(mean, device):
     lengths = [33, 40]
     qkv, bounds = (
         rand(73, 3 * HEADS * 64, dtype=torch.float16, device=device),
-        bounds_of(lengths, device),
+        cu_seqlens_of(lengths, device),
     )
     tables = tables_of(64, torch.float16, device, 50)
     settings = {"num_heads": HEADS, "scale": 0.1}
@@ -147,7 +141,7 @@ def test_has_the_same_bits_with_and_without_tiles(device):
     lengths = [33, 0, 20]
     qkv, bounds = (
         rand(58, 3 * HEADS * 16, dtype=torch.float16, device=device),
-        bounds_of(lengths, device),
+        cu_seqlens_of(lengths, device),
     )
     tables = tables_of(16, torch.float16, device, 9)
     tiles = attention_tiles(qkv, bounds, None, tables["distance_rows"], num_heads=HEADS)

@@ -10,7 +10,7 @@ from varlen_kernels import reference
 from varlen_kernels.attention_tiles import attention_launch, attention_tiles
 from varlen_kernels.attention_varlen import attention_varlen
 
-from .compare import rand
+from .compare import cu_seqlens_of, rand
 from .guards import write_guarded
 
 HEADS = 2
@@ -19,7 +19,7 @@ WIDTH = 3 * HEADS * HEAD_DIM
 
 
 def batch_of(lengths, device, padding=0):
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    bounds = cu_seqlens_of(lengths, device)
     return rand(sum(lengths) + padding, WIDTH, dtype=torch.float16, device=device), bounds
 
 

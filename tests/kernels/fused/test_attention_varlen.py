@@ -17,7 +17,7 @@ from varlen_kernels.attention_tiles import (
 from varlen_kernels.attention_varlen import attention_varlen
 from varlen_kernels.tuning import forced_launch
 
-from .compare import DTYPES, assert_close, rand, spread
+from .compare import DTYPES, assert_close, cu_seqlens_of, rand, spread
 from .guards import write_guarded
 
 HEADS = 2
@@ -26,10 +26,6 @@ FORMS = pytest.mark.parametrize(
     [(False, False), (True, False), (False, True), (True, True)],
     ids=["plain", "causal", "bias", "causal-bias"],
 )
-
-
-def cu_seqlens_of(lengths, device):
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def bias_for(lengths, device, dtype=torch.float32):

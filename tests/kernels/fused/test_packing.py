@@ -1,7 +1,5 @@
 """Pack and unpack on a GPU or interpreted: the same bits as the reference."""
 
-from itertools import accumulate
-
 import pytest
 import torch
 
@@ -9,21 +7,20 @@ from varlen_bench.padded import packing, reference
 from varlen_bench.padded.packing import pack, unpack
 from varlen_kernels.tuning import forced_launch
 
-from .compare import DTYPES, rand, spread
+from .compare import DTYPES, cu_seqlens_of, rand, spread
 from .guards import write_guarded
 
 BATCHES = pytest.mark.parametrize("lengths", [[1], [64], [31, 0, 33], [3, 1, 2, 0]], ids=str)
-
-
-def starts(lengths, device):
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 @BATCHES
 @DTYPES
 @pytest.mark.parametrize("hidden", [1, 65, 768])
 def test_unpack_matches_the_reference(hidden, dtype, lengths, device):
-    x, bounds = rand(sum(lengths), hidden, dtype=dtype, device=device), starts(lengths, device)
+    x, bounds = (
+        rand(sum(lengths), hidden, dtype=dtype, device=device),
+        cu_seqlens_of(lengths, device),
+    )
     max_seqlen = max(lengths) + 2
 
     actual = write_guarded(
@@ -41,7 +38,7 @@ def test_unpack_matches_the_reference(hidden, dtype, lengths, device):
 @pytest.mark.parametrize("hidden", [1, 65, 768])
 def test_pack_matches_the_reference(hidden, dtype, lengths, device):
     padded = rand(len(lengths), max(lengths) + 2, hidden, dtype=dtype, device=device)
-    bounds, tokens = starts(lengths, device), sum(lengths)
+    bounds, tokens = cu_seqlens_of(lengths, device), sum(lengths)
 
     actual = write_guarded(
         lambda out: pack(padded, bounds, tokens=tokens, out=out), (tokens, hidden), dtype, device
@@ -52,7 +49,7 @@ def test_pack_matches_the_reference(hidden, dtype, lengths, device):
 
 @pytest.mark.parametrize("hidden", [65, 768])
 def test_every_candidate_launch_is_right(hidden, device):
-    x, bounds = rand(40, hidden, dtype=torch.float16, device=device), starts([33, 7], device)
+    x, bounds = rand(40, hidden, dtype=torch.float16, device=device), cu_seqlens_of([33, 7], device)
     key = (hidden, torch.float16)
 
     for launch in packing.candidate_launches(*key):
@@ -64,7 +61,7 @@ def test_every_candidate_launch_is_right(hidden, device):
 
 
 def test_rows_may_have_gaps_between_them(device):
-    x, bounds = rand(10, 63, device=device), starts([7, 3], device)
+    x, bounds = rand(10, 63, device=device), cu_seqlens_of([7, 3], device)
 
     padded = write_guarded(
         lambda out: unpack(spread(x), bounds, max_seqlen=9, out=out),
@@ -89,7 +86,7 @@ def test_padding_is_not_read(device):
     padded = torch.full((2, 9, 40), torch.nan, device=device)
     padded[0, :7], padded[1, :3] = 1, 2
 
-    packed = pack(padded, starts([7, 3], device), tokens=10)
+    packed = pack(padded, cu_seqlens_of([7, 3], device), tokens=10)
 
     assert packed.sum() == (7 + 2 * 3) * 40
 
@@ -98,7 +95,7 @@ def test_pack_does_not_write_past_a_small_output(device):
     padded = rand(2, 9, 40, device=device)
 
     actual = write_guarded(
-        lambda out: pack(padded, starts([7, 3], device), tokens=8, out=out),
+        lambda out: pack(padded, cu_seqlens_of([7, 3], device), tokens=8, out=out),
         (8, 40),
         torch.float32,
         device,
@@ -109,7 +106,7 @@ def test_pack_does_not_write_past_a_small_output(device):
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]], ids=str)
 def test_no_tokens(lengths, device):
-    x, bounds = rand(0, 8, device=device), starts(lengths, device)
+    x, bounds = rand(0, 8, device=device), cu_seqlens_of(lengths, device)
 
     padded = unpack(x, bounds, max_seqlen=3)
 
@@ -144,4 +141,4 @@ def test_unpack_rejects_an_output_of_another_width(device):
     x, out = torch.zeros(4, 8, device=device), torch.zeros(2, 4, 8, device=device)
 
     with pytest.raises(ValueError, match=r"out is \[2, 4, 8\] .* must be \[2, 3, 8\]"):
-        unpack(x, starts([3, 1], device), max_seqlen=3, out=out)
+        unpack(x, cu_seqlens_of([3, 1], device), max_seqlen=3, out=out)

@@ -1,6 +1,5 @@
 """One vector for each sequence, on a GPU or in the interpreter, against the reference."""
 
-from itertools import accumulate
 from typing import get_args
 
 import pytest
@@ -10,17 +9,13 @@ from varlen_kernels import Pooling, pooling, reference
 from varlen_kernels.pooling import first_tokens, pool
 from varlen_kernels.tuning import forced_launch, record_picks
 
-from .compare import DTYPES, assert_close, rand, spread
+from .compare import DTYPES, assert_close, cu_seqlens_of, rand, spread
 from .guards import write_guarded
 
 LENGTHS = [3, 0, 1, 65, 0]
 # long enough on average to be pooled in parts
 LONG_LENGTHS = [200, 0, 1, 33, 513]
 MODES = pytest.mark.parametrize("mode", ["cls", "mean", "max", "last"])
-
-
-def cu_seqlens_of(lengths, device):
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def every_other(lengths, device):

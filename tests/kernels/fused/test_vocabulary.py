@@ -1,7 +1,5 @@
 """Weights of terms on a GPU or in the interpreter, against the reference."""
 
-from itertools import accumulate
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from varlen_kernels import reference
 from varlen_kernels.vocabulary import term_weights
 from varlen_kernels.vocabulary_reference import SLICE_TERMS
 
-from .compare import assert_close, rand
+from .compare import assert_close, cu_seqlens_of, rand
 
 LENGTHS = [3, 0, 1, 65]
 
@@ -22,7 +20,7 @@ def test_matches_the_reference(terms, dtype, mode, device):
     x = rand(sum(LENGTHS) + 3, 12, dtype=dtype, device=device)
     table = rand(terms, 12, dtype=dtype, device=device, seed=1)
     bias = rand(terms, dtype=dtype, device=device, seed=2)
-    bounds = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32, device=device)
+    bounds = cu_seqlens_of(LENGTHS, device)
 
     weights, _ = term_weights(x, table.t(), bias, bounds, mode=mode, logs=2)
 
@@ -37,7 +35,7 @@ def test_matches_the_reference(terms, dtype, mode, device):
 )
 def test_refuses_results_of_another_shape(out, message, device):
     x, weight = rand(69, 12, device=device), rand(12, 50, device=device)
-    bounds = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32, device=device)
+    bounds = cu_seqlens_of(LENGTHS, device)
     results = torch.empty(out, device=device), torch.empty(69, 50, device=device)
 
     with pytest.raises(ValueError, match=message):

@@ -144,7 +144,8 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError as error:
-        raise RuntimeError(f"{package} is not installed; pip install 'varlen[bench]'") from error
+        message = "install the extra bench of varlen: pip install '.[bench]'"
+        raise RuntimeError(f"{package} is not installed; {message}") from error
 
 
 def start(argument: Message) -> Callable[[Message], Message]:

@@ -1,0 +1,57 @@
+"""The pages about the gateway name its paths and limits."""
+
+import re
+from functools import cache
+
+from starlette.routing import Route
+
+from tests.ci.scripts import PROJECT
+from varlen_client.gateway.app import create_app
+from varlen_client.gateway.bodies import MAX_INPUTS
+from varlen_client.gateway.settings import GatewaySettings
+from varlen_client.row_sender import DEFAULT_ROWS_PER_REQUEST
+
+GATEWAY = (PROJECT / "docs/gateway.md").read_text()
+MIGRATION = (PROJECT / "docs/migration.md").read_text()
+# FastAPI's own, for the page /docs.
+NOT_LISTED = "/docs/oauth2-redirect"
+
+
+@cache
+def paths() -> frozenset[str]:
+    """Return the paths of the gateway."""
+    app = create_app(GatewaySettings(url="grpc://127.0.0.1:1"))
+    return frozenset(route.path for route in app.routes if isinstance(route, Route))
+
+
+def named_paths(text: str) -> set[str]:
+    """Return the paths in code: `/embed` and `POST /embed`."""
+    return set(re.findall(r"`(?:GET |POST )?(/[\w/.]*)`", text))
+
+
+def test_the_endpoints_are_those_of_the_gateway() -> None:
+    listed = re.findall(r"^\| (`(?:GET|POST) .*?) \|", GATEWAY, re.MULTILINE)
+
+    found = {path.replace("/NAME", "/{name}") for row in listed for path in named_paths(row)}
+    assert found == paths() - {NOT_LISTED}
+
+
+def test_paths_that_moving_in_calls_missing_are_missing() -> None:
+    [row] = re.findall(r"^\| (.*) \| served \| not by the gateway", MIGRATION, re.MULTILINE)
+    missing = named_paths(row)
+
+    assert len(missing) > 5
+    assert missing & paths() == set()
+
+
+def test_all_other_paths_on_the_page_about_moving_in_are_served() -> None:
+    rows = [line for line in MIGRATION.splitlines() if "not by the gateway" not in line]
+    requests = set(re.findall(r"127\.0\.0\.1:8080(/[\w/]+)", MIGRATION))
+
+    assert requests
+    assert requests | named_paths("\n".join(rows)) <= paths()
+
+
+def test_moving_in_has_the_limits_of_a_request() -> None:
+    assert f"takes up to {MAX_INPUTS} inputs" in MIGRATION
+    assert f"at most {DEFAULT_ROWS_PER_REQUEST} rows" in MIGRATION
