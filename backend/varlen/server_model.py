@@ -23,7 +23,7 @@ import triton_python_backend_utils as pb_utils
 from varlen import wire, wire_generate
 from varlen.config import ITERATIVE_TASKS, EngineConfig, Task
 from varlen.draft import Draft
-from varlen.errors import EngineError, RequestError, VarlenError
+from varlen.errors import EngineError, ModelFaultError, RequestError, VarlenError
 from varlen.memory.heap import return_large_memory
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
@@ -90,6 +90,8 @@ class TritonPythonModel:
         try:
             self._load(args)
         except Exception as error:
+            if isinstance(error, ModelFaultError):
+                end_process_soon()
             raise _load_error(error) from None
 
     def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:

@@ -13,6 +13,7 @@ The extra `tracing` has the packages; their environment variables say where span
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import dataclass, field
 from threading import Thread
@@ -23,6 +24,8 @@ from varlen.errors import shorten
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import SpanProcessor
+
+_log = logging.getLogger(__name__)
 
 Attributes: TypeAlias = dict[str, int | str]
 
@@ -147,10 +150,15 @@ class RequestTracer:
 
 
 def load_tracer(model: str, version: str) -> RequestTracer | None:
-    """Return the tracer of a model; None without the packages of the extra `tracing`."""
+    """Return the tracer of a model; None without the packages, or if their variables are wrong."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
         return None
-    return RequestTracer(BatchSpanProcessor(OTLPSpanExporter()), model, version)
+    try:
+        return RequestTracer(BatchSpanProcessor(OTLPSpanExporter()), model, version)
+    except Exception as error:
+        # a variable of the packages must not keep the model from loading
+        _log.warning("requests are not traced: %s", error)
+        return None

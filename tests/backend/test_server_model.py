@@ -19,7 +19,7 @@ import pytest
 from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
 from varlen import service, shared_memory
-from varlen.errors import DeadlineError
+from varlen.errors import DeadlineError, ModelFaultError
 from varlen.metrics import SnapshotMetric
 from varlen.tracing import RequestTracer
 
@@ -669,6 +669,22 @@ def test_after_a_hang_of_the_gpu_the_process_ends_whatever_happens(load, server_
 
     assert ended
     assert our_threads() == []
+
+
+def test_after_a_hang_of_the_gpu_during_a_load_the_process_ends_too(
+    load, server_model, pb_utils, monkeypatch
+):
+    ended = []
+
+    def load_service(*args, **options):
+        raise ModelFaultError("the GPU has hung")
+
+    monkeypatch.setattr(server_model, "_load_service", load_service)
+    monkeypatch.setattr(server_model, "end_process_soon", lambda: ended.append(True))
+
+    with pytest.raises(pb_utils.TritonModelException, match="the GPU has hung"):
+        load()
+    assert ended
 
 
 def test_finalize_answers_the_queue_and_ends_every_thread(load, ask):

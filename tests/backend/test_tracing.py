@@ -120,6 +120,12 @@ def test_a_tracer_comes_with_the_packages_and_does_nothing_without_them(monkeypa
     assert load_tracer("m", "1") is None
 
 
+def test_a_wrong_variable_of_the_packages_does_not_keep_a_model_from_loading(monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4096")
+
+    assert load_tracer("m", "1") is None
+
+
 def test_a_collector_that_does_not_answer_holds_up_an_unload_for_seconds_only(monkeypatch):
     monkeypatch.setattr("varlen.tracing._CLOSE_SECONDS", 0.01)
     answered, asked = Event(), Event()
