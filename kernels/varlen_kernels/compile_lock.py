@@ -5,13 +5,35 @@ time can swap their code, which then runs on data of the wrong type. So the firs
 """
 
 import fcntl
+import logging
 import os
+import pickletools
 import threading
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_log = logging.getLogger(__name__)
+
 _FILE = "varlen.lock"
+
+
+def remove_damaged(folder: Path) -> None:
+    """Remove the index files that numba cannot read, so that it compiles again.
+
+    Call it with the lock held; numba itself raises whatever reading a cut file raises.
+    """
+    for path in folder.glob("*.nbi"):
+        try:
+            with path.open("rb") as file:
+                # parsed, not run: its version, then the names of compiled code
+                deque(pickletools.genops(file), maxlen=0)
+                deque(pickletools.genops(file), maxlen=0)
+        except Exception as error:
+            _log.warning("compiled code is damaged and is compiled again: %s: %r", path.name, error)
+            with suppress(OSError):
+                path.unlink()
 
 
 class _Holder:

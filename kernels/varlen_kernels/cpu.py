@@ -14,7 +14,7 @@ from torch import Tensor
 
 from varlen_kernels import Activation, reference
 from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
-from varlen_kernels.compile_lock import compile_lock
+from varlen_kernels.compile_lock import compile_lock, remove_damaged
 from varlen_kernels.linear_int8_ops import (
     linear_int8,
     linear_int8_packed,
@@ -101,6 +101,7 @@ def has_numba() -> bool:
     try:
         module = import_module("varlen_kernels.attention_cpu")
         with compile_lock(module.cache_folder()):
+            remove_damaged(module.cache_folder())
             module.attend_sequences(
                 torch.zeros(1, 3),
                 torch.tensor([0, 1], dtype=torch.int32),

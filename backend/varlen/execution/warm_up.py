@@ -53,7 +53,7 @@ def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> 
 
 
 def most_masks(info: ModelInfo, length: int) -> Int32Array | None:
-    """Return the places of as many masks as a prompt may have, None if the model fills none."""
+    """Return the most mask places of a prompt, None if the model fills none."""
     if info.task != "fill_mask":
         return None
     return np.arange(min(length, MAX_MASKS), dtype=np.int32)
