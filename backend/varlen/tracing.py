@@ -150,7 +150,7 @@ class RequestTracer:
 
 
 def load_tracer(model: str, version: str) -> RequestTracer | None:
-    """Return the tracer of a model; None without the packages, or if their variables are wrong."""
+    """Return a tracer; None without the packages, or if their variables are wrong."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
