@@ -10,6 +10,7 @@ of its size: either as much is free, or the pool is at least twice as large.
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ _POOL_SHARE = 2
 _POOL_ARGUMENT = 2
 _STEP_ARGUMENT = 4
 _DEFAULT_STEP = 1 << 20
+# A send takes milliseconds; a process that has stopped while it holds the lock must not stop the others.
+_LOCK_SECONDS = 30.0
+_POLL_SECONDS = 0.002
 
 
 def check_answer(size: int) -> None:
@@ -51,7 +55,8 @@ def check_answer(size: int) -> None:
     # stricter than before the send: other answers may take what is free now
     if not pool.fits_always(size):
         raise QueueFullError(
-            f"the server has too little shared memory for an answer of {size} bytes; try again later"
+            f"the server has too little shared memory left for an answer of {size} bytes:"
+            " send fewer rows at once, or try again later"
         )
 
 
@@ -66,14 +71,14 @@ def sending(size: int) -> Iterator[None]:
         size: of the response, in bytes.
 
     Raises:
-        EngineError: it has too little shared memory.
+        EngineError: it has too little shared memory, or another model does not end its send.
     """
     if size < _LARGE_BYTES:
         yield
         return
     folder = os.open(_FOLDER, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        _lock(folder)
         pool = _Pool.of_process()
         if pool.growth(size) > _free_bytes() and not pool.fits_always(size):
             raise EngineError(
@@ -82,6 +87,21 @@ def sending(size: int) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
+
+
+def _lock(folder: int) -> None:
+    """Lock the folder of shared memory until its descriptor is closed."""
+    until = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise EngineError(
+                    "the large answers of other models are not sent in time"
+                ) from None
+        time.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -460,7 +460,9 @@ def test_an_answer_for_which_memory_is_taken_now_is_refused_and_counted(
     request, reply = start()
     large = SimpleNamespace(streams=False, num_bytes=200)
 
-    with pytest.raises(QueueFullError, match="answer of 200 bytes; try again later") as caught:
+    with pytest.raises(
+        QueueFullError, match="answer of 200 bytes: send fewer rows at once, or try again later"
+    ) as caught:
         reply.expect(large)
 
     reply.fail(caught.value)

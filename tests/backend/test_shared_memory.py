@@ -64,7 +64,7 @@ def test_an_answer_that_no_memory_holds_is_the_clients_fault(memory):
 def test_an_answer_may_come_again_later_if_memory_is_taken_now(memory):
     memory(total=62, free=40)
 
-    message = "the server has too little shared memory for an answer of 20971520 bytes; try again"
+    message = "the server has too little shared memory left for an answer of 20971520 bytes: send"
     with raises(QueueFullError, message):
         check_answer(20 * MEGABYTE)
 
@@ -138,6 +138,17 @@ def test_large_answers_are_sent_one_at_a_time_and_small_ones_meanwhile():
             assert not second_sent.wait(0.05)
     assert second_sent.wait(SECONDS)
     thread.join()
+
+
+def test_a_send_that_never_ends_does_not_stop_the_others_for_good(monkeypatch):
+    monkeypatch.setattr(shared_memory, "_LOCK_SECONDS", 0.0)
+
+    with (
+        sending(2 * MEGABYTE),
+        pytest.raises(EngineError, match="other models are not sent in time"),
+        sending(2 * MEGABYTE),
+    ):
+        pytest.fail("sent beside another")
 
 
 def test_a_failed_send_lets_the_next_one_go():
