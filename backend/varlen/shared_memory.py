@@ -12,7 +12,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,14 +93,11 @@ def _lock(folder: int) -> None:
     """Lock the folder of shared memory until its descriptor is closed."""
     until = time.monotonic() + _LOCK_SECONDS
     while True:
-        try:
+        with suppress(BlockingIOError):
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise EngineError(
-                    "the large answers of other models are not sent in time"
-                ) from None
+        if time.monotonic() > until:
+            raise EngineError("the large answers of other models are not sent in time")
         time.sleep(_POLL_SECONDS)
 
 
