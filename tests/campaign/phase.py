@@ -92,7 +92,12 @@ def attacked_server(
         repository, campaign.known, models, arguments=arguments, command=command
     ) as target:
         server, pid = target.server, target.server.pid
-        yield target
+        try:
+            yield target
+        finally:
+            # also of a phase that has failed
+            if campaign.logs is not None:
+                campaign.logs.joinpath(f"{report.name}.log").write_text(server.log())
         target.close()
         report.check(holds=server.is_running, problem="the server ended")
         regions, processes = shared_memory(pid), set(family(pid)) - {pid}

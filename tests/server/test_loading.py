@@ -105,7 +105,7 @@ def test_a_load_error_names_no_path(
     config = COMPLETE | {"name": "broken"} if complete else None
     add_model(loading.model_repository, "broken", tmp_path)
 
-    # an empty folder, then an unreadable file
+    # an empty folder, then a folder in place of the file
     reason = load(loading, "broken", config)
     assert reason is not None
     assert "config.json" in reason
@@ -114,8 +114,8 @@ def test_a_load_error_names_no_path(
     (tmp_path / "config.json").mkdir()
     reason = load(loading, "broken", config)
     assert reason is not None
+    assert "config.json" in reason
     _check_no_path(reason)
-    assert "varlen: broken v1: " in loading.log()
 
 
 def test_a_model_may_ignore_the_timeout_of_requests(

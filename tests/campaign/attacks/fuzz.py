@@ -76,7 +76,8 @@ def fuzz_binary(draw: random.Random, target: Target) -> Ending:
         body, headers = changed_head + body[head:], {name: str(len(changed_head))}
     else:
         body = changed_bytes(draw, body)
-    return _post(target, ENCODER, path, body, headers)
+    # the server hangs up on heads that it cannot read
+    return _post(target, ENCODER, path, body, headers, may_hang_up=choice == 0)
 
 
 def fuzz_grpc(draw: random.Random, target: Target) -> Ending:
@@ -121,7 +122,15 @@ def _call_raw(target: Target, method: str, data: bytes, model: str) -> Ending:
     return Ending("refused", "", "STREAM", message) if message else Ending("answered")
 
 
-def _post(target: Target, model: str, path: str, data: bytes, headers: dict[str, str]) -> Ending:
+def _post(
+    target: Target,
+    model: str,
+    path: str,
+    data: bytes,
+    headers: dict[str, str],
+    *,
+    may_hang_up: bool = False,
+) -> Ending:
     connection = http.client.HTTPConnection(
         LOOPBACK, target.server.http_port, timeout=TIMEOUT_SECONDS
     )
@@ -132,8 +141,7 @@ def _post(target: Target, model: str, path: str, data: bytes, headers: dict[str,
     except TimeoutError:
         return Ending("lost", "", message=f"no answer to {data[:300]!r}")
     except (OSError, http.client.HTTPException) as error:
-        # the server hangs up on heads that it cannot read
-        return Ending("refused", "", "HUNG_UP", repr(error))
+        return Ending("refused" if may_hang_up else "wrong", "", "HUNG_UP", repr(error))
     finally:
         connection.close()
     text = content.decode(errors="replace")

@@ -51,7 +51,7 @@ def hidden(draw: random.Random, target: Target) -> Ending:
 
     def ask() -> bool:
         # the client sends a request for each row
-        [answer] = client.hidden([known.ids[row]], timeout=target.patience)
+        [answer] = client.hidden([known.ids[row]], timeout=target.patience(HIDDEN))
         return known.is_right(answer, known.of_ids[row])
 
     return _ending(ask, HIDDEN)
@@ -68,7 +68,7 @@ def generate(draw: random.Random, target: Target) -> Ending:
             prompt,
             max_tokens=count,
             priority=draw.randint(0, 9),
-            timeout=target.patience,
+            timeout=target.patience(DECODER),
             **GREEDY,
         )
         return answer.token_ids == expected[:count]
@@ -82,7 +82,9 @@ def stream(draw: random.Random, target: Target) -> Ending:
     client = target.client(DECODER, draw.choice(PROTOCOLS))
 
     def ask() -> bool:
-        parts = client.stream(prompt, max_tokens=MAX_TOKENS, timeout=target.patience, **GREEDY)
+        parts = client.stream(
+            prompt, max_tokens=MAX_TOKENS, timeout=target.patience(DECODER), **GREEDY
+        )
         return tuple(token for part in parts for token in part.token_ids) == expected
 
     return _ending(ask, DECODER)
@@ -104,7 +106,7 @@ def sample(draw: random.Random, target: Target) -> Ending:
             seed=draw.randrange(2**31),
             logprobs=draw.choice((None, 0, 3)),
             ignore_eos=True,
-            timeout=target.patience,
+            timeout=target.patience(DECODER),
         )
         return [len(each.token_ids) for each in answers] == [tokens] * count
 
@@ -117,7 +119,7 @@ def translate(draw: random.Random, target: Target) -> Ending:
     client = target.client(TRANSLATOR, draw.choice(PROTOCOLS))
 
     def ask() -> bool:
-        [answer] = client.translate([text], timeout=target.patience, **BEAMS)
+        [answer] = client.translate([text], timeout=target.patience(TRANSLATOR), **BEAMS)
         return answer.text == expected
 
     return _ending(ask, TRANSLATOR)
@@ -138,7 +140,7 @@ def _embed(
 
     def ask() -> bool:
         chosen: list[Any] = [inputs[row] for row in rows]
-        vectors = client.embed(chosen, truncate=True, timeout=target.patience, **options)
+        vectors = client.embed(chosen, truncate=True, timeout=target.patience(model), **options)
         return known.is_right(vectors, np.stack([answers[row] for row in rows]))
 
     return _ending(ask, model, rows=len(rows), refusals=refusals)

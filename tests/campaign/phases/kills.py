@@ -34,8 +34,8 @@ _MIX: tuple[Share[Target], ...] = (Share(8, good.embed), Share(1, good.generate)
 # Seconds between two kills: a batch that has lost two workers fails.
 _PAUSE = 2.0
 _HOST_SHARE = 0.15
-# This server answers no request that a killed process held: their deadlines end them.
-_HELD_SECONDS = 3.0
+# Of a stream of requests, in which a process is killed.
+_KILL_SECONDS = 3.0
 _LOG_OF_KILLS = (
     r"[Ss]tub process|not healthy|exit timeout|Exit timeout|in-flight|model_lifecycle",
 )
@@ -71,13 +71,13 @@ def stubs(campaign: Campaign, report: Report, seconds: float) -> None:
         loses_processes=True,
         arguments=("--exit-timeout-secs=3",),
     ) as target:
-        target.patience = _HELD_SECONDS
         until = time.monotonic() + seconds
         mix = (Share(3, _embed_or_lose), Share(1, _translate_or_lose))
         number = 0
         while time.monotonic() < until:
             model = draw.choice((ENCODER, TRANSLATOR))
-            bounds = Bounds(_HELD_SECONDS, max(1, campaign.requests // 10))
+            target.killed = model
+            bounds = Bounds(_KILL_SECONDS, max(1, campaign.requests // 10))
             kill = partial(_kill_stub, report, target.server, model, draw.uniform(0.2, 1.0))
             name = f"{campaign.seed} stubs {number}"
             with beside(f"the kill of {model}", kill, report.ledger):
@@ -86,6 +86,7 @@ def stubs(campaign: Campaign, report: Report, seconds: float) -> None:
             unload(target.server, model)
             reason = load(target.server, model)
             report.check(holds=reason is None, problem=f"{model} does not load again: {reason}")
+            target.killed = ""
             _check_answers(target, report.ledger, f"{name} after")
             number += 1
         killed = report.notes.get("killed", 0)
@@ -101,16 +102,17 @@ def stubs(campaign: Campaign, report: Report, seconds: float) -> None:
 
 def _embed_or_lose(draw: random.Random, target: Target) -> Ending:
     """Vectors, or an error that says that the model is gone."""
-    return _or_lost(good.embed(draw, target))
+    return _or_lost(good.embed(draw, target), target)
 
 
 def _translate_or_lose(draw: random.Random, target: Target) -> Ending:
     """A translation, or such an error."""
-    return _or_lost(good.translate(draw, target))
+    return _or_lost(good.translate(draw, target), target)
 
 
-def _or_lost(ending: Ending) -> Ending:
-    if ending.end == "lost" or any(text in ending.message for text in _KILLED):
+def _or_lost(ending: Ending, target: Target) -> Ending:
+    is_gone = ending.end == "lost" or any(text in ending.message for text in _KILLED)
+    if is_gone and ending.model == target.killed:
         # without the message, which is the server's own
         return Ending("left", ending.model, ending.code, rows=ending.rows)
     return ending
