@@ -84,7 +84,7 @@ class Intake:
             prompts: texts that a request may put before its texts, by name.
             default_prompt: put before texts if a request names none.
             target_start: of a model that translates: the token that each target begins with; its inputs are sources.
-            mask_token: of a model that fills masks: the token that stands for what is missing.
+            mask_token: of a model that fills masks: the id of its mask token.
             pair_template: of a model that reads pairs as the messages of a chat.
             can_truncate: whether requests may ask for long texts to be cut.
         """
