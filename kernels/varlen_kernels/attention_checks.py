@@ -1,5 +1,6 @@
 """Checks that the attention ops share, made by launchers before a kernel reads memory."""
 
+import torch
 from torch import Tensor
 
 from varlen_kernels.checks import check_dtype, check_row_layout
@@ -45,6 +46,23 @@ def check_scores(scale: float, window: int) -> None:
         raise ValueError(f"scale is {scale}; allowed: above 0")
     if window < 0:
         raise ValueError(f"window is {window}; allowed: 0 (all tokens) and above")
+
+
+def check_key_lengths(key_lengths: Tensor | None, cu_seqlens: Tensor) -> None:
+    """Check the numbers of keys of an attention op, if they are given.
+
+    Raises:
+        ValueError: they are not `[batch]` int32, contiguous.
+    """
+    if key_lengths is None:
+        return
+    shape = (len(cu_seqlens) - 1,)
+    if key_lengths.shape != shape or key_lengths.dtype != torch.int32:
+        raise ValueError(
+            f"key_lengths is {list(key_lengths.shape)} {key_lengths.dtype}; it must be {list(shape)} torch.int32"
+        )
+    if not key_lengths.is_contiguous():
+        raise ValueError(f"key_lengths has strides {key_lengths.stride()}; it must be contiguous")
 
 
 def check_bias(bias: Tensor | None, num_heads: int) -> None:

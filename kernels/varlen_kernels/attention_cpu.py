@@ -20,27 +20,25 @@ from varlen_kernels.attention_distances_cpu import (
     write_distance_scores,
 )
 from varlen_kernels.attention_panels_cpu import ROWS, clear_rows, copy_head, multiply
+from varlen_kernels.attention_weights_cpu import (
+    clear_unread,
+    forget_keys,
+    weigh,
+    write_context,
+    write_score_bias,
+)
 from varlen_kernels.lanes_cpu import (
     LANES,
     as_array,
-    exp,
-    largest_of,
     load,
-    maximum,
-    multiply_add,
     splat,
-    store,
-    store_first,
     sum_of,
     transpose,
 )
 from varlen_kernels.threads_cpu import run_parts
 
-# Below every score; not infinite: the difference of two is 0.
-_LOWEST = np.float32(-1e30)
 # The score of no key: its weight is 0 beside the lowest score too.
 _NO_KEY = np.float32(-3e38)
-_ZERO, _ONE = np.float32(0), np.float32(1)
 _QUERY_TILE = 16
 _KEY_BLOCK = 128
 # Multiplications below which a second thread costs more than it saves.
@@ -71,67 +69,24 @@ def _copy_keys_and_values(
 
 
 @numba.njit(forceinline=True, _nrt=False)
-def _write_score_bias(score_bias, length, bias, head, is_causal, window):
-    """Write what is added to a score, by distance from 1 - length on."""
-    # -1 without a bias
-    reach = (bias.shape[1] + 1) // 2 - 1
-    for i in range(2 * length - 1):
-        distance = i - (length - 1)
-        if (is_causal and distance > 0) or (window > 0 and abs(distance) >= window):
-            score_bias[0, i] = _LOWEST
-        elif reach >= 0:
-            score_bias[0, i] = bias[head, min(max(distance, -reach), reach) + reach]
-        else:
-            score_bias[0, i] = _ZERO
-
-
-@numba.njit(forceinline=True, _nrt=False)
-def _weigh(scores, row, count, score_bias, offset, top, totals, context, is_first):
-    """Replace the scores of a query by weights.
-
-    What was summed with a smaller maximum counts less.
-    """
-    if score_bias.shape[1]:
-        for column in range(0, count, LANES):
-            biased = load(scores, row, column) + load(score_bias, 0, offset + column)
-            store(scores, row, column, biased)
-    largest = splat(_LOWEST if is_first else top[row])
-    for column in range(0, count, LANES):
-        largest = maximum(load(scores, row, column), largest)
-    new_top = largest_of(largest)
-    total = splat(_ZERO)
-    for column in range(0, count, LANES):
-        weights = exp(load(scores, row, column) - splat(new_top))
-        store(scores, row, column, weights)
-        total = total + weights
-    if not is_first:
-        rescale = exp(splat(top[row] - new_top))
-        total = multiply_add(load(totals, row, 0), rescale, total)
-        for feature in range(0, context.shape[1], LANES):
-            store(context, row, feature, load(context, row, feature) * rescale)
-    store(totals, row, 0, total)
-    top[row] = new_top
-
-
-@numba.njit(forceinline=True, _nrt=False)
-def _write_context(context, row, total, out, to_row, column, head_dim):
-    factor = splat(_ONE) / splat(total)
-    whole = head_dim // LANES * LANES
-    for feature in range(0, whole, LANES):
-        store(out, to_row, column + feature, load(context, row, feature) * factor)
-    if whole < head_dim:
-        rest = load(context, row, whole) * factor
-        store_first(out, to_row, column + whole, rest, head_dim - whole)
-
-
-@numba.njit(forceinline=True, _nrt=False)
 def _attend_tile(
-    queries, count, tile, length, is_causal, window, score_bias, keys_values, distances, room
+    queries,
+    count,
+    tile,
+    length,
+    key_length,
+    is_causal,
+    window,
+    score_bias,
+    keys_values,
+    distances,
+    room,
 ):
     """Write the sum of weighted values of some queries, and the sums of their weights.
 
     Args:
         queries: of the sequence from the one at `tile` on; `count` rows, then zeros up to a multiple of `ROWS`.
+        length, key_length: of the sequence: its queries, and the keys that they may read.
         keys_values, distances, room: see `_attend_items`; room is overwritten.
     """
     key_rows, panels, values = keys_values
@@ -139,11 +94,11 @@ def _attend_tile(
     width = queries.shape[1]
     rows = (count + ROWS - 1) // ROWS * ROWS
     first_key = max(0, tile - window + 1) // LANES * LANES if window else 0
-    last_key = length
+    last_key = key_length
     if is_causal:
-        last_key = tile + count
+        last_key = min(key_length, tile + count)
     elif window:
-        last_key = min(length, tile + count + window - 1)
+        last_key = min(key_length, tile + count + window - 1)
     for block in range(first_key, last_key, _KEY_BLOCK):
         keys = min(_KEY_BLOCK, last_key - block)
         is_first = block == first_key
@@ -160,7 +115,7 @@ def _attend_tile(
                 scores[row, column] = _NO_KEY
         for row in range(count):
             offset = block - (tile + row) + length - 1
-            _weigh(scores, row, keys, score_bias, offset, top, totals, context, is_first)
+            weigh(scores, row, keys, score_bias, offset, top, totals, context, is_first)
         for feature in range(0, width, LANES):
             for row in range(0, rows, ROWS):
                 multiply(context, row, feature, scores, keys, values, block, feature, is_first)
@@ -172,6 +127,7 @@ def _attend(
     kv_head,
     qkv,
     cu_seqlens,
+    first_key_end,
     bias,
     num_kv_heads,
     scale,
@@ -193,27 +149,31 @@ def _attend(
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     start = cu_seqlens[sequence]
     length = cu_seqlens[sequence + 1] - start
+    key_length = cu_seqlens[first_key_end + sequence] - start
     key_rows, panels, values = keys_values
-    context, totals = room[1:3]
+    context, totals, top = room[1:]
     columns = (num_heads + kv_head) * head_dim, (num_heads + num_kv_heads + kv_head) * head_dim
     _copy_keys_and_values(
-        qkv, start, length, columns, head_dim, scale, distances, key_rows, panels, values
+        qkv, start, key_length, columns, head_dim, scale, distances, key_rows, panels, values
     )
     for head in range(kv_head * group, (kv_head + 1) * group):
         column = head * head_dim
         if score_bias.shape[1]:
-            _write_score_bias(score_bias, length, bias, head, is_causal, window)
+            write_score_bias(score_bias, length, bias, head, is_causal, window)
         for tile in range(0, length, _QUERY_TILE):
             count = min(_QUERY_TILE, length - tile)
             for row in range(count):
                 copy_head(qkv, start + tile + row, column, head_dim, queries, row)
             # up to a multiple of ROWS
             clear_rows(queries, count, min(count + ROWS - 1, _QUERY_TILE))
+            if key_length < length:
+                forget_keys(totals, top, count)
             _attend_tile(
                 queries,
                 count,
                 tile,
                 length,
+                key_length,
                 is_causal,
                 window,
                 score_bias,
@@ -221,9 +181,12 @@ def _attend(
                 distances,
                 room,
             )
+            if key_length < length:
+                clear_unread(context, totals, top, count)
             for row in range(count):
                 total = sum_of(load(totals, row, 0))
-                _write_context(context, row, total, out, start + tile + row, column, head_dim)
+                to_row = start + tile + row
+                write_context(context, row, total, out, to_row, column, head_dim)
 
 
 @numba.njit(forceinline=True)
@@ -262,7 +225,8 @@ def _attend_items(
     first_item,
     last_item,
     qkv,  # [tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-    cu_seqlens,  # [sequences + 1]
+    cu_seqlens,  # [sequences + 1], perhaps followed by the end of the keys of each
+    first_key_end,  # place of the end of the first sequence's keys
     bias,  # [num_heads, 2 * reach + 1], or [num_heads, 0] for none
     num_kv_heads,
     scale,
@@ -287,6 +251,7 @@ def _attend_items(
             item % num_kv_heads,
             qkv,
             cu_seqlens,
+            first_key_end,
             bias,
             num_kv_heads,
             scale,
@@ -300,7 +265,18 @@ def _attend_items(
 
 @numba.njit(nogil=True, cache=True)
 def _attend_items_with_distances(
-    first_item, last_item, tables, qkv, cu_seqlens, bias, num_heads, scale, is_causal, window, out
+    first_item,
+    last_item,
+    tables,
+    qkv,
+    cu_seqlens,
+    first_key_end,
+    bias,
+    num_heads,
+    scale,
+    is_causal,
+    window,
+    out,
 ):
     """Write the attention of some items, ordered by head.
 
@@ -308,11 +284,14 @@ def _attend_items_with_distances(
 
     Args:
         tables: see `make_distances`.
-        first_item, last_item, qkv, cu_seqlens, bias, num_heads, scale, is_causal, window, out: see `_attend_items`.
+        first_item, last_item, qkv, cu_seqlens, first_key_end, bias, num_heads, scale, is_causal, window, out: see
+            `_attend_items`.
     """
     head_dim = qkv.shape[1] // (3 * num_heads)
     width = (head_dim + LANES - 1) // LANES * LANES
-    sequences, longest = len(cu_seqlens) - 1, 0
+    # ends of keys follow
+    sequences = len(cu_seqlens) - 1 if first_key_end == 1 else first_key_end - 1
+    longest = 0
     for item in range(first_item, last_item):
         sequence = item % sequences
         longest = max(longest, cu_seqlens[sequence + 1] - cu_seqlens[sequence])
@@ -329,6 +308,7 @@ def _attend_items_with_distances(
             head,
             qkv,
             cu_seqlens,
+            first_key_end,
             bias,
             num_heads,
             scale,
@@ -352,6 +332,7 @@ def attend_sequences(
     distance_rows: Tensor | None = None,
     distance_keys: Tensor | None = None,
     distance_queries: Tensor | None = None,
+    key_lengths: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -364,13 +345,18 @@ def attend_sequences(
 
     Args:
         qkv, out: fp32 or bf16, contiguous.
-        cu_seqlens, bias, num_heads, num_kv_heads, scale, causal, window: see the reference.
+        cu_seqlens, bias, key_lengths, num_heads, num_kv_heads, scale, causal, window: see the reference.
         distance_rows, distance_keys, distance_queries: see the reference; contiguous.
     """
     bounds = cu_seqlens.numpy()
+    ends, first_key_end = bounds, 1
+    if key_lengths is not None:
+        ends = np.concatenate((bounds, bounds[:-1] + key_lengths.numpy()))
+        first_key_end = len(bounds)
     arguments = (
         as_array(qkv),
-        bounds,
+        ends,
+        first_key_end,
         (torch.empty(num_heads, 0) if bias is None else bias.float()).numpy(),
         num_kv_heads,
         np.float32(scale),

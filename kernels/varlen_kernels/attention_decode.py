@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from varlen_kernels.attention_blocks import LOG2_E
 from varlen_kernels.attention_tiles import block_d
-from varlen_kernels.attention_varlen import LOG2_E
 from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.kv_blocks import attend_to_blocks, tile_heads
 from varlen_kernels.paged_tiles import read_paged_tile

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from varlen_kernels.attention_blocks import LOG2_E
 from varlen_kernels.attention_checks import check_bias, check_heads, check_scores
 from varlen_kernels.attention_decode import attend_in_splits
 from varlen_kernels.attention_tiles import block_d, num_tiles
-from varlen_kernels.attention_varlen import LOG2_E
 from varlen_kernels.checks import check_cu_seqlens, check_ids, check_out
 from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.kv_blocks import attend_to_blocks, check_caches, tile_heads

@@ -15,12 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.attention_checks import check_bias, check_heads
+from varlen_kernels.attention_checks import check_bias, check_heads, check_key_lengths
 from varlen_kernels.checks import check_cu_seqlens
 from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.tuning import Key, Launch, pick
 
-# Columns of the table: first token and length of the tile's sequence, and first query of the tile.
+# Columns of the table: first token and length of the tile's sequence, first query of the tile, and with key lengths
+# the number of keys of the sequence.
 TILE_COLUMNS = tl.constexpr(3)
 
 # Sequences that a program reads at once to find its own.
@@ -131,12 +132,17 @@ def find_tile(
 
 @triton.jit
 def read_tile(
-    tiles_ptr,  # [tiles, TILE_COLUMNS], of `attention_tiles`
+    tiles_ptr,  # [tiles, columns], of `attention_tiles`
     tile,
+    HAS_KEY_LENGTHS: tl.constexpr,
 ):
-    """Return first token and length of a tile's sequence, and the tile's first query."""
-    row_ptr = tiles_ptr + tile * TILE_COLUMNS
-    return tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2)
+    """Return a tile's sequence (first token, length), first query, and number of keys."""
+    row_ptr = tiles_ptr + tile * (TILE_COLUMNS + HAS_KEY_LENGTHS)
+    begin, length, first_query = tl.load(row_ptr), tl.load(row_ptr + 1), tl.load(row_ptr + 2)
+    keys = length
+    if HAS_KEY_LENGTHS:
+        keys = tl.load(row_ptr + TILE_COLUMNS)
+    return begin, length, first_query, keys
 
 
 @triton.jit
@@ -172,6 +178,7 @@ def masked_keys(
     tile_query,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    HAS_KEY_LENGTHS: tl.constexpr,
     TAIL_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -187,7 +194,10 @@ def masked_keys(
         first_masked = (num_keys - 1) // BLOCK_N * BLOCK_N
     if CAUSAL:
         end = tl.minimum(num_keys, tile_query + BLOCK_M)
-        first_masked = tile_query // BLOCK_N * BLOCK_N
+        last_read = tile_query
+        if HAS_KEY_LENGTHS:
+            last_read = tl.minimum(tile_query, num_keys)
+        first_masked = last_read // BLOCK_N * BLOCK_N
     elif WINDOW > 0:
         end = tl.minimum(num_keys, tile_query + BLOCK_M + WINDOW - 1)
     # a window is short, so all its blocks are masked
@@ -199,9 +209,11 @@ def masked_keys(
 @triton.jit(do_not_specialize=["batch", "tiles"])
 def _attention_tiles_kernel(
     cu_seqlens_ptr,  # [batch + 1]
-    table_ptr,  # [tiles, TILE_COLUMNS]
+    key_lengths_ptr,  # [batch], read if HAS_KEY_LENGTHS
+    table_ptr,  # [tiles, columns]
     batch,
     tiles,
+    HAS_KEY_LENGTHS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
@@ -215,10 +227,13 @@ def _attention_tiles_kernel(
     inside = tile < tiles
     begin = tl.load(cu_seqlens_ptr + owner, mask=inside, other=0)
     end = tl.load(cu_seqlens_ptr + owner + 1, mask=inside, other=0)
-    row_ptr = table_ptr + tile * TILE_COLUMNS
+    row_ptr = table_ptr + tile * (TILE_COLUMNS + HAS_KEY_LENGTHS)
     tl.store(row_ptr, begin, mask=inside)
     tl.store(row_ptr + 1, end - begin, mask=inside)
     tl.store(row_ptr + 2, (tile - begin // BLOCK_M - owner) * BLOCK_M, mask=inside)
+    if HAS_KEY_LENGTHS:
+        keys = tl.load(key_lengths_ptr + owner, mask=inside, other=0)
+        tl.store(row_ptr + TILE_COLUMNS, keys, mask=inside)
 
 
 def attention_tiles(
@@ -226,6 +241,7 @@ def attention_tiles(
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
     distance_rows: Tensor | None = None,
+    key_lengths: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -242,11 +258,12 @@ def attention_tiles(
     head_dim = check_heads(qkv, num_heads, num_heads if num_kv_heads is None else num_kv_heads)
     check_cu_seqlens(cu_seqlens)
     check_bias(bias, num_heads)
+    check_key_lengths(key_lengths, cu_seqlens)
     tokens, batch = len(qkv), len(cu_seqlens) - 1
-    shape = _table_shape(qkv, cu_seqlens)
+    has_key_lengths = key_lengths is not None
     if out is None:
-        out = cu_seqlens.new_empty(shape)
-    check_tiles(out, qkv, cu_seqlens)
+        out = cu_seqlens.new_empty(_table_shape(qkv, cu_seqlens, has_key_lengths))
+    check_tiles(out, qkv, cu_seqlens, has_key_lengths=has_key_lengths)
     if tokens == 0 or batch == 0:
         return out
     forms = causal, bias is not None, distance_rows is not None
@@ -254,9 +271,11 @@ def attention_tiles(
     tiles = num_tiles(tokens, batch, launch["BLOCK_M"])
     _attention_tiles_kernel[(triton.cdiv(tiles, TABLE_LAUNCH["BLOCK_TILES"]),)](
         cu_seqlens,
+        cu_seqlens if key_lengths is None else key_lengths,
         out,
         batch,
         tiles,
+        HAS_KEY_LENGTHS=has_key_lengths,
         BLOCK_M=launch["BLOCK_M"],
         BLOCK_BATCH=BLOCK_BATCH,
         **TABLE_LAUNCH,
@@ -280,13 +299,13 @@ def attention_launch(
     return pick("attention_varlen", key, candidate_launches)
 
 
-def check_tiles(tiles: Tensor, qkv: Tensor, cu_seqlens: Tensor) -> None:
+def check_tiles(tiles: Tensor, qkv: Tensor, cu_seqlens: Tensor, *, has_key_lengths: bool) -> None:
     """Check that a table has the shape and layout of `attention_tiles` for these tensors.
 
     Raises:
         ValueError: it has not.
     """
-    shape = _table_shape(qkv, cu_seqlens)
+    shape = _table_shape(qkv, cu_seqlens, has_key_lengths)
     if tiles.shape != shape or tiles.dtype != torch.int32 or not tiles.is_contiguous():
         raise ValueError(
             f"tiles is {list(tiles.shape)} {tiles.dtype}, strides {tiles.stride()};"
@@ -294,9 +313,9 @@ def check_tiles(tiles: Tensor, qkv: Tensor, cu_seqlens: Tensor) -> None:
         )
 
 
-def _table_shape(qkv: Tensor, cu_seqlens: Tensor) -> tuple[int, int]:
+def _table_shape(qkv: Tensor, cu_seqlens: Tensor, has_key_lengths: bool) -> tuple[int, int]:
     """Return the shape of the table of `attention_tiles`."""
-    return len(qkv) + len(cu_seqlens), TILE_COLUMNS.value
+    return len(qkv) + len(cu_seqlens), TILE_COLUMNS.value + has_key_lengths
 
 
 def num_tiles(tokens: int, batch: int, block_m: int) -> int:

@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.attention_checks import check_bias, check_heads, check_scores
+from varlen_kernels.attention_blocks import LOG2_E, add_bias, add_values, load_tile, multiply_keys
+from varlen_kernels.attention_checks import (
+    check_bias,
+    check_heads,
+    check_key_lengths,
+    check_scores,
+)
 from varlen_kernels.attention_distances import add_distance_products, check_distances
 from varlen_kernels.attention_tiles import (
     BLOCK_BATCH,
@@ -28,87 +34,6 @@ from varlen_kernels.attention_tiles import (
 )
 from varlen_kernels.checks import check_cu_seqlens, check_out
 from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
-
-LOG2_E = tl.constexpr(math.log2(math.e))
-
-
-@triton.jit
-def load_tile(
-    tile_ptr,  # [ROWS, HEAD_DIM]; or several, [heads, 1, 1]
-    num_rows,
-    STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Return [ROWS, BLOCK_D], or [heads, ROWS, BLOCK_D].
-
-    It is 0 past HEAD_DIM and, if MASKED, from row `num_rows` on.
-    """
-    row = tl.arange(0, ROWS)[:, None]
-    col = tl.arange(0, BLOCK_D)[None, :]
-    rows_ptr = tile_ptr + (row * STRIDE + col)
-    if not MASKED and HEAD_DIM == BLOCK_D:
-        return tl.load(rows_ptr)
-    inside = col < HEAD_DIM
-    if MASKED:
-        inside = (row < num_rows) & inside
-    if len(rows_ptr.shape) == 3:
-        inside = inside[None, :, :]
-    return tl.load(rows_ptr, mask=inside, other=0.0)
-
-
-@triton.jit
-def multiply_keys(
-    q,  # [ROWS, BLOCK_D], or [heads, ROWS, BLOCK_D]
-    k,  # [BLOCK_N, BLOCK_D], or [heads, BLOCK_N, BLOCK_D]
-):
-    """Return q kᵀ, in each head."""
-    if len(k.shape) == 3:
-        return tl.dot(q, tl.permute(k, (0, 2, 1)), input_precision="tf32x3")
-    return tl.dot(q, tl.trans(k), input_precision="tf32x3")
-
-
-@triton.jit
-def add_values(
-    context,  # [ROWS, BLOCK_D], weighted sum of the values read so far
-    weight_sum,  # [ROWS]
-    max_score,  # [ROWS]
-    scores,  # [ROWS, BLOCK_N], -inf for a key that the query does not read
-    v,  # [BLOCK_N, BLOCK_D]
-    scale,
-    MAY_HIDE_ALL: tl.constexpr,  # whether a query may have read no key yet
-):
-    """Return context, weight_sum and max_score after BLOCK_N more keys and values.
-
-    All may have a leading axis of heads. A score of max_score has weight 1. Scores times `scale` are in base 2, because
-    exp2 is a GPU instruction.
-    """
-    KEYS: tl.constexpr = len(scores.shape) - 1
-    # scaled after the maximum: one fused multiply-add per score
-    new_max = tl.maximum(max_score, tl.max(scores, axis=KEYS) * scale)
-    shift = new_max
-    if MAY_HIDE_ALL:
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores * scale - tl.expand_dims(shift, KEYS))
-    rescale = tl.exp2(max_score - shift)
-    weight_sum = weight_sum * rescale + tl.sum(weights, axis=KEYS)
-    context *= tl.expand_dims(rescale, KEYS)
-    context = tl.dot(weights.to(v.dtype), v, context, input_precision="tf32x3")
-    return context, weight_sum, new_max
-
-
-@triton.jit
-def add_bias(
-    scores,  # [ROWS, BLOCK_N], in base 2
-    bias_ptr,  # bias of distance 0, for all rows or for each
-    distance,  # [ROWS, BLOCK_N], of each key from its query
-    reach,
-):
-    """Return the scores plus the bias of each distance, clamped to -reach and reach."""
-    distance = tl.minimum(tl.maximum(distance, -reach), reach)
-    return scores + tl.load(bias_ptr + distance).to(tl.float32) * LOG2_E
 
 
 @triton.jit
@@ -193,8 +118,9 @@ def attend_to_keys(
 def _attention_varlen_kernel(
     qkv_ptr,  # [tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
     cu_seqlens_ptr,  # [batch + 1]
+    key_lengths_ptr,  # [batch], read if HAS_KEY_LENGTHS, but not if HAS_TILES
     bias_ptr,  # [NUM_HEADS, bias_width], read if HAS_BIAS
-    tiles_ptr,  # [tiles, TILE_COLUMNS], read if HAS_TILES
+    tiles_ptr,  # [tiles, columns], read if HAS_TILES
     distance_rows_ptr,  # [distance_width], read if there are keys or queries of distances
     distance_keys_ptr,  # [rows, NUM_HEADS * HEAD_DIM], read if HAS_DISTANCE_KEYS
     distance_queries_ptr,  # [rows, NUM_HEADS * HEAD_DIM], read if HAS_DISTANCE_QUERIES
@@ -210,6 +136,7 @@ def _attention_varlen_kernel(
     HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for all keys
+    HAS_KEY_LENGTHS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_DISTANCE_KEYS: tl.constexpr,
     HAS_DISTANCE_QUERIES: tl.constexpr,
@@ -228,9 +155,14 @@ def _attention_varlen_kernel(
     head = tl.program_id(0) % (NUM_HEADS // HEADS) * HEADS
     tile = tl.program_id(0) // (NUM_HEADS // HEADS)
     if HAS_TILES:
-        begin, length, first_query = read_tile(tiles_ptr, tile)
+        begin, length, first_query, key_length = read_tile(tiles_ptr, tile, HAS_KEY_LENGTHS)
     else:
-        _, begin, length, first_query = find_tile(cu_seqlens_ptr, batch, tile, BLOCK_M, BLOCK_BATCH)
+        sequence, begin, length, first_query = find_tile(
+            cu_seqlens_ptr, batch, tile, BLOCK_M, BLOCK_BATCH
+        )
+        key_length = length
+        if HAS_KEY_LENGTHS:
+            key_length = tl.load(key_lengths_ptr + sequence)
     if first_query >= length:
         return
 
@@ -259,10 +191,10 @@ def _attention_varlen_kernel(
         window_start = tl.maximum(first_query - WINDOW + 1, 0)
         keys_ptr += window_start.to(tl.int64) * QKV_STRIDE
         values_ptr += window_start.to(tl.int64) * QKV_STRIDE
-    num_keys = length - window_start
+    num_keys = key_length - window_start
     tile_query = first_query - window_start
     first_masked, end = masked_keys(
-        num_keys, tile_query, CAUSAL, WINDOW, TAIL_FIRST, BLOCK_M, BLOCK_N
+        num_keys, tile_query, CAUSAL, WINDOW, HAS_KEY_LENGTHS, TAIL_FIRST, BLOCK_M, BLOCK_N
     )
     # the tail first: its loads overlap those of the queries
     for MASKED in tl.static_range(
@@ -306,7 +238,7 @@ def _attention_varlen_kernel(
                 MASKED=MASKED,
             )
 
-    if HAS_BIAS:
+    if HAS_BIAS or (HAS_KEY_LENGTHS and WINDOW > 0):
         # a query that may read no key gets zeros
         weight_sum = tl.where(weight_sum == 0.0, 1.0, weight_sum)
     out_row = (begin.to(tl.int64) + query)[:, None] * OUT_STRIDE + head * HEAD_DIM
@@ -326,6 +258,7 @@ def attention_varlen(
     distance_rows: Tensor | None = None,
     distance_keys: Tensor | None = None,
     distance_queries: Tensor | None = None,
+    key_lengths: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -352,6 +285,7 @@ def attention_varlen(
     check_cu_seqlens(cu_seqlens)
     check_out(out, (tokens, num_heads * head_dim), qkv.dtype)
     check_bias(bias, num_heads)
+    check_key_lengths(key_lengths, cu_seqlens)
     if bias is not None and head_dim > 128 and qkv.dtype == torch.float32:
         raise ValueError(f"head_dim is {head_dim}; allowed with bias in torch.float32: 1 to 128")
     check_distances(
@@ -367,7 +301,7 @@ def attention_varlen(
     if tokens == 0 or batch == 0:
         return out
     if tiles is not None:
-        check_tiles(tiles, qkv, cu_seqlens)
+        check_tiles(tiles, qkv, cu_seqlens, has_key_lengths=key_lengths is not None)
     forms = causal, bias is not None, distance_rows is not None
     launch = attention_launch(head_dim, qkv.dtype, *forms, tokens, batch)
     # keys and values of the tail must fit the registers beside the queries
@@ -377,6 +311,7 @@ def attention_varlen(
     _attention_varlen_kernel[(programs,)](
         qkv,
         cu_seqlens,
+        cu_seqlens if key_lengths is None else key_lengths,
         qkv if bias is None else bias,
         cu_seqlens if tiles is None else tiles,
         cu_seqlens if distance_rows is None else distance_rows,
@@ -394,6 +329,7 @@ def attention_varlen(
         HEAD_DIM=head_dim,
         CAUSAL=causal,
         WINDOW=window,
+        HAS_KEY_LENGTHS=key_lengths is not None,
         HAS_BIAS=bias is not None,
         HAS_DISTANCE_KEYS=distance_keys is not None,
         HAS_DISTANCE_QUERIES=distance_queries is not None,

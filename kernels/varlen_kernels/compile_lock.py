@@ -5,35 +5,15 @@ time can swap their code, which then runs on data of the wrong type. So the firs
 """
 
 import fcntl
-import logging
 import os
-import pickletools
 import threading
-from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-_log = logging.getLogger(__name__)
+from varlen_kernels import compiled_files
 
 _FILE = "varlen.lock"
-
-
-def remove_damaged(folder: Path) -> None:
-    """Remove the index files that numba cannot read, so that it compiles again.
-
-    Call it with the lock held; numba itself raises whatever reading a cut file raises.
-    """
-    for path in folder.glob("*.nbi"):
-        try:
-            with path.open("rb") as file:
-                # parsed, not run: its version, then the names of compiled code
-                deque(pickletools.genops(file), maxlen=0)
-                deque(pickletools.genops(file), maxlen=0)
-        except Exception as error:
-            _log.warning("compiled code is damaged and is compiled again: %s: %r", path.name, error)
-            with suppress(OSError):
-                path.unlink()
 
 
 class _Holder:
@@ -51,6 +31,8 @@ _holder = _Holder()
 def compile_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder; a thread that holds it already goes on.
 
+    The files of compiled code are recorded when it is released.
+
     Args:
         folder: where numba stores compiled code; there is one per process.
 
@@ -66,7 +48,10 @@ def compile_lock(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             _holder.holds = True
-            yield
+            try:
+                yield
+            finally:
+                compiled_files.record(folder)
         finally:
             _holder.holds = False
             # closing is not enough if a process was forked meanwhile

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from varlen_kernels import Activation, reference
 from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
-from varlen_kernels.compile_lock import compile_lock, remove_damaged
+from varlen_kernels.compile_lock import compile_lock
+from varlen_kernels.compiled_files import remove_damaged
 from varlen_kernels.linear_int8_ops import (
     linear_int8,
     linear_int8_packed,
@@ -202,6 +203,7 @@ def attention_varlen(
     distance_rows: Tensor | None = None,
     distance_keys: Tensor | None = None,
     distance_queries: Tensor | None = None,
+    key_lengths: Tensor | None = None,
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -220,6 +222,7 @@ def attention_varlen(
             distance_rows,
             distance_keys,
             distance_queries,
+            key_lengths,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             scale=scale,
@@ -240,6 +243,7 @@ def attention_varlen(
         distance_rows,
         distance_keys,
         distance_queries,
+        key_lengths,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         scale=scale,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.attention_varlen import add_bias, add_values, multiply_keys
+from varlen_kernels.attention_blocks import add_bias, add_values, multiply_keys
 from varlen_kernels.checks import check_dtype
 
 # Fewest rows of a matrix product on tensor cores; larger groups of heads are divided.

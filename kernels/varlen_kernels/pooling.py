@@ -23,8 +23,8 @@ from varlen_kernels.checks import (
     check_width,
 )
 from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
-from varlen_kernels.reference import NORM_FLOOR
 from varlen_kernels.tuning import Launch, pick
+from varlen_kernels.vector_ops import NORM_FLOOR
 
 _WARP_THREADS = 32
 _LOAD_BYTES = 16

@@ -1,4 +1,4 @@
-"""Helpers of the reference tests: random inputs, and comparison with float64 in numpy."""
+"""Helpers of the reference tests: random inputs, attention and comparison with float64 in numpy."""
 
 import numpy as np
 import pytest
@@ -8,6 +8,8 @@ from tests.closeness import assert_close
 
 # Roundings of the longest sum in these tests; in bfloat16, of the intermediate results of an op.
 ROUNDINGS = {torch.float32: 4096, torch.bfloat16: 16}
+# Of tables of distances.
+ROWS = 30
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
@@ -26,3 +28,48 @@ def bounds_of(lengths):
 
 def check(actual, expected, dtype=torch.float32):
     assert_close(actual, expected, roundings=ROUNDINGS[dtype], dtype=dtype)
+
+
+def tables_of(heads, dim, dtype, reach, *, has_keys=True, has_queries=True):
+    """Return rows that several distances share, in any order, and the tables."""
+    rows = torch.from_numpy(np.random.default_rng(0).integers(0, ROWS, 2 * reach + 1))
+    return {
+        "distance_rows": rows.int(),
+        "distance_keys": rand(ROWS, heads * dim, dtype=dtype, seed=1) if has_keys else None,
+        "distance_queries": rand(ROWS, heads * dim, dtype=dtype, seed=2) if has_queries else None,
+    }
+
+
+def attention64(
+    qkv, lengths, heads, scale, tables=None, *, causal=False, window=0, bias=None, key_lengths=None
+):
+    """Return attention whose scores have the tables' rows of each pair of tokens."""
+    outs = []
+    tables = tables or {"distance_rows": torch.zeros(1, dtype=torch.int32)}
+    rows = tables["distance_rows"].numpy()
+    key_lengths = lengths if key_lengths is None else key_lengths
+    sequences = np.split(f64(qkv), np.cumsum(lengths)[:-1])
+    for tokens, num_keys in zip(sequences, key_lengths, strict=True):
+        length = len(tokens)
+        q, k, v = np.moveaxis(tokens.reshape(length, 3, heads, qkv.shape[1] // (3 * heads)), 1, 0)
+        distance = np.arange(length) - np.arange(length)[:, None]
+        at = rows[np.clip(distance, -(len(rows) // 2), len(rows) // 2) + len(rows) // 2]
+        scores = np.einsum("qhd,khd->hqk", q, k)
+        for name, by, indices in (("distance_keys", q, "qhd"), ("distance_queries", k, "khd")):
+            if tables.get(name) is not None:
+                of_pairs = f64(tables[name])[at].reshape(length, length, *q.shape[1:])
+                scores += np.einsum(f"{indices},qkhd->hqk", by, of_pairs)
+        scores *= scale
+        if bias is not None:
+            reach = bias.shape[1] // 2
+            scores += f64(bias)[:, np.clip(distance, -reach, reach) + reach]
+        is_hidden = (distance > 0) & causal | (np.abs(distance) >= (window or length))
+        is_hidden = is_hidden | (np.arange(length) >= num_keys)
+        scores = np.where(is_hidden, -np.inf, scores)
+        weights = np.exp(
+            scores - np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), -1e9)
+        )
+        # a query without keys gets zeros
+        weights /= np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)
+        outs.append(np.einsum("hqk,khd->qhd", weights, v).reshape(length, qkv.shape[1] // 3))
+    return np.concatenate(outs)

@@ -1,16 +1,14 @@
 """Attention with keys and queries of distances on a CPU, against float64 arithmetic in numpy."""
 
-import numpy as np
 import pytest
 import torch
 
 from varlen_kernels import cpu, reference
 
-from .float64 import DTYPES, bounds_of, check, f64, rand
+from .float64 import DTYPES, attention64, bounds_of, check, rand, tables_of
 
 # around the numbers of queries and keys that are read together
 LENGTHS = [15, 16, 17, 0, 127, 161, 1]
-ROWS = 30
 TABLES = pytest.mark.parametrize(
     "has_keys, has_queries",
     [(True, True), (True, False), (False, True)],
@@ -27,42 +25,6 @@ READS = {
 @pytest.fixture(params=[reference, cpu], ids=["reference", "cpu"])
 def ops(request):
     return request.param
-
-
-def tables_of(heads, dim, dtype, reach, *, has_keys=True, has_queries=True):
-    """Return rows that several distances share, in any order, and the tables."""
-    rows = torch.from_numpy(np.random.default_rng(0).integers(0, ROWS, 2 * reach + 1))
-    return {
-        "distance_rows": rows.int(),
-        "distance_keys": rand(ROWS, heads * dim, dtype=dtype, seed=1) if has_keys else None,
-        "distance_queries": rand(ROWS, heads * dim, dtype=dtype, seed=2) if has_queries else None,
-    }
-
-
-def attention64(qkv, lengths, heads, scale, tables, *, causal=False, window=0, bias=None):
-    """Return attention whose scores have the tables' rows of each pair of tokens."""
-    outs = []
-    rows = tables["distance_rows"].numpy()
-    for tokens in np.split(f64(qkv), np.cumsum(lengths)[:-1]):
-        length = len(tokens)
-        q, k, v = np.moveaxis(tokens.reshape(length, 3, heads, qkv.shape[1] // (3 * heads)), 1, 0)
-        distance = np.arange(length) - np.arange(length)[:, None]
-        at = rows[np.clip(distance, -(len(rows) // 2), len(rows) // 2) + len(rows) // 2]
-        scores = np.einsum("qhd,khd->hqk", q, k)
-        for name, by, indices in (("distance_keys", q, "qhd"), ("distance_queries", k, "khd")):
-            if tables[name] is not None:
-                of_pairs = f64(tables[name])[at].reshape(length, length, *q.shape[1:])
-                scores += np.einsum(f"{indices},qkhd->hqk", by, of_pairs)
-        scores *= scale
-        if bias is not None:
-            reach = bias.shape[1] // 2
-            scores += f64(bias)[:, np.clip(distance, -reach, reach) + reach]
-        is_hidden = (distance > 0) & causal | (np.abs(distance) >= (window or length))
-        scores = np.where(is_hidden, -np.inf, scores)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        outs.append(np.einsum("hqk,khd->qhd", weights, v).reshape(length, qkv.shape[1] // 3))
-    return np.concatenate(outs)
 
 
 @DTYPES

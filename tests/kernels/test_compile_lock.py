@@ -1,14 +1,13 @@
 """One process at a time compiles ops into a folder."""
 
 import fcntl
-import pickle
 import threading
 
 import pytest
 
 from varlen_kernels import cpu, linear_int8_cpu
 from varlen_kernels.attention_cpu import cache_folder
-from varlen_kernels.compile_lock import compile_lock, remove_damaged
+from varlen_kernels.compile_lock import compile_lock
 
 
 @pytest.fixture
@@ -67,15 +66,3 @@ def test_compiling_locks_the_folder_of_compiled_code():
 def test_sums_of_equal_size_are_dequantized_by_functions_of_their_own():
     for function in (linear_int8_cpu._dequantize_rows, linear_int8_cpu._dequantize_integers):
         assert len(function.signatures) <= 1
-
-
-def test_index_files_that_numba_cannot_read_are_removed(tmp_path, caplog):
-    whole = pickle.dumps("0.1") + pickle.dumps(("stamp", {}))
-    (tmp_path / "whole.nbi").write_bytes(whole)
-    for size in (0, 3, len(whole) - 4):
-        (tmp_path / f"cut{size}.nbi").write_bytes(whole[:size])
-
-    remove_damaged(tmp_path)
-
-    assert [path.name for path in tmp_path.iterdir()] == ["whole.nbi"]
-    assert "compiled code is damaged and is compiled again: cut3.nbi" in caplog.text

@@ -11,6 +11,7 @@ from varlen_kernels import attention_varlen as module
 from varlen_kernels import reference
 from varlen_kernels.attention_tiles import (
     attention_launch,
+    attention_tiles,
     candidate_launches,
     mean_length_bucket,
 )
@@ -80,6 +81,34 @@ def test_adds_a_bias_and_hides_later_tokens(causal, has_bias, dtype, device):
     bias = bias_for(lengths, device) if has_bias else None
 
     check_against_reference(lengths, 32, dtype, device, causal=causal, bias=bias)
+
+
+@pytest.mark.parametrize("has_tiles", [False, True], ids=["", "tiles"])
+@pytest.mark.parametrize("window", [0, 9])
+@FORMS
+def test_reads_the_first_keys_of_a_sequence(causal, has_bias, window, has_tiles, device):
+    lengths, dtype = [70, 1, 0, 33, 40], torch.float16
+    key_lengths = torch.tensor([18, 1, 0, 33, 3], dtype=torch.int32, device=device)
+    bias = bias_for(lengths, device) if has_bias else None
+    bounds = cu_seqlens_of(lengths, device)
+    qkv = rand(sum(lengths), 3 * HEADS * 32, dtype=dtype, device=device)
+    form = {"causal": causal, "num_heads": HEADS}
+    tiles = None
+    if has_tiles:
+        tiles = attention_tiles(qkv, bounds, bias, None, key_lengths, **form)
+    settings = {**form, "window": window, "scale": 0.2}
+
+    actual = write_guarded(
+        lambda out: attention_varlen(
+            qkv, bounds, bias, tiles, key_lengths=key_lengths, out=out, **settings
+        ),
+        (sum(lengths), HEADS * 32),
+        dtype,
+        device,
+    )
+
+    expected = reference64(qkv, bounds, bias, key_lengths=key_lengths, **settings)
+    assert_close(actual, expected, dtype)
 
 
 @pytest.mark.parametrize("heads, key_heads", [(2, 1), (6, 2)], ids=str)

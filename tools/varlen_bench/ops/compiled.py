@@ -86,6 +86,7 @@ def _attention(
     biased: bool = False,
     by_distance: bool = False,
     has_tiles: bool = False,
+    half_keys: bool = False,
 ) -> CompiledCall:
     make = partial(
         attention_varlen,
@@ -98,6 +99,7 @@ def _attention(
         biased=biased,
         by_distance=by_distance,
         has_tiles=has_tiles,
+        half_keys=half_keys,
     )
     # narrow loads read cu_seqlens, which is not aligned; their number depends on num_warps
     return CompiledCall(label, make, narrow_loads=8, tensor_cores=True)
@@ -205,6 +207,15 @@ COMPILED = [
     ),
     # as a server's encoder calls it
     replace(_attention("64_tiles", 64, has_tiles=True), narrow_loads=3, dtypes=(_BF16,)),
+    # one more column of the table
+    replace(
+        _attention("64_keys", 64, has_tiles=True, half_keys=True), narrow_loads=4, dtypes=(_BF16,)
+    ),
+    replace(
+        _attention("64_near_keys", 64, has_tiles=True, half_keys=True, window=65),
+        narrow_loads=4,
+        dtypes=(_BF16,),
+    ),
     _attention("64_causal", 64, causal=True),
     replace(_attention("64_window", 64, causal=True, kv_heads=4, window=32), dtypes=(_BF16,)),
     replace(_attention("64_near", 64, window=65), dtypes=(_BF16,)),

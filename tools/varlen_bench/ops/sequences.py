@@ -24,6 +24,7 @@ def attention_varlen(
     biased: bool = False,
     by_distance: bool = False,
     has_tiles: bool = False,
+    half_keys: bool = False,
     slots: int = 0,
 ) -> OpCall:
     """Return attention over packed tokens.
@@ -34,12 +35,13 @@ def attention_varlen(
         biased: whether to add a bias by the distance of query and key.
         by_distance: whether distances have keys and queries.
         has_tiles: whether a table of tiles is given, as in a model; `OpCall.prepare` fills it.
+        half_keys: whether the first half of each sequence is read alone.
         slots: number of sequences in `cu_seqlens`, as in a server's batch; those past `lengths` are empty.
     """
     tokens, hidden, span = sum(lengths), heads * head_dim, max(lengths)
     key_heads = kv_heads or heads
     width = hidden + 2 * key_heads * head_dim
-    rows_of_tiles = tokens + max(len(lengths), slots) + 1, 3
+    rows_of_tiles = tokens + max(len(lengths), slots) + 1, 3 + half_keys
 
     def attended(
         qkv: Tensor,
@@ -69,6 +71,8 @@ def attention_varlen(
         if causal:
             hidden_keys = (distance > 0) | (distance <= -(window or length))
             scores.masked_fill_(hidden_keys, -torch.inf)
+        if half_keys:
+            scores[:, :, -(-length // 2) :] = -torch.inf
         context: Tensor = scores.softmax(-1) @ v
         return context.transpose(0, 1).flatten(1)
 
@@ -80,6 +84,7 @@ def attention_varlen(
         distance_rows: Tensor | None = None,  # noqa: ARG001  # each distance has its own
         distance_keys: Tensor | None = None,
         distance_queries: Tensor | None = None,
+        key_lengths: Tensor | None = None,  # noqa: ARG001
     ) -> Tensor:
         return torch.cat(
             [
@@ -93,10 +98,15 @@ def attention_varlen(
         names = ("distance_keys", "distance_queries")
         return {"distance_rows": rows} | {name: make.random(len(rows), hidden) for name in names}
 
+    def halves(make: Tensors) -> Inputs:
+        counts = [-(-length // 2) for length in lengths] + [0] * (slots - len(lengths))
+        return {"key_lengths": torch.tensor(counts, dtype=torch.int32, device=make.device)}
+
     def fill_tiles(ops: Any, inputs: Inputs) -> None:
         ops.attention_tiles(
             *(inputs[name] for name in ("qkv", "cu_seqlens", "bias")),
             inputs.get("distance_rows"),
+            inputs.get("key_lengths"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             causal=causal,
@@ -113,6 +123,7 @@ def attention_varlen(
             "bias": (make.random(heads, 2 * span - 1, dtype=torch.float32) if biased else None),
             **({"tiles": make.unwritten(*rows_of_tiles, dtype=torch.int32)} if has_tiles else {}),
             **(distance_tables(make) if by_distance else {}),
+            **(halves(make) if half_keys else {}),
             "out": make.unwritten(tokens, hidden),
         },
         formula=formula,

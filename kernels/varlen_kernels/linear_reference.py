@@ -1,0 +1,74 @@
+"""Linear layers and activations in plain torch."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch import Tensor
+
+from varlen_kernels import Activation
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Return x @ weight + bias, `[tokens, features]`.
+
+    Args:
+        x: `[tokens, hidden]`.
+        weight: `[hidden, features]`, contiguous. For few tokens, CPUs multiply by this layout faster than
+            by torch's `[features, hidden]` (docs/decisions/0002-weights-in-out.md).
+        bias: `[features]`.
+    """
+    if bias is None:
+        return torch.mm(x, weight, out=out)
+    return torch.addmm(bias, x, weight, out=out)
+
+
+def activate(
+    x: Tensor, bias: Tensor | None = None, *, kind: Activation, out: Tensor | None = None
+) -> Tensor:
+    """Return the activation of x + bias: exact (erf) GELU, its tanh form, ReLU or SiLU.
+
+    Args:
+        x: `[tokens, features]`.
+        bias: `[features]`.
+    """
+    if bias is not None:
+        x = torch.add(x, bias, out=out)
+    if kind == "relu":
+        return torch.clamp_min(x, 0, out=out)
+    if kind == "silu":
+        return F.silu(x) if out is None else torch.ops.aten.silu.out(x, out=out)
+    approximate = "tanh" if kind == "gelu_tanh" else "none"
+    if out is None:
+        return F.gelu(x, approximate=approximate)
+    return torch.ops.aten.gelu.out(x, approximate=approximate, out=out)  # type: ignore[no-any-return]
+
+
+def linear_activate(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    kind: Activation,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the activation of x @ weight + bias, `[tokens, features]`; see `linear` and `activate`."""
+    product = linear(x, weight, bias, out=out)
+    return activate(product, kind=kind, out=product)
+
+
+def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:
+    """Return activation(gate) * up, `[tokens, features]`.
+
+    Args:
+        x: `[tokens, 2 · features]`: the gate of each token, then its up.
+
+    Source: Shazeer 2020, arXiv:2002.05202.
+    """
+    gate, up = x.chunk(2, dim=1)
+    return torch.mul(activate(gate, kind=kind), up, out=out)
+
+
+def tanh(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return tanh of each element."""
+    return torch.tanh(x, out=out)
