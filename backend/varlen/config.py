@@ -3,25 +3,15 @@
 `EngineConfig` is the only place that describes them; config.pbtxt and docs/configuration.md get its texts.
 """
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Literal, TypeAlias, TypeVar, get_args
+from typing import Literal, TypeAlias, get_args
 
 from varlen.errors import ConfigError, shorten
+from varlen.setting import Setting, setting_field
+from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS, Task
 
-Task: TypeAlias = Literal[
-    "embed",
-    "sparse_embed",
-    "fill_mask",
-    "hidden",
-    "classify",
-    "rerank",
-    "token_classify",
-    "generate",
-    "translate",
-]
 DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "shortest_first"]
@@ -30,15 +20,6 @@ Execution: TypeAlias = Literal["packed", "padded"]
 KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
 LogLevel: TypeAlias = Literal["info", "debug"]
 
-# Tasks whose sequences run for many steps; the others answer each sequence with one batch.
-ITERATIVE_TASKS: tuple[Task, ...] = ("generate", "translate")
-ONE_SHOT_TASKS: tuple[Task, ...] = tuple(
-    task for task in get_args(Task) if task not in ITERATIVE_TASKS
-)
-
-# Tasks whose texts may have a prompt of the checkpoint before them.
-PROMPTED_TASKS: tuple[Task, ...] = ("embed", "sparse_embed")
-
 DEFAULT_MAX_BATCH_TOKENS = 4096
 # A limit that nothing reaches, for callers whose own memory or clock is the limit.
 NO_LIMIT = 2**62
@@ -46,77 +27,8 @@ NO_LIMIT = 2**62
 # Parameters of the server's python backend, which are not checked here.
 SERVER_PARAMETERS = frozenset({"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS"})
 
-_MAX_DIGITS = 18  # fit an int64
 _BYTES_OR_PERCENTAGE = r"[1-9][0-9]{0,17}|(100|[1-9][0-9]?)%"
 _ALLOWED_BYTES = "whole numbers from 1, and from 1% to 100% of the device's memory"
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Description and allowed values of one setting.
-
-    Attributes:
-        default: its type is the setting's; None leaves the value to the checkpoint.
-        description: a text in Markdown.
-        when: when to change it, for the reference page.
-        choices: the words allowed.
-        lowest, highest: the whole numbers allowed; no `highest` is no limit.
-        pattern: a regular expression of other text allowed.
-        allowed: the allowed values in words.
-        tasks: the tasks that read the setting; others ignore it.
-    """
-
-    default: object
-    description: str
-    when: str
-    choices: tuple[str, ...]
-    lowest: int | None
-    highest: int | None
-    pattern: str | None
-    allowed: str
-    tasks: tuple[Task, ...]
-
-    def allows(self, value: object) -> bool:
-        """Return whether the setting may have this value."""
-        if value is None or bool in (type(value), type(self.default)):
-            return type(value) is type(self.default)
-        if isinstance(value, int):
-            return self.lowest is not None and self.lowest <= value <= (self.highest or value)
-        if isinstance(value, str) and self.pattern:
-            return re.fullmatch(self.pattern, value) is not None
-        return value in self.choices
-
-    def parse(self, text: str) -> str | int | bool:
-        """Return the value of a parameter.
-
-        Text without a value for this setting is returned unchanged, and `allows` refuses it.
-        """
-        if isinstance(self.default, bool) and text in self.choices:
-            return text == "true"
-        # isdecimal accepts the digits of every script, as int() does, and no sign, point or space
-        if self.lowest is not None and text.isdecimal() and len(text) <= _MAX_DIGITS:
-            return int(text)
-        return text
-
-
-def _setting(
-    default: _T,
-    description: str,
-    *,
-    when: str,
-    choices: tuple[str, ...] = (),
-    lowest: int | None = None,
-    highest: int | None = None,
-    pattern: str | None = None,
-    allowed: str | None = None,
-    tasks: tuple[Task, ...] = get_args(Task),
-) -> _T:
-    """Return a dataclass field with its `Setting` as metadata."""
-    numbers = f"whole numbers from {lowest}" + (f" to {highest}" if highest else "")
-    allowed = allowed or ", ".join(choices) or numbers
-    setting = Setting(default, description, when, choices, lowest, highest, pattern, allowed, tasks)
-    return field(default=default, metadata={"setting": setting})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,19 +39,19 @@ class EngineConfig:
     """
 
     # What runs
-    task: Task | None = _setting(
+    task: Task | None = setting_field(
         None,
         "Task of the model, which decides its inputs and outputs. The default is the checkpoint's own task.",
         when="Set it to serve a checkpoint for another task than its own, such as `hidden` for an embedding model.",
         choices=get_args(Task),
     )
-    device: Device = _setting(
+    device: Device = setting_field(
         "auto",
         "Device that runs the model. `auto` is a CUDA GPU if there is one, else the CPU.",
         when="Set `cpu` to keep a model off the GPUs of its machine.",
         choices=get_args(Device),
     )
-    dtype: DType = _setting(
+    dtype: DType = setting_field(
         "auto",
         "Data type of weights and activations. `auto` is bf16 if the device multiplies it natively, else fp16 on a GPU"
         " and fp32 on a CPU. fp16 needs a GPU. int8 needs a CPU and a task of one step: linear layers run in int8, the"
@@ -148,7 +60,7 @@ class EngineConfig:
         " of another system.",
         choices=get_args(DType),
     )
-    threads: int = _setting(
+    threads: int = setting_field(
         0,
         "CPU cores that the model uses: each runs batches of its own, or, in generation, all run one step. 0 is all"
         " cores that the process may use, a container's limit included.",
@@ -157,7 +69,7 @@ class EngineConfig:
         # each is a process or a thread: a slip of the pen must not start a million
         highest=1024,
     )
-    execution: Execution = _setting(
+    execution: Execution = setting_field(
         "packed",
         "`packed` runs batches without padding. `padded` pads every sequence to the longest of its batch,"
         " for comparison.",
@@ -165,7 +77,7 @@ class EngineConfig:
         choices=get_args(Execution),
         tasks=ONE_SHOT_TASKS,
     )
-    approximate_gelu: bool = _setting(
+    approximate_gelu: bool = setting_field(
         False,
         "Whether a GPU computes the exact (erf) GELU by its tanh form, inside the matrix product. It saves a pass over"
         " the largest activations of each layer. Each of them changes by at most 0.000474. CPUs ignore this setting.",
@@ -174,7 +86,7 @@ class EngineConfig:
     )
 
     # Batching
-    policy: PolicyName = _setting(
+    policy: PolicyName = setting_field(
         "shortest_first",
         "How batches are formed. `none` runs every sequence alone. `fifo` fills batches in order up to"
         " `max_batch_sequences`, `token_budget` up to `max_batch_tokens`. `shortest_first` lets short requests pass"
@@ -184,7 +96,7 @@ class EngineConfig:
         choices=get_args(PolicyName),
         tasks=ONE_SHOT_TASKS,
     )
-    trigger: Trigger = _setting(
+    trigger: Trigger = setting_field(
         "hungry",
         "When a batch starts. `hungry` starts it as soon as the model is free. `lazy` waits for a full batch,"
         " at most `max_delay_ms`.",
@@ -192,21 +104,21 @@ class EngineConfig:
         choices=get_args(Trigger),
         tasks=ONE_SHOT_TASKS,
     )
-    max_delay_ms: int = _setting(
+    max_delay_ms: int = setting_field(
         10,
         "Longest wait of the trigger `lazy` for a full batch, in milliseconds.",
         when="Lower it if the trigger `lazy` adds too much latency.",
         lowest=0,
         tasks=ONE_SHOT_TASKS,
     )
-    max_batch_sequences: int = _setting(
+    max_batch_sequences: int = setting_field(
         64,
         "Largest batch, in sequences. Ignored when policy is `token_budget`.",
         when="Raise it if many very short texts wait. A GPU then captures larger graphs, which takes memory.",
         lowest=1,
         tasks=ONE_SHOT_TASKS,
     )
-    max_batch_tokens: int = _setting(
+    max_batch_tokens: int = setting_field(
         DEFAULT_MAX_BATCH_TOKENS,
         "Largest batch of a worker, in tokens, padding included.",
         when="Raise it to accept longer sequences, or on a GPU that larger batches use better. Lower it to save"
@@ -216,7 +128,7 @@ class EngineConfig:
     )
 
     # Limits
-    arena_bytes: int | str = _setting(
+    arena_bytes: int | str = setting_field(
         "100%",
         "Largest memory of intermediates, in bytes or as a percentage of the device's memory, such as 25%. Workers on"
         " a CPU have equal shares. None takes more than `max_batch_tokens` need. In a smaller share batches are"
@@ -227,7 +139,7 @@ class EngineConfig:
         pattern=_BYTES_OR_PERCENTAGE,
         allowed=_ALLOWED_BYTES,
     )
-    max_sequence_tokens: int | None = _setting(
+    max_sequence_tokens: int | None = setting_field(
         None,
         "Longest sequence accepted, in tokens. The default is the checkpoint's own limit, or max_batch_tokens if that"
         " is less.",
@@ -235,13 +147,13 @@ class EngineConfig:
         " limit that its files name.",
         lowest=1,
     )
-    max_queued_requests: int = _setting(
+    max_queued_requests: int = setting_field(
         4096,
         "Largest queue, in requests. Requests beyond it get UNAVAILABLE.",
         when="Lower it if clients prefer an early refusal to a long wait.",
         lowest=1,
     )
-    max_queued_tokens: int = _setting(
+    max_queued_tokens: int = setting_field(
         131_072,
         "Largest queue, in tokens, of prompts alone for a model that generates. Requests beyond it get UNAVAILABLE. A"
         " full queue should run within the server's `--exit-timeout-secs` (30), or a stopping server loses requests.",
@@ -249,19 +161,19 @@ class EngineConfig:
         " one with more tokens than this is refused.",
         lowest=1,
     )
-    max_text_bytes: int = _setting(
+    max_text_bytes: int = setting_field(
         65_536,
         "Longest text accepted, in bytes of UTF-8, checked before tokenization.",
         when="Raise it for longer texts that are truncated. Lower it if no client sends such texts.",
         lowest=1,
     )
-    max_queued_text_bytes: int = _setting(
+    max_queued_text_bytes: int = setting_field(
         33_554_432,
         "Largest amount of text that waits for tokenization, in bytes of UTF-8. Requests beyond it get UNAVAILABLE.",
         when="Raise it if clients that send many long texts get UNAVAILABLE while memory is free.",
         lowest=1,
     )
-    device_timeout_seconds: int = _setting(
+    device_timeout_seconds: int = setting_field(
         60,
         "Longest time that a GPU may take to end a batch, in seconds. After that the GPU counts as hung: the model is"
         " not ready, its requests fail with INTERNAL, and a reload starts it in a fresh process. Batches take"
@@ -269,7 +181,7 @@ class EngineConfig:
         when="Raise it if a debugger or a profiler slows the GPU down. Lower it to notice a hung GPU earlier.",
         lowest=0,
     )
-    ignore_request_timeout: bool = _setting(
+    ignore_request_timeout: bool = setting_field(
         False,
         "Whether the `timeout` field of requests is ignored. It is a deadline in microseconds, as the server defines"
         " it; some clients send seconds.",
@@ -278,14 +190,14 @@ class EngineConfig:
     )
 
     # Generation
-    max_running_sequences: int = _setting(
+    max_running_sequences: int = setting_field(
         64,
         "Largest number of sequences that generate at the same time.",
         when="Raise it for throughput while KV blocks are free. Lower it for less time per token.",
         lowest=1,
         tasks=ITERATIVE_TASKS,
     )
-    max_step_tokens: int = _setting(
+    max_step_tokens: int = setting_field(
         0,
         "Largest step, in tokens, at least `max_running_sequences`. A longer prompt runs in chunks, beside the"
         " sequences that generate; a source text runs as a whole, beside a token of each of them. 0 is 128 on a CPU,"
@@ -295,7 +207,7 @@ class EngineConfig:
         lowest=0,
         tasks=ITERATIVE_TASKS,
     )
-    kv_bytes: int | str = _setting(
+    kv_bytes: int | str = setting_field(
         "25%",
         "Memory of keys and values, in bytes or as a percentage of the device's memory. It never takes more than"
         " `max_running_sequences` of the longest sequences need.",
@@ -306,14 +218,14 @@ class EngineConfig:
         allowed=_ALLOWED_BYTES,
         tasks=ITERATIVE_TASKS,
     )
-    kv_block_tokens: int = _setting(
+    kv_block_tokens: int = setting_field(
         0,
         "Tokens of a KV block. 0 is 64 on a CPU and 16 on a GPU.",
         when="Leave it, except to measure.",
         lowest=0,
         tasks=ITERATIVE_TASKS,
     )
-    kv_policy: KvPolicy = _setting(
+    kv_policy: KvPolicy = setting_field(
         "reserve",
         "When a sequence starts. `reserve` keeps the KV blocks of its prompt and `max_tokens`, so it is never"
         " interrupted. `optimistic` needs the blocks of its prompt only; if blocks run out, the youngest sequence gives"
@@ -322,7 +234,7 @@ class EngineConfig:
         choices=get_args(KvPolicy),
         tasks=ITERATIVE_TASKS,
     )
-    prefix_cache: bool = _setting(
+    prefix_cache: bool = setting_field(
         True,
         "Whether prompts with an equal beginning share its KV blocks.",
         when="Turn it off if clients must not learn of each other's prompts: a fast first token shows that a"
@@ -332,14 +244,14 @@ class EngineConfig:
     )
 
     # Response cache
-    response_cache_bytes: int = _setting(
+    response_cache_bytes: int = setting_field(
         0,
         "Largest memory of the response cache, in bytes. 0 turns it off.",
         when="Set it if equal texts come often, and clients may learn of each other's texts from fast answers.",
         lowest=0,
         tasks=ONE_SHOT_TASKS,
     )
-    response_cache_seconds: int = _setting(
+    response_cache_seconds: int = setting_field(
         0,
         "Longest time that a response is cached, in seconds. 0 is no limit.",
         when="Set it if answers have to be forgotten after some time.",
@@ -348,14 +260,14 @@ class EngineConfig:
     )
 
     # Cost measurement
-    warmup_seconds: int = _setting(
+    warmup_seconds: int = setting_field(
         20,
         "Longest measurement of batch costs, and of linear layers on a CPU, at the first load, in seconds. 0 measures"
         " nothing and assumes costs.",
         when="Set 0 for short tests, and on machines that are busy when a model loads.",
         lowest=0,
     )
-    cache_folder: str = _setting(
+    cache_folder: str = setting_field(
         "auto",
         "Folder of measurements. `auto` is `varlen` in the user's cache folder.",
         when="Set it in a container, to a folder of a volume: later starts then measure nothing.",
@@ -364,7 +276,7 @@ class EngineConfig:
     )
 
     # Log
-    log_level: LogLevel = _setting(
+    log_level: LogLevel = setting_field(
         "info",
         "`debug` adds a line for every batch.",
         when="Set `debug` to see what runs together, and how long it was expected to take.",

@@ -20,7 +20,6 @@ from varlen.costs.store import CostKey, CostStore, StoredCosts, cache_folder
 from varlen.errors import EngineError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
-from varlen.execution.warm_up import most_masks
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Int32Array, Prompt, Reply, Request
 from varlen.sequence import Batch, RequestState
@@ -161,7 +160,7 @@ def _run_on_all(info: ModelInfo, executor: ModelExecutor, rows: list[Int32Array]
         MemoryError: a worker has too little memory.
         EngineError: a worker failed.
     """
-    request = Request(tuple(Prompt(row, mask_places=most_masks(info, len(row))) for row in rows))
+    request = Request(tuple(Prompt(row, mask_places=info.most_masks(len(row))) for row in rows))
     # never answered
     sequences = RequestState(request, cast(Reply, None), 0.0).sequences
     batch = Batch(sequences, BatchShape.of([len(row) for row in rows]), 0.0, "warm-up")

@@ -9,14 +9,15 @@ from typing import TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from varlen.config import DEFAULT_MAX_BATCH_TOKENS, NO_LIMIT, Device, DType, EngineConfig, Task
-from varlen.errors import ConfigError, RequestError
+from varlen.config import DEFAULT_MAX_BATCH_TOKENS, NO_LIMIT, Device, DType, EngineConfig
+from varlen.errors import ConfigError, RequestError, shorten
 from varlen.filled_masks import DEFAULT_TOP_K, FilledToken, check_top_k, largest_top_k
 from varlen.intake import TokenIds
 from varlen.metrics import Stats
 from varlen.request import Float32Array, Output, Prompt, Request, RequestOptions
 from varlen.service import Service
 from varlen.sparse_vectors import SparseVector, check_max_active_dims, sparse_vector
+from varlen.tasks import Task
 from varlen.tokenization import Text
 from varlen.vectors import VectorForm
 
@@ -111,6 +112,26 @@ class Encoder:
         form.check(checkpoint.embedding_size)
         vectors = self._run(("embed",), inputs, truncate, normalize, prompt_name)
         return form.of(np.stack(vectors))
+
+    def token_embed(
+        self,
+        inputs: Inputs,
+        *,
+        normalize: bool | None = None,
+        truncate: bool = False,
+        prompt_name: str | None = None,
+    ) -> list[Float32Array]:
+        """Return the vectors of each input, `[vectors, features]` fp32, one for each token that has one.
+
+        Args:
+            inputs, normalize, truncate: see `embed`.
+            prompt_name: "query", "document", or another prompt of the checkpoint; None takes its default one.
+
+        Raises:
+            RequestError: see `embed`.
+        """
+        normalize = self._service.checkpoint.normalize if normalize is None else normalize
+        return self._run(("token_embed",), inputs, truncate, normalize, prompt_name)
 
     def sparse_embed(
         self,
@@ -219,6 +240,10 @@ class Encoder:
         if len(inputs) and _is_text(inputs[0]):
             return self._service.intake.texts(
                 cast(Sequence[Text], inputs), truncate=truncate, prompt_name=prompt_name
+            )
+        if prompt_name is not None:
+            raise RequestError(
+                f"prompt_name is {shorten(repr(prompt_name))}; a prompt is put before texts: send texts"
             )
         return self._service.intake.token_ids([_row(row, ids) for row, ids in enumerate(inputs)])
 

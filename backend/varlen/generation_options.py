@@ -14,13 +14,13 @@ from typing import Any, Literal, TypeAlias
 
 from varlen.errors import RequestError, shorten
 from varlen.parameter_checks import MAX_INT32, NumberRange, parse, real, refuse, whole
+from varlen.structured_outputs import STRUCTURED_OUTPUTS, check_grammar, read_grammar
 
 MAX_SAMPLES = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKENS = 256
-MAX_GRAMMAR_CHARACTERS = 65_536
 MAX_BEAMS = 32
 MAX_SUPPRESSED_TOKENS = 1024
 # Each end token adds a candidate to every step of a search.
@@ -116,9 +116,6 @@ _HINTS: Mapping[str, str] = MappingProxyType(
 # Hugging Face's names of options.
 _ALIASES: Mapping[str, str] = MappingProxyType({"num_return_sequences": "n"})
 
-_STRUCTURED = ("structured_outputs", "guided_decoding")
-_GRAMMAR_KINDS = ("json", "regex", "choice", "json_object")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
@@ -209,15 +206,11 @@ class GenerationOptions:
         if self.min_tokens > self.max_tokens:
             refuse("min_tokens", self.min_tokens, f"up to max_tokens, {self.max_tokens}")
         if self.is_search:
-            self.check_search()
+            check_search(self)
         if self.n > 1 and self.temperature == 0 and self.num_beams == 1:
             refuse("n", self.n, "1 with temperature 0, as all samples would be equal")
         if self.grammar is not None:
-            if len(self.grammar) > MAX_GRAMMAR_CHARACTERS:
-                raise RequestError(
-                    f"structured_outputs has {len(self.grammar)} characters;"
-                    f" allowed: up to {MAX_GRAMMAR_CHARACTERS}"
-                )
+            check_grammar(self.grammar)
             if self.ignore_eos:
                 refuse("ignore_eos", True, "false with structured_outputs, which end themselves")
 
@@ -227,14 +220,6 @@ class GenerationOptions:
         return self.num_beams > 1 or any(
             getattr(self, name) != _DEFAULTS[name] for name in _ONLY_SEARCH
         )
-
-    def check_search(self) -> None:
-        """Check that a beam search can have these options; with one beam, it is greedy.
-
-        Raises:
-            RequestError: an option is only of sampling, or has another value than the others allow.
-        """
-        _check_search(self)
 
     @classmethod
     def from_parameters(
@@ -259,12 +244,12 @@ class GenerationOptions:
                 continue
             if name in values and values[name] != _value(name, value):
                 raise RequestError(f"the request has both {name} and {given}; send one")
-            if name in _STRUCTURED:
+            if name in STRUCTURED_OUTPUTS:
                 if "grammar" in values:
                     raise RequestError(
-                        f"the request has both {' and '.join(_STRUCTURED)}; send one"
+                        f"the request has both {' and '.join(STRUCTURED_OUTPUTS)}; send one"
                     )
-                values["grammar"] = _grammar(name, value)
+                values["grammar"] = read_grammar(name, value)
             elif name in _NEUTRAL:
                 wanted = _NEUTRAL[name]
                 if parse(value, type(wanted)) != wanted:
@@ -282,7 +267,7 @@ _NAMES = frozenset(
     {
         *(field.name for field in fields(GenerationOptions) if field.name != "grammar"),
         *_NEUTRAL,
-        *_STRUCTURED,
+        *STRUCTURED_OUTPUTS,
     }
 )
 _DEFAULTS = MappingProxyType({field.name: field.default for field in fields(GenerationOptions)})
@@ -360,8 +345,12 @@ def _check_tokens(name: str, token_ids: tuple[int, ...] | None, longest: int) ->
         raise RequestError(f"{name} has {len(token_ids)} tokens; allowed: up to {longest}")
 
 
-def _check_search(options: GenerationOptions) -> None:
-    """Check that options of beam search go with each other, and with the others."""
+def check_search(options: GenerationOptions) -> None:
+    """Check that a beam search can have these options; with one beam, it is greedy.
+
+    Raises:
+        RequestError: an option is only of sampling, or has another value than the others allow.
+    """
     beams, groups = options.num_beams, options.num_beam_groups
     _check_defaults(options, _NO_SEARCH, "in a beam search")
     if options.grammar is not None:
@@ -401,47 +390,6 @@ def _check_defaults(options: GenerationOptions, names: tuple[str, ...], conditio
         value = getattr(options, name)
         if value != _DEFAULTS[name]:
             refuse(name, value, f"{json.dumps(_DEFAULTS[name])} {condition}")
-
-
-def _grammar(name: str, value: object) -> str | None:
-    """Return the text of `GenerationOptions.grammar` for a parameter of structured outputs."""
-    if isinstance(value, str):
-        value = _json(name, value)
-    if not isinstance(value, dict):
-        refuse(name, value, f"an object with one of {', '.join(_GRAMMAR_KINDS)}")
-    # clients send all fields of their object: null and false ask for nothing, and the library is ours to choose
-    given = {
-        key: each for key, each in value.items() if each not in (None, False) and key != "backend"
-    }
-    if len(given) != 1 or not given.keys() <= set(_GRAMMAR_KINDS):
-        raise RequestError(
-            f"{name} has {shorten(', '.join(map(str, given))) or 'no field'}; allowed: one of"
-            f" {', '.join(_GRAMMAR_KINDS)}"
-        )
-    [(kind, content)] = given.items()
-    if kind == "json_object":
-        kind, content = "json", {"type": "object"}
-    if kind == "json":
-        content = _json(f"{name}.json", content) if isinstance(content, str) else content
-        if not isinstance(content, dict):
-            refuse(f"{name}.json", content, "a JSON schema, as an object or a string")
-    elif kind == "choice":
-        texts = content if isinstance(content, list) else []
-        if not texts or not all(isinstance(each, str) for each in texts):
-            refuse(f"{name}.choice", content, "a list of strings, at least one")
-    elif not isinstance(content, str):
-        refuse(f"{name}.{kind}", content, "a string")
-    try:
-        return json.dumps({kind: content}, separators=(",", ":"))
-    except RecursionError:
-        raise RequestError(f"{name} is nested too deeply") from None
-
-
-def _json(name: str, text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        refuse(name, text, "JSON")
 
 
 def _unknown(name: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from varlen.config import EngineConfig, Task
+from varlen.config import EngineConfig
 from varlen.decoding.chat import ChatTemplate
 from varlen.decoding.checkpoint_rules import search_defaults, search_rules
 from varlen.decoding.choice import TokenChoice
@@ -25,7 +25,7 @@ from varlen.execution.device import choose_device, name_of, usable_cores
 from varlen.execution.device_timeout import with_timeout
 from varlen.execution.executor import ModelExecutor, ThreadExecutor
 from varlen.execution.step_runner import StepRunner
-from varlen.generation_options import GenerationOptions
+from varlen.generation_options import GenerationOptions, check_search
 from varlen.intake import InputLimits, Intake
 from varlen.memory.blocks import BlockPool
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
@@ -35,6 +35,7 @@ from varlen.scheduling.admission import Admission
 from varlen.scheduling.iteration import IterationScheduler
 from varlen.scheduling.step_limits import StepLimits
 from varlen.sequence import GeneratedSequence, OutputWriter
+from varlen.tasks import Task
 from varlen.tokenization import Tokenizer
 from varlen_kernels.cpu import compiling
 
@@ -95,22 +96,12 @@ class GenerationService:
         runner = StepRunner(checkpoint, config, choice.choose, gpu=gpu)
         with compiling() if runner.device.type == "cpu" else nullcontext():
             runner.warm_up()
-        limits = InputLimits(
+        intake = _new_intake(
+            checkpoint,
+            tokenizer,
             max_sequence_tokens=runner.max_sequence_tokens,
             max_text_bytes=config.max_text_bytes,
-            vocab_size=checkpoint.vocab_size,
-            type_vocab_size=1,
         )
-        template = None
-        if checkpoint.chat_template is not None:
-            template = ChatTemplate(
-                checkpoint.chat_template,
-                checkpoint.special_tokens,
-                max_characters=config.max_text_bytes,
-            )
-        translate = checkpoint.translate
-        start = None if translate is None else translate.tokens.start
-        intake = Intake(tokenizer, limits, template, target_start=start, can_truncate=False)
         executor: ModelExecutor = ThreadExecutor([runner])
         if runner.device.type == "cuda":
             executor = with_timeout(executor, config.device_timeout_seconds)
@@ -139,21 +130,7 @@ class GenerationService:
         )
         engine = Engine(scheduler, executor, stats)
         engine.start()
-        _log.info(
-            "serving %s in %s on %s, sequences up to %d tokens, %d at a time, steps up to %d tokens;"
-            " %d KV blocks of %d tokens, %.1f MB; weights %.1f MB; loaded in %.1f s",
-            _task_of(checkpoint),
-            str(runner.dtype).removeprefix("torch."),
-            name_of(runner.device),
-            runner.max_sequence_tokens,
-            config.max_running_sequences,
-            runner.max_step_tokens,
-            runner.kv.num_blocks,
-            runner.kv.block_size,
-            runner.kv.num_blocks * runner.kv.block_bytes / _MEGABYTE,
-            runner.weight_bytes / _MEGABYTE,
-            time.monotonic() - began,
-        )
+        _log_loaded(checkpoint, config, runner, seconds=time.monotonic() - began)
         defaults = search_defaults(checkpoint, runner.max_sequence_tokens)
         parts = admission, scheduler, engine, executor, runner
         return cls(checkpoint, intake, grammars, defaults, *parts)
@@ -183,7 +160,7 @@ class GenerationService:
                     f"{name} is {token_id}; this model generates 0 to {vocab_size - 1}"
                 )
         if self.checkpoint.translate is not None:
-            options.check_search()
+            check_search(options)
         return options
 
     def with_grammar(self, draft: Draft) -> Draft:
@@ -251,3 +228,43 @@ class GenerationService:
 
 def _task_of(checkpoint: Checkpoint) -> Task:
     return "generate" if checkpoint.translate is None else "translate"
+
+
+def _new_intake(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, *, max_sequence_tokens: int, max_text_bytes: int
+) -> Intake:
+    """Return the checks of prompts, with the chat template if there is one."""
+    limits = InputLimits(
+        max_sequence_tokens=max_sequence_tokens,
+        max_text_bytes=max_text_bytes,
+        vocab_size=checkpoint.vocab_size,
+        type_vocab_size=1,
+    )
+    template = None
+    if checkpoint.chat_template is not None:
+        template = ChatTemplate(
+            checkpoint.chat_template, checkpoint.special_tokens, max_characters=max_text_bytes
+        )
+    translate = checkpoint.translate
+    start = None if translate is None else translate.tokens.start
+    return Intake(tokenizer, limits, template, target_start=start, can_truncate=False)
+
+
+def _log_loaded(
+    checkpoint: Checkpoint, config: EngineConfig, runner: StepRunner, *, seconds: float
+) -> None:
+    _log.info(
+        "serving %s in %s on %s, sequences up to %d tokens, %d at a time, steps up to %d tokens;"
+        " %d KV blocks of %d tokens, %.1f MB; weights %.1f MB; loaded in %.1f s",
+        _task_of(checkpoint),
+        str(runner.dtype).removeprefix("torch."),
+        name_of(runner.device),
+        runner.max_sequence_tokens,
+        config.max_running_sequences,
+        runner.max_step_tokens,
+        runner.kv.num_blocks,
+        runner.kv.block_size,
+        runner.kv.num_blocks * runner.kv.block_bytes / _MEGABYTE,
+        runner.weight_bytes / _MEGABYTE,
+        seconds,
+    )

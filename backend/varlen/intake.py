@@ -15,6 +15,7 @@ import numpy.typing as npt
 from varlen.draft import Step
 from varlen.errors import RequestError, shorten
 from varlen.request import MAX_MASKS, Int32Array, Prompt
+from varlen.text_roles import NO_ROLES, TextRole, TextRoles
 from varlen.tokenization import Text, Tokenized, Tokenizer, TruncationSide
 
 # One sequence.
@@ -68,8 +69,7 @@ class Intake:
         limits: InputLimits,
         chat_template: ChatTemplate | None = None,
         *,
-        prompts: Mapping[str, str] | None = None,
-        default_prompt: str = "",
+        roles: TextRoles = NO_ROLES,
         target_start: int | None = None,
         mask_token: int | None = None,
         pair_template: PairTemplate | None = None,
@@ -81,8 +81,7 @@ class Intake:
             tokenizer: of the checkpoint.
             limits: of one sequence.
             chat_template: of the checkpoint, if it has one.
-            prompts: texts that a request may put before its texts, by name.
-            default_prompt: put before texts if a request names none.
+            roles: what a request may name as its prompt.
             target_start: of a model that translates: the token that each target begins with; its inputs are sources.
             mask_token: of a model that fills masks: the id of its mask token.
             pair_template: of a model that reads pairs as the messages of a chat.
@@ -91,8 +90,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._limits = limits
         self._chat_template = chat_template
-        self._prompts = prompts or {}
-        self._default_prompt = default_prompt
+        self._roles = roles
         self._mask_token = mask_token
         self._pair_template = pair_template
         self._can_truncate = can_truncate
@@ -111,7 +109,7 @@ class Intake:
         Args:
             texts: one per row.
             truncate: cut texts that are too long instead of refusing them.
-            prompt_name: of the text that is put before single texts; None takes the default one.
+            prompt_name: of the role of the texts, and of the prompt before them; None takes the default one.
             special_tokens: whether the tokenizer adds special tokens.
 
         Raises:
@@ -119,8 +117,8 @@ class Intake:
                 of that name.
         """
         self._check_texts(texts)
-        prompt = self._prompt_of(prompt_name)
-        return self._tokenize(texts, truncate, special_tokens, prompt=prompt)
+        role = self._role_of(prompt_name)
+        return self._tokenize(texts, truncate, special_tokens, role=role)
 
     def text_steps(
         self,
@@ -140,7 +138,7 @@ class Intake:
             RequestError: see `texts`; a step raises it for a text that is too long.
         """
         sizes = self._check_texts(texts)
-        prompt = self._prompt_of(prompt_name)
+        role = self._role_of(prompt_name)
         steps = []
         begin = num_bytes = 0
         for end, size in enumerate(sizes, start=1):
@@ -150,7 +148,7 @@ class Intake:
                     self._tokenize,
                     texts[begin:end],
                     truncate,
-                    prompt=prompt,
+                    role=role,
                     side=side,
                     first_row=begin,
                 )
@@ -176,7 +174,8 @@ class Intake:
             raise RequestError("input_ids has no rows; send at least one row")
         types = type_rows if type_rows is not None else [None] * len(rows)
         return tuple(
-            self._placed(row, self._sequence(row, ids, types[row])) for row, ids in enumerate(rows)
+            self._placed(row, self._sequence(row, ids, types[row]), self._roles.default)
+            for row, ids in enumerate(rows)
         )
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
@@ -213,16 +212,16 @@ class Intake:
         """Whether its texts are the sources of translations."""
         return self._target_ids is not None
 
-    def _prompt_of(self, name: str | None) -> str:
-        """Return the text that is put before texts."""
+    def _role_of(self, name: str | None) -> TextRole:
+        """Return what a request names as its prompt."""
         if name is None:
-            return self._default_prompt
-        if name not in self._prompts:
+            return self._roles.default
+        if name not in self._roles.named:
             raise RequestError(
                 f"prompt_name is {shorten(repr(name))}; this model has the prompts:"
-                f" {shorten(', '.join(self._prompts)) or 'none'}"
+                f" {shorten(', '.join(self._roles.named)) or 'none'}"
             )
-        return self._prompts[name]
+        return self._roles.named[name]
 
     def _check_texts(self, texts: Sequence[Text]) -> list[int]:
         """Return the length of each row in UTF-8, or raise RequestError."""
@@ -244,22 +243,29 @@ class Intake:
         truncate: bool,
         special_tokens: bool = True,
         *,
-        prompt: str = "",
+        role: TextRole | None = None,
         side: TruncationSide = "right",
         first_row: int = 0,
     ) -> tuple[Prompt, ...]:
         """Return the prompts of checked texts."""
-        if prompt:
-            texts = [prompt + text if isinstance(text, str) else text for text in texts]
+        role = role or self._roles.default
+        if role.prompt:
+            texts = [role.prompt + text if isinstance(text, str) else text for text in texts]
         if self._pair_template is not None:
             return tuple(
                 self._pair_prompt(self._pair_template, row, text, truncate, side)
                 for row, text in enumerate(texts, start=first_row)
             )
         found = self._tokenizer.encode(
-            texts, truncate=truncate, side=side, special_tokens=special_tokens
+            texts,
+            truncate=truncate,
+            side=side,
+            special_tokens=special_tokens,
+            max_tokens=role.max_tokens,
         )
-        return tuple(self._prompt(row, each) for row, each in enumerate(found, start=first_row))
+        return tuple(
+            self._prompt(row, each, role) for row, each in enumerate(found, start=first_row)
+        )
 
     def _pair_prompt(
         self, template: PairTemplate, row: int, text: Text, truncate: bool, side: TruncationSide
@@ -276,10 +282,10 @@ class Intake:
             ending = template.ending[-most:]
             ids = np.concatenate([found.token_ids[: most - len(ending)], ending])
             found = Tokenized(ids, None)
-        return self._prompt(row, found)
+        return self._prompt(row, found, self._roles.default)
 
-    def _prompt(self, row: int, text: Tokenized) -> Prompt:
-        tokens, most = len(text.token_ids), self._limits.max_sequence_tokens
+    def _prompt(self, row: int, text: Tokenized, role: TextRole) -> Prompt:
+        tokens, most = len(text.token_ids), role.max_tokens or self._limits.max_sequence_tokens
         if tokens > most:
             count = tokens if text.is_complete else f"more than {most}"
             remedy = " (truncate=true cuts it)" if self._can_truncate else ""
@@ -288,12 +294,13 @@ class Intake:
             )
         if not tokens:
             raise RequestError(f"row {row}: text has no tokens; send at least one word")
-        self._check_arena(row, tokens)
         self._check_ids(row, "text", text.token_ids, text.type_ids)
-        return self._placed(row, Prompt(text.token_ids, text.type_ids))
+        return self._placed(row, Prompt(text.token_ids, text.type_ids), role)
 
-    def _placed(self, row: int, tokens: Prompt) -> Prompt:
-        """Return tokens with their masks, or as the source of a target."""
+    def _placed(self, row: int, tokens: Prompt, role: TextRole) -> Prompt:
+        """Return tokens in their role, with their masks, or as the source of a target."""
+        tokens = role.place(tokens)
+        self._check_arena(row, len(tokens.token_ids))
         if self._mask_token is not None:
             return replace(tokens, mask_places=self._mask_places(row, tokens.token_ids))
         if self._target_ids is None:
@@ -323,7 +330,6 @@ class Intake:
             raise RequestError(
                 f"row {row}: input_ids has {len(ids)} tokens; this model takes at most {limits.max_sequence_tokens}"
             )
-        self._check_arena(row, len(ids))
         self._check_ids(row, "input_ids", ids, types)
         return Prompt(ids.astype(np.int32), None if types is None else types.astype(np.int32))
 

@@ -28,12 +28,21 @@ class Prompt:
         type_ids: `[tokens]` int32, or None for all zero.
         source_ids: `[tokens]` int32, the text that a translation reads; its prompt is how each answer begins.
         mask_places: `[masks]` int32, the tokens that `fill_mask` predicts, at most MAX_MASKS.
+        num_keys: the number of tokens, from the first, that other tokens read; None is all.
+        kept_places: `[vectors]` int32, the tokens whose vectors `token_embed` returns, ascending; None is all.
     """
 
     token_ids: Int32Array
     type_ids: Int32Array | None = None
     source_ids: Int32Array | None = None
     mask_places: Int32Array | None = None
+    num_keys: int | None = None
+    kept_places: Int32Array | None = None
+
+    @property
+    def num_vectors(self) -> int:
+        """Rows of its answer, where tokens have a row each."""
+        return self.num_tokens if self.kept_places is None else len(self.kept_places)
 
     @property
     def num_masks(self) -> int:

@@ -19,7 +19,7 @@ Joining never makes a request wait longer or fail for another one's reasons:
 import logging
 import math
 import struct
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -29,6 +29,7 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
+from varlen.answer_store import AnswerStore, CachedAnswer
 from varlen.errors import EngineError, VarlenError
 from varlen.request import Float32Array, Output, Prompt, Reply, Request
 
@@ -36,8 +37,6 @@ _log = logging.getLogger(__name__)
 
 Submit: TypeAlias = Callable[[Request, Reply], None]
 
-# Bytes of an entry beside its answer's values: key, objects, and its part of the hash table at its emptiest.
-ENTRY_BYTES = 512
 _KEY_BYTES = 32
 
 
@@ -78,35 +77,6 @@ class CacheUse:
     evictions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The output of one prompt, as immutable bytes."""
-
-    values: bytes
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, row: Float32Array) -> "_Answer":
-        assert row.dtype == np.float32
-        # a copy: rows may be views of a whole batch
-        return cls(row.tobytes(), row.shape)
-
-    @property
-    def size(self) -> int:
-        """Bytes of its entry."""
-        return len(self.values) + ENTRY_BYTES
-
-    def array(self) -> Float32Array:
-        """Return a read-only array that cannot be made writable."""
-        return np.ndarray(self.shape, dtype=np.float32, buffer=self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    answer: _Answer
-    since: float
-
-
 @dataclass(slots=True, eq=False)
 class _Pending:
     """A request and the available part of its answer. Guarded by the cache's lock.
@@ -145,7 +115,7 @@ class _Pending:
         """Sort key: the most urgent first."""
         return -self.request.options.priority, self.deadline, self.number
 
-    def put(self, row: int, answer: _Answer) -> None:
+    def put(self, row: int, answer: CachedAnswer) -> None:
         self.rows[row] = answer.array()
         self.missing -= 1
 
@@ -234,18 +204,14 @@ class ResponseCache:
         self._submit = submit
         self._joins = joins
         self._clock = clock
-        self._max_bytes = max_bytes
-        self._max_seconds = max_seconds
         self._lock = Lock()
-        # least recently used first
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
-        self._bytes = 0
+        self._store = AnswerStore(clock, max_bytes=max_bytes, max_seconds=max_seconds)
         # flights that requests may join; of several with one key, the latest
         self._flights: dict[bytes, _Flight] = {}
         self._followers = 0
         self._follower_tokens = 0
         self._numbers = count()
-        self._hits = self._misses = self._joined = self._evictions = 0
+        self._hits = self._misses = self._joined = 0
 
     def submit(self, request: Request, reply: Reply) -> None:
         """Answer a request: at once from stored outputs, or after the rest has run.
@@ -268,12 +234,12 @@ class ResponseCache:
         """Return its contents and counts."""
         with self._lock:
             return CacheUse(
-                self._bytes,
-                len(self._entries),
+                self._store.held_bytes,
+                len(self._store),
                 hits=self._hits,
                 joined=self._joined,
                 misses=self._misses,
-                evictions=self._evictions,
+                evictions=self._store.evictions,
             )
 
     def _start(
@@ -314,7 +280,7 @@ class ResponseCache:
         hits = joined = 0
         for row in rows:
             key = pending.keys[row]
-            answer = self._look_up(key)
+            answer = self._store.get(key)
             if answer is not None:
                 pending.put(row, answer)
                 hits += 1
@@ -375,12 +341,12 @@ class ResponseCache:
 
     def _deliver(self, flight: _Flight, key: bytes, output: Float32Array) -> None:
         """Store an output, and deliver it to the requests that wait for it."""
-        answer = _Answer.of(output)
+        answer = CachedAnswer.of(output)
         done = []
         with self._lock:
             if self._flights.get(key) is flight:
                 del self._flights[key]
-            self._store(key, answer)
+            self._store.put(key, answer)
             for pending, row in flight.waiting.pop(key, ()):
                 if pending.closed:
                     continue
@@ -428,33 +394,6 @@ class ResponseCache:
             self._followers -= 1
             self._follower_tokens -= pending.request.num_tokens
 
-    def _look_up(self, key: bytes) -> _Answer | None:
-        """Return the answer for a key, unless it is too old."""
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        if self._clock() - entry.since > self._max_seconds:
-            self._drop(key)
-            self._evictions += 1
-            return None
-        self._entries.move_to_end(key)
-        return entry.answer
-
-    def _store(self, key: bytes, answer: _Answer) -> None:
-        """Store an answer; evict the least recently used ones."""
-        if answer.size > self._max_bytes:
-            return
-        if key in self._entries:
-            self._drop(key)
-        while self._bytes + answer.size > self._max_bytes:
-            self._drop(next(iter(self._entries)))
-            self._evictions += 1
-        self._entries[key] = _Entry(answer, self._clock())
-        self._bytes += answer.size
-
-    def _drop(self, key: bytes) -> None:
-        self._bytes -= self._entries.pop(key).answer.size
-
 
 def _key(prompt: Prompt, normalize: bool) -> bytes:
     """Return a digest of everything that decides the answer to a prompt."""
@@ -464,11 +403,21 @@ def _key(prompt: Prompt, normalize: bool) -> bytes:
         types = None
     # lengths first, so that nothing runs into what follows it
     digest = blake2b(
-        struct.pack("<Q??", len(ids), normalize, types is not None), digest_size=_KEY_BYTES
+        struct.pack(
+            "<Q??Q?",
+            len(ids),
+            normalize,
+            types is not None,
+            len(ids) if prompt.num_keys is None else prompt.num_keys,
+            prompt.kept_places is not None,
+        ),
+        digest_size=_KEY_BYTES,
     )
     digest.update(ids.astype(np.int32, copy=False).tobytes())
     if types is not None:
         digest.update(types.astype(np.int32, copy=False).tobytes())
+    if prompt.kept_places is not None:
+        digest.update(prompt.kept_places.tobytes())
     return digest.digest()
 
 

@@ -10,9 +10,10 @@ from collections.abc import Collection
 from typing import Any, TypeAlias
 
 from varlen import wire, wire_generate
-from varlen.config import ITERATIVE_TASKS, EngineConfig, Task
+from varlen.config import EngineConfig
 from varlen.errors import ConfigError, shorten
 from varlen.models.checkpoint import Checkpoint
+from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen.wire_outputs import ModelOutputs, TensorSpec
 
 Specs: TypeAlias = tuple[TensorSpec, ...]

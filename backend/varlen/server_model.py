@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import triton_python_backend_utils as pb_utils
 
 from varlen import wire, wire_generate
-from varlen.config import ITERATIVE_TASKS, EngineConfig, Task
+from varlen.config import EngineConfig
 from varlen.draft import Draft
 from varlen.errors import EngineError, ModelFaultError, RequestError, VarlenError
 from varlen.memory.heap import return_large_memory
@@ -47,6 +47,7 @@ from varlen.server_process import (
     start_watchdog,
 )
 from varlen.server_replies import Answer, Outbox, ServerReply
+from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen.tokenizer_pool import PoolLimits, TokenizerPool
 from varlen.tracing import load_tracer
 from varlen.wire_outputs import ArrayAnswer, ModelOutputs
@@ -124,7 +125,7 @@ class TritonPythonModel:
         self._watchdog.wait()
 
     def _load(self, args: dict[str, str]) -> None:
-        close_inherited_sockets(os.getppid())
+        close_inherited_sockets()
         log_to_server(args["model_name"], args["model_version"])
         return_large_memory()
         model_config = json.loads(args["model_config"])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -67,28 +68,20 @@ def check_numpy() -> None:
         )
 
 
-def close_inherited_sockets(server_pid: int) -> None:
-    """Close the sockets that this process shares with the server.
+def close_inherited_sockets() -> None:
+    """Close the sockets that this process has from the server.
 
     A model that is loaded while the server serves inherits its ports and the connections of its clients, so no
-    client would see that the server has closed its connection.
+    client would see that the server has closed its connection. The server may have closed one since then, so what it
+    has now does not tell: a socket that came through exec is inheritable, and one that Python opened is not.
     """
-    # the files of another user's process cannot be read
-    with suppress(OSError):
-        theirs = {link for _, link in _sockets(server_pid)}
-        for descriptor, link in list(_sockets(os.getpid())):
-            if descriptor > _STDERR and link in theirs:
-                os.close(descriptor)
-
-
-def _sockets(pid: int) -> Iterator[tuple[int, str]]:
-    """Yield the descriptor and the link of each socket of a process."""
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        # one may be closed meanwhile
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        descriptor = int(entry.name)
+        # the folder itself was one, and is closed again
         with suppress(OSError):
-            link = str(entry.readlink())
-            if link.startswith("socket:"):
-                yield int(entry.name), link
+            is_socket = stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+            if descriptor > _STDERR and is_socket and os.get_inheritable(descriptor):
+                os.close(descriptor)
 
 
 class MemoryTrimmer:

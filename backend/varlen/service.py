@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from varlen.config import NO_LIMIT, PROMPTED_TASKS, EngineConfig, Task
+from varlen.config import NO_LIMIT, EngineConfig
 from varlen.cost_warmup import costs_for, warm_up
 from varlen.decoding.chat import ChatTemplate
 from varlen.decoding.pair_template import PairTemplate
@@ -20,6 +20,7 @@ from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.workers import Workers, load_workers
 from varlen.intake import InputLimits, Intake
+from varlen.memory.heap import trim_heap
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.notes import checkpoint_notes
@@ -27,13 +28,13 @@ from varlen.request import Int32Array, Reply, Request
 from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
+from varlen.tasks import Task
+from varlen.text_roles import mask_token, roles_of
 from varlen.tokenization import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 _MEGABYTE = 1e6
-# The mask of most tokenizers, where no file names it.
-_MASK_TOKENS = ("[MASK]", "<mask>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +93,26 @@ class Service:
             executor = workers.new_executor()
             opened.callback(_close, executor, workers)
             info = workers.info
+            most = info.max_sequence_tokens
             tokenizer = Tokenizer(
-                checkpoint.folder, info.max_sequence_tokens, has_types=checkpoint.has_token_types
+                checkpoint.folder,
+                most,
+                has_types=checkpoint.has_token_types,
+                prefixes=() if checkpoint.late is None else checkpoint.late.prefixes,
             )
-            has_prompts = info.task in PROMPTED_TASKS
             intake = Intake(
                 tokenizer,
                 _input_limits(config, info),
-                prompts=checkpoint.prompts if has_prompts else None,
-                default_prompt=checkpoint.default_prompt if has_prompts else "",
-                mask_token=_mask_token(checkpoint, tokenizer) if info.task == "fill_mask" else None,
+                roles=roles_of(checkpoint, info.task, tokenizer, most),
+                mask_token=_filled_token(checkpoint, tokenizer, info.task),
                 pair_template=_pair_template(checkpoint, tokenizer, info.task),
             )
             warm_up(info, executor, config)
             costs = costs_for(info, executor, checkpoint, config)
             # nothing fails from here on
             opened.pop_all()
+        # converting weights leaves free memory in the heap
+        trim_heap()
         # a GPU runs one batch at a time, whatever is in flight
         admission = Admission(
             config.max_queued_requests, config.max_queued_tokens, slots=info.workers
@@ -198,16 +203,11 @@ def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> Re
     )
 
 
-def _mask_token(checkpoint: Checkpoint, tokenizer: Tokenizer) -> int:
-    """Return the token that stands for a missing one, or raise CheckpointError."""
-    name = checkpoint.special_tokens.get("mask_token")
-    token = tokenizer.find_token(_MASK_TOKENS if name is None else [name])
-    if token is None:
-        raise CheckpointError(
-            f"tokenizer.json has no token {' or '.join(_MASK_TOKENS) if name is None else name}, which the task"
-            " fill_mask needs; name it as mask_token in tokenizer_config.json"
-        )
-    return token
+def _filled_token(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> int | None:
+    """Return the token that the task replaces, if it replaces one."""
+    if task != "fill_mask":
+        return None
+    return mask_token(checkpoint, tokenizer, needed_by="the task fill_mask")
 
 
 def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from varlen.config import PROMPTED_TASKS, Task
 from varlen.draft import Draft
 from varlen.errors import RequestError, shorten
 from varlen.filled_masks import DEFAULT_TOP_K, check_top_k
@@ -22,6 +21,7 @@ from varlen.intake import Intake
 from varlen.request import Prompt, RequestOptions
 from varlen.scores import SCORE_FUNCTIONS, ScoreFunction
 from varlen.sparse_vectors import check_max_active_dims
+from varlen.tasks import PROMPTED_TASKS, Task
 from varlen.tokenization import Text, TruncationSide
 from varlen.vectors import VECTOR_DTYPES, VectorDType, VectorForm
 from varlen.wire_outputs import AnswerOptions, ModelOutputs, TensorSpec

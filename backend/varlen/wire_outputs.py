@@ -11,26 +11,27 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from varlen.config import Task
 from varlen.filled_masks import DEFAULT_TOP_K, largest_top_k, mask_tensors
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.labels import Labels
 from varlen.request import Float32Array, Output, Request
 from varlen.scores import ScoreFunction, scores_of
 from varlen.sparse_vectors import sparse_tensors, sparse_vector
+from varlen.tasks import Task
 from varlen.vectors import VectorForm
 
 _LABEL_TASKS = frozenset({"classify", "rerank", "token_classify"})
 # Tasks whose outputs are entries of the vocabulary.
 _TERM_TASKS = frozenset({"sparse_embed", "fill_mask"})
 # Tasks with an output for each token.
-_TOKEN_TASKS = frozenset({"hidden", "token_classify"})
+_TOKEN_TASKS = frozenset({"hidden", "token_classify", "token_embed"})
 _MAIN_NAMES: dict[Task, str] = {
     "embed": "sentence_embedding",
     "hidden": "last_hidden_state",
     "classify": "logits",
     "rerank": "logits",
     "token_classify": "logits",
+    "token_embed": "token_embeddings",
 }
 
 
@@ -88,7 +89,7 @@ class ModelOutputs:
         """Return the outputs of a checkpoint that serves a task."""
         made = cls(task, checkpoint.hidden_size, checkpoint.labels, checkpoint.normalize)
         match task:
-            case "embed":
+            case "embed" | "token_embed":
                 return replace(made, width=checkpoint.embedding_size)
             case "sparse_embed":
                 most = checkpoint.splade.max_active_dims
@@ -117,6 +118,8 @@ class ModelOutputs:
         if self.has_labels:
             specs.append(TensorSpec("scores", "TYPE_FP32", dims))
             specs.append(TensorSpec("labels", "TYPE_STRING", (self.width,)))
+        if self.task == "token_embed":
+            specs.append(TensorSpec("num_vectors", "TYPE_INT32", (1,)))
         return (*specs, num_tokens)
 
 
@@ -147,18 +150,26 @@ class ArrayAnswer:
         outputs: of the model.
         options: of the request.
         num_tokens: length of each row, in tokens.
+        num_vectors: rows of the answer to each row, of tasks with an output for each token.
         streams: whether parts are sent as they come.
     """
 
     outputs: ModelOutputs
     options: AnswerOptions
     num_tokens: Sequence[int]
+    num_vectors: Sequence[int]
     streams: bool = field(default=False, init=False)
 
     @classmethod
     def to(cls, request: Request, outputs: ModelOutputs, options: AnswerOptions) -> "ArrayAnswer":
         """Return what answers a request."""
-        return cls(outputs, options, [prompt.num_tokens for prompt in request.prompts])
+        prompts = request.prompts
+        return cls(
+            outputs,
+            options,
+            [prompt.num_tokens for prompt in prompts],
+            [prompt.num_vectors for prompt in prompts],
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -167,11 +178,13 @@ class ArrayAnswer:
         if self.outputs.task in _TERM_TASKS:
             # the others depend on what the model finds, and are checked before they are sent
             return 4 * rows if "num_tokens" in self._names else 0
-        longest = max(self.num_tokens) if self.outputs.task in _TOKEN_TASKS else 1
+        longest = max(self.num_vectors) if self.outputs.task in _TOKEN_TASKS else 1
         numbers = 4 * rows * longest * width
         sizes = {
             "sentence_embedding": rows * self.options.vectors.num_bytes(width),
             "last_hidden_state": numbers,
+            "token_embeddings": numbers,
+            "num_vectors": 4 * rows,
             "logits": numbers,
             "scores": numbers,
             "labels": rows * sum(4 + len(name.encode()) for name in self.outputs.labels.names),
@@ -186,7 +199,7 @@ class ArrayAnswer:
         ]
         names = self._names
         if self.outputs.task in _TERM_TASKS:
-            tensors = self._term_tensors(rows) | {"num_tokens": self._lengths()}
+            tensors = self._term_tensors(rows) | {"num_tokens": _column(self.num_tokens)}
             return {name: tensors[name] for name in names}
         main = self._stack(rows)
         return {name: self._tensor(name, main) for name in names}
@@ -206,7 +219,9 @@ class ArrayAnswer:
                 names = [label.encode() for label in self.outputs.labels.names]
                 return np.array([names] * len(main), dtype=np.object_)
             case "num_tokens":
-                return self._lengths()
+                return _column(self.num_tokens)
+            case "num_vectors":
+                return _column(self.num_vectors)
         return main
 
     def _term_tensors(self, rows: Sequence[Float32Array]) -> dict[str, npt.NDArray[Any]]:
@@ -217,10 +232,6 @@ class ArrayAnswer:
             return sparse_tensors(vectors, outputs.term_text if "terms" in options.names else None)
         text = outputs.token_text if "tokens" in options.names else None
         return mask_tensors(rows, options.top_k, text)
-
-    def _lengths(self) -> npt.NDArray[np.int32]:
-        """Return the number of tokens of each row, `[rows, 1]`."""
-        return np.array(self.num_tokens, dtype=np.int32)[:, None]
 
     def _scores(self, logits: Float32Array) -> Float32Array:
         scores = scores_of(logits, self.options.function)
@@ -242,3 +253,8 @@ class ArrayAnswer:
         for index, row in enumerate(rows):
             filled[index, : len(row)] = row
         return filled
+
+
+def _column(counts: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Return the count of each row, `[rows, 1]`."""
+    return np.array(counts, dtype=np.int32)[:, None]

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.errors import CheckpointError, ConfigError, EngineError, RequestError
@@ -260,6 +261,9 @@ def test_refuses_what_it_cannot_load(small_bert, tmp_path):
         Encoder.from_pretrained(small_bert, dtype="int4")
     with pytest.raises(CheckpointError):
         Encoder.from_pretrained(tmp_path)
+    writer = save_checkpoint(tmp_path / "gpt2", "GPT2LMHeadModel")
+    with refused_setting('task is "generate", whose answers are written token by token'):
+        Encoder.from_pretrained(writer, device="cpu")
 
 
 def test_a_shorter_limit_is_kept(small_bert):

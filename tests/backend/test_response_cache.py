@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.threads import run_in_threads
+from varlen.answer_store import ENTRY_BYTES
 from varlen.errors import (
     DeadlineError,
     EngineError,
@@ -26,7 +27,7 @@ from varlen.errors import (
     VarlenError,
 )
 from varlen.request import Prompt, Request
-from varlen.response_cache import ENTRY_BYTES, CacheUse, JoinLimits, ResponseCache
+from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
 
 from .fakes.engine_parts import Clock, FakeReply
 from .requests import prompt_of, request_of
@@ -395,26 +396,6 @@ def test_it_keeps_what_a_plain_dict_in_order_of_use_would(steps, entries, max_se
         assert use.misses == model.runs
         assert use.hits + use.misses + use.joined == rows
     assert bench.is_idle()
-
-
-@settings(deadline=None, max_examples=200)
-@given(
-    st.lists(st.tuples(st.integers(0, 20), st.integers(1, 300)), max_size=50),
-    st.integers(0, 4000),
-)
-def test_its_bound_is_never_passed_whatever_the_sizes(answers, max_bytes):
-    class Sized:
-        def submit(self, request, reply):
-            [sequence] = request.prompts
-            succeed(reply, [np.zeros(sequence.num_tokens, dtype=np.float32)])
-
-    cache = ResponseCache(Sized().submit, ANY, Clock(), max_bytes=max_bytes)
-    for text, width in answers:
-        reply = CacheReply()
-        cache.submit(request_of([text] * width), reply)
-        assert len(reply.answers) == 1
-        kept = [entry.answer for entry in cache._entries.values()]
-        assert cache.use().held_bytes == sum(len(a.values) + ENTRY_BYTES for a in kept) <= max_bytes
 
 
 # Sharing

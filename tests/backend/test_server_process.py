@@ -41,21 +41,38 @@ def parent_and_child():
         os.kill(child, signal.SIGKILL)
 
 
-def test_sockets_that_the_server_has_too_are_closed(server_process):
-    ours, theirs = socket.socketpair()
-    own, other = socket.socketpair()
-    with ours, theirs, own, other:
-        holder = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[theirs.fileno()])
-        with holder:
-            server_process.close_inherited_sockets(holder.pid)
+# Opens sockets of its own, closes those of its parent, and says what is left.
+CLOSE_SOCKETS = """
+import socket, sys
+from varlen.server_process import close_inherited_sockets
 
-            assert own.send(b"x") == 1
-            with pytest.raises(OSError, match="Bad file descriptor"):
-                theirs.send(b"x")
-            theirs.detach()
-            holder.stdin.close()
-        # no process has the other end any more
-        assert ours.recv(1) == b""
+own, other = socket.socketpair()
+close_inherited_sockets()
+print(own.send(b"x"), flush=True)
+sys.stdin.read()
+"""
+
+
+def run_script(script):
+    """Return the arguments and the environment of a process that runs a script."""
+    path = os.pathsep.join([str(FAKES), *sys.path])
+    return {"args": [sys.executable, "-c", script], "env": {**os.environ, "PYTHONPATH": path}}
+
+
+def test_sockets_that_came_through_exec_are_closed():
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.settimeout(30)
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(
+            **run_script(CLOSE_SOCKETS), stdin=pipe, stdout=pipe, pass_fds=[theirs.fileno()]
+        )
+        # before the child closes its copy, as a server does while a model loads
+        theirs.close()
+        with child:
+            assert child.stdout.readline() == b"1\n"
+            # no process has the other end any more
+            assert ours.recv(1) == b""
 
 
 @pytest.fixture
@@ -136,9 +153,8 @@ def test_a_process_that_cannot_end_by_itself_is_ended():
         "from varlen import server_process as s; s._END_SECONDS = 1; s.end_process_soon()\n"
         "while True: pass"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(FAKES), *sys.path])}
 
-    ended = subprocess.run([sys.executable, "-c", script], env=environment, timeout=30, check=False)
+    ended = subprocess.run(**run_script(script), timeout=30, check=False)
 
     assert ended.returncode == -signal.SIGALRM
 

@@ -189,7 +189,7 @@ def test_an_answer_that_is_not_streamed_is_one_response(start):
 def test_an_array_answer_is_one_response(start):
     outputs = ModelOutputs("embed", 2, NO_LABELS, normalize=False)
     options = AnswerOptions(frozenset({"sentence_embedding"}))
-    request, reply = start(stream=False, answer=ArrayAnswer(outputs, options, [3, 4]))
+    request, reply = start(stream=False, answer=ArrayAnswer(outputs, options, [3, 4], [3, 4]))
 
     reply.send(1, np.ones(2, dtype=np.float32))
     reply.send(0, np.zeros(2, dtype=np.float32))

@@ -11,6 +11,7 @@ from varlen import wire
 from varlen.errors import shorten
 from varlen.intake import Intake
 from varlen.models.labels import NO_LABELS, Labels
+from varlen.text_roles import TextRole, TextRoles
 from varlen.tokenization import Tokenizer
 from varlen.vectors import VectorForm
 from varlen.wire_outputs import AnswerOptions, ModelOutputs
@@ -19,7 +20,8 @@ from .fakes.input_limits import input_limits
 from .refusals import refused_request as refused
 from .requests import text
 
-TASKS = ["embed", "sparse_embed", "fill_mask", "hidden", "classify", "rerank", "token_classify"]
+TASKS = ["embed", "sparse_embed", "fill_mask", "hidden", "classify", "rerank"]
+TASKS += ["token_classify", "token_embed"]
 IDS = [[2, 5, 3], [2, 6, 3]]
 LABELS = Labels(("yes", "no", "perhaps"), "softmax")
 
@@ -60,7 +62,8 @@ def rows_of(request):
 def test_every_input_is_optional_and_named_as_exported_models_name_it(task):
     specs = wire.input_specs(task)
 
-    texts = ["text"] if task in ("embed", "sparse_embed", "fill_mask") else ["text", "text_pair"]
+    takes_pairs = task in ("classify", "rerank", "hidden", "token_classify")
+    texts = ["text", "text_pair"] if takes_pairs else ["text"]
     assert [s.name for s in specs] == [*texts, "input_ids", "attention_mask", "token_type_ids"]
     assert all(spec.optional for spec in specs)
     for spec in specs:
@@ -244,9 +247,9 @@ def test_truncation_side_decides_which_tokens_stay(intake):
 
 
 def test_a_named_prompt_is_put_before_texts(small_bert):
-    prompts = {"query": "the ", "document": ""}
-    limits = input_limits()
-    intake = Intake(Tokenizer(small_bert, 12), limits, prompts=prompts, default_prompt="a ")
+    named = {"query": TextRole("the "), "document": TextRole("")}
+    roles = TextRoles(named, TextRole("a "))
+    intake = Intake(Tokenizer(small_bert, 12), input_limits(), roles=roles)
 
     def ids_of(**parameters):
         return rows_of(read(intake, json.dumps(parameters), text=text("cat")))
@@ -346,7 +349,7 @@ def test_refuses_another_choice(intake, task, name, value, allowed):
         ("classify", "dimensions", "embed"),
         ("hidden", "output_dtype", "embed"),
         ("embed", "activation", "classify or rerank or token_classify"),
-        ("hidden", "prompt_name", "embed or sparse_embed"),
+        ("hidden", "prompt_name", "embed or sparse_embed or token_embed"),
     ],
 )
 def test_refuses_a_parameter_of_another_task(intake, task, name, tasks):

@@ -21,7 +21,9 @@ def outputs_of(task):
 def answer(task, rows, names=ALL, *, order=None, lengths=None, **options):
     """Return the tensors of a response, whose rows come in this order."""
     lengths = lengths or [len(row) for row in rows]
-    maker = ArrayAnswer(outputs_of(task), AnswerOptions(frozenset(names), **options), lengths)
+    maker = ArrayAnswer(
+        outputs_of(task), AnswerOptions(frozenset(names), **options), lengths, lengths
+    )
     return maker.tensors([(row, rows[row]) for row in order or range(len(rows))])
 
 
@@ -60,6 +62,22 @@ def test_an_answer_of_one_row_a_sequence_is_stacked(task):
     assert array.tolist() == [[1, 2], [3, 4]]
     assert array.dtype == np.float32
     assert not any(np.shares_memory(array, row) for row in rows)
+
+
+def test_vectors_of_tokens_come_with_their_number():
+    rows = fp32(np.ones((2, 3)), np.ones((0, 3)), np.ones((4, 3)))
+    names = ["token_embeddings", "num_vectors", "num_tokens"]
+    options = AnswerOptions(frozenset(names))
+    maker = ArrayAnswer(outputs_of("token_embed"), options, [5, 3, 4], [2, 0, 4])
+
+    arrays = maker.tensors(list(enumerate(rows)))
+
+    assert list(arrays) == names
+    assert arrays["token_embeddings"].shape == (3, 4, 3)
+    assert arrays["token_embeddings"].sum(axis=(1, 2)).tolist() == [6, 0, 12]
+    assert arrays["num_vectors"].tolist() == [[2], [0], [4]]
+    assert arrays["num_tokens"].tolist() == [[5], [3], [4]]
+    assert maker.num_bytes == sum(array.nbytes for array in arrays.values())
 
 
 @pytest.mark.parametrize("task", ["hidden", "token_classify"])
@@ -203,7 +221,7 @@ def test_the_size_of_an_answer_is_known_before_it_runs(task, dtype, names):
     options = AnswerOptions(
         frozenset(names), VectorForm(dimensions=128 if task == "embed" else None, dtype=dtype)
     )
-    maker = ArrayAnswer(outputs, options, lengths)
+    maker = ArrayAnswer(outputs, options, lengths, lengths)
 
     arrays = maker.tensors([(row, np.ones(shape, np.float32)) for row, shape in enumerate(shapes)])
 

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varlen.config import Task
+import numpy as np
+
 from varlen.costs.batch_shape import BatchShape
 from varlen.metrics import MetricsSnapshot, SnapshotMetric
+from varlen.request import MAX_MASKS, Int32Array
+from varlen.tasks import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,12 @@ class ModelInfo:
     def padding_tokens(self, shape: BatchShape) -> int:
         """Return the number of padding tokens of a batch of this shape."""
         return shape.sequences * shape.longest - shape.tokens if self.is_padded else 0
+
+    def most_masks(self, length: int) -> Int32Array | None:
+        """Return the most mask places of a prompt of this length, or None."""
+        if self.task != "fill_mask":
+            return None
+        return np.arange(min(length, MAX_MASKS), dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from varlen.memory.usage import Dims
 from varlen.program.program import Value
-from varlen.request import MAX_MASKS, Float32Array, Prompt, RequestOptions
+from varlen.request import MAX_MASKS, Float32Array, Int32Array, Prompt, RequestOptions
 
 # Alignment of each input, in bytes: kernels load 16 bytes at a time.
 _ALIGNMENT = 16
@@ -94,17 +94,29 @@ def fill_inputs(
                 into[: count + 1] = bounds
                 into[count + 1 :] = tokens
             case "mask_rows":
-                rows = [
-                    begin + p.mask_places
-                    for begin, p in zip(bounds, prompts, strict=False)
-                    if p.mask_places is not None
-                ]
-                if rows:
-                    into[: sum(map(len, rows))] = np.concatenate(rows)
+                rows = _mask_rows(prompts, bounds)
+                into[: len(rows)] = rows
             case "normalize":
                 into[:count] = [each.normalize for each in options]
+            case "normalize_tokens":
+                into[:tokens] = np.repeat([each.normalize for each in options], lengths)
+            case "key_lengths":
+                into[:count] = [
+                    length if prompt.num_keys is None else prompt.num_keys
+                    for prompt, length in zip(prompts, lengths, strict=True)
+                ]
             case _:
                 raise ValueError(f'the program reads an input "{name}", which prompts do not have')
+
+
+def _mask_rows(prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
+    """Return the masks of all sequences by their place in the batch, `[masks]` int32."""
+    rows = [
+        begin + prompt.mask_places
+        for begin, prompt in zip(bounds, prompts, strict=False)
+        if prompt.mask_places is not None
+    ]
+    return np.concatenate([np.empty(0, np.int32), *rows])
 
 
 def split_answers(output: Float32Array, prompts: Sequence[Prompt], rows: str) -> list[Float32Array]:

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from varlen.config import EngineConfig, Task
+from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.cpu import CpuRunner, limit_primitives
@@ -39,6 +39,7 @@ from varlen.request import (
     RequestOptions,
 )
 from varlen.sequence import Batch
+from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen_kernels.cpu import compiling
 from varlen_kernels.dispatch import kernels_for
 
@@ -96,11 +97,21 @@ class Runner:
         """
         task: Task = config.task or checkpoint.task
         checkpoint.check_task(task)
+        if task in ITERATIVE_TASKS:
+            others = [each for each in checkpoint.tasks if each not in ITERATIVE_TASKS]
+            raise ConfigError(
+                f'task is "{task}", whose answers are written token by token by a Generator or the server;'
+                f" allowed here: {', '.join(others) or 'no task of this checkpoint'}"
+            )
         longest = sequence_limit(checkpoint, config)
         self.device = choose_device(config.device, gpu)
         dtype = choose_dtype(config.dtype, self.device)
         encoder = load_encoder(checkpoint, dtype, self.device)
-        ops = Recorder(for_gpu=self.device.type == "cuda", approximate_gelu=config.approximate_gelu)
+        ops = Recorder(
+            for_gpu=self.device.type == "cuda",
+            approximate_gelu=config.approximate_gelu,
+            has_key_lengths=task == "token_embed" and checkpoint.hides_tokens,
+        )
         hidden = encoder.record(ops)
         layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), self.device)
         heads = load_heads(checkpoint, encoder, task, dtype, self.device)
@@ -170,15 +181,15 @@ class Runner:
 
         Returns:
             Per sequence: embed `[hidden]`, sparse_embed `[terms, 2]` (see `active_terms`), classify and rerank
-            `[labels]`, hidden `[tokens, hidden]`, token_classify `[tokens, labels]`. Views of arrays made for this
-            call.
+            `[labels]`, hidden `[tokens, hidden]`, token_classify `[tokens, labels]`, token_embed `[vectors, features]`.
+            Views of arrays made for this call.
 
         Raises:
             MemoryError: too little memory for what the batch needs beside the arena.
         """
         with memory_errors():
             answers = self.device_runner.run(*self._padded(prompts, options))
-            return self._finished(answers[: len(prompts)])
+            return self._finished(prompts, answers[: len(prompts)])
 
     def run_batch(self, batch: Batch) -> list[Float32Array]:
         """Return the answer of each sequence of a batch; see `run`."""
@@ -195,7 +206,7 @@ class Runner:
 
         def answers() -> list[Float32Array]:
             with memory_errors():
-                return self._finished(launched()[: len(prompts)])
+                return self._finished(prompts, launched()[: len(prompts)])
 
         return answers
 
@@ -233,11 +244,18 @@ class Runner:
         """Release device memory."""
         self.device_runner.close()
 
-    def _finished(self, answers: list[Float32Array]) -> list[Float32Array]:
+    def _finished(
+        self, prompts: Sequence[Prompt], answers: list[Float32Array]
+    ) -> list[Float32Array]:
         """Return answers in the form in which they leave the runner."""
-        if self.info.task != "sparse_embed":
-            return answers
-        return [active_terms(weights) for weights in answers]
+        if self.info.task == "sparse_embed":
+            return [active_terms(weights) for weights in answers]
+        if self.info.task == "token_embed":
+            return [
+                vectors if prompt.kept_places is None else vectors[prompt.kept_places]
+                for prompt, vectors in zip(prompts, answers, strict=True)
+            ]
+        return answers
 
     def _padded(
         self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]

@@ -13,7 +13,7 @@ from varlen.execution.buckets import Bucket
 from varlen.execution.cuda import CudaRunner
 from varlen.execution.device_timeout import call_within
 from varlen.execution.model_info import ModelInfo
-from varlen.request import MAX_MASKS, Int32Array, Prompt, RequestOptions
+from varlen.request import Int32Array, Prompt, RequestOptions
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> 
             Prompt(
                 numbers.integers(0, info.vocab_size, length, dtype=np.int32),
                 numbers.integers(0, info.type_vocab_size, length, dtype=np.int32),
-                mask_places=most_masks(info, length),
+                mask_places=info.most_masks(length),
             )
             for length in lengths.tolist()
         ]
@@ -50,13 +50,6 @@ def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> 
                 f" {info.dtype} on {info.device_name}: set dtype to bf16 or fp32, or device to cpu"
             )
     _log.info("%d random batches have no NaN in their answers", len(buckets))
-
-
-def most_masks(info: ModelInfo, length: int) -> Int32Array | None:
-    """Return the most mask places of a prompt, None if the model fills none."""
-    if info.task != "fill_mask":
-        return None
-    return np.arange(min(length, MAX_MASKS), dtype=np.int32)
 
 
 def random_lengths(bucket: Bucket, longest: int, numbers: np.random.Generator) -> Int32Array:

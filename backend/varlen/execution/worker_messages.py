@@ -4,16 +4,20 @@ Arrays are sent as their bytes, everything else as JSON. Nothing is pickled.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 
 from varlen.execution.model_info import WorkerUse
 from varlen.request import Float32Array, Int32Array, Prompt, RequestOptions
+
+# Columns of the table of a batch, and the number that stands for nothing in it.
+_COLUMNS = 5
+_NONE = -1
 
 Problem: TypeAlias = Literal["memory", "error"]
 
@@ -40,15 +44,20 @@ def send_batch(
 ) -> None:
     """Send a batch to a worker; it goes as one array of int32."""
     has_types = any(prompt.type_ids is not None for prompt in prompts)
-    header = [len(prompts), has_types]
-    lengths = [len(prompt.token_ids) for prompt in prompts]
-    normalize = [each.normalize for each in options]
-    masks = [prompt.num_masks for prompt in prompts]
-    parts = [np.array([*header, *lengths, *normalize, *masks], dtype=np.int32)]
+    # [columns, sequences]
+    table = [
+        [len(prompt.token_ids) for prompt in prompts],
+        [each.normalize for each in options],
+        [_NONE if prompt.num_keys is None else prompt.num_keys for prompt in prompts],
+        [_size(prompt.mask_places) for prompt in prompts],
+        [_size(prompt.kept_places) for prompt in prompts],
+    ]
+    parts = [np.array([len(prompts), has_types], np.int32), np.array(table, np.int32).ravel()]
     parts += [prompt.token_ids for prompt in prompts]
     if has_types:
         parts += [np.zeros_like(p.token_ids) if p.type_ids is None else p.type_ids for p in prompts]
     parts += [p.mask_places for p in prompts if p.mask_places is not None]
+    parts += [p.kept_places for p in prompts if p.kept_places is not None]
     connection.send_bytes(np.concatenate(parts).data)
 
 
@@ -60,23 +69,37 @@ def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOpt
     """
     numbers = np.frombuffer(connection.recv_bytes(), dtype=np.int32)
     count, has_types = numbers[:2].tolist()
-    lengths, normalize, masks, ids = np.split(numbers[2:], [count, 2 * count, 3 * count])
-    tokens = sum(lengths.tolist())
-    ids, types, places = np.split(ids, [tokens, (1 + has_types) * tokens])
+    columns = numbers[2 : 2 + _COLUMNS * count].reshape(_COLUMNS, count).tolist()
+    lengths, normalize, keys, masks, kept = columns
+    sizes = [*lengths, *(lengths if has_types else [_NONE] * count), *masks, *kept]
+    arrays = _split(numbers[2 + _COLUMNS * count :], sizes)
+    ids, types, mask_places, kept_places = (
+        arrays[first : first + count] for first in range(0, len(arrays), count)
+    )
     prompts = [
         Prompt(
-            ids[begin:end],
-            types[begin:end] if has_types else None,
-            mask_places=places[first:last] if last > first else None,
+            cast(Int32Array, ids[index]),
+            types[index],
+            mask_places=mask_places[index],
+            num_keys=None if keys[index] == _NONE else keys[index],
+            kept_places=kept_places[index],
         )
-        for (begin, end), (first, last) in zip(_ranges(lengths), _ranges(masks), strict=True)
+        for index in range(count)
     ]
     return prompts, [RequestOptions(normalize=bool(each)) for each in normalize]
 
 
-def _ranges(sizes: Int32Array) -> Iterator[tuple[int, int]]:
-    """Return begin and end of adjacent parts of these sizes."""
-    return pairwise(np.cumsum([0, *sizes]).tolist())
+def _size(array: Int32Array | None) -> int:
+    return _NONE if array is None else len(array)
+
+
+def _split(numbers: Int32Array, sizes: Sequence[int]) -> list[Int32Array | None]:
+    """Return adjacent parts of these sizes, None where the size is _NONE."""
+    bounds = np.cumsum([0, *(max(size, 0) for size in sizes)]).tolist()
+    return [
+        None if size == _NONE else numbers[begin:end]
+        for size, (begin, end) in zip(sizes, pairwise(bounds), strict=True)
+    ]
 
 
 def send_answers(connection: Connection, answers: Answers) -> None:

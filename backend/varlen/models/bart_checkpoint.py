@@ -8,7 +8,6 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from varlen.config import Task
 from varlen.errors import CheckpointError
 from varlen.models import seq2seq_fields
 from varlen.models.config_file import (
@@ -25,7 +24,9 @@ from varlen.models.config_file import (
 )
 from varlen.models.family import Family, ModelSizes
 from varlen.models.table_names import TableNames
-from varlen.models.weights import TensorHeader, check_all_used, check_tensor
+from varlen.models.tensor_shapes import TensorShapes
+from varlen.models.weights import TensorHeader, check_shapes
+from varlen.tasks import Task
 from varlen_kernels import Activation
 
 Positions = Literal["learned", "marian", "m2m"]
@@ -217,17 +218,13 @@ def tensor_shapes(config: BartConfig, present: Container[str]) -> dict[str, tupl
         present: names of all tensors of the checkpoint.
     """
     hidden, tables = config.hidden, config.table_names(present)
-    shapes: dict[str, tuple[int, ...]] = {
-        tables.source: (config.encoder.vocab_size, hidden),
-        tables.target: (config.decoder.vocab_size, hidden),
-        tables.output: (config.decoder.vocab_size, hidden),
-    }
-
-    def add_norm(name: str) -> None:
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (hidden,)
-
-    def add_linear(name: str, fan_in: int, fan_out: int) -> None:
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (fan_out, fan_in), (fan_out,)
+    shapes = TensorShapes(
+        {
+            tables.source: (config.encoder.vocab_size, hidden),
+            tables.target: (config.decoder.vocab_size, hidden),
+            tables.output: (config.decoder.vocab_size, hidden),
+        }
+    )
 
     for name, stack, attentions in (
         ("encoder", config.encoder, ("self_attn",)),
@@ -237,18 +234,18 @@ def tensor_shapes(config: BartConfig, present: Container[str]) -> dict[str, tupl
             rows = config.positions + LEARNED_OFFSET
             shapes[f"model.{name}.embed_positions.weight"] = (rows, hidden)
         if config.options.has_embedding_norm:
-            add_norm(f"model.{name}.layernorm_embedding")
+            shapes.add_norm(f"model.{name}.layernorm_embedding", hidden)
         for index in range(stack.num_layers):
             layer = f"model.{name}.layers.{index}"
             for attention in attentions:
                 for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-                    add_linear(f"{layer}.{attention}.{part}", hidden, hidden)
-                add_norm(f"{layer}.{attention}_layer_norm")
-            add_linear(f"{layer}.fc1", hidden, stack.inner)
-            add_linear(f"{layer}.fc2", stack.inner, hidden)
-            add_norm(f"{layer}.final_layer_norm")
+                    shapes.add_linear(f"{layer}.{attention}.{part}", hidden, hidden)
+                shapes.add_norm(f"{layer}.{attention}_layer_norm", hidden)
+            shapes.add_linear(f"{layer}.fc1", hidden, stack.inner)
+            shapes.add_linear(f"{layer}.fc2", stack.inner, hidden)
+            shapes.add_norm(f"{layer}.final_layer_norm", hidden)
         if config.options.is_pre_norm:
-            add_norm(f"model.{name}.layer_norm")
+            shapes.add_norm(f"model.{name}.layer_norm", hidden)
     # a checkpoint may leave out a bias of zeros
     if config.options.has_output_bias and "final_logits_bias" in present:
         shapes["final_logits_bias"] = (1, config.decoder.vocab_size)
@@ -284,9 +281,6 @@ def _check_tensors(
     task: Task,  # noqa: ARG001  # one is served
 ) -> None:
     sizes = BartConfig.read(config)
-    expected = tensor_shapes(sizes, headers)
-    for name, shape in expected.items():
-        check_tensor(headers, name, shape)
     # tables of computed positions, which old releases saved; copies of one table
     harmless = {"model.shared.weight"}
     if sizes.options.positions != "learned":
@@ -295,7 +289,7 @@ def _check_tensors(
             for name in ("encoder", "decoder")
             for tensor in ("weight", "weights")
         }
-    check_all_used(headers, expected, harmless.__contains__)
+    check_shapes(headers, tensor_shapes(sizes, headers), harmless.__contains__)
 
 
 def _family(options: Options, tokenizer_class: str) -> Family:

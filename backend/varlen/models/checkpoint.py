@@ -5,10 +5,9 @@ Nothing in the folder is executed or unpickled. `fetch` and every load use the s
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from varlen.config import Task
 from varlen.errors import CheckpointError
 from varlen.models import (
     bart_checkpoint,
@@ -23,6 +22,7 @@ from varlen.models.family import Family
 from varlen.models.first_releases import to_native
 from varlen.models.generation_config import check_generation, read_end_tokens
 from varlen.models.labels import NO_LABELS, Labels, read_labels
+from varlen.models.late_interaction import STANFORD_ARCHITECTURE, LateInteraction
 from varlen.models.logit_score import LogitScore, check_score_tokens
 from varlen.models.masked_lm_layout import MaskedLMLayout
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
@@ -32,10 +32,14 @@ from varlen.models.tokenizer_files import read_tokenizer_settings
 from varlen.models.translate_config import TranslateSettings, read_translate_settings
 from varlen.models.vector_layers import DenseConfig, check_layers, check_widths
 from varlen.models.weights import read_headers
+from varlen.tasks import Task
 from varlen_kernels import Pooling
 
 # Tasks that need the head of a masked language model.
 MASKED_LM_TASKS: frozenset[Task] = frozenset({"sparse_embed", "fill_mask"})
+
+# Tasks of a model with a vector for each token.
+_LATE_TASKS: tuple[Task, ...] = ("token_embed", "hidden")
 
 _SEQUENCES = "ForSequenceClassification"
 _HOW_TO_RANK = (
@@ -65,12 +69,13 @@ class Checkpoint:
         architecture: name of its class in transformers.
         task: the task of its architecture's head or of its modules, else `embed`.
         pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
-        dense: the layers that `embed` applies to that vector.
-        normalize: whether `embed` divides that vector by its length, by default.
-        prompts: texts that `embed` puts before texts, by name.
+        dense: the layers that `embed` applies to that vector, and `token_embed` to each token.
+        normalize: whether these tasks divide a vector by its length, by default.
+        prompts: texts that they put before texts, by name.
         default_prompt: the one that it takes if a request names none.
         splade: how `sparse_embed` makes a vector of terms.
         logit_score: how `rerank` makes a score of two logits, if its modules say so.
+        late: how `token_embed` makes tokens of texts, if its modules say so.
         masked_lm: the head of a masked language model, None if it has none.
         hidden_size: features of a token.
         vocab_size: token ids of texts are below this.
@@ -97,6 +102,7 @@ class Checkpoint:
     default_prompt: str
     splade: SpladeConfig
     logit_score: LogitScore | None
+    late: LateInteraction | None
     masked_lm: MaskedLMLayout | None
     hidden_size: int
     vocab_size: int
@@ -129,6 +135,10 @@ class Checkpoint:
         sentence = read_sentence_settings(folder, pooling=_default_pooling(architecture))
         tokenizer = read_tokenizer_settings(folder, family, lowercase=sentence.lowercase)
         trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
+        late = sentence.late
+        if late is not None:
+            late = replace(late, text_length=trained_limit)
+            trained_limit = max(trained_limit, late.longest_text)
         check_widths(sentence.dense, len(sentence.pooling) * sizes.hidden)
         has_labels = family.architectures[architecture] in ("classify", "token_classify")
         if sentence.logit_score is not None:
@@ -146,6 +156,7 @@ class Checkpoint:
             default_prompt=sentence.default_prompt,
             splade=sentence.splade or SpladeConfig(),
             logit_score=sentence.logit_score,
+            late=late,
             masked_lm=_masked_lm(config, family, architecture),
             vocab_size=read_int(config, "vocab_size"),
             target_vocab_size=_target_vocab_size(config),
@@ -174,18 +185,26 @@ class Checkpoint:
 
     def vector_layers(self, task: Task) -> tuple[DenseConfig, ...]:
         """Return the layers that a task applies to pooled vectors."""
-        return self.dense if task == "embed" else ()
+        return self.dense if task in ("embed", "token_embed") else ()
 
     @property
     def tasks(self) -> tuple[Task, ...]:
         """The tasks that its architecture has heads for, its own first."""
+        if self.late is not None:
+            return _LATE_TASKS
         family = _family(self.config)
         served = [
             task
             for task in family.tasks
-            if family.heads.get(task, self.architecture) == self.architecture
+            if task != "token_embed"
+            and family.heads.get(task, self.architecture) == self.architecture
         ]
         return tuple(dict.fromkeys((self.task, *served)))
+
+    @property
+    def hides_tokens(self) -> bool:
+        """Whether `token_embed` adds tokens that no token reads."""
+        return self.late is not None and self.late.hides_tokens
 
     @property
     def num_labels(self) -> int:
@@ -213,6 +232,7 @@ class Checkpoint:
                 f'task "{task}" is not served with model_type "{self.config["model_type"]}";'
                 f" allowed: {', '.join(family.tasks)}"
             )
+        self._check_late(task, family)
         needed = family.heads.get(task)
         if task == "rerank" and self.logit_score is not None:
             needed = f"{str(needed).removesuffix(_SEQUENCES)}ForCausalLM"
@@ -231,11 +251,33 @@ class Checkpoint:
             self.masked_lm.check(headers)
         check_layers(self.folder, self.vector_layers(task))
 
+    def _check_late(self, task: Task, family: Family) -> None:
+        """Raise CheckpointError unless a vector for each token is what the task needs."""
+        if self.late is None:
+            if task == "token_embed":
+                raise CheckpointError(
+                    'task "token_embed" needs a model with a vector for each token, saved by MultiVectorEncoder of'
+                    " sentence-transformers or by PyLate; this one is not"
+                )
+            return
+        if task not in _LATE_TASKS:
+            raise CheckpointError(
+                f'task "{task}" is not served with a model with a vector for each token;'
+                f" allowed: {', '.join(_LATE_TASKS)}"
+            )
+        if task == "token_embed" and self.hides_tokens and not family.has_unread_tokens:
+            raise CheckpointError(
+                f"queries are expanded by tokens that others do not read (attend false), which model_type"
+                f' "{self.config["model_type"]}" does not know; allowed: attend true'
+            )
+
 
 def _task(sentence: SentenceSettings, family: Family, architecture: str) -> Task:
     """Return the task of a checkpoint's modules, else of its architecture."""
     if sentence.splade is not None:
         return "sparse_embed"
+    if sentence.late is not None:
+        return "token_embed"
     return "rerank" if sentence.logit_score is not None else family.architectures[architecture]
 
 
@@ -268,6 +310,11 @@ def _family(config: Json) -> Family:
 
 def _architecture(config: Json, family: Family) -> str:
     name = _first_name(config.get("architectures") or list(family.architectures))
+    if name == STANFORD_ARCHITECTURE:
+        raise CheckpointError(
+            "config.json has the architecture HF_ColBERT, that of the first release; convert the checkpoint with"
+            " sentence-transformers: MultiVectorEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
     if not isinstance(name, str) or name not in family.architectures:
         allowed = ", ".join(family.architectures)
         raise CheckpointError(f'config.json has the architecture "{name}"; allowed: {allowed}')

@@ -70,9 +70,19 @@ def read_json(folder: Path, name: str) -> Any:
         raise CheckpointError(f"{name} is not JSON: {error}") from None
 
 
-def read_int(config: Json, key: str, *, lowest: int = 1, name: str = "config.json") -> int:
-    """Return an integer of a configuration file, or raise CheckpointError that names it."""
-    value = config.get(key)
+def read_int(
+    config: Json,
+    key: str,
+    *,
+    default: int | None = None,
+    lowest: int = 1,
+    name: str = "config.json",
+) -> int:
+    """Return an integer of a configuration file, or raise CheckpointError that names it.
+
+    `default` stands for a field that is absent; null is refused.
+    """
+    value = config.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
         raise CheckpointError(f"{name} has {key} {value!r}; allowed: whole numbers from {lowest}")
     return value
@@ -165,7 +175,7 @@ def read_num_labels(config: Json) -> int:
     if isinstance(labels, dict):
         return len(labels)
     # transformers leaves id2label out when there are two labels, its default
-    return read_int({"num_labels": 2, **config}, "num_labels")
+    return read_int(config, "num_labels", default=2)
 
 
 def check_fields(

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from varlen.config import Task
 from varlen.models import config_file, generation_config
 from varlen.models.config_file import Json, read_num_labels
+from varlen.tasks import Task
 
 # The linear layer of a classifier.
 SCORE = "score"

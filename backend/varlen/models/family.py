@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from varlen.config import Task
 from varlen.models.config_file import Json
 from varlen.models.masked_lm_layout import MaskedLMLayout
 from varlen.models.weights import TensorHeader
+from varlen.tasks import Task
 
 # A decoder generates text after its input; a model with both parts generates from the encoder's result.
 Kind: TypeAlias = Literal["encoder", "decoder", "encoder_decoder"]
@@ -40,6 +40,7 @@ class Family:
         kind: the parts of its models.
         has_token_types: whether its models tell the two texts of a pair apart by token types.
         masked_lm: returns the head of its masked language models; None if it is not served.
+        has_unread_tokens: whether a token that no token reads may read others.
     """
 
     architectures: Mapping[str, Task]
@@ -50,9 +51,11 @@ class Family:
     kind: Kind = "encoder"
     has_token_types: bool = False
     masked_lm: Callable[[Json], MaskedLMLayout] | None = None
+    has_unread_tokens: bool = True
 
     @property
     def tasks(self) -> tuple[Task, ...]:
         """The tasks that its checkpoints may serve."""
         vectors: tuple[Task, ...] = () if self.kind == "encoder_decoder" else ("embed", "hidden")
-        return (*vectors, *self.heads)
+        of_tokens: tuple[Task, ...] = ("token_embed",) if self.kind == "encoder" else ()
+        return (*vectors, *of_tokens, *self.heads)

@@ -109,7 +109,7 @@ def _nomic(config: Json) -> Json:
     if is_pure:
         inner = read_int(given, "n_inner")
         native["intermediate_size"] = _round_up(inner, _NOMIC_INNER_MULTIPLE)
-        multiple = read_int({"pad_vocab_size_multiple": 1, **given}, "pad_vocab_size_multiple")
+        multiple = read_int(given, "pad_vocab_size_multiple", default=1)
         native["vocab_size"] = _round_up(read_int(given, "vocab_size"), multiple)
         native.setdefault("type_vocab_size", 2)
     # from max_trained_positions on, its scaling depends on the longest text of a batch

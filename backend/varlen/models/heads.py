@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Literal
 
-from varlen.config import Task
 from varlen.models import inputs
 from varlen.models.layers import Linear, Norm
 from varlen.models.masked_lm import MaskedLM
@@ -14,6 +13,7 @@ from varlen.models.sparse import SpladeConfig
 from varlen.models.vector_layers import VectorLayer
 from varlen.program.program import Value
 from varlen.program.recorder import Recorder
+from varlen.tasks import Task
 from varlen_kernels import Pooling
 
 _DEFAULT_SPLADE = SpladeConfig()
@@ -59,17 +59,21 @@ def record_head(
         heads: the layers that the checkpoint has.
         hidden: `[tokens, hidden]`, the encoder's last hidden state.
         pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
-        layers: what `embed` applies to that vector.
+        layers: what `embed` applies to that vector, and `token_embed` to each token.
         splade: how `sparse_embed` makes weights of terms.
 
     Returns:
         embed `[sequences, features]`; sparse_embed `[sequences, vocabulary]`; fill_mask `[masks, 2, terms]`; hidden
-        `[tokens, hidden]`; classify, rerank `[sequences, labels]`; token_classify `[tokens, labels]`.
+        `[tokens, hidden]`; classify, rerank `[sequences, labels]`; token_classify `[tokens, labels]`; token_embed
+        `[tokens, features]`.
     """
     if task == "hidden":
         return ops.to_fp32(hidden)
     if task == "embed":
         return _record_vector(ops, hidden, pooling, layers)
+    if task == "token_embed":
+        vectors = _record_layers(ops, ops.to_fp32(hidden), layers)
+        return ops.normalize_rows(vectors, inputs.normalize_tokens(ops))
     # Checkpoint.check_task has refused checkpoints without these layers
     if task == "sparse_embed":
         assert heads.masked_lm is not None
@@ -109,10 +113,15 @@ def _record_vector(
     if len(pooling) == 1 and not layers:
         return ops.pool(hidden, bounds, normalize, mode=pooling[0])
     x = reduce(ops.concat, [ops.pool(hidden, bounds, None, mode=mode) for mode in pooling])
+    return ops.normalize_rows(_record_layers(ops, x, layers), normalize)
+
+
+def _record_layers(ops: Recorder, x: Value, layers: Sequence[VectorLayer]) -> Value:
+    """Record the layers of vectors in fp32."""
     for layer in layers:
         x = layer.linear.record(ops, x)
         if layer.activation == "tanh":
             x = ops.tanh(x)
         elif layer.activation != "identity":
             x = ops.activate(x, kind=layer.activation)
-    return ops.normalize_rows(x, normalize)
+    return x

@@ -32,6 +32,11 @@ def normalize(ops: Recorder) -> Value:
     return ops.input("normalize", ("sequences",), torch.bool)
 
 
+def normalize_tokens(ops: Recorder) -> Value:
+    """Return, for each token, whether its vector is normalized to length 1."""
+    return ops.input("normalize_tokens", ("tokens",), torch.bool)
+
+
 def mask_rows(ops: Recorder) -> Value:
     """Return the tokens to predict, by their place in the batch."""
     return ops.input("mask_rows", ("masks",), torch.int32)

@@ -7,7 +7,6 @@ Source of the names: these models as saved by Hugging Face transformers.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varlen.config import Task
 from varlen.errors import CheckpointError
 from varlen.models import decoder_fields
 from varlen.models.config_file import (
@@ -23,7 +22,9 @@ from varlen.models.config_file import (
 )
 from varlen.models.family import Family, ModelSizes
 from varlen.models.rotary_config import RotaryConfig, read_rotary
-from varlen.models.weights import CheckpointWeights, TensorHeader, check_all_used, check_tensor
+from varlen.models.tensor_shapes import TensorShapes
+from varlen.models.weights import CheckpointWeights, TensorHeader, check_shapes
+from varlen.tasks import Task
 
 # Fields that every model of the family reads.
 READ_FIELDS = decoder_fields.READ_FIELDS | frozenset(
@@ -160,31 +161,30 @@ def tensor_shapes(
         has_output: whether the output layer has a matrix of its own.
     """
     hidden, inner = config.hidden, config.inner
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def add_linear(name: str, fan_in: int, fan_out: int, *, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (fan_out, fan_in)
-        if bias:
-            shapes[f"{name}.bias"] = (fan_out,)
+    shapes = TensorShapes()
 
     shapes[f"{prefix}embed_tokens.weight"] = (config.vocab_size, hidden)
     for index in range(len(config.windows)):
         layer = f"{prefix}layers.{index}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
-        add_linear(f"{attention}.q_proj", hidden, config.query_width, bias=config.has_qkv_bias)
-        add_linear(f"{attention}.k_proj", hidden, config.key_width, bias=config.has_qkv_bias)
-        add_linear(f"{attention}.v_proj", hidden, config.key_width, bias=config.has_qkv_bias)
+        shapes.add_norm(f"{layer}.input_layernorm", hidden, bias=False)
+        shapes.add_linear(
+            f"{attention}.q_proj", hidden, config.query_width, bias=config.has_qkv_bias
+        )
+        shapes.add_linear(f"{attention}.k_proj", hidden, config.key_width, bias=config.has_qkv_bias)
+        shapes.add_linear(f"{attention}.v_proj", hidden, config.key_width, bias=config.has_qkv_bias)
         if config.has_head_norms:
             shapes[f"{attention}.q_norm.weight"] = shapes[f"{attention}.k_norm.weight"] = (
                 config.head_dim,
             )
-        add_linear(f"{attention}.o_proj", config.query_width, hidden, bias=config.has_output_bias)
-        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        add_linear(f"{mlp}.gate_proj", hidden, inner, bias=config.has_mlp_bias)
-        add_linear(f"{mlp}.up_proj", hidden, inner, bias=config.has_mlp_bias)
-        add_linear(f"{mlp}.down_proj", inner, hidden, bias=config.has_mlp_bias)
-    shapes[f"{prefix}norm.weight"] = (hidden,)
+        shapes.add_linear(
+            f"{attention}.o_proj", config.query_width, hidden, bias=config.has_output_bias
+        )
+        shapes.add_norm(f"{layer}.post_attention_layernorm", hidden, bias=False)
+        shapes.add_linear(f"{mlp}.gate_proj", hidden, inner, bias=config.has_mlp_bias)
+        shapes.add_linear(f"{mlp}.up_proj", hidden, inner, bias=config.has_mlp_bias)
+        shapes.add_linear(f"{mlp}.down_proj", inner, hidden, bias=config.has_mlp_bias)
+    shapes.add_norm(f"{prefix}norm", hidden, bias=False)
     if has_output:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
@@ -223,7 +223,7 @@ def _read_windows(config: Json, options: Options, positions: int) -> tuple[int, 
         return (size,) * layers
     kinds = config.get("layer_types")
     if kinds is None:
-        first = read_int({"max_window_layers": 28, **config}, "max_window_layers", lowest=0)
+        first = read_int(config, "max_window_layers", default=28, lowest=0)
         return tuple(size if index >= first else 0 for index in range(layers))
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise CheckpointError(f"config.json has layer_types {show(kinds)}; allowed: {layers} names")
@@ -265,9 +265,7 @@ def _check_tensors(
     own_task = FAMILIES[config["model_type"]].architectures[architecture]
     expected = tensor_shapes(sizes, prefix, has_output=has_output)
     expected |= decoder_fields.score_shapes(config, own_task, sizes.hidden)
-    for name, shape in expected.items():
-        check_tensor(headers, name, shape)
-    check_all_used(headers, expected, _is_harmless)
+    check_shapes(headers, expected, _is_harmless)
 
 
 def _is_harmless(name: str) -> bool:

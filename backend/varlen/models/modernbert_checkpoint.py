@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from varlen.config import Task
 from varlen.errors import CheckpointError
 from varlen.models import config_file
 from varlen.models.config_file import (
@@ -28,7 +27,9 @@ from varlen.models.config_file import (
 from varlen.models.family import Family, ModelSizes
 from varlen.models.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.rotary_config import RotaryConfig, read_rotary
-from varlen.models.weights import CheckpointWeights, TensorHeader, check_all_used, check_tensor
+from varlen.models.tensor_shapes import TensorShapes
+from varlen.models.weights import CheckpointWeights, TensorHeader, check_shapes
+from varlen.tasks import Task
 from varlen_kernels import Activation
 
 LayerKind: TypeAlias = Literal["full_attention", "sliding_attention"]
@@ -108,7 +109,7 @@ class ModernBertConfig:
             inner=read_int(config, "intermediate_size"),
             heads=heads,
             kinds=_read_kinds(config),
-            window=read_int({"local_attention": 128, **config}, "local_attention") // 2 + 1,
+            window=read_int(config, "local_attention", default=128) // 2 + 1,
             rotary=_read_rotary(config),
             positions=read_int(config, "max_position_embeddings"),
             activation=read_choice(config, "hidden_activation", ACTIVATIONS, default="gelu"),
@@ -146,35 +147,25 @@ def tensor_shapes(
         num_labels: outputs of that head.
     """
     hidden, inner = config.hidden, config.inner
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def add_linear(name: str, fan_in: int, fan_out: int, *, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (fan_out, fan_in)
-        if bias:
-            shapes[f"{name}.bias"] = (fan_out,)
-
-    def add_norm(name: str) -> None:
-        shapes[f"{name}.weight"] = (hidden,)
-        if config.has_norm_bias:
-            shapes[f"{name}.bias"] = (hidden,)
+    shapes = TensorShapes()
 
     shapes[f"{prefix}embeddings.tok_embeddings.weight"] = (config.vocabulary, hidden)
-    add_norm(f"{prefix}embeddings.norm")
+    shapes.add_norm(f"{prefix}embeddings.norm", hidden, bias=config.has_norm_bias)
     for index in range(len(config.kinds)):
         layer = f"{prefix}layers.{index}"
         if index:
             # the first layer reads the norm of the embeddings
-            add_norm(f"{layer}.attn_norm")
-        add_linear(f"{layer}.attn.Wqkv", hidden, 3 * hidden, bias=config.has_attention_bias)
-        add_linear(f"{layer}.attn.Wo", hidden, hidden, bias=config.has_attention_bias)
-        add_norm(f"{layer}.mlp_norm")
-        add_linear(f"{layer}.mlp.Wi", hidden, 2 * inner, bias=config.has_mlp_bias)
-        add_linear(f"{layer}.mlp.Wo", inner, hidden, bias=config.has_mlp_bias)
-    add_norm(f"{prefix}final_norm")
+            shapes.add_norm(f"{layer}.attn_norm", hidden, bias=config.has_norm_bias)
+        shapes.add_linear(f"{layer}.attn.Wqkv", hidden, 3 * hidden, bias=config.has_attention_bias)
+        shapes.add_linear(f"{layer}.attn.Wo", hidden, hidden, bias=config.has_attention_bias)
+        shapes.add_norm(f"{layer}.mlp_norm", hidden, bias=config.has_norm_bias)
+        shapes.add_linear(f"{layer}.mlp.Wi", hidden, 2 * inner, bias=config.has_mlp_bias)
+        shapes.add_linear(f"{layer}.mlp.Wo", inner, hidden, bias=config.has_mlp_bias)
+    shapes.add_norm(f"{prefix}final_norm", hidden, bias=config.has_norm_bias)
     if task != "embed":
-        add_linear("head.dense", hidden, hidden, bias=config.has_classifier_bias)
-        add_norm("head.norm")
-        add_linear("classifier", hidden, num_labels, bias=True)
+        shapes.add_linear("head.dense", hidden, hidden, bias=config.has_classifier_bias)
+        shapes.add_norm("head.norm", hidden, bias=config.has_norm_bias)
+        shapes.add_linear("classifier", hidden, num_labels, bias=True)
     return shapes
 
 
@@ -198,10 +189,8 @@ def _check_tensors(
     expected = tensor_shapes(
         ModernBertConfig.read(config), prefix_of(headers), own_task, num_labels=labels
     )
-    for name, shape in expected.items():
-        check_tensor(headers, name, shape)
     heads = ("head.", "decoder.", "classifier.")
-    check_all_used(headers, expected, lambda name: name.startswith(heads))
+    check_shapes(headers, expected, lambda name: name.startswith(heads))
 
 
 def _masked_lm(config: Json) -> MaskedLMLayout:
@@ -224,7 +213,7 @@ def _read_kinds(config: Json) -> tuple[LayerKind, ...]:
     layers = read_layers(config, "num_hidden_layers")
     given = config.get("layer_types")
     if given is None:
-        every = read_int({"global_attn_every_n_layers": 3, **config}, "global_attn_every_n_layers")
+        every = read_int(config, "global_attn_every_n_layers", default=3)
         return tuple(
             "sliding_attention" if index % every else "full_attention" for index in range(layers)
         )

@@ -1,7 +1,7 @@
 """Notes about checkpoints that load, but may not answer as expected."""
 
-from varlen.config import Task
 from varlen.models.checkpoint import Checkpoint
+from varlen.tasks import Task
 
 # Endings of architectures whose models were trained to fill in words.
 _WORD_HEADS = ("ForMaskedLM", "ForPreTraining")

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from varlen.config import Task
 from varlen.errors import CheckpointError
 from varlen.models import config_file
 from varlen.models.config_file import (
@@ -28,7 +27,9 @@ from varlen.models.config_file import (
 from varlen.models.family import Family, ModelSizes
 from varlen.models.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.rotary_config import RotaryConfig, read_rotary
-from varlen.models.weights import CheckpointWeights, TensorHeader, check_all_used, check_tensor
+from varlen.models.tensor_shapes import TensorShapes
+from varlen.models.weights import CheckpointWeights, TensorHeader, check_shapes
+from varlen.tasks import Task
 from varlen_kernels import Activation
 
 HeadActivation: TypeAlias = Activation | Literal["tanh"]
@@ -250,7 +251,7 @@ class PostNormFamily:
         hidden, heads = self._read_heads(config)
         first = self.first_position
         if first is None:
-            first = read_int({"pad_token_id": 1, **config}, "pad_token_id", lowest=0) + 1
+            first = read_int(config, "pad_token_id", default=1, lowest=0) + 1
         rows = read_int(config, "max_position_embeddings", lowest=first + 1)
         return EncoderSizes(
             hidden=hidden,
@@ -309,12 +310,10 @@ class PostNormFamily:
         """Raise CheckpointError unless the tensors are those of the model in config.json, and no others."""
         prefix = self.prefix_of(headers)
         expected = self.tensor_shapes(config, prefix, self.family.architectures[architecture])
-        for name, shape in expected.items():
-            check_tensor(headers, name, shape)
         pooler = "pooler" if f"{prefix}pooler.weight" in headers else "pooler.dense"
         unused = {f"{prefix}{name}" for name in (*_UNUSED, f"{pooler}.weight", f"{pooler}.bias")}
         unused |= set(_OTHER_HEADS)
-        check_all_used(
+        check_shapes(
             headers, expected, lambda name: name in unused or name.startswith(self.pretraining)
         )
 
@@ -347,42 +346,34 @@ class PostNormFamily:
         """
         sizes, layer = self.read_sizes(config), self.layer
         hidden, inner, embedding = sizes.hidden, sizes.inner, sizes.embedding
-        shapes: dict[str, tuple[int, ...]] = {}
-
-        def add_linear(name: str, fan_in: int, fan_out: int, *, bias: bool = True) -> None:
-            shapes[f"{name}.weight"] = (fan_out, fan_in)
-            if bias:
-                shapes[f"{name}.bias"] = (fan_out,)
-
-        def add_norm(name: str, size: int) -> None:
-            shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (size,)
+        shapes = TensorShapes()
 
         positions = 0 if sizes.rotary else sizes.first_position + sizes.positions
         rows = (sizes.vocabulary, positions, sizes.types)
         for table, count in zip(_TABLES, rows, strict=True):
             if count:
                 shapes[f"{prefix}embeddings.{table}_embeddings.weight"] = (count, embedding)
-        add_norm(f"{prefix}{self.embedding_norm}", embedding)
+        shapes.add_norm(f"{prefix}{self.embedding_norm}", embedding)
         if self.has_projection(sizes):
-            add_linear(f"{prefix}{self.projection}", embedding, hidden)
+            shapes.add_linear(f"{prefix}{self.projection}", embedding, hidden)
         if self.distance_bias:
             shapes[f"{prefix}{self.distance_bias}.weight"] = (DISTANCE_BUCKETS, sizes.heads)
         for name in self.layer_names(sizes):
             at = f"{prefix}{name}"
             for part in layer.qkv:
                 width = 3 * hidden // len(layer.qkv)
-                add_linear(f"{at}.{part}", hidden, width, bias=layer.has_bias(part))
+                shapes.add_linear(f"{at}.{part}", hidden, width, bias=layer.has_bias(part))
             output = layer.attention_output
-            add_linear(f"{at}.{output}", hidden, hidden, bias=layer.has_bias(output))
-            add_norm(f"{at}.{layer.attention_norm}", hidden)
+            shapes.add_linear(f"{at}.{output}", hidden, hidden, bias=layer.has_bias(output))
+            shapes.add_norm(f"{at}.{layer.attention_norm}", hidden)
             for part in layer.up:
                 width = 2 * inner if layer.has_both else inner
-                add_linear(f"{at}.{part}", hidden, width, bias=layer.has_bias(part))
-            add_linear(f"{at}.{layer.down}", inner, hidden, bias=layer.has_bias(layer.down))
-            add_norm(f"{at}.{layer.output_norm}", hidden)
+                shapes.add_linear(f"{at}.{part}", hidden, width, bias=layer.has_bias(part))
+            shapes.add_linear(f"{at}.{layer.down}", inner, hidden, bias=layer.has_bias(layer.down))
+            shapes.add_norm(f"{at}.{layer.output_norm}", hidden)
         if task == "classify":
-            add_linear(self.head_dense(prefix), hidden, hidden)
-            add_linear(self.head.output, hidden, read_num_labels(config))
+            shapes.add_linear(self.head_dense(prefix), hidden, hidden)
+            shapes.add_linear(self.head.output, hidden, read_num_labels(config))
         if task == "token_classify":
-            add_linear("classifier", hidden, read_num_labels(config))
+            shapes.add_linear("classifier", hidden, read_num_labels(config))
         return shapes

@@ -6,7 +6,6 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from varlen.config import Task
 from varlen.models import bart_checkpoint, llama_checkpoint, t5_checkpoint
 from varlen.models.attention import Attention, CrossAttention, PackedAttention
 from varlen.models.bart import load_bart
@@ -23,6 +22,7 @@ from varlen.models.score_head import load_score
 from varlen.models.t5 import load_t5, load_t5_encoder
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
+from varlen.tasks import Task
 
 
 class EncoderModel(Protocol):

@@ -174,11 +174,7 @@ def _read_scaling(kind: str, rotary: Json, name: str, positions: int) -> Scaling
     factor = read_number(rotary, "factor", name=name)
     if kind == "linear":
         return LinearScaling(factor)
-    original = read_int(
-        {"original_max_position_embeddings": positions} | rotary,
-        "original_max_position_embeddings",
-        name=name,
-    )
+    original = read_int(rotary, "original_max_position_embeddings", default=positions, name=name)
     if kind == "llama3":
         low = read_number(rotary, "low_freq_factor", name=name)
         high = read_number(rotary, "high_freq_factor", name=name)

@@ -6,7 +6,7 @@ by name; see docs/decisions/0014-config-fields.md.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,16 @@ from varlen.models.config_file import (
     read_optional_object,
     show,
 )
+from varlen.models.late_interaction import (
+    PYLATE_FIELDS,
+    TRANSFORMER_FIELDS,
+    LateInteraction,
+    is_late_interaction,
+    is_pylate,
+    pylate_prompts,
+    read_late_interaction,
+    read_pylate,
+)
 from varlen.models.logit_score import LogitScore, read_logit_score
 from varlen.models.sparse import SpladeConfig, read_splade
 from varlen.models.vector_layers import DenseConfig, read_dense
@@ -31,12 +41,16 @@ _MODEL_CONFIG = "config_sentence_transformers.json"
 
 _MODULES = (
     *("Transformer", "Pooling", "Dense", "Normalize"),
-    *("MLMTransformer", "SpladePooling", "LogitScore"),
+    *("MLMTransformer", "SpladePooling", "LogitScore", "MultiVectorMask"),
 )
 # Dense may come several times, or not at all.
 _ORDER = re.compile(
     r"Transformer(,Pooling(,Dense)*(,Normalize)?)?|(MLM)?Transformer,SpladePooling|Transformer,LogitScore"
 )
+# Of models with a vector for each token. MultiVectorMask may come anywhere; PyLate leaves it out, and Normalize.
+_LATE_ORDER = re.compile(r"Transformer(,Dense)*(,Normalize)?")
+_PYLATE_ORDER = re.compile(r"Transformer(,Dense)*")
+_PYLATE_DENSE = "pylate.models.Dense.Dense"
 _POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -78,8 +92,8 @@ class SentenceSettings:
 
     Attributes:
         pooling: how one vector is made of a sequence; the results of several are concatenated.
-        dense: layers between pooling and normalization.
-        normalize: whether the vector is divided by its length.
+        dense: layers between pooling and normalization; those of each token with `late`.
+        normalize: whether the vector is divided by its length; those of tokens with `late`.
         prompts: texts that it puts before texts, by name.
         default_prompt: the one that it takes if it is told no name; empty without one.
         max_seq_length: length at which it truncates, in tokens; None if no file has it.
@@ -87,6 +101,7 @@ class SentenceSettings:
         activation_class: what makes scores of a cross-encoder's logits, if a file has it.
         splade: how a vector of terms is made; None for other models.
         logit_score: how two logits become a score; None for other models.
+        late: how tokens get vectors of their own; None for other models.
     """
 
     pooling: tuple[Pooling, ...] = ("mean",)
@@ -99,6 +114,7 @@ class SentenceSettings:
     activation_class: str | None = None
     splade: SpladeConfig | None = None
     logit_score: LogitScore | None = None
+    late: LateInteraction | None = None
 
 
 def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> SentenceSettings:
@@ -111,7 +127,10 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
     Raises:
         CheckpointError: a file is damaged, or asks for something that is not served.
     """
-    modules = _modules(folder)
+    model = read_optional_object(folder, _MODEL_CONFIG)
+    modules = _modules(folder, model)
+    if is_late_interaction(model):
+        return _late_settings(folder, modules, model)
     paths = dict(modules)
     is_splade = "SpladePooling" in paths
     last = modules[-1][0] if modules else ""
@@ -124,8 +143,8 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
         modes = _pooling(config, name)
         includes_prompt = config.get("include_prompt") is not False
     if "Normalize" in paths:
-        _check_normalize(folder, paths["Normalize"])
-    prompts, prompt = _prompts(folder, last)
+        _check_normalize(folder, paths["Normalize"], "sentence_embedding")
+    prompts, prompt = _prompts(model, last)
     score = None
     if last == "LogitScore":
         score = read_logit_score(folder, paths[last], transformer, prompt)
@@ -136,20 +155,17 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
             f"the pooling has include_prompt false and {_MODEL_CONFIG} a default prompt {show(prompt)};"
             " a prompt that pooling leaves out is not served"
         )
-    limit = transformer.get("max_seq_length")
     return SentenceSettings(
         pooling=modes,
         dense=tuple(read_dense(folder, path) for kind, path in modules if kind == "Dense"),
         normalize="Normalize" in paths,
         prompts=prompts if includes_prompt else {},
         default_prompt=prompt,
-        max_seq_length=(
-            None if limit is None else read_int(transformer, "max_seq_length", name=_BERT_CONFIG)
-        ),
+        max_seq_length=_max_seq_length(transformer),
         lowercase=bool(transformer.get("do_lower_case")),
-        activation_class=read_optional_object(folder, _MODEL_CONFIG).get("activation_fn"),
+        activation_class=model.get("activation_fn"),
         splade=(
-            read_splade(folder, paths["SpladePooling"], _max_active_dims(folder))
+            read_splade(folder, paths["SpladePooling"], _max_active_dims(model))
             if is_splade
             else None
         ),
@@ -157,15 +173,51 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
     )
 
 
-def _modules(folder: Path) -> list[tuple[str, str]]:
+def _late_settings(
+    folder: Path, modules: Sequence[tuple[str, str]], model: Json
+) -> SentenceSettings:
+    """Return the settings of a model with a vector for each token."""
+    paths = dict(modules)
+    # those of PyLate are elsewhere
+    more = frozenset[str]() if is_pylate(model) else TRANSFORMER_FIELDS
+    transformer = _transformer_config(folder, ("feature-extraction",), more=more)
+    prompts, prompt = _prompts(model, modules[-1][0])
+    if is_pylate(model):
+        late = read_pylate(model, _MODEL_CONFIG)
+        prompts = pylate_prompts(model, prompts, _MODEL_CONFIG)
+        normalize = True
+    else:
+        late = read_late_interaction(folder, paths["MultiVectorMask"], transformer)
+        normalize = "Normalize" in paths
+        if normalize:
+            _check_normalize(folder, paths["Normalize"], "token_embeddings")
+    return SentenceSettings(
+        dense=tuple(
+            read_dense(folder, path, of="token_embeddings")
+            for kind, path in modules
+            if kind == "Dense"
+        ),
+        normalize=normalize,
+        prompts=prompts,
+        default_prompt=prompt,
+        max_seq_length=_max_seq_length(transformer),
+        lowercase=bool(transformer.get("do_lower_case")),
+        late=late,
+    )
+
+
+def _modules(folder: Path, model: Json) -> list[tuple[str, str]]:
     """Return kind and folder of each module in modules.json; none without the file."""
-    if not (folder / "modules.json").is_file():
+    is_late = is_late_interaction(model)
+    if not is_late and not (folder / "modules.json").is_file():
         return []
     modules = read_json(folder, "modules.json")
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise CheckpointError("modules.json is not a list of objects")
     kinds = [_module_kind(module) for module in modules]
-    if kinds and not _ORDER.fullmatch(",".join(kinds)):
+    if is_late:
+        _check_late_order(kinds, with_mask=not is_pylate(model))
+    elif kinds and not _ORDER.fullmatch(",".join(kinds)):
         raise CheckpointError(
             f"modules.json has the modules {', '.join(kinds)}; allowed: Transformer, Pooling, Dense, Normalize, in this"
             " order, each once, Dense any number of times; or Transformer, SpladePooling; or Transformer, LogitScore"
@@ -179,8 +231,22 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     return list(zip(kinds, paths, strict=True))
 
 
+def _check_late_order(kinds: Sequence[str], *, with_mask: bool) -> None:
+    others = ",".join(kind for kind in kinds if kind != "MultiVectorMask")
+    order = _LATE_ORDER if with_mask else _PYLATE_ORDER
+    if kinds.count("MultiVectorMask") != with_mask or not order.fullmatch(others):
+        allowed = "Transformer, Dense any number of times" + (
+            ", Normalize or none, and MultiVectorMask once, anywhere" if with_mask else ""
+        )
+        raise CheckpointError(
+            f"modules.json has the modules {', '.join(kinds)}; allowed with a vector for each token: {allowed}"
+        )
+
+
 def _module_kind(module: Json) -> str:
     name = str(module.get("type", ""))
+    if name == _PYLATE_DENSE:
+        return "Dense"
     kind = name.rpartition(".")[-1]
     if kind not in _MODULES:
         raise CheckpointError(f'modules.json has a module "{kind}"; allowed: {", ".join(_MODULES)}')
@@ -211,20 +277,27 @@ def _pooling(config: Json, name: str) -> tuple[Pooling, ...]:
     return tuple(names[each] for each in chosen)
 
 
-def _max_active_dims(folder: Path) -> int | None:
-    config = read_optional_object(folder, _MODEL_CONFIG)
+def _max_seq_length(transformer: Json) -> int | None:
+    if transformer.get("max_seq_length") is None:
+        return None
+    return read_int(transformer, "max_seq_length", name=_BERT_CONFIG)
+
+
+def _max_active_dims(config: Json) -> int | None:
     if config.get("max_active_dims") is None:
         return None
     return read_int(config, "max_active_dims", name=_MODEL_CONFIG)
 
 
-def _check_normalize(folder: Path, path: str) -> None:
+def _check_normalize(folder: Path, path: str, feature: str) -> None:
     name = f"{path}/config.json"
-    fixed = dict.fromkeys(("module_input_name", "module_output_name"), "sentence_embedding")
+    fixed = dict.fromkeys(("module_input_name", "module_output_name"), feature)
     check_fields(read_optional_object(folder, name), name, known=(), fixed=fixed)
 
 
-def _transformer_config(folder: Path, allowed: Sequence[str]) -> Json:
+def _transformer_config(
+    folder: Path, allowed: Sequence[str], *, more: Collection[str] = ()
+) -> Json:
     config = read_optional_object(folder, _BERT_CONFIG)
     # the module that older files name has its task without a field
     task = config.get("transformer_task") or allowed[0]
@@ -247,22 +320,24 @@ def _transformer_config(folder: Path, allowed: Sequence[str]) -> Json:
         "do_lower_case",
         "unpad_inputs",
         "modality_config",
+        *more,
     }
     check_fields(config, _BERT_CONFIG, known=known - fixed.keys(), fixed=fixed)
     return config
 
 
-def _prompts(folder: Path, last_module: str) -> tuple[Mapping[str, str], str]:
-    """Return the prompts by name, and the default one."""
+def _prompts(config: Json, last_module: str) -> tuple[Mapping[str, str], str]:
+    """Return the prompts in config_sentence_transformers.json by name, and the default one."""
     is_splade = last_module == "SpladePooling"
-    config = read_optional_object(folder, _MODEL_CONFIG)
     kind = config.get("model_type") or "SentenceTransformer"
     allowed = _SPARSE_TYPES if is_splade else _DENSE_TYPES
-    if kind not in allowed:
+    if not is_late_interaction(config) and kind not in allowed:
         raise CheckpointError(
             f"{_MODEL_CONFIG} has model_type {show(kind)}; allowed: {', '.join(allowed)}"
         )
     known = _KNOWN_MODEL_FIELDS | ({"max_active_dims"} if is_splade else set())
+    if is_pylate(config):
+        known |= PYLATE_FIELDS
     check_fields(config, _MODEL_CONFIG, known=known, fixed={"truncate_dim": None})
     name = config.get("default_prompt_name")
     prompts = config.get("prompts") or {}

@@ -7,7 +7,6 @@ Source of the names: T5 as saved by Hugging Face transformers.
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
-from varlen.config import Task
 from varlen.errors import CheckpointError
 from varlen.models import seq2seq_fields
 from varlen.models.config_file import (
@@ -22,7 +21,8 @@ from varlen.models.config_file import (
 )
 from varlen.models.family import Family, ModelSizes
 from varlen.models.table_names import TableNames
-from varlen.models.weights import TensorHeader, check_all_used, check_tensor
+from varlen.models.weights import TensorHeader, check_shapes
+from varlen.tasks import Task
 from varlen_kernels import Activation
 
 # Fields that this version reads.
@@ -210,9 +210,7 @@ def _check_tensors(
 ) -> None:
     has_decoder = architecture not in ENCODERS
     expected = tensor_shapes(T5Config.read(config), headers, has_decoder=has_decoder)
-    for name, shape in expected.items():
-        check_tensor(headers, name, shape)
-    check_all_used(headers, expected, {_UNUSED_BIAS, "shared.weight"}.__contains__)
+    check_shapes(headers, expected, {_UNUSED_BIAS, "shared.weight"}.__contains__)
 
 
 def _family(head: str) -> Family:

@@ -196,7 +196,7 @@ def _read_bad_words(fields: Json, name: str, vocab_size: int) -> list[int]:
 
 def _read_defaults(fields: Json, name: str) -> TranslateDefaults:
     def count(key: str, default: int, *, lowest: int) -> int:
-        return read_int({key: default, **fields}, key, lowest=lowest, name=name)
+        return read_int(fields, key, default=default, lowest=lowest, name=name)
 
     early_stopping: bool | Literal["never"] = "never"
     if fields.get("early_stopping") != "never":

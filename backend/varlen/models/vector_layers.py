@@ -1,4 +1,4 @@
-"""Dense modules of sentence-transformers: linear layers between pooling and normalization.
+"""Dense modules of sentence-transformers: linear layers between pooling and normalization, or of tokens.
 
 Each has a folder of its own with config.json and model.safetensors. They run in fp32, like pooled vectors.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from varlen.errors import CheckpointError
 from varlen.models.config_file import check_fields, read_flag, read_int, read_object, show
-from varlen.models.weights import CheckpointWeights, check_all_used, check_tensor, read_headers
+from varlen.models.weights import CheckpointWeights, check_shapes, read_headers
 from varlen_kernels import Activation
 
 if TYPE_CHECKING:
@@ -30,11 +30,6 @@ _ACTIVATIONS: Mapping[str, VectorActivation] = {
 # What sentence-transformers takes where the file names none.
 _DEFAULT_ACTIVATION = "torch.nn.modules.activation.Tanh"
 _KNOWN = ("in_features", "out_features", "bias", "activation_function")
-_FIXED: Mapping[str, object] = {
-    "module_input_name": "sentence_embedding",
-    "module_output_name": "sentence_embedding",
-    "use_residual": False,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +63,21 @@ class VectorLayer:
     activation: VectorActivation
 
 
-def read_dense(folder: Path, path: str) -> DenseConfig:
+def read_dense(folder: Path, path: str, *, of: str = "sentence_embedding") -> DenseConfig:
     """Return the settings of a Dense module of a checkpoint folder.
+
+    Args:
+        folder: of the checkpoint.
+        path: of the module's folder, in the checkpoint's.
+        of: what it reads and writes, by its name in sentence-transformers.
 
     Raises:
         CheckpointError: its file is damaged, or asks for something that is not served.
     """
     name = f"{path}/config.json"
     config = read_object(folder, name)
-    check_fields(config, name, known=_KNOWN, fixed=_FIXED)
+    fixed = {"module_input_name": of, "module_output_name": of, "use_residual": False}
+    check_fields(config, name, known=_KNOWN, fixed=fixed)
     activation = config.get("activation_function", _DEFAULT_ACTIVATION)
     kind = str(activation).rpartition(".")[-1]
     if kind not in _ACTIVATIONS:
@@ -112,9 +113,7 @@ def check_layers(folder: Path, layers: Sequence[DenseConfig]) -> None:
     """Raise CheckpointError unless the files of all layers have their tensors, and no others."""
     for layer in layers:
         headers = read_headers(folder / layer.path)
-        for name, shape in layer.shapes.items():
-            check_tensor(headers, name, shape)
-        check_all_used(headers, layer.shapes, lambda _: False)
+        check_shapes(headers, layer.shapes, lambda _: False)
 
 
 def load_layers(

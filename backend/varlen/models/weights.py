@@ -95,13 +95,15 @@ def check_tensor(
     return header
 
 
-def check_all_used(
+def check_shapes(
     headers: Mapping[str, TensorHeader],
-    expected: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
     is_harmless: Callable[[str], bool],
 ) -> None:
-    """Raise CheckpointError for a tensor that is neither expected nor harmless."""
-    unused = [name for name in headers if name not in expected and not is_harmless(name)]
+    """Raise CheckpointError unless the tensors have these shapes, and all others are harmless."""
+    for name, shape in shapes.items():
+        check_tensor(headers, name, shape)
+    unused = [name for name in headers if name not in shapes and not is_harmless(name)]
     if unused:
         raise CheckpointError(
             f'the checkpoint has the tensor "{min(unused)}", which the model in config.json does not use'

@@ -54,13 +54,16 @@ class DistanceTables:
     """Keys and queries of distances, whose products `attention_varlen` adds to those of tokens.
 
     Attributes:
-        rows: `[2 * reach + 1]` int32, the row of each distance in the tables.
+        rows: `[2 * reach + 1]` int32, the row of each distance in the tables; None without tables.
         keys, queries: `[rows, heads.width]`, one of them at least.
     """
 
-    rows: Tensor
+    rows: Tensor | None
     keys: Tensor | None
     queries: Tensor | None
+
+
+_NO_DISTANCES = DistanceTables(None, None, None)
 
 
 class Recorder:
@@ -70,16 +73,25 @@ class Recorder:
     `varlen_kernels.reference`.
     """
 
-    def __init__(self, *, for_gpu: bool = False, approximate_gelu: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        for_gpu: bool = False,
+        approximate_gelu: bool = False,
+        has_key_lengths: bool = False,
+    ) -> None:
         """Start a recording.
 
         Args:
             for_gpu: whether the program runs on a GPU. There, sequences are assigned to tiles once for all layers, and
                 the matrix product computes an activation if it can.
             approximate_gelu: whether a GPU computes the exact GELU by its tanh form, in the matrix product.
+            has_key_lengths: whether sequences may end with tokens that no token reads. If so, each batch brings the
+                input `key_lengths`.
         """
         self._for_gpu = for_gpu
         self._approximate_gelu = approximate_gelu and for_gpu
+        self._has_key_lengths = has_key_lengths
         # the tiles of attention, by all that they depend on
         self._tiles: dict[tuple[object, ...], Value] = {}
         self._ops: list[Op] = []
@@ -281,13 +293,15 @@ class Recorder:
         causal: bool = False,
         window: int = 0,
     ) -> Value:
-        tiles = None
+        tiles = key_lengths = None
+        if self._has_key_lengths:
+            key_lengths = self.input("key_lengths", ("sequences",), torch.int32)
+        tables = distances or _NO_DISTANCES
         if self._for_gpu:
-            rows = None if distances is None else distances.rows
-            tiles = self._attention_tiles(qkv, cu_seqlens, heads, bias, rows, causal=causal)
-        operands: tuple[Operand, ...] = (qkv, cu_seqlens, bias, tiles)
-        if distances is not None:
-            operands += (distances.rows, distances.keys, distances.queries)
+            forms = bias, tables.rows, key_lengths
+            tiles = self._attention_tiles(qkv, cu_seqlens, heads, forms, causal=causal)
+        distance_operands = tables.rows, tables.keys, tables.queries
+        operands = (qkv, cu_seqlens, bias, tiles, *distance_operands, key_lengths)
         shape = (qkv.shape[0], heads.width)
         attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
         return self._call("attention_varlen", operands, shape, qkv.dtype, **attributes)
@@ -297,22 +311,25 @@ class Recorder:
         qkv: Value,
         cu_seqlens: Value,
         heads: AttentionHeads,
-        bias: Tensor | None,
-        distance_rows: Tensor | None,
+        forms: tuple[Operand, Operand, Operand],
         *,
         causal: bool,
     ) -> Value:
-        """Return the tiles of `attention_varlen`, recorded once for all layers that share them."""
-        forms = causal, bias is not None, distance_rows is not None
-        key = (cu_seqlens.name, heads, qkv.dtype, *forms)
+        """Return the tiles of `attention_varlen`, recorded once for all layers that share them.
+
+        Args:
+            forms: the bias, the rows of distances and the key lengths, where there are any.
+        """
+        has_key_lengths = forms[2] is not None
+        key = (cu_seqlens.name, heads, qkv.dtype, causal, *(each is not None for each in forms))
         if key not in self._tiles:
             tokens, bounds = qkv.shape[0], cu_seqlens.shape[0]
             assert isinstance(tokens, Size)
             assert isinstance(bounds, Size)
             self._tiles[key] = self._call(
                 "attention_tiles",
-                (qkv, cu_seqlens, bias, distance_rows),
-                (tokens + bounds, 3),
+                (qkv, cu_seqlens, *forms),
+                (tokens + bounds, 3 + has_key_lengths),
                 torch.int32,
                 **heads.counts,
                 causal=causal,

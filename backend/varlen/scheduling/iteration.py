@@ -20,11 +20,10 @@ Sarathi-Serve (Agrawal et al. 2024, OSDI); preemption is that of vLLM (Kwon et a
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, islice
 from typing import cast
 
 from sortedcontainers import SortedKeyList
@@ -35,6 +34,8 @@ from varlen.errors import EngineError
 from varlen.memory.blocks import BlockCounts, BlockPool
 from varlen.request import Request
 from varlen.scheduling.admission import Admission
+from varlen.scheduling.answers import append_token, write_answers
+from varlen.scheduling.chunks import divide_step, groups_of_step, next_chunks
 from varlen.scheduling.group_memory import GroupMemory
 from varlen.scheduling.groups import Group
 from varlen.scheduling.step_cost import StepCost
@@ -42,7 +43,6 @@ from varlen.scheduling.step_limits import StepLimits, check_fits
 from varlen.sequence import (
     Batch,
     BatchResult,
-    BeamAnswer,
     BeamStep,
     Chunk,
     Event,
@@ -52,17 +52,13 @@ from varlen.sequence import (
     RequestState,
     SampledToken,
     SequenceFailure,
-    SequenceOutput,
     StepBatch,
 )
 
 _log = logging.getLogger(__name__)
 
-_TEXT_FAILED = "the text of the answer could not be made; the server's log says why"
 _STEP_FAILED = "the model failed on the step that held this request; the server's log says why"
 _OUT_OF_MEMORY = "the server had too little memory to run this request; it may pass later"
-# Where a search has found fewer answers than the request asks for.
-_NO_ANSWER = BeamAnswer((), -math.inf, "length")
 # After a step that ran out of memory, steps grow again by this part of the largest step each.
 _STEP_GROWTH = 32
 
@@ -150,7 +146,11 @@ class IterationScheduler:
         assert options is not None
         for row, prompt in enumerate(request.prompts):
             check_fits(row, prompt, options, self._limits, self._memory)
-        forecast = self._forecast(request)
+        forecast = self._cost.forecast(
+            request,
+            max_step_tokens=self._limits.max_step_tokens,
+            max_running_sequences=self._max_running,
+        )
         self._admission.enter(request, forecast, now)
         return forecast
 
@@ -179,17 +179,17 @@ class IterationScheduler:
             return None
         if self._extend_decoding():
             self._start_waiting()
-        groups = self._groups_of_step()
+        groups = groups_of_step(self._running, self._step_tokens)
         if not groups:
             return None
-        parts = list(zip(groups, self._divide_step(groups), strict=True))
+        parts = list(zip(groups, divide_step(groups, self._step_tokens), strict=True))
         # one token first: the others attend in a way of their own
         parts.sort(key=lambda part: part[1] > 1)
         for group, tokens in parts:
             num_blocks = self._blocks.blocks_of(group.first.num_computed + tokens)
             # of those that are reserved; a sequence that generates has its block
             self._memory.fill(group, num_blocks)
-            self._in_flight[group] = _chunks(group, tokens, num_blocks)
+            self._in_flight[group] = next_chunks(group, tokens, num_blocks)
         return self._start(now)
 
     def trim(self, batch: Batch, now: float) -> StepBatch | None:
@@ -258,43 +258,13 @@ class IterationScheduler:
     def drain(self) -> None:
         """Do nothing: no step waits for more requests."""
 
-    def _forecast(self, request: Request) -> Forecast:
-        """Return the run time of a request whose answers all have `max_tokens`.
-
-        A sequence that runs alone is as fast as it can be, so a request whose deadline is before that, and before
-        the end of what waits now, misses it. A client that expects a shorter answer sends a smaller `max_tokens`.
-        """
-        options = request.options.generation
-        assert options is not None
-        branches = max(options.n, options.num_beams)
-        share, alone = 0.0, 0.0
-        for prompt in request.prompts:
-            chunks = -(-prompt.num_tokens // self._limits.max_step_tokens)
-            steps, tokens = chunks + options.max_tokens - 1, options.max_tokens - 1
-            alone = max(alone, self._cost.seconds(steps, prompt.num_tokens + branches * tokens))
-            # in full steps, sequences divide the constant part among them
-            share += self._cost.seconds(0, prompt.num_tokens + branches * tokens)
-            share += self._cost.seconds(steps, 0) * branches / self._max_running
-        return Forecast(share, least_seconds=alone)
-
-    def _groups_of_step(self) -> list[Group]:
-        """Return the running groups that fit into a step; the first one always does."""
-        groups: list[Group] = []
-        tokens = 0
-        for group in self._running:
-            tokens += group.least_tokens
-            if groups and tokens > self._step_tokens:
-                break
-            groups.append(group)
-        return groups
-
     def _extend_decoding(self) -> bool:
         """Allocate the blocks of tokens to generate; return whether no group was preempted.
 
         If no block is available, the youngest groups are preempted, perhaps the one that needs it.
         """
         before = self._preemptions
-        for group in self._groups_of_step():
+        for group in groups_of_step(self._running, self._step_tokens):
             # one before it may have preempted it
             if group.remaining > 1 or not group.is_encoded:
                 continue
@@ -331,28 +301,6 @@ class IterationScheduler:
                     del self._new[request]
                 self._subtract_waiting([group], requests=int(is_last))
 
-    def _divide_step(self, groups: list[Group]) -> list[int]:
-        """Return the number of tokens of each branch of the groups.
-
-        Each has one, and prompts divide the rest in order. A prompt takes at most half of what is left while another
-        one is behind it, so that a short prompt does not wait for a long one; what the others do not need, it takes
-        as well.
-        """
-        spare = max(0, self._step_tokens - sum(group.least_tokens for group in groups))
-        wanted = [group.remaining - 1 for group in groups]
-        behind = sum(tokens > 0 for tokens in wanted)
-        lengths = []
-        for tokens in wanted:
-            behind -= tokens > 0
-            more = min(tokens, spare // 2 if behind else spare)
-            lengths.append(1 + more)
-            spare -= more
-        for place, tokens in enumerate(wanted):
-            more = min(tokens + 1 - lengths[place], spare)
-            lengths[place] += more
-            spare -= more
-        return lengths
-
     def _start(self, now: float) -> StepBatch:
         """Return the step of all groups in flight."""
         chunks = tuple(chain.from_iterable(self._in_flight.values()))
@@ -388,7 +336,7 @@ class IterationScheduler:
                 events = self._follow(group, cast(BeamStep, outputs[0]))
         else:
             sampled = zip(group.sequences, cast(list[SampledToken], outputs), strict=False)
-            events = [_append(*each) for each in sampled]
+            events = [append_token(*each) for each in sampled]
         if group.is_finished:
             self._end(group)
         elif outputs and len(group.sequences) > 1 and not group.has_beams:
@@ -402,11 +350,7 @@ class IterationScheduler:
         if step.answers is None:
             self._memory.follow(group, step.parents, step.token_ids)
             return []
-        answers = chain(step.answers, repeat(_NO_ANSWER))
-        return [
-            _write(sequence, answer)
-            for sequence, answer in zip(group.sequences, answers, strict=False)
-        ]
+        return write_answers(group.sequences, step.answers)
 
     def _split(self, group: Group) -> None:
         """Replace a group by one for each sample that goes on."""
@@ -451,48 +395,3 @@ class IterationScheduler:
         tokens = sum(group.first.prompt.num_tokens for group in groups)
         seconds = tokens * request.seconds_per_token
         self._admission.leave(requests=requests, tokens=tokens, seconds=seconds)
-
-
-def _chunks(group: Group, tokens: int, num_blocks: int) -> list[Chunk]:
-    """Return the next tokens of each branch of a group."""
-    first = group.first
-    begin, end = first.num_computed, first.num_computed + tokens
-    has_logits, has_beams = end == len(first.token_ids), group.has_beams
-    samples = group.sequences if has_logits else ()
-    source = first.prompt.source_ids
-    source_block_ids = tuple(group.source_block_ids)
-    encodes = () if group.is_encoded or source is None else tuple(source.tolist())
-    return [
-        Chunk(
-            branch,
-            begin,
-            tuple(branch.token_ids[begin:end]),
-            # it has more of them after a larger step that ran out of memory
-            tuple(branch.block_ids[:num_blocks]),
-            (branch,) if has_beams and has_logits else samples,
-            source_block_ids,
-            encodes,
-        )
-        for branch in group.branches
-    ]
-
-
-def _append(sequence: GeneratedSequence, token: SampledToken) -> Event:
-    """Append a token to a sequence; return what it adds to the answer."""
-    sequence.token_ids.append(token.token_id)
-    if token.error is not None:
-        return SequenceFailure(sequence, token.error)
-    return _write(sequence, token)
-
-
-def _write(sequence: GeneratedSequence, output: SampledToken | BeamAnswer) -> Event:
-    """Return what a token, or the end of a search, adds to an answer."""
-    try:
-        part = sequence.writer.write(output)
-    except BaseException:
-        # a panic of the tokenizers library is no Exception
-        _log.exception("the text of an answer could not be made; its request fails")
-        return SequenceFailure(sequence, EngineError(_TEXT_FAILED))
-    if part.finish_reason is not None:
-        sequence.finish()
-    return SequenceOutput(sequence, part)

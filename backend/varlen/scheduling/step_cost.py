@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from varlen.request import Request
+from varlen.sequence import Forecast
+
 # Weight of a step, relative to the one after it.
 _MEMORY = 0.97
 # A step that compiles, or touches memory first, takes many times longer than others of its size.
@@ -28,6 +31,27 @@ class StepCost:
     def seconds(self, steps: int, tokens: int) -> float:
         """Return the expected seconds of steps with these tokens in all."""
         return steps * self.base + tokens * self.per_token
+
+    def forecast(
+        self, request: Request, *, max_step_tokens: int, max_running_sequences: int
+    ) -> Forecast:
+        """Return the run time of a request whose answers all have `max_tokens`.
+
+        A sequence that runs alone is as fast as it can be, so a request whose deadline is before that, and before
+        the end of what waits now, misses it. A client that expects a shorter answer sends a smaller `max_tokens`.
+        """
+        options = request.options.generation
+        assert options is not None
+        branches = max(options.n, options.num_beams)
+        share, alone = 0.0, 0.0
+        for prompt in request.prompts:
+            chunks = -(-prompt.num_tokens // max_step_tokens)
+            steps, tokens = chunks + options.max_tokens - 1, options.max_tokens - 1
+            alone = max(alone, self.seconds(steps, prompt.num_tokens + branches * tokens))
+            # in full steps, sequences divide the constant part among them
+            share += self.seconds(0, prompt.num_tokens + branches * tokens)
+            share += self.seconds(steps, 0) * branches / max_running_sequences
+        return Forecast(share, least_seconds=alone)
 
     def learn(self, tokens: int, seconds: float) -> None:
         """Learn from a step."""

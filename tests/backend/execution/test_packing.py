@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views, split_answers
 from varlen.models import inputs as declare
-from varlen.program.recorder import Recorder
+from varlen.program.recorder import AttentionHeads, Recorder
 from varlen.request import Prompt, RequestOptions
 
 PLAIN, NORMALIZED = RequestOptions(), RequestOptions(normalize=True)
@@ -116,6 +116,20 @@ def test_every_input_starts_where_kernels_may_load_16_bytes(tokens, sequences):
     assert all(begin % 16 == 0 for begin in begins)
     # one after the other, so none overlaps, and inside the buffer
     assert all(end <= begin for end, begin in zip(ends, [*begins[1:], size], strict=True))
+
+
+def test_sequences_may_have_fewer_keys_than_tokens():
+    later = Recorder(has_key_lengths=True)
+    qkv, bounds = later.input("qkv", ("tokens", 3), torch.float32), declare.cu_seqlens(later)
+    later.attention_varlen(qkv, bounds, AttentionHeads(1, 1, 1), scale=1.0)
+    key_lengths = later.input("key_lengths", ("sequences",), torch.int32)
+    inputs = inputs_for(6, 3, [key_lengths, declare.normalize_tokens(OPS)])
+
+    prompts = [Prompt(ids(7, 8, 9), num_keys=2), Prompt(ids(5, 6))]
+    fill_inputs(inputs, prompts, [PLAIN, NORMALIZED])
+
+    assert inputs["key_lengths"].tolist() == [2, 2, 0]
+    assert inputs["normalize_tokens"].tolist() == [False, False, False, True, True, False]
 
 
 def test_masks_are_rows_of_the_batch_and_spare_rows_are_the_first_token():

@@ -33,6 +33,9 @@ def test_a_batch_arrives_with_its_ids_types_and_options(rows):
             np.arange(len(ids), dtype=np.int32) if has_types else None,
             # the first token of every second row is a mask
             mask_places=np.zeros(1, dtype=np.int32) if index % 2 else None,
+            num_keys=index if index % 3 else None,
+            # no vector of some rows
+            kept_places=np.arange(index - 2, dtype=np.int32) if index > 1 else None,
         )
         for index, (ids, has_types, _) in enumerate(rows)
     ]
@@ -49,6 +52,8 @@ def test_a_batch_arrives_with_its_ids_types_and_options(rows):
             assert got.type_ids is None or not got.type_ids.any()
         assert (got.mask_places is None) == (sent.mask_places is None)
         assert got.num_masks == sent.num_masks
+        assert got.num_keys == sent.num_keys
+        assert got.num_vectors == sent.num_vectors
 
 
 @pytest.mark.parametrize(

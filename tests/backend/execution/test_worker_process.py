@@ -252,18 +252,19 @@ def test_errors_of_a_load_are_raised_here(small_bert, tmp_path):
 
 ORPHANS = """
 import os, signal, sys
-from pathlib import Path
 from varlen.config import EngineConfig
-from varlen.execution.worker_process import WorkerHost, WorkerProcess
+from varlen.metrics import Stats
+from varlen.service import Service
 
-host = WorkerHost(Path(sys.argv[1]), EngineConfig(device="cpu", threads=1))
-worker = WorkerProcess(host, lambda: None)
-print(host.pid, worker.pid, "torch" in sys.modules, flush=True)
+config = EngineConfig(device="cpu", threads=1, warmup_seconds=0)
+workers = Service.load(sys.argv[1], config, Stats(), isolated=True).workers
+(worker,) = workers.runners
+print(workers.host.pid, worker.pid, "torch" in sys.modules, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_host_and_workers_end_with_the_engine_which_needs_no_torch(small_bert):
+def test_host_and_workers_end_with_the_service_which_needs_no_torch(small_bert):
     ran = subprocess.run(
         [sys.executable, "-c", ORPHANS, str(small_bert)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -378,6 +378,36 @@ def test_on_a_gpu_layers_of_one_form_share_their_tiles():
     torch.testing.assert_close(answer, expected)
 
 
+@pytest.mark.parametrize("for_gpu", [False, True])
+def test_key_lengths_are_an_input_of_programs_that_have_them(for_gpu):
+    ops = Recorder(for_gpu=for_gpu, has_key_lengths=True)
+    heads, bias = AttentionHeads(2, 2, 4), torch.randn(2, 5)
+    bounds = ops.input("cu_seqlens", (Size(1, sequences=1),), torch.int32)
+    qkv = ops.input("qkv", ("tokens", 24), torch.float32)
+    program = ops.finish(ops.attention_varlen(qkv, bounds, heads, bias, scale=0.5))
+    inputs = {
+        "qkv": torch.randn(7, 24),
+        "cu_seqlens": torch.tensor([0, 5, 7], dtype=torch.int32),
+        "key_lengths": torch.tensor([2, 2], dtype=torch.int32),
+    }
+    dims = {"tokens": 7, "sequences": 2}
+
+    (answer,) = program.run(
+        PackedBatch(inputs, dims), reference, make_arena(program, dims).allocate(dims)
+    )
+
+    assert {value.name for value in program.inputs} == set(inputs)
+    expected = reference.attention_varlen(
+        inputs["qkv"],
+        inputs["cu_seqlens"],
+        bias,
+        key_lengths=inputs["key_lengths"],
+        **heads.counts,
+        scale=0.5,
+    )
+    torch.testing.assert_close(answer, expected)
+
+
 @pytest.mark.parametrize(
     "kind, form, expected",
     [
