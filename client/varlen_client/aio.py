@@ -41,12 +41,14 @@ from varlen_client.row_options import (
     RerankOptions,
     RowOptions,
     SparseOptions,
+    TokenEmbedOptions,
     classify_requests,
     embed_requests,
     mask_requests,
     predict_requests,
     rerank_requests,
     sparse_requests,
+    token_embed_requests,
     token_requests,
 )
 from varlen_client.row_outputs import LabelScore, Vectors, best_labels
@@ -229,6 +231,17 @@ class AsyncClient:
         return await self._rows.arrays(
             token_requests("hidden", "last_hidden_state", inputs, options)
         )
+
+    async def token_embed(
+        self, inputs: Inputs, **options: Unpack[TokenEmbedOptions]
+    ) -> list[Floats]:
+        """Return the vectors of each row's tokens, one [vectors, features] fp32 per row.
+
+        For models of late interaction (ColBERT). Each row is sent as its own request, as in
+        `token_classify`. Arguments and errors are those of `embed`; `prompt_name` is "query" or
+        "document".
+        """
+        return await self._rows.arrays(token_embed_requests(inputs, options))
 
     async def generate(
         self,

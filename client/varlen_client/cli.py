@@ -15,6 +15,7 @@ from varlen_client.cli_generate import generate
 from varlen_client.cli_serve_http import serve_http
 from varlen_client.cli_sparse import sparse_embed
 from varlen_client.cli_status import status
+from varlen_client.cli_tokens import hidden, token_classify, token_embed
 from varlen_client.cli_translate import translate
 
 app = typer.Typer(
@@ -30,6 +31,9 @@ for command in (
     classify,
     rerank,
     fill_mask,
+    token_embed,
+    token_classify,
+    hidden,
     generate,
     translate,
     status,

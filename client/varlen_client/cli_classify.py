@@ -8,22 +8,10 @@ from typing import Annotated
 
 import typer
 
-from varlen_client.cli_files import check_lines, texts_or_lines
-from varlen_client.cli_options import (
-    DEFAULT_URL,
-    DeadlineMs,
-    Model,
-    Priority,
-    Timeout,
-    Truncate,
-    TruncateSide,
-    Url,
-    exit_on_error,
-    shorten,
-    show_progress,
-)
+from varlen_client.cli_files import texts_or_full_lines
+from varlen_client.cli_options import shorten, show_progress
+from varlen_client.cli_requests import RowOptions, with_options
 from varlen_client.row_outputs import Activation
-from varlen_client.sync import Client
 
 _Activation = Annotated[
     Activation | None,
@@ -33,6 +21,7 @@ _TopK = Annotated[int | None, typer.Option(min=1, help="Show only the best; defa
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 
 
+@with_options
 def classify(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to classify.")] = None,
     *,
@@ -42,31 +31,16 @@ def classify(
     activation: _Activation = None,
     top_k: _TopK = None,
     as_json: _Json = False,
-    url: Url = DEFAULT_URL,
-    model: Model = None,
-    truncate: Truncate = False,
-    truncation_side: TruncateSide = None,
-    deadline_ms: DeadlineMs = None,
-    priority: Priority = None,
-    timeout: Timeout = None,
+    options: RowOptions,
 ) -> None:
     """Print labels and scores of texts, or of a file's lines, the best first."""
-    rows = check_lines(texts_or_lines(texts or [], file), file)
+    rows = texts_or_full_lines(texts, file)
     with (
-        exit_on_error(),
-        Client(url, model) as client,
+        options.connect() as client,
         show_progress("classifying", len(rows), shown=file is not None) as on_progress,
     ):
         answers = client.predict(
-            rows,
-            activation=activation,
-            top_k=top_k,
-            truncate=truncate or None,
-            truncation_side=truncation_side,
-            deadline_ms=deadline_ms,
-            priority=priority,
-            timeout=timeout,
-            on_progress=on_progress,
+            rows, activation=activation, top_k=top_k, **options.arguments, on_progress=on_progress
         )
     for text, labels in zip(rows, answers, strict=True):
         if as_json:
@@ -77,6 +51,7 @@ def classify(
             typer.echo(f"{shorten(text)}  {shown}")
 
 
+@with_options
 def rerank(
     query: Annotated[str, typer.Argument(help="What the documents are compared with.")],
     documents: Annotated[list[str] | None, typer.Argument(help="Documents to rank.")] = None,
@@ -87,30 +62,15 @@ def rerank(
     activation: _Activation = "auto",
     top_k: _TopK = None,
     as_json: _Json = False,
-    url: Url = DEFAULT_URL,
-    model: Model = None,
-    truncate: Truncate = False,
-    truncation_side: TruncateSide = None,
-    deadline_ms: DeadlineMs = None,
-    priority: Priority = None,
-    timeout: Timeout = None,
+    options: RowOptions,
 ) -> None:
     """Print documents, or a file's lines, and their scores, the most relevant first.
 
     The number of a document is its place in the input, from 1.
     """
-    rows = check_lines(texts_or_lines(documents or [], file), file)
-    with exit_on_error(), Client(url, model) as client:
-        scores = client.rerank(
-            query,
-            rows,
-            activation=activation,
-            truncate=truncate or None,
-            truncation_side=truncation_side,
-            deadline_ms=deadline_ms,
-            priority=priority,
-            timeout=timeout,
-        ).tolist()
+    rows = texts_or_full_lines(documents, file)
+    with options.connect() as client:
+        scores = client.rerank(query, rows, activation=activation, **options.arguments).tolist()
     best = sorted(range(len(rows)), key=lambda row: -scores[row])[:top_k]
     for row in best:
         if as_json:

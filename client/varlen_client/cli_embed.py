@@ -16,27 +16,14 @@ from rich.table import Table
 
 from varlen_client.aio import DEFAULT_CONCURRENCY
 from varlen_client.cli_files import check_output, texts_or_lines, write_file
-from varlen_client.cli_options import (
-    DEFAULT_URL,
-    DeadlineMs,
-    Model,
-    Priority,
-    Timeout,
-    Truncate,
-    TruncateSide,
-    Url,
-    exit_on_error,
-    print_message,
-    shorten,
-    show_progress,
-    usage_error,
-)
-from varlen_client.sync import Client
+from varlen_client.cli_options import print_message, shorten, show_progress, usage_error
+from varlen_client.cli_requests import RowOptions, with_options
 from varlen_client.wire import Floats
 
 SHOWN_VALUES = 4
 
 
+@with_options
 def embed(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to embed.")] = None,
     *,
@@ -68,22 +55,15 @@ def embed(
     concurrency: Annotated[
         int, typer.Option(min=1, help="Maximum requests in flight.")
     ] = DEFAULT_CONCURRENCY,
-    url: Url = DEFAULT_URL,
-    model: Model = None,
-    truncate: Truncate = False,
-    truncation_side: TruncateSide = None,
-    deadline_ms: DeadlineMs = None,
-    priority: Priority = None,
-    timeout: Timeout = None,
+    options: RowOptions,
 ) -> None:
     """Embed texts, or the lines of a file, and print or write the vectors."""
-    rows = _without_empty(texts_or_lines(texts or [], file), file, skip=skip_empty)
+    rows = _without_empty(texts_or_lines(texts, file), file, skip=skip_empty)
     if output is not None:
         check_output(output, force=force)
     start = time.monotonic()
     with (
-        exit_on_error(),
-        Client(url, model, rows_per_request=rows_per_request, concurrency=concurrency) as client,
+        options.connect(rows_per_request=rows_per_request, concurrency=concurrency) as client,
         show_progress("embedding", len(rows), shown=file is not None) as on_progress,
     ):
         vectors = client.embed(
@@ -91,11 +71,7 @@ def embed(
             normalize=normalize,
             prompt_name=prompt_name,
             dimensions=dimensions,
-            truncate=truncate or None,
-            truncation_side=truncation_side,
-            deadline_ms=deadline_ms,
-            priority=priority,
-            timeout=timeout,
+            **options.arguments,
             on_progress=on_progress,
         )
     seconds = time.monotonic() - start
@@ -115,27 +91,22 @@ def embed(
             typer.echo(f"{shorten(text)}  {_format_vector(vector)}")
 
 
+@with_options
 def similarity(
     texts: Annotated[list[str], typer.Argument(help="At least two texts.")],
     *,
-    url: Url = DEFAULT_URL,
-    model: Model = None,
-    truncate: Truncate = False,
-    deadline_ms: DeadlineMs = None,
-    priority: Priority = None,
-    timeout: Timeout = None,
+    options: RowOptions,
 ) -> None:
     """Print the cosine similarity of each pair of texts."""
     if len(texts) == 1:
         usage_error("similarity needs at least two texts")
-    with exit_on_error(), Client(url, model) as client:
-        vectors = client.embed(
-            texts,
-            truncate=truncate or None,
-            deadline_ms=deadline_ms,
-            priority=priority,
-            timeout=timeout,
-        )
+    with options.connect() as client:
+        vectors = client.embed(texts, **options.arguments)
+    print_similarity(texts, vectors)
+
+
+def print_similarity(texts: Sequence[str], vectors: Floats) -> None:
+    """Print the cosine similarity of each pair of texts, whose vectors are `[texts, features]`."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)  # [texts, 1]
     unit = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
     cosines = unit @ unit.T  # [texts, texts]

@@ -11,7 +11,7 @@ from typing import BinaryIO
 from varlen_client.cli_options import fail, usage_error
 
 
-def texts_or_lines(texts: Sequence[str], file: Path | None) -> list[str]:
+def texts_or_lines(texts: Sequence[str] | None, file: Path | None) -> list[str]:
     """Return the texts of the command line, or the lines of `file`.
 
     Some lines may be empty. Exits with a usage error if both or none are given, or if the file cannot be read.
@@ -19,7 +19,7 @@ def texts_or_lines(texts: Sequence[str], file: Path | None) -> list[str]:
     if bool(texts) == (file is not None):
         usage_error("give either texts or --file")
     if file is None:
-        return list(texts)
+        return list(texts or [])
     try:
         content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
     except OSError as error:
@@ -38,8 +38,9 @@ def texts_or_lines(texts: Sequence[str], file: Path | None) -> list[str]:
     return rows
 
 
-def check_lines(rows: list[str], file: Path | None) -> list[str]:
-    """Return the rows; an empty line of a file is a usage error."""
+def texts_or_full_lines(texts: Sequence[str] | None, file: Path | None) -> list[str]:
+    """Return the texts, or the lines of `file`; an empty line is a usage error."""
+    rows = texts_or_lines(texts, file)
     for number, row in enumerate(rows, start=1):
         if file is not None and not row.strip():
             usage_error(f"{file}, line {number}: empty")

@@ -9,23 +9,12 @@ from typing import Annotated
 
 import typer
 
-from varlen_client.cli_files import check_lines, texts_or_lines
-from varlen_client.cli_options import (
-    DEFAULT_URL,
-    DeadlineMs,
-    Model,
-    Priority,
-    Timeout,
-    Truncate,
-    TruncateSide,
-    Url,
-    exit_on_error,
-    shorten,
-    show_progress,
-)
-from varlen_client.sync import Client
+from varlen_client.cli_files import texts_or_full_lines
+from varlen_client.cli_options import shorten, show_progress
+from varlen_client.cli_requests import RowOptions, with_options
 
 
+@with_options
 def fill_mask(
     texts: Annotated[
         list[str] | None,
@@ -41,31 +30,15 @@ def fill_mask(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per text.")
     ] = False,
-    url: Url = DEFAULT_URL,
-    model: Model = None,
-    truncate: Truncate = False,
-    truncation_side: TruncateSide = None,
-    deadline_ms: DeadlineMs = None,
-    priority: Priority = None,
-    timeout: Timeout = None,
+    options: RowOptions,
 ) -> None:
     """Print the most likely tokens of each mask, one line per mask, the likeliest first."""
-    rows = check_lines(texts_or_lines(texts or [], file), file)
+    rows = texts_or_full_lines(texts, file)
     with (
-        exit_on_error(),
-        Client(url, model) as client,
+        options.connect() as client,
         show_progress("filling", len(rows), shown=file is not None) as on_progress,
     ):
-        answers = client.fill_mask(
-            rows,
-            top_k=top_k,
-            truncate=truncate or None,
-            truncation_side=truncation_side,
-            deadline_ms=deadline_ms,
-            priority=priority,
-            timeout=timeout,
-            on_progress=on_progress,
-        )
+        answers = client.fill_mask(rows, top_k=top_k, **options.arguments, on_progress=on_progress)
     for text, masks in zip(rows, answers, strict=True):
         if as_json:
             found = [[asdict(token) for token in mask] for mask in masks]

@@ -9,19 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from varlen_client.cli_options import (
-    DEFAULT_URL,
-    DeadlineMs,
-    Model,
-    Priority,
-    Timeout,
-    Url,
-    exit_on_error,
-    usage_error,
-)
-from varlen_client.sync import Client
+from varlen_client.cli_options import usage_error
+from varlen_client.cli_requests import RequestOptions, with_options
 
 
+@with_options
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
     *,
@@ -54,14 +46,10 @@ def generate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object per answer, or per part of it.")
     ] = False,
-    url: Url = DEFAULT_URL,
-    model: Model = None,
-    deadline_ms: DeadlineMs = None,
-    priority: Priority = None,
-    timeout: Timeout = None,
+    options: RequestOptions,
 ) -> None:
     """Generate the answer to a prompt and print it."""
-    sampling = {
+    sampling: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -72,11 +60,11 @@ def generate(
         "structured_outputs": None if json_schema is None else {"json": _read_json(json_schema)},
     }
     text = _read_stdin() if prompt == "-" else prompt
-    options: dict[str, Any] = {name: each for name, each in sampling.items() if each is not None}
-    options |= {"deadline_ms": deadline_ms, "priority": priority, "timeout": timeout}
-    given = [{"role": "user", "content": text}] if chat else text
-    with exit_on_error(), Client(url, model) as client:
-        parts = client.stream(given, **options) if stream else [client.generate(given, **options)]
+    given = {name: each for name, each in sampling.items() if each is not None}
+    given |= options.arguments
+    asked = [{"role": "user", "content": text}] if chat else text
+    with options.connect() as client:
+        parts = client.stream(asked, **given) if stream else [client.generate(asked, **given)]
         for part in parts:
             if as_json:
                 fields = {"text": part.text, "token_ids": part.token_ids}

@@ -18,7 +18,6 @@ from rich.progress import (
 )
 
 from varlen_client.errors import InvalidUrl, VarlenClientError
-from varlen_client.row_outputs import TruncationSide
 
 SHOWN_CHARACTERS = 40
 
@@ -32,21 +31,6 @@ Model = Annotated[
     str | None,
     typer.Option(envvar="VARLEN_MODEL", help="Default: the only ready model of the server."),
 ]
-Truncate = Annotated[bool, typer.Option("--truncate", help="Truncate texts that are too long.")]
-TruncateSide = Annotated[
-    TruncationSide | None, typer.Option(help="Which end --truncate cuts; default: right.")
-]
-DeadlineMs = Annotated[
-    float | None,
-    typer.Option(
-        min=0.001, help="Milliseconds for each request; the server refuses those it cannot meet."
-    ),
-]
-Priority = Annotated[int | None, typer.Option(min=0, max=9, help="Larger runs sooner; default: 0.")]
-Timeout = Annotated[
-    float | None, typer.Option(min=0.001, help="Seconds for the whole command; default: no limit.")
-]
-
 DEFAULT_URL = "grpc://127.0.0.1:8001"
 
 

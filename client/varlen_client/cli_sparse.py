@@ -8,26 +8,15 @@ from typing import Annotated
 
 import typer
 
-from varlen_client.cli_files import check_lines, texts_or_lines
-from varlen_client.cli_options import (
-    DEFAULT_URL,
-    DeadlineMs,
-    Model,
-    Priority,
-    Timeout,
-    Truncate,
-    TruncateSide,
-    Url,
-    exit_on_error,
-    shorten,
-    show_progress,
-)
+from varlen_client.cli_files import texts_or_full_lines
+from varlen_client.cli_options import shorten, show_progress
+from varlen_client.cli_requests import RowOptions, with_options
 from varlen_client.sparse import SparseVector
-from varlen_client.sync import Client
 
 SHOWN_TERMS = 8
 
 
+@with_options
 def sparse_embed(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to embed.")] = None,
     *,
@@ -43,19 +32,12 @@ def sparse_embed(
     max_active_dims: Annotated[
         int | None, typer.Option(min=1, help="Terms of the largest weights alone.")
     ] = None,
-    url: Url = DEFAULT_URL,
-    model: Model = None,
-    truncate: Truncate = False,
-    truncation_side: TruncateSide = None,
-    deadline_ms: DeadlineMs = None,
-    priority: Priority = None,
-    timeout: Timeout = None,
+    options: RowOptions,
 ) -> None:
     """Print the terms of texts and their weights, the largest first."""
-    rows = check_lines(texts_or_lines(texts or [], file), file)
+    rows = texts_or_full_lines(texts, file)
     with (
-        exit_on_error(),
-        Client(url, model) as client,
+        options.connect() as client,
         show_progress("embedding", len(rows), shown=file is not None) as on_progress,
     ):
         vectors = client.sparse_embed(
@@ -63,11 +45,7 @@ def sparse_embed(
             prompt_name=prompt_name,
             max_active_dims=max_active_dims,
             with_terms=True,
-            truncate=truncate or None,
-            truncation_side=truncation_side,
-            deadline_ms=deadline_ms,
-            priority=priority,
-            timeout=timeout,
+            **options.arguments,
             on_progress=on_progress,
         )
     for text, vector in zip(rows, vectors, strict=True):

@@ -11,25 +11,15 @@ import typer
 
 from varlen_client.aio import DEFAULT_TEXT_CONCURRENCY
 from varlen_client.cli_files import check_output, texts_or_lines, write_file
-from varlen_client.cli_options import (
-    DEFAULT_URL,
-    DeadlineMs,
-    Model,
-    Priority,
-    Timeout,
-    Url,
-    exit_on_error,
-    fail,
-    print_message,
-    show_progress,
-)
+from varlen_client.cli_options import fail, print_message, show_progress
+from varlen_client.cli_requests import RequestOptions, with_options
 from varlen_client.errors import VarlenClientError
-from varlen_client.sync import Client
 from varlen_client.translation import Translation
 
 _STDOUT = Path("-")
 
 
+@with_options
 def translate(
     texts: Annotated[list[str] | None, typer.Argument(help="Texts to translate.")] = None,
     *,
@@ -57,24 +47,19 @@ def translate(
     concurrency: Annotated[
         int, typer.Option(min=1, help="Maximum texts in flight.")
     ] = DEFAULT_TEXT_CONCURRENCY,
-    url: Url = DEFAULT_URL,
-    model: Model = None,
-    deadline_ms: DeadlineMs = None,
-    priority: Priority = None,
-    timeout: Timeout = None,
+    options: RequestOptions,
 ) -> None:
     """Translate texts, or the lines of a file, and print or write the translations.
 
     Lines stay in order, and empty ones stay empty.
     """
-    lines = texts_or_lines(texts or [], file)
+    lines = texts_or_lines(texts, file)
     if output != _STDOUT:
         check_output(output, force=force)
     places = [place for place, line in enumerate(lines) if line.strip()]
     start = time.monotonic()
     with (
-        exit_on_error(),
-        Client(url, model, concurrency=concurrency) as client,
+        options.connect(concurrency=concurrency) as client,
         show_progress("translating", len(places), shown=file is not None) as on_progress,
     ):
         try:
@@ -83,9 +68,7 @@ def translate(
                 num_beams=beams,
                 n_best=n_best,
                 max_tokens=max_tokens,
-                deadline_ms=deadline_ms,
-                priority=priority,
-                timeout=timeout,
+                **options.arguments,
                 on_progress=on_progress,
             )
         except VarlenClientError as error:

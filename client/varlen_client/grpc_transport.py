@@ -21,6 +21,7 @@ from varlen_client.errors import (
     VarlenClientError,
 )
 from varlen_client.generation import GenerateRequest, Response
+from varlen_client.trace_context import trace_headers
 from varlen_client.transport import ServerIdentity, server_error
 from varlen_client.wire import Arrays, InferRequest, ModelState, Tensor
 
@@ -87,6 +88,7 @@ class GrpcTransport:
                 inputs,
                 outputs=[triton_grpc.InferRequestedOutput(name) for name in request.outputs],
                 parameters=dict(request.parameters),
+                headers=trace_headers(),
             )
         return {name: result.as_numpy(name) for name in request.outputs}
 
@@ -98,7 +100,7 @@ class GrpcTransport:
             yield {"model_name": model, "inputs": inputs}
 
         with self._errors():
-            call = self._client.stream_infer(requests())
+            call = self._client.stream_infer(requests(), headers=trace_headers())
             failure: InferenceServerException | None = None
             try:
                 async for result, error in call:

@@ -25,6 +25,7 @@ from varlen_client.errors import (
     VarlenClientError,
 )
 from varlen_client.generation import GenerateRequest, Response
+from varlen_client.trace_context import trace_headers
 from varlen_client.transport import ServerIdentity, server_error
 from varlen_client.wire import Arrays, InferRequest, ModelState
 
@@ -111,6 +112,7 @@ class HttpTransport:
                     for name in request.outputs
                 ],
                 parameters=dict(request.parameters),
+                headers=trace_headers(),
             )
             return {name: result.as_numpy(name) for name in request.outputs}
 
@@ -120,7 +122,9 @@ class HttpTransport:
         endpoint = "generate_stream" if request.stream else "generate"
         url = f"{self._models_url}/{quote(model, safe='')}/{endpoint}"
         with self._errors():
-            async with self._session.post(url, json=request.values()) as response:
+            async with self._session.post(
+                url, json=request.values(), headers=trace_headers()
+            ) as response:
                 if response.status != 200:
                     raise _status_error(response.status, await response.read())
                 if not request.stream:

@@ -75,6 +75,18 @@ class EmbedOptions(RowOptions, total=False):
     output_dtype: OutputDType | None
 
 
+class TokenEmbedOptions(RowOptions, total=False):
+    """Options of vectors of tokens.
+
+    normalize: see `EmbedOptions`.
+    prompt_name: "query" or "document", the role of the texts, or another prompt of the checkpoint. By default they have
+        no role, and its default prompt.
+    """
+
+    normalize: bool | None
+    prompt_name: str | None
+
+
 class SparseOptions(RowOptions, total=False):
     """Options of sparse vectors.
 
@@ -214,6 +226,12 @@ def rerank_requests(
     task = RowTask("rerank", (output,), needs_width=1)
     rows = read_query_and_documents(query, documents)
     return RowRequests.of(task, rows, options, RerankOptions)
+
+
+def token_embed_requests(inputs: Inputs, options: Mapping[str, Any]) -> RowRequests:
+    """Return the requests of `token_embed`."""
+    task = RowTask("token_embed", (RowOutput("token_embeddings", rank=2),))
+    return RowRequests.of(task, read_inputs(inputs), options, TokenEmbedOptions)
 
 
 def token_requests(

@@ -27,6 +27,7 @@ from varlen_client.row_options import (
     RerankOptions,
     RowOptions,
     SparseOptions,
+    TokenEmbedOptions,
 )
 from varlen_client.row_outputs import LabelScore, Vectors
 from varlen_client.session import Status
@@ -161,6 +162,10 @@ class Client:
     def hidden(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> list[Floats]:
         """Return one [tokens, hidden] fp32 per row. See `AsyncClient.hidden`."""
         return _loop.run(self._client.hidden(inputs, **options))
+
+    def token_embed(self, inputs: Inputs, **options: Unpack[TokenEmbedOptions]) -> list[Floats]:
+        """Return one [vectors, features] fp32 per row. See `AsyncClient.token_embed`."""
+        return _loop.run(self._client.token_embed(inputs, **options))
 
     def generate(
         self,

@@ -11,7 +11,7 @@ import json
 import socket
 import threading
 import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,7 @@ OUTPUTS = {
     "rerank": ("logits", [1]),
     "token_classify": ("logits", [-1, 2]),
     "hidden": ("last_hidden_state", [-1, 3]),
+    "token_embed": ("token_embeddings", [-1, 3]),
     "generate": ("text_output", [-1]),
     "translate": ("text_output", [-1]),
 }
@@ -76,6 +77,8 @@ class ReceivedRequest:
     tensors: dict[str, np.ndarray]
     parameters: dict[str, Any]
     outputs: tuple[str, ...] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of HTTP, or the metadata of gRPC."""
 
     @property
     def num_rows(self) -> int:
@@ -268,7 +271,7 @@ class FakeModel:
             return np.array(
                 [[len(q) * 100 + len(d)] for q, d in zip(received.texts, pairs, strict=True)]
             )
-        if self.task in ("token_classify", "hidden"):
+        if self.task in ("token_classify", "hidden", "token_embed"):
             assert received.num_rows == 1, "rows of different lengths would be padded"
             words = received.texts[0].split()
             return np.array([[vector_of_text(word)[: OUTPUTS[self.task][1][1]] for word in words]])
@@ -364,7 +367,9 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         context.add_callback(lambda: done.is_set() or self.model.cancelled.set())
         for request in request_iterator:
             try:
-                for outputs in self.model.generate(request.model_name, received_of(request)):
+                for outputs in self.model.generate(
+                    request.model_name, received_of(request, context)
+                ):
                     yield service_pb2.ModelStreamInferResponse(infer_response=grpc_outputs(outputs))
             except Fault as fault:
                 done.set()
@@ -373,7 +378,7 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def ModelInfer(self, request, context):  # noqa: N802
         with grpc_faults(context):
-            outputs = self.model.infer(request.model_name, received_of(request))
+            outputs = self.model.infer(request.model_name, received_of(request, context))
         response = service_pb2.ModelInferResponse(model_name=request.model_name)
         for name, array in outputs.items():
             response.outputs.add(name=name, datatype=datatype_of(array), shape=array.shape)
@@ -381,7 +386,7 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
         return response
 
 
-def received_of(request) -> ReceivedRequest:
+def received_of(request, context) -> ReceivedRequest:
     tensors = {
         tensor.name: tensor_from_bytes(tensor.datatype, list(tensor.shape), raw)
         for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=True)
@@ -390,7 +395,8 @@ def received_of(request) -> ReceivedRequest:
         name: getattr(value, value.WhichOneof("parameter_choice"))
         for name, value in request.parameters.items()
     }
-    return ReceivedRequest(tensors, parameters, tuple(each.name for each in request.outputs))
+    outputs = tuple(each.name for each in request.outputs)
+    return ReceivedRequest(tensors, parameters, outputs, dict(context.invocation_metadata()))
 
 
 def datatype_of(array: np.ndarray) -> str:
@@ -468,7 +474,8 @@ def http_app(model: FakeModel) -> web.Application:
             tensors[tensor["name"]] = tensor_from_bytes(tensor["datatype"], tensor["shape"], raw)
             at += size
         names = tuple(output["name"] for output in header["outputs"])
-        received = ReceivedRequest(tensors, header.get("parameters", {}), names)
+        parameters = header.get("parameters", {})
+        received = ReceivedRequest(tensors, parameters, names, request.headers)
         try:
             outputs = await asyncio.get_running_loop().run_in_executor(
                 pool, model.infer, request.match_info["name"], received
@@ -511,7 +518,8 @@ def generate_handler(
     async def generate(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         tensors = {name: np.array(value, ndmin=1) for name, value in body.items()}
-        responses = model.generate(request.match_info["name"], ReceivedRequest(tensors, {}))
+        received = ReceivedRequest(tensors, {}, headers=request.headers)
+        responses = model.generate(request.match_info["name"], received)
         streams = request.path.endswith("generate_stream")
         stream: web.StreamResponse | None = None
         loop = asyncio.get_running_loop()

@@ -109,6 +109,7 @@ def test_sends_only_the_parameters_that_were_given(client, server):
         ("rerank", lambda client, **given: client.rerank("q", ["a"], **given)),
         ("token_classify", lambda client, **given: client.token_classify(["a"], **given)),
         ("hidden", lambda client, **given: client.hidden(["a"], **given)),
+        ("token_embed", lambda client, **given: client.token_embed(["a"], **given)),
     ],
 )
 def test_every_method_sends_the_deadline_and_the_priority(client, server, task, call):
@@ -181,9 +182,21 @@ def test_rerank_needs_a_model_of_one_label(client, server):
         client.rerank("q", ["d"])
 
 
-@pytest.mark.parametrize(("method", "task"), [("hidden", "hidden"), ("token_classify",) * 2])
-def test_outputs_per_token_are_one_array_per_row(client, server, method, task):
-    server.model.task = task
+def test_vectors_of_tokens_have_the_role_of_their_text(client, server):
+    server.model.task = "token_embed"
+
+    client.token_embed(["one"], prompt_name="query", normalize=False)
+
+    (received,) = server.model.requests
+    assert {"prompt_name": "query", "normalize": False}.items() <= received.parameters.items()
+    assert received.outputs == ("token_embeddings",)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dimensions'"):
+        client.token_embed(["one"], dimensions=2)
+
+
+@pytest.mark.parametrize("method", ["hidden", "token_classify", "token_embed"])
+def test_outputs_per_token_are_one_array_per_row(client, server, method):
+    server.model.task = method
 
     arrays = getattr(client, method)(["one", "one two three", "four five"])
 

@@ -246,3 +246,37 @@ def test_fill_mask_as_json_prints_tokens_with_ids(varlen, server):
 
     token = {"token_id": 1, "text": "é1", "score": 1.0}
     assert json.loads(line) == {"text": "_", "masks": [[token]]}
+
+
+@pytest.mark.parametrize(
+    "task, name, width",
+    [("token_embed", "vectors", 3), ("token_classify", "logits", 2), ("hidden", "hidden", 3)],
+)
+def test_arrays_of_tokens_are_printed_or_written(
+    varlen, server, client, tmp_path, task, name, width
+):
+    server.model.task = task
+    command = task.replace("_", "-")
+    expected = getattr(client, task)(["a b", "c"])
+
+    lines = varlen(command, "a b", "c")
+    objects = [json.loads(line) for line in varlen(command, "--json", "a b", "c")]
+    varlen(command, "a b", "c", "--output", tmp_path / "arrays.npz")
+
+    counted = "vectors" if name == "vectors" else "tokens"
+    assert lines == [f"a b  2 {counted} of {width} values", f"c  1 {counted} of {width} values"]
+    assert [each["text"] for each in objects] == ["a b", "c"]
+    with np.load(tmp_path / "arrays.npz") as file:
+        written = dict(file)
+    assert list(written) == ["0", "1"]
+    for number, array in enumerate(expected):
+        np.testing.assert_array_equal(np.float32(objects[number][name]), array)
+        np.testing.assert_array_equal(written[str(number)], array)
+
+
+def test_token_embed_sends_the_role_of_its_texts(varlen, server):
+    server.model.task = "token_embed"
+
+    varlen("token-embed", "a", "--prompt-name", "query", "--no-normalize")
+
+    assert server.model.requests[-1].parameters == {"prompt_name": "query", "normalize": False}

@@ -1,7 +1,7 @@
 """ASGI middleware: what every request passes before it reaches its route.
 
-It checks the API key, the number of requests and the size of the body, counts the request, and cancels its work when
-the client leaves. Cancelling the work cancels the request at the server.
+It checks the API key, the number of requests and the size of the body, counts the request, passes its trace context on,
+and cancels its work when the client leaves. Cancelling the work cancels the request at the server.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from varlen_client.gateway.errors import error_response
 from varlen_client.gateway.metrics import CLIENT_LEFT, GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.tasks import cancel_all
+from varlen_client.trace_context import trace_context
 
 # Probes have no key, and the OpenAPI page is no secret.
 _OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
-
 
 # Longest time in which a body comes; until then it holds the place of a request.
 _BODY_SECONDS = 60.0
@@ -154,7 +154,10 @@ class Edge:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        route = asyncio.ensure_future(self._app(scope, replay, send))
+        headers = Headers(scope=scope)
+        with trace_context(headers.getlist("traceparent"), headers.getlist("tracestate")):
+            # the task keeps the context of its start
+            route = asyncio.ensure_future(self._app(scope, replay, send))
         left = asyncio.ensure_future(wait_until_left())
         try:
             await asyncio.wait({route, left}, return_when=asyncio.FIRST_COMPLETED)
