@@ -68,7 +68,8 @@ def main(
             for problem in report.ledger.problems:
                 progress(f"{name}: PROBLEM: {problem}")
             reports.append(report)
-    run.append(figures.rows(reports, seed))
+            # a run that is cut off keeps the rows of its phases
+            run.append(figures.rows([report], seed))
     run.show(*figures.tables(reports, seed))
     if run.output is not None:
         page = run.output.with_suffix(".md")

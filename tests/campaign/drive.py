@@ -4,12 +4,12 @@ import itertools
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import Generic, TypeAlias, TypeVar
 
-from .endings import TIMEOUT_SECONDS, Ending, Ledger
+from .endings import TIMEOUT_SECONDS, End, Ending, Ledger
 
 _Target = TypeVar("_Target")
 # Sends one request and returns how it ended.
@@ -18,12 +18,27 @@ Attack: TypeAlias = Callable[[random.Random, _Target], Ending]
 THREADS = 12
 
 
+# Least shares of requests by end. A share of 0 asks for one request.
+Least: TypeAlias = Mapping[End, float]
+ALL_RIGHT: Least = {"right": 1.0}
+ALL_REFUSED: Least = {"refused": 1.0}
+SOME_RIGHT: Least = {"right": 0.1}
+SOME_LEFT: Least = {"left": 0.1}
+
+
 @dataclass(frozen=True, slots=True)
 class Share(Generic[_Target]):
-    """A kind of request and its weight among the others."""
+    """A kind of request and its weight among the others.
+
+    Attributes:
+        weight: beside the weights of other kinds.
+        attack: sends one request.
+        least: ends without which the requests prove nothing, see `Ledger.check_least`.
+    """
 
     weight: float
     attack: "Attack[_Target]"
+    least: Least = field(default_factory=dict)
 
     @property
     def kind(self) -> str:

@@ -10,9 +10,10 @@ wrong      another answer, or an error that this kind of request must not get
 lost       no end within `TIMEOUT_SECONDS`
 """
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -118,6 +119,21 @@ class Ledger:
             self.num_problems += 1
             if len(self.problems) < _MOST_PROBLEMS:
                 self.problems.append(problem[:600])
+
+    def check_least(self, least: Mapping[str, Mapping[End, float]]) -> None:
+        """Report ends that too few requests of a kind had.
+
+        Args:
+            least: by kind and end, the least share of the requests of that kind; one request at least.
+        """
+        for kind, shares in least.items():
+            ends = self.by_kind.get(kind, Counter())
+            for end, share in shares.items():
+                if ends[end] < max(1.0, share * ends.total()):
+                    self.report(
+                        f"{ends[end]} of {ends.total()} requests of the kind {kind} are {end}; at least"
+                        f" {max(1, math.ceil(share * ends.total()))} must be"
+                    )
 
     def close(self) -> None:
         """Count requests that are still open as lost."""

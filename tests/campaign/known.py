@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tests.closeness import encoder_roundings, relative_error
 from varlen import Encoder, Generator
-from varlen.config import Task
+from varlen.tasks import Task
 
 Floats = npt.NDArray[np.float32]
 

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+
 from .endings import Ending
 
 # Longer than any load of a tiny checkpoint takes.
@@ -31,10 +33,17 @@ LoadEnd: TypeAlias = Literal["served", "refused", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How a load ended: the message of a refusal, the frames of a failure."""
+    """How a load ended.
+
+    Attributes:
+        end: of the load and of one request.
+        text: the message of a refusal, the frames of a failure.
+        answer: the vector that an encoder has answered.
+    """
 
     end: LoadEnd
     text: str = ""
+    answer: tuple[float, ...] = ()
 
     def ending(self, what: str) -> Ending:
         """Return the end as that of a request; `what` was loaded."""
@@ -42,12 +51,26 @@ class Load:
             return Ending("wrong", message=f"{what}: {self.text[-900:]}")
         return Ending("refused" if self.end == "refused" else "answered", message=self.text)
 
+    def must_serve(self, answer: tuple[float, ...]) -> Load:
+        """Return a failure unless the model is served and answers this up to rounding."""
+        if self.end == "refused":
+            return Load("failed", self.text)
+        if self.end == "served" and not np.allclose(self.answer, answer, rtol=1e-4, atol=1e-4):
+            return Load("failed", "the answer is another one")
+        return self
+
 
 class Loader:
     """A process that loads models, replaced after a crash. Used inside `with`."""
 
-    def __init__(self, scratch: Path) -> None:
-        self._cache = scratch / "loader-cache"
+    def __init__(self, scratch: Path, compiled: Path | None = None) -> None:
+        """Start the process.
+
+        Args:
+            scratch: gets the folder of its cache.
+            compiled: folder of its compiled code; by default that of all processes.
+        """
+        self._cache, self._compiled = scratch / "loader-cache", compiled
         self._pool = self._new_pool()
 
     def __enter__(self) -> Loader:
@@ -76,7 +99,9 @@ class Loader:
 
     def _new_pool(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(1, context, _prepare, (str(self._cache),))
+        return ProcessPoolExecutor(
+            1, context, _prepare, (str(self._cache), str(self._compiled or ""))
+        )
 
     def _end(self) -> None:
         processes = list(self._pool._processes.values())
@@ -85,9 +110,11 @@ class Loader:
         self._pool.shutdown(cancel_futures=True)
 
 
-def _prepare(cache: str) -> None:
+def _prepare(cache: str, compiled: str) -> None:
     """Set up the process before it imports anything large."""
     os.environ["XDG_CACHE_HOME"] = cache
+    if compiled:
+        os.environ["NUMBA_CACHE_DIR"] = compiled
     # nothing else is written, and what libraries print does not mix with the campaign's lines
     os.chdir(tempfile.gettempdir())
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123  # a descriptor, not a file's content
@@ -99,19 +126,18 @@ def _load(folder: str, parameters: dict[str, str]) -> Load:
     from varlen.errors import VarlenError
 
     try:
-        _load_and_ask(folder, parameters)
+        answer = _load_and_ask(folder, parameters)
     except VarlenError as error:
         # as the server does it
         message = str(error).replace(folder, "the checkpoint folder")
         return Load("refused", f"{type(error).__name__}: {message}")
     except BaseException:
         return Load("failed", traceback.format_exc())
-    return Load("served")
+    return Load("served", answer=answer)
 
 
-def _load_and_ask(folder: str, parameters: dict[str, str]) -> None:
+def _load_and_ask(folder: str, parameters: dict[str, str]) -> tuple[float, ...]:
     from varlen import Encoder, Generator
-    from varlen.config import ITERATIVE_TASKS
     from varlen.generation_service import GenerationService
     from varlen.metrics import Stats
     from varlen.models.checkpoint import Checkpoint
@@ -123,6 +149,7 @@ def _load_and_ask(folder: str, parameters: dict[str, str]) -> None:
         tensors_of,
     )
     from varlen.service import Service
+    from varlen.tasks import ITERATIVE_TASKS
 
     entries = {key: {"string_value": value} for key, value in parameters.items()}
     config = engine_config({"parameters": entries})
@@ -140,7 +167,7 @@ def _load_and_ask(folder: str, parameters: dict[str, str]) -> None:
     if task in ITERATIVE_TASKS:
         with Generator(GenerationService.load(folder, config, Stats())) as generator:
             generator.generate(["the cat"], max_tokens=3)
-        return
+        return ()
     with Encoder(Service.load(folder, config, Stats())) as encoder:
         ask = {"rerank": encoder.classify}.get(task) or getattr(encoder, task)
-        ask(["the cat"])
+        return tuple(np.ravel(ask(["the cat"])[0]).tolist())

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from tests.server.serving import remove_shared_memory, shared_memory
-from varlen_tools.local_server import ServerError
+from tests.server.serving import remove_shared_memory, shared_memory, wait_until
 
 from .counters import Counters
 from .drive import Bounds, Share, send_all
 from .known import Known
 from .log import unexpected_lines
 from .report import Report
-from .state import family, settled
+from .state import left_over, role_of, settled
 from .target import Checkpoints, Target, running
 
 # Part of the time of a mix after which the state of the server counts as that before.
@@ -59,7 +60,8 @@ def run_phase(name: str, phase: Phase, campaign: Campaign, seconds: float) -> Re
     report, began = Report(name), time.monotonic()
     try:
         phase(campaign, report, seconds)
-    except (ServerError, AssertionError, OSError, KeyError, ValueError) as error:
+    except Exception as error:
+        # the figures of the other phases are worth keeping
         report.ledger.report(f"the phase ended early: {error!r}")
     report.ledger.close()
     report.seconds = time.monotonic() - began
@@ -91,7 +93,7 @@ def attacked_server(
     with running(
         repository, campaign.known, models, arguments=arguments, command=command
     ) as target:
-        server, pid = target.server, target.server.pid
+        server = target.server
         try:
             yield target
         finally:
@@ -100,11 +102,9 @@ def attacked_server(
                 campaign.logs.joinpath(f"{report.name}.log").write_text(server.log())
         target.close()
         report.check(holds=server.is_running, problem="the server ended")
-        regions, processes = shared_memory(pid), set(family(pid)) - {pid}
-        began = time.monotonic()
-        code = server.stop(timeout=_END_SECONDS)
+        regions = shared_memory(server.pid)
+        code = _stop(target, report, loses_processes=loses_processes)
         remove_shared_memory(regions) if loses_processes else None
-        report.notes["seconds to stop"] = round(time.monotonic() - began)
         if campaign.logs is not None:
             campaign.logs.joinpath(f"{report.name}.log").write_text(server.log())
         for problem in unexpected_lines(server.log(), allowed_log):
@@ -112,11 +112,35 @@ def attacked_server(
         if loses_processes:
             return
         report.check(holds=code == 0, problem=f"the server ended with code {code}")
-        left = [pid for pid in processes if Path(f"/proc/{pid}").exists()]
-        report.check(holds=not left, problem=f"processes are left: {left}")
         regions = [region for region in regions if region.exists()]
         report.check(holds=not regions, problem=f"{len(regions)} shared memory regions are left")
         remove_shared_memory(regions)
+
+
+def _stop(target: Target, report: Report, *, loses_processes: bool) -> int | None:
+    """End a server and return its exit code; report processes that outlive it.
+
+    Args:
+        target: the server.
+        report: of the phase.
+        loses_processes: whether the server may leave the processes that are in its group, or not end at all.
+    """
+    server, began = target.server, time.monotonic()
+    if server.is_running:
+        os.kill(server.pid, signal.SIGTERM)
+    with suppress(AssertionError):
+        wait_until(lambda: not server.is_running, "the server has ended", _END_SECONDS)
+    report.notes["seconds to stop"] = round(time.monotonic() - began)
+    # the end of its group hides what it leaves
+    left = [] if loses_processes else left_over(target.mark)
+    code = server.stop(timeout=0)
+    left = left or left_over(target.mark)
+    roles = ", ".join(f"{role_of(pid)} {pid}" for pid in left)
+    report.check(holds=not left, problem=f"processes are left: {roles}")
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return code
 
 
 def send_mix(
@@ -145,7 +169,7 @@ def send_mix(
     warm_up = Bounds(_WARM_UP * seconds, max(1, int(_WARM_UP * campaign.requests)))
     sent = send_all(target, mix, warm_up, ledger, name=f"{name} warm-up")
     Counters.settled(server, target.models)
-    report.before = settled(server.pid)
+    report.before = settled(target.mark)
     campaign.progress(f"{report.name}: {sent} requests of warm-up")
 
     rest = Bounds((1 - _WARM_UP) * seconds, campaign.requests - sent)
@@ -155,7 +179,8 @@ def send_mix(
 
     campaign.progress(f"{report.name}: {sent} requests")
     after, busy = Counters.settled(server, target.models)
-    report.after = settled(server.pid, report.before)
+    report.after = settled(target.mark, report.before)
     found = counters.disagreements(after, ledger.by_model, is_complete=is_complete)
     for problem in (*busy, *found, *report.before.growth(report.after)):
         ledger.report(problem)
+    ledger.check_least({share.kind: share.least for share in mix})

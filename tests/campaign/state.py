@@ -1,20 +1,28 @@
-"""What a server holds: processes, threads, descriptors, memory, shared memory; before and after."""
+"""What a server holds: processes, threads, descriptors, memory, shared memory; before and after.
+
+A variable in the environment of a server marks it and every process that it starts, also one that has lost its parent
+or has a session of its own.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 MIB = 1 << 20
 
+MARK = "VARLEN_CAMPAIGN_SERVER"
+
 # Growth that is no leak: pools of the server that fill, and heaps that are trimmed once a second.
 _MOST_GROWTH_MIB, _MOST_GROWTH = 48.0, 0.06
 _MOST_DESCRIPTORS, _MOST_THREADS = 6, 4
 _SETTLE_SECONDS = 30.0
+# A watchdog looks once a second, and a worker ends with its connections.
+_END_SECONDS = 15.0
 _POLL_SECONDS = 0.5
 # A watchdog starts it each second; it comes and goes.
 _SLEEP = "sleep"
@@ -39,16 +47,16 @@ class State:
     shared_mib: float
 
     @classmethod
-    def of(cls, server_pid: int) -> State:
-        """Return the state of a server and its descendants now."""
+    def of(cls, mark: str) -> State:
+        """Return the state of the processes with this mark now."""
         processes: Counter[str] = Counter()
         descriptors, threads, memory, regions = 0, 0, 0, set[str]()
-        for pid in family(server_pid):
+        for pid in marked(mark):
             # one may end meanwhile
             with suppress(OSError):
                 folder = Path("/proc", str(pid))
-                role = _role(folder.joinpath("cmdline").read_text(errors="replace"))
-                if role == _SLEEP:
+                role = role_of(pid)
+                if role in ("", _SLEEP):
                     continue
                 found = list(folder.joinpath("fd").iterdir())
                 threads += len(list(folder.joinpath("task").iterdir()))
@@ -88,38 +96,46 @@ class State:
         }
 
 
-def settled(server_pid: int, before: State | None = None) -> State:
-    """Return the state of a server once it holds no more than before.
+def settled(mark: str, before: State | None = None) -> State:
+    """Return the state of these processes once they hold no more than before.
 
     Connections close, workers end and heaps are trimmed a little after the last request.
     """
     deadline = time.monotonic() + _SETTLE_SECONDS
     # the served processes release memory once a second
     time.sleep(2.5)
-    state = State.of(server_pid)
+    state = State.of(mark)
     while before and before.growth(state) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        state = State.of(server_pid)
+        state = State.of(mark)
     return state
 
 
-def family(pid: int) -> Iterator[int]:
-    """Return the ids of a process and of all its descendants."""
-    children: dict[int, list[int]] = {}
+def marked(mark: str) -> list[int]:
+    """Return the ids of the running processes with this mark."""
+    entry, found = f"{MARK}={mark}".encode(), []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
+            # one may end meanwhile, and those of other users cannot be read; a zombie has no environment
             with suppress(OSError):
-                # the name in field 2 may hold anything but ends with the last ")"
-                _, parent, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-                children.setdefault(int(parent), []).append(int(folder.name))
-    waiting = [pid]
-    while waiting:
-        found = waiting.pop()
-        yield found
-        waiting += children.get(found, [])
+                if entry in folder.joinpath("environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+    return found
 
 
-def _role(command_line: str) -> str:
+def left_over(mark: str, seconds: float = _END_SECONDS) -> list[int]:
+    """Return what still runs of the processes with this mark after some seconds."""
+    deadline = time.monotonic() + seconds
+    while (found := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return found
+
+
+def role_of(pid: int) -> str:
+    """Return the role of a process of a server; empty if it has ended."""
+    command_line = ""
+    with suppress(OSError):
+        command_line = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     for mark, role in (
         ("triton_python_backend_stub", "stub"),
         ("varlen.execution.worker_host", "worker"),
@@ -128,7 +144,9 @@ def _role(command_line: str) -> str:
     ):
         if mark in command_line:
             return role
-    return _SLEEP if command_line.startswith("sleep") else "other"
+    if command_line.startswith("sleep"):
+        return _SLEEP
+    return "other" if command_line else ""
 
 
 def _proportional_kib(folder: Path) -> int:

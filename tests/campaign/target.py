@@ -1,6 +1,7 @@
 """The server that a campaign attacks: its models, its clients, and what it must answer."""
 
 import random
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from .models import (
     MODELS,
     TRANSLATOR,
 )
+from .state import MARK
 
 Protocol = Literal["grpc", "http"]
 PROTOCOLS: tuple[Protocol, ...] = ("grpc", "http")
@@ -77,9 +79,9 @@ class Checkpoints:
         # the fewest requests in the queue that refuse some in a mix, and the smallest cache that evicts
         settings: Mapping[str, tuple[Path, dict[str, Any]]] = {
             ENCODER: (self.minilm, {"threads": "2"}),
-            CACHED: (self.random, {"response_cache_bytes": "100000"}),
+            CACHED: (self.random, {"response_cache_bytes": "10000"}),
             HIDDEN: (self.random, {"task": "hidden"}),
-            CAPPED: (self.random, {"max_queued_requests": "3", "max_queued_tokens": "40000"}),
+            CAPPED: (self.random, {"max_queued_requests": "1", "max_queued_tokens": "40000"}),
             DECODER: (self.gpt2, {"threads": "1"}),
             TRANSLATOR: (self.dates, {"threads": "1"}),
         }
@@ -111,14 +113,16 @@ class Target:
 
     Attributes:
         server: the server.
+        mark: of its processes, see `state`.
         known: inputs and their answers.
         grpc, http: clients that check nothing.
         channel: for gRPC messages of any bytes.
         killed: the model whose process a phase kills, if it kills one: its requests may get no answer.
     """
 
-    def __init__(self, server: LocalServer, known: Known, models: Sequence[str]) -> None:
+    def __init__(self, server: LocalServer, known: Known, models: Sequence[str], mark: str) -> None:
         self.server, self.known, self.models = server, known, tuple(models)
+        self.mark = mark
         self.killed = ""
         self._stack = stack = ExitStack()
         self.grpc: GrpcClient = stack.enter_context(GrpcClient(server))
@@ -166,9 +170,12 @@ def running(
     """
     loads = [f"--load-model={name}" for name in models]
     arguments = [*_ARGUMENTS, *loads, *arguments]
-    with LocalServer(repository, arguments=arguments, command=command) as server:
+    mark = uuid.uuid4().hex
+    with LocalServer(
+        repository, arguments=arguments, environment={MARK: mark}, command=command
+    ) as server:
         server.wait_ready(_READY_SECONDS)
-        target = Target(server, known, models)
+        target = Target(server, known, models, mark)
         try:
             yield target
         finally:

@@ -2,10 +2,11 @@
 
 import os
 import random
+import signal
 import subprocess
 from collections import Counter
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import suppress
 from threading import Event, Semaphore
 
 import pytest
@@ -15,11 +16,11 @@ from varlen_bench.harness.rows import Provenance
 from . import figures
 from .beside import beside
 from .counters import Counters
-from .drive import Bounds, Share, send_all
+from .drive import Bounds, Least, Share, send_all
 from .endings import Ending, Ledger, ModelEndings, find_leak
 from .log import unexpected_lines
 from .report import Report
-from .state import State, family
+from .state import MARK, State, left_over, marked
 
 OUTCOMES = ("ok", "invalid", "refused", "cancelled", "failed")
 
@@ -150,20 +151,65 @@ def test_counters_that_disagree_are_found(grown: dict[str, float], problem: str)
     assert problem in found
 
 
+@pytest.fixture
+def marked_process() -> Iterator[subprocess.Popen[str]]:
+    """A process with the mark "a test" that has started another one."""
+    script = "tail -f /dev/null & echo started; wait"
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", script],
+        env={MARK: "a test"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        assert process.stdout
+        process.stdout.readline()
+        yield process
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_an_orphan_of_a_killed_process_is_found(marked_process: subprocess.Popen[str]) -> None:
+    before = State.of("a test")
+    assert not before.growth(State.of("a test"))
+    [orphan] = set(marked("a test")) - {marked_process.pid}
+
+    marked_process.kill()
+    marked_process.wait()
+
+    assert left_over("a test", seconds=0) == [orphan]
+    [found] = before.growth(State.of("a test"))
+    assert "processes: {'other': 2} became {'other': 1}" in found
+    os.kill(orphan, signal.SIGKILL)
+    assert not left_over("a test")
+
+
 def test_leaked_descriptors_and_processes_are_found() -> None:
-    with ExitStack() as stack:
-        before = State.of(os.getpid())
-        assert not before.growth(State.of(os.getpid()))
+    before = State({"server": 1}, 50, 20, 300.0, 2.0)
+    after = State({"server": 1, "worker": 1}, 57, 25, 370.0, 2.0)
 
-        for _ in range(10):
-            stack.enter_context(Path(os.devnull).open())
-        child = stack.enter_context(subprocess.Popen(["cat"], stdin=subprocess.PIPE))
-        after = State.of(os.getpid())
+    assert not before.growth(before)
+    processes, *others = before.growth(after)
+    assert processes == "processes: {'server': 1} became {'server': 1, 'worker': 1}"
+    assert [each.partition(":")[0] for each in others] == ["descriptors", "threads", "memory"]
 
-        assert child.pid in family(os.getpid())
-    found = " ".join(before.growth(after))
-    assert "descriptors" in found
-    assert "processes" in found
+
+def test_a_kind_whose_requests_prove_nothing_is_a_problem() -> None:
+    ledger = Ledger()
+    for number, end in enumerate(("right", "refused", "refused", "refused")):
+        ledger.add(str(number), "embed", Ending(end))
+    sent: dict[str, Least] = {"embed": {"right": 0.25, "refused": 0.0}}
+
+    ledger.check_least(sent)
+    assert not ledger.problems
+
+    ledger.check_least({**sent, "stream": {"right": 0.0}})
+    ledger.check_least({"embed": {"right": 1.0}})
+    assert ledger.problems == [
+        "0 of 0 requests of the kind stream are right; at least 1 must be",
+        "1 of 4 requests of the kind embed are right; at least 4 must be",
+    ]
 
 
 def test_the_rows_of_a_phase_add_up_and_its_page_names_every_problem() -> None:

@@ -11,7 +11,7 @@ from varlen_client import DeadlineMissed, RequestTimeout, ServerUnavailable, Var
 from ..endings import End, Ending
 from ..known import BEAMS, GREEDY, MAX_TOKENS, Vectors
 from ..models import CACHED, CAPPED, DECODER, ENCODER, HIDDEN, TRANSLATOR
-from ..target import PROTOCOLS, Target
+from ..target import MAX_ROWS, PROTOCOLS, Target
 
 _MOST_ROWS = 6
 
@@ -28,7 +28,15 @@ def embed_cached(draw: random.Random, target: Target) -> Ending:
 
 def embed_with_little_queue(draw: random.Random, target: Target) -> Ending:
     """Vectors with a priority, of a model that refuses what its queue cannot hold."""
-    return _embed(draw, target, CAPPED, refusals=(ServerUnavailable,), priority=draw.randint(0, 9))
+    return _embed(
+        draw,
+        target,
+        CAPPED,
+        # the largest keep it busy, so that others meet a full queue
+        rows=draw.choice((1, _MOST_ROWS, MAX_ROWS)),
+        refusals=(ServerUnavailable,),
+        priority=draw.randint(0, 9),
+    )
 
 
 def embed_with_deadline(draw: random.Random, target: Target) -> Ending:
@@ -130,20 +138,22 @@ def _embed(
     target: Target,
     model: str,
     *,
+    rows: int = 0,
     refusals: tuple[type[VarlenClientError], ...] = (),
     **options: Any,
 ) -> Ending:
     known: Vectors = target.known.encoders[model]
-    rows = draw.choices(range(len(known.texts)), k=draw.choice((1, 1, 1, 2, _MOST_ROWS)))
+    count = rows or draw.choice((1, 1, 1, 2, _MOST_ROWS))
+    chosen = draw.choices(range(len(known.texts)), k=count)
     inputs, answers = draw.choice(((known.texts, known.of_texts), (known.ids, known.of_ids)))
     client = target.client(model, draw.choice(PROTOCOLS))
 
     def ask() -> bool:
-        chosen: list[Any] = [inputs[row] for row in rows]
-        vectors = client.embed(chosen, truncate=True, timeout=target.patience(model), **options)
-        return known.is_right(vectors, np.stack([answers[row] for row in rows]))
+        sent: list[Any] = [inputs[row] for row in chosen]
+        vectors = client.embed(sent, truncate=True, timeout=target.patience(model), **options)
+        return known.is_right(vectors, np.stack([answers[row] for row in chosen]))
 
-    return _ending(ask, model, rows=len(rows), refusals=refusals)
+    return _ending(ask, model, rows=count, refusals=refusals)
 
 
 def _ending(

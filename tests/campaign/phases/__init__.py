@@ -24,7 +24,7 @@ class Planned:
 
 PHASES: Mapping[str, Planned] = {
     "mixed": Planned(mixed, 45),
-    "fuzz": Planned(fuzz, 20),
+    "fuzz": Planned(fuzz, 30),
     "workers": Planned(workers, 8),
     "stubs": Planned(stubs, 6),
     "reloads": Planned(reloads, 8),

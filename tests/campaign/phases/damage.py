@@ -20,7 +20,10 @@ from varlen.execution.int8_encoder import calibrate, check_int8
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.registry import load_encoder
 
+from ..attacks import good
 from ..attacks.damage import damage
+from ..code_cache import CodeCache
+from ..drive import ALL_RIGHT, Bounds, Share, send_all
 from ..endings import End, Ending
 from ..loads import Load, Loader
 from ..models import CACHED
@@ -46,7 +49,10 @@ _KINDS = (
     "MarianMTModel",
     "T5ForConditionalGeneration",
 )
-_SERVED_EVERY = 50
+# Loads, however little time there is, and how often one is served or has damaged compiled code.
+_FEWEST = 20
+_SERVED_EVERY = 20
+_CODE_EVERY = 15
 _SERVER_MODEL = "damaged"
 # A failed load is an error to the server, and its reason is logged.
 _LOG = (
@@ -59,7 +65,6 @@ def damaged(campaign: Campaign, report: Report, seconds: float) -> None:
     folder = campaign.scratch / "intact"
     intact = [_intact(folder, kind) for kind in _KINDS]
     calibrated = _calibrated(folder / "int8")
-    until = time.monotonic() + seconds
     draw = random.Random(f"{campaign.seed} damage")
     with (
         attacked_server(campaign, report, (CACHED,), allowed_log=_LOG) as target,
@@ -68,12 +73,16 @@ def damaged(campaign: Campaign, report: Report, seconds: float) -> None:
         for each in intact:
             end = loader.load(each, _FIXED)
             report.check(holds=end.end == "served", problem=f"{each.name} is refused: {end.text}")
-        number = 0
-        while time.monotonic() < until and number < campaign.requests:
+        code = CodeCache(campaign.scratch, intact[0], _FIXED)
+        # loads of intact checkpoints do not count
+        number, until = 0, time.monotonic() + seconds
+        while number < _FEWEST or (time.monotonic() < until and number < campaign.requests):
             name = f"{campaign.seed} damage {number}"
             chance = random.Random(name)
             if number % _SERVED_EVERY == _SERVED_EVERY - 1:
                 _damage_served(chance, campaign, report, target, draw.choice(intact), name)
+            elif number % _CODE_EVERY == _CODE_EVERY - 1:
+                _add(report, name, "load_with_damaged_code", *code.damage_and_load(chance))
             elif chance.random() < 0.15:
                 _damage_cache(chance, campaign, report, loader, intact, name)
             elif calibrated is not None and chance.random() < 0.15:
@@ -84,6 +93,11 @@ def damaged(campaign: Campaign, report: Report, seconds: float) -> None:
                 copy, how = _damaged_copy(chance, campaign, chance.choice(intact))
                 _add(report, name, "load", how, loader.load(copy, _FIXED))
             number += 1
+        report.ledger.check_least({"load": {"refused": 0.1, "answered": 0.0}})
+        # what the server refused or served beside it changed nothing
+        mix, bounds = (Share(1, good.embed_cached, ALL_RIGHT),), Bounds(60.0, 24)
+        send_all(target, mix, bounds, report.ledger, name=f"{campaign.seed} damage after")
+        report.ledger.check_least({share.kind: share.least for share in mix})
 
 
 def _intact(folder: Path, kind: str) -> Path:
@@ -134,9 +148,7 @@ def _damage_cache(
         return
     how = damage(draw, draw.choice(files))
     end = loader.load(intact[0], settings)
-    if end.end == "refused":
-        end = Load("failed", end.text)
-    _add(report, name, "load_with_damaged_costs", how, end)
+    _add(report, name, "load_with_damaged_costs", how, end.must_serve(first.answer))
 
 
 def _damage_served(

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from threading import Event
 
@@ -21,7 +22,7 @@ from varlen_tools.local_server import LocalServer
 
 from ..attacks import good
 from ..beside import beside
-from ..drive import Bounds, Share, send_all
+from ..drive import ALL_RIGHT, Bounds, Least, Share, send_all
 from ..endings import Ending, Ledger
 from ..models import DECODER, ENCODER, TRANSLATOR
 from ..phase import Campaign, attacked_server, send_mix
@@ -30,17 +31,23 @@ from ..state import settled
 from ..target import Target
 
 _MODELS = (ENCODER, DECODER)
-_MIX: tuple[Share[Target], ...] = (Share(8, good.embed), Share(1, good.generate))
+_MIX: tuple[Share[Target], ...] = (
+    Share(8, good.embed, ALL_RIGHT),
+    Share(1, good.generate, ALL_RIGHT),
+)
 # Seconds between two kills: a batch that has lost two workers fails.
 _PAUSE = 2.0
 _HOST_SHARE = 0.15
 # Of a stream of requests, in which a process is killed.
 _KILL_SECONDS = 3.0
+_KILLED = (ENCODER, TRANSLATOR)
 _LOG_OF_KILLS = (
     r"[Ss]tub process|not healthy|exit timeout|Exit timeout|in-flight|model_lifecycle",
 )
+# Server 2.51 keeps its own threads for a process that held requests.
+_THREADS_KEPT = 40
 # What the server says of a model whose process is gone.
-_KILLED = ("not healthy", "Stub process", "NOT_FOUND", "not ready", "unknown model", "no version")
+_GONE = ("not healthy", "Stub process", "NOT_FOUND", "not ready", "unknown model", "no version")
 
 
 def workers(campaign: Campaign, report: Report, seconds: float) -> None:
@@ -66,38 +73,42 @@ def stubs(campaign: Campaign, report: Report, seconds: float) -> None:
     with attacked_server(
         campaign,
         report,
-        (ENCODER, TRANSLATOR),
+        _KILLED,
         allowed_log=_LOG_OF_KILLS,
         loses_processes=True,
         arguments=("--exit-timeout-secs=3",),
     ) as target:
+        name, bounds = f"{campaign.seed} stubs", Bounds(_KILL_SECONDS, campaign.requests)
+        send_all(target, _AFTER_MIX, bounds, report.ledger, name=f"{name} warm-up")
         until = time.monotonic() + seconds
-        mix = (Share(3, _embed_or_lose), Share(1, _translate_or_lose))
+        report.before = settled(target.mark)
         number = 0
-        while time.monotonic() < until:
-            model = draw.choice((ENCODER, TRANSLATOR))
+        # each model at least once
+        while time.monotonic() < until or number < len(_KILLED):
+            model = _KILLED[number % len(_KILLED)]
             target.killed = model
             bounds = Bounds(_KILL_SECONDS, max(1, campaign.requests // 10))
             kill = partial(_kill_stub, report, target.server, model, draw.uniform(0.2, 1.0))
-            name = f"{campaign.seed} stubs {number}"
             with beside(f"the kill of {model}", kill, report.ledger):
-                send_all(target, mix, bounds, report.ledger, name=name)
+                send_all(target, _LOSING_MIX, bounds, report.ledger, name=f"{name} {number}")
             # a server that has lost the requests of a process never says that the model is unloaded
             unload(target.server, model)
             reason = load(target.server, model)
             report.check(holds=reason is None, problem=f"{model} does not load again: {reason}")
             target.killed = ""
-            _check_answers(target, report.ledger, f"{name} after")
+            _check_answers(target, report.ledger, f"{name} {number} after")
             number += 1
         killed = report.notes.get("killed", 0)
         report.check(
             holds=0 < number == killed, problem=f"{killed} processes were killed in {number} rounds"
         )
-        state = settled(target.server.pid)
-        report.check(
-            holds=state.processes.get("stub", 0) == 2,
-            problem=f"two models run in {dict(state.processes)}",
-        )
+        mix = (*_LOSING_MIX, *_AFTER_MIX)
+        report.ledger.check_least({share.kind: share.least for share in mix})
+        # the workers of killed processes have ended too
+        most = replace(report.before, threads=report.before.threads + number * _THREADS_KEPT)
+        report.after = settled(target.mark, most)
+        for problem in most.growth(report.after):
+            report.ledger.report(problem)
 
 
 def _embed_or_lose(draw: random.Random, target: Target) -> Ending:
@@ -111,7 +122,7 @@ def _translate_or_lose(draw: random.Random, target: Target) -> Ending:
 
 
 def _or_lost(ending: Ending, target: Target) -> Ending:
-    is_gone = ending.end == "lost" or any(text in ending.message for text in _KILLED)
+    is_gone = ending.end == "lost" or any(text in ending.message for text in _GONE)
     if is_gone and ending.model == target.killed:
         # without the message, which is the server's own
         return Ending("left", ending.model, ending.code, rows=ending.rows)
@@ -119,8 +130,13 @@ def _or_lost(ending: Ending, target: Target) -> Ending:
 
 
 def _check_answers(target: Target, ledger: Ledger, name: str) -> None:
-    mix = (Share(1, good.embed), Share(1, good.translate))
-    send_all(target, mix, Bounds(60.0, 12), ledger, name=name, threads=2)
+    send_all(target, _AFTER_MIX, Bounds(60.0, 12), ledger, name=name, threads=2)
+
+
+# Both have requests that are lost, and good ones before the process is killed.
+_LOST: Least = {"right": 0.05, "left": 0.0}
+_LOSING_MIX = (Share(3, _embed_or_lose, _LOST), Share(1, _translate_or_lose, _LOST))
+_AFTER_MIX = (Share(1, good.embed, ALL_RIGHT), Share(1, good.translate, ALL_RIGHT))
 
 
 class _Victims:

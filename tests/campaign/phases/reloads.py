@@ -10,7 +10,7 @@ from varlen_tools.local_server import LocalServer
 
 from ..attacks import good
 from ..beside import beside
-from ..drive import Bounds, Share, send_all
+from ..drive import ALL_RIGHT, SOME_RIGHT, Bounds, Share, send_all
 from ..endings import Ending
 from ..models import CACHED, DECODER, TRANSLATOR
 from ..phase import Campaign, attacked_server
@@ -26,10 +26,18 @@ _ABSENT = ("ModelNotFound", "ServerUnavailable")
 def reloads(campaign: Campaign, report: Report, seconds: float) -> None:
     """Unload and load models at random, some before they have ended, while requests come."""
     with attacked_server(campaign, report, _MODELS) as target:
-        mix = (Share(3, _embed), Share(2, _stream), Share(1, _generate), Share(1, _translate))
+        mix = tuple(
+            Share(weight, attack, SOME_RIGHT)
+            for weight, attack in (
+                (3, _embed_or_absent),
+                (2, _stream_or_absent),
+                (1, _generate_or_absent),
+                (1, _translate_or_absent),
+            )
+        )
         name = f"{campaign.seed} reloads"
         send_all(target, mix, Bounds(0.1 * seconds, 50), report.ledger, name=f"{name} warm-up")
-        report.before = settled(target.server.pid)
+        report.before = settled(target.mark)
         bounds = Bounds(0.9 * seconds, campaign.requests)
         reload = partial(_reload, campaign, report, target.server)
         with beside("the thread that reloads", reload, report.ledger):
@@ -38,10 +46,14 @@ def reloads(campaign: Campaign, report: Report, seconds: float) -> None:
         for model in _MODELS:
             reason = load(target.server, model)
             report.check(holds=reason is None, problem=f"{model} does not load: {reason}")
-        good_mix = (Share(1, good.embed_cached), Share(1, good.generate), Share(1, good.translate))
+        good_mix = tuple(
+            Share(1, attack, ALL_RIGHT)
+            for attack in (good.embed_cached, good.generate, good.translate)
+        )
         bounds = Bounds(60.0, 40)
         send_all(target, good_mix, bounds, report.ledger, name=f"{name} after", threads=4)
-        report.after = settled(target.server.pid, report.before)
+        report.ledger.check_least({share.kind: share.least for share in (*mix, *good_mix)})
+        report.after = settled(target.mark, report.before)
         for problem in report.before.growth(report.after):
             report.ledger.report(problem)
 
@@ -67,22 +79,22 @@ def _is_unloaded(server: LocalServer, model: str) -> bool:
     return model_state(server, model) == "UNAVAILABLE"
 
 
-def _embed(draw: random.Random, target: Target) -> Ending:
+def _embed_or_absent(draw: random.Random, target: Target) -> Ending:
     """Vectors, or a refusal."""
     return _or_absent(good.embed_cached(draw, target))
 
 
-def _stream(draw: random.Random, target: Target) -> Ending:
+def _stream_or_absent(draw: random.Random, target: Target) -> Ending:
     """A stream, or a refusal."""
     return _or_absent(good.stream(draw, target))
 
 
-def _generate(draw: random.Random, target: Target) -> Ending:
+def _generate_or_absent(draw: random.Random, target: Target) -> Ending:
     """A continuation, or a refusal."""
     return _or_absent(good.generate(draw, target))
 
 
-def _translate(draw: random.Random, target: Target) -> Ending:
+def _translate_or_absent(draw: random.Random, target: Target) -> Ending:
     """A translation, or a refusal."""
     return _or_absent(good.translate(draw, target))
 

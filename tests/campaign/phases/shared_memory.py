@@ -52,9 +52,9 @@ def shared_memory(campaign: Campaign, report: Report, seconds: float) -> None:
     command.write_text(f'#!/bin/sh\nexec {line} "$@"\n')
     command.chmod(0o755)
     mix = (
-        Share(4, large_hidden),
-        Share(2, _hidden),
-        Share(1, _generate),
+        Share(4, large_hidden, {"right": 0.1, "refused": 0.0}),
+        Share(2, _hidden, {"right": 0.5}),
+        Share(1, _generate, {"right": 0.5}),
     )
     with attacked_server(
         campaign, report, _MODELS, command=command, allowed_log=(_SERVER_REASON, *_OUR_REASONS)
