@@ -66,6 +66,8 @@ def run_stages(
         folder: for the logs.
         save: called after each stage with the outcomes so far.
     """
+    # a shell ignores interrupts in what it starts in the background, and so would every stage
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     end = time.monotonic() + seconds
     outcomes: list[Outcome] = []
     for stage in stages:

@@ -32,7 +32,12 @@ _ENCODERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "distilbert-base": ("DistilBertConfig", {}),
-    "modernbert-base": ("ModernBertConfig", {}),
+    # its own special tokens are past the end of most vocabularies
+    "modernbert-base": (
+        "ModernBertConfig",
+        dict.fromkeys(("pad_token_id", "cls_token_id", "sep_token_id"), 0)
+        | dict.fromkeys(("bos_token_id", "eos_token_id")),
+    ),
     "mpnet-base": ("MPNetConfig", {"max_position_embeddings": 514}),
     "nomic-embed-text": ("NomicBertConfig", {}),
     "roberta-base": ("RobertaConfig", {"max_position_embeddings": 514, "type_vocab_size": 1}),

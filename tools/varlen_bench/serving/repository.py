@@ -30,7 +30,7 @@ def write_model(repository: Path, system: System, settings: Settings) -> None:
             "device": "cpu",
             "threads": str(settings.threads),
             "max_sequence_tokens": str(Checkpoint.open(settings.model).position_limit),
-            "warmup_seconds": "5" if settings.quick else "20",
+            "warmup_seconds": "2" if settings.quick else "20",
             **system.parameters,
         }
     else:

@@ -141,7 +141,11 @@ class LoadTest:
             rate, number = search.next_rate(), number + 1
         rows = self._rows_of(mix)
         best = max(row.capacity for row in rows if row.kind in {"closed", "most"})
-        seconds = 2.0 if self._settings.quick else 0.75 * self._settings.seconds
+        seconds = (
+            min(2.0, self._settings.seconds)
+            if self._settings.quick
+            else 0.75 * self._settings.seconds
+        )
         load = self._load("most", mix, seconds, capacity, rate=_SATURATING * best)
         most = self._measure(served, load)
         result = Row(mix.label, system.name, "result", rss_mib=most.rss_mib, saturated=most.served)
@@ -206,7 +210,8 @@ class LoadTest:
         return Load(kind, mix, seconds, self._settings.seed + seed, rate, max_waiting(capacity))
 
     def _capacity(self, served: Served, mix: Mix) -> float:
-        load = Load("closed", mix, 2.0 if self._settings.quick else 3.0, self._settings.seed)
+        seconds = min(2.0, self._settings.seconds) if self._settings.quick else 3.0
+        load = Load("closed", mix, seconds, self._settings.seed)
         return self._measure(served, load).capacity
 
     def _measure(self, served: Served, load: Load, **columns: Any) -> Row:
