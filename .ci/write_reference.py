@@ -1,6 +1,6 @@
-"""Write docs/configuration.md and docs/metrics.md: `python .ci/write_reference.py`.
+"""Write docs/configuration.md, docs/metrics.md and docs/commands.md: `python .ci/write_reference.py`.
 
-The tables are made from `EngineConfig` and the metric catalogue, so they always agree with the code.
+The tables are made from `EngineConfig`, the metric catalogue and the commands, so they always agree with the code.
 """
 
 from collections.abc import Callable, Iterable
@@ -8,10 +8,14 @@ from inspect import signature
 from pathlib import Path
 from string import Template
 
-from varlen.config import ITERATIVE_TASKS, ONE_SHOT_TASKS, SETTINGS, Setting
+from commands_page import commands_page
+
+from varlen.config import SETTINGS
 from varlen.encoder import Encoder
 from varlen.generator import Generator
 from varlen.metrics import METRICS, Metric
+from varlen.setting import Setting
+from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS
 from varlen.wire import DEFAULT_MAX_ROWS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -204,7 +208,11 @@ def _section(title: str, header: str, rows: Iterable[tuple[str, ...]]) -> str:
 
 def pages() -> dict[str, str]:
     """Return the text of each page by its file name."""
-    return {"configuration.md": configuration_page(), "metrics.md": metrics_page()}
+    return {
+        "configuration.md": configuration_page(),
+        "metrics.md": metrics_page(),
+        "commands.md": commands_page(COMMAND),
+    }
 
 
 def main() -> None:

@@ -1,15 +1,19 @@
-"""The pages of settings and metrics say what the code says."""
+"""The pages of settings, metrics and commands say what the code says."""
+
+import re
 
 import pytest
+from typer.main import get_command
 
 from tests.ci.scripts import PROJECT, load_script
 from varlen.config import SETTINGS
 from varlen.metrics import METRICS
+from varlen_tools.program import app
 
 write_reference = load_script("write_reference")
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "metrics.md"])
+@pytest.mark.parametrize("name", ["configuration.md", "metrics.md", "commands.md"])
 def test_the_committed_page_is_the_one_that_is_written(name: str) -> None:
     committed = (PROJECT / "docs" / name).read_text()
 
@@ -25,3 +29,17 @@ def test_every_setting_has_one_heading_and_every_metric_one_row() -> None:
         assert lines.count(f"### `{name}`") == 1
     for metric in METRICS:
         assert sum(line.startswith(f"| `{metric.value}` |") for line in lines) == 1
+
+
+def test_every_command_has_a_part_with_its_options() -> None:
+    parts = re.split(r"^##+ ", write_reference.pages()["commands.md"], flags=re.MULTILINE)
+    parts_by_name = {text.partition("\n")[0]: text for text in parts}
+
+    for name in get_command(app).commands:
+        assert f"varlen {name}" in parts_by_name
+    rerank = parts_by_name["varlen rerank"]
+    assert "| `QUERY` | required | What the documents are compared with. |" in rerank
+    assert "| `--activation WORD` | `auto` |" in rerank
+    assert "`--url" not in rerank
+    assert "| `--url TEXT` | `grpc://127.0.0.1:8001` |" in parts_by_name["Options of requests"]
+    assert "`--truncation-side WORD`" in parts_by_name["Options of requests"]

@@ -15,6 +15,8 @@ SOURCES = ("backend/varlen", "client/varlen_client", "tools/varlen_tools")
 REQUEST_ERRORS = frozenset(
     {"RequestError", "QueueFullError", "DeadlineError", "RequestCancelled", "EngineError"}
 )
+# Fields of a checkpoint have one row for all messages of these forms.
+FIELD = re.compile(r"; allowed: |; make them agree|, which disagree")
 # These are in the log alone.
 NOT_SENT = ("execution/worker_process.py",)
 
@@ -48,6 +50,20 @@ def test_every_error_of_a_request_or_a_setting_is_listed(classes: frozenset[str]
         f"{place}: {pattern.pattern}"
         for place, pattern in raised
         if not any(pattern.fullmatch(message) for message in messages)
+    ]
+    assert missing == [], "list these messages in docs/troubleshooting.md"
+
+
+def test_every_error_of_a_checkpoint_is_listed() -> None:
+    messages = listed_messages()
+    raised = list(raised_messages(PROJECT / SOURCES[0], frozenset({"CheckpointError"})))
+
+    assert len(raised) > 80
+    texts = {re.sub(r"\\(.)", r"\1", pattern.pattern): pattern for _, pattern in raised}
+    missing = [
+        text
+        for text, pattern in texts.items()
+        if not FIELD.search(text) and not any(pattern.fullmatch(each) for each in messages)
     ]
     assert missing == [], "list these messages in docs/troubleshooting.md"
 

@@ -7,10 +7,10 @@ import pytest
 
 from tests.ci.scripts import PROJECT
 from varlen import generation_options, wire, wire_generate
-from varlen.config import ONE_SHOT_TASKS, Task
 from varlen.generation_options import GenerationOptions
 from varlen.models.labels import Labels
 from varlen.scores import SCORE_FUNCTIONS
+from varlen.tasks import ONE_SHOT_TASKS, Task
 from varlen.vectors import VECTOR_DTYPES
 from varlen.wire_outputs import ModelOutputs, TensorSpec
 

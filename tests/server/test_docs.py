@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from sentence_transformers import SparseEncoder
+from sentence_transformers import MultiVectorEncoder, SparseEncoder
+from sentence_transformers.base.modules import Normalize, Transformer
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from typer.testing import CliRunner
 
 from tests.checkpoints import WORDS, add_mask, save_checkpoint
@@ -29,6 +31,7 @@ TASK_PAGES = (
     "reranking",
     "tokens",
     "sparse",
+    "late_interaction",
     "masks",
     "generation",
     "translation",
@@ -47,11 +50,12 @@ STAND_INS = {
 LOADED = {
     "reranker": "BertForSequenceClassification",
     "splade": "BertForMaskedLM",
+    "colbert": "BertModel",
     "bert": "BertForMaskedLM",
     "tiny_gpt2": "GPT2LMHeadModel",
     "tiny_dates": "MarianMTModel",
 }
-ENCODERS = ("reranker", "splade", "bert")
+ENCODERS = ("reranker", "splade", "bert", "colbert")
 # The model of a gateway that serves one, by the path of a request without `model`.
 MODEL_OF_PATH = {"/embed": "minilm", "/rerank": "reranker"}
 
@@ -77,7 +81,14 @@ def folders(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     add_mask(saved["bert"])
     # with modules, whose task is sparse_embed
     SparseEncoder(str(saved["splade"]), device="cpu").save_pretrained(str(folder / "modules"))
-    return saved | {"minilm": minilm, "splade": folder / "modules"}
+    stack = [Transformer(str(saved["colbert"])), MultiVectorMask(), Normalize("token_embeddings")]
+    late = MultiVectorEncoder(modules=stack, device="cpu")
+    late.save_pretrained(str(folder / "late"))
+    return saved | {
+        "minilm": minilm,
+        "splade": folder / "modules",
+        "colbert": folder / "late",
+    }
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Tasks of masked language models on the real server, over both protocols."""
+"""Masked language models and vectors of tokens on the real server, over both protocols."""
 
 import shutil
 from collections.abc import Iterator
@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from sentence_transformers import SparseEncoder
+from sentence_transformers import MultiVectorEncoder, SparseEncoder
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from tokenizers import Tokenizer
 
 from tests.checkpoints import add_mask, save_checkpoint
-from tests.closeness import assert_close, encoder_roundings
+from tests.closeness import assert_close, assert_rows_close, encoder_roundings
 from varlen_client import Client, InvalidRequest, ServerError
 from varlen_tools.local_server import LocalServer
 
@@ -70,6 +72,38 @@ def test_a_wrong_number_of_terms_is_refused(splade: Path, url: str) -> None:
             client.sparse_embed(TEXTS, max_active_dims=93)
         with pytest.raises((InvalidRequest, ServerError), match="does not serve embed"):
             client.embed(TEXTS)
+
+
+def test_vectors_of_tokens_are_those_of_sentence_transformers(
+    server: LocalServer, repository: Path, tmp_path: Path, url: str
+) -> None:
+    folder, name = tmp_path / "saved", f"colbert-{url[:4]}"
+    made = save_checkpoint(tmp_path / "plain")
+    expansion = {"strategy": "fixed", "length": 32, "token": "[MASK]"}
+    transformer = Transformer(str(made), query_expansion=expansion)
+    dense = Dense(24, 5, bias=False, module_input_name="token_embeddings")
+    stack = [transformer, dense, MultiVectorMask(["?"]), Normalize("token_embeddings")]
+    oracle = MultiVectorEncoder(modules=stack, device="cpu")
+    oracle.save_pretrained(str(folder))
+    add_model(repository, name, folder, response_cache_bytes="1000000")
+    assert load(server, name) is None
+    try:
+        with Client(url, name) as client:
+            queries = client.token_embed(TEXTS, prompt_name="query")
+            documents = client.token_embed(TEXTS, prompt_name="document")
+            nothing = client.token_embed([[oracle.tokenizer.convert_tokens_to_ids("?")]])
+            with pytest.raises(InvalidRequest, match="has the prompts: document, query"):
+                client.token_embed(TEXTS, prompt_name="passage")
+    finally:
+        unload(server, name)
+
+    # a row of skipped tokens alone
+    assert [each.shape for each in nothing] == [(0, 5)]
+    roundings = encoder_roundings(folder) + 100
+    expected = oracle.encode_query(TEXTS, convert_to_numpy=True)
+    assert_rows_close(queries, expected, roundings=roundings)
+    expected = oracle.encode_document(TEXTS, convert_to_numpy=True)
+    assert_rows_close(documents, expected, roundings=roundings)
 
 
 def test_masks_are_filled_as_by_transformers(

@@ -9,7 +9,7 @@ import pytest
 from varlen_tools.fetch import fetch
 from varlen_tools.local_server import LOOPBACK, LocalServer, find_command
 
-from .serving import TIMEOUT_SECONDS, outcomes
+from .serving import TIMEOUT_SECONDS, load, outcomes, unload
 
 REQUESTS = 60
 # Random integers are not valid token ids, so it sends zeros, in rows of one length.
@@ -46,24 +46,30 @@ def test_perf_analyzer_gets_an_answer_to_every_request(
 
 @pytest.mark.parametrize("inputs, options", [("text", []), ("ids", IDS_OPTIONS)])
 def test_a_model_with_inputs_of_one_kind_needs_no_input_data(
-    minilm: Path, tmp_path: Path, inputs: str, options: list[str]
+    server: LocalServer,
+    repository: Path,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    inputs: str,
+    options: list[str],
 ) -> None:
     """With all inputs optional, perf_analyzer asks for input data before it sends anything."""
-    repository = tmp_path / "models"
+    model = f"only_{inputs}"
     settings = {"device": "cpu", "warmup_seconds": "0"}
-    fetch(str(minilm), repository=repository, name="minilm", inputs=inputs, settings=settings)
-    with LocalServer(repository) as server:
-        server.wait_ready()
-        command = [find_command("perf_analyzer"), "-m", "minilm", "-i", "grpc"]
-        command += ["-u", f"{LOOPBACK}:{server.grpc_port}", *options]
-        command += ["--request-count", str(REQUESTS), "-s", "999"]
+    checkpoint = str(checkpoints["encoder"])
+    fetch(checkpoint, repository=repository, name=model, inputs=inputs, settings=settings)
+    assert load(server, model) is None
+    command = [find_command("perf_analyzer"), "-m", model, "-i", "grpc"]
+    command += ["-u", f"{LOOPBACK}:{server.grpc_port}", *options]
+    command += ["--request-count", str(REQUESTS), "-s", "999"]
 
-        run = run_perf_analyzer(command, tmp_path, server, "minilm")
+    run = run_perf_analyzer(command, tmp_path, server, model)
 
-        assert run.returncode == 0, run.stdout + run.stderr
-        after = outcomes(server, "minilm")
-        assert after["ok"] >= REQUESTS
-        assert after == dict.fromkeys(after, 0) | {"ok": after["ok"]}
+    assert run.returncode == 0, run.stdout + run.stderr
+    after = outcomes(server, model)
+    assert after["ok"] >= REQUESTS
+    assert after == dict.fromkeys(after, 0) | {"ok": after["ok"]}
+    unload(server, model)
 
 
 def run_perf_analyzer(

@@ -226,7 +226,9 @@ def test_a_served_model_is_sampled_between_requests(kit, encoder, tmp_path):
     model = tmp_path / "models" / "tiny"
     model.mkdir(parents=True)
     (model / "1").symlink_to(encoder, target_is_directory=True)
-    (model / "config.pbtxt").write_text('backend: "varlen"')
+    (model / "config.pbtxt").write_text(
+        'backend: "varlen" parameters { key: "warmup_seconds" value { string_value: "0" } }'
+    )
     order = Soak(tmp_path / "models", "tiny", requests=60, warmup=20, every=20, longest=30)
 
     stub, server = soak(order)

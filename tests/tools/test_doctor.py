@@ -6,6 +6,9 @@ import sys
 
 import numpy as np
 import pytest
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.base.modules import Normalize, Transformer
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from typer.testing import CliRunner
 
 from tests.checkpoints import (
@@ -67,6 +70,28 @@ def test_a_model_of_any_task_agrees_with_the_original(tmp_path, kind, config, ar
     comparisons = report["examination"]["comparisons"]
     assert report["verdict"] == "agrees", comparisons
     assert all(each["count"] > 3 for each in comparisons if each["agrees"])
+
+
+def test_a_vector_for_each_token_agrees_in_both_roles(tmp_path):
+    made = save_checkpoint(tmp_path / "plain")
+    expansion = {"strategy": "fixed", "length": 32, "token": "[MASK]"}
+    transformer = Transformer(str(made), query_expansion=expansion, document_length=20)
+    modules = [transformer, MultiVectorMask(["?", "!"]), Normalize("token_embeddings")]
+    folder = tmp_path / "model"
+    MultiVectorEncoder(modules=modules, device="cpu").save_pretrained(str(folder))
+
+    report = report_of(folder)
+
+    comparisons = report["examination"]["comparisons"]
+    assert report["verdict"] == "agrees", comparisons
+    names = [each["what"].split(" in ")[0] for each in comparisons]
+    assert names == ["token ids", "vectors of tokens", "vectors of tokens"][: len(names)]
+    assert comparisons[1]["count"] == 2 * comparisons[0]["count"]
+    assert report["findings"]["vectors"] == ["one for each token", "normalized"]
+    assert report["findings"]["roles"] == {
+        "queries": "up to 32 tokens; expanded to 32, by tokens that others do not read",
+        "documents": "up to 20 tokens; no vectors of 2 words",
+    }
 
 
 def test_a_model_that_generates_is_examined_in_its_dtype(tmp_path):

@@ -70,9 +70,9 @@ def is_running(process):
 
 
 def test_a_stage_that_hangs_is_stopped_with_its_children_and_keeps_its_output(tmp_path):
-    (outcome,) = run([stage("hangs", HANGING, seconds=5)], tmp_path)
+    (outcome,) = run([stage("hangs", HANGING, seconds=3)], tmp_path)
 
-    assert (outcome.status, outcome.note) == ("out of time", "the limit was 5 s")
+    assert (outcome.status, outcome.note) == ("out of time", "the limit was 3 s")
     child, kept = (tmp_path / "hangs.log").read_text().splitlines()
     assert kept == "what I have"
     deadline = time.monotonic() + 20

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from varlen_client import Client, VarlenClientError
-from varlen_client.cli_embed import similarity
+from varlen_client.cli_embed import print_similarity
 from varlen_client.wire import Floats
 from varlen_tools.local_server import LocalServer, ServerError, end_on_sigterm
 
@@ -44,7 +44,7 @@ def embed(protocol: str, url: str, model: str) -> Floats:
 
 
 def compare(server: LocalServer, model: str) -> None:
-    """Embed the sentences over gRPC and HTTP.
+    """Embed the sentences over gRPC and HTTP, and print how similar they are.
 
     Raises:
         ServerError: a request fails, or the answers differ.
@@ -58,6 +58,7 @@ def compare(server: LocalServer, model: str) -> None:
     if not distance <= TOLERANCE:
         raise ServerError(f"gRPC and HTTP differ by {distance:.1e} in cosine; allowed: {TOLERANCE}")
     print(f"both protocols agree (largest cosine distance: {distance:.0e})")
+    print_similarity(SENTENCES, grpc)
 
 
 def stream(server: LocalServer, model: str) -> None:
@@ -124,7 +125,6 @@ def main(
             server.wait_ready(timeout)
             print(f"tritonserver is ready after {time.perf_counter() - start:.1f} s")
             compare(server, model)
-            similarity(SENTENCES, url=server.grpc_url, model=model)
             stream(server, generator)
             translate(server, translator)
     except ServerError as error:

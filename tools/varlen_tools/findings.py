@@ -10,10 +10,11 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from varlen.config import Task
 from varlen.models.checkpoint import Checkpoint
+from varlen.models.late_interaction import LateInteraction
 from varlen.models.notes import checkpoint_notes
 from varlen.models.weights import read_headers, shards
+from varlen.tasks import Task
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Entries of a long list that are shown.
@@ -40,7 +41,8 @@ class Findings:
     Attributes:
         family: `model_type` of config.json.
         tasks: that it may serve; the first is the default.
-        vectors: the steps after the last hidden states that make an embedding.
+        vectors: the steps after the last hidden states that make an embedding, or the vectors of tokens.
+        roles: what is particular to queries and to documents, of a model with a vector for each token.
         features: of an embedding.
         prompts: texts that `embed` puts before texts, by name; `default_prompt` is the one without a name.
         labels: of the classifier, none without one.
@@ -58,6 +60,7 @@ class Findings:
     architecture: str
     tasks: tuple[Task, ...]
     vectors: tuple[str, ...]
+    roles: Mapping[str, str]
     features: int
     prompts: Mapping[str, str]
     default_prompt: str
@@ -98,7 +101,8 @@ def find(
         family=str(checkpoint.config["model_type"]),
         architecture=checkpoint.architecture,
         tasks=tuple(dict.fromkeys((task, *checkpoint.tasks))),
-        vectors=tuple(_vector_steps(checkpoint)) if "embed" in checkpoint.tasks else (),
+        vectors=tuple(_vector_steps(checkpoint)),
+        roles={} if checkpoint.late is None else _roles(checkpoint.late),
         features=checkpoint.embedding_size,
         prompts=checkpoint.prompts,
         default_prompt=checkpoint.default_prompt,
@@ -144,9 +148,11 @@ def rows(findings: Findings) -> Iterator[tuple[str, str]]:
     first, *others = findings.tasks
     yield "family", f"{findings.family}, {findings.architecture}"
     yield "task", f"{first}; it may also serve {', '.join(others)}" if others else first
-    if first == "embed":
+    has_vectors = first in ("embed", "token_embed")
+    if has_vectors:
         yield "vectors", f"{' > '.join(findings.vectors)}, {findings.features} features"
-    if findings.prompts and first == "embed":
+    yield from findings.roles.items()
+    if findings.prompts and has_vectors:
         texts = [f"{name}: {text!r}" for name, text in findings.prompts.items()]
         default = repr(findings.default_prompt) if findings.default_prompt else "none"
         yield "prompts", f"{_some(texts)}; default: {default}"
@@ -171,12 +177,33 @@ def rows(findings: Findings) -> Iterator[tuple[str, str]]:
 
 
 def _vector_steps(checkpoint: Checkpoint) -> Iterator[str]:
+    if not {"embed", "token_embed"} & set(checkpoint.tasks):
+        return
     is_default = not (checkpoint.folder / "modules.json").is_file()
-    yield f"{' + '.join(checkpoint.pooling)} pooling{' (no modules.json)' if is_default else ''}"
+    if checkpoint.late is not None:
+        yield "one for each token"
+    else:
+        default = " (no modules.json)" if is_default else ""
+        yield f"{' + '.join(checkpoint.pooling)} pooling{default}"
     for layer in checkpoint.dense:
         yield f"dense {layer.in_features} to {layer.out_features}, {layer.activation}"
     if checkpoint.normalize:
         yield "normalized"
+
+
+def _roles(late: LateInteraction) -> dict[str, str]:
+    """Return what is particular to queries and documents, by their name."""
+    texts = {}
+    for role, most in (("query", late.query_length), ("document", late.document_length)):
+        parts = [f"up to {most} tokens"] if most else []
+        if role == "query" and late.expansion is not None:
+            reads = "read" if late.expansion.is_read else "do not read"
+            parts.append(f"expanded to {late.expansion.length}, by tokens that others {reads}")
+        if role in late.skipped_roles and late.skipped_words:
+            parts.append(f"no vectors of {_count(len(late.skipped_words), 'word')}")
+        if parts:
+            texts["queries" if role == "query" else "documents"] = "; ".join(parts)
+    return texts
 
 
 def _tokenizer_kind(folder: Path) -> str:

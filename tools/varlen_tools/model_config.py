@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import Enum
 
-from varlen.config import ITERATIVE_TASKS, SETTINGS, EngineConfig, Task
+from varlen.config import SETTINGS, EngineConfig
 from varlen.errors import ConfigError
 from varlen.models.checkpoint import Checkpoint
 from varlen.server_config import tensors_of
+from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen.wire import DEFAULT_MAX_ROWS
 from varlen.wire_generate import PROMPTS
 from varlen.wire_outputs import TensorSpec

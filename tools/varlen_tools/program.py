@@ -6,6 +6,8 @@ The client knows no other package, so what joins them is here.
 from varlen_client.cli import app
 from varlen_tools.doctor.command import doctor
 
+__all__ = ["app", "main"]
+
 app.command()(doctor)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from varlen import Encoder, Generator
-from varlen.config import ITERATIVE_TASKS, NO_LIMIT, DType, EngineConfig, Task
+from varlen.config import NO_LIMIT, DType, EngineConfig
 from varlen.encoder import Inputs
 from varlen.execution import step_runner
 from varlen.execution.runner import sequence_limit
@@ -17,6 +17,7 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.request import Float32Array
 from varlen.service import Service
 from varlen.sparse_vectors import SparseVector
+from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen.tokenization import Text, Tokenizer
 from varlen_tools.doctor.comparison import (
     TOKENIZATION,
@@ -34,6 +35,7 @@ from varlen_tools.doctor.originals import (
     pair_scores,
     readable_folder,
     sentence_vectors,
+    token_vectors,
 )
 from varlen_tools.doctor.samples import LONGEST, sample_inputs, sample_prompts
 
@@ -46,7 +48,10 @@ _NAMES: Mapping[Task, str] = {
     "classify": "logits",
     "rerank": "logits",
     "token_classify": "logits",
+    "token_embed": "vectors of tokens",
 }
+# Tasks whose answers sentence-transformers gives alone.
+_SENTENCE_TASKS: tuple[Task, ...] = ("embed", "sparse_embed", "token_embed")
 _LENGTHS = (16, 128, 512)
 # Tokens of one measured call, and how long calls are repeated.
 _CALL_TOKENS = 4096
@@ -153,7 +158,7 @@ def _not_compared(config: EngineConfig, compared: Task, checkpoint: Checkpoint) 
 
 def _comparable_task(task: Task, checkpoint: Checkpoint) -> Task:
     """Return the task that the original libraries can answer too."""
-    needs_sentences = task in ("embed", "sparse_embed") or checkpoint.logit_score is not None
+    needs_sentences = task in _SENTENCE_TASKS or checkpoint.logit_score is not None
     if needs_sentences:
         return task if has_library("sentence-transformers") else "hidden"
     if task in LOGITS:
@@ -162,13 +167,23 @@ def _comparable_task(task: Task, checkpoint: Checkpoint) -> Task:
 
 
 def _answers(encoder: Encoder, inputs: Inputs, vocab_size: int) -> list[Float32Array]:
-    """Return the answer of each input; for `sparse_embed`, weights of all terms."""
+    """Return the answer of each input.
+
+    For `sparse_embed`, it is the weights of all terms. For `token_embed`, texts are queries first, then documents.
+    """
     if encoder.task == "embed":
         return list(encoder.embed(inputs, truncate=True))
     if encoder.task == "hidden":
         return encoder.hidden(inputs, truncate=True)
     if encoder.task == "token_classify":
         return encoder.token_classify(inputs, truncate=True)
+    if encoder.task == "token_embed":
+        roles = ("query", "document") if isinstance(inputs[0], str) else (None,)
+        return [
+            vectors
+            for role in roles
+            for vectors in encoder.token_embed(inputs, prompt_name=role, truncate=True)
+        ]
     if encoder.task == "sparse_embed":
         return [_dense(each, vocab_size) for each in encoder.sparse_embed(inputs, truncate=True)]
     return list(encoder.classify(inputs, truncate=True))
@@ -192,7 +207,7 @@ def _compare(
     what = _NAMES[task]
     # what they call chats is tokenized with their answers
     is_chat = task == "rerank" and checkpoint.logit_score is not None
-    is_vector = task in ("embed", "sparse_embed")
+    is_vector = task in _SENTENCE_TASKS
     library = "sentence-transformers" if is_vector or is_chat else "transformers"
     with readable_folder(checkpoint) as folder:
         try:
@@ -203,8 +218,11 @@ def _compare(
                 expected = pair_scores(folder, inputs, limit)
             elif is_vector:
                 texts = [text for text in inputs if isinstance(text, str)]
-                is_sparse = task == "sparse_embed"
-                expected = sentence_vectors(folder, texts, limit, is_sparse=is_sparse)
+                if task == "token_embed":
+                    expected = token_vectors(folder, texts, limit)
+                else:
+                    is_sparse = task == "sparse_embed"
+                    expected = sentence_vectors(folder, texts, limit, is_sparse=is_sparse)
             else:
                 expected = original.values(task, inputs, limit)
         except Exception as error:

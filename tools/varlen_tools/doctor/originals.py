@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from varlen.config import Task
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Float32Array
+from varlen.tasks import Task
 from varlen.tokenization import Text
 
 # Tasks whose answers are compared with those of the checkpoint's own class; of others, hidden states are.
@@ -138,6 +138,26 @@ def sentence_vectors(
     options = {"convert_to_sparse_tensor": False} if is_sparse else {}
     vectors = model.encode(list(texts), batch_size=1, show_progress_bar=False, **options)
     return [np.asarray(vector, dtype=np.float32) for vector in vectors]
+
+
+def token_vectors(folder: Path, texts: Sequence[str], limit: int) -> list[Float32Array]:
+    """Return the vectors of each text as a query, then as a document, in sentence-transformers."""
+    from sentence_transformers import MultiVectorEncoder
+
+    model = MultiVectorEncoder(
+        str(folder),
+        device="cpu",
+        local_files_only=True,
+        trust_remote_code=False,
+        model_kwargs={"dtype": torch.float32},
+    )
+    transformer: Any = model[0]
+    for name in ("query_length", "document_length"):
+        length = getattr(transformer, name)
+        setattr(transformer, name, limit if length is None else min(length, limit))
+    options: Any = {"batch_size": 1, "show_progress_bar": False, "convert_to_numpy": True}
+    queries = model.encode_query(list(texts), **options)
+    return [*queries, *model.encode_document(list(texts), **options)]
 
 
 def pair_scores(folder: Path, pairs: Sequence[Text], limit: int) -> list[Float32Array]:

@@ -2,7 +2,7 @@
 
 from itertools import cycle, islice, pairwise
 
-from varlen.config import Task
+from varlen.tasks import Task
 from varlen.tokenization import Text
 from varlen_tools.sample_texts import TEXTS
 

@@ -1,0 +1,166 @@
+"""The text of docs/commands.md, from the options of the commands themselves."""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from string import Template
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import typer
+
+from varlen_client.cli_requests import RequestOptions, RowOptions
+from varlen_tools.program import app
+
+# Modules of varlen_tools that operators run with `python -m`, and the function that typer runs.
+_MODULES = {
+    "fetch": "fetch",
+    "convert_pickle": "convert_pickle",
+    "quantize": "quantize",
+    "profile_costs": "profile_costs.__main__",
+    "profile_ops": "profile_ops.__main__",
+    "show_plan": "show_plan.__main__",
+    "simulate": "simulate.__main__",
+    "simulate.generate": "simulate.generate.__main__",
+}
+# Names of the options that all commands with requests have.
+_SHARED = {field.name for field in fields(RowOptions)}
+# Names of values in the table by their type.
+_VALUES = {Path: "PATH", int: "N", float: "N", str: "TEXT"}
+
+_PAGE = Template("""\
+# Commands
+
+<!-- Written by `$command` from the commands themselves. -->
+
+`varlen` is installed with the package. Results go to stdout, messages to stderr.
+The exit code is 0, 1 if the server or the request failed, or 2 if the arguments are wrong.
+
+## Options of requests
+
+All commands that send requests have these, except that `generate` and `translate` do not truncate.
+
+$shared
+$commands
+## Modules for operators
+
+They are in the same package and need no server.
+
+$modules""")
+
+
+def commands_page(command: str) -> str:
+    """Return the text of docs/commands.md, which `command` writes."""
+    program = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
+    return _PAGE.substitute(
+        command=command,
+        shared=_table([row for name, row in _rows(program["embed"]) if name in _SHARED]),
+        commands="\n".join(_part(f"## varlen {name}", each) for name, each in program.items()),
+        modules="\n".join(
+            _part(f"### python -m varlen_tools.{name}", _command_of(f"varlen_tools.{module}"))
+            for name, module in _MODULES.items()
+        ),
+    )
+
+
+def _command_of(module: str) -> Any:
+    """Return the command of a module: its `app`, or its `main` as typer runs it."""
+    found = import_module(module)
+    if hasattr(found, "app"):
+        return typer.main.get_command(found.app)
+    single = typer.Typer()
+    single.command()(found.main)
+    return typer.main.get_command(single)
+
+
+def _part(heading: str, command: Any) -> str:
+    """Return the part of the page on one command."""
+    rows, note = dict(_rows(command)), ""
+    if rows.keys() >= {field.name for field in fields(RequestOptions)}:
+        rows = {name: row for name, row in rows.items() if name not in _SHARED}
+        note = "\nAnd the [options of requests](#options-of-requests).\n"
+    text = inspect.cleandoc(command.help or command.callback.__doc__)
+    return f"{heading}\n\n{text}\n\n{_table(rows.values())}{note}"
+
+
+def _rows(command: Any) -> Iterator[tuple[str, tuple[str, str, str]]]:
+    """Yield the name and the cells of each argument and option."""
+    parameters = inspect.signature(command.callback, eval_str=True).parameters
+    for each in command.params:
+        if each.name not in parameters:
+            continue
+        kind, info = get_args(parameters[each.name].annotation)
+        yield each.name, (_shown_name(each, kind), _default(each), _description(each, kind, info))
+
+
+def _shown_name(parameter: Any, kind: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return f"`{parameter.name.upper()}`" + ("..." if parameter.nargs == -1 else "")
+    names = ", ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
+    if parameter.is_flag:
+        return names
+    return names.removesuffix("`") + f" {_value(kind)}`"
+
+
+def _value(kind: Any) -> str:
+    """Return the name of an option's value."""
+    return next((_VALUES[each] for each in _types(kind) if each in _VALUES), "WORD")
+
+
+def _types(kind: Any) -> Iterator[Any]:
+    """Yield the types of a union or of the items of a list, without None."""
+    if get_origin(kind) in (Union, UnionType, list):
+        for each in get_args(kind):
+            yield from _types(each)
+    elif kind is not type(None):
+        yield kind
+
+
+def _words(kind: Any) -> list[str]:
+    """Return the words that an option allows; none if it allows others too."""
+    found: list[str] = []
+    for each in _types(kind):
+        if get_origin(each) is Literal:
+            found += get_args(each)
+        elif isinstance(each, type) and issubclass(each, Enum):
+            found += [member.value for member in each]
+    return found
+
+
+def _default(parameter: Any) -> str:
+    value = parameter.default
+    if value is None or value is False:
+        return "required" if parameter.required else ""
+    if value is True:
+        return f"`{parameter.opts[0]}`"
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return ", ".join(f"`{_plain(each)}`" for each in values)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Enum):
+        return value.value
+    return f"{value:g}" if isinstance(value, float) else value
+
+
+def _description(parameter: Any, kind: Any, info: Any) -> str:
+    # `\[` is a bracket in the markup of help texts
+    text = (info.help or "").replace("\\[", "[")
+    sentences = [text if text.endswith((".", '."')) else f"{text}."] if text else []
+    if words := _words(kind):
+        sentences.append("Allowed: " + ", ".join(f"`{word}`" for word in words) + ".")
+    elif info.min is not None:
+        range_ = f"from {info.min:g}" + ("" if info.max is None else f" to {info.max:g}")
+        sentences.append(f"Allowed: {range_}.")
+    if parameter.envvar:
+        sentences.append(f"Environment: `{parameter.envvar}`.")
+    return " ".join(sentences)
+
+
+def _table(rows: Iterable[tuple[str, str, str]]) -> str:
+    header = ("argument or option", "default", "description")
+    lines = (f"| {' | '.join(row)} |" for row in (header, ("---",) * 3, *rows))
+    return "\n".join(lines) + "\n"
