@@ -1,5 +1,7 @@
 """The harness of the benchmarks: the command line, rows, worker processes, summaries and resident memory."""
 
+import gc
+import mmap
 import os
 import sys
 import time
@@ -8,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
@@ -230,12 +231,21 @@ def test_cosines_refuse_nan_and_another_shape(vectors, reason):
         cosines(np.array(vectors, np.float32), np.ones((1, 1), np.float32))
 
 
+@contextmanager
+def pages_taken(size):
+    """Hold new memory of the system; a heap would give what earlier tests have freed, resident already."""
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        for start in range(0, size, mmap.PAGESIZE):
+            pages[start] = 1
+        yield
+
+
 def test_a_peak_is_seen_though_its_memory_is_released():
     if not resident.reset_peak():
         pytest.skip("this kernel does not restart the record of a peak")
-    with resident_peak() as peak:
-        taken = torch.ones(64 * MIB, dtype=torch.uint8)
-        del taken
+    gc.collect()
+    with resident_peak() as peak, pages_taken(64 * MIB):
+        pass
     with resident_peak() as idle:
         pass
 
@@ -254,13 +264,12 @@ def test_a_peak_is_sampled_where_the_kernel_does_not_record_it(monkeypatch):
 
     monkeypatch.setattr(resident, "reset_peak", lambda: False)
     monkeypatch.setattr(resident, "sampled_memory", recorded)
-    with resident_peak() as peak:
-        taken = torch.ones(64 * MIB, dtype=torch.uint8)
+    gc.collect()
+    with resident_peak() as peak, pages_taken(64 * MIB):
         # one sample may have been under way when the memory was filled
         before = len(lists[0])
         while len(lists[0]) < before + 2:
             time.sleep(0.001)
-        del taken
 
     assert 60 * MIB < peak.above < 100 * MIB
 
