@@ -278,13 +278,13 @@ def test_a_retry_is_sent_with_the_remaining_deadline(server, fault):
 
 def test_no_retry_starts_after_the_deadline(server, fault):
     server.model.faults = [fault("unavailable", "queue full")] * 9
-    policy = RetryPolicy(max_retries=9, first_delay=5.0, max_delay=5.0)
+    policy = RetryPolicy(max_retries=9, first_delay=90.0, max_delay=90.0)
     start = time.monotonic()
 
     with Client(server.url, retry=policy) as client, pytest.raises(ServerUnavailable):
-        client.embed(["a"], deadline_ms=2000)
+        client.embed(["a"], deadline_ms=30_000)
 
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30
     assert len(server.model.requests) == 1
 
 
@@ -315,7 +315,7 @@ def test_an_error_reports_rows_of_the_whole_input(client, server, fault):
 
 def test_the_first_failure_cancels_the_other_requests(server, fault):
     server.model.refuse = lambda received: fault("invalid") if received.texts == ["bad"] else None
-    server.model.delay = lambda received: 0.0 if received.texts == ["bad"] else 5.0
+    server.model.delay = lambda received: 0.0 if received.texts == ["bad"] else 60.0
     start = time.monotonic()
 
     with (
@@ -324,7 +324,7 @@ def test_the_first_failure_cancels_the_other_requests(server, fault):
     ):
         client.embed(["a", "bad", "c", "d", "e", "f"])
 
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
     assert len(server.model.requests) <= 3
 
 
@@ -332,10 +332,10 @@ def test_a_timeout_ends_the_whole_call_without_a_retry(client, server):
     server.model.delay = lambda received: 0.0 if TEXTS[0] in received.texts else 30.0
     start = time.monotonic()
 
-    with pytest.raises(RequestTimeout, match=r"embed did not end within 0.5 s; 8 of 50 rows"):
-        client.embed(TEXTS, timeout=0.5)
+    with pytest.raises(RequestTimeout, match=r"embed did not end within 2 s; 8 of 50 rows"):
+        client.embed(TEXTS, timeout=2)
 
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 20
     assert len(server.model.requests) <= 5
 
 
@@ -350,7 +350,7 @@ def test_a_counted_call_has_one_timeout_and_the_error_of_a_plain_one(server):
             with pytest.raises(VarlenClientError) as counted:
                 client.rerank_and_count("q", ["d"], timeout=0.3)
 
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert counted.type is plain.type is RequestTimeout
 
 
@@ -365,13 +365,13 @@ def test_a_client_can_be_used_after_a_timeout(client, server, vectors_of):
 
 def test_no_retry_starts_after_the_timeout(server, fault):
     server.model.faults = [fault("unavailable", "queue full")] * 9
-    policy = RetryPolicy(max_retries=9, first_delay=5.0, max_delay=5.0)
+    policy = RetryPolicy(max_retries=9, first_delay=90.0, max_delay=90.0)
     start = time.monotonic()
 
     with Client(server.url, retry=policy) as client, pytest.raises(ServerUnavailable):
-        client.embed(["a"], timeout=1.0)
+        client.embed(["a"], timeout=30.0)
 
-    assert time.monotonic() - start < 0.9
+    assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("output_dtype", [np.float64])

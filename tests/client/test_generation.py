@@ -61,9 +61,9 @@ def test_yields_each_part_as_it_comes(client, server):
     server.model.delay = lambda received: 0.2
     start = time.monotonic()
 
-    next(client.stream("hello", max_tokens=20))
+    next(client.stream("hello", max_tokens=300))
 
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 30
 
 
 def test_generates_several_samples(client):

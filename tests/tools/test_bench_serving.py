@@ -149,7 +149,7 @@ def test_the_process_answers_a_load_with_its_row_and_embeds(monkeypatch):
         sent.append(tokens)
         if model == "bad":
             raise InferenceServerException("no\nsuch model", "StatusCode.NOT_FOUND")
-        if parameters == {"deadline_ms": 500} and len(sent) % 4 == 0:
+        if parameters == {"deadline_ms": 60_000} and len(sent) % 4 == 0:
             raise InferenceServerException("full", "StatusCode.UNAVAILABLE")
         await asyncio.sleep(0.01)
         return SimpleNamespace(as_numpy=lambda name: np.full((1, 2), tokens, np.float32))
@@ -164,7 +164,7 @@ def test_the_process_answers_a_load_with_its_row_and_embeds(monkeypatch):
     handle = worker.start({"address": "127.0.0.1:9", "vocabulary": 9})
     mix = uniform_mix("short", 40)
 
-    row = row_of("overload", mix, 0.2, seed=0, rate=20.0, max_waiting=99, deadline_ms=500)
+    row = row_of("overload", mix, 0.2, seed=0, rate=20.0, max_waiting=99, deadline_ms=60_000)
 
     assert sorted(sent) == sorted(mix.take(24, seed=0))
     assert (row.system, row.kind, row.offered) == ("m", "overload", 20.0)

@@ -57,7 +57,7 @@ def test_stop_ends_the_stub_of_a_server_that_was_killed(repository, backends):
         os.kill(server.pid, signal.SIGKILL)
         server.stop()
 
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(is_alive(pid) for pid in group) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(is_alive(pid) for pid in group)

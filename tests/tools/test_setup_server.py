@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -34,14 +33,12 @@ def refuse_to_download(requirement: str, into: Path, *, sha256: str | None = Non
 
 
 @pytest.mark.server
-def test_a_second_run_changes_nothing_and_takes_no_time(project):
+def test_a_second_run_changes_nothing(project):
     assert assemble(project / ".server", project / "bin")
     stamp = (project / ".server/stamp.json").stat().st_mtime_ns
 
-    start = time.perf_counter()
     assert not assemble(project / ".server", project / "bin")
 
-    assert time.perf_counter() - start < 1
     assert (project / ".server/stamp.json").stat().st_mtime_ns == stamp
     assert not (project / ".server.partial").exists()
     assert (project / ".server/backends/varlen").resolve() == project / "backend/varlen"

@@ -1,7 +1,8 @@
-"""An event loop whose time passes only while nothing else is to be done."""
+"""Time that passes only in sleeps: in an event loop, or in the module time."""
 
 import asyncio
 import selectors
+import time
 
 
 class _JumpingSelector(selectors.SelectSelector):
@@ -25,3 +26,19 @@ def on_virtual_clock(coroutine):
         return loop.run_until_complete(coroutine)
     finally:
         loop.close()
+
+
+class VirtualTime:
+    """The time of time.perf_counter and time.sleep, in seconds."""
+
+    now = 0.0
+
+    @classmethod
+    def replace(cls, monkeypatch):
+        """Have the module time use a clock that only sleeps move, until a test ends."""
+        clock = cls()
+        monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+        monkeypatch.setattr(time, "sleep", clock.sleep)
+
+    def sleep(self, seconds):
+        self.now += seconds

@@ -220,13 +220,13 @@ class HungLauncher(HungRunner):
         self.closed = True
 
 
-@pytest.mark.parametrize("batches", [1, 0], ids=["serving", "loading"])
+@pytest.mark.parametrize("batches, timeout", [(1, 3.0), (0, 0.1)], ids=["serving", "loading"])
 def test_a_service_whose_gpu_hangs_is_not_ready_and_releases_nothing(
-    runner, small_bert, monkeypatch, batches
+    runner, small_bert, monkeypatch, batches, timeout
 ):
     launcher = HungLauncher(runner, batches)
     info = replace(runner.info, workers=1)
-    workers = Workers(info, [launcher], launcher=launcher, device_timeout=0.1)
+    workers = Workers(info, [launcher], launcher=launcher, device_timeout=timeout)
     monkeypatch.setattr(service, "load_workers", lambda *args, **kwargs: workers)
     config = EngineConfig(device="cpu", warmup_seconds=0)
     reply = FakeReply()
