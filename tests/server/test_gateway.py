@@ -107,6 +107,18 @@ def test_ranks_by_the_scores_of_the_server(gateway: RunningGateway) -> None:
         expected = 1 / (1 + np.exp(-logits[rank["index"]]))
         np.testing.assert_allclose(rank["score"], expected, rtol=1e-5)
 
+    response = httpx2.post(
+        f"{gateway.url}/v1/rerank",
+        json={"model": "ranker", "query": "the cat", "documents": TEXTS, "top_n": 2},
+        headers={"Authorization": "Bearer key"},
+        timeout=TIMEOUT_SECONDS,
+    )
+
+    assert [(each["index"], each["document"]["text"]) for each in response.json()["results"]] == [
+        (rank["index"], TEXTS[rank["index"]]) for rank in ranks[:2]
+    ]
+    assert response.json()["usage"]["total_tokens"] > 0
+
 
 def test_the_chunks_of_a_stream_make_the_whole_completion(gateway: RunningGateway) -> None:
     async def complete() -> tuple[str, list[str]]:

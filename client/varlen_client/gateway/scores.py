@@ -1,16 +1,17 @@
-"""Scores of classifiers: `/rerank` and `/predict` of Text Embeddings Inference."""
+"""Scores of classifiers: `/v1/rerank`, and `/rerank` and `/predict` of Text Embeddings Inference."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import uuid
+from typing import Any, TypeAlias
 
 import numpy as np
 from fastapi import FastAPI
-from pydantic import Field, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
-from varlen_client.gateway.bodies import MAX_INPUTS, RequestBody, json_response
+from varlen_client.gateway.bodies import MAX_INPUTS, RequestBody, json_response, usage
 from varlen_client.gateway.embeddings import Direction, truncation
 from varlen_client.gateway.models import Gateway
 from varlen_client.wire import Pairs
@@ -19,7 +20,7 @@ _Row: TypeAlias = list[StrictStr]
 
 
 class ScoreBody(RequestBody):
-    """What both requests have."""
+    """What all these requests have."""
 
     raw_scores: bool = False
     truncate: bool = False
@@ -40,27 +41,71 @@ class PredictBody(ScoreBody):
     inputs: StrictStr | _Row | list[_Row]
 
 
+class Document(BaseModel):
+    """A document of `/v1/rerank` in the form of an object."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: StrictStr
+
+
+class RankDocumentsBody(ScoreBody):
+    """A request to `/v1/rerank`, the form of Cohere, Jina and vLLM."""
+
+    query: StrictStr
+    documents: list[StrictStr | Document] = Field(min_length=1, max_length=MAX_INPUTS)
+    top_n: StrictInt | None = Field(None, ge=1)
+    return_documents: bool = True
+
+
 def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
     """Add the routes of scores."""
 
-    @app.post("/rerank", tags=["Text Embeddings Inference"])
-    async def rerank(body: RerankBody) -> Response:
-        """Rank texts by a query, the best first."""
+    async def rank(
+        body: RerankBody | RankDocumentsBody, texts: list[str]
+    ) -> tuple[str, list[tuple[int, float]], int | None]:
+        """Return the model's name, texts by number with scores, best first, and the tokens."""
         model = await gateway.models.get(body.model)
         scores, tokens = await model.client.rerank_and_count(
             body.query,
-            body.texts,
+            texts,
             activation=None if body.raw_scores else "sigmoid",
             timeout=gateway.settings.timeout_seconds,
             **truncation(truncate=body.truncate, direction=body.truncation_direction),
         )
         gateway.metrics.count_tokens(tokens or 0)
-        ranks = [
-            {"index": int(index), "score": float(scores[index])}
-            | ({"text": body.texts[index]} if body.return_text else {})
-            for index in np.argsort(-scores, kind="stable")
+        best_first = np.argsort(-scores, kind="stable").tolist()
+        return model.name, [(index, float(scores[index])) for index in best_first], tokens
+
+    @app.post("/rerank", tags=["Text Embeddings Inference"])
+    async def rerank(body: RerankBody) -> Response:
+        """Rank texts by a query, the best first."""
+        _, ranks, _ = await rank(body, body.texts)
+        return json_response(
+            [
+                {"index": index, "score": score}
+                | ({"text": body.texts[index]} if body.return_text else {})
+                for index, score in ranks
+            ]
+        )
+
+    @app.post("/v1/rerank", tags=["Rerank"])
+    @app.post("/v2/rerank", tags=["Rerank"])
+    async def rank_documents(body: RankDocumentsBody) -> Response:
+        """Rank documents by a query, the best first; `top_n` keeps the first of them."""
+        texts = [each if isinstance(each, str) else each.text for each in body.documents]
+        name, ranks, tokens = await rank(body, texts)
+        results = [
+            {"index": index, "relevance_score": score}
+            | ({"document": {"text": texts[index]}} if body.return_documents else {})
+            for index, score in ranks[: body.top_n]
         ]
-        return json_response(ranks)
+        answer: dict[str, Any] = {
+            "id": f"rerank-{uuid.uuid4().hex}",
+            "model": name,
+            "results": results,
+        }
+        return json_response(answer if tokens is None else {**answer, "usage": usage(tokens)})
 
     @app.post("/predict", tags=["Text Embeddings Inference"])
     async def predict(body: PredictBody) -> Response:

@@ -1,4 +1,4 @@
-"""`/rerank` and `/predict` of the gateway."""
+"""`/rerank`, `/v1/rerank` and `/predict` of the gateway."""
 
 import numpy as np
 import pytest
@@ -24,6 +24,40 @@ def test_raw_scores_and_texts_on_request(post, calls):
     assert all(rank["text"] == TEXTS[rank["index"]] for rank in ranks)
     expected = {"activation": None, "truncate": True, "truncation_side": "right"}
     assert calls.received[0][3] == expected
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+def test_documents_are_ranked_as_by_cohere_and_jina(post, calls, path):
+    documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
+
+    answer = post(path, model="ranker", query="query", documents=documents)
+
+    order = np.argsort(SCORES)[::-1].tolist()
+    assert answer.pop("id").startswith("rerank-")
+    tokens = sum(map(len, TEXTS))
+    assert answer == {
+        "model": "ranker",
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        "results": [
+            {"index": at, "relevance_score": SCORES[at], "document": {"text": TEXTS[at]}}
+            for at in order
+        ],
+    }
+    assert calls.received == [("ranker", "rerank", ("query", TEXTS), {"activation": "sigmoid"})]
+
+
+@pytest.mark.parametrize("top_n, ranks", [(1, 1), (3, 3), (9, 3)])
+def test_the_best_documents_alone_without_their_texts(post, calls, top_n, ranks):
+    calls.counts_tokens = False
+    options = {"top_n": top_n, "return_documents": False}
+
+    answer = post("/v1/rerank", model="ranker", query="query", documents=TEXTS, **options)
+
+    assert answer.keys() == {"id", "model", "results"}
+    assert [each["index"] for each in answer["results"]] == np.argsort(SCORES)[::-1][
+        :ranks
+    ].tolist()
+    assert all(each.keys() == {"index", "relevance_score"} for each in answer["results"])
 
 
 @pytest.mark.parametrize(
@@ -69,12 +103,20 @@ def test_a_batch_has_no_more_rows_than_other_requests(refusal, calls):
 
 @pytest.mark.parametrize(
     "path, body",
-    [("/rerank", {"query": "q", "texts": []}), ("/rerank", {"texts": ["a"]}), ("/predict", {})],
-    ids=["no texts", "no query", "no inputs"],
+    [
+        ("/rerank", {"query": "q", "texts": []}),
+        ("/rerank", {"texts": ["a"]}),
+        ("/predict", {}),
+        ("/v1/rerank", {"query": "q", "documents": []}),
+        ("/v1/rerank", {"query": "q", "documents": ["a"] * 2049}),
+        ("/v1/rerank", {"query": "q", "documents": [{"title": "a"}]}),
+        ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 0}),
+    ],
+    ids=["texts", "query", "inputs", "documents", "too many", "not a text", "top_n"],
 )
 def test_a_wrong_body_is_refused(refusal, calls, path, body):
     status, error = refusal(path, **body)
 
     assert status == 400
-    assert error["param"] in ("query", "texts", "inputs")
+    assert error["param"].split(".")[0] in ("query", "texts", "inputs", "documents", "top_n")
     assert calls.received == []
