@@ -4,9 +4,11 @@ import os
 import random
 import signal
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from threading import Event, Semaphore
 
 import pytest
@@ -151,26 +153,30 @@ def test_counters_that_disagree_are_found(grown: dict[str, float], problem: str)
     assert problem in found
 
 
+def names(mark: str) -> list[str]:
+    """Return the names of the processes with a mark."""
+    return [Path(f"/proc/{pid}/comm").read_text().strip() for pid in marked(mark)]
+
+
 @pytest.fixture
-def marked_process() -> Iterator[subprocess.Popen[str]]:
+def marked_process() -> Iterator[subprocess.Popen[bytes]]:
     """A process with the mark "a test" that has started another one."""
-    script = "tail -f /dev/null & echo started; wait"
+    script = "tail -f /dev/null & wait"
     process = subprocess.Popen(
-        ["/bin/sh", "-c", script],
-        env={MARK: "a test"},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        ["/bin/sh", "-c", script], env={MARK: "a test"}, start_new_session=True
     )
     with process:
-        assert process.stdout
-        process.stdout.readline()
+        # while a process starts a program, it has no environment for a moment
+        while "tail" not in names("a test"):
+            time.sleep(0.01)
+        while len(names("a test")) < 2:
+            time.sleep(0.01)
         yield process
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_an_orphan_of_a_killed_process_is_found(marked_process: subprocess.Popen[str]) -> None:
+def test_an_orphan_of_a_killed_process_is_found(marked_process: subprocess.Popen[bytes]) -> None:
     before = State.of("a test")
     assert not before.growth(State.of("a test"))
     [orphan] = set(marked("a test")) - {marked_process.pid}
