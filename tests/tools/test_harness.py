@@ -233,7 +233,7 @@ def test_cosines_refuse_nan_and_another_shape(vectors, reason):
 
 @contextmanager
 def pages_taken(size):
-    """Hold new memory of the system; a heap would give what earlier tests have freed, resident already."""
+    """Hold new memory of the system: freed blocks of a heap are resident already."""
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         for start in range(0, size, mmap.PAGESIZE):
             pages[start] = 1

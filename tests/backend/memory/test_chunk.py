@@ -22,7 +22,7 @@ def resident_bytes():
 
 @pytest.fixture(autouse=True)
 def no_garbage_of_other_tests():
-    """Collect what a collection during the test would free, and take for memory of the chunk."""
+    """Collect garbage now: during a test it would seem memory of the chunk."""
     gc.collect()
 
 
