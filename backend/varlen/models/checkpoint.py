@@ -73,6 +73,7 @@ class Checkpoint:
         normalize: whether these tasks divide a vector by its length, by default.
         prompts: texts that they put before texts, by name.
         default_prompt: the one that it takes if a request names none.
+        pools_prompt: whether `embed` pools the tokens of these texts too.
         splade: how `sparse_embed` makes a vector of terms.
         logit_score: how `rerank` makes a score of two logits, if its modules say so.
         late: how `token_embed` makes tokens of texts, if its modules say so.
@@ -100,6 +101,7 @@ class Checkpoint:
     normalize: bool
     prompts: Mapping[str, str]
     default_prompt: str
+    pools_prompt: bool
     splade: SpladeConfig
     logit_score: LogitScore | None
     late: LateInteraction | None
@@ -154,6 +156,7 @@ class Checkpoint:
             normalize=sentence.normalize,
             prompts=sentence.prompts,
             default_prompt=sentence.default_prompt,
+            pools_prompt=sentence.pools_prompt,
             splade=sentence.splade or SpladeConfig(),
             logit_score=sentence.logit_score,
             late=late,
