@@ -98,7 +98,7 @@ def roles_of(
         max_sequence_tokens: longest sequence of the model.
 
     Raises:
-        CheckpointError: the tokenizer has no token for expanded queries.
+        CheckpointError: the tokenizer has no token for expanded queries, or the model no position for it.
         ConfigError: expanded queries are too long for the model.
     """
     if task not in PROMPTED_TASKS:
@@ -173,6 +173,11 @@ def _expansion(
         raise CheckpointError(
             f"queries are expanded by the token {token} of tokenizer.json; config.json has vocab_size"
             f" {checkpoint.vocab_size}"
+        )
+    if token == checkpoint.uncounted_token:
+        raise CheckpointError(
+            f"queries are expanded by the padding token, {token}, which is no position in transformers with model_type"
+            f' "{checkpoint.config["model_type"]}"; allowed: another token'
         )
     return Expansion(expansion.length, token, expansion.is_read)
 

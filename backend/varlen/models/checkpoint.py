@@ -83,6 +83,7 @@ class Checkpoint:
         target_vocab_size: token ids that it generates are below this.
         has_token_types: whether the tokens of a pair's second text have type 1.
         labels: outputs of the classification head, none without one.
+        uncounted_token: the padding token, where transformers does not count it as a position.
         position_limit: longest sequence that has position embeddings, in tokens: a source, and a target with its
             start token.
         max_sequence_tokens: longest sequence by default, in tokens; at most `position_limit`.
@@ -111,6 +112,7 @@ class Checkpoint:
     target_vocab_size: int
     has_token_types: bool
     labels: Labels
+    uncounted_token: int | None
     position_limit: int
     max_sequence_tokens: int
     eos_token_ids: tuple[int, ...]
@@ -167,6 +169,7 @@ class Checkpoint:
             # with a single type, all tokens have it
             has_token_types=family.has_token_types and config.get("type_vocab_size") not in (0, 1),
             labels=_labels(config, sentence) if has_labels else NO_LABELS,
+            uncounted_token=sizes.first_position - 1 if sizes.first_position else None,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
             eos_token_ids=read_end_tokens(folder, config) if family.kind == "decoder" else (),
