@@ -263,9 +263,12 @@ class Intake:
             special_tokens=special_tokens,
             max_tokens=role.max_tokens,
         )
-        return tuple(
-            self._prompt(row, each, role) for row, each in enumerate(found, start=first_row)
-        )
+        prompts = []
+        for row, (text, each) in enumerate(zip(texts, found, strict=True), start=first_row):
+            # a pair has no prompt
+            num_unpooled = role.num_unpooled if isinstance(text, str) else 0
+            prompts.append(self._prompt(row, each, role, num_unpooled))
+        return tuple(prompts)
 
     def _pair_prompt(
         self, template: PairTemplate, row: int, text: Text, truncate: bool, side: TruncationSide
@@ -284,7 +287,7 @@ class Intake:
             found = Tokenized(ids, None)
         return self._prompt(row, found, self._roles.default)
 
-    def _prompt(self, row: int, text: Tokenized, role: TextRole) -> Prompt:
+    def _prompt(self, row: int, text: Tokenized, role: TextRole, num_unpooled: int = 0) -> Prompt:
         tokens, most = len(text.token_ids), role.max_tokens or self._limits.max_sequence_tokens
         if tokens > most:
             count = tokens if text.is_complete else f"more than {most}"
@@ -295,7 +298,8 @@ class Intake:
         if not tokens:
             raise RequestError(f"row {row}: text has no tokens; send at least one word")
         self._check_ids(row, "text", text.token_ids, text.type_ids)
-        return self._placed(row, Prompt(text.token_ids, text.type_ids), role)
+        prompt = Prompt(text.token_ids, text.type_ids, num_unpooled=num_unpooled)
+        return self._placed(row, prompt, role)
 
     def _placed(self, row: int, tokens: Prompt, role: TextRole) -> Prompt:
         """Return tokens in their role, with their masks, or as the source of a target."""

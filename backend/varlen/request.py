@@ -30,6 +30,7 @@ class Prompt:
         mask_places: `[masks]` int32, the tokens that `fill_mask` predicts, at most MAX_MASKS.
         num_keys: the number of tokens, from the first, that other tokens read; None is all.
         kept_places: `[vectors]` int32, the tokens whose vectors `token_embed` returns, ascending; None is all.
+        num_unpooled: the number of tokens, from the first, that `embed` does not pool.
     """
 
     token_ids: Int32Array
@@ -38,6 +39,7 @@ class Prompt:
     mask_places: Int32Array | None = None
     num_keys: int | None = None
     kept_places: Int32Array | None = None
+    num_unpooled: int = 0
 
     @property
     def num_vectors(self) -> int:

@@ -404,11 +404,12 @@ def _key(prompt: Prompt, normalize: bool) -> bytes:
     # lengths first, so that nothing runs into what follows it
     digest = blake2b(
         struct.pack(
-            "<Q??Q?",
+            "<Q??QQ?",
             len(ids),
             normalize,
             types is not None,
             len(ids) if prompt.num_keys is None else prompt.num_keys,
+            prompt.num_unpooled,
             prompt.kept_places is not None,
         ),
         digest_size=_KEY_BYTES,

@@ -41,12 +41,14 @@ class TextRole:
 
     Attributes:
         prompt: put before single texts.
+        num_unpooled: the number of its tokens, where pooling leaves them out.
         max_tokens: longest sequence; None is the limit of the model.
         expansion: of short texts.
         skipped: tokens without a vector, `[tokens]` int32.
     """
 
     prompt: str = ""
+    num_unpooled: int = 0
     max_tokens: int | None = None
     expansion: Expansion | None = None
     skipped: Int32Array | None = None
@@ -96,22 +98,30 @@ def roles_of(
         max_sequence_tokens: longest sequence of the model.
 
     Raises:
-        CheckpointError: the tokenizer has no token for expanded queries.
+        CheckpointError: the tokenizer has no token for expanded queries, or the model no position for it.
         ConfigError: expanded queries are too long for the model.
     """
     if task not in PROMPTED_TASKS:
         return NO_ROLES
     late = checkpoint.late
     if task != "token_embed" or late is None:
-        named = {name: TextRole(prompt) for name, prompt in checkpoint.prompts.items()}
-        return TextRoles(named, TextRole(checkpoint.default_prompt))
+        counts = task == "embed" and not checkpoint.pools_prompt
+
+        def prompted(prompt: str) -> TextRole:
+            return TextRole(prompt, tokenizer.count_leading(prompt) if counts and prompt else 0)
+
+        named = {name: prompted(prompt) for name, prompt in checkpoint.prompts.items()}
+        return TextRoles(named, prompted(checkpoint.default_prompt))
     skipped = _skipped_tokens(late, tokenizer)
 
     def role(
         prompt: str, length: int | None, kind: str = "document", expansion: Expansion | None = None
     ) -> TextRole:
         most = None if length is None else min(length, max_sequence_tokens)
-        return TextRole(prompt, most, expansion, skipped if kind in late.skipped_roles else None)
+        skips = kind in late.skipped_roles
+        return TextRole(
+            prompt, max_tokens=most, expansion=expansion, skipped=skipped if skips else None
+        )
 
     expansion = _expansion(checkpoint, late, tokenizer, max_sequence_tokens)
     # a longer role makes no other text longer; a setting above the longest of them does
@@ -163,6 +173,11 @@ def _expansion(
         raise CheckpointError(
             f"queries are expanded by the token {token} of tokenizer.json; config.json has vocab_size"
             f" {checkpoint.vocab_size}"
+        )
+    if token == checkpoint.uncounted_token:
+        raise CheckpointError(
+            f"queries are expanded by the padding token, {token}, which is no position in transformers with model_type"
+            f' "{checkpoint.config["model_type"]}"; allowed: another token'
         )
     return Expansion(expansion.length, token, expansion.is_read)
 

@@ -118,6 +118,19 @@ class Tokenizer:
             for text, prefix in zip(texts, prefixes, strict=True)
         ]
 
+    def count_leading(self, text: str) -> int:
+        """Return the number of tokens of a text at the start of a longer one.
+
+        It is that of the text alone, cut to the longest sequence, without a special token at its end. Tokens that the
+        end of the text shares with what follows it are counted as if they were apart, as in sentence-transformers.
+        """
+        (encoding,) = _encode(self._cutting(self._max_tokens, "right"), [text], True)
+        if not encoding.ids:
+            return 0
+        added = self._whole.get_added_tokens_decoder().get(encoding.ids[-1])
+        is_special = encoding.special_tokens_mask[-1] or (added is not None and added.special)
+        return len(encoding.ids) - bool(is_special)
+
     def find_token(self, names: Sequence[str]) -> int | None:
         """Return the id of the first of these tokens that exists, None without one."""
         found = (self._whole.token_to_id(name) for name in names)

@@ -91,9 +91,18 @@ def part_length(length, PARTS: tl.constexpr, MIN_PART: tl.constexpr):
 
 
 @triton.jit
+def load_unpooled(unpooled_lengths_ptr, sequence, HAS_UNPOOLED: tl.constexpr):
+    """Return the number of tokens at the start of a sequence that are not pooled."""
+    if HAS_UNPOOLED:
+        return tl.load(unpooled_lengths_ptr + sequence)
+    return 0
+
+
+@triton.jit
 def finish_pooling(
-    pooled,  # [1, BLOCK], sum or maximum of the tokens
+    pooled,  # [1, BLOCK], sum or maximum of the pooled tokens
     length,
+    unpooled,
     sequence,
     col,
     normalize_ptr,
@@ -105,13 +114,14 @@ def finish_pooling(
     """Return the vector of a sequence from its sum or maximum."""
     if MODE == "max":
         pooled = tl.where(length == 0, 0.0, pooled)
-    tokens = tl.maximum(length, 1).to(tl.float32)
+    tokens = tl.maximum(length - unpooled, 1).to(tl.float32)
     if MODE == "mean":
         pooled = pooled / tokens
     if MODE == "mean_sqrt":
         pooled = pooled / tl.sqrt(tokens)
     if MODE == "weighted_mean":
-        pooled = pooled / (tokens * (tokens + 1) / 2)
+        # the sum of places from unpooled + 1 on
+        pooled = pooled / (tokens * (tokens + (2 * unpooled + 1)) / 2)
     if NORMALIZE:
         squares = tl.where(col < HIDDEN, pooled * pooled, 0.0)
         norm = tl.sqrt(tl.sum(squares, axis=1, keep_dims=True))
@@ -126,6 +136,7 @@ def finish_pooling(
 def _pool_kernel(
     x_ptr,  # [tokens, HIDDEN]
     cu_seqlens_ptr,  # [batch + 1]
+    unpooled_lengths_ptr,  # [batch], read if HAS_UNPOOLED
     normalize_ptr,  # [batch], read if NORMALIZE
     out_ptr,  # [batch, HIDDEN]
     norm_floor,
@@ -133,6 +144,7 @@ def _pool_kernel(
     OUT_STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
     MODE: tl.constexpr,
+    HAS_UNPOOLED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,  # >= HIDDEN if NORMALIZE
@@ -146,6 +158,11 @@ def _pool_kernel(
     begin = tl.load(cu_seqlens_ptr + sequence)
     end = tl.load(cu_seqlens_ptr + sequence + 1)
     length = end - begin
+    unpooled = load_unpooled(unpooled_lengths_ptr, sequence, HAS_UNPOOLED)
+    if HAS_UNPOOLED and MODE == "cls":
+        # without a pooled token, the first of all
+        unpooled = tl.where(unpooled < length, unpooled, 0)
+    begin += unpooled
     if MODE == "cls":
         end = tl.minimum(end, begin + 1)
     if MODE == "last":
@@ -157,10 +174,17 @@ def _pool_kernel(
         pooled = max_tokens(tokens_ptr, col, end - begin, HIDDEN, X_STRIDE, ROWS)
     else:
         pooled = sum_tokens(
-            tokens_ptr, col, end - begin, 1, HIDDEN, X_STRIDE, ROWS, MODE == "weighted_mean"
+            tokens_ptr,
+            col,
+            end - begin,
+            unpooled + 1,
+            HIDDEN,
+            X_STRIDE,
+            ROWS,
+            MODE == "weighted_mean",
         )
     pooled = finish_pooling(
-        pooled, length, sequence, col, normalize_ptr, norm_floor, HIDDEN, MODE, NORMALIZE
+        pooled, length, unpooled, sequence, col, normalize_ptr, norm_floor, HIDDEN, MODE, NORMALIZE
     )
     tl.store(out_ptr + sequence.to(tl.int64) * OUT_STRIDE + col, pooled, mask=col < HIDDEN)
 
@@ -169,10 +193,12 @@ def _pool_kernel(
 def _pool_parts_kernel(
     x_ptr,  # [tokens, HIDDEN]
     cu_seqlens_ptr,  # [batch + 1]
+    unpooled_lengths_ptr,  # [batch], read if HAS_UNPOOLED
     parts_ptr,  # [batch, PARTS, HIDDEN]; parts without tokens are not written
     X_STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
     MODE: tl.constexpr,
+    HAS_UNPOOLED: tl.constexpr,
     PARTS: tl.constexpr,
     MIN_PART: tl.constexpr,
     ROWS: tl.constexpr,
@@ -185,7 +211,8 @@ def _pool_parts_kernel(
     sequence = tl.program_id(0) // (PARTS * TILES)
     part = tl.program_id(0) // TILES % PARTS
     col = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)[None, :]
-    begin = tl.load(cu_seqlens_ptr + sequence)
+    unpooled = load_unpooled(unpooled_lengths_ptr, sequence, HAS_UNPOOLED)
+    begin = tl.load(cu_seqlens_ptr + sequence) + unpooled
     length = tl.load(cu_seqlens_ptr + sequence + 1) - begin
     size = part_length(length, PARTS, MIN_PART)
     tokens = tl.minimum(length - part * size, size)
@@ -201,7 +228,7 @@ def _pool_parts_kernel(
             tokens_ptr,
             col,
             tokens,
-            part * size + 1,
+            part * size + (unpooled + 1),
             HIDDEN,
             X_STRIDE,
             ROWS,
@@ -215,12 +242,14 @@ def _pool_parts_kernel(
 def _merge_parts_kernel(
     parts_ptr,  # [batch, PARTS, HIDDEN]
     cu_seqlens_ptr,  # [batch + 1]
+    unpooled_lengths_ptr,  # [batch], read if HAS_UNPOOLED
     normalize_ptr,  # [batch], read if NORMALIZE
     out_ptr,  # [batch, HIDDEN]
     norm_floor,
     OUT_STRIDE: tl.constexpr,
     HIDDEN: tl.constexpr,
     MODE: tl.constexpr,
+    HAS_UNPOOLED: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PARTS: tl.constexpr,
     MIN_PART: tl.constexpr,
@@ -234,7 +263,8 @@ def _merge_parts_kernel(
     sequence = tl.program_id(0) // TILES
     col = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)[None, :]
     length = tl.load(cu_seqlens_ptr + sequence + 1) - tl.load(cu_seqlens_ptr + sequence)
-    parts = tl.cdiv(length, part_length(length, PARTS, MIN_PART))
+    unpooled = load_unpooled(unpooled_lengths_ptr, sequence, HAS_UNPOOLED)
+    parts = tl.cdiv(length - unpooled, part_length(length - unpooled, PARTS, MIN_PART))
     # int64: batch * PARTS * HIDDEN may pass 2**31
     parts_ptr += sequence.to(tl.int64) * (PARTS * HIDDEN)
     if MODE == "max":
@@ -242,7 +272,7 @@ def _merge_parts_kernel(
     else:
         pooled = sum_tokens(parts_ptr, col, parts, 1, HIDDEN, HIDDEN, ROWS, False)
     pooled = finish_pooling(
-        pooled, length, sequence, col, normalize_ptr, norm_floor, HIDDEN, MODE, NORMALIZE
+        pooled, length, unpooled, sequence, col, normalize_ptr, norm_floor, HIDDEN, MODE, NORMALIZE
     )
     tl.store(out_ptr + sequence.to(tl.int64) * OUT_STRIDE + col, pooled, mask=col < HIDDEN)
 
@@ -251,6 +281,7 @@ def pool(
     x: Tensor,
     cu_seqlens: Tensor,
     normalize: Tensor | None = None,
+    unpooled_lengths: Tensor | None = None,
     *,
     mode: Pooling,
     out: Tensor | None = None,
@@ -260,12 +291,14 @@ def pool(
     Raises:
         ValueError: a shape, dtype or layout is not supported, or hidden is over MAX_ROW.
     """
-    _check(x, cu_seqlens, normalize)
+    _check(x, cu_seqlens)
     shape = (len(cu_seqlens) - 1, x.shape[1])
+    _check_sequences(cu_seqlens, torch.bool, normalize=normalize)
+    _check_sequences(cu_seqlens, torch.int32, unpooled_lengths=unpooled_lengths)
     if out is None:
         out = x.new_empty(shape, dtype=torch.float32)
     check_out(out, shape, torch.float32)
-    return _run_kernel("pool", x, cu_seqlens, normalize, mode, out)
+    return _run_kernel("pool", x, cu_seqlens, normalize, unpooled_lengths, mode=mode, out=out)
 
 
 def first_tokens(x: Tensor, cu_seqlens: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -274,12 +307,12 @@ def first_tokens(x: Tensor, cu_seqlens: Tensor, *, out: Tensor | None = None) ->
     Raises:
         ValueError: a shape, dtype or layout is not supported, or hidden is over MAX_ROW.
     """
-    _check(x, cu_seqlens, None)
+    _check(x, cu_seqlens)
     shape = (len(cu_seqlens) - 1, x.shape[1])
     if out is None:
         out = x.new_empty(shape)
     check_out(out, shape, x.dtype)
-    return _run_kernel("first_tokens", x, cu_seqlens, None, "cls", out)
+    return _run_kernel("first_tokens", x, cu_seqlens, None, None, mode="cls", out=out)
 
 
 def candidate_launches(
@@ -314,29 +347,41 @@ def candidate_launches(
 
 
 def _run_kernel(
-    op: str, x: Tensor, cu_seqlens: Tensor, normalize: Tensor | None, mode: Pooling, out: Tensor
+    op: str,
+    x: Tensor,
+    cu_seqlens: Tensor,
+    normalize: Tensor | None,
+    unpooled_lengths: Tensor | None,
+    *,
+    mode: Pooling,
+    out: Tensor,
 ) -> Tensor:
     """Return `out`, with the pooled vectors written into it."""
     batch, hidden = out.shape
     if batch == 0:
         return out
-    flags = cu_seqlens if normalize is None else normalize
-    normalized = normalize is not None
+    tables = (
+        cu_seqlens,
+        cu_seqlens if unpooled_lengths is None else unpooled_lengths,
+        cu_seqlens if normalize is None else normalize,
+    )
+    form = mode, unpooled_lengths is not None, normalize is not None
     if mode not in {"cls", "last"} and len(x) >= _LONG * batch:
-        _run_in_parts(x, cu_seqlens, flags, mode, out, normalized=normalized)
+        _run_in_parts(x, tables, form, out)
         return out
+    mode, has_unpooled, normalized = form
     launch = pick(op, (hidden, x.dtype, mode, normalized), candidate_launches)
     tiles = triton.cdiv(hidden, launch["BLOCK"])
     _pool_kernel[(batch * tiles,)](
         x,
-        cu_seqlens,
-        flags,
+        *tables,
         out,
         NORM_FLOOR,
         X_STRIDE=x.stride(0),
         OUT_STRIDE=out.stride(0),
         HIDDEN=hidden,
         MODE=mode,
+        HAS_UNPOOLED=has_unpooled,
         NORMALIZE=normalized,
         **launch,
         **dependent_launch(),
@@ -345,20 +390,32 @@ def _run_kernel(
 
 
 def _run_in_parts(
-    x: Tensor, cu_seqlens: Tensor, flags: Tensor, mode: Pooling, out: Tensor, *, normalized: bool
+    x: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor],
+    form: tuple[Pooling, bool, bool],
+    out: Tensor,
 ) -> None:
-    """Write the pooled vectors into `out` by two kernels."""
+    """Write the pooled vectors into `out` by two kernels.
+
+    Args:
+        tables: cu_seqlens, unpooled lengths and flags of normalization.
+        form: the mode, whether there are unpooled tokens, and whether vectors are normalized.
+    """
     batch, hidden = out.shape
+    mode, has_unpooled, normalized = form
+    cu_seqlens, unpooled_lengths, _ = tables
     parts = torch.empty((batch, _PARTS, hidden), dtype=torch.float32, device=x.device)
     launch = pick("pool_parts", (hidden, x.dtype, mode, False), candidate_launches)
     tiles = triton.cdiv(hidden, launch["BLOCK"])
     _pool_parts_kernel[(batch * _PARTS * tiles,)](
         x,
         cu_seqlens,
+        unpooled_lengths,
         parts,
         X_STRIDE=x.stride(0),
         HIDDEN=hidden,
         MODE=mode,
+        HAS_UNPOOLED=has_unpooled,
         PARTS=_PARTS,
         MIN_PART=_MIN_PART,
         **launch,
@@ -367,13 +424,13 @@ def _run_in_parts(
     launch = pick("merge_parts", (hidden, parts.dtype, mode, normalized), candidate_launches)
     _merge_parts_kernel[(batch * triton.cdiv(hidden, launch["BLOCK"]),)](
         parts,
-        cu_seqlens,
-        flags,
+        *tables,
         out,
         NORM_FLOOR,
         OUT_STRIDE=out.stride(0),
         HIDDEN=hidden,
         MODE=mode,
+        HAS_UNPOOLED=has_unpooled,
         NORMALIZE=normalized,
         PARTS=_PARTS,
         MIN_PART=_MIN_PART,
@@ -382,16 +439,21 @@ def _run_in_parts(
     )
 
 
-def _check(x: Tensor, cu_seqlens: Tensor, normalize: Tensor | None) -> None:
+def _check(x: Tensor, cu_seqlens: Tensor) -> None:
     check_dtype(x=x)
     check_row_layout(x=x)
     check_width(x.shape[1])
     check_cu_seqlens(cu_seqlens)
-    if normalize is None:
-        return
+
+
+def _check_sequences(cu_seqlens: Tensor, dtype: torch.dtype, **tables: Tensor | None) -> None:
+    """Raise ValueError unless each table has one number of this type per sequence."""
     shape = (len(cu_seqlens) - 1,)
-    if normalize.shape != shape or normalize.dtype != torch.bool or not normalize.is_contiguous():
-        raise ValueError(
-            f"normalize is {list(normalize.shape)} {normalize.dtype}, strides {normalize.stride()};"
-            f" it must be {list(shape)} torch.bool, contiguous"
-        )
+    for name, table in tables.items():
+        if table is None:
+            continue
+        if table.shape != shape or table.dtype != dtype or not table.is_contiguous():
+            raise ValueError(
+                f"{name} is {list(table.shape)} {table.dtype}, strides {table.stride()};"
+                f" it must be {list(shape)} {dtype}, contiguous"
+            )

@@ -170,18 +170,23 @@ def test_tokens_past_the_last_sequence_get_no_attention(ops):
     assert out[5:].isnan().all()
 
 
-def pool64(x, lengths, mode):
+def pool64(x, lengths, mode, unpooled=None):
+    unpooled = [0] * len(lengths) if unpooled is None else unpooled
     pick = {
-        "cls": lambda row: row[0],
-        "last": lambda row: row[-1],
-        "mean": lambda row: row.sum(axis=0) / len(row),
-        "max": lambda row: row.max(axis=0),
-        "sum": lambda row: row.sum(axis=0),
-        "mean_sqrt": lambda row: row.sum(axis=0) / np.sqrt(len(row)),
-        "weighted_mean": lambda row: np.average(row, axis=0, weights=range(1, len(row) + 1)),
+        "cls": lambda row, first: row[first if first < len(row) else 0],
+        "last": lambda row, first: row[-1] if first < len(row) else 0 * row[-1],
+        "mean": lambda row, first: row[first:].sum(axis=0) / max(len(row) - first, 1),
+        "max": lambda row, first: row[first:].max(axis=0, initial=-np.inf),
+        "sum": lambda row, first: row[first:].sum(axis=0),
+        "mean_sqrt": lambda row, first: row[first:].sum(axis=0) / max(len(row) - first, 1) ** 0.5,
+        "weighted_mean": lambda row, first: (
+            ((places := np.arange(len(row)) + 1)[first:] @ row[first:])
+            / max(places[first:].sum(), 1)
+        ),
     }[mode]
     zeros = np.zeros(x.shape[1])
-    return np.stack([pick(row) if len(row) else zeros for row in sequences_of(x, lengths)])
+    rows = zip(sequences_of(x, lengths), unpooled, strict=True)
+    return np.stack([pick(row, first) if len(row) else zeros for row, first in rows])
 
 
 @DTYPES
@@ -216,6 +221,22 @@ def test_pool_does_not_read_tokens_past_the_last_sequence(mode):
     actual = reference.pool(x, bounds_of(lengths), mode=mode)
 
     check(actual, pool64(f64(x), lengths, mode))
+
+
+@MODES
+def test_pool_leaves_out_the_start_of_sequences(mode):
+    """No token is left in the last sequences; those past them are not read."""
+    lengths, unpooled = [9, 0, 4, 1, 3, 1, 2], [2, 0, 3, 0, 1, 1, 5]
+    x = rand(sum(lengths) + 3, 5) - 3
+    x[sum(lengths) :] = torch.nan
+    skipped = torch.tensor(unpooled, dtype=torch.int32)
+
+    actual = reference.pool(x, bounds_of(lengths), None, skipped, mode=mode)
+
+    check(actual, pool64(f64(x), lengths, mode, unpooled))
+    x[0] = torch.nan
+    again = reference.pool(x, bounds_of(lengths), None, skipped, mode=mode)
+    assert torch.equal(again, actual)
 
 
 @pytest.mark.parametrize("mode", ["mean", "max"])

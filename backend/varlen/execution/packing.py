@@ -3,7 +3,7 @@
 The program declares the inputs and their shapes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 
@@ -16,6 +16,11 @@ from varlen.request import MAX_MASKS, Float32Array, Int32Array, Prompt, RequestO
 
 # Alignment of each input, in bytes: kernels load 16 bytes at a time.
 _ALIGNMENT = 16
+# Inputs with a number of tokens of each sequence.
+_LENGTHS: Mapping[str, Callable[[Prompt], int]] = {
+    "key_lengths": lambda prompt: prompt.num_tokens if prompt.num_keys is None else prompt.num_keys,
+    "unpooled_lengths": lambda prompt: prompt.num_unpooled,
+}
 
 
 def dims_of(lengths: Sequence[int], masks: int = 0) -> Dims:
@@ -100,11 +105,8 @@ def fill_inputs(
                 into[:count] = [each.normalize for each in options]
             case "normalize_tokens":
                 into[:tokens] = np.repeat([each.normalize for each in options], lengths)
-            case "key_lengths":
-                into[:count] = [
-                    length if prompt.num_keys is None else prompt.num_keys
-                    for prompt, length in zip(prompts, lengths, strict=True)
-                ]
+            case "key_lengths" | "unpooled_lengths":
+                into[:count] = [_LENGTHS[name](prompt) for prompt in prompts]
             case _:
                 raise ValueError(f'the program reads an input "{name}", which prompts do not have')
 

@@ -116,7 +116,14 @@ class Runner:
         layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), self.device)
         heads = load_heads(checkpoint, encoder, task, dtype, self.device)
         output = record_head(
-            ops, task, heads, hidden, checkpoint.pooling, layers, checkpoint.splade
+            ops,
+            task,
+            heads,
+            hidden,
+            checkpoint.pooling,
+            layers,
+            checkpoint.splade,
+            pools_prompt=checkpoint.pools_prompt,
         )
         self._kernels = kernels or kernels_for(self.device)
         self.program: Program = ops.finish(output)

@@ -16,7 +16,7 @@ from varlen.execution.model_info import WorkerUse
 from varlen.request import Float32Array, Int32Array, Prompt, RequestOptions
 
 # Columns of the table of a batch, and the number that stands for nothing in it.
-_COLUMNS = 5
+_COLUMNS = 6
 _NONE = -1
 
 Problem: TypeAlias = Literal["memory", "error"]
@@ -49,6 +49,7 @@ def send_batch(
         [len(prompt.token_ids) for prompt in prompts],
         [each.normalize for each in options],
         [_NONE if prompt.num_keys is None else prompt.num_keys for prompt in prompts],
+        [prompt.num_unpooled for prompt in prompts],
         [_size(prompt.mask_places) for prompt in prompts],
         [_size(prompt.kept_places) for prompt in prompts],
     ]
@@ -70,7 +71,7 @@ def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOpt
     numbers = np.frombuffer(connection.recv_bytes(), dtype=np.int32)
     count, has_types = numbers[:2].tolist()
     columns = numbers[2 : 2 + _COLUMNS * count].reshape(_COLUMNS, count).tolist()
-    lengths, normalize, keys, masks, kept = columns
+    lengths, normalize, keys, unpooled, masks, kept = columns
     sizes = [*lengths, *(lengths if has_types else [_NONE] * count), *masks, *kept]
     arrays = _split(numbers[2 + _COLUMNS * count :], sizes)
     ids, types, mask_places, kept_places = (
@@ -83,6 +84,7 @@ def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOpt
             mask_places=mask_places[index],
             num_keys=None if keys[index] == _NONE else keys[index],
             kept_places=kept_places[index],
+            num_unpooled=unpooled[index],
         )
         for index in range(count)
     ]

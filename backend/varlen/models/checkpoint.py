@@ -73,6 +73,7 @@ class Checkpoint:
         normalize: whether these tasks divide a vector by its length, by default.
         prompts: texts that they put before texts, by name.
         default_prompt: the one that it takes if a request names none.
+        pools_prompt: whether `embed` pools the tokens of these texts too.
         splade: how `sparse_embed` makes a vector of terms.
         logit_score: how `rerank` makes a score of two logits, if its modules say so.
         late: how `token_embed` makes tokens of texts, if its modules say so.
@@ -82,6 +83,7 @@ class Checkpoint:
         target_vocab_size: token ids that it generates are below this.
         has_token_types: whether the tokens of a pair's second text have type 1.
         labels: outputs of the classification head, none without one.
+        uncounted_token: the padding token, where transformers does not count it as a position.
         position_limit: longest sequence that has position embeddings, in tokens: a source, and a target with its
             start token.
         max_sequence_tokens: longest sequence by default, in tokens; at most `position_limit`.
@@ -100,6 +102,7 @@ class Checkpoint:
     normalize: bool
     prompts: Mapping[str, str]
     default_prompt: str
+    pools_prompt: bool
     splade: SpladeConfig
     logit_score: LogitScore | None
     late: LateInteraction | None
@@ -109,6 +112,7 @@ class Checkpoint:
     target_vocab_size: int
     has_token_types: bool
     labels: Labels
+    uncounted_token: int | None
     position_limit: int
     max_sequence_tokens: int
     eos_token_ids: tuple[int, ...]
@@ -154,6 +158,7 @@ class Checkpoint:
             normalize=sentence.normalize,
             prompts=sentence.prompts,
             default_prompt=sentence.default_prompt,
+            pools_prompt=sentence.pools_prompt,
             splade=sentence.splade or SpladeConfig(),
             logit_score=sentence.logit_score,
             late=late,
@@ -164,6 +169,7 @@ class Checkpoint:
             # with a single type, all tokens have it
             has_token_types=family.has_token_types and config.get("type_vocab_size") not in (0, 1),
             labels=_labels(config, sentence) if has_labels else NO_LABELS,
+            uncounted_token=sizes.first_position - 1 if sizes.first_position else None,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
             eos_token_ids=read_end_tokens(folder, config) if family.kind == "decoder" else (),

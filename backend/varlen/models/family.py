@@ -1,7 +1,7 @@
 """What the checks of a checkpoint need to know of its model family."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from varlen.models.config_file import Json
@@ -20,10 +20,13 @@ class ModelSizes:
     Attributes:
         hidden: features of a token.
         positions: longest sequence that has positions, in tokens: of a source, and of a target.
+        first_position: row of the first token in the position table. Above 0, the row before it is that of the padding
+            token, whose id is the number of that row.
     """
 
     hidden: int
     positions: int
+    first_position: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

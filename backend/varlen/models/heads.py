@@ -50,6 +50,8 @@ def record_head(
     pooling: Sequence[Pooling],
     layers: Sequence[VectorLayer] = (),
     splade: SpladeConfig = _DEFAULT_SPLADE,
+    *,
+    pools_prompt: bool = True,
 ) -> Value:
     """Record the head of `task` and return its fp32 output.
 
@@ -61,6 +63,8 @@ def record_head(
         pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
         layers: what `embed` applies to that vector, and `token_embed` to each token.
         splade: how `sparse_embed` makes weights of terms.
+        pools_prompt: whether `embed` pools the prompts before texts too. If not, each batch brings the input
+            `unpooled_lengths`.
 
     Returns:
         embed `[sequences, features]`; sparse_embed `[sequences, vocabulary]`; fill_mask `[masks, 2, terms]`; hidden
@@ -70,7 +74,8 @@ def record_head(
     if task == "hidden":
         return ops.to_fp32(hidden)
     if task == "embed":
-        return _record_vector(ops, hidden, pooling, layers)
+        unpooled = None if pools_prompt else inputs.unpooled_lengths(ops)
+        return _record_vector(ops, hidden, unpooled, pooling, layers)
     if task == "token_embed":
         vectors = _record_layers(ops, ops.to_fp32(hidden), layers)
         return ops.normalize_rows(vectors, inputs.normalize_tokens(ops))
@@ -106,13 +111,18 @@ def _transform(ops: Recorder, heads: Heads, x: Value) -> Value:
 
 
 def _record_vector(
-    ops: Recorder, hidden: Value, pooling: Sequence[Pooling], layers: Sequence[VectorLayer]
+    ops: Recorder,
+    hidden: Value,
+    unpooled: Value | None,
+    pooling: Sequence[Pooling],
+    layers: Sequence[VectorLayer],
 ) -> Value:
     """Record pooling, the layers on top of it, and normalization."""
     bounds, normalize = inputs.cu_seqlens(ops), inputs.normalize(ops)
     if len(pooling) == 1 and not layers:
-        return ops.pool(hidden, bounds, normalize, mode=pooling[0])
-    x = reduce(ops.concat, [ops.pool(hidden, bounds, None, mode=mode) for mode in pooling])
+        return ops.pool(hidden, bounds, normalize, unpooled, mode=pooling[0])
+    pooled = [ops.pool(hidden, bounds, None, unpooled, mode=mode) for mode in pooling]
+    x = reduce(ops.concat, pooled)
     return ops.normalize_rows(_record_layers(ops, x, layers), normalize)
 
 

@@ -27,6 +27,11 @@ def cu_seqlens(ops: Recorder) -> Value:
     return ops.input("cu_seqlens", (Size(1, sequences=1),), torch.int32)
 
 
+def unpooled_lengths(ops: Recorder) -> Value:
+    """Return, for each sequence, the number of tokens at its start that are not pooled."""
+    return ops.input("unpooled_lengths", ("sequences",), torch.int32)
+
+
 def normalize(ops: Recorder) -> Value:
     """Return, for each sequence, whether its vector is normalized to length 1."""
     return ops.input("normalize", ("sequences",), torch.bool)

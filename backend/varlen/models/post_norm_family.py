@@ -77,7 +77,6 @@ class EncoderSizes(ModelSizes):
         heads: of each layer.
         vocabulary: rows of the token table.
         types: rows of the table of token types; 0 without one.
-        first_position: row of the first token in the position table.
         rotary: the rotary positions; None with a position table.
         embedding: features of the tables.
         activation: between the two linear layers.
@@ -89,7 +88,6 @@ class EncoderSizes(ModelSizes):
     heads: int
     vocabulary: int
     types: int
-    first_position: int
     rotary: RotaryConfig | None
     embedding: int
     activation: Activation

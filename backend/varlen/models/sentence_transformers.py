@@ -96,6 +96,7 @@ class SentenceSettings:
         normalize: whether the vector is divided by its length; those of tokens with `late`.
         prompts: texts that it puts before texts, by name.
         default_prompt: the one that it takes if it is told no name; empty without one.
+        pools_prompt: whether tokens of prompts are pooled; True where no prompt says anything.
         max_seq_length: length at which it truncates, in tokens; None if no file has it.
         lowercase: whether texts are lowercased even if the tokenizer does not.
         activation_class: what makes scores of a cross-encoder's logits, if a file has it.
@@ -109,6 +110,7 @@ class SentenceSettings:
     normalize: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
+    pools_prompt: bool = True
     max_seq_length: int | None = None
     lowercase: bool = False
     activation_class: str | None = None
@@ -135,13 +137,13 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
     is_splade = "SpladePooling" in paths
     last = modules[-1][0] if modules else ""
     transformer = _transformer_config(folder, _TASKS_OF_MODULE.get(last, _OTHER_TASKS))
-    includes_prompt = True
+    pools_prompt = True
     modes: tuple[Pooling, ...] = (pooling,)
     if "Pooling" in paths:
         name = f"{paths['Pooling']}/config.json"
         config = read_object(folder, name)
         modes = _pooling(config, name)
-        includes_prompt = config.get("include_prompt") is not False
+        pools_prompt = _pools_prompt(config, name)
     if "Normalize" in paths:
         _check_normalize(folder, paths["Normalize"], "sentence_embedding")
     prompts, prompt = _prompts(model, last)
@@ -150,17 +152,14 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
         score = read_logit_score(folder, paths[last], transformer, prompt)
         # a message of its own
         prompt = ""
-    if prompt and not includes_prompt:
-        raise CheckpointError(
-            f"the pooling has include_prompt false and {_MODEL_CONFIG} a default prompt {show(prompt)};"
-            " a prompt that pooling leaves out is not served"
-        )
     return SentenceSettings(
         pooling=modes,
         dense=tuple(read_dense(folder, path) for kind, path in modules if kind == "Dense"),
         normalize="Normalize" in paths,
-        prompts=prompts if includes_prompt else {},
+        prompts=prompts,
         default_prompt=prompt,
+        # without prompts, there is nothing to leave out
+        pools_prompt=pools_prompt or not any(prompts.values()),
         max_seq_length=_max_seq_length(transformer),
         lowercase=bool(transformer.get("do_lower_case")),
         activation_class=model.get("activation_fn"),
@@ -275,6 +274,16 @@ def _pooling(config: Json, name: str) -> tuple[Pooling, ...]:
     if not chosen or not all(isinstance(each, str) and each in names for each in chosen):
         raise CheckpointError(f"the pooling is {chosen}; allowed: one or more of {list(names)}")
     return tuple(names[each] for each in chosen)
+
+
+def _pools_prompt(config: Json, name: str) -> bool:
+    # null is false to sentence-transformers, and a default elsewhere
+    pools_prompt = config.get("include_prompt", True)
+    if not isinstance(pools_prompt, bool):
+        raise CheckpointError(
+            f"{name} has include_prompt {show(pools_prompt)}; allowed: true, false"
+        )
+    return pools_prompt
 
 
 def _max_seq_length(transformer: Json) -> int | None:

@@ -384,8 +384,17 @@ class Recorder:
     def select_rows(self, x: Value, rows: Value) -> Value:
         return self._call("select_rows", (x, rows), (*rows.shape, *x.shape[1:]), x.dtype)
 
-    def pool(self, x: Value, cu_seqlens: Value, normalize: Value | None, *, mode: Pooling) -> Value:
-        operands, shape = (x, cu_seqlens, normalize), ("sequences", x.shape[1])
+    def pool(
+        self,
+        x: Value,
+        cu_seqlens: Value,
+        normalize: Value | None,
+        unpooled_lengths: Value | None = None,
+        *,
+        mode: Pooling,
+    ) -> Value:
+        operands = (x, cu_seqlens, normalize, unpooled_lengths)
+        shape = ("sequences", x.shape[1])
         return self._call("pool", operands, shape, torch.float32, mode=mode)
 
     def term_weights(

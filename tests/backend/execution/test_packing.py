@@ -132,6 +132,14 @@ def test_sequences_may_have_fewer_keys_than_tokens():
     assert inputs["normalize_tokens"].tolist() == [False, False, False, True, True, False]
 
 
+def test_sequences_may_start_with_tokens_that_are_not_pooled():
+    inputs = inputs_for(6, 3, [declare.unpooled_lengths(OPS)])
+
+    fill_inputs(inputs, [Prompt(ids(7, 8, 9), num_unpooled=2), Prompt(ids(5, 6))], [PLAIN] * 2)
+
+    assert inputs["unpooled_lengths"].tolist() == [2, 0, 0]
+
+
 def test_masks_are_rows_of_the_batch_and_spare_rows_are_the_first_token():
     inputs = inputs_for(8, 3, masks=5)
     masked = [Prompt(ids(7, 8, 9), mask_places=ids(0, 2)), Prompt(ids(9), mask_places=ids(0))]

@@ -34,6 +34,7 @@ def test_a_batch_arrives_with_its_ids_types_and_options(rows):
             # the first token of every second row is a mask
             mask_places=np.zeros(1, dtype=np.int32) if index % 2 else None,
             num_keys=index if index % 3 else None,
+            num_unpooled=index,
             # no vector of some rows
             kept_places=np.arange(index - 2, dtype=np.int32) if index > 1 else None,
         )
@@ -53,6 +54,7 @@ def test_a_batch_arrives_with_its_ids_types_and_options(rows):
         assert (got.mask_places is None) == (sent.mask_places is None)
         assert got.num_masks == sent.num_masks
         assert got.num_keys == sent.num_keys
+        assert got.num_unpooled == sent.num_unpooled
         assert got.num_vectors == sent.num_vectors
 
 

@@ -404,6 +404,24 @@ def test_expanded_queries_need_a_token_and_enough_room(saved):
         Encoder.from_pretrained(saved)
 
 
+@pytest.mark.parametrize("kind, padding", [("RobertaModel", "z"), ("MPNetModel", "[UNK]")])
+def test_queries_are_not_expanded_by_a_token_without_a_position(
+    make_checkpoint, tmp_path, kind, padding
+):
+    """The padding token of MPNet has the id 1, whatever config.json says."""
+    pad = (*SPECIAL_TOKENS, *LETTERS).index(padding)
+    folder = make_checkpoint(kind, pad_token_id=pad)
+    write_file(folder, "tokenizer_config.json", TOKENIZER)
+    expansion = {**EXPANSION, "attend": True, "token": padding}
+    save(folder, tmp_path / "saved", query_expansion=expansion)
+
+    with refused(f"queries are expanded by the padding token, {pad}, which is no position"):
+        Encoder.from_pretrained(tmp_path / "saved")
+    expansion["token"] = "river"
+    set_fields(tmp_path / "saved", TRANSFORMER, query_expansion=expansion)
+    check(tmp_path / "saved", MultiVectorEncoder(str(tmp_path / "saved"), device="cpu"))
+
+
 def test_the_token_of_expanded_queries_is_one_of_the_model(saved):
     """It may be past the end of the model's table of tokens."""
     tokenizer = HuggingFaceTokenizer.from_file(str(saved / "tokenizer.json"))

@@ -77,17 +77,6 @@ def test_a_default_prompt_is_for_texts_and_for_embed_alone(saved, small_bert):
         np.testing.assert_array_equal(encoder.hidden(TEXTS[:1])[0], expected_hidden)
 
 
-def test_refuses_a_prompt_that_pooling_leaves_out(saved):
-    set_fields(saved, "1_Pooling/config.json", include_prompt=False)
-    assert Checkpoint.open(saved).default_prompt == ""
-    set_fields(saved, MODEL, **DEFAULT_PROMPT)
-
-    with refused(
-        'include_prompt false and config_sentence_transformers.json a default prompt "the'
-    ):
-        Checkpoint.open(saved)
-
-
 @pytest.mark.parametrize(
     "fields, message",
     [

@@ -192,10 +192,3 @@ def test_a_named_prompt_gives_the_vectors_of_sentence_transformers(small_bert, t
             encoder.embed(TEXTS, prompt_name="q")
 
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_prompts_that_pooling_leaves_out_are_not_served(small_bert, tmp_path):
-    save(small_bert, tmp_path / "saved", prompts=PROMPTS)
-    set_fields(tmp_path / "saved", "1_Pooling/config.json", include_prompt=False)
-
-    assert not Checkpoint.open(tmp_path / "saved").prompts

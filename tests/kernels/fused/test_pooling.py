@@ -75,6 +75,36 @@ def test_other_sums_match_the_reference(lengths, mode, device):
     assert_close(actual, reference.pool(x, bounds, normalize, mode=mode), torch.float32)
 
 
+@pytest.mark.parametrize("mode", get_args(Pooling))
+@pytest.mark.parametrize("normalized", [False, True], ids=["", "normalized"])
+@pytest.mark.parametrize(
+    "lengths, unpooled",
+    [
+        ([3, 0, 1, 65, 2, 9], [1, 0, 0, 40, 2, 12]),
+        ([200, 0, 1, 40, 513, 70], [7, 0, 1, 8, 470, 99]),
+    ],
+    ids=["short", "long"],
+)
+def test_the_start_of_sequences_is_left_out(lengths, unpooled, normalized, mode, device):
+    """In some sequences, no token is left."""
+    x = rand(sum(lengths), 63, device=device) + 1
+    bounds = cu_seqlens_of(lengths, device)
+    skipped = torch.tensor(unpooled, dtype=torch.int32, device=device)
+    normalize = every_other(lengths, device) if normalized else None
+    expected = reference.pool(x, bounds, normalize, skipped, mode=mode)
+    # the first sequence has tokens that are left out
+    x[0] = torch.nan
+
+    actual = write_guarded(
+        lambda out: pool(x, bounds, normalize, skipped, mode=mode, out=out),
+        (len(lengths), 63),
+        torch.float32,
+        device,
+    )
+
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 @pytest.mark.parametrize("mode", ["mean", "max"])
 def test_other_sequences_change_no_bit_of_a_long_one(mode, device):
     x = rand(700, 40, device=device)
@@ -220,6 +250,10 @@ def test_no_tokens(lengths, mode, device):
         ({"cu_seqlens": torch.tensor([0, 4])}, r"cu_seqlens is \[2\] torch.int64"),
         ({"normalize": torch.ones(1)}, r"normalize is \[1\] torch.float32"),
         ({"normalize": torch.ones(2).bool()}, r"normalize is \[2\] torch.bool, .* must be \[1\]"),
+        (
+            {"unpooled_lengths": torch.zeros(1)},
+            r"unpooled_lengths is \[1\] torch.float32, .*torch.int32",
+        ),
         ({"out": torch.zeros(1, 8).half()}, r"out is \[1, 8\] torch.float16; it must be"),
         ({"x": torch.zeros(4, 16_385)}, "x has rows of 16385; allowed: 1 to 16384"),
     ],

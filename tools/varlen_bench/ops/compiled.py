@@ -269,6 +269,17 @@ COMPILED = [
     CompiledCall("cls", partial(pool, _LENGTHS, 768, mode="cls", normalized=False), 2),
     CompiledCall("widest", partial(pool, _LENGTHS, 16_384, mode="mean"), 3),
     CompiledCall("501", partial(pool, _LENGTHS, 501, mode="max"), dtypes=(_BF16,)),
+    # one load more: of the tokens that are not pooled
+    CompiledCall(
+        "unpooled", partial(pool, _LENGTHS, 768, mode="weighted_mean", unpooled=2), 4, (_BF16,)
+    ),
+    CompiledCall("unpooled_cls", partial(pool, _LENGTHS, 768, mode="cls", unpooled=2), 4, (_BF16,)),
+    CompiledCall(
+        "unpooled_parts",
+        partial(pool, [64] * 4, 768, mode="weighted_mean", unpooled=2),
+        4,
+        (_BF16,),
+    ),
     # as pooling of slices: a sum, and a maximum of a slice that is not full
     CompiledCall("sum", partial(term_weights, _LENGTHS, 64, 4096, mode="sum"), 2),
     CompiledCall("3000", partial(term_weights, _LENGTHS, 64, 3000), dtypes=(_BF16,)),

@@ -179,8 +179,13 @@ def pool(
     *,
     mode: Pooling = "mean",
     normalized: bool = True,
+    unpooled: int = 0,
 ) -> OpCall:
-    """Return the pooling of each sequence to one vector."""
+    """Return the pooling of each sequence to one vector.
+
+    Args:
+        unpooled: number of tokens at the start of each sequence that are not pooled.
+    """
     tokens, batch = sum(lengths), len(lengths)
 
     def pooled(rows: Tensor) -> Tensor:
@@ -189,13 +194,18 @@ def pool(
         if mode == "max":
             return rows.amax(0)
         if mode == "weighted_mean":
-            places = torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device)
+            places = torch.arange(len(rows), dtype=rows.dtype, device=rows.device) + (unpooled + 1)
             return torch.mv(rows.t(), places / places.sum())
         divisors = {"sum": 1.0, "mean": len(rows), "mean_sqrt": math.sqrt(len(rows))}
         return rows.sum(0).div(divisors[mode])
 
-    def formula(x: Tensor, cu_seqlens: Tensor, normalize: Tensor | None) -> Tensor:  # noqa: ARG001
-        vectors = torch.stack([pooled(rows) for rows in torch.split(x, lengths)])
+    def formula(
+        x: Tensor,
+        cu_seqlens: Tensor,  # noqa: ARG001
+        normalize: Tensor | None,
+        unpooled_lengths: Tensor | None = None,  # noqa: ARG001
+    ) -> Tensor:
+        vectors = torch.stack([pooled(rows[unpooled:]) for rows in torch.split(x, lengths)])
         return vectors if normalize is None else F.normalize(vectors, dim=1)
 
     return OpCall(
@@ -206,10 +216,11 @@ def pool(
             "x": make.random(tokens, hidden),
             "cu_seqlens": make.cu_seqlens(lengths),
             "normalize": make.ints([1] * batch).bool() if normalized else None,
+            **({"unpooled_lengths": make.ints([unpooled] * batch)} if unpooled else {}),
             "out": make.unwritten(batch, hidden, dtype=torch.float32),
         },
         formula=formula,
-        bytes_moved=tokens * hidden * dtype.itemsize + 4 * batch * hidden,
+        bytes_moved=(tokens - unpooled * batch) * hidden * dtype.itemsize + 4 * batch * hidden,
         options={"mode": mode},
         lengths=tuple(lengths),
         tokens=tokens,
