@@ -25,9 +25,11 @@ from varlen.execution.device import choose_device, name_of, usable_cores
 from varlen.execution.device_timeout import with_timeout
 from varlen.execution.executor import ModelExecutor, ThreadExecutor
 from varlen.execution.step_runner import StepRunner
+from varlen.execution.step_warm_up import warm_up
 from varlen.generation_options import GenerationOptions, check_search
 from varlen.intake import InputLimits, Intake
 from varlen.memory.blocks import BlockPool
+from varlen.memory.memory_use import MemoryUse
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Prompt, Reply, Request
@@ -95,7 +97,7 @@ class GenerationService:
         choice = TokenChoice(checkpoint, grammars, choose_device(config.device, gpu))
         runner = StepRunner(checkpoint, config, choice.choose, gpu=gpu)
         with compiling() if runner.device.type == "cpu" else nullcontext():
-            runner.warm_up()
+            warm_up(runner)
         intake = _new_intake(
             checkpoint,
             tokenizer,
@@ -191,20 +193,13 @@ class GenerationService:
         """Return the values of the gauges and totals of generation. From any thread."""
         requests, tokens = self.admission.depth
         arenas = self.runner.arenas
-        layouts, uses = [arena.layout for arena in arenas], [arena.use() for arena in arenas]
         counts = self.scheduler.snapshot()
         return {
             SnapshotMetric.QUEUED_REQUESTS: requests,
             SnapshotMetric.QUEUED_TOKENS: tokens,
             SnapshotMetric.WEIGHT_BYTES: self.runner.weight_bytes,
             SnapshotMetric.ARENA_CAPACITY: sum(arena.capacity for arena in arenas),
-            SnapshotMetric.ARENA_RESERVED: sum(use.reserved_bytes for use in uses),
-            SnapshotMetric.ARENA_CHUNKS: sum(use.chunks for use in uses),
-            SnapshotMetric.ARENA_FOOTPRINT: sum(use.footprint_bytes for use in uses),
-            SnapshotMetric.ARENA_PEAK_LIVE: sum(use.peak_live_bytes for use in uses),
-            SnapshotMetric.PLAN_SECONDS: sum(layout.plan_seconds for layout in layouts),
-            SnapshotMetric.PLAN_CACHE_HITS: sum(layout.plan_hits for layout in layouts),
-            SnapshotMetric.PLAN_CACHE_MISSES: sum(layout.plan_misses for layout in layouts),
+            **MemoryUse.total(arena.use() for arena in arenas).metrics(),
             **self.runner.graph_use.metrics(),
             SnapshotMetric.RUNNING_SEQUENCES: counts.running,
             SnapshotMetric.WAITING_SEQUENCES: counts.waiting,

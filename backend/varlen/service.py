@@ -142,20 +142,13 @@ class Service:
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of all gauges and totals. From any thread."""
         requests, tokens = self.admission.depth
-        info, use = self.info, self.workers.use()
-        cache = self.cache.use() if self.cache else CacheUse()
+        info, cache = self.info, self.cache.use() if self.cache else CacheUse()
         return {
             SnapshotMetric.QUEUED_REQUESTS: requests,
             SnapshotMetric.QUEUED_TOKENS: tokens,
             SnapshotMetric.WEIGHT_BYTES: info.weight_bytes,
             SnapshotMetric.ARENA_CAPACITY: info.workers * info.arena_bytes,
-            SnapshotMetric.ARENA_RESERVED: use.reserved_bytes,
-            SnapshotMetric.ARENA_CHUNKS: use.chunks,
-            SnapshotMetric.ARENA_FOOTPRINT: use.footprint_bytes,
-            SnapshotMetric.ARENA_PEAK_LIVE: use.peak_live_bytes,
-            SnapshotMetric.PLAN_SECONDS: use.plan_seconds,
-            SnapshotMetric.PLAN_CACHE_HITS: use.plan_hits,
-            SnapshotMetric.PLAN_CACHE_MISSES: use.plan_misses,
+            **self.workers.use().metrics(),
             **self.workers.graphs.metrics(),
             SnapshotMetric.CACHE_BYTES: cache.held_bytes,
             SnapshotMetric.CACHE_ENTRIES: cache.entries,

@@ -15,7 +15,7 @@ from tests.repeated_work import RepeatedWork
 from varlen.execution.kv_cache import KvSize
 from varlen.execution.step_cpu import CpuSteps
 from varlen.execution.step_cuda import CudaSteps
-from varlen.execution.step_runner import record_steps
+from varlen.execution.step_program import record_steps
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint import Checkpoint
