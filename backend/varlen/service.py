@@ -19,13 +19,14 @@ from varlen.errors import CheckpointError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.workers import Workers, load_workers
+from varlen.flights import JoinLimits
 from varlen.intake import InputLimits, Intake
 from varlen.memory.heap import trim_heap
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.notes import checkpoint_notes
 from varlen.request import Int32Array, Reply, Request
-from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
+from varlen.response_cache import CacheUse, ResponseCache
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
 from varlen.tasks import Task
