@@ -39,7 +39,7 @@ from varlen.scheduling.step_limits import StepLimits
 from varlen.sequence import GeneratedSequence, OutputWriter
 from varlen.tasks import Task
 from varlen.tokenization import Tokenizer
-from varlen_kernels.cpu import compiling
+from varlen_kernels.compiled_ops import compiling
 
 _log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from varlen.request import (
 )
 from varlen.sequence import Batch
 from varlen.tasks import ITERATIVE_TASKS, Task
-from varlen_kernels.cpu import compiling
+from varlen_kernels.compiled_ops import compiling
 from varlen_kernels.dispatch import kernels_for
 
 
