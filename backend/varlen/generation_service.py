@@ -5,7 +5,7 @@ The server's model class and the in-process API both use it.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,17 +119,7 @@ class GenerationService:
                 eos_ids=ends,
             )
 
-        scheduler = IterationScheduler(
-            StepLimits(
-                max_step_tokens=runner.max_step_tokens,
-                max_running_sequences=config.max_running_sequences,
-                max_sequence_tokens=runner.max_sequence_tokens,
-            ),
-            BlockPool(runner.kv.num_blocks, runner.kv.block_size, prefix_cache=config.prefix_cache),
-            config.kv_policy,
-            admission,
-            new_writer,
-        )
+        scheduler = _new_scheduler(config, runner, admission, new_writer)
         engine = Engine(scheduler, executor, stats)
         engine.start()
         _log_loaded(checkpoint, config, runner, seconds=time.monotonic() - began)
@@ -243,6 +233,22 @@ def _new_intake(
     translate = checkpoint.translate
     start = None if translate is None else translate.tokens.start
     return Intake(tokenizer, limits, template, target_start=start, can_truncate=False)
+
+
+def _new_scheduler(
+    config: EngineConfig,
+    runner: StepRunner,
+    admission: Admission,
+    new_writer: Callable[[GeneratedSequence], OutputWriter],
+) -> IterationScheduler:
+    limits = StepLimits(
+        max_step_tokens=runner.max_step_tokens,
+        max_running_sequences=config.max_running_sequences,
+        max_sequence_tokens=runner.max_sequence_tokens,
+    )
+    kv = runner.kv
+    blocks = BlockPool(kv.num_blocks, kv.block_size, prefix_cache=config.prefix_cache)
+    return IterationScheduler(limits, blocks, config.kv_policy, admission, new_writer)
 
 
 def _log_loaded(

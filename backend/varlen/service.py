@@ -44,7 +44,6 @@ class Service:
 
     Attributes:
         checkpoint: the loaded checkpoint.
-        task: the task of the model.
         intake: checks inputs and makes prompts of them.
         admission: counts waiting work.
         engine: schedules requests; started.
@@ -55,7 +54,6 @@ class Service:
     """
 
     checkpoint: Checkpoint
-    task: Task
     intake: Intake
     admission: Admission
     engine: Engine
@@ -125,7 +123,12 @@ class Service:
         for note in checkpoint_notes(checkpoint, info.task):
             _log.warning("%s", note)
         cache = _response_cache(config, engine, info)
-        return cls(checkpoint, info.task, intake, admission, engine, executor, workers, info, cache)
+        return cls(checkpoint, intake, admission, engine, executor, workers, info, cache)
+
+    @property
+    def task(self) -> Task:
+        """The task of the model."""
+        return self.info.task
 
     @property
     def is_ready(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.arenas import step_arenas
+from varlen.execution.bound_program import BoundProgram
 from varlen.execution.device import check_step_dtype, choose_device
 from varlen.execution.graphs import CudaGraphs
 from varlen.execution.kv_cache import new_caches
@@ -111,26 +112,24 @@ class StepRunner:
         self.arenas = step_arenas(
             self.programs, config, self.device, max_step_tokens=self.max_step_tokens
         )
-        parts = self.programs[0], kernels, self.arenas[0], self._caches
-        block_size = self.kv.block_size
+        bound = [
+            BoundProgram(program, kernels, arena, self._caches, self.kv.block_size)
+            for program, arena in zip(self.programs, self.arenas, strict=True)
+        ]
+        self._encoder = SourceEncoder(bound[1]) if has_sources else None
         self._steps: DeviceSteps
         self.graph_use = GraphUse()
         if self.device.type == "cuda":
-            blocks = -(-self.max_sequence_tokens // block_size)
+            blocks = -(-self.max_sequence_tokens // self.kv.block_size)
             self._steps = CudaSteps(
-                *parts,
-                block_size=block_size,
+                bound[0],
                 blocks_per_sequence=blocks,
                 blocks_per_source=blocks if has_sources else 0,
                 graphs=CudaGraphs(self.device, config.device_timeout_seconds),
             )
             self.graph_use = self._steps.graph_use
         else:
-            self._steps = CpuSteps(*parts, block_size=block_size)
-        self._encoder: SourceEncoder | None = None
-        if has_sources:
-            encoder_parts = self.programs[1], kernels, self.arenas[1], self._caches
-            self._encoder = SourceEncoder(*encoder_parts, block_size=block_size)
+            self._steps = CpuSteps(bound[0])
 
     def run_batch(self, batch: Batch) -> Sequence[SampledToken | BeamStep]:
         """Return what each row of logits goes on with, chunk by chunk.

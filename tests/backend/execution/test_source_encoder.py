@@ -9,6 +9,7 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.arenas import step_arenas
+from varlen.execution.bound_program import BoundProgram
 from varlen.execution.kv_cache import KvSize
 from varlen.execution.source_encoder import SourceEncoder
 from varlen.execution.step_program import record_steps
@@ -43,7 +44,7 @@ def encoded(programs, *steps):
     encoder = programs[1]
     caches = {state.name: torch.full(state.shape, torch.nan) for state in encoder.states}
     arena = Arena(Layout(encoder.buffers, 64), LARGEST, CPU)
-    runner = SourceEncoder(encoder, reference, arena, caches, block_size=BLOCK_SIZE)
+    runner = SourceEncoder(BoundProgram(encoder, reference, arena, caches, BLOCK_SIZE))
     with torch.inference_mode():
         for chunks in steps:
             runner.encode(chunks)
