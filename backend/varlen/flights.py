@@ -130,7 +130,7 @@ class Flights:
             self._by_key.update(dict.fromkeys(flight.waiting, flight))
 
     def join(self, pending: Pending, row: int) -> bool:
-        """Let a row wait for an equal prompt of another request; return False if none fits."""
+        """Let a row wait for the answer of another request; return whether it does."""
         key = pending.keys[row]
         flight = self._by_key.get(key)
         if flight is None or not self._may_join(pending, flight):

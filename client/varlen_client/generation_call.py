@@ -1,4 +1,4 @@
-"""Calls of a model that generates: whole answers, their parts as they come, or translations of many texts."""
+"""Calls of a model that generates: whole answers, streams, or translations of many texts."""
 
 from __future__ import annotations
 

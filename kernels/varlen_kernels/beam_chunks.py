@@ -1,4 +1,4 @@
-"""The first kernel of `beam`: the best logits of each chunk of the vocabulary, and their sums of exp.
+"""The first kernel of `beam`: the best logits of each chunk of the vocabulary.
 
 Its groups are parts of the chunk. The pass that finds the best entry of each group also sums exp.
 """

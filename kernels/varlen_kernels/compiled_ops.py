@@ -1,4 +1,4 @@
-"""Ops on CPUs that numba compiles: whether there are any, and the lock of those that compile."""
+"""Whether numba compiles ops on CPUs, and the lock while it does."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext

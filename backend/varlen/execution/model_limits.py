@@ -1,4 +1,4 @@
-"""The longest sequence and the largest step of a model, by its checkpoint and its settings."""
+"""The longest sequence and the largest step that checkpoint and settings allow."""
 
 import torch
 

@@ -1,4 +1,6 @@
-"""Steps that run before a model serves: they compile what its steps need, and show whether it computes numbers.
+"""Steps that run before a model serves.
+
+They compile what its steps need, and show whether it computes numbers.
 
 On a GPU, steps that only decode are captured as graphs, at load. The others run op by op. Which kernels these compile
 depends on their mean new tokens, on whether they have several sequences, and on whether single tokens beside prompts
@@ -89,7 +91,7 @@ def _run(runner: StepRunner, chunks: Sequence[Chunk]) -> None:
 def _chunk(
     runner: StepRunner, length: int, source: int, options: GenerationOptions = _GREEDY
 ) -> Chunk:
-    """Return a prompt of zeros, in block 0, with a source text of zeros if the model has sources."""
+    """Return a prompt of zeros in block 0, with a source text if the model has sources."""
     prompt = Prompt(
         np.zeros(length, dtype=np.int32),
         source_ids=np.zeros(source, dtype=np.int32) if runner.has_sources else None,
