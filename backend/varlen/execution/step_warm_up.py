@@ -91,7 +91,7 @@ def _run(runner: StepRunner, chunks: Sequence[Chunk]) -> None:
 def _chunk(
     runner: StepRunner, length: int, source: int, options: GenerationOptions = _GREEDY
 ) -> Chunk:
-    """Return a prompt of zeros in block 0, with a source text if the model has sources."""
+    """Return a prompt of zeros in block 0 and a source text if needed."""
     prompt = Prompt(
         np.zeros(length, dtype=np.int32),
         source_ids=np.zeros(source, dtype=np.int32) if runner.has_sources else None,
