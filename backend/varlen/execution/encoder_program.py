@@ -49,14 +49,7 @@ def load_program(
     *,
     measures: bool,
 ) -> EncoderProgram:
-    """Return the program of a checkpoint for a task.
-
-    Args:
-        checkpoint, config: see `Runner`.
-        task: one that the checkpoint has.
-        device: gets the weights.
-        kernels: has the functions that ops name.
-        measures: see `Runner`.
+    """Return the program of a checkpoint for a task; see `Runner` for the arguments.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or lacks the head of the task.

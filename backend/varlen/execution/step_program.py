@@ -51,13 +51,7 @@ def load_programs(
     *,
     max_sequence_tokens: int,
 ) -> StepPrograms:
-    """Return the programs of a checkpoint that generates.
-
-    Args:
-        checkpoint, config: see `StepRunner`.
-        device: gets the weights.
-        kernels: has the functions that ops name.
-        max_sequence_tokens: longest sequence, which bounds the useful KV blocks.
+    """Return the programs of a checkpoint that generates; arguments are those of `StepRunner`.
 
     Raises:
         CheckpointError: the checkpoint is incomplete.
