@@ -3,16 +3,19 @@
 The least recently used answers make room for new ones, and old answers are forgotten.
 """
 
+import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 
-from varlen.request import Float32Array
+from varlen.request import Float32Array, Prompt
 
 # Bytes of an entry beside its answer's values: key, objects, and its part of the hash table at its emptiest.
 ENTRY_BYTES = 512
+_KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +96,30 @@ class AnswerStore:
 
     def _drop(self, key: bytes) -> None:
         self.held_bytes -= self._entries.pop(key).answer.size
+
+
+def answer_key(prompt: Prompt, normalize: bool) -> bytes:
+    """Return a digest of everything that decides the answer to a prompt."""
+    ids, types = prompt.token_ids, prompt.type_ids
+    # no types are types of zero
+    if types is not None and not types.any():
+        types = None
+    # lengths first, so that nothing runs into what follows it
+    digest = blake2b(
+        struct.pack(
+            "<Q??QQ?",
+            len(ids),
+            normalize,
+            types is not None,
+            len(ids) if prompt.num_keys is None else prompt.num_keys,
+            prompt.num_unpooled,
+            prompt.kept_places is not None,
+        ),
+        digest_size=_KEY_BYTES,
+    )
+    digest.update(ids.astype(np.int32, copy=False).tobytes())
+    if types is not None:
+        digest.update(types.astype(np.int32, copy=False).tobytes())
+    if prompt.kept_places is not None:
+        digest.update(prompt.kept_places.tobytes())
+    return digest.digest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from typing import cast
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from varlen.errors import EngineError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
 from varlen.models.checkpoint import Checkpoint
-from varlen.request import Int32Array, Prompt, Reply, Request
-from varlen.sequence import Batch, RequestState
+from varlen.request import Int32Array, Prompt, Request
+from varlen.sequence import Batch, BatchResult, unanswered_sequences
 
 _log = logging.getLogger(__name__)
 
@@ -161,10 +161,13 @@ def _run_on_all(info: ModelInfo, executor: ModelExecutor, rows: list[Int32Array]
         EngineError: a worker failed.
     """
     request = Request(tuple(Prompt(row, mask_places=info.most_masks(len(row))) for row in rows))
-    # never answered
-    sequences = RequestState(request, cast(Reply, None), 0.0).sequences
-    batch = Batch(sequences, BatchShape.of([len(row) for row in rows]), 0.0, "warm-up")
-    failures = [result.failure for result in executor.run_on_all(batch)]
+    batch = Batch(
+        unanswered_sequences(request), BatchShape.of([len(row) for row in rows]), 0.0, "warm-up"
+    )
+    results: SimpleQueue[BatchResult] = SimpleQueue()
+    for _ in range(info.workers):
+        executor.start(batch, lambda _, result: results.put(result))
+    failures = [results.get().failure for _ in range(info.workers)]
     if "memory" in failures:
         raise MemoryError("too little memory for a batch")
     if any(failures):

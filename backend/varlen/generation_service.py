@@ -5,7 +5,7 @@ The server's model class and the in-process API both use it.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,11 @@ from varlen.execution.device import choose_device, name_of, usable_cores
 from varlen.execution.device_timeout import with_timeout
 from varlen.execution.executor import ModelExecutor, ThreadExecutor
 from varlen.execution.step_runner import StepRunner
+from varlen.execution.step_warm_up import warm_up
 from varlen.generation_options import GenerationOptions, check_search
 from varlen.intake import InputLimits, Intake
 from varlen.memory.blocks import BlockPool
+from varlen.memory.memory_use import MemoryUse
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Prompt, Reply, Request
@@ -37,7 +39,7 @@ from varlen.scheduling.step_limits import StepLimits
 from varlen.sequence import GeneratedSequence, OutputWriter
 from varlen.tasks import Task
 from varlen.tokenization import Tokenizer
-from varlen_kernels.cpu import compiling
+from varlen_kernels.compiled_ops import compiling
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +97,7 @@ class GenerationService:
         choice = TokenChoice(checkpoint, grammars, choose_device(config.device, gpu))
         runner = StepRunner(checkpoint, config, choice.choose, gpu=gpu)
         with compiling() if runner.device.type == "cpu" else nullcontext():
-            runner.warm_up()
+            warm_up(runner)
         intake = _new_intake(
             checkpoint,
             tokenizer,
@@ -117,17 +119,7 @@ class GenerationService:
                 eos_ids=ends,
             )
 
-        scheduler = IterationScheduler(
-            StepLimits(
-                max_step_tokens=runner.max_step_tokens,
-                max_running_sequences=config.max_running_sequences,
-                max_sequence_tokens=runner.max_sequence_tokens,
-            ),
-            BlockPool(runner.kv.num_blocks, runner.kv.block_size, prefix_cache=config.prefix_cache),
-            config.kv_policy,
-            admission,
-            new_writer,
-        )
+        scheduler = _new_scheduler(config, runner, admission, new_writer)
         engine = Engine(scheduler, executor, stats)
         engine.start()
         _log_loaded(checkpoint, config, runner, seconds=time.monotonic() - began)
@@ -191,20 +183,13 @@ class GenerationService:
         """Return the values of the gauges and totals of generation. From any thread."""
         requests, tokens = self.admission.depth
         arenas = self.runner.arenas
-        layouts, uses = [arena.layout for arena in arenas], [arena.use() for arena in arenas]
         counts = self.scheduler.snapshot()
         return {
             SnapshotMetric.QUEUED_REQUESTS: requests,
             SnapshotMetric.QUEUED_TOKENS: tokens,
             SnapshotMetric.WEIGHT_BYTES: self.runner.weight_bytes,
             SnapshotMetric.ARENA_CAPACITY: sum(arena.capacity for arena in arenas),
-            SnapshotMetric.ARENA_RESERVED: sum(use.reserved_bytes for use in uses),
-            SnapshotMetric.ARENA_CHUNKS: sum(use.chunks for use in uses),
-            SnapshotMetric.ARENA_FOOTPRINT: sum(use.footprint_bytes for use in uses),
-            SnapshotMetric.ARENA_PEAK_LIVE: sum(use.peak_live_bytes for use in uses),
-            SnapshotMetric.PLAN_SECONDS: sum(layout.plan_seconds for layout in layouts),
-            SnapshotMetric.PLAN_CACHE_HITS: sum(layout.plan_hits for layout in layouts),
-            SnapshotMetric.PLAN_CACHE_MISSES: sum(layout.plan_misses for layout in layouts),
+            **MemoryUse.total(arena.use() for arena in arenas).metrics(),
             **self.runner.graph_use.metrics(),
             SnapshotMetric.RUNNING_SEQUENCES: counts.running,
             SnapshotMetric.WAITING_SEQUENCES: counts.waiting,
@@ -248,6 +233,22 @@ def _new_intake(
     translate = checkpoint.translate
     start = None if translate is None else translate.tokens.start
     return Intake(tokenizer, limits, template, target_start=start, can_truncate=False)
+
+
+def _new_scheduler(
+    config: EngineConfig,
+    runner: StepRunner,
+    admission: Admission,
+    new_writer: Callable[[GeneratedSequence], OutputWriter],
+) -> IterationScheduler:
+    limits = StepLimits(
+        max_step_tokens=runner.max_step_tokens,
+        max_running_sequences=config.max_running_sequences,
+        max_sequence_tokens=runner.max_sequence_tokens,
+    )
+    kv = runner.kv
+    blocks = BlockPool(kv.num_blocks, kv.block_size, prefix_cache=config.prefix_cache)
+    return IterationScheduler(limits, blocks, config.kv_policy, admission, new_writer)
 
 
 def _log_loaded(

@@ -16,44 +16,27 @@ Joining never makes a request wait longer or fail for another one's reasons:
 * If running it fails, all requests that wait for it fail, as in any failed batch. Errors are never stored.
 """
 
+from __future__ import annotations
+
 import logging
 import math
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from dataclasses import dataclass, replace
 from itertools import count
 from threading import Lock
 from typing import TypeAlias, cast
 
 import numpy as np
 
-from varlen.answer_store import AnswerStore, CachedAnswer
+from varlen.answer_store import AnswerStore, CachedAnswer, answer_key
 from varlen.errors import EngineError, VarlenError
-from varlen.request import Float32Array, Output, Prompt, Reply, Request
+from varlen.flights import Flight, Flights, JoinLimits, Pending, Rows
+from varlen.request import Float32Array, Output, Reply, Request
 
 _log = logging.getLogger(__name__)
 
 Submit: TypeAlias = Callable[[Request, Reply], None]
-
-_KEY_BYTES = 32
-
-
-@dataclass(frozen=True, slots=True)
-class JoinLimits:
-    """Limits of requests that wait for the output of another request's prompt.
-
-    Attributes:
-        max_flight_tokens: largest request of several sequences that others may join, in tokens; a larger one takes
-            several batches, and a request that needs one row of it should not wait for all.
-        max_requests, max_tokens: limits of all requests that wait like this, which no queue counts; beyond them a
-            request runs by itself.
-    """
-
-    max_flight_tokens: int
-    max_requests: int
-    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,108 +58,6 @@ class CacheUse:
     joined: int = 0
     misses: int = 0
     evictions: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A request and the available part of its answer. Guarded by the cache's lock.
-
-    Attributes:
-        request, reply: what came, and where the answer goes.
-        keys: one per sequence.
-        deadline: on the cache's clock; infinity if there is none.
-        number: in order of arrival.
-        rows: the answer so far.
-        missing: number of rows without an answer.
-        closed: whether the request is answered.
-        joined: flights of others that it waits for, with the key.
-        is_counted: whether it counts as a request that waits for others.
-        is_cancelled: whether its client has cancelled; stays true.
-    """
-
-    request: Request
-    reply: Reply
-    keys: list[bytes]
-    deadline: float
-    number: int = -1
-    rows: list[Float32Array | None] = field(init=False)
-    missing: int = field(init=False)
-    closed: bool = False
-    joined: list[tuple["_Flight", bytes]] = field(default_factory=list)
-    is_counted: bool = False
-    is_cancelled: bool = False
-
-    def __post_init__(self) -> None:
-        self.missing = len(self.keys)
-        self.rows = [None] * self.missing
-
-    @property
-    def urgency(self) -> tuple[int, float, int]:
-        """Sort key: the most urgent first."""
-        return -self.request.options.priority, self.deadline, self.number
-
-    def put(self, row: int, answer: CachedAnswer) -> None:
-        self.rows[row] = answer.array()
-        self.missing -= 1
-
-
-Rows: TypeAlias = dict[_Pending, list[int]]
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """Prompts of one request in the engine; other requests may join them.
-
-    Attributes:
-        cache: where the engine's outputs go.
-        leader: the request whose priority and deadline they have.
-        keys: one per prompt, in the order in which they are sent.
-        waiting: requests and rows that wait for each key; a key leaves with its output.
-        tokens: number of tokens of all prompts.
-    """
-
-    cache: "ResponseCache"
-    leader: _Pending
-    keys: list[bytes] = field(default_factory=list)
-    waiting: dict[bytes, list[tuple[_Pending, int]]] = field(default_factory=dict)
-    tokens: int = 0
-
-    def add(self, key: bytes, row: int) -> None:
-        """Add a prompt of the leader."""
-        self.keys.append(key)
-        self.waiting[key] = [(self.leader, row)]
-        self.tokens += self.leader.request.prompts[row].num_tokens
-
-    def prompts(self) -> tuple[Prompt, ...]:
-        """Return the prompts, each once."""
-        # the leader is the first that waits for each
-        rows = (waiters[0][1] for waiters in self.waiting.values())
-        return tuple(self.leader.request.prompts[row] for row in rows)
-
-    def pending_requests(self) -> Rows:
-        """Return the requests that still wait, with their rows."""
-        rows: Rows = {}
-        for waiters in self.waiting.values():
-            for pending, row in waiters:
-                if not pending.closed:
-                    rows.setdefault(pending, []).append(row)
-        return rows
-
-    # the engine's reply
-    def is_cancelled(self) -> bool:
-        return self.cache._is_cancelled(self)
-
-    def send(self, row: int, output: Output) -> None:
-        assert isinstance(output, np.ndarray)
-        self.cache._deliver(self, self.keys[row], output)
-
-    def finish(self) -> None:
-        """Fail requests without an output; outputs are delivered when they come."""
-        if self.waiting:
-            self.fail(EngineError("the answer is not complete; the server's log says why"))
-
-    def fail(self, error: Exception) -> None:
-        self.cache._fail_flight(self, error)
 
 
 class ResponseCache:
@@ -202,14 +83,10 @@ class ResponseCache:
             max_seconds: largest age of an answer.
         """
         self._submit = submit
-        self._joins = joins
         self._clock = clock
         self._lock = Lock()
         self._store = AnswerStore(clock, max_bytes=max_bytes, max_seconds=max_seconds)
-        # flights that requests may join; of several with one key, the latest
-        self._flights: dict[bytes, _Flight] = {}
-        self._followers = 0
-        self._follower_tokens = 0
+        self._flights = Flights(joins)
         self._numbers = count()
         self._hits = self._misses = self._joined = 0
 
@@ -223,8 +100,8 @@ class ResponseCache:
         # a part of it that runs later, or again, has come with it
         request = replace(request, arrival=request.arrived(now))
         deadline = request.deadline(now)
-        keys = [_key(prompt, request.options.normalize) for prompt in request.prompts]
-        pending = _Pending(request, reply, keys, deadline)
+        keys = [answer_key(prompt, request.options.normalize) for prompt in request.prompts]
+        pending = Pending(request, reply, keys, deadline)
         error, others = self._start(pending, range(len(keys)), is_new=True)
         self._restart(others)
         if error is not None:
@@ -243,7 +120,7 @@ class ResponseCache:
             )
 
     def _start(
-        self, pending: _Pending, rows: Iterable[int], *, is_new: bool = False
+        self, pending: Pending, rows: Iterable[int], *, is_new: bool = False
     ) -> tuple[Exception | None, Rows]:
         """Look up rows of a request, join flights for others, and submit the rest.
 
@@ -263,7 +140,9 @@ class ResponseCache:
         if flight is None:
             return None, {}
         try:
-            self._submit(self._request_of(flight), flight)
+            # it came when its leader did
+            part = replace(pending.request, prompts=flight.prompts())
+            self._submit(part, _FlightReply(self, flight))
         except Exception as error:
             with self._lock:
                 others = self._close_flight(flight)
@@ -273,10 +152,10 @@ class ResponseCache:
         return None, {}
 
     def _fill_or_join(
-        self, pending: _Pending, rows: Iterable[int], *, is_new: bool
-    ) -> _Flight | None:
+        self, pending: Pending, rows: Iterable[int], *, is_new: bool
+    ) -> Flight | None:
         """Fill in stored outputs, join flights, and return a flight of the rest."""
-        own = _Flight(self, pending)
+        own = Flight(pending)
         hits = joined = 0
         for row in rows:
             key = pending.keys[row]
@@ -285,43 +164,19 @@ class ResponseCache:
                 pending.put(row, answer)
                 hits += 1
                 continue
-            flight = own if key in own.waiting else self._flights.get(key)
-            if flight is not None and (flight is own or self._try_join(pending, flight)):
-                flight.waiting[key].append((pending, row))
-                if flight is not own:
-                    pending.joined.append((flight, key))
+            if key in own.waiting:
+                own.waiting[key].append((pending, row))
                 joined += 1
-                continue
-            own.add(key, row)
+            elif self._flights.join(pending, row):
+                joined += 1
+            else:
+                own.add(key, row)
         if is_new:
             self._hits += hits
             self._joined += joined
             self._misses += len(own.waiting)
-        if len(own.waiting) == 1 or own.tokens <= self._joins.max_flight_tokens:
-            self._flights.update(dict.fromkeys(own.waiting, own))
+        self._flights.add(own)
         return own if own.waiting else None
-
-    def _try_join(self, pending: _Pending, flight: _Flight) -> bool:
-        """Return whether a request may join this flight, and count it if so."""
-        leader = flight.leader
-        if (
-            leader.request.options.priority < pending.request.options.priority
-            or leader.deadline > pending.deadline
-            or leader.number > pending.number
-        ):
-            return False
-        if not pending.is_counted:
-            tokens = self._follower_tokens + pending.request.num_tokens
-            if self._followers >= self._joins.max_requests or tokens > self._joins.max_tokens:
-                return False
-            pending.is_counted = True
-            self._followers += 1
-            self._follower_tokens = tokens
-        return True
-
-    def _request_of(self, flight: _Flight) -> Request:
-        """Return the engine's request for a flight, which came when its leader did."""
-        return replace(flight.leader.request, prompts=flight.prompts())
 
     def _restart(self, waiting: Rows) -> None:
         """Restart each of these requests, or fail it if it is refused."""
@@ -334,18 +189,17 @@ class ResponseCache:
             if error is not None:
                 _fail(pending, error)
 
-    def _is_cancelled(self, flight: _Flight) -> bool:
+    def _is_cancelled(self, flight: Flight) -> bool:
         with self._lock:
             pending_requests = list(flight.pending_requests())
         return all(_has_cancelled(pending) for pending in pending_requests)
 
-    def _deliver(self, flight: _Flight, key: bytes, output: Float32Array) -> None:
+    def _deliver(self, flight: Flight, key: bytes, output: Float32Array) -> None:
         """Store an output, and deliver it to the requests that wait for it."""
         answer = CachedAnswer.of(output)
         done = []
         with self._lock:
-            if self._flights.get(key) is flight:
-                del self._flights[key]
+            self._flights.discard(flight, [key])
             self._store.put(key, answer)
             for pending, row in flight.waiting.pop(key, ()):
                 if pending.closed:
@@ -357,7 +211,7 @@ class ResponseCache:
         for pending in done:
             _succeed(pending)
 
-    def _fail_flight(self, flight: _Flight, error: Exception) -> None:
+    def _fail_flight(self, flight: Flight, error: Exception) -> None:
         """Fail the requests that a failure is about; the others restart."""
         is_about_all = isinstance(error, EngineError) or not isinstance(error, VarlenError)
         with self._lock:
@@ -374,55 +228,41 @@ class ResponseCache:
             _fail(pending, error)
         self._restart(waiting)
 
-    def _close_flight(self, flight: _Flight) -> Rows:
+    def _close_flight(self, flight: Flight) -> Rows:
         """Close a flight to new requests; return those that wait for it."""
-        for key in flight.waiting:
-            if self._flights.get(key) is flight:
-                del self._flights[key]
+        self._flights.discard(flight, flight.waiting)
         return flight.pending_requests()
 
-    def _close(self, pending: _Pending) -> None:
+    def _close(self, pending: Pending) -> None:
         """Mark a request as answered, and remove it from its flights."""
         pending.closed = True
-        for flight, key in pending.joined:
-            # a delivered key is gone
-            waiters = flight.waiting.get(key, [])
-            waiters[:] = [waiter for waiter in waiters if waiter[0] is not pending]
-        pending.joined.clear()
-        if pending.is_counted:
-            pending.is_counted = False
-            self._followers -= 1
-            self._follower_tokens -= pending.request.num_tokens
+        self._flights.leave(pending)
 
 
-def _key(prompt: Prompt, normalize: bool) -> bytes:
-    """Return a digest of everything that decides the answer to a prompt."""
-    ids, types = prompt.token_ids, prompt.type_ids
-    # no types are types of zero
-    if types is not None and not types.any():
-        types = None
-    # lengths first, so that nothing runs into what follows it
-    digest = blake2b(
-        struct.pack(
-            "<Q??QQ?",
-            len(ids),
-            normalize,
-            types is not None,
-            len(ids) if prompt.num_keys is None else prompt.num_keys,
-            prompt.num_unpooled,
-            prompt.kept_places is not None,
-        ),
-        digest_size=_KEY_BYTES,
-    )
-    digest.update(ids.astype(np.int32, copy=False).tobytes())
-    if types is not None:
-        digest.update(types.astype(np.int32, copy=False).tobytes())
-    if prompt.kept_places is not None:
-        digest.update(prompt.kept_places.tobytes())
-    return digest.digest()
+@dataclass(frozen=True, slots=True)
+class _FlightReply:
+    """Passes the engine's answer to a flight on to the cache."""
+
+    cache: ResponseCache
+    flight: Flight
+
+    def is_cancelled(self) -> bool:
+        return self.cache._is_cancelled(self.flight)
+
+    def send(self, row: int, output: Output) -> None:
+        assert isinstance(output, np.ndarray)
+        self.cache._deliver(self.flight, self.flight.keys[row], output)
+
+    def finish(self) -> None:
+        """Fail requests without an output; outputs are delivered when they come."""
+        if self.flight.waiting:
+            self.fail(EngineError("the answer is not complete; the server's log says why"))
+
+    def fail(self, error: Exception) -> None:
+        self.cache._fail_flight(self.flight, error)
 
 
-def _has_cancelled(pending: _Pending) -> bool:
+def _has_cancelled(pending: Pending) -> bool:
     """Return whether the client has cancelled."""
     try:
         pending.is_cancelled = pending.is_cancelled or pending.reply.is_cancelled()
@@ -431,7 +271,7 @@ def _has_cancelled(pending: _Pending) -> bool:
     return pending.is_cancelled
 
 
-def _succeed(pending: _Pending) -> None:
+def _succeed(pending: Pending) -> None:
     try:
         for row, output in enumerate(cast("list[Float32Array]", pending.rows)):
             pending.reply.send(row, output)
@@ -441,7 +281,7 @@ def _succeed(pending: _Pending) -> None:
         _fail(pending, EngineError("the answer could not be delivered; the server's log says why"))
 
 
-def _fail(pending: _Pending, error: Exception) -> None:
+def _fail(pending: Pending, error: Exception) -> None:
     try:
         pending.reply.fail(error)
     except Exception:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import VarlenError
@@ -90,6 +90,11 @@ class RequestState:
     def is_finished(self) -> bool:
         """Whether all its sequences are finished."""
         return not self.unfinished
+
+
+def unanswered_sequences(request: Request) -> tuple[SequenceState, ...]:
+    """Return the sequences of a request that has no client, to run a model with."""
+    return RequestState(request, cast(Reply, None), 0.0).sequences
 
 
 @dataclass(slots=True, eq=False)

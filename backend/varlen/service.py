@@ -19,13 +19,14 @@ from varlen.errors import CheckpointError
 from varlen.execution.executor import ModelExecutor
 from varlen.execution.model_info import ModelInfo
 from varlen.execution.workers import Workers, load_workers
+from varlen.flights import JoinLimits
 from varlen.intake import InputLimits, Intake
 from varlen.memory.heap import trim_heap
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.notes import checkpoint_notes
 from varlen.request import Int32Array, Reply, Request
-from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
+from varlen.response_cache import CacheUse, ResponseCache
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
 from varlen.tasks import Task
@@ -43,7 +44,6 @@ class Service:
 
     Attributes:
         checkpoint: the loaded checkpoint.
-        task: the task of the model.
         intake: checks inputs and makes prompts of them.
         admission: counts waiting work.
         engine: schedules requests; started.
@@ -54,7 +54,6 @@ class Service:
     """
 
     checkpoint: Checkpoint
-    task: Task
     intake: Intake
     admission: Admission
     engine: Engine
@@ -124,7 +123,12 @@ class Service:
         for note in checkpoint_notes(checkpoint, info.task):
             _log.warning("%s", note)
         cache = _response_cache(config, engine, info)
-        return cls(checkpoint, info.task, intake, admission, engine, executor, workers, info, cache)
+        return cls(checkpoint, intake, admission, engine, executor, workers, info, cache)
+
+    @property
+    def task(self) -> Task:
+        """The task of the model."""
+        return self.info.task
 
     @property
     def is_ready(self) -> bool:
@@ -142,20 +146,13 @@ class Service:
     def snapshot(self) -> MetricsSnapshot:
         """Return the values of all gauges and totals. From any thread."""
         requests, tokens = self.admission.depth
-        info, use = self.info, self.workers.use()
-        cache = self.cache.use() if self.cache else CacheUse()
+        info, cache = self.info, self.cache.use() if self.cache else CacheUse()
         return {
             SnapshotMetric.QUEUED_REQUESTS: requests,
             SnapshotMetric.QUEUED_TOKENS: tokens,
             SnapshotMetric.WEIGHT_BYTES: info.weight_bytes,
             SnapshotMetric.ARENA_CAPACITY: info.workers * info.arena_bytes,
-            SnapshotMetric.ARENA_RESERVED: use.reserved_bytes,
-            SnapshotMetric.ARENA_CHUNKS: use.chunks,
-            SnapshotMetric.ARENA_FOOTPRINT: use.footprint_bytes,
-            SnapshotMetric.ARENA_PEAK_LIVE: use.peak_live_bytes,
-            SnapshotMetric.PLAN_SECONDS: use.plan_seconds,
-            SnapshotMetric.PLAN_CACHE_HITS: use.plan_hits,
-            SnapshotMetric.PLAN_CACHE_MISSES: use.plan_misses,
+            **self.workers.use().metrics(),
             **self.workers.graphs.metrics(),
             SnapshotMetric.CACHE_BYTES: cache.held_bytes,
             SnapshotMetric.CACHE_ENTRIES: cache.entries,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,24 +17,21 @@ from typing import Any
 from typing_extensions import Unpack
 
 from varlen_client.endpoint import Endpoint
-from varlen_client.errors import ServerError
 from varlen_client.generation import (
     GeneratedPart,
     Generation,
     GenerationPrompt,
     generate_request,
-    read_generations,
-    read_parts,
 )
 from varlen_client.generation_call import (
     check_one_sample,
-    checked_responses,
-    next_response,
-    until,
+    parts_of_answers,
+    translations,
+    whole_answers,
 )
 from varlen_client.masks import FilledToken, read_filled_masks
 from varlen_client.retry import RetryPolicy
-from varlen_client.row_call import RowCall, deadline_of
+from varlen_client.row_call import RowCall
 from varlen_client.row_options import (
     EmbedOptions,
     MaskOptions,
@@ -55,14 +53,13 @@ from varlen_client.row_outputs import LabelScore, Vectors, best_labels
 from varlen_client.row_sender import RowSender
 from varlen_client.session import Session, Status
 from varlen_client.sparse import SparseVector, read_sparse_vectors
-from varlen_client.translation import Translation, read_translation, search_options
+from varlen_client.translation import Translation, search_options
 from varlen_client.wire import (
     Floats,
     Inputs,
     ModelInfo,
     ModelState,
     Pairs,
-    TokenIds,
     read_inputs,
 )
 
@@ -286,13 +283,7 @@ class AsyncClient:
         request = generate_request(
             prompt, {**sampling, "n": n}, stream=False, deadline_ms=deadline_ms, priority=priority
         )
-        deadline = deadline_of(timeout)
-
-        async def collect() -> list[Generation]:
-            async with aclosing(checked_responses(self._session, request, deadline)) as responses:
-                return read_generations([each async for each in responses], n)
-
-        return await until(collect(), deadline, timeout)
+        return await whole_answers(self._session, request, timeout)
 
     async def stream(
         self,
@@ -335,14 +326,9 @@ class AsyncClient:
         request = generate_request(
             prompt, {**sampling, "n": n}, stream=True, deadline_ms=deadline_ms, priority=priority
         )
-        deadline = deadline_of(timeout)
-        parts: list[GeneratedPart] = []
-        async with aclosing(checked_responses(self._session, request, deadline)) as responses:
-            while response := await until(next_response(responses), deadline, timeout):
-                parts = read_parts(response, n)
+        async with aclosing(parts_of_answers(self._session, request, timeout)) as answers:
+            async for parts in answers:
                 yield parts
-        if not parts or any(part.finish_reason is None for part in parts):
-            raise ServerError("the server ended an answer before its last part")
 
     async def translate(
         self,
@@ -376,35 +362,21 @@ class AsyncClient:
         Raises:
             VarlenClientError: see errors.py. `rows` is the range of the text that failed.
         """
-        rows = read_inputs(texts)
+        rows = len(read_inputs(texts))
         sampling = search_options(
             options, num_beams=num_beams, n_best=n_best, max_tokens=max_tokens
         )
-        call = RowCall("translate", len(rows), timeout=timeout, on_progress=on_progress)
-
-        async def translate_all() -> list[Translation]:
-            info = await self._session.model_info(call.deadline)
-            info.check_translates()
-
-            async def send(text: str | TokenIds) -> Translation:
-                request = generate_request(
-                    text,
-                    sampling,
-                    stream=False,
-                    deadline_ms=deadline_ms,
-                    priority=priority,
-                    returns_score=True,
-                )
-                responses = await self._session.all_responses(info, request, call.deadline)
-                return read_translation(responses, n_best)
-
-            return await call.send_all(
-                ((range(row, row + 1), text) for row, text in enumerate(texts)),
-                send,
-                concurrency=self._concurrency or DEFAULT_TEXT_CONCURRENCY,
-            )
-
-        return await call.within_timeout(translate_all())
+        new_request = partial(
+            generate_request,
+            sampling=sampling,
+            stream=False,
+            deadline_ms=deadline_ms,
+            priority=priority,
+            returns_score=True,
+        )
+        call = RowCall("translate", rows, timeout=timeout, on_progress=on_progress)
+        concurrency = self._concurrency or DEFAULT_TEXT_CONCURRENCY
+        return await translations(self._session, call, texts, new_request, concurrency=concurrency)
 
     async def ready(self) -> bool:
         """Return whether the server and the model are ready; False without a connection.

@@ -10,6 +10,7 @@ import typer
 from varlen_client.cli_options import DEFAULT_URL, Url, print_message, usage_error
 from varlen_client.endpoint import Endpoint
 from varlen_client.errors import InvalidUrl
+from varlen_client.gateway import settings
 
 API_KEYS = "VARLEN_API_KEYS"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -44,15 +45,18 @@ def serve_http(
             help="Origin of browser pages that may send requests; may be repeated; * is all."
         ),
     ] = None,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a request.")] = 8
-    << 20,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest body of a request.")
+    ] = settings.DEFAULT_MAX_BODY_BYTES,
     max_requests: Annotated[
         int, typer.Option(min=1, help="Most requests at a time; others get status 503.")
-    ] = 2048,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for each request.")] = 600.0,
+    ] = settings.DEFAULT_MAX_REQUESTS,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds for each request.")
+    ] = settings.DEFAULT_TIMEOUT_SECONDS,
     chat_max_tokens: Annotated[
         int, typer.Option(min=1, help="Longest answer of a chat that sets no limit, in tokens.")
-    ] = 256,
+    ] = settings.DEFAULT_CHAT_MAX_TOKENS,
 ) -> None:
     """Serve the HTTP interfaces of OpenAI and Text Embeddings Inference for a server's models."""
     if not api_key and API_KEYS in os.environ:
@@ -61,7 +65,6 @@ def serve_http(
         import uvicorn
 
         from varlen_client.gateway.app import create_app
-        from varlen_client.gateway.settings import GatewaySettings
     except ModuleNotFoundError as error:
         usage_error(
             f"serve-http needs {error.name}; install the extra http of varlen: pip install '.[http]'"
@@ -70,7 +73,7 @@ def serve_http(
         if Endpoint.parse(url).protocol != "grpc":
             # the server does not notice HTTP clients that leave
             usage_error(f"url {url!r} must be gRPC: grpc://host:port or grpcs://host:port")
-        settings = GatewaySettings(
+        checked = settings.GatewaySettings(
             url=url,
             model=model,
             api_keys=tuple(api_key or ()),
@@ -82,12 +85,12 @@ def serve_http(
         )
     except (InvalidUrl, ValueError) as error:
         usage_error(str(error))
-    if host not in LOOPBACK and not settings.api_keys:
+    if host not in LOOPBACK and not checked.api_keys:
         print_message(
             f"warning: {host} may be reached from other machines, and requests need no key"
         )
     uvicorn.run(
-        create_app(settings),
+        create_app(checked),
         host=host,
         port=port,
         access_log=False,

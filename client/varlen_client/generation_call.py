@@ -1,16 +1,26 @@
-"""A call of a model that generates: its responses as they come, within one timeout."""
+"""Calls of a model that generates: whole answers, streams, or translations of many texts."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from varlen_client.errors import InvalidRequest, RequestTimeout
-from varlen_client.generation import GenerateRequest, Response
+from varlen_client.errors import InvalidRequest, RequestTimeout, ServerError
+from varlen_client.generation import (
+    GeneratedPart,
+    GenerateRequest,
+    Generation,
+    Response,
+    read_generations,
+    read_parts,
+)
+from varlen_client.row_call import RowCall, deadline_of
 from varlen_client.session import Session
 from varlen_client.tasks import with_timeout
+from varlen_client.translation import Translation, read_translation
+from varlen_client.wire import Inputs, TokenIds
 
 _T = TypeVar("_T")
 
@@ -21,30 +31,88 @@ def check_one_sample(sampling: Mapping[str, Any], message: str) -> None:
         raise InvalidRequest(f"n is {sampling['n']!r}; {message}")
 
 
-async def checked_responses(
-    session: Session, request: GenerateRequest, deadline: float | None
-) -> AsyncGenerator[Response, None]:
-    """Yield the responses to a request to a model that generates."""
-    info = await session.model_info(deadline)
+async def whole_answers(
+    session: Session, request: GenerateRequest, timeout: float | None
+) -> list[Generation]:
+    """Return the answer of each sample.
+
+    Raises:
+        RequestTimeout: `timeout` seconds have passed.
+    """
+    deadline = deadline_of(timeout)
+
+    async def collect() -> list[Generation]:
+        info = await session.model_info(deadline)
+        info.check_generates()
+        responses = await session.all_responses(info, request, deadline)
+        return read_generations(responses, request.rows)
+
+    return await _until(collect(), deadline, timeout)
+
+
+async def parts_of_answers(
+    session: Session, request: GenerateRequest, timeout: float | None
+) -> AsyncGenerator[list[GeneratedPart], None]:
+    """Yield the next part of each sample as they come.
+
+    Raises:
+        RequestTimeout: `timeout` seconds have passed.
+        ServerError: a sample has no last part.
+    """
+    deadline = deadline_of(timeout)
+    info = await _until(session.model_info(deadline), deadline, timeout)
     info.check_generates()
+    parts: list[GeneratedPart] = []
     async with aclosing(session.responses(info, request, deadline)) as responses:
-        async for response in responses:
-            yield response
+        while response := await _until(_next(responses), deadline, timeout):
+            parts = read_parts(response, request.rows)
+            yield parts
+    if not parts or any(part.finish_reason is None for part in parts):
+        raise ServerError("the server ended an answer before its last part")
 
 
-async def next_response(responses: AsyncGenerator[Response, None]) -> Response | None:
+async def translations(
+    session: Session,
+    call: RowCall,
+    texts: Inputs,
+    new_request: Callable[[str | TokenIds], GenerateRequest],
+    *,
+    concurrency: int,
+) -> list[Translation]:
+    """Return the translation of each text, in order.
+
+    Args:
+        session: of the model.
+        call: whose rows are the texts.
+        texts: sent one by one.
+        new_request: returns the request of a text.
+        concurrency: maximum requests in flight.
+    """
+
+    async def translate_all() -> list[Translation]:
+        info = await session.model_info(call.deadline)
+        info.check_translates()
+
+        async def send(text: str | TokenIds) -> Translation:
+            request = new_request(text)
+            responses = await session.all_responses(info, request, call.deadline)
+            return read_translation(responses, request.rows)
+
+        rows = ((range(row, row + 1), text) for row, text in enumerate(texts))
+        return await call.send_all(rows, send, concurrency=concurrency)
+
+    return await call.within_timeout(translate_all())
+
+
+async def _next(responses: AsyncGenerator[Response, None]) -> Response | None:
     """Return the next response; None after the last."""
     return await anext(responses, None)
 
 
-async def until(
+async def _until(
     awaitable: Coroutine[object, object, _T], deadline: float | None, timeout: float | None
 ) -> _T:
-    """Return the result of a step of a generation, which ends within `timeout` seconds.
-
-    Raises:
-        RequestTimeout: the deadline passed; the step is cancelled.
-    """
+    """Return the result of a part of a call, which ends within `timeout` seconds."""
     if deadline is None:
         return await awaitable
     try:

@@ -286,13 +286,12 @@ def beam_step(
     width = check_beams(logits, scores, finished, width, edits, out)
     sequences, beams = scores.shape
     rows, vocabulary = logits.shape
-    if out is None:
-        out = BeamCandidates.empty(sequences, width, logits.device)
+    out = out or BeamCandidates.empty(sequences, width, logits.device)
     check_row_layout(logits=logits)
     _check_contiguous(scores=scores, finished=finished)
-    _check_contiguous(**{f"out.{name}": tensor for name, tensor in out._asdict().items()})
-    if edits is not None:
-        _check_contiguous(**{f"edits.{name}": tensor for name, tensor in edits._asdict().items()})
+    for kind, tensors in {"out": out, "edits": edits}.items():
+        if tensors is not None:
+            _check_contiguous(**{f"{kind}.{name}": t for name, t in tensors._asdict().items()})
     if rows == 0:
         return out
 
@@ -372,9 +371,7 @@ def candidate_launches(
     """
     del dtype
     max_chunks = max(1, min(_MAX_FOUND // width, _ENOUGH_WARPS // rows))
-    chunk = _MIN_CHUNK
-    while triton.cdiv(vocabulary, chunk) > max_chunks:
-        chunk *= 2
+    chunk = max(_MIN_CHUNK, triton.next_power_of_2(triton.cdiv(vocabulary, max_chunks)))
     warps = min(max(chunk // 4096, 1), 4)
     shapes = [(chunk, warps), (chunk, 2 * warps), (2 * chunk, warps), (2 * chunk, 2 * warps)]
     shapes += [(chunk, 4 * warps), (4 * chunk, 2 * warps), (4 * chunk, 4 * warps)]

@@ -3,19 +3,13 @@
 Names and signatures are those of `reference`, which specifies each op.
 """
 
-import logging
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from importlib import import_module
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from varlen_kernels import Activation, reference
 from varlen_kernels.beam_reference import BeamCandidates, BeamEdits, check_beams
-from varlen_kernels.compile_lock import compile_lock
-from varlen_kernels.compiled_files import remove_damaged
+from varlen_kernels.compiled_ops import has_numba
 from varlen_kernels.linear_int8_ops import (
     linear_int8,
     linear_int8_packed,
@@ -23,6 +17,7 @@ from varlen_kernels.linear_int8_ops import (
     linear_int8_panels_activate,
     linear_int8_panels_add_layer_norm,
 )
+from varlen_kernels.linear_packed import linear_packed
 from varlen_kernels.reference import (
     add_layer_norm,
     attention_tiles,
@@ -87,75 +82,9 @@ __all__ = [
 ]
 
 
-_log = logging.getLogger(__name__)
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 # Features of an activation below which torch runs it: for one token the call of compiled code takes longer.
 _LEAST_FEATURES = 1024
-
-
-@cache
-def has_numba() -> bool:
-    """Return whether numba compiles ops; without it they run in plain torch, which is slower.
-
-    It loads in half a second, when the first op runs.
-    """
-    try:
-        module = import_module("varlen_kernels.attention_cpu")
-        with compile_lock(module.cache_folder()):
-            remove_damaged(module.cache_folder())
-            module.attend_sequences(
-                torch.zeros(1, 3),
-                torch.tensor([0, 1], dtype=torch.int32),
-                num_heads=1,
-                num_kv_heads=1,
-                scale=1.0,
-                causal=False,
-                window=0,
-                out=torch.empty(1, 1),
-            )
-    except Exception as error:
-        # numba is absent or of another version, or no folder can hold compiled code
-        _log.warning("ops on CPUs are not compiled, which makes them slower: %r", error)
-        return False
-    return True
-
-
-def compiling() -> AbstractContextManager[None]:
-    """Return the lock to hold while ops run for the first time, which compiles them."""
-    if not has_numba():
-        return nullcontext()
-    from varlen_kernels.attention_cpu import cache_folder
-
-    return compile_lock(cache_folder())
-
-
-def can_pack(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies weights of this dtype on this CPU."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
-
-
-def pack_weight(weight: Tensor) -> Tensor:
-    """Return a weight in the layout that oneDNN reads fastest, for `linear_packed`.
-
-    Args:
-        weight: `[hidden, features]`, as `linear` takes it, of a dtype that `can_pack` allows.
-    """
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.t().contiguous())
-    return packed
-
-
-def linear_packed(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None
-) -> Tensor:
-    """Return `linear` of a weight that `pack_weight` made, `[tokens, features]`."""
-    if not len(x):
-        return x.new_empty(0, weight.shape[0]) if out is None else out
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return product if out is None else out.copy_(product)
 
 
 def activate(

@@ -65,15 +65,20 @@ class FakeExecutor:
     def __init__(self, clock):
         self.clock = clock
         self.ran = []
+        self.started = 0
 
-    def run_on_all(self, batch):
-        try:
-            self.run([each.prompt for each in batch.sequences])
-        except MemoryError:
-            return [BatchResult([], 0.0), BatchResult([], 0.0, failure="memory")]
-        except RuntimeError:
-            return [BatchResult([], 0.0, failure="batch")] * 2
-        return [BatchResult([], 0.0)] * 2
+    def start(self, batch, completed):
+        failure = None
+        # both workers run the same batch, and the second one decides
+        self.started += 1
+        if self.started % INFO.workers == 0:
+            try:
+                self.run([each.prompt for each in batch.sequences])
+            except MemoryError:
+                failure = "memory"
+            except RuntimeError:
+                failure = "batch"
+        completed(batch, BatchResult([], 0.0, failure=failure))
 
     def run(self, prompts):
         self.ran.append(prompts)

@@ -26,8 +26,9 @@ from varlen.errors import (
     RequestError,
     VarlenError,
 )
+from varlen.flights import JoinLimits
 from varlen.request import Prompt, Request
-from varlen.response_cache import CacheUse, JoinLimits, ResponseCache
+from varlen.response_cache import CacheUse, ResponseCache
 
 from .fakes.engine_parts import Clock, FakeReply
 from .requests import prompt_of, request_of
@@ -149,7 +150,8 @@ class Bench:
 
 def holds_nothing(cache):
     """Return whether no state of answered requests is left."""
-    return (cache._flights, cache._followers, cache._follower_tokens) == ({}, 0, 0)
+    flights = cache._flights
+    return (flights._by_key, flights._followers, flights._follower_tokens) == ({}, 0, 0)
 
 
 @pytest.fixture
@@ -793,7 +795,7 @@ def test_any_order_of_events_answers_each_request_once_and_rightly(
             failures.add(what[1])
             bench.engine.fail(what[1], what[0] % len(flights))
         assert bench.cache.use().held_bytes <= entries * SIZE
-        assert bench.cache._followers <= most
+        assert bench.cache._flights._followers <= most
     bench.engine.run_all()
 
     assert unexpected == []

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from varlen_kernels import cpu, linear_int8_cpu
+from varlen_kernels import compiled_ops, linear_int8_cpu
 from varlen_kernels.attention_cpu import cache_folder
 from varlen_kernels.compile_lock import compile_lock
 
@@ -58,7 +58,7 @@ def test_another_thread_waits(tmp_path):
 
 
 def test_compiling_locks_the_folder_of_compiled_code():
-    with cpu.compiling():
+    with compiled_ops.compiling():
         with (cache_folder() / "varlen.lock").open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

@@ -12,6 +12,7 @@ from varlen_kernels.linear_int8_reference import (
     linear_int8_activate,
     linear_int8_add_layer_norm,
 )
+from varlen_kernels.linear_packed import can_pack, pack_weight
 
 from .float64 import DTYPES, bounds_of, check, rand
 
@@ -37,13 +38,13 @@ def test_an_op_has_the_signature_of_its_reference(name):
 @pytest.mark.parametrize("rows, hidden, features", [(0, 8, 5), (1, 48, 96), (33, 100, 7)], ids=str)
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
 def test_a_packed_weight_multiplies_as_its_original(rows, hidden, features, has_bias, dtype):
-    if not cpu.can_pack(dtype):
+    if not can_pack(dtype):
         pytest.skip("oneDNN does not multiply bf16 on this CPU")
     x, weight = rand(rows, hidden, dtype=dtype), rand(hidden, features, dtype=dtype, seed=1)
     bias = rand(features, dtype=dtype, seed=2) if has_bias else None
     out = torch.full((rows, features), torch.nan, dtype=dtype)
 
-    actual = cpu.linear_packed(x, cpu.pack_weight(weight), bias, out=out)
+    actual = cpu.linear_packed(x, pack_weight(weight), bias, out=out)
 
     assert actual is out
     check(actual, reference.linear(x, weight, bias), dtype)
@@ -96,9 +97,9 @@ def test_attention_over_blocks_matches_the_reference(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_packed_product_of_no_rows_has_the_dtype_of_its_input(dtype):
-    if not cpu.can_pack(dtype):
+    if not can_pack(dtype):
         pytest.skip("oneDNN does not multiply bf16 on this CPU")
-    packed = cpu.pack_weight(rand(8, 5, dtype=dtype))
+    packed = pack_weight(rand(8, 5, dtype=dtype))
 
     actual = cpu.linear_packed(torch.empty(0, 8, dtype=dtype), packed)
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from varlen_kernels import cpu, reference
+from varlen_kernels import compiled_ops, cpu, reference
 
 from .float64 import bounds_of, rand
 
@@ -26,9 +26,9 @@ def without_numba(request, monkeypatch):
         if name.endswith("_cpu"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Refuses(), *sys.meta_path])
-    cpu.has_numba.cache_clear()
+    compiled_ops.has_numba.cache_clear()
     yield
-    cpu.has_numba.cache_clear()
+    compiled_ops.has_numba.cache_clear()
 
 
 def calls():
@@ -84,7 +84,7 @@ def test_code_that_cannot_be_compiled_or_stored_counts_as_no_numba(monkeypatch, 
 
     monkeypatch.setattr("varlen_kernels.attention_cpu.attend_sequences", fail)
 
-    assert not cpu.has_numba.__wrapped__()
+    assert not compiled_ops.has_numba.__wrapped__()
     assert "No space left on device" in caplog.text
 
 
@@ -93,5 +93,5 @@ def test_one_line_of_the_log_says_so(without_numba, caplog):
         for call in calls().values():
             call(cpu)
 
-    assert [record.name for record in caplog.records] == ["varlen_kernels.cpu"]
+    assert [record.name for record in caplog.records] == ["varlen_kernels.compiled_ops"]
     assert "ops on CPUs are not compiled" in caplog.text

@@ -277,7 +277,7 @@ def test_a_small_run_measures_appends_and_ends_with_the_bench_line(tmp_path, mon
     )
     times = StepTimes(8, 32_000, 100.0, 50.0, 400.0, 200.0, 22.0)
     monkeypatch.setattr("varlen_bench.beam.__main__.measure_steps", lambda **_: [times])
-    monkeypatch.setattr("varlen_bench.beam.run.WorkerProcess", worker_of)
+    monkeypatch.setattr("varlen_bench.harness.generating.WorkerProcess", worker_of)
     # this process keeps its number of threads
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     output = tmp_path / "beam.csv"

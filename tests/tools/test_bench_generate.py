@@ -181,7 +181,7 @@ def test_equal_tokens_are_counted_by_position():
 
 
 def result(name, speeds, arrivals="at once", *, model="gpt2-small", ttft=100.0, note=""):
-    made = Result(SYSTEMS[name], model, "small", arrivals, 4, 100, note=note)
+    made = Result(SYSTEMS[name], model, "small", arrivals, 4, tokens=100, note=note)
     made.rounds = [{"tokens_per_second": speed, "ttft_p99_ms": ttft} for speed in speeds]
     return made
 
@@ -282,7 +282,7 @@ def test_a_small_run_measures_appends_and_ends_with_the_bench_line(tmp_path, mon
     monkeypatch.setattr(
         "varlen_bench.generate.run.Comparison.decode_step", lambda _: Step("tiny_gpt2")
     )
-    monkeypatch.setattr("varlen_bench.generate.run.WorkerProcess", worker_of)
+    monkeypatch.setattr("varlen_bench.harness.generating.WorkerProcess", worker_of)
     # this process keeps its number of threads
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     output = tmp_path / "generate.csv"

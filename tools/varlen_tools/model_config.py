@@ -42,15 +42,16 @@ def render_config(
         CheckpointError: the server would refuse the checkpoint for this task.
         ConfigError: a setting does not fit the checkpoint.
     """
-    from varlen.execution import device, runner, step_runner  # import torch
+    from varlen.execution import device, model_limits  # import torch
 
     task: Task = config.task or checkpoint.task
     checkpoint.check_task(task)
     generates = task in ITERATIVE_TASKS
     if generates:
-        step_runner.check_step_dtype(config)
+        device.check_step_dtype(config.dtype)
     device.check_dtype(config.dtype, config.device)
-    limit = (step_runner if generates else runner).sequence_limit(checkpoint, config)
+    limit_of = model_limits.generation_limit if generates else model_limits.sequence_limit
+    limit = limit_of(checkpoint, config)
     values = _settings_of(task, config) | {"task": task, "max_sequence_tokens": limit}
     all_inputs, outputs = tensors_of(task, checkpoint)
     return "\n".join(

@@ -107,12 +107,6 @@ class TimedExecutor:
         """Return when a batch that is started now is expected to run."""
         return self._executor.free_at()
 
-    def run_on_all(self, batch: Batch) -> list[BatchResult]:
-        """Run a batch and return its result, alone in a list: there is one device."""
-        results: SimpleQueue[BatchResult] = SimpleQueue()
-        self.start(batch, lambda _, result: results.put(result))
-        return [results.get()]
-
     def close(self) -> bool:
         """Run what was started and stop the threads.
 

@@ -51,9 +51,6 @@ class ModelExecutor(Protocol):
     def free_at(self) -> float:
         """Return when a batch that is started now is expected to run; see `engine.Executor`."""
 
-    def run_on_all(self, batch: Batch) -> list[BatchResult]:
-        """Run a batch once per worker, all at the same time, and return the results."""
-
     def close(self) -> bool:
         """Run what was started and stop the threads; return whether the device is idle."""
 
@@ -91,13 +88,6 @@ class ThreadExecutor:
     def free_at(self) -> float:
         """Return minus infinity: where a slot is free, its runner is."""
         return -math.inf
-
-    def run_on_all(self, batch: Batch) -> list[BatchResult]:
-        """Run a batch once per slot, all at the same time, and return the results."""
-        results: SimpleQueue[BatchResult] = SimpleQueue()
-        for _ in range(self.slots):
-            self.start(batch, lambda _, result: results.put(result))
-        return [results.get() for _ in range(self.slots)]
 
     def close(self) -> bool:
         """Run what was started and stop the threads; return True."""

@@ -33,6 +33,7 @@ from varlen.program.recorder import Recorder
 from varlen.request import SHORTEST_PROMPT, Prompt
 from varlen.tokenization import Tokenizer
 from varlen_kernels import cpu
+from varlen_kernels.compiled_ops import compiling, has_numba
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def calibrate(encoder: EncoderModel, checkpoint: Checkpoint, texts: Sequence[str
         texts: at least LEAST_TEXTS; every second one measures the quality.
     """
     program = _embedding(encoder, checkpoint)
-    with cpu.compiling():
+    with compiling():
         run_prompts(program, cpu, [SHORTEST_PROMPT])
     tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
     prompts = [
@@ -123,7 +124,7 @@ def calibrate(encoder: EncoderModel, checkpoint: Checkpoint, texts: Sequence[str
 
 def check_int8() -> None:
     """Raise ConfigError if numba or an exact product of codes is missing."""
-    if not cpu.has_numba():
+    if not has_numba():
         raise ConfigError(
             'dtype is "int8", whose ops numba compiles, and it cannot be used here;'
             " allowed: auto, fp32, bf16"

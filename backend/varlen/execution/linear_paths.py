@@ -21,7 +21,7 @@ from torch import Tensor
 from varlen.config import EngineConfig
 from varlen.costs.store import CostKey, CostStore, cache_folder
 from varlen.program.program import Op, Program
-from varlen_kernels.cpu import can_pack, pack_weight
+from varlen_kernels.linear_packed import can_pack, pack_weight
 
 _log = logging.getLogger(__name__)
 

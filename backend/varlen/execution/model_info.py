@@ -76,25 +76,3 @@ class GraphUse:
             SnapshotMetric.GRAPH_BYTES: self.num_bytes,
             SnapshotMetric.GRAPH_SECONDS: self.seconds,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerUse:
-    """Memory use of one worker; of several, the sum.
-
-    Attributes:
-        reserved_bytes: arena memory allocated now.
-        footprint_bytes: footprint of the last batch's plan.
-        peak_live_bytes: most bytes live at one op of that batch; no plan can use fewer.
-        chunks: allocations that the arena is made of.
-        plan_seconds: time spent planning since the start.
-        plan_hits, plan_misses: batches whose plan was cached, and was not.
-    """
-
-    reserved_bytes: int = 0
-    footprint_bytes: int = 0
-    peak_live_bytes: int = 0
-    chunks: int = 0
-    plan_seconds: float = 0.0
-    plan_hits: int = 0
-    plan_misses: int = 0

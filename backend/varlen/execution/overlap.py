@@ -16,7 +16,7 @@ from threading import Lock, Thread
 from typing import Protocol
 
 from varlen.execution.executor import CheckedRunner, Completed, Outputs, result_of
-from varlen.sequence import Batch, BatchResult
+from varlen.sequence import Batch
 
 
 class Launcher(CheckedRunner, Protocol):
@@ -91,12 +91,6 @@ class OverlappingExecutor:
         """Return when a batch that is started now is expected to run."""
         with self._lock:
             return self._runs_since + sum(self._expected)
-
-    def run_on_all(self, batch: Batch) -> list[BatchResult]:
-        """Run a batch and return its result, alone in a list: there is one device."""
-        results: SimpleQueue[BatchResult] = SimpleQueue()
-        self.start(batch, lambda _, result: results.put(result))
-        return [results.get()]
 
     def close(self) -> bool:
         """Wait for what was started and stop the thread; return True."""

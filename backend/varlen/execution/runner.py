@@ -2,35 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import partial
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
-from varlen.execution.cpu import CpuRunner, limit_primitives
+from varlen.execution.arenas import batch_arena
+from varlen.execution.cpu import CpuRunner
 from varlen.execution.cuda import CudaRunner
-from varlen.execution.device import choose_device, choose_dtype, memory_of
-from varlen.execution.fingerprint import cost_fields, device_name
+from varlen.execution.device import choose_device
+from varlen.execution.encoder_program import load_program
+from varlen.execution.fingerprint import device_name
 from varlen.execution.graphs import CudaGraphs
-from varlen.execution.int8_encoder import int8_product, to_int8
-from varlen.execution.linear_paths import BATCH_ROWS, PLAIN, choose_paths
-from varlen.execution.model_info import GraphUse, ModelInfo, WorkerUse
-from varlen.execution.packing import largest_dims
+from varlen.execution.model_info import GraphUse, ModelInfo
+from varlen.execution.model_limits import sequence_limit
 from varlen.execution.sparse_rows import active_terms
 from varlen.execution.warm_up import check_numbers
-from varlen.memory.arena import Arena, alignment_of
-from varlen.memory.layout import Layout
+from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.heads import record_head
-from varlen.models.registry import load_encoder, load_heads
-from varlen.models.vector_layers import load_layers
-from varlen.program.program import Program
-from varlen.program.recorder import Recorder
 from varlen.request import (
     DEFAULT_OPTIONS,
     SHORTEST_PROMPT,
@@ -40,7 +32,7 @@ from varlen.request import (
 )
 from varlen.sequence import Batch
 from varlen.tasks import ITERATIVE_TASKS, Task
-from varlen_kernels.cpu import compiling
+from varlen_kernels.compiled_ops import compiling
 from varlen_kernels.dispatch import kernels_for
 
 
@@ -105,64 +97,28 @@ class Runner:
             )
         longest = sequence_limit(checkpoint, config)
         self.device = choose_device(config.device, gpu)
-        dtype = choose_dtype(config.dtype, self.device)
-        encoder = load_encoder(checkpoint, dtype, self.device)
-        ops = Recorder(
-            for_gpu=self.device.type == "cuda",
-            approximate_gelu=config.approximate_gelu,
-            has_key_lengths=task == "token_embed" and checkpoint.hides_tokens,
-        )
-        hidden = encoder.record(ops)
-        layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), self.device)
-        heads = load_heads(checkpoint, encoder, task, dtype, self.device)
-        output = record_head(
-            ops,
-            task,
-            heads,
-            hidden,
-            checkpoint.pooling,
-            layers,
-            checkpoint.splade,
-            pools_prompt=checkpoint.pools_prompt,
-        )
-        self._kernels = kernels or kernels_for(self.device)
-        self.program: Program = ops.finish(output)
-        fields = cost_fields(checkpoint, self.device)
-        if config.approximate_gelu:
-            fields = {**fields, "gelu": "tanh"}
-        if config.dtype == "int8":
-            self.program = to_int8(self.program, encoder, checkpoint)
-            fields = {**fields, "int8": int8_product()}
-        # packed weights have no address
-        weight_bytes = self.program.weight_bytes
-        if measures and self.device.type == "cpu":
-            limit_primitives()
-            self.program = choose_paths(
-                self.program,
-                self._kernels,
-                config,
-                fields,
-                default=PLAIN,
-                rows=BATCH_ROWS,
-                threads=1,
-            )
         self._config = config
-        self.arena = _make_arena(self.program, config, self.device, workers)
+        self._kernels = kernels or kernels_for(self.device)
+        loaded = load_program(
+            checkpoint, config, task, self.device, self._kernels, measures=measures
+        )
+        self.program = loaded.program
+        self.arena = batch_arena(self.program, config, self.device, workers)
         self.device_runner: DeviceRunner = self._make_device_runner()
         self.info = ModelInfo(
             task,
             self.device.type,
             device_name(self.device),
-            "int8" if config.dtype == "int8" else str(dtype).removeprefix("torch."),
-            encoder.vocab_size,
-            encoder.type_vocab_size,
+            loaded.dtype,
+            loaded.vocab_size,
+            loaded.type_vocab_size,
             longest,
             self.arena.max_tokens,
-            weight_bytes,
+            loaded.weight_bytes,
             self.arena.capacity,
             config.execution == "padded",
             workers,
-            fields,
+            loaded.cost_fields,
         )
         self.slots, self.graph_use = 1, GraphUse()
         if isinstance(self.device_runner, CudaRunner):
@@ -172,7 +128,7 @@ class Runner:
     def another(self) -> "Runner":
         """Return a runner of the same model on its CPU, with another arena."""
         other = copy(self)
-        other.arena = _make_arena(self.program, self._config, self.device, self.info.workers)
+        other.arena = batch_arena(self.program, self._config, self.device, self.info.workers)
         other.device_runner = other._make_device_runner()
         return other
 
@@ -221,18 +177,9 @@ class Runner:
         """Return the number of padding tokens of a batch of this shape."""
         return self.info.padding_tokens(shape)
 
-    def use(self) -> WorkerUse:
+    def use(self) -> MemoryUse:
         """Return the memory use. From any thread."""
-        use, layout = self.arena.use(), self.arena.layout
-        return WorkerUse(
-            use.reserved_bytes,
-            use.footprint_bytes,
-            use.peak_live_bytes,
-            use.chunks,
-            layout.plan_seconds,
-            layout.plan_hits,
-            layout.plan_misses,
-        )
+        return self.arena.use()
 
     def compile(self) -> None:
         """Compile what batches need, so that none of them has to."""
@@ -294,65 +241,3 @@ def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:
     longest = max(prompt.num_tokens for prompt in prompts)
     missing = [longest - prompt.num_tokens for prompt in prompts]
     return [Prompt(np.zeros(count, dtype=np.int32)) for count in missing if count]
-
-
-def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    """Return the length of the longest sequence that is served, in tokens.
-
-    Where no setting says it, it is the checkpoint's own limit, or what a batch and the queue can hold.
-
-    Raises:
-        ConfigError: the configured one is longer than the checkpoint or a batch can hold.
-    """
-    limit = config.max_sequence_tokens
-    if limit is None:
-        held = config.max_batch_tokens, config.max_queued_tokens
-        return min(checkpoint.max_sequence_tokens, *held)
-    if limit > checkpoint.position_limit:
-        raise ConfigError(
-            f"max_sequence_tokens is {limit}; this checkpoint has position embeddings for {checkpoint.position_limit}"
-        )
-    for name in ("max_batch_tokens", "max_queued_tokens"):
-        if limit > getattr(config, name):
-            raise ConfigError(
-                f"{name} is {getattr(config, name)}; it must hold the longest sequence, {limit} tokens"
-            )
-    return limit
-
-
-def _make_arena(
-    program: Program, config: EngineConfig, device: torch.device, workers: int
-) -> Arena:
-    """Return an arena for the largest batch that the settings allow each worker.
-
-    Raises:
-        ConfigError: the arena cannot hold one token, or the device has too little memory.
-    """
-    layout = Layout(program.buffers, alignment_of(device))
-    allowed = config.arena_limit(memory_of(device)) // workers
-    # a graph has room for as many sequences as a batch may have, and no more
-    most_sequences = _most_sequences(config) if device.type == "cuda" else None
-    largest = partial(largest_dims, max_sequences=most_sequences)
-    most = layout.max_tokens_that_fit(allowed, config.max_batch_tokens, largest)
-    if not most:
-        needed = layout.plan(largest(1)).footprint
-        raise ConfigError(
-            f"arena_bytes allows {allowed} bytes for each of {workers} workers; this model needs {needed} for one token"
-        )
-    try:
-        with memory_errors():
-            return Arena(layout, largest(most), device)
-    except MemoryError:
-        footprint = layout.plan(largest(most)).footprint
-        raise ConfigError(
-            f"the intermediates of {most} tokens need {footprint} bytes, more than the device "
-            "has free: lower max_batch_tokens or arena_bytes"
-        ) from None
-
-
-def _most_sequences(config: EngineConfig) -> int | None:
-    """Return the most sequences of a batch, with padding; None without a limit."""
-    if config.policy == "token_budget":
-        return None
-    count = config.max_batch_sequences
-    return 2 * count if config.execution == "padded" else count

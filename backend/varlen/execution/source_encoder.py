@@ -1,34 +1,20 @@
 """Encodes the source texts of a step: their keys and values go into KV blocks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from varlen.execution.bound_program import BoundProgram
 from varlen.execution.step_packing import bounds_of, flat, slots_of, tables_of
-from varlen.memory.arena import Arena
-from varlen.program.program import PackedBatch, Program
 from varlen.sequence import Chunk
 
 
 class SourceEncoder:
     """Runs a model's encoder, whose program only writes states. Not for two threads at once."""
 
-    def __init__(
-        self,
-        program: Program,
-        kernels: object,
-        arena: Arena,
-        caches: Mapping[str, Tensor],
-        *,
-        block_size: int,
-    ) -> None:
-        self._program = program
-        self._kernels = kernels
-        self._arena = arena
-        self._caches = caches
-        self._block_size = block_size
+    def __init__(self, bound: BoundProgram) -> None:
+        self._bound = bound
 
     def encode(self, chunks: Sequence[Chunk]) -> None:
         """Encode the sources of the chunks that ask for it, packed into one batch."""
@@ -43,13 +29,10 @@ class SourceEncoder:
             "token_ids": flat([chunk.encodes for chunk in new], int(bounds[-1])),
             "position_ids": position_ids,
             "cu_seqlens": bounds,
-            "slots": slots_of(block_ids, tables, position_ids, lengths, self._block_size),
+            "slots": slots_of(block_ids, tables, position_ids, lengths, self._bound.block_size),
         }
-        device = self._arena.device
+        device = self._bound.arena.device
         inputs = {name: torch.from_numpy(each).to(device) for name, each in arrays.items()}
         # the arena has the dimensions of all programs
         dims = {"tokens": int(bounds[-1]), "sequences": len(new), "logit_rows": 0}
-        region = self._arena.allocate(dims)
-        self._program.run(
-            PackedBatch(inputs, dims), self._kernels, region, states=self._caches, out=[]
-        )
+        self._bound.run(inputs, dims, [])

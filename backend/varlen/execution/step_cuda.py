@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from varlen.execution.bound_program import BoundProgram
 from varlen.execution.graphs import CaptureMeter, CudaGraphs, Graphs, Replay
 from varlen.execution.model_info import GraphUse
 from varlen.execution.packing import input_bytes, input_views
 from varlen.execution.step_packing import step_dims, step_inputs
-from varlen.memory.arena import Arena
 from varlen.memory.usage import Dims
-from varlen.program.program import PackedBatch, Program
 from varlen.sequence import Chunk
 
 # Their lengths depend on contexts. The longer one is last in the buffer, so that only what is used is copied.
@@ -43,12 +42,8 @@ class CudaSteps:
 
     def __init__(
         self,
-        program: Program,
-        kernels: object,
-        arena: Arena,
-        caches: Mapping[str, Tensor],
+        bound: BoundProgram,
         *,
-        block_size: int,
         blocks_per_sequence: int,
         blocks_per_source: int = 0,
         graphs: Graphs | None = None,
@@ -56,20 +51,13 @@ class CudaSteps:
         """Capture a graph for each size of decode step.
 
         Args:
-            program: of a step.
-            kernels: has the functions that ops name.
-            arena: of the program.
-            caches: the states of the program, by name.
-            block_size: tokens of a block.
+            bound: the program of a step.
             blocks_per_sequence: blocks of the longest sequence.
             blocks_per_source: blocks of the longest source text.
             graphs: captures them; None is this device's own.
         """
-        self._program = program
-        self._kernels = kernels
-        self._arena = arena
-        self._caches = caches
-        self._block_size = block_size
+        program, arena = bound.program, bound.arena
+        self._bound = bound
         self._blocks_per_sequence = blocks_per_sequence
         self._blocks_per_source = blocks_per_source
         self._graphs = graphs or CudaGraphs(arena.device)
@@ -98,7 +86,7 @@ class CudaSteps:
         Called in the context of `stream`. The caller reads the logits back, which waits for the device; a step without
         logits waits here, so the next one may overwrite the inputs on the host.
         """
-        arrays = step_inputs(chunks, self._block_size)
+        arrays = step_inputs(chunks, self._bound.block_size)
         dims = step_dims(arrays)
         if all(len(chunk.token_ids) == len(chunk.samples) == 1 for chunk in chunks):
             captured = next(c for c in self._captured if c.dims["sequences"] >= len(chunks))
@@ -106,8 +94,9 @@ class CudaSteps:
             captured.replay()
             return self._logits[: len(chunks)]
         logits = self._run(self._copy(arrays, dims, dims), dims)
-        if not dims["logit_rows"] and self._arena.device.type == "cuda":
-            torch.cuda.current_stream(self._arena.device).synchronize()
+        device = self._bound.arena.device
+        if not dims["logit_rows"] and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         return logits
 
     def close(self) -> None:
@@ -137,11 +126,8 @@ class CudaSteps:
         return _Captured(dims, replay)
 
     def _run(self, inputs: Mapping[str, Tensor], dims: Dims) -> Tensor:
-        region = self._arena.allocate(dims)
         logits = self._logits[: dims["logit_rows"]]
-        self._program.run(
-            PackedBatch(inputs, dims), self._kernels, region, states=self._caches, out=[logits]
-        )
+        self._bound.run(inputs, dims, [logits])
         return logits
 
     def _copy(self, arrays: Mapping[str, Tensor], dims: Dims, used: Dims) -> dict[str, Tensor]:

@@ -1,54 +1,105 @@
-"""Steps of prompts that compile every kernel of a GPU before it serves.
+"""Steps that run before a model serves.
 
-Steps that only decode are captured as graphs, at load. The others run op by op. Which kernels these compile depends on
-their mean new tokens, on whether they have several sequences, and on whether single tokens beside prompts are read in
-splits, which are fewer the more sequences there are.
+They compile what its steps need, and show whether it computes numbers.
+
+On a GPU, steps that only decode are captured as graphs, at load. The others run op by op. Which kernels these compile
+depends on their mean new tokens, on whether they have several sequences, and on whether single tokens beside prompts
+are read in splits, which are fewer the more sequences there are.
 """
 
-from collections.abc import Iterator
-from typing import cast
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from varlen.costs.batch_shape import BatchShape
+from varlen.errors import ConfigError
+from varlen.execution.step_runner import StepRunner
 from varlen.generation_options import GenerationOptions
-from varlen.request import Prompt, Reply, Request, RequestOptions
-from varlen.sequence import Chunk, GeneratedSequence, RequestState
+from varlen.request import Prompt, Request, RequestOptions
+from varlen.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
+
+_GREEDY = GenerationOptions(temperature=0.0)
+_DRAWN = GenerationOptions(top_k=2, top_p=0.5)
+_SEARCHED = GenerationOptions(num_beams=2)
 
 
-def warm_up_steps(
-    *, max_tokens: int, max_length: int, max_sequences: int, block_size: int, has_sources: bool
-) -> Iterator[list[Chunk]]:
-    """Yield steps of chunks without samples; all of them are in block 0.
+def warm_up(runner: StepRunner) -> None:
+    """Run prompts and tokens, so that the first request runs at normal speed.
 
-    Args:
-        max_tokens: of a step.
-        max_length: tokens of the longest sequence, and of the longest source.
-        max_sequences: of a step.
-        block_size: tokens of a block.
-        has_sources: whether each sequence has a source text.
+    Raises:
+        ConfigError: the logits of random tokens hold NaN.
     """
+    lengths = sorted({1, min(2, runner.arenas[0].max_tokens)}, reverse=True)
+    for options in (_SEARCHED,) if runner.has_sources else (_GREEDY, _DRAWN, _SEARCHED):
+        for length in lengths:
+            chunk = _chunk(runner, length, 1, options)
+            _run(runner, [chunk._replace(samples=(chunk.sequence,))])
+    if runner.device.type == "cuda":
+        warm_up_kernels(runner)
+    _check_numbers(runner)
 
-    def chunk(length: int, source: int) -> Chunk:
-        prompt = Prompt(
-            np.zeros(length, dtype=np.int32),
-            source_ids=np.zeros(source, dtype=np.int32) if has_sources else None,
-        )
-        options = RequestOptions(generation=GenerationOptions())
-        # never answered
-        (sequence,) = RequestState(Request((prompt,), options), cast(Reply, None), 0.0).sequences
-        assert isinstance(sequence, GeneratedSequence)
-        blocks, sources = ((0,) * -(-count // block_size) for count in (length, source))
-        ids = (0,) * length
-        if not has_sources:
-            return Chunk(sequence, 0, ids, blocks, ())
-        return Chunk(sequence, 0, ids, blocks, (), sources, (0,) * source)
 
+def warm_up_kernels(runner: StepRunner) -> None:
+    """Run steps of prompts of all forms, so that none compiles a kernel in service."""
+    for chunks in _prompts_of_all_forms(runner):
+        _run(runner, chunks)
+
+
+def _prompts_of_all_forms(runner: StepRunner) -> Iterator[list[Chunk]]:
+    """Yield steps of chunks without samples."""
+    largest = runner.arenas[0].largest
+    max_tokens, max_sequences = largest["tokens"], largest["logit_rows"]
     length = 2
-    while length <= min(max_length, max_tokens):
-        yield [chunk(length, length)]
+    while length <= min(runner.max_sequence_tokens, max_tokens):
+        yield [_chunk(runner, length, length)]
         if 2 * length <= max_tokens and max_sequences > 1:
-            yield [chunk(length, length)] * 2
+            yield [_chunk(runner, length, length)] * 2
         length *= 2
     count = min(max_sequences, max_tokens - 1)
-    if count > 1 and max_length > 1:
-        yield [chunk(2, 1), *([chunk(1, 1)] * (count - 1))]
+    if count > 1 and runner.max_sequence_tokens > 1:
+        yield [_chunk(runner, 2, 1), *([_chunk(runner, 1, 1)] * (count - 1))]
+
+
+def _check_numbers(runner: StepRunner) -> None:
+    """Run random tokens in the largest step that only decodes.
+
+    Raises:
+        ConfigError: the logits hold NaN.
+    """
+    count = runner.arenas[0].largest["logit_rows"]
+    chunk = _chunk(runner, 1, 1)
+    # its source is encoded
+    like = chunk._replace(samples=(chunk.sequence,), encodes=())
+    token_ids = np.random.default_rng(0).integers(0, runner.vocab_size, count).tolist()
+    chunks = [
+        like._replace(token_ids=(token_id,), block_ids=(index % runner.kv.num_blocks,))
+        for index, token_id in enumerate(token_ids)
+    ]
+    if runner.has_nan(chunks):
+        raise ConfigError(
+            f"random tokens of {count} sequences have logits with NaN in {runner.dtype}: set dtype to bf16 or fp32"
+        )
+
+
+def _run(runner: StepRunner, chunks: Sequence[Chunk]) -> None:
+    """Run a step, which begins with the copy of a block onto itself."""
+    sequences = tuple(chunk.sequence for chunk in chunks)
+    shape = BatchShape.of([len(chunk.token_ids) for chunk in chunks])
+    runner.run_batch(StepBatch(sequences, shape, 0.0, "warm-up", tuple(chunks), ((0, 0),)))
+
+
+def _chunk(
+    runner: StepRunner, length: int, source: int, options: GenerationOptions = _GREEDY
+) -> Chunk:
+    """Return a prompt of zeros in block 0 and a source text if needed."""
+    prompt = Prompt(
+        np.zeros(length, dtype=np.int32),
+        source_ids=np.zeros(source, dtype=np.int32) if runner.has_sources else None,
+    )
+    request = Request((prompt,), RequestOptions(generation=options))
+    (sequence,) = unanswered_sequences(request)
+    assert isinstance(sequence, GeneratedSequence)
+    blocks, sources = ((0,) * -(-count // runner.kv.block_size) for count in (length, source))
+    if not runner.has_sources:
+        return Chunk(sequence, 0, (0,) * length, blocks, ())
+    return Chunk(sequence, 0, (0,) * length, blocks, (), sources, (0,) * source)

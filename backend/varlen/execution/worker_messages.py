@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, cast
 
 import numpy as np
 
-from varlen.execution.model_info import WorkerUse
+from varlen.memory.memory_use import MemoryUse
 from varlen.request import Float32Array, Int32Array, Prompt, RequestOptions
 
 # Columns of the table of a batch, and the number that stands for nothing in it.
@@ -34,7 +34,7 @@ class Answers:
     """
 
     rows: Sequence[Float32Array]
-    use: WorkerUse
+    use: MemoryUse
     problem: Problem | None = None
     trace: str = ""
 
@@ -132,4 +132,4 @@ def receive_answers(connection: Connection) -> Answers:
         bounds = np.cumsum([np.prod(shape, dtype=int) for shape in shapes])
         parts = np.split(numbers, bounds[:-1])
         rows = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-    return Answers(rows, WorkerUse(**header["use"]), header["problem"], header["trace"])
+    return Answers(rows, MemoryUse(**header["use"]), header["problem"], header["trace"])

@@ -23,9 +23,10 @@ from varlen import errors
 from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError, VarlenError
-from varlen.execution.model_info import ModelInfo, WorkerUse
+from varlen.execution.model_info import ModelInfo
 from varlen.execution.worker_host import MAX_MESSAGE
 from varlen.execution.worker_messages import Answers, receive_answers, send_batch
+from varlen.memory.memory_use import MemoryUse
 from varlen.request import (
     DEFAULT_OPTIONS,
     SHORTEST_PROMPT,
@@ -206,9 +207,9 @@ class WorkerProcess:
         """
         self._host = host
         self._restarted = restarted
-        self._use = WorkerUse()
+        self._use = MemoryUse()
         # totals of the workers before it
-        self._earlier = WorkerUse()
+        self._earlier = MemoryUse()
         self._connection, self.pid = host.fork()
 
     def run_batch(self, batch: Batch) -> Sequence[Float32Array]:
@@ -255,7 +256,7 @@ class WorkerProcess:
         """Run one sequence of one token; raise whatever it raises."""
         self.run([SHORTEST_PROMPT], [DEFAULT_OPTIONS])
 
-    def use(self) -> WorkerUse:
+    def use(self) -> MemoryUse:
         """Return the memory use after the last batch. From any thread."""
         return self._use
 
@@ -277,7 +278,7 @@ class WorkerProcess:
         self._connection, self.pid = self._host.fork(self.pid)
         self._restarted()
 
-    def _count(self, use: WorkerUse) -> None:
+    def _count(self, use: MemoryUse) -> None:
         """Set the memory use; totals go on where the worker before ended."""
         before = self._earlier
         self._use = replace(

@@ -7,16 +7,17 @@ one. docs/decisions/0025-workers.md and 0029-gpu-executor.md have the reasons.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from varlen.config import EngineConfig
 from varlen.execution.device_timeout import with_timeout
 from varlen.execution.executor import BatchRunner, ModelExecutor, ThreadExecutor
-from varlen.execution.model_info import GraphUse, ModelInfo, WorkerUse
+from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.overlap import Launcher, OverlappingExecutor
 from varlen.execution.worker_process import WorkerHost, WorkerProcess
+from varlen.memory.memory_use import MemoryUse
 from varlen.metrics import CountedMetric, Stats
 from varlen.models.checkpoint import Checkpoint
 
@@ -27,7 +28,7 @@ _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 class Worker(BatchRunner, Protocol):
     """A runner whose memory use can be read."""
 
-    def use(self) -> WorkerUse:
+    def use(self) -> MemoryUse:
         """Return the memory use. From any thread."""
 
     def close(self) -> None:
@@ -62,11 +63,9 @@ class Workers:
             return with_timeout(OverlappingExecutor(self.launcher), self.device_timeout)
         return ThreadExecutor(self.runners, self.prepare)
 
-    def use(self) -> WorkerUse:
+    def use(self) -> MemoryUse:
         """Return the memory use of all workers together. From any thread."""
-        return WorkerUse(
-            *map(sum, zip(*(astuple(each.use()) for each in self.runners), strict=True))
-        )
+        return MemoryUse.total(each.use() for each in self.runners)
 
     def close(self) -> None:
         """Release memory and end processes. Nothing may run."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from varlen.memory.chunk import Chunk, DeviceChunk, HostChunk
 from varlen.memory.layout import Layout
+from varlen.memory.memory_use import MemoryUse
 from varlen.memory.usage import Dims
 
 # Memory that no batch of a window needed is released. In batches; docs/decisions/0011-arena.md compares sizes.
@@ -41,23 +42,6 @@ class Region:
         begin = self.offsets[buffer]
         size = prod(shape) * dtype.itemsize
         return self.memory[begin : begin + size].view(dtype).view(shape)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Use of an arena.
-
-    Attributes:
-        reserved_bytes: memory allocated now.
-        footprint_bytes: footprint of the last batch's plans.
-        peak_live_bytes: most bytes live at one op of that batch; no plan can use fewer.
-        chunks: allocations that the arena is made of.
-    """
-
-    reserved_bytes: int
-    footprint_bytes: int
-    peak_live_bytes: int
-    chunks: int = 1
 
 
 class HighWater:
@@ -123,9 +107,18 @@ class Arena:
         return self._chunk.memory[: self._chunk.reserved_bytes]
 
     def use(self) -> MemoryUse:
-        """Return the use of the arena. From any thread."""
+        """Return the use of the arena, which is one chunk. From any thread."""
         footprint, peak = self._last
-        return MemoryUse(self._chunk.reserved_bytes, footprint, peak)
+        plans = self.layout
+        return MemoryUse(
+            self._chunk.reserved_bytes,
+            footprint,
+            peak,
+            1,
+            plans.plan_seconds,
+            plans.plan_hits,
+            plans.plan_misses,
+        )
 
     def allocate(self, dims: Dims) -> Region:
         """Return the region of the next batch, which always fits.

@@ -1,27 +1,17 @@
-"""The recorder: a model calls it like torch, and gets a `Program`.
+"""The recorder: a model calls its ops like torch, and gets a `Program`."""
 
-Each call appends one `Op` and returns a symbolic `Value`. A dimension is any name that batches give a size to:
-tokens, sequences, blocks, logit_rows, ...
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from varlen.memory.usage import Size
-from varlen.program.program import Attribute, Op, Operand, Program, Shape, State, Value
+from varlen.program.program import Attribute, Operand, State, Value
+from varlen.program.recording import Axes, Recording
 from varlen_kernels import Activation, Pooling, TermPooling
-from varlen_kernels.reference import IN_EPILOGUE, IN_PLACE
+from varlen_kernels.reference import IN_EPILOGUE
 from varlen_kernels.vocabulary_reference import SLICE_TERMS
-
-# Axes as a model writes them: a dimension by its name, `Size(1, sequences=1)`, or a fixed length.
-Axes: TypeAlias = Sequence[int | str | Size]
-
-_NO_ATTRIBUTES: Mapping[str, Attribute] = {}
-_Declared = TypeVar("_Declared", Value, State)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,7 @@ class DistanceTables:
 _NO_DISTANCES = DistanceTables(None, None, None)
 
 
-class Recorder:
+class Recorder(Recording):
     """The ops that a model may call. Each returns the values that it writes.
 
     The meaning, shapes and precision of an op are those of the function of the same name in
@@ -89,79 +79,12 @@ class Recorder:
             has_key_lengths: whether sequences may end with tokens that no token reads. If so, each batch brings the
                 input `key_lengths`.
         """
+        super().__init__()
         self._for_gpu = for_gpu
         self._approximate_gelu = approximate_gelu and for_gpu
         self._has_key_lengths = has_key_lengths
         # the tiles of attention, by all that they depend on
-        self._tiles: dict[tuple[object, ...], Value] = {}
-        self._ops: list[Op] = []
-        self._declared: dict[str, Value | State] = {}
-
-    def input(self, name: str, shape: Axes, dtype: torch.dtype) -> Value:
-        """Declare a tensor that each batch brings; the same declaration again returns the same value.
-
-        Raises:
-            ValueError: the name was declared as something else.
-        """
-        return self._declare(Value(name, _symbolic(shape), dtype))
-
-    def state(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> State:
-        """Declare a tensor that outlives runs; the same declaration again returns the same state.
-
-        Raises:
-            ValueError: the name was declared as something else.
-        """
-        return self._declare(State(name, shape, dtype))
-
-    def call(
-        self,
-        kernel: str,
-        operands: Sequence[Operand],
-        results: Sequence[tuple[Axes, torch.dtype]],
-        *,
-        writes: Sequence[State] = (),
-        in_place: Sequence[int] | None = None,
-        attributes: Mapping[str, Attribute] = _NO_ATTRIBUTES,
-    ) -> tuple[Value, ...]:
-        """Append one op and return its results.
-
-        Args:
-            kernel: name of the function that it calls.
-            operands: its positional arguments.
-            results: shape and dtype of each.
-            writes: the states among the operands that it changes.
-            in_place: see `Op`; None takes the declaration in `varlen_kernels.reference`.
-            attributes: its keyword arguments.
-
-        Raises:
-            ValueError: an operand was not recorded here, or `writes` or `in_place` do not fit the operands.
-        """
-        in_place = IN_PLACE.get(kernel, ()) if in_place is None else tuple(in_place)
-        self._check(kernel, operands, writes, in_place)
-        names = [f"{len(self._ops)}:{kernel}"]
-        if len(results) > 1:
-            names = [f"{names[0]}.{position}" for position in range(len(results))]
-        made = tuple(
-            Value(name, _symbolic(shape), dtype)
-            for name, (shape, dtype) in zip(names, results, strict=False)
-        )
-        self._declared.update((value.name, value) for value in made)
-        self._ops.append(
-            Op(kernel, tuple(operands), attributes, made, tuple(writes), tuple(in_place))
-        )
-        return made
-
-    def finish(self, *outputs: Value) -> Program:
-        """Return the program that computes `outputs`, results of its ops.
-
-        Raises:
-            ValueError: an output is not the result of an op.
-        """
-        results = {result for op in self._ops for result in op.results}
-        for value in outputs:
-            if value not in results:
-                raise ValueError(f'the output "{value.name}" is not the result of an op')
-        return Program(self._ops, outputs)
+        self._made_tiles: dict[tuple[object, ...], Value] = {}
 
     def embed_layer_norm(
         self,
@@ -298,43 +221,19 @@ class Recorder:
             key_lengths = self.input("key_lengths", ("sequences",), torch.int32)
         tables = distances or _NO_DISTANCES
         if self._for_gpu:
-            forms = bias, tables.rows, key_lengths
-            tiles = self._attention_tiles(qkv, cu_seqlens, heads, forms, causal=causal)
+            tiles = self._tiles(
+                "attention_tiles",
+                (qkv, cu_seqlens, bias, tables.rows, key_lengths),
+                cu_seqlens,
+                (1, 3 if key_lengths is None else 4),
+                **heads.counts,
+                causal=causal,
+            )
         distance_operands = tables.rows, tables.keys, tables.queries
         operands = (qkv, cu_seqlens, bias, tiles, *distance_operands, key_lengths)
         shape = (qkv.shape[0], heads.width)
         attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
         return self._call("attention_varlen", operands, shape, qkv.dtype, **attributes)
-
-    def _attention_tiles(
-        self,
-        qkv: Value,
-        cu_seqlens: Value,
-        heads: AttentionHeads,
-        forms: tuple[Operand, Operand, Operand],
-        *,
-        causal: bool,
-    ) -> Value:
-        """Return the tiles of `attention_varlen`, recorded once for all layers that share them.
-
-        Args:
-            forms: the bias, the rows of distances and the key lengths, where there are any.
-        """
-        has_key_lengths = forms[2] is not None
-        key = (cu_seqlens.name, heads, qkv.dtype, causal, *(each is not None for each in forms))
-        if key not in self._tiles:
-            tokens, bounds = qkv.shape[0], cu_seqlens.shape[0]
-            assert isinstance(tokens, Size)
-            assert isinstance(bounds, Size)
-            self._tiles[key] = self._call(
-                "attention_tiles",
-                (qkv, cu_seqlens, *forms),
-                (tokens + bounds, 3 + has_key_lengths),
-                torch.int32,
-                **heads.counts,
-                causal=causal,
-            )
-        return self._tiles[key]
 
     def attention_paged(
         self,
@@ -350,36 +249,48 @@ class Recorder:
     ) -> Value:
         operands: tuple[Operand, ...] = (qkv, key_cache, value_cache, *tables, bias)
         if self._for_gpu:
-            operands += (self._paged_tiles(qkv, key_cache, tables, heads, window=window),)
+            cu_seqlens, context_lens, _, cu_blocks = tables
+            tiles = self._tiles(
+                "paged_tiles",
+                (qkv, key_cache, cu_seqlens, context_lens, cu_blocks),
+                cu_seqlens,
+                (2, 5),
+                **heads.counts,
+                window=window,
+            )
+            operands += (tiles,)
         shape = (qkv.shape[0], heads.width)
         attributes = {**heads.counts, "scale": scale, "window": window}
         return self._call("attention_paged", operands, shape, qkv.dtype, **attributes)
 
-    def _paged_tiles(
+    def _tiles(
         self,
-        qkv: Value,
-        key_cache: State,
-        tables: Sequence[Value],
-        heads: AttentionHeads,
-        *,
-        window: int,
+        kernel: str,
+        operands: tuple[Operand, ...],
+        cu_seqlens: Value,
+        size: tuple[int, int],
+        **attributes: Attribute,
     ) -> Value:
-        """Return the tiles of `attention_paged`, recorded once for all layers that share them."""
-        cu_seqlens, context_lens, _, cu_blocks = tables
-        key = (cu_seqlens.name, heads, qkv.shape, qkv.dtype, key_cache.dtype, window)
-        if key not in self._tiles:
+        """Return the tiles of an attention op, recorded once for all layers that share them.
+
+        Args:
+            kernel: name of the function that makes them.
+            operands: its arguments, qkv first. Of those that differ from layer to layer, it reads no values.
+            cu_seqlens: bounds of the sequences.
+            size: how often it has a row for each bound, beside one for each token; and its columns.
+            attributes: its keyword arguments.
+        """
+        qkv = operands[0]
+        assert isinstance(qkv, Value)
+        dtypes = [None if each is None else each.dtype for each in operands]
+        key = (kernel, cu_seqlens.name, qkv.shape, *dtypes, *attributes.values())
+        if key not in self._made_tiles:
             tokens, bounds = qkv.shape[0], cu_seqlens.shape[0]
             assert isinstance(tokens, Size)
             assert isinstance(bounds, Size)
-            self._tiles[key] = self._call(
-                "paged_tiles",
-                (qkv, key_cache, cu_seqlens, context_lens, cu_blocks),
-                (tokens + bounds + bounds, 5),
-                torch.int32,
-                **heads.counts,
-                window=window,
-            )
-        return self._tiles[key]
+            shape = (sum([bounds] * size[0], tokens), size[1])
+            self._made_tiles[key] = self._call(kernel, operands, shape, torch.int32, **attributes)
+        return self._made_tiles[key]
 
     def select_rows(self, x: Value, rows: Value) -> Value:
         return self._call("select_rows", (x, rows), (*rows.shape, *x.shape[1:]), x.dtype)
@@ -438,40 +349,3 @@ class Recorder:
 
     def to_fp32(self, x: Value) -> Value:
         return self._call("to_fp32", (x,), x.shape, torch.float32)
-
-    def _call(
-        self,
-        kernel: str,
-        operands: Sequence[Operand],
-        shape: Axes,
-        dtype: torch.dtype,
-        **attributes: Attribute,
-    ) -> Value:
-        (result,) = self.call(kernel, operands, [(shape, dtype)], attributes=attributes)
-        return result
-
-    def _declare(self, declared: _Declared) -> _Declared:
-        if self._declared.setdefault(declared.name, declared) != declared:
-            raise ValueError(f'"{declared.name}" is declared twice, with different meanings')
-        return declared
-
-    def _check(
-        self,
-        kernel: str,
-        operands: Sequence[Operand],
-        writes: Sequence[State],
-        in_place: Sequence[int],
-    ) -> None:
-        for operand in operands:
-            if isinstance(operand, Value | State) and self._declared.get(operand.name) != operand:
-                raise ValueError(f'{kernel} reads "{operand.name}", which another recorder made')
-        states = {operand for operand in operands if isinstance(operand, State)}
-        for state in writes:
-            if state not in states:
-                raise ValueError(f'{kernel} writes "{state.name}", which is not among its operands')
-        if len(set(in_place)) < len(in_place) or not set(in_place) <= set(range(len(operands))):
-            raise ValueError(f"{kernel} has in_place {in_place}; allowed: one operand per result")
-
-
-def _symbolic(shape: Axes) -> Shape:
-    return tuple(Size(**{axis: 1}) if isinstance(axis, str) else axis for axis in shape)

@@ -172,10 +172,17 @@ def batch_of(*lengths):
     return Batch(state.sequences, BatchShape.of(lengths), 0.0, "")
 
 
+def result_of(executor):
+    """Return the result of a batch."""
+    results: SimpleQueue[BatchResult] = SimpleQueue()
+    executor.start(batch_of(3), lambda _, result: results.put(result))
+    return results.get(timeout=SECONDS)
+
+
 def test_the_thread_of_the_executor_checks_the_time(hung):
     executor = TimedExecutor(ThreadExecutor([hung]), 0.05)
 
-    [result] = executor.run_on_all(batch_of(3))
+    result = result_of(executor)
 
     assert (result.failure, result.outputs) == ("model", [])
     assert executor.close() is False
@@ -183,9 +190,9 @@ def test_the_thread_of_the_executor_checks_the_time(hung):
 
 def test_batches_that_start_after_a_hang_fail_at_once(hung):
     executor = TimedExecutor(ThreadExecutor([hung]), 0.05)
-    executor.run_on_all(batch_of(3))
+    result_of(executor)
 
-    [result] = executor.run_on_all(batch_of(3))
+    result = result_of(executor)
 
     assert result.failure == "model"
 

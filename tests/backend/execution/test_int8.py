@@ -406,7 +406,7 @@ def test_int8_is_for_cpus():
 
 
 def test_int8_needs_numba(monkeypatch):
-    monkeypatch.setattr(int8_encoder.cpu, "has_numba", lambda: False)
+    monkeypatch.setattr(int8_encoder, "has_numba", lambda: False)
 
     with pytest.raises(ConfigError, match='dtype is "int8", whose ops numba compiles'):
         int8_encoder.check_int8()

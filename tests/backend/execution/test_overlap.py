@@ -17,9 +17,10 @@ import torch
 from tests.repeated_work import RepeatedWork
 from varlen import service
 from varlen.config import EngineConfig
+from varlen.cost_warmup import warm_up
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError, ModelFaultError
-from varlen.execution import device
+from varlen.execution import arenas, device
 from varlen.execution import runner as runner_module
 from varlen.execution.buckets import Buckets
 from varlen.execution.cuda import CudaRunner
@@ -336,13 +337,11 @@ def test_a_launched_batch_gives_the_answers_of_one_that_runs(overlapping, runner
 
 def test_a_batch_that_is_measured_runs_alone(overlapping):
     executor = overlapping.new_executor()
-    state = RequestState(Request(tuple(random_prompts([5, 9])), NORMALIZED), None, 0.0)
 
-    results = executor.run_on_all(Batch(state.sequences, BatchShape.of([5, 9]), 0.0, ""))
+    warm_up(overlapping.info, executor, EngineConfig())
 
     executor.close()
     assert executor.slots == 2
-    assert [len(result.outputs) for result in results] == [2]
     assert overlapping.runners[0].device_runner._graphs.replayed == 1
 
 
@@ -409,4 +408,4 @@ def test_a_model_on_a_gpu_has_one_worker_that_overlaps_batches(small_bert, monke
     ids=str,
 )
 def test_a_graph_has_room_for_every_batch_of_a_policy_and_not_for_more(settings, most):
-    assert runner_module._most_sequences(EngineConfig(**settings)) == most
+    assert arenas.most_sequences(EngineConfig(**settings)) == most

@@ -8,9 +8,11 @@ from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
+from varlen.execution.arenas import step_arenas
+from varlen.execution.bound_program import BoundProgram
 from varlen.execution.kv_cache import KvSize
 from varlen.execution.source_encoder import SourceEncoder
-from varlen.execution.step_runner import make_arenas, record_steps
+from varlen.execution.step_program import record_steps
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint import Checkpoint
@@ -42,7 +44,7 @@ def encoded(programs, *steps):
     encoder = programs[1]
     caches = {state.name: torch.full(state.shape, torch.nan) for state in encoder.states}
     arena = Arena(Layout(encoder.buffers, 64), LARGEST, CPU)
-    runner = SourceEncoder(encoder, reference, arena, caches, block_size=BLOCK_SIZE)
+    runner = SourceEncoder(BoundProgram(encoder, reference, arena, caches, BLOCK_SIZE))
     with torch.inference_mode():
         for chunks in steps:
             runner.encode(chunks)
@@ -102,7 +104,7 @@ def test_arenas_of_both_programs_share_the_memory_that_is_allowed(programs):
         config = EngineConfig(
             task="translate", max_running_sequences=LARGEST["sequences"], arena_bytes=allowed
         )
-        return make_arenas(programs, config, CPU, max_step_tokens=LARGEST["tokens"])
+        return step_arenas(programs, config, CPU, max_step_tokens=LARGEST["tokens"])
 
     layouts = [Layout(program.buffers, alignment_of(CPU)) for program in programs]
     sizes = [layout.plan(LARGEST).footprint for layout in layouts]

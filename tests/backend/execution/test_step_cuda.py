@@ -12,10 +12,11 @@ import torch
 from tests.checkpoints import save_checkpoint
 from tests.closeness import assert_close, encoder_roundings
 from tests.repeated_work import RepeatedWork
+from varlen.execution.bound_program import BoundProgram
 from varlen.execution.kv_cache import KvSize
 from varlen.execution.step_cpu import CpuSteps
 from varlen.execution.step_cuda import CudaSteps
-from varlen.execution.step_runner import record_steps
+from varlen.execution.step_program import record_steps
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.models.checkpoint import Checkpoint
@@ -66,7 +67,8 @@ def steps(programs, graphs):
     def make(kind, program, **options):
         arena = Arena(Layout(program.buffers, 256), LARGEST, CPU)
         copies = {name: cache.clone() for name, cache in caches.items()}
-        return kind(program, reference, arena, copies, block_size=BLOCK_SIZE, **options), copies
+        bound = BoundProgram(program, reference, arena, copies, BLOCK_SIZE)
+        return kind(bound, **options), copies
 
     blocks = {"blocks_per_sequence": 20, "blocks_per_source": 4}
     return make(CpuSteps, programs[0]), make(CudaSteps, programs[1], graphs=graphs, **blocks)
@@ -137,16 +139,10 @@ def test_a_step_with_a_prompt_replays_nothing(steps, graphs, chunk):
 def test_loading_logs_what_the_graphs_cost(programs, caplog):
     program = programs[1]
     with caplog.at_level(logging.INFO, "varlen"):
-        steps = CudaSteps(
-            program,
-            reference,
-            Arena(Layout(program.buffers, 256), LARGEST, CPU),
-            {state.name: torch.zeros(state.shape) for state in program.states},
-            block_size=BLOCK_SIZE,
-            blocks_per_sequence=20,
-            blocks_per_source=4,
-            graphs=RepeatedWork(),
-        )
+        arena = Arena(Layout(program.buffers, 256), LARGEST, CPU)
+        caches = {state.name: torch.zeros(state.shape) for state in program.states}
+        bound = BoundProgram(program, reference, arena, caches, BLOCK_SIZE)
+        steps = CudaSteps(bound, blocks_per_sequence=20, blocks_per_source=4, graphs=RepeatedWork())
 
     # 1, 2, 4, 8, 16 and 20 sequences
     assert "captured 6 of 6 graphs in " in caplog.text

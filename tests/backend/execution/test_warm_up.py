@@ -19,6 +19,7 @@ from varlen.execution.cuda import CudaRunner
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
+from varlen.execution.step_warm_up import warm_up, warm_up_kernels
 from varlen.execution.warm_up import check_numbers, random_lengths
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
@@ -125,7 +126,7 @@ def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypat
     runner = StepRunner(
         Checkpoint.open(make_checkpoint(kind)), config, lambda logits, sequences: []
     )
-    runner.warm_up()
+    warm_up(runner)
     logits, steps = runner._steps.logits, []
 
     def broken(chunks):
@@ -137,7 +138,7 @@ def test_nan_in_logits_refuses_a_model_that_generates(make_checkpoint, monkeypat
 
     monkeypatch.setattr(runner._steps, "logits", broken)
     with pytest.raises(ConfigError, match="6 sequences have logits with NaN in torch.float32"):
-        runner.warm_up()
+        warm_up(runner)
     assert steps[-1] == 6
 
 
@@ -168,7 +169,7 @@ def test_a_gpu_runs_prompts_of_all_forms_before_it_serves(make_checkpoint, monke
         lambda chunks: shapes.append([len(c.token_ids) for c in chunks]) or logits(chunks),
     )
 
-    runner._warm_up_kernels()
+    warm_up_kernels(runner)
 
     assert all(sum(lengths) <= 40 for lengths in shapes)
     # one prompt, several, and single tokens beside one

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.execution.model_info import WorkerUse
 from varlen.execution.worker_messages import (
     Answers,
     receive_answers,
@@ -15,10 +14,11 @@ from varlen.execution.worker_messages import (
     send_answers,
     send_batch,
 )
+from varlen.memory.memory_use import MemoryUse
 from varlen.request import Prompt, RequestOptions
 
 IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
-USE = WorkerUse(1, 2, 3, 4, 0.5, 6, 7)
+USE = MemoryUse(1, 2, 3, 4, 0.5, 6, 7)
 
 
 @given(

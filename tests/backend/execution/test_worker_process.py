@@ -17,10 +17,10 @@ import pytest
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError, EngineError
 from varlen.execution import worker_process
-from varlen.execution.model_info import WorkerUse
 from varlen.execution.runner import Runner
 from varlen.execution.worker_messages import Answers, receive_batch, send_answers
 from varlen.execution.worker_process import WorkerHost, WorkerProcess
+from varlen.memory.memory_use import MemoryUse
 from varlen.models.checkpoint import Checkpoint
 from varlen.request import Prompt, RequestOptions
 
@@ -158,7 +158,7 @@ class FakeHost:
         return ours, len(self.answers)
 
 
-GOOD = Answers([np.ones(3, dtype=np.float32)], WorkerUse())
+GOOD = Answers([np.ones(3, dtype=np.float32)], MemoryUse())
 
 
 def test_a_batch_that_ends_two_workers_fails_and_the_next_one_runs():
@@ -173,7 +173,7 @@ def test_a_batch_that_ends_two_workers_fails_and_the_next_one_runs():
 
 
 def test_too_little_memory_in_a_worker_is_a_memory_error():
-    worker = WorkerProcess(FakeHost(Answers((), WorkerUse(), "memory")), lambda: None)
+    worker = WorkerProcess(FakeHost(Answers((), MemoryUse(), "memory")), lambda: None)
 
     with pytest.raises(MemoryError):
         worker.run(*batch(3))

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 SCRIPT = """
 import sys
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -34,8 +35,9 @@ executor = TimedExecutor(OverlappingExecutor(runner), 4.0)
 
 def failure():
     state = RequestState(Request((Prompt(np.zeros(5, dtype=np.int32)),)), None, 0.0)
-    (result,) = executor.run_on_all(Batch(state.sequences, BatchShape.of([5]), 0.0, ""))
-    return result.failure
+    batch, failures = Batch(state.sequences, BatchShape.of([5]), 0.0, ""), SimpleQueue()
+    executor.start(batch, lambda _, result: failures.put(result.failure))
+    return failures.get()
 
 
 print(failure())

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from varlen_bench.beam.engines import RunBatch, Submit
-from varlen_bench.beam.systems import System
 from varlen_bench.beam.workload import Workload
 from varlen_bench.harness.arrivals import run_batches, submit_when_due
+from varlen_bench.harness.generating import System
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import percentile
 

@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from varlen_bench.beam.systems import BEAMS, Precision, System
+from varlen_bench.beam.systems import BEAMS
+from varlen_bench.harness.generating import Precision, System
 
 if TYPE_CHECKING:
     from varlen.generator import Generation

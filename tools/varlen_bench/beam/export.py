@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from varlen_bench.beam.systems import Precision
+from varlen_bench.harness.generating import Precision
 from varlen_bench.peers.checkpoints import save_word_tokenizer
 
 END, _PAD = "</s>", "<pad>"

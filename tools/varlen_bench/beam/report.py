@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar
 
 from varlen_bench.beam.step import StepTimes
-from varlen_bench.beam.systems import BEAMS, OURS, TRANSFORMERS, System
+from varlen_bench.beam.systems import BEAMS, OURS, TRANSFORMERS
+from varlen_bench.harness.generating import System, SystemResult
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, paired_ratio, ratio, rounded
 from varlen_bench.harness.tables import Table
@@ -16,7 +17,6 @@ from varlen_bench.peers.checkpoints import TRANSFORMER_BASE
 
 BASE, DATES = TRANSFORMER_BASE.name, "tiny_dates"
 
-Arrivals = Literal["at once", "poisson"]
 _LATENCIES = ("latency_p50_ms", "latency_p99_ms")
 _FIGURES = (
     "sentences_per_second",
@@ -32,36 +32,16 @@ _STEP = (8, 32_000)
 
 
 @dataclass(slots=True)
-class Result:
-    """Figures of one system under one kind of arrivals, by round; none if it failed.
+class Result(SystemResult):
+    """A result of beam search; its speed is in sentences/s.
 
     Attributes:
-        rate: requests/s of the Poisson arrivals.
-        size: requests of a batch; 0 if they join at any step.
-        calibration: sentences/s of each size.
         equal: answers that equal those of the reference, in the worst round.
     """
 
-    system: System
-    model: str
-    label: str
-    arrivals: Arrivals
-    requests: int
-    rate: float | None = None
-    size: int = 0
-    calibration: str = ""
+    speed: ClassVar[str] = "sentences_per_second"
+
     equal: int | None = None
-    rounds: list[dict[str, float]] = field(default_factory=list)
-    note: str = ""
-
-    @property
-    def speeds(self) -> list[float]:
-        """Sentences/s of each round."""
-        return [each["sentences_per_second"] for each in self.rounds]
-
-    def median(self, name: str) -> float | None:
-        """Return the median of a figure over the rounds; None if it failed."""
-        return statistics.median(each[name] for each in self.rounds) if self.rounds else None
 
 
 def csv_rows(results: Iterable[Result], steps: Iterable[StepTimes]) -> list[dict[str, Cell]]:

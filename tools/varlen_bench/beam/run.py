@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from varlen_bench.beam.report import Arrivals, Result
+from varlen_bench.beam.report import Result
 from varlen_bench.beam.step import StepTimes
-from varlen_bench.beam.systems import OURS, REFERENCE, TRANSFORMERS, System
+from varlen_bench.beam.systems import OURS, REFERENCE, TRANSFORMERS
 from varlen_bench.beam.workload import Workload
 from varlen_bench.harness.command import Progress
+from varlen_bench.harness.generating import Arrivals, System, SystemProcesses
 from varlen_bench.harness.turns import measure_in_turns, noted_failure
 from varlen_bench.harness.worker import Message, WorkerError, WorkerProcess
 
@@ -40,9 +41,11 @@ class Comparison:
         scratch: Path,
         report: Progress,
     ) -> None:
-        self._model, self._checkpoint, self._workload = model, checkpoint, workload
-        self._threads, self._load, self._seed = threads, load, seed
-        self._scratch, self._report = scratch, report
+        self._model, self._workload = model, workload
+        self._load, self._seed, self._report = load, seed, report
+        self._processes = SystemProcesses(
+            "varlen_bench.beam.worker", checkpoint, threads=threads, scratch=scratch
+        )
         self._running: dict[str, WorkerProcess] = {}
 
     def compare(self, systems: Sequence[System], rounds: int) -> list[Result]:
@@ -53,14 +56,14 @@ class Comparison:
         """
         self._report(f"{self._model}: reference answers")
         # one thread: with two, a sentence alone waits long for other work of the machine
-        with self._start(REFERENCE, threads=1) as alone:
+        with self._processes.start(REFERENCE, threads=1) as alone:
             expected = _ask(alone, "measure", self._workload)["answers"]
         with ExitStack() as processes:
             at_once = [self._result(system, "at once") for system in systems]
             for result in at_once:
                 self._report(f"{self._model}: prepare {result.system.name}")
                 with noted_failure(result, self._report):
-                    process = processes.enter_context(self._start(result.system))
+                    process = processes.enter_context(self._processes.start(result.system))
                     answer = _ask(process, "calibrate", self._workload)
                     result.size = answer["size"]
                     speeds = answer["calibration"].items()
@@ -93,19 +96,6 @@ class Comparison:
             if latency is None or limit is None or latency > limit:
                 break
         return found
-
-    def _start(self, system: System, *, threads: int = 0) -> WorkerProcess:
-        threads = threads or self._threads
-        folder = self._scratch / system.name
-        folder.mkdir(parents=True)
-        argument = {
-            "system": asdict(system),
-            "checkpoint": str(self._checkpoint.resolve()),
-            "scratch": str(folder),
-            "threads": threads,
-        }
-        module = "varlen_bench.beam.worker"
-        return WorkerProcess(module, argument, folder / "log", threads=threads)
 
     def _result(self, system: System, arrivals: Arrivals) -> Result:
         load = self._workload

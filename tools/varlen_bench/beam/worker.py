@@ -8,8 +8,9 @@ from pathlib import Path
 
 from varlen_bench.beam import engines
 from varlen_bench.beam.drive import Answer, drive_batches, drive_iterations, figures
-from varlen_bench.beam.systems import REFERENCE, SIZES, System
+from varlen_bench.beam.systems import REFERENCE
 from varlen_bench.beam.workload import Workload
+from varlen_bench.harness.generating import SIZES, System
 from varlen_bench.harness.machine import gflops
 from varlen_bench.harness.worker import Message, run_worker
 

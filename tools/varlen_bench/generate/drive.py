@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from varlen_bench.generate.engines import OnToken, RunBatch, Submit
-from varlen_bench.generate.systems import System
 from varlen_bench.generate.workload import Workload
 from varlen_bench.harness.arrivals import run_batches, submit_when_due
+from varlen_bench.harness.generating import System
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import percentile
 

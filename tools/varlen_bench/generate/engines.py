@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from varlen_bench.generate.systems import Precision, System
+from varlen_bench.harness.generating import Precision, System
 
 Ids: TypeAlias = Sequence[int]
 # Gets the number of a prompt, a token, and the moment of it by time.perf_counter.

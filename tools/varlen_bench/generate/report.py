@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar
 
-from varlen_bench.generate.systems import OURS, REQUEST_LEVEL, System
+from varlen_bench.generate.systems import OURS, REQUEST_LEVEL
+from varlen_bench.harness.generating import System, SystemResult
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.summary import Spread, paired_ratio, ratio, rounded
 from varlen_bench.harness.tables import Table
 
 TINY_GPT2 = "tiny_gpt2"
 
-Arrivals = Literal["at once", "poisson"]
 _TIMES = [f"{name}_p{percent}_ms" for name in ("ttft", "per_token", "gap") for percent in (50, 99)]
 _FIGURES = (
     "tokens_per_second",
@@ -26,31 +26,13 @@ _FIGURES = (
 
 
 @dataclass(slots=True)
-class Result:
-    """Figures of one system under one kind of arrivals, by round; none if it failed."""
+class Result(SystemResult):
+    """A result of generation; its speed is in tokens/s."""
 
-    system: System
-    model: str
-    label: str
-    arrivals: Arrivals
-    requests: int
-    tokens: int
-    rate: float | None = None
-    size: int = 0
-    calibration: str = ""
+    speed: ClassVar[str] = "tokens_per_second"
+
+    tokens: int = 0
     equal_tokens: float | None = None
-    rounds: list[dict[str, float]] = field(default_factory=list)
-    note: str = ""
-
-    @property
-    def speeds(self) -> list[float]:
-        """Tokens/s of each round."""
-        return [each["tokens_per_second"] for each in self.rounds]
-
-    def median(self, name: str) -> float | None:
-        """Return the median of a figure over the rounds that have it."""
-        found = [each[name] for each in self.rounds if each.get(name) is not None]
-        return statistics.median(found) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +96,7 @@ def tables(rows: Sequence[dict[str, Cell]]) -> list[Table]:
     ]
 
 
-_NO_RESULT = Result(System("", "varlen", "fp32", "iteration"), "", "", "at once", 0, 0)
+_NO_RESULT = Result(System("", "varlen", "fp32", "iteration"), "", "", "at once", 0)
 
 
 def _row(result: Result) -> dict[str, Cell]:

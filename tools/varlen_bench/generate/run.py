@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from varlen_bench.generate.report import Arrivals, Result, Step, best_peer
-from varlen_bench.generate.systems import OURS, REFERENCE, System
+from varlen_bench.generate.report import Result, Step, best_peer
+from varlen_bench.generate.systems import OURS, REFERENCE
 from varlen_bench.generate.workload import Workload
 from varlen_bench.harness.command import Progress
+from varlen_bench.harness.generating import Arrivals, System, SystemProcesses
 from varlen_bench.harness.turns import measure_in_turns, noted_failure
 from varlen_bench.harness.worker import Message, WorkerError, WorkerProcess
 
@@ -39,6 +40,9 @@ class Comparison:
         self._model, self._checkpoint, self._workload = model, checkpoint, workload
         self._threads, self._load, self._seed = threads, load, seed
         self._scratch, self._report = scratch, report
+        self._processes = SystemProcesses(
+            "varlen_bench.generate.worker", checkpoint, threads=threads, scratch=scratch
+        )
 
     def compare(self, systems: Sequence[System], rounds: int) -> list[Result]:
         """Return the results of all systems, first all at once, then as Poisson arrivals.
@@ -46,7 +50,7 @@ class Comparison:
         A system that fails leaves results with the reason; the others go on.
         """
         self._report(f"{self._model}: reference tokens")
-        with self._start(REFERENCE) as alone:
+        with self._processes.start(REFERENCE) as alone:
             expected = _ask(alone, "check", self._workload.checked())["tokens"]
         with ExitStack() as processes:
             running = {}
@@ -54,7 +58,7 @@ class Comparison:
             for result in at_once:
                 self._report(f"{self._model}: prepare {result.system.name}")
                 with noted_failure(result, self._report):
-                    process = processes.enter_context(self._start(result.system))
+                    process = processes.enter_context(self._processes.start(result.system))
                     _prepare(process, result, self._workload, expected)
                     running[result.system.name] = process
             self._measure(at_once, running, self._workload, rounds)
@@ -79,21 +83,10 @@ class Comparison:
             return Step(self._model, note=f"did not run: {error}")
         return Step(self._model, found["step"], found["limit"])
 
-    def _start(self, system: System) -> WorkerProcess:
-        folder = self._scratch / system.name
-        folder.mkdir(parents=True)
-        argument = {
-            "system": asdict(system),
-            "checkpoint": str(self._checkpoint.resolve()),
-            "scratch": str(folder),
-            "threads": self._threads,
-        }
-        module = "varlen_bench.generate.worker"
-        return WorkerProcess(module, argument, folder / "log", threads=self._threads)
-
     def _result(self, system: System, arrivals: Arrivals) -> Result:
         load = self._workload
-        return Result(system, self._model, load.label, arrivals, len(load.prompts), load.num_tokens)
+        requests, tokens = len(load.prompts), load.num_tokens
+        return Result(system, self._model, load.label, arrivals, requests, tokens=tokens)
 
     def _poisson(self, at_once: Result, rate: float) -> Result:
         result = self._result(at_once.system, "poisson")

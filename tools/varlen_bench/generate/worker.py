@@ -8,8 +8,9 @@ from pathlib import Path
 
 from varlen_bench.generate import engines
 from varlen_bench.generate.drive import Answer, drive_batches, drive_iterations, figures
-from varlen_bench.generate.systems import REFERENCE, SIZES, System
+from varlen_bench.generate.systems import REFERENCE
 from varlen_bench.generate.workload import Workload
+from varlen_bench.harness.generating import SIZES, System
 from varlen_bench.harness.machine import gflops
 from varlen_bench.harness.worker import Message, run_worker
 

@@ -9,8 +9,7 @@ import numpy as np
 from varlen import Encoder, Generator
 from varlen.config import NO_LIMIT, DType, EngineConfig
 from varlen.encoder import Inputs
-from varlen.execution import step_runner
-from varlen.execution.runner import sequence_limit
+from varlen.execution.model_limits import generation_limit, sequence_limit
 from varlen.generation_service import GenerationService
 from varlen.metrics import Stats
 from varlen.models.checkpoint import Checkpoint
@@ -258,7 +257,7 @@ def _encoder_speeds(encoder: Encoder, vocab_size: int, limit: int) -> Iterator[S
 
 
 def _examine_steps(checkpoint: Checkpoint, config: EngineConfig, has_speed: bool) -> Examination:
-    limit = min(LONGEST, step_runner.sequence_limit(checkpoint, config))
+    limit = min(LONGEST, generation_limit(checkpoint, config))
     config = replace(config, max_sequence_tokens=limit, kv_bytes=_KV_BYTES)
     prompts = sample_prompts()
     service = GenerationService.load(checkpoint.folder, config, Stats())

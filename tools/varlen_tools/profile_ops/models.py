@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
 
 import numpy as np
 import torch
@@ -21,8 +20,8 @@ from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
 from varlen.generation_options import GenerationOptions
 from varlen.models.checkpoint import Checkpoint
-from varlen.request import DEFAULT_OPTIONS, Int32Array, Prompt, Reply, Request, RequestOptions
-from varlen.sequence import Chunk, GeneratedSequence, RequestState, StepBatch
+from varlen.request import DEFAULT_OPTIONS, Int32Array, Prompt, Request, RequestOptions
+from varlen.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
 from varlen.tokenization import Tokenizer
 from varlen_kernels.dispatch import kernels_for
 from varlen_tools.profile_ops.timed import Breakdown, TimedKernels, measure
@@ -197,9 +196,9 @@ class _Workload:
         request = Request(
             prompts, RequestOptions(generation=GenerationOptions(num_beams=self.beams))
         )
-        # never answered
-        state = RequestState(request, cast(Reply, None), 0.0)
-        return [each for each in state.sequences if isinstance(each, GeneratedSequence)]
+        return [
+            each for each in unanswered_sequences(request) if isinstance(each, GeneratedSequence)
+        ]
 
     def first_step(self, sequences: Sequence[GeneratedSequence]) -> StepBatch:
         """Return the step in which the sequences start."""

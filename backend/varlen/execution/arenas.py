@@ -1,0 +1,84 @@
+"""The arenas of a model, each for the largest batch that settings and memory allow."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from varlen.config import EngineConfig
+from varlen.errors import ConfigError
+from varlen.execution.device import memory_of
+from varlen.execution.packing import largest_dims
+from varlen.memory.arena import Arena, alignment_of
+from varlen.memory.layout import Layout
+from varlen.memory.out_of_memory import memory_errors
+from varlen.program.program import Program
+
+
+def batch_arena(
+    program: Program, config: EngineConfig, device: torch.device, workers: int
+) -> Arena:
+    """Return an arena for the largest batch that the settings allow each worker.
+
+    Raises:
+        ConfigError: the arena cannot hold one token, or the device has too little memory.
+    """
+    layout = Layout(program.buffers, alignment_of(device))
+    allowed = config.arena_limit(memory_of(device)) // workers
+    # a graph has room for as many sequences as a batch may have, and no more
+    max_sequences = most_sequences(config) if device.type == "cuda" else None
+    largest = partial(largest_dims, max_sequences=max_sequences)
+    most = layout.max_tokens_that_fit(allowed, config.max_batch_tokens, largest)
+    if not most:
+        needed = layout.plan(largest(1)).footprint
+        raise ConfigError(
+            f"arena_bytes allows {allowed} bytes for each of {workers} workers; this model needs {needed} for one token"
+        )
+    try:
+        with memory_errors():
+            return Arena(layout, largest(most), device)
+    except MemoryError:
+        footprint = layout.plan(largest(most)).footprint
+        raise ConfigError(
+            f"the intermediates of {most} tokens need {footprint} bytes, more than the device "
+            "has free: lower max_batch_tokens or arena_bytes"
+        ) from None
+
+
+def step_arenas(
+    programs: Sequence[Program], config: EngineConfig, device: torch.device, *, max_step_tokens: int
+) -> tuple[Arena, ...]:
+    """Return an arena for the largest step of each program.
+
+    Raises:
+        ConfigError: `arena_bytes` cannot hold them, or the device has too little memory.
+    """
+    layouts = [Layout(program.buffers, alignment_of(device)) for program in programs]
+    largest = {
+        "tokens": max_step_tokens,
+        "sequences": config.max_running_sequences,
+        "logit_rows": config.max_running_sequences,
+    }
+    allowed = config.arena_limit(memory_of(device))
+    needed = sum(layout.plan(largest).footprint for layout in layouts)
+    if needed > allowed:
+        raise ConfigError(
+            f"arena_bytes allows {allowed} bytes; a step of {max_step_tokens} tokens needs {needed}:"
+            " lower max_step_tokens"
+        )
+    try:
+        with memory_errors():
+            return tuple(Arena(layout, largest, device) for layout in layouts)
+    except MemoryError:
+        raise ConfigError(
+            f"a step of {max_step_tokens} tokens needs {needed} bytes, more than the device has free:"
+            " lower max_step_tokens"
+        ) from None
+
+
+def most_sequences(config: EngineConfig) -> int | None:
+    """Return the most sequences of a batch, with padding; None without a limit."""
+    if config.policy == "token_budget":
+        return None
+    count = config.max_batch_sequences
+    return 2 * count if config.execution == "padded" else count

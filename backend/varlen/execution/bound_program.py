@@ -1,0 +1,35 @@
+"""A program of generation with everything that it runs with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from varlen.memory.arena import Arena
+from varlen.memory.usage import Dims
+from varlen.program.program import PackedBatch, Program
+
+
+@dataclass(frozen=True, slots=True)
+class BoundProgram:
+    """A program, and the memory that it reads and writes.
+
+    Attributes:
+        program: of a step, or of the encoder of its source texts.
+        kernels: has the functions that ops name.
+        arena: of the program.
+        caches: the states of the program, by name.
+        block_size: tokens of a block.
+    """
+
+    program: Program
+    kernels: object
+    arena: Arena
+    caches: Mapping[str, Tensor]
+    block_size: int
+
+    def run(self, inputs: Mapping[str, Tensor], dims: Dims, out: Sequence[Tensor]) -> None:
+        """Run a batch of these inputs and dimensions; its outputs go to `out`."""
+        region = self.arena.allocate(dims)
+        batch = PackedBatch(inputs, dims)
+        self.program.run(batch, self.kernels, region, states=self.caches, out=out)

@@ -1,0 +1,94 @@
+"""The forward pass of an encoder and its head, as one device runs it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from varlen.config import EngineConfig
+from varlen.execution.cpu import limit_primitives
+from varlen.execution.device import choose_dtype
+from varlen.execution.fingerprint import cost_fields
+from varlen.execution.int8_encoder import int8_product, to_int8
+from varlen.execution.linear_paths import BATCH_ROWS, PLAIN, choose_paths
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.heads import record_head
+from varlen.models.registry import load_encoder, load_heads
+from varlen.models.vector_layers import load_layers
+from varlen.program.program import Program
+from varlen.program.recorder import Recorder
+from varlen.tasks import Task
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderProgram:
+    """A loaded encoder.
+
+    Attributes:
+        program: its forward pass, which holds the weights.
+        vocab_size, type_vocab_size: ids below these are valid.
+        dtype: data type of weights and activations.
+        weight_bytes: memory of the weights, in bytes.
+        cost_fields: what decides the run time of batches beside settings.
+    """
+
+    program: Program
+    vocab_size: int
+    type_vocab_size: int
+    dtype: str
+    weight_bytes: int
+    cost_fields: Mapping[str, str]
+
+
+def load_program(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    task: Task,
+    device: torch.device,
+    kernels: object,
+    *,
+    measures: bool,
+) -> EncoderProgram:
+    """Return the program of a checkpoint for a task; see `Runner` for the arguments.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, or lacks the head of the task.
+        ConfigError: the device does not run the dtype.
+    """
+    dtype = choose_dtype(config.dtype, device)
+    encoder = load_encoder(checkpoint, dtype, device)
+    ops = Recorder(
+        for_gpu=device.type == "cuda",
+        approximate_gelu=config.approximate_gelu,
+        has_key_lengths=task == "token_embed" and checkpoint.hides_tokens,
+    )
+    hidden = encoder.record(ops)
+    layers = load_layers(checkpoint.folder, checkpoint.vector_layers(task), device)
+    heads = load_heads(checkpoint, encoder, task, dtype, device)
+    output = record_head(
+        ops,
+        task,
+        heads,
+        hidden,
+        checkpoint.pooling,
+        layers,
+        checkpoint.splade,
+        pools_prompt=checkpoint.pools_prompt,
+    )
+    program = ops.finish(output)
+    fields = dict(cost_fields(checkpoint, device))
+    if config.approximate_gelu:
+        fields["gelu"] = "tanh"
+    name = str(dtype).removeprefix("torch.")
+    if config.dtype == "int8":
+        program, name = to_int8(program, encoder, checkpoint), "int8"
+        fields["int8"] = int8_product()
+    # packed weights have no address
+    weight_bytes = program.weight_bytes
+    if measures and device.type == "cpu":
+        limit_primitives()
+        program = choose_paths(
+            program, kernels, config, fields, default=PLAIN, rows=BATCH_ROWS, threads=1
+        )
+    sizes = encoder.vocab_size, encoder.type_vocab_size
+    return EncoderProgram(program, *sizes, name, weight_bytes, fields)

@@ -1,0 +1,77 @@
+"""The longest sequence and the largest step that checkpoint and settings allow."""
+
+import torch
+
+from varlen.config import EngineConfig
+from varlen.errors import ConfigError
+from varlen.models.checkpoint import Checkpoint
+
+# Largest step unless the settings say otherwise; docs/decisions/0019-cpu-decoding.md compares sizes.
+_STEP_TOKENS = {"cpu": 128, "cuda": 512}
+# Longest source text, likewise.
+_SOURCE_TOKENS = 512
+
+
+def sequence_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Return the longest sequence of a model that does not generate, in tokens.
+
+    Where no setting says it, it is the checkpoint's own limit, or what a batch and the queue can hold.
+
+    Raises:
+        ConfigError: the configured one is longer than the checkpoint or a batch can hold.
+    """
+    limit = config.max_sequence_tokens
+    if limit is None:
+        held = config.max_batch_tokens, config.max_queued_tokens
+        return min(checkpoint.max_sequence_tokens, *held)
+    if limit > checkpoint.position_limit:
+        raise ConfigError(
+            f"max_sequence_tokens is {limit}; this checkpoint has position embeddings for {checkpoint.position_limit}"
+        )
+    for name in ("max_batch_tokens", "max_queued_tokens"):
+        if limit > getattr(config, name):
+            raise ConfigError(
+                f"{name} is {getattr(config, name)}; it must hold the longest sequence, {limit} tokens"
+            )
+    return limit
+
+
+def generation_limit(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Return the longest sequence of a model that generates, prompt and answer together, in tokens.
+
+    Raises:
+        ConfigError: the configured one is longer than the checkpoint allows.
+    """
+    limit = config.max_sequence_tokens or checkpoint.max_sequence_tokens
+    if checkpoint.translate is not None:
+        limit = min(limit, _source_limit(config))
+    if limit > checkpoint.position_limit:
+        raise ConfigError(
+            f"max_sequence_tokens is {limit}; this checkpoint has positions for {checkpoint.position_limit}"
+        )
+    return limit
+
+
+def step_limit(checkpoint: Checkpoint, config: EngineConfig, device: torch.device) -> int:
+    """Return the size of the largest step, in tokens."""
+    if config.max_step_tokens:
+        return config.max_step_tokens
+    if checkpoint.translate is not None:
+        return _source_limit(config) + config.max_running_sequences
+    return max(_STEP_TOKENS[device.type], config.max_running_sequences)
+
+
+def _source_limit(config: EngineConfig) -> int:
+    """Return the longest source, which is encoded in one step beside every running sequence.
+
+    Raises:
+        ConfigError: a step has no room for one.
+    """
+    if not config.max_step_tokens:
+        return _SOURCE_TOKENS
+    if config.max_step_tokens <= config.max_running_sequences:
+        raise ConfigError(
+            f"max_step_tokens is {config.max_step_tokens}; it must hold a source text beside a token of each of the"
+            f" {config.max_running_sequences} running sequences (max_running_sequences)"
+        )
+    return config.max_step_tokens - config.max_running_sequences

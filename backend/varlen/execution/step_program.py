@@ -1,0 +1,122 @@
+"""The programs of a model that generates, as one device runs them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from varlen.config import EngineConfig
+from varlen.execution.device import choose_dtype
+from varlen.execution.fingerprint import cost_fields
+from varlen.execution.kv_cache import KvSize, kv_size
+from varlen.execution.linear_paths import PACKED, STEP_ROWS, choose_paths
+from varlen.models import inputs
+from varlen.models.attention import CrossAttention, PagedAttention
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.registry import (
+    DecoderModel,
+    EncoderDecoderModel,
+    load_decoder,
+    load_encoder_decoder,
+)
+from varlen.program.program import Program
+from varlen.program.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrograms:
+    """A loaded model that generates.
+
+    Attributes:
+        programs: the step of the decoder, then the encoder if there is one; they hold the weights.
+        vocab_size: token ids are below this.
+        dtype: data type of weights and activations.
+        kv: size of the KV caches.
+        weight_bytes: memory of the weights, in bytes.
+    """
+
+    programs: tuple[Program, ...]
+    vocab_size: int
+    dtype: torch.dtype
+    kv: KvSize
+    weight_bytes: int
+
+
+def load_programs(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    device: torch.device,
+    kernels: object,
+    *,
+    max_sequence_tokens: int,
+) -> StepPrograms:
+    """Return the programs of a checkpoint that generates; arguments are those of `StepRunner`.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete.
+        ConfigError: the device does not run the dtype, or `kv_bytes` allows no block.
+    """
+    has_sources = checkpoint.translate is not None
+    dtype = choose_dtype(config.dtype, device)
+    model: DecoderModel | EncoderDecoderModel
+    load = load_encoder_decoder if has_sources else load_decoder
+    model = load(checkpoint, dtype, device)
+    vocab_size = model.vocab_size
+    kv = kv_size(
+        config,
+        device,
+        dtype,
+        model.attention_heads,
+        num_layers=model.num_layers,
+        # a source and its target
+        lengths=[max_sequence_tokens] * (2 if has_sources else 1),
+        has_beams=has_sources,
+    )
+    new_recorder = partial(
+        Recorder, for_gpu=device.type == "cuda", approximate_gelu=config.approximate_gelu
+    )
+    programs = record_steps(model, kv, new_recorder)
+    # packed weights replace those that it holds
+    del model
+    weight_bytes = sum(program.weight_bytes for program in programs)
+    if device.type == "cpu":
+        choose = partial(
+            choose_paths,
+            kernels=kernels,
+            config=config,
+            key=cost_fields(checkpoint, device),
+            default=PACKED,
+            rows=STEP_ROWS,
+            threads=torch.get_num_threads(),
+        )
+        programs = tuple(map(choose, programs))
+    return StepPrograms(programs, vocab_size, dtype, kv, weight_bytes)
+
+
+def record_steps(
+    model: DecoderModel | EncoderDecoderModel,
+    kv: KvSize,
+    new_recorder: Callable[[], Recorder] = Recorder,
+) -> tuple[Program, ...]:
+    """Return the program of a decoder's step, then that of the encoder, if any.
+
+    The encoder's program has no outputs: it stores keys and values for the decoder.
+
+    Args:
+        model: the model to record.
+        kv: sizes of its KV caches.
+        new_recorder: starts the recording of each program.
+    """
+    caches = kv.num_blocks, kv.block_size, kv.dtype
+    ops, attention = new_recorder(), PagedAttention(*caches)
+    others: tuple[Program, ...] = ()
+    if isinstance(model, EncoderDecoderModel):
+        cross, encoder_ops = CrossAttention(*caches), new_recorder()
+        model.record_encoder(encoder_ops, cross)
+        hidden = model.record(ops, attention, cross)
+        others = (encoder_ops.finish(),)
+    else:
+        hidden = model.record(ops, attention)
+    rows = ops.select_rows(hidden, inputs.logit_rows(ops))
+    return (ops.finish(model.record_logits(ops, rows)), *others)
