@@ -84,7 +84,7 @@ def hidden(
     options: RowOptions,
 ) -> None:
     """Print or write the last hidden state of each text's tokens."""
-    _Answers("hidden", texts, file, output, force, as_json).ask(Client.hidden, options)
+    _Answers("hidden states", texts, file, output, force, as_json).ask(Client.hidden, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,8 @@ class _Answers:
             if self.as_json:
                 # nine digits restore the exact fp32 value
                 values = [[float(f"{value:.9g}") for value in row] for row in array]
-                typer.echo(json.dumps({"text": text, self.name: values}, ensure_ascii=False))
+                name = self.name.partition(" ")[0]
+                typer.echo(json.dumps({"text": text, name: values}, ensure_ascii=False))
             else:
                 count, width = array.shape
                 # some tokens have no vector

@@ -81,7 +81,7 @@ def test_predict_is_in_order_over_many_requests(client, server):
 def test_predict_needs_a_server_that_has_scores(client, server):
     server.model.task, server.model.has_scores = "classify", False
 
-    with pytest.raises(InvalidRequest, match="does not serve predict: it has logits"):
+    with pytest.raises(InvalidRequest, match="its task is classify; predict needs scores"):
         client.predict(["a"])
     with pytest.raises(InvalidRequest, match="top_k is 0; at least 1"):
         client.predict(["a"], top_k=0)
@@ -191,7 +191,7 @@ def test_sparse_vectors_come_with_their_number_of_tokens(client, server, counts)
 
 
 def test_a_model_of_another_task_has_no_sparse_vectors(client):
-    with pytest.raises(InvalidRequest, match="does not serve sparse_embed: it has sentence_emb"):
+    with pytest.raises(InvalidRequest, match="does not serve sparse_embed: its task is embed"):
         client.sparse_embed(["a"])
 
 
