@@ -316,7 +316,7 @@ def mask_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
 
 
 def token_label_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
-    """Return a token for each word; the second label is the best of words in capitals."""
+    """Return a token for each word; capitals have the second label."""
     words = [text.split() for text in received.texts]
     counts = np.array([[len(row)] for row in words], np.int32)
     tokens = np.full((len(words), counts.max()), b"", dtype="S16")
