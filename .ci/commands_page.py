@@ -36,7 +36,7 @@ _PAGE = Template("""\
 
 <!-- Written by `$command` from the commands themselves. -->
 
-`varlen` is installed with the package. Results go to stdout, messages to stderr.
+`varlen` is installed with the package; `varlen --version` names it. Results go to stdout, messages to stderr.
 The exit code is 0, 1 if the server or the request failed, or 2 if the arguments are wrong.
 
 ## Options of requests

@@ -72,7 +72,7 @@ class ModelOutputs:
         labels: of a classifier.
         normalize: whether embeddings are normalized, unless a request says otherwise.
         max_active_dims: most terms of a sparse vector, unless a request says otherwise; None is all.
-        term_text: returns the text of a term by its number.
+        term_text: returns the text of an entry of the vocabulary.
         token_text: returns the text of a token as it reads in a text.
     """
 
@@ -118,6 +118,8 @@ class ModelOutputs:
         if self.has_labels:
             specs.append(TensorSpec("scores", "TYPE_FP32", dims))
             specs.append(TensorSpec("labels", "TYPE_STRING", (self.width,)))
+        if self.task == "token_classify":
+            specs.append(TensorSpec("tokens", "TYPE_STRING", (-1,)))
         if self.task == "token_embed":
             specs.append(TensorSpec("num_vectors", "TYPE_INT32", (1,)))
         return (*specs, num_tokens)
@@ -151,6 +153,7 @@ class ArrayAnswer:
         options: of the request.
         num_tokens: length of each row, in tokens.
         num_vectors: rows of the answer to each row, of tasks with an output for each token.
+        tokens: UTF-8 texts of the tokens of each row, if the request asks for them.
         streams: whether parts are sent as they come.
     """
 
@@ -158,6 +161,7 @@ class ArrayAnswer:
     options: AnswerOptions
     num_tokens: Sequence[int]
     num_vectors: Sequence[int]
+    tokens: Sequence[Sequence[bytes]] = ()
     streams: bool = field(default=False, init=False)
 
     @classmethod
@@ -169,6 +173,11 @@ class ArrayAnswer:
             options,
             [prompt.num_tokens for prompt in prompts],
             [prompt.num_vectors for prompt in prompts],
+            [
+                [outputs.term_text(token_id).encode() for token_id in prompt.token_ids.tolist()]
+                for prompt in prompts
+                if "tokens" in options.names and outputs.task == "token_classify"
+            ],
         )
 
     @property
@@ -188,6 +197,7 @@ class ArrayAnswer:
             "logits": numbers,
             "scores": numbers,
             "labels": rows * sum(4 + len(name.encode()) for name in self.outputs.labels.names),
+            "tokens": 4 * rows * longest + sum(len(text) for row in self.tokens for text in row),
             "num_tokens": 4 * rows,
         }
         return sum(sizes.get(name, 0) for name in self._names)
@@ -218,11 +228,18 @@ class ArrayAnswer:
             case "labels":
                 names = [label.encode() for label in self.outputs.labels.names]
                 return np.array([names] * len(main), dtype=np.object_)
-            case "num_tokens":
-                return _column(self.num_tokens)
-            case "num_vectors":
-                return _column(self.num_vectors)
+            case "tokens":
+                return self._token_texts(longest=main.shape[1])
+            case "num_tokens" | "num_vectors":
+                return _column(self.num_tokens if name == "num_tokens" else self.num_vectors)
         return main
+
+    def _token_texts(self, *, longest: int) -> npt.NDArray[np.object_]:
+        """Return the texts of the tokens, `[rows, longest]`, with empty ones behind those of a row."""
+        texts = np.full((len(self.tokens), longest), b"", dtype=np.object_)
+        for filled, row in zip(texts, self.tokens, strict=True):
+            filled[: len(row)] = row
+        return texts
 
     def _term_tensors(self, rows: Sequence[Float32Array]) -> dict[str, npt.NDArray[Any]]:
         """Return the tensors of tasks whose outputs are entries of the vocabulary."""

@@ -25,6 +25,7 @@ from varlen_client.row_outputs import LabelScore
 from varlen_client.session import Status
 from varlen_client.sparse import SparseVector
 from varlen_client.sync import Client
+from varlen_client.token_labels import TokenLabel
 from varlen_client.translation import Translation
 from varlen_client.transport import ServerIdentity
 from varlen_client.wire import ModelState
@@ -49,6 +50,7 @@ __all__ = [
     "ServerUnavailable",
     "SparseVector",
     "Status",
+    "TokenLabel",
     "Translation",
     "VarlenClientError",
 ]

@@ -47,12 +47,14 @@ from varlen_client.row_options import (
     rerank_requests,
     sparse_requests,
     token_embed_requests,
+    token_label_requests,
     token_requests,
 )
 from varlen_client.row_outputs import LabelScore, Vectors, best_labels
 from varlen_client.row_sender import RowSender
 from varlen_client.session import Session, Status
 from varlen_client.sparse import SparseVector, read_sparse_vectors
+from varlen_client.token_labels import TokenLabel, read_token_labels
 from varlen_client.translation import Translation, search_options
 from varlen_client.wire import (
     Floats,
@@ -218,6 +220,16 @@ class AsyncClient:
         longest. Inputs are those of `classify`, errors those of `embed`.
         """
         return await self._rows.arrays(token_requests("token_classify", "logits", inputs, options))
+
+    async def predict_tokens(
+        self, inputs: Inputs | Pairs, **options: Unpack[RerankOptions]
+    ) -> list[list[TokenLabel]]:
+        """Return the tokens of each row with their best labels, special tokens included.
+
+        For models of `token_classify`. Inputs are those of `classify`, errors those of `embed`; see `RerankOptions`.
+        """
+        answers = await self._rows.answers(token_label_requests(inputs, options))
+        return [row for answer in answers for row in read_token_labels(answer)]
 
     async def hidden(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> list[Floats]:
         """Return the last hidden states, one [tokens, hidden] fp32 per row.

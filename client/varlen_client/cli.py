@@ -6,6 +6,9 @@ Exit codes: 0 success, 1 the server or the request failed, 2 wrong arguments or 
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from varlen_client.cli_classify import classify, rerank
@@ -24,6 +27,26 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"varlen {version('varlen')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
 for command in (
     embed,
     sparse_embed,

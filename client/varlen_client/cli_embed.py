@@ -31,7 +31,7 @@ def embed(
         Path | None, typer.Option(help="Embed each line of this UTF-8 file; - is stdin.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Write the vectors here, [texts, hidden] fp32 .npy.")
+        Path | None, typer.Option(help="Write the vectors here, .npy of fp32, a row per text.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the output file.")] = False,
     skip_empty: Annotated[
@@ -133,4 +133,4 @@ def _without_empty(rows: Sequence[str], file: Path | None, *, skip: bool) -> lis
 def _format_vector(vector: Floats) -> str:
     values = ", ".join(f"{value:.4f}" for value in vector[:SHOWN_VALUES])
     more = ", …" if len(vector) > SHOWN_VALUES else ""
-    return f"{len(vector)} dims  [{values}{more}]"
+    return f"{len(vector)} values  [{values}{more}]"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -66,11 +66,29 @@ def token_classify(
     file: File = None,
     output: Output = None,
     force: Force = False,
-    as_json: AsJson = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per text.")
+    ] = False,
     options: RowOptions,
 ) -> None:
-    """Print or write the logits of each text's tokens, one per label of the model."""
-    _Answers("logits", texts, file, output, force, as_json).ask(Client.token_classify, options)
+    """Print each text's tokens with their best labels, or write the logits of all labels."""
+    if output is not None:
+        answers = _Answers("logits", texts, file, output, force, as_json)
+        answers.ask(Client.token_classify, options)
+        return
+    rows = texts_or_full_lines(texts, file)
+    with (
+        options.connect() as client,
+        show_progress("sending", len(rows), shown=file is not None) as on_progress,
+    ):
+        labels = client.predict_tokens(rows, **options.arguments, on_progress=on_progress)
+    for text, tokens in zip(rows, labels, strict=True):
+        if as_json:
+            found = [asdict(each) for each in tokens]
+            typer.echo(json.dumps({"text": text, "tokens": found}, ensure_ascii=False))
+        else:
+            shown = ", ".join(f"{each.token} {each.label} {each.score:.4f}" for each in tokens)
+            typer.echo(f"{shorten(text)}  {shown}")
 
 
 @with_options
@@ -84,7 +102,7 @@ def hidden(
     options: RowOptions,
 ) -> None:
     """Print or write the last hidden state of each text's tokens."""
-    _Answers("hidden", texts, file, output, force, as_json).ask(Client.hidden, options)
+    _Answers("hidden states", texts, file, output, force, as_json).ask(Client.hidden, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +144,8 @@ class _Answers:
             if self.as_json:
                 # nine digits restore the exact fp32 value
                 values = [[float(f"{value:.9g}") for value in row] for row in array]
-                typer.echo(json.dumps({"text": text, self.name: values}, ensure_ascii=False))
+                name = self.name.partition(" ")[0]
+                typer.echo(json.dumps({"text": text, name: values}, ensure_ascii=False))
             else:
                 count, width = array.shape
                 # some tokens have no vector

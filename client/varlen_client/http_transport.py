@@ -151,11 +151,15 @@ class HttpTransport:
             raise ServerUnavailable(
                 f"no connection to http server {self._target}: {reason}"
             ) from error
+        except aiohttp.ClientResponseError as error:
+            # its repr holds the whole request
+            raise self._unexpected(error.message) from error
         except (aiohttp.ClientError, ValueError, LookupError, TypeError, AttributeError) as error:
             # tritonclient failed to parse the response.
-            raise ServerError(
-                f"http server {self._target} sent an unexpected response: {error!r}"
-            ) from error
+            raise self._unexpected(repr(error)) from error
+
+    def _unexpected(self, reason: str) -> ServerError:
+        return ServerError(f"http server {self._target} sent an unexpected response: {reason}")
 
 
 def _error(text: str | None, status: str | None) -> VarlenClientError:

@@ -20,6 +20,7 @@ from varlen_client.row_outputs import (
     vector_output,
 )
 from varlen_client.sparse import sparse_task
+from varlen_client.token_labels import TOKEN_LABEL_TASK
 from varlen_client.wire import (
     Inputs,
     Pairs,
@@ -226,6 +227,11 @@ def rerank_requests(
     task = RowTask("rerank", (output,), needs_width=1)
     rows = read_query_and_documents(query, documents)
     return RowRequests.of(task, rows, options, RerankOptions)
+
+
+def token_label_requests(inputs: Inputs | Pairs, options: Mapping[str, Any]) -> RowRequests:
+    """Return the requests of `predict_tokens`."""
+    return RowRequests.of(TOKEN_LABEL_TASK, read_inputs_or_pairs(inputs), options, RerankOptions)
 
 
 def token_embed_requests(inputs: Inputs, options: Mapping[str, Any]) -> RowRequests:

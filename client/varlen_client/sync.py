@@ -32,6 +32,7 @@ from varlen_client.row_options import (
 from varlen_client.row_outputs import LabelScore, Vectors
 from varlen_client.session import Status
 from varlen_client.sparse import SparseVector
+from varlen_client.token_labels import TokenLabel
 from varlen_client.translation import Translation
 from varlen_client.wire import Floats, Inputs, ModelState, Pairs
 
@@ -158,6 +159,12 @@ class Client:
     def token_classify(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> list[Floats]:
         """Return one [tokens, labels] fp32 per row. See `AsyncClient.token_classify`."""
         return _loop.run(self._client.token_classify(inputs, **options))
+
+    def predict_tokens(
+        self, inputs: Inputs | Pairs, **options: Unpack[RerankOptions]
+    ) -> list[list[TokenLabel]]:
+        """Return each row's tokens with their best labels. See `AsyncClient.predict_tokens`."""
+        return _loop.run(self._client.predict_tokens(inputs, **options))
 
     def hidden(self, inputs: Inputs | Pairs, **options: Unpack[RowOptions]) -> list[Floats]:
         """Return one [tokens, hidden] fp32 per row. See `AsyncClient.hidden`."""

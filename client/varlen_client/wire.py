@@ -147,10 +147,12 @@ class ModelInfo:
             raise self._does_not_serve("translate", "text_output")
 
     def _does_not_serve(self, method: str, needed: str) -> InvalidRequest:
-        found = ", ".join(f"{name} {list(dims)}" for name, dims in self.outputs.items())
+        outputs = ", ".join(f"{name} {list(dims)}" for name, dims in self.outputs.items())
+        found = (
+            f"it has {outputs or 'no outputs'}" if self.task is None else f"its task is {self.task}"
+        )
         return InvalidRequest(
-            f"model {self.name!r} does not serve {method}: "
-            f"it has {found or 'no outputs'}, {method} needs {needed}"
+            f"model {self.name!r} does not serve {method}: {found}; {method} needs {needed}"
         )
 
 

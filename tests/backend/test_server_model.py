@@ -15,6 +15,7 @@ from threading import Event, Thread
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
@@ -305,6 +306,21 @@ def test_every_task_answers_in_its_own_shape(load, ask, make_checkpoint, kind, t
 
     assert result(request).name() == name
     assert result(request).as_numpy().shape == shape
+
+
+def test_tokens_have_the_texts_of_the_tokenizer_beside_their_scores(load, ask, make_checkpoint):
+    given = model_config("token_classify", labels=3, parameters={"task": "token_classify"})
+    folder = make_checkpoint("BertForTokenClassification", num_labels=3)
+    model = load(folder, given)
+    texts = ["the", "the cat"]
+    request = ask(text=text(*texts), outputs=["tokens", "scores"])
+
+    model.execute([request])
+
+    encodings = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch(texts)
+    tokens = [[token.encode() for token in each.tokens] for each in encodings]
+    assert results(request)["tokens"].tolist() == [[*tokens[0], b""], tokens[1]]
+    assert results(request)["scores"].shape == (2, 4, 3)
 
 
 def test_a_response_has_the_outputs_that_the_client_requests(load, ask, make_checkpoint):

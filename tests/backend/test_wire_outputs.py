@@ -12,6 +12,7 @@ from varlen.wire_outputs import AnswerOptions, ArrayAnswer, ModelOutputs, Tensor
 
 LABELS = Labels(("negative", "neutral", "¡positive!"), "softmax")
 ALL = ("sentence_embedding", "last_hidden_state", "logits", "scores", "labels", "num_tokens")
+TEXTS = [b"[CLS]", "Zürich".encode(), b"##er", b"a", b"b", b"c", b"[SEP]"]
 
 
 def outputs_of(task):
@@ -22,7 +23,11 @@ def answer(task, rows, names=ALL, *, order=None, lengths=None, **options):
     """Return the tensors of a response, whose rows come in this order."""
     lengths = lengths or [len(row) for row in rows]
     maker = ArrayAnswer(
-        outputs_of(task), AnswerOptions(frozenset(names), **options), lengths, lengths
+        outputs_of(task),
+        AnswerOptions(frozenset(names), **options),
+        lengths,
+        lengths,
+        [TEXTS[:length] for length in lengths],
     )
     return maker.tensors([(row, rows[row]) for row in order or range(len(rows))])
 
@@ -46,6 +51,8 @@ def test_outputs_have_the_task_s_shape(task, name, dims):
 
     assert main == TensorSpec(name, "TYPE_FP32", dims)
     assert others.pop() == TensorSpec("num_tokens", "TYPE_INT32", (1,))
+    if task == "token_classify":
+        assert others.pop() == TensorSpec("tokens", "TYPE_STRING", (-1,))
     if name == "logits":
         assert others == [
             TensorSpec("scores", "TYPE_FP32", dims),
@@ -96,6 +103,15 @@ def test_an_answer_by_token_is_filled_up_with_zeros(task, lengths):
             assert (arrays[name][index, :n] != 0).all()
             assert (arrays[name][index, n:] == 0).all()
             assert not np.shares_memory(arrays[name], rows[index])
+
+
+def test_tokens_come_as_the_tokenizer_writes_them():
+    rows = fp32(np.ones((3, 3)), np.ones((2, 3)))
+
+    arrays = answer("token_classify", rows, ["tokens", "scores"])
+
+    assert list(arrays) == ["scores", "tokens"]
+    assert arrays["tokens"].tolist() == [TEXTS[:3], [*TEXTS[:2], b""]]
 
 
 @pytest.mark.parametrize("names", [("num_tokens",), ("labels", "logits"), ALL], ids=str)
@@ -209,7 +225,9 @@ def test_tokens_of_masks_are_filled_up_with_zeros():
 @pytest.mark.parametrize("task", ["embed", "hidden", "classify", "rerank", "token_classify"])
 @pytest.mark.parametrize("dtype", VECTOR_DTYPES)
 @pytest.mark.parametrize(
-    "names", [ALL, ALL[:1], ALL[1:3], ALL[3:]], ids=["all", "vector", "main", "others"]
+    "names",
+    [ALL, ALL[:1], ALL[1:3], ALL[3:], ("tokens",)],
+    ids=["all", "vector", "main", "others", "tokens"],
 )
 def test_the_size_of_an_answer_is_known_before_it_runs(task, dtype, names):
     outputs = outputs_of(task)
@@ -221,7 +239,7 @@ def test_the_size_of_an_answer_is_known_before_it_runs(task, dtype, names):
     options = AnswerOptions(
         frozenset(names), VectorForm(dimensions=128 if task == "embed" else None, dtype=dtype)
     )
-    maker = ArrayAnswer(outputs, options, lengths, lengths)
+    maker = ArrayAnswer(outputs, options, lengths, lengths, [TEXTS[:n] for n in lengths])
 
     arrays = maker.tensors([(row, np.ones(shape, np.float32)) for row, shape in enumerate(shapes)])
 

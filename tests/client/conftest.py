@@ -32,6 +32,7 @@ MORE_OUTPUTS = {
     "classify": {"scores": [2], "labels": [2]},
     "rerank": {"scores": [1], "labels": [1]},
     "fill_mask": {"scores": [-1, -1], "tokens": [-1, -1], "num_masks": [1]},
+    "token_classify": {"scores": [-1, 2], "labels": [2], "tokens": [-1], "num_tokens": [1]},
     "sparse_embed": {"values": [-1], "terms": [-1], "num_terms": [1]},
 }
 OUTPUTS = {
@@ -171,6 +172,8 @@ class FakeModel:
                 return sparse_outputs(received)
             if self.task == "fill_mask":
                 return mask_outputs(received)
+            if "tokens" in received.outputs:
+                return token_label_outputs(received)
             main = self.form_of(self.output(received), received.parameters)
             outputs = {
                 OUTPUTS[self.task][0]: main,
@@ -309,6 +312,20 @@ def mask_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
         "num_masks": counts,
     }
     outputs["tokens"] = np.char.encode(outputs["tokens"])
+    return {name: outputs[name] for name in received.outputs}
+
+
+def token_label_outputs(received: ReceivedRequest) -> dict[str, np.ndarray]:
+    """Return a token for each word; capitals have the second label."""
+    words = [text.split() for text in received.texts]
+    counts = np.array([[len(row)] for row in words], np.int32)
+    tokens = np.full((len(words), counts.max()), b"", dtype="S16")
+    scores = np.zeros((*tokens.shape, 2), np.float32)
+    for row, found in enumerate(words):
+        tokens[row, : len(found)] = [word.encode() for word in found]
+        scores[row, : len(found)] = [[0.25, 0.75 * word.isupper()] for word in found]
+    labels = np.array([[b"O", "Ö".encode()]] * len(words))
+    outputs = {"scores": scores, "labels": labels, "tokens": tokens, "num_tokens": counts}
     return {name: outputs[name] for name in received.outputs}
 
 

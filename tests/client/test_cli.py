@@ -3,6 +3,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -38,13 +39,19 @@ def write_lines(tmp_path):
     return write
 
 
+def test_the_program_says_its_version_and_what_options_mean(varlen):
+    assert varlen("--version").stdout == f"varlen {version('varlen')}\n"
+    # in the markup of help texts, words in brackets would vanish
+    assert ".npy of fp32, a row per text" in varlen("embed", "--help").stdout
+
+
 def test_embed_prints_one_line_per_text(varlen):
     result = varlen("embed", "first [bold]", "second")
 
     assert result.exit_code == 0
     first, second = result.stdout.splitlines()
-    assert first.startswith("first [bold]  3 dims  [")
-    assert second.startswith("second  3 dims  [")
+    assert first.startswith("first [bold]  3 values  [")
+    assert second.startswith("second  3 values  [")
 
 
 def test_embed_as_json_prints_every_value(varlen, vectors_of):

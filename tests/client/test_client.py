@@ -206,7 +206,7 @@ def test_outputs_per_token_are_one_array_per_row(client, server, method):
 
 
 def test_a_model_of_another_task_is_refused_with_its_outputs(client, server):
-    with pytest.raises(InvalidRequest, match=r"does not serve classify: it has sentence_embedding"):
+    with pytest.raises(InvalidRequest, match=r"does not serve classify: its task is embed"):
         client.classify(["a"])
 
 
@@ -481,3 +481,17 @@ def test_reports_progress_up_to_the_last_row(client):
 def test_refuses_settings_below_one(option):
     with pytest.raises(ValueError, match="at least 1"):
         Client("grpc://127.0.0.1:1", **option)
+
+
+def test_an_error_about_the_port_of_the_other_protocol_is_short(server):
+    other = {"grpc": "http", "http": "grpc"}
+    scheme, address = server.url.split("://")
+
+    with Client(
+        f"{other[scheme]}://{address}", model="fake", retry=RetryPolicy(max_retries=0)
+    ) as client:
+        with pytest.raises((ServerError, ServerUnavailable)) as caught:
+            client.embed(["a"])
+
+    assert address in str(caught.value)
+    assert "headers" not in str(caught.value)

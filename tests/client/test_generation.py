@@ -240,7 +240,7 @@ def test_many_streams_run_at_the_same_time(server):
 def test_a_model_that_embeds_does_not_generate(client, server):
     server.model.task = "embed"
 
-    with pytest.raises(InvalidRequest, match="does not serve generate: it has sentence_embedding"):
+    with pytest.raises(InvalidRequest, match="does not serve generate: its task is embed"):
         client.generate("hello")
 
 

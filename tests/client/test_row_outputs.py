@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from varlen_client import FilledToken, InvalidRequest, LabelScore, ServerError, cli
+from varlen_client import FilledToken, InvalidRequest, LabelScore, ServerError, TokenLabel, cli
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_predict_is_in_order_over_many_requests(client, server):
 def test_predict_needs_a_server_that_has_scores(client, server):
     server.model.task, server.model.has_scores = "classify", False
 
-    with pytest.raises(InvalidRequest, match="does not serve predict: it has logits"):
+    with pytest.raises(InvalidRequest, match="its task is classify; predict needs scores"):
         client.predict(["a"])
     with pytest.raises(InvalidRequest, match="top_k is 0; at least 1"):
         client.predict(["a"], top_k=0)
@@ -191,7 +191,7 @@ def test_sparse_vectors_come_with_their_number_of_tokens(client, server, counts)
 
 
 def test_a_model_of_another_task_has_no_sparse_vectors(client):
-    with pytest.raises(InvalidRequest, match="does not serve sparse_embed: it has sentence_emb"):
+    with pytest.raises(InvalidRequest, match="does not serve sparse_embed: its task is embed"):
         client.sparse_embed(["a"])
 
 
@@ -250,7 +250,7 @@ def test_fill_mask_as_json_prints_tokens_with_ids(varlen, server):
 
 @pytest.mark.parametrize(
     "task, name, width",
-    [("token_embed", "vectors", 3), ("token_classify", "logits", 2), ("hidden", "hidden", 3)],
+    [("token_embed", "vectors", 3), ("hidden", "hidden", 3)],
 )
 def test_arrays_of_tokens_are_printed_or_written(
     varlen, server, client, tmp_path, task, name, width
@@ -272,6 +272,31 @@ def test_arrays_of_tokens_are_printed_or_written(
     for number, array in enumerate(expected):
         np.testing.assert_array_equal(np.float32(objects[number][name]), array)
         np.testing.assert_array_equal(written[str(number)], array)
+
+
+def test_tokens_come_with_their_best_labels(client, server):
+    server.model.task = "token_classify"
+
+    first, second = client.predict_tokens(["in ZÜRICH", "a b c"], activation="softmax")
+
+    assert first == [TokenLabel("in", "O", 0.25), TokenLabel("ZÜRICH", "Ö", 0.75)]
+    assert [each.token for each in second] == ["a", "b", "c"]
+    assert server.model.requests[0].parameters == {"activation": "softmax"}
+    assert client.predict_tokens([]) == []
+
+
+def test_labels_of_tokens_are_printed_and_logits_written(varlen, server, client, tmp_path):
+    server.model.task = "token_classify"
+
+    lines = varlen("token-classify", "in ZÜRICH", "a")
+    [line] = varlen("token-classify", "--json", "A")
+    varlen("token-classify", "a b", "--output", tmp_path / "logits.npz")
+
+    assert lines == ["in ZÜRICH  in O 0.2500, ZÜRICH Ö 0.7500", "a  a O 0.2500"]
+    tokens = [{"token": "A", "label": "Ö", "score": 0.75}]
+    assert json.loads(line) == {"text": "A", "tokens": tokens}
+    with np.load(tmp_path / "logits.npz") as file:
+        np.testing.assert_array_equal(file["0"], client.token_classify(["a b"])[0])
 
 
 def test_token_embed_sends_the_role_of_its_texts(varlen, server):

@@ -152,14 +152,14 @@ def test_a_config_may_leave_the_task_to_the_checkpoint(client, server):
 
     server.model.task = "embed"
     with Client(server.url) as other:
-        with pytest.raises(InvalidRequest, match="translate: it has sentence_embedding .3., "):
+        with pytest.raises(InvalidRequest, match="translate: it has sentence_embedding .3.; "):
             other.translate(["a"])
 
 
 def test_a_model_that_translates_does_not_embed(client, server):
     server.model.max_batch_size = 0
 
-    with pytest.raises(InvalidRequest, match="does not serve embed: it has text_output"):
+    with pytest.raises(InvalidRequest, match="does not serve embed: its task is translate"):
         client.embed(["a"])
 
 

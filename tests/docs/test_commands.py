@@ -30,7 +30,7 @@ OTHERS = {
 }
 # Options of tritonserver, of Docker, of pytest, of vLLM's and the server's frontends, and of TEI.
 OTHER_OPTIONS = {
-    *("--exit-timeout-secs", "--disable-auto-complete-config", "--http-port"),
+    *("--exit-timeout-secs", "--disable-auto-complete-config", "--http-port", "--exit-on-error"),
     *("--shm-size", "--gpus", "--generation-config", "--backend"),
     *(
         "--model-id",

@@ -419,8 +419,8 @@ def test_only_a_folder_s_own_files_are_copied(spoil, message, encoder, repositor
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--task", "sing"], 'task is "sing"; allowed: embed, sparse_embed, fill_mask'),
-        (["--task", "classify"], "needs a BertForSequenceClassification checkpoint"),
+        (["--set", "task=sing"], 'task is "sing"; allowed: embed, sparse_embed, fill_mask'),
+        (["--set", "task=classify"], "needs a BertForSequenceClassification checkpoint"),
         (["--set", "max_bach_tokens=9"], 'Did you mean "max_batch_tokens"?'),
         (["--inputs", "audio"], "'audio' is not one of 'all', 'text', 'ids'"),
         (["--set", "max_sequence_tokens=41"], "this checkpoint has position embeddings for 40"),

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from varlen.config import SETTINGS, EngineConfig
+from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.weights import check_no_pickles, is_pickle
@@ -271,7 +271,6 @@ def main(
     ],
     name: Annotated[str | None, typer.Option(help="Model name; default: made from SOURCE.")] = None,
     repository: Annotated[Path, typer.Option(help="Model repository.")] = Path("model_repository"),
-    task: Annotated[str | None, typer.Option(help=f"Allowed: {SETTINGS['task'].allowed}.")] = None,
     settings: SettingsOption = None,
     inputs: Annotated[
         Inputs,
@@ -282,14 +281,13 @@ def main(
     force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
 ) -> None:
     """Put a checkpoint into a model repository and write its config.pbtxt."""
-    engine = parse_settings(settings) | ({} if task is None else {"task": task})
     try:
         typer.echo(f"fetching {source}", err=True)
         target = fetch(
             source,
             repository=repository,
             name=name,
-            settings=engine,
+            settings=parse_settings(settings),
             inputs=inputs,
             force=force,
             on_found=lambda found: Console(stderr=True).print(table(found)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,11 +98,14 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def of_body(_: Request, error: RequestValidationError) -> Response:
-        param, message = _describe(error.errors())
+        param, message = _describe(error)
         return error_response(400, message, param=param)
 
     @app.exception_handler(HTTPException)
     async def of_route(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 400:
+            # of FastAPI: a body that is not even text
+            return error_response(400, "the body cannot be read; send JSON in UTF-8")
         what = f"{request.method} {request.url.path}"
         return error_response(error.status_code, f"{what}: {str(error.detail).lower()}")
 
@@ -112,18 +115,43 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_response(500, "the gateway failed; its log has the reason", "server_error")
 
 
-def _describe(errors: Any) -> tuple[str | None, str]:
+def _describe(error: RequestValidationError) -> tuple[str | None, str]:
     """Return the first wrong field, and what is wrong with it."""
+    errors = error.errors()
     first = errors[0]
     if first["type"] == "json_invalid":
         return None, f"the body is not JSON: {first['ctx']['error']}"
-    path = [str(part) for part in first["loc"][1:]]
-    if not path:
-        return None, f"the body: {first['msg']}; send a JSON object"
-    name = path[0]
-    if first["type"] == "extra_forbidden":
-        return ".".join(path), f"{'.'.join(path)} is not supported"
+    location = first["loc"][1:]
+    if not location:
+        if isinstance(error.body, bytes):
+            # FastAPI reads JSON only with this header; `curl -d` alone sends another
+            return None, "the body is not read; send the header Content-Type: application/json"
+        given = "empty" if error.body is None else _shortened.repr(error.body)
+        return None, f"the body is {given}; send a JSON object"
+    path, value = _wrong_value(error.body, location)
+    if first["type"] == "missing":
+        path.append(location[-1])
+    name = ".".join(map(str, path))
+    is_always_empty = first["type"] == "too_long" and first["ctx"]["max_length"] == 0
+    if first["type"] == "extra_forbidden" or is_always_empty:
+        return name, f"{name} is not supported"
     # a field of several types has an error for each
-    reasons = dict.fromkeys(each["msg"] for each in errors if name in map(str, each["loc"][1:2]))
-    given = "" if first["type"] == "missing" else f" is {_shortened.repr(first['input'])}"
-    return name, f"{name}{given}: {'; '.join(reasons)}"
+    same = [each for each in errors if list(each["loc"][1 : 1 + len(path)]) == path]
+    reasons = "; ".join(dict.fromkeys(each["msg"] for each in same))
+    given = "" if first["type"] == "missing" else f" is {_shortened.repr(value)}"
+    return name, f"{name}{given}: {reasons}"
+
+
+def _wrong_value(body: Any, location: Sequence[str | int]) -> tuple[list[str | int], Any]:
+    """Return the path of a wrong value in the body, and the value.
+
+    In the location of a field of several types, the names of types come after those of the body.
+    """
+    path: list[str | int] = []
+    for part in location:
+        try:
+            body = body[part]
+        except (LookupError, TypeError):
+            break
+        path.append(part)
+    return path, body

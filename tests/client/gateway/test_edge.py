@@ -193,12 +193,19 @@ def test_an_error_has_its_status_and_no_secrets(refusal, calls, failure, status,
     "method, path, content, status, message",
     [
         ("POST", "/embed", b"{", 400, "the body is not JSON"),
-        ("POST", "/embed", b"[]", 400, "the body: "),
-        ("POST", "/embed", b"", 400, "the body: Field required"),
+        ("POST", "/embed", b"[]", 400, "the body is []; send a JSON object"),
+        ("POST", "/embed", b"", 400, "the body is empty; send a JSON object"),
+        (
+            "POST",
+            "/embed",
+            b'{"inputs": "\xff"}',
+            400,
+            "the body cannot be read; send JSON in UTF-8",
+        ),
         ("POST", "/nothing", b"{}", 404, "POST /nothing: not found"),
         ("GET", "/embed", b"", 405, "GET /embed: method not allowed"),
     ],
-    ids=["half", "list", "empty", "path", "method"],
+    ids=["half", "list", "empty", "latin", "path", "method"],
 )
 def test_what_is_no_request_gets_the_same_form_of_error(
     send, method, path, content, status, message
@@ -208,6 +215,15 @@ def test_what_is_no_request_gets_the_same_form_of_error(
 
     assert response.status_code == status
     assert message in response.json()["error"]["message"]
+
+
+def test_a_body_of_another_type_is_refused_with_the_header_that_it_needs(send):
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    response = send("POST", "/embed", content=b'{"inputs": "a"}', headers=headers)
+
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert message == "the body is not read; send the header Content-Type: application/json"
 
 
 def test_health_needs_a_ready_model(send, make_app, calls):
