@@ -59,7 +59,6 @@ def _layer_norm_kernel(
     residual_ptr,  # [tokens, HIDDEN], read if HAS_RESIDUAL
     weight_ptr,  # [HIDDEN]
     bias_ptr,  # [HIDDEN], read if HAS_BIAS
-    x_bias_ptr,  # [HIDDEN], read if HAS_X_BIAS
     sum_ptr,  # [tokens, HIDDEN], written if HAS_SUM; may be residual_ptr
     out_ptr,  # [tokens, HIDDEN]
     tokens,
@@ -71,7 +70,6 @@ def _layer_norm_kernel(
     HIDDEN: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_X_BIAS: tl.constexpr,
     HAS_SUM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -88,8 +86,6 @@ def _layer_norm_kernel(
     if HAS_RESIDUAL:
         row_ptr = residual_ptr + token * RESIDUAL_STRIDE
         x = add_rows(x, load_row(row_ptr, row_mask, HIDDEN, ROWS, BLOCK, TILES))
-    if HAS_X_BIAS:
-        x = add_rows(x, load_row(x_bias_ptr, True, HIDDEN, ROWS, BLOCK, TILES))
     if HAS_SUM:
         store_row(sum_ptr + token * SUM_STRIDE, x, row_mask, HIDDEN, BLOCK)
     normed = normalize_row(x, weight_ptr, bias_ptr, eps, HIDDEN, HAS_BIAS, ROWS, BLOCK)
@@ -103,16 +99,15 @@ def add_layer_norm(
     bias: Tensor,
     *,
     eps: float,
-    x_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return layer_norm(x + x_bias + residual) * weight + bias, see `reference.add_layer_norm`.
+    """Return layer_norm(x + residual) * weight + bias, see `reference.add_layer_norm`.
 
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
     out = torch.empty_like(x) if out is None else out
-    _launch("add_layer_norm", x, weight, bias, eps, out, residual=residual, x_bias=x_bias)
+    _launch("add_layer_norm", x, weight, bias, eps, out, residual=residual)
     return out
 
 
@@ -157,14 +152,13 @@ def _launch(
     out: Tensor,
     *,
     residual: Tensor | None = None,
-    x_bias: Tensor | None = None,
     sum_out: Tensor | None = None,
 ) -> None:
     """Check the arguments of `op` and launch the kernel."""
     check_rows(x, residual=residual, sum_out=sum_out, out=out)
     tokens, hidden = x.shape
     check_width(hidden)
-    check_vector(hidden, weight=weight, bias=bias, x_bias=x_bias)
+    check_vector(hidden, weight=weight, bias=bias)
     if tokens == 0:
         return
     launch = pick(op, (hidden, x.dtype), candidate_launches)
@@ -173,7 +167,6 @@ def _launch(
         x if residual is None else residual,
         weight,
         weight if bias is None else bias,
-        weight if x_bias is None else x_bias,
         out if sum_out is None else sum_out,
         out,
         tokens,
@@ -185,7 +178,6 @@ def _launch(
         HIDDEN=hidden,
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
-        HAS_X_BIAS=x_bias is not None,
         HAS_SUM=sum_out is not None,
         TILES=triton.cdiv(hidden, launch["BLOCK"]),
         **launch,

@@ -73,23 +73,19 @@ def add_layer_norm(
     bias: Tensor,
     *,
     eps: float,
-    x_bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return layer_norm(x + x_bias + residual) * weight + bias, `[tokens, hidden]`.
+    """Return layer_norm(x + residual) * weight + bias, `[tokens, hidden]`.
 
     Args:
         x, residual: `[tokens, hidden]`, one dtype.
         weight, bias: `[hidden]`.
         eps: added to the variance.
-        x_bias: `[hidden]`, the bias of the linear layer that computed `x`, if it is not added yet.
     """
     if out is None:
         out = torch.empty_like(x)
     for rows in row_slices(len(x)):
         total = torch.add(x[rows], residual[rows], out=out[rows])
-        if x_bias is not None:
-            total += x_bias
         out[rows] = F.layer_norm(total, weight.shape, weight, bias, eps)
     return out
 

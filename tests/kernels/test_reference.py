@@ -132,18 +132,6 @@ def test_add_layer_norm_matches_float64(tokens, hidden, dtype):
     check(actual, expected, dtype)
 
 
-@DTYPES
-@SIZES
-def test_add_layer_norm_adds_the_bias_of_x(tokens, hidden, dtype):
-    x, residual = rand(tokens, hidden, dtype=dtype), rand(tokens, hidden, dtype=dtype, seed=1)
-    weight, bias, x_bias = (rand(hidden, dtype=dtype, seed=seed) for seed in (2, 3, 4))
-
-    actual = reference.add_layer_norm(x, residual, weight, bias, eps=1e-3, x_bias=x_bias)
-
-    total = f64(x) + f64(residual) + f64(x_bias)
-    check(actual, layer_norm64(total, f64(weight), f64(bias), 1e-3), dtype)
-
-
 def test_add_layer_norm_without_out_leaves_its_inputs_unchanged():
     x, residual, one = rand(3, 8), rand(3, 8, seed=1), torch.ones(8)
     before = x.clone(), residual.clone()
@@ -328,9 +316,6 @@ def calls(dtype):
         "tanh": lambda out: reference.tanh(x, out=out),
         "add_layer_norm": lambda out: reference.add_layer_norm(
             x, other, weight, bias, eps=EPS, out=out
-        ),
-        "add_layer_norm_with_bias": lambda out: reference.add_layer_norm(
-            x, other, weight, bias, eps=EPS, x_bias=weight, out=out
         ),
         "rms_norm": lambda out: reference.rms_norm(x, weight, eps=EPS, out=out),
         "layer_norm": lambda out: reference.layer_norm(x, weight, bias, eps=EPS, out=out),

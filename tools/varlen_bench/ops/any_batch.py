@@ -24,9 +24,7 @@ ANY_BATCH: dict[str, AnyBatch] = {
     "activate": lambda lengths, dtype: rows.activate(sum(lengths), 3072, dtype),
     "linear_activate": lambda lengths, dtype: rows.linear_activate(sum(lengths), 16, 3072, dtype),
     "activate_gate": lambda lengths, dtype: rows.activate_gate(sum(lengths), 3072, dtype),
-    "add_layer_norm": lambda lengths, dtype: rows.add_layer_norm(
-        sum(lengths), 768, dtype, has_bias=True
-    ),
+    "add_layer_norm": lambda lengths, dtype: rows.add_layer_norm(sum(lengths), 768, dtype),
     "layer_norm": lambda lengths, dtype: rows.layer_norm(sum(lengths), 768, dtype),
     "residual_layer_norm": lambda lengths, dtype: rows.residual_layer_norm(
         sum(lengths), 768, dtype

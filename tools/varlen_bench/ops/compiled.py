@@ -156,10 +156,10 @@ _LENGTHS = [16] * 4
 
 COMPILED = [
     # BERT-base, MiniLM, the widest row, and a width without vector loads
-    CompiledCall("768", partial(add_layer_norm, 64, 768, has_bias=True), 0, (_FP32, _FP16, _BF16)),
-    CompiledCall("384", partial(add_layer_norm, 64, 384, has_bias=True), 0),
-    CompiledCall("16384", partial(add_layer_norm, 64, 16_384, has_bias=True), 0),
-    CompiledCall("501", partial(add_layer_norm, 64, 501, has_bias=True)),
+    CompiledCall("768", partial(add_layer_norm, 64, 768), 0, (_FP32, _FP16, _BF16)),
+    CompiledCall("384", partial(add_layer_norm, 64, 384), 0),
+    CompiledCall("16384", partial(add_layer_norm, 64, 16_384), 0),
+    CompiledCall("501", partial(add_layer_norm, 64, 501)),
     CompiledCall("768", partial(rms_norm, 64, 768), 0),
     CompiledCall("4096", partial(rms_norm, 64, 4096), 0),
     CompiledCall("768", partial(residual_rms_norm, 64, 768), 0),

@@ -11,17 +11,11 @@ LAYER_NORM_EPS = 1e-12
 RMS_NORM_EPS = 1e-6
 
 
-def add_layer_norm(
-    tokens: int, hidden: int, dtype: torch.dtype, *, has_bias: bool = False
-) -> OpCall:
-    """Return the bias, residual and layer norm at the end of a sublayer."""
-    vectors = ["weight", "bias"] + ["x_bias"] * has_bias
+def add_layer_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
+    """Return the residual and layer norm at the end of a sublayer."""
 
-    def formula(
-        x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor | None = None
-    ) -> Tensor:
-        total = x + residual if x_bias is None else x + x_bias + residual
-        return F.layer_norm(total, (hidden,), weight, bias, LAYER_NORM_EPS)
+    def formula(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x + residual, (hidden,), weight, bias, LAYER_NORM_EPS)
 
     return OpCall(
         op="add_layer_norm",
@@ -30,11 +24,12 @@ def add_layer_norm(
         inputs=lambda make: {
             "x": make.random(tokens, hidden),
             "residual": make.random(tokens, hidden),
-            **{name: make.random(hidden) for name in vectors},
+            "weight": make.random(hidden),
+            "bias": make.random(hidden),
             "out": make.unwritten(tokens, hidden),
         },
         formula=formula,
-        bytes_moved=(3 * tokens + len(vectors)) * hidden * dtype.itemsize,
+        bytes_moved=(3 * tokens + 2) * hidden * dtype.itemsize,
         options={"eps": LAYER_NORM_EPS},
         tokens=tokens,
     )
