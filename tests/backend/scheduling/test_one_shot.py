@@ -188,6 +188,22 @@ def test_a_batch_is_cut_down_to_sequences_that_are_not_finished():
     assert scheduler.trim(left, 0.0) is None
 
 
+@pytest.mark.parametrize("removed", [0, 1, 2])
+def test_a_batch_that_has_ended_or_was_dropped_delays_no_request(removed):
+    scheduler = make_scheduler(cost_table(lambda n, length: 1.0))  # noqa: ARG005  # as others do
+    requests = [add(scheduler, 5) for _ in range(2)]
+    batch = scheduler.schedule(0.0)
+    for request in requests[:removed]:
+        scheduler.remove(request)
+
+    batch = scheduler.trim(batch, 0.0)
+    if batch is not None:
+        run(scheduler, batch)
+
+    # its part of a full batch takes less, another batch before it more
+    add(scheduler, 5, deadline=0.5)
+
+
 def test_every_sequence_of_a_batch_that_ran_is_finished():
     scheduler = make_scheduler(policy="token_budget", max_batch_tokens=10)
     request = add(scheduler, 5, 5, 5)

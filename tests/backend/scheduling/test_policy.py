@@ -192,11 +192,11 @@ def test_a_long_sequence_does_not_join_short_ones_that_pad_it():
 def test_a_batch_ends_before_the_deadlines_of_its_requests():
     queue = RequestQueue()
     in_time = CORE.seconds(BatchShape.of([60] * 3)) + 1e-6
-    queue.add(state_of(60, deadline=in_time))
+    queue.add(state_of(60, deadline=10.0 + in_time))
     for _ in range(100):
         queue.add(state_of(60))
 
-    batch = cut_by_cost().choose(queue, 0.0, 1.0)
+    batch = cut_by_cost().choose(queue, 10.0, 1.0)
 
     assert len(batch.sequences) == 3
     assert batch.reason.startswith("cut by cost, for a deadline")
