@@ -13,9 +13,11 @@ from varlen.scheduling.queue import RequestQueue
 from .waiting import cost_table, lengths_of, state_of
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
-EXECUTIONS = st.sampled_from(["packed", "padded"])
 # of one CPU core
 CORE = cost_table(lambda n, length: 6e-3 + 160e-6 * n + 360e-6 * n * length)
+# nothing refines them
+COSTS = {execution: cost_table(execution=execution) for execution in ("packed", "padded")}
+EXECUTIONS = st.sampled_from(sorted(COSTS))
 ROOMY = BatchLimits(64, 4096)
 
 
@@ -32,7 +34,7 @@ def queue_of(lengths, served=0):
 
 def full_batches(max_sequences, max_tokens, execution="packed"):
     limits = BatchLimits(max_sequences, max_tokens, execution)
-    return FullBatches(limits, cost_table(execution=execution))
+    return FullBatches(limits, COSTS[execution])
 
 
 def cut_by_cost(costs=CORE, limits=ROOMY, workers=1):
@@ -74,7 +76,7 @@ def test_full_batches_are_filled_one_after_the_other(lengths, max_sequences, max
 def test_batches_cut_by_cost_keep_the_order_and_the_limits(
     lengths, max_sequences, max_tokens, execution, workers
 ):
-    costs = cost_table(execution=execution)
+    costs = COSTS[execution]
     limits = BatchLimits(max_sequences, max_tokens, execution)
 
     batches = drain(cut_by_cost(costs, limits, workers), queue_of(lengths))
@@ -90,7 +92,7 @@ def test_batches_cut_by_cost_keep_the_order_and_the_limits(
 @given(LENGTHS, EXECUTIONS, st.integers(1, 4), st.integers(0, 400))
 def test_no_other_size_has_a_lower_delay(lengths, execution, workers, came):
     """A batch delays requests that wait or come, and all by its seconds per token."""
-    costs = cost_table(execution=execution)
+    costs = COSTS[execution]
     limits = BatchLimits(8, 200, execution)
 
     queue = queue_of(lengths, served=came)
