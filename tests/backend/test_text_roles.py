@@ -2,13 +2,12 @@
 
 import numpy as np
 
-from varlen.request import Prompt
 from varlen.text_roles import Expansion, TextRole
 
 from .requests import prompt_of
 
 
-def values_of(prompt: Prompt):
+def values_of(prompt):
     fields = prompt.token_ids, prompt.type_ids, prompt.kept_places
     return *(None if each is None else each.tolist() for each in fields), prompt.num_keys
 
