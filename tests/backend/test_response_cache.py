@@ -7,6 +7,7 @@ import gc
 import math
 import random
 import tracemalloc
+import weakref
 from collections import Counter, OrderedDict
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -232,6 +233,17 @@ def test_all_that_the_answer_depends_on_tells_keys_apart(bench):
     assert bench.engine.runs == len(variants)
     for run, variant in enumerate(variants, start=1):
         assert bench.get([5, 6], **variant).runs == [run]
+
+
+def test_tokens_that_are_read_and_vectors_that_are_returned_tell_keys_apart(bench):
+    ids = np.array([5, 6], dtype=np.int32)
+    places = [None, *(np.array(kept, dtype=np.int32) for kept in ([], [0], [1]))]
+    requests = [Request((Prompt(ids, num_keys=n, kept_places=p),)) for n in (1, 2) for p in places]
+    for request in requests * 2:
+        bench.cache.submit(request, CacheReply())
+        bench.engine.run_all()
+
+    assert bench.engine.runs == len(requests)
 
 
 def test_types_of_zero_are_no_types(bench):
@@ -529,6 +541,27 @@ def test_followers_of_a_refused_leader_restart(bench):
     assert [reply.sums for reply in followers] == [[1], [1, 3]]
     assert leader.answers == []
     assert bench.is_idle()
+    # a sequence counts once, even if it restarts
+    use = bench.cache.use()
+    assert (use.hits, use.joined, use.misses) == (0, 2, 3)
+
+
+def test_followers_of_a_refused_restart_restart_too(bench):
+    bench.ask(1)
+    early, late = bench.ask(1), CacheReply()
+
+    def join():
+        bench.engine.on_submit = lambda: None
+        bench.ask(1, reply=late)
+
+    bench.engine.on_submit = join
+    bench.engine.refusal = QueueFullError("full")
+    bench.engine.fail(DeadlineError("late"))
+
+    assert isinstance(early.only, QueueFullError)
+    bench.engine.run()
+    assert late.sums == [1]
+    assert bench.is_idle()
 
 
 def test_a_follower_whose_restart_is_refused_fails(bench):
@@ -566,6 +599,20 @@ def test_a_refused_request_no_longer_waits_for_what_it_joined(bench):
     assert leader.sums == [1]
     assert refused.answers == []
     assert bench.is_idle()
+
+
+def test_a_refused_request_is_freed_while_what_it_joined_runs(bench):
+    bench.ask(1)
+    bench.engine.refusal = QueueFullError("full")
+    refused = CacheReply()
+    kept = weakref.ref(refused)
+
+    with pytest.raises(QueueFullError):
+        bench.ask(1, 2, reply=refused)
+
+    del refused
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_request_answered_while_it_is_refused_is_answered_once(bench):

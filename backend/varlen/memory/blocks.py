@@ -187,8 +187,6 @@ class BlockPool:
         They are not part of a block table before `reserve` shares them.
         """
         found: list[int] = []
-        if not self._block_of:
-            return found
         key = b""
         for begin in range(0, len(token_ids) - self.block_size, self.block_size):
             key = _key(key, token_ids[begin : begin + self.block_size])

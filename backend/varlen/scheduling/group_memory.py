@@ -40,8 +40,8 @@ class GroupMemory:
         """
         first, blocks = group.first, self.blocks
         # keys and values of a decoder depend on the source text too
-        shared = [] if group.first.prompt.num_source_tokens else blocks.find_prefix(first.token_ids)
-        source = blocks.blocks_of(group.first.prompt.num_source_tokens)
+        shared = [] if first.prompt.num_source_tokens else blocks.find_prefix(first.token_ids)
+        source = blocks.blocks_of(first.prompt.num_source_tokens)
         if self.reserves:
             max_tokens = first.generation.max_tokens
             needed, keep = self.need(first.prompt, max_tokens, group.max_branches), 0
@@ -104,7 +104,7 @@ class GroupMemory:
             if place not in used:
                 unused += self._release(branch.block_ids)
         group.follow(parents, token_ids)
-        if self.reserves and unused:
+        if self.reserves:
             # the search may need as many again
             self.blocks.reserve(len(unused))
             group.reserved += len(unused)
@@ -118,7 +118,7 @@ class GroupMemory:
         first.block_ids = []
         group.branches.clear()
         groups = [self._alone(group, sequence, table, num_computed) for sequence in left]
-        if self.reserves and groups:
+        if self.reserves:
             _, more = self._branch_need(first.prompt, first.generation.max_tokens)
             for alone in groups:
                 alone.reserved = more
@@ -135,11 +135,8 @@ class GroupMemory:
         """Return a group of one sample, which shares the blocks of its prompt."""
         priority, number, _ = group.order
         alone = Group((priority, number, sequence.row), (sequence,), has_started=True)
-        alone.is_encoded = True
-        alone.source_block_ids = [*group.source_block_ids]
         sequence.num_computed = num_computed
         sequence.block_ids = [*table]
-        self.blocks.fork(alone.source_block_ids)
         self.blocks.fork(table)
         return alone
 

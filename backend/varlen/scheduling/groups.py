@@ -62,14 +62,11 @@ class Group:
     @property
     def is_finished(self) -> bool:
         """Whether it was removed, or has generated its last token."""
-        return self.first.status == "finished" and all(
-            sequence.status == "finished" for sequence in self.sequences
-        )
+        return all(sequence.status == "finished" for sequence in self.sequences)
 
     def follow(self, parents: Sequence[int], token_ids: Sequence[int]) -> None:
         """Replace the branches: each continues an old one, given by place, by a token."""
         old = [(branch.token_ids, branch.block_ids) for branch in self.branches]
-        num_computed = self.first.num_computed
         del self.branches[len(parents) :]
         while len(self.branches) < len(parents):
             self.branches.append(copy(self.first))
@@ -77,7 +74,6 @@ class Group:
             tokens, table = old[parent]
             branch.token_ids = [*tokens, token_id]
             branch.block_ids = [*table]
-            branch.num_computed = num_computed
 
     def restart(self) -> None:
         """Make it start again.

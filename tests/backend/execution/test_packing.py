@@ -6,7 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views, split_answers
+from varlen.execution.packing import (
+    dims_of,
+    fill_inputs,
+    input_bytes,
+    input_views,
+    largest_dims,
+    split_answers,
+)
 from varlen.models import inputs as declare
 from varlen.program.recorder import AttentionHeads, Recorder
 from varlen.request import Prompt, RequestOptions
@@ -37,18 +44,17 @@ def inputs_for(tokens, sequences, declared=ALL_INPUTS, masks=0):
 
 
 def test_sequences_lie_one_after_the_other():
-    inputs = inputs_for(5, 2)
+    inputs = inputs_for(6, 3)
+    prompts = [Prompt(ids(7, 8, 9), ids(0, 1, 1)), Prompt(ids(5, 6)), Prompt(ids(4), ids(1))]
 
-    fill_inputs(
-        inputs, [Prompt(ids(7, 8, 9), ids(0, 1, 1)), Prompt(ids(5, 6))], [PLAIN, NORMALIZED]
-    )
+    fill_inputs(inputs, prompts, [PLAIN, NORMALIZED, PLAIN])
 
     assert {name: view.tolist() for name, view in inputs.items()} == {
-        "token_ids": [7, 8, 9, 5, 6],
-        "position_ids": [0, 1, 2, 0, 1],
-        "type_ids": [0, 1, 1, 0, 0],
-        "cu_seqlens": [0, 3, 5],
-        "normalize": [False, True],
+        "token_ids": [7, 8, 9, 5, 6, 4],
+        "position_ids": [0, 1, 2, 0, 1, 0],
+        "type_ids": [0, 1, 1, 0, 0, 1],
+        "cu_seqlens": [0, 3, 5, 6],
+        "normalize": [False, True, False],
         "mask_rows": [],
     }
 
@@ -99,6 +105,19 @@ def test_the_dimensions_of_a_batch_are_those_of_its_inputs():
     }
 
 
+@pytest.mark.parametrize(
+    "tokens, max_sequences, sequences, masks", [(9, None, 9, 9), (9, 20, 9, 9), (99, 3, 3, 24)]
+)
+def test_the_largest_batch_has_as_many_sequences_and_masks_as_fit(
+    tokens, max_sequences, sequences, masks
+):
+    assert largest_dims(tokens, max_sequences) == {
+        "tokens": tokens,
+        "sequences": sequences,
+        "masks": masks,
+    }
+
+
 @settings(deadline=None)
 @given(st.integers(1, 100), st.integers(1, 100))
 def test_every_input_starts_where_kernels_may_load_16_bytes(tokens, sequences):
@@ -114,8 +133,9 @@ def test_every_input_starts_where_kernels_may_load_16_bytes(tokens, sequences):
     ]
 
     assert all(begin % 16 == 0 for begin in begins)
-    # one after the other, so none overlaps, and inside the buffer
-    assert all(end <= begin for end, begin in zip(ends, [*begins[1:], size], strict=True))
+    # one after the other, so none overlaps, and inside the buffer; no space is wasted
+    spare = [begin - end for end, begin in zip(ends, [*begins[1:], size], strict=True)]
+    assert all(0 <= each < 16 for each in spare)
 
 
 def test_sequences_may_have_fewer_keys_than_tokens():

@@ -60,16 +60,13 @@ def test_a_batch_within_the_largest_always_fits(most, tokens):
 def test_a_plan_that_reaches_too_far_gives_way_to_the_one_of_the_largest_batch():
     layout = Layout(fold(MIXED), 64)
     ceiling = layout.plan(dims(300, 300))
-    layout.plan = lambda batch: (
-        ceiling
-        if batch["tokens"] == 300
-        else type(ceiling)(ceiling.offsets, ceiling.footprint * 2, 1)
-    )
+    wasteful = type(ceiling)(tuple(2 * each for each in ceiling.offsets), ceiling.footprint * 2, 1)
+    layout.plan = lambda batch: ceiling if batch["tokens"] == 300 else wasteful
     arena = Arena(layout, dims(300, 300), CPU)
 
     region = arena.allocate(dims(10, 2))
 
-    assert region.offsets == ceiling.offsets
+    assert region.offsets == ceiling.offsets != wasteful.offsets
 
 
 @pytest.mark.parametrize(

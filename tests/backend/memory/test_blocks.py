@@ -167,6 +167,18 @@ def test_a_copy_of_an_evicted_block_takes_its_place():
     assert pool.find_prefix([1, 2, 3, 4, 5]) == second
 
 
+def test_a_copy_that_was_released_is_not_found_once_others_have_used_it():
+    pool = BlockPool(2, 2)
+    for blocks in (first := take(pool, 1), second := take(pool, 1)):
+        pool.store([1, 2], blocks, begin=0, end=2)
+    pool.release(first)
+    pool.release(second)
+
+    pool.release(take(pool, 2))
+
+    assert pool.find_prefix([1, 2, 3]) == []
+
+
 def test_a_shared_block_is_copied_before_it_is_written():
     pool = BlockPool(4, 2)
     table = take(pool, 2)

@@ -72,6 +72,23 @@ def test_a_gap_that_fits_best_is_taken_before_a_wider_one_and_the_tail():
     assert made.offsets[5] == made.offsets[3]
 
 
+def test_a_gap_that_fits_best_is_taken_before_a_wider_one_behind_it():
+    # at op 1, dead buffers leave gaps of 30 and 28 + 27 bytes between live ones
+    lifetimes = [[(0, 1)], [(0, 0)], [(0, 1)], [(0, 0)], [(0, 0)], [(0, 1)], [(1, 1)]]
+    sizes = [50, 30, 29, 28, 27, 26, 25]
+
+    made = plan(sizes, conflicts(lifetimes), 1)
+
+    assert made.offsets[6] == made.offsets[1]
+
+
+def test_the_largest_buffer_is_placed_first():
+    # in the order of time, the last one would find too little space before the second
+    made = plan([10, 20, 30], conflicts([[(0, 0)], [(0, 1)], [(1, 1)]]), 1)
+
+    assert made.footprint == 50
+
+
 def test_nothing_to_plan_takes_nothing():
     made = plan([], [], 64)
 

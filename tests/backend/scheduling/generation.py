@@ -303,6 +303,7 @@ class Bench:
 
     def _check_chunk(self, chunk):
         sequence, source = chunk.sequence, source_of(chunk.sequence)
+        assert not chunk.samples or any(sample.status == "running" for sample in chunk.samples)
         assert chunk.start == sequence.num_computed
         end = chunk.start + len(chunk.token_ids)
         assert len(chunk.block_ids) == self.pool.blocks_of(end)
@@ -347,6 +348,7 @@ class Bench:
         for branch in branches:
             assert branch.num_computed <= len(branch.block_ids) * self.pool.block_size
         assert not any(each.block_ids for each in self.sequences if each not in branches)
+        assert self.scheduler._memory.copies.keys() <= holders.keys()
         for step, *_ in self.executor.in_flight:
             for chunk in step.chunks:
                 assert {*chunk.block_ids, *chunk.source_block_ids} <= holders.keys()
@@ -354,7 +356,11 @@ class Bench:
 
     def _check_reservations(self, groups):
         assert self.pool.counts().reserved == sum(group.reserved for group in groups)
-        if self.policy != "reserve":
+        if self.policy == "optimistic":
+            # blocks of present tokens only
+            for group in groups:
+                table, tokens = group.first.block_ids, len(group.first.token_ids)
+                assert group.reserved <= self.pool.blocks_of(tokens) - len(table)
             return
         held, reserved = defaultdict(set), Counter()
         for group in groups:

@@ -62,6 +62,18 @@ def test_a_request_larger_than_the_whole_queue_is_the_caller_s_fault():
     assert admission.depth == (0, 0)
 
 
+def test_a_request_that_waits_is_expected_to_run_in_a_full_batch():
+    admission = Admission(10, 100)
+    forecast = Forecast(seconds=1.0, batch_seconds=5.0)
+
+    # nothing waits that could fill its batch
+    enter(admission, 1, forecast=forecast, deadline_seconds=1.5)
+    # one second of waiting work; at most as much joins it
+    with pytest.raises(DeadlineError):
+        enter(admission, 1, forecast=forecast, deadline_seconds=2.5)
+    enter(admission, 1, forecast=forecast, deadline_seconds=3.5)
+
+
 def test_room_comes_back_when_something_leaves():
     admission = Admission(1, 10)
     enter(admission, 10)

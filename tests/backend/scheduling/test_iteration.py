@@ -1,8 +1,11 @@
 """Scheduling by iteration: order, limits, blocks, and tokens that depend on none of them."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from varlen.errors import (
     DeadlineError,
@@ -11,6 +14,7 @@ from varlen.errors import (
     RequestCancelled,
     RequestError,
 )
+from varlen.scheduling.chunks import divide_step
 
 from ..fakes.engine_parts import FakeReply
 from .generation import END, Bench, answer, tokens_of
@@ -96,6 +100,18 @@ def test_what_a_short_prompt_leaves_of_a_step_goes_to_the_long_one_before_it():
     assert chunks_of(bench.step()) == [(0, 54), (0, 10)]
 
 
+@given(st.lists(st.integers(1, 9), max_size=8), st.integers(0, 40))
+def test_sequences_that_generate_do_not_change_how_prompts_divide_a_step(remaining, spare):
+    groups = [SimpleNamespace(remaining=tokens, least_tokens=1) for tokens in remaining]
+    prompts = [group for group in groups if group.remaining > 1]
+
+    lengths = divide_step(groups, len(groups) + spare)
+
+    assert [length for group, length in zip(groups, lengths, strict=True) if group in prompts] == (
+        divide_step(prompts, len(prompts) + spare)
+    )
+
+
 def test_every_running_sequence_has_a_token_in_a_step_full_of_prompts():
     bench = Bench(step_tokens=5, running=8)
     for seed in range(6):
@@ -171,6 +187,18 @@ def test_optimistic_runs_more_sequences_and_preempts_the_youngest():
     # the first one runs in every step until it ends
     assert all(bench.sequences[0] in step.sequences for step in steps[:20])
     bench.check_idle()
+
+
+def test_optimistic_leaves_the_next_block_of_a_running_sequence_available():
+    bench = Bench(num_blocks=4, policy="optimistic")
+    bench.submit(prompt_of(6), max_tokens=8)
+    bench.step()
+    # its prompt needs two blocks, which are the last ones
+    bench.submit(prompt_of(6, seed=1), max_tokens=8)
+
+    bench.run_all()
+
+    assert bench.scheduler.snapshot().preemptions == 0
 
 
 def test_a_preempted_sequence_goes_on_before_those_that_came_after_it():
@@ -266,6 +294,16 @@ def test_a_known_beginning_is_not_computed_again():
     assert before.blocks.prefix_hit_tokens == 0
     assert bench.scheduler.snapshot().blocks.prefix_hit_tokens == 12
     bench.check_idle()
+
+
+def test_sequences_with_a_source_share_no_beginning():
+    bench = Bench(prefix_cache=True)
+    # what a target stores depends on its source, or that it has none
+    for source in ([5], None, [6]):
+        bench.submit(prompt_of(12), max_tokens=8, source=source)
+        bench.run_all()
+
+    assert bench.scheduler.snapshot().blocks.prefix_hit_tokens == 0
 
 
 def test_a_prompt_that_is_known_as_a_whole_runs_its_last_block():

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from varlen.costs.batch_shape import BatchShape
+from varlen.errors import DeadlineError
 from varlen.sequence import BatchResult
 
 from .waiting import add, cost_table, lengths_of, make_scheduler, request_of, run
@@ -186,6 +187,24 @@ def test_a_batch_is_cut_down_to_sequences_that_are_not_finished():
 
     scheduler.remove(stays)
     assert scheduler.trim(left, 0.0) is None
+
+
+@pytest.mark.parametrize("removed", [0, 1, 2])
+def test_a_batch_delays_requests_until_it_has_ended_or_is_dropped(removed):
+    scheduler = make_scheduler(cost_table(lambda n, length: 1.0))
+    requests = [add(scheduler, 5) for _ in range(2)]
+    batch = scheduler.schedule(0.0)
+    # its part of a full batch takes less, another batch before it more
+    with pytest.raises(DeadlineError):
+        add(scheduler, 5, deadline=0.5)
+    for request in requests[:removed]:
+        scheduler.remove(request)
+
+    batch = scheduler.trim(batch, 0.0)
+    if batch is not None:
+        run(scheduler, batch)
+
+    add(scheduler, 5, deadline=0.5)
 
 
 def test_every_sequence_of_a_batch_that_ran_is_finished():

@@ -5,7 +5,7 @@ from itertools import count, pairwise
 from statistics import fmean
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from varlen.scheduling.queue import RequestQueue
@@ -44,6 +44,50 @@ def test_requests_of_one_row_and_one_priority_are_served_in_order_of_arrival(act
     assert [request.sequences[0].num_tokens for request in served] == sorted(
         request.sequences[0].num_tokens for request in served
     )
+
+
+@given(
+    st.lists(st.integers(1, 9), max_size=9),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=9),
+)
+@example([9, 9], [(1, 0), (9, 0), (1, 0), (1, 0), (1, 0), (2, 0)])
+def test_what_was_served_before_does_not_change_an_order(served, waiting):
+    orders = []
+    for earlier in ([], served):
+        queue = RequestQueue()
+        for rows in earlier:
+            queue.add(state_of(*[1] * rows))
+        serve_all(queue, at_once=2)
+        requests = [state_of(*[1] * rows, priority=priority) for rows, priority in waiting]
+        for request in requests:
+            queue.add(request)
+        rows = []
+        while queue:
+            batch = queue.first(1)
+            queue.remove(batch)
+            rows.append(requests.index(batch[0].request))
+        orders.append(rows)
+
+    assert orders[0] == orders[1]
+
+
+def test_requests_are_counted_from_their_arrival_in_the_order_in_which_they_are_queued():
+    queue = RequestQueue()
+    for arrival in (3.0, 1.0, 5.0):
+        queue.add(state_of(1, arrival=arrival))
+
+    # the second one was tokenized after the first
+    assert [queue.arrivals_since(time) for time in (2.0, 4.0, 6.0)] == [3, 1, 0]
+
+
+def test_only_recent_arrivals_are_remembered():
+    queue = RequestQueue()
+    for _ in range(1100):
+        request = state_of(1)
+        queue.add(request)
+        queue.discard(request)
+
+    assert queue.arrivals_since(0.0) == 1024
 
 
 def test_equal_requests_of_many_rows_are_not_interleaved():
