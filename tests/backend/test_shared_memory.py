@@ -140,7 +140,9 @@ def test_large_answers_are_sent_one_at_a_time_and_small_ones_meanwhile():
     thread.join()
 
 
-def test_a_send_that_never_ends_does_not_stop_the_others_for_good(monkeypatch):
+def test_a_send_that_never_ends_does_not_stop_the_others_for_good(monkeypatch, tmp_path):
+    # servers of other tests lock the real folder
+    monkeypatch.setattr(shared_memory, "_FOLDER", str(tmp_path))
     monkeypatch.setattr(shared_memory, "_LOCK_SECONDS", 0.0)
 
     with (
