@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.server.serving import add_model
 from varlen_client import Client
 from varlen_tools.install_backend import InstallError, install, main
 from varlen_tools.local_server import LocalServer
 from varlen_tools.run_server import library_path
-from varlen_tools.setup_server import PROJECT
 
 
 @pytest.fixture
@@ -86,7 +86,9 @@ def test_a_folder_without_a_python_backend_is_not_a_backends_folder(tmp_path, ca
 
 
 @pytest.mark.server
-def test_a_server_whose_python_does_not_know_varlen_serves_with_it(backends, kit, tmp_path):
+def test_a_server_whose_python_does_not_know_varlen_serves_with_it(
+    backends, encoder, kit, tmp_path
+):
     (backends / "python").rmdir()
     (backends / "python").symlink_to(kit / "backends/python")
     install(backends)
@@ -100,12 +102,12 @@ def test_a_server_whose_python_does_not_know_varlen_serves_with_it(backends, kit
         "PYTHONPATH": "",
     }
 
+    add_model(tmp_path / "models", "tiny", encoder)
+
     with LocalServer(
-        PROJECT / "model_repository",
+        tmp_path / "models",
         arguments=[
             f"--backend-directory={backends}",
-            "--model-control-mode=explicit",
-            "--load-model=minilm",
             "--http-address=127.0.0.1",
             "--grpc-address=127.0.0.1",
             "--metrics-address=127.0.0.1",
@@ -114,10 +116,10 @@ def test_a_server_whose_python_does_not_know_varlen_serves_with_it(backends, kit
         command=kit / "bin/tritonserver",
     ) as server:
         server.wait_ready(90)
-        with Client(server.grpc_url, model="minilm") as client:
+        with Client(server.grpc_url, model="tiny") as client:
             vectors = client.embed(["one text", "another one"])
 
-    assert vectors.shape == (2, 384)
+    assert vectors.shape == (2, 16)
     assert np.isfinite(vectors).all()
 
 
