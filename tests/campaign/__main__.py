@@ -43,7 +43,10 @@ def main(
     output: command.Output = None,
 ) -> None:
     """Attack real servers on this machine, and check that they keep their promises."""
-    chosen = command.select(only, PHASES)
+    try:
+        chosen = command.select(only, PHASES)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--only") from error
     run = command.Run(
         context,
         "tests.campaign",
