@@ -1,7 +1,7 @@
 """Response cache: stores and reuses outputs, in front of the engine.
 
 The unit is one prompt, so a request of many rows may find some of them here and run the rest. The key is a digest
-of everything that tells the outputs of one engine apart: token ids, type ids and `normalize`. Task, model and
+of everything that tells the outputs of one engine apart: all parts of a prompt, and `normalize`. Task, model and
 version are the same for all outputs of an engine, and each engine has its own cache.
 
 Equal prompts that are in flight at one time run once: the first request leads the flight, later ones join it.

@@ -1,4 +1,4 @@
-"""Layer norm, with the bias and the residual before it, in one pass.
+"""Layer norm, with the residual before it, in one pass.
 
 One program owns ROWS tokens. Each token is in the registers of one warp if it is short enough, see rows.py. Mean and
 variance are two sums over registers, so no element is read twice and nothing cancels in the variance.

@@ -126,6 +126,8 @@ class FakeModel:
     """A search finds no more answers than these."""
     fail_after: tuple[int, Fault] | None = None
     """Number of parts of a generated answer, and the fault that comes then."""
+    ends_after: int | None = None
+    """Number of parts of a generated answer that has no last one."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set when a client leaves before its answer is complete."""
     requests: list[ReceivedRequest] = field(default_factory=list)
@@ -217,6 +219,8 @@ class FakeModel:
             self.stopped.wait(self.delay(received))
             if self.fail_after and self.fail_after[0] == number:
                 raise self.fail_after[1]
+            if self.ends_after == number:
+                return
             ids = range(begin, begin + size)
             is_last = begin + size == tokens
             logprobs = [

@@ -57,6 +57,15 @@ def test_streams_an_answer_in_parts(client, server):
     assert server.model.requests[0].tensors["stream"][0]
 
 
+def test_a_stream_that_ends_before_its_last_part_is_an_error(client, server):
+    server.model.ends_after = 2
+    parts = client.stream("hello")
+
+    assert [next(parts).token_ids, next(parts).token_ids] == [(0,), (1,)]
+    with pytest.raises(ServerError, match="the server ended an answer before its last part"):
+        next(parts)
+
+
 def test_yields_each_part_as_it_comes(client, server):
     server.model.delay = lambda received: 0.2
     start = time.monotonic()

@@ -312,3 +312,10 @@ def test_what_chats_do_not_support_is_refused_by_name(refusal, calls, body, mess
     assert status == 400
     assert message in error["message"]
     assert calls.received == []
+
+
+def test_of_several_wrong_fields_the_first_is_named_with_its_own_reasons(refusal):
+    status, error = refusal("/v1/completions", model=5, prompt="a", echo=True, best_of=3)
+
+    assert (status, error["param"]) == (400, "model")
+    assert error["message"] == "model is 5: Input should be a valid string"
