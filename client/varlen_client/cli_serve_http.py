@@ -58,7 +58,7 @@ def serve_http(
         int, typer.Option(min=1, help="Longest answer of a chat that sets no limit, in tokens.")
     ] = settings.DEFAULT_CHAT_MAX_TOKENS,
 ) -> None:
-    """Serve the HTTP interfaces of OpenAI and Text Embeddings Inference for a server's models."""
+    """Serve the HTTP interfaces of OpenAI, Text Embeddings Inference and rerank for a server's models."""
     if not api_key and API_KEYS in os.environ:
         usage_error(f"{API_KEYS} is set and has no key; unset it to serve without keys")
     try:

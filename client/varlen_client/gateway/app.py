@@ -35,7 +35,7 @@ def create_app(settings: GatewaySettings, connect: Connect | None = None) -> Fas
 
     app = FastAPI(
         title="varlen gateway",
-        summary="The interfaces of OpenAI and Text Embeddings Inference for models of a Triton Inference Server",
+        summary="OpenAI, Text Embeddings Inference and rerank for models of a Triton Inference Server",
         lifespan=lifespan,
         redoc_url=None,
     )

@@ -65,5 +65,5 @@ def usage(prompt_tokens: int, completion_tokens: int | None = None) -> dict[str,
 
 
 def json_response(content: Mapping[str, Any] | Sequence[Any]) -> Response:
-    """Return an answer as JSON."""
-    return Response(to_json(content), media_type="application/json")
+    """Return an answer as JSON, which has no NaN and no infinity: they are null."""
+    return Response(to_json(content, inf_nan_mode="null"), media_type="application/json")

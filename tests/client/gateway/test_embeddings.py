@@ -5,6 +5,7 @@ import base64
 import numpy as np
 import pytest
 
+from . import fake_models
 from .fake_models import vector_of
 
 
@@ -119,3 +120,10 @@ def test_sparse_vectors_are_lists_of_terms(post, calls):
     ]
     given = {"truncate": True, "truncation_side": "left", "prompt_name": "query"}
     assert calls.received == [("embedder", "sparse_embed", ["ab", "c"], given)]
+
+
+def test_numbers_that_json_does_not_have_are_null(post, monkeypatch):
+    vector = np.array([np.nan, -np.inf, np.inf, 1.5], np.float32)
+    monkeypatch.setattr(fake_models, "vector_of", lambda row: vector)
+
+    assert post("/embed", model="embedder", inputs="a") == [[None, None, None, 1.5]]
