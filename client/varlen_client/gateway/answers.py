@@ -9,12 +9,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from pydantic_core import to_json
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from varlen_client.errors import VarlenClientError
-from varlen_client.gateway.bodies import usage
+from varlen_client.gateway.bodies import json_bytes, usage
 from varlen_client.gateway.errors import client_error_body
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.generation import GeneratedPart, Generation
@@ -134,14 +133,14 @@ class EventStream(StreamingResponse):
     async def _events(self) -> AsyncGenerator[bytes, None]:
         try:
             for chunk in self._chunks.of(self._first):
-                yield to_json(chunk)
+                yield json_bytes(chunk)
             async for parts in self._parts:
                 for chunk in self._chunks.of(parts):
-                    yield to_json(chunk)
+                    yield json_bytes(chunk)
         except VarlenClientError as error:
             # the status has been sent
-            yield to_json(client_error_body(error)[1])
+            yield json_bytes(client_error_body(error)[1])
             return
         for chunk in self._chunks.last():
-            yield to_json(chunk)
+            yield json_bytes(chunk)
         yield b"[DONE]"

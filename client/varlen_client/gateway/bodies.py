@@ -64,6 +64,11 @@ def usage(prompt_tokens: int, completion_tokens: int | None = None) -> dict[str,
     )
 
 
-def json_response(content: Mapping[str, Any] | Sequence[Any]) -> Response:
+def json_bytes(content: Mapping[str, Any] | Sequence[Any]) -> bytes:
     """Return an answer as JSON, which has no NaN and no infinity: they are null."""
-    return Response(to_json(content, inf_nan_mode="null"), media_type="application/json")
+    return to_json(content, inf_nan_mode="null")
+
+
+def json_response(content: Mapping[str, Any] | Sequence[Any]) -> Response:
+    """Return a response with an answer as JSON."""
+    return Response(json_bytes(content), media_type="application/json")

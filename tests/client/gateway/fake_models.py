@@ -32,6 +32,8 @@ class Calls:
     failure: Exception | None = None
     fail_after: int = 0
     """Number of parts before the failure."""
+    least_logprob: float = -1.5
+    """Of the second most likely token."""
     empty_parts: int = 0
     """Number of parts without text before the others."""
     is_down: bool = False
@@ -134,7 +136,7 @@ class FakeClient:
                     else "length"
                     if step == tokens - 1
                     else None,
-                    ({step: -0.5, 90: -1.5},) if has_logprobs else (),
+                    ({step: -0.5, 90: self.calls.least_logprob},) if has_logprobs else (),
                     ({step: f"{row}.{step} ", 90: "é"},) if has_logprobs else (),
                     num_prompt_tokens=7,
                 )

@@ -1,6 +1,7 @@
 """`/v1/completions` and `/v1/chat/completions` of the gateway, whole and streamed."""
 
 import json
+import math
 
 import pytest
 
@@ -158,6 +159,16 @@ def test_chats_report_log_probabilities(post, calls):
     assert (token["token"], token["logprob"], token["bytes"]) == ("0.0 ", -0.5, [*b"0.0 "])
     assert [each["token"] for each in token["top_logprobs"]] == ["0.0 ", "é"]
     assert calls.received[0][3]["logprobs"] == 2
+
+
+def test_a_token_that_cannot_come_has_a_logprob_of_null(post, stream, calls):
+    calls.least_logprob = -math.inf
+    options = {"prompt": "a", "max_tokens": 1, "logprobs": 1}
+
+    whole = post("/v1/completions", model="writer", **options)
+
+    for answer in (whole, *stream("/v1/completions", **options)):
+        assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"0.0 ": -0.5, "é": None}]
 
 
 @pytest.mark.parametrize("top, texts", [(None, []), (1, ["0.0 "])], ids=["none", "one"])
