@@ -24,6 +24,8 @@ _MODULES = {
     "profile_ops": "profile_ops.__main__",
     "show_plan": "show_plan.__main__",
     "simulate": "simulate.__main__",
+    "simulate.grid": "simulate.grid",
+    "simulate.partition": "simulate.partition",
     "simulate.generate": "simulate.generate.__main__",
 }
 # Names of the options that all commands with requests have.

@@ -1,10 +1,11 @@
-"""Hooks of mkdocs: pages from outside of docs/, the list of decisions, checks.
+"""Hooks of mkdocs: pages outside of docs/, list and rank of decisions, tables, checks.
 
 CHANGELOG.md and CONTRIBUTING.md stay where code hosts expect them. The site loads nothing from other hosts, so it
 works without a network.
 """
 
 import re
+from itertools import cycle
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,6 +16,11 @@ from mkdocs.structure.pages import Page
 
 # Page of the site by file of the project's root.
 ROOT_FILES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+
+# Factor of a decision's scores in the search. A title counts 1000 times: even that of a decision ranks below a text.
+DECISION_BOOST = 1e-6
+# A table with a longer cell, in characters, is stacked on phones, where its columns would be as narrow as a word.
+_LONGEST_COLUMN = 40
 
 _LOADS = re.compile(
     r"""<(?:script|link|img|iframe|source)\b[^>]*?\s(?:src|href|srcset)=["']?((?:https?:)?//[^"'\s>]+)"""
@@ -42,6 +48,33 @@ def from_docs(text: str) -> str:
     return text.replace("](docs/", "](")
 
 
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Rank decisions last in the search."""
+    if page.file.src_uri.startswith("decisions/"):
+        page.meta["search"] = {"boost": DECISION_BOOST}
+    return markdown
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Return a page whose tables can be stacked on phones; see `stackable`."""
+    return re.sub("<table>.*?</table>", lambda found: stackable(found[0]), html, flags=re.DOTALL)
+
+
+def stackable(table: str) -> str:
+    """Return a table with the column's name in each cell, for phones.
+
+    site.css shows it there. A table of short cells stays as it is, and scrolls.
+    """
+    head, _, body = table.partition("</thead>")
+    names = [_text(cell) for cell in re.findall(r"<th\b.*?>(.*?)</th>", head, re.DOTALL)]
+    cells = re.findall("<td.*?>(.*?)</td>", body, re.DOTALL)
+    if max((len(_text(cell)) for cell in cells), default=0) <= _LONGEST_COLUMN:
+        return table
+    labels = cycle(names)
+    body = re.sub("<td", lambda _: f'<td data-label="{next(labels)}"', body)
+    return f"{head}</thead>{body}".replace("<table>", "<table data-stacked>", 1)
+
+
 def on_post_page(output: str, page: Page, **_: Any) -> str:
     """Refuse a page that loads a file from another host."""
     if found := loaded_elsewhere(output):
@@ -52,6 +85,11 @@ def on_post_page(output: str, page: Page, **_: Any) -> str:
 def loaded_elsewhere(html: str) -> list[str]:
     """Return the addresses on other hosts that a browser loads with a page."""
     return _LOADS.findall(html)
+
+
+def _text(cell: str) -> str:
+    """Return the text of a cell without its tags, as the value of an attribute."""
+    return re.sub("<.*?>", "", cell).replace('"', "&quot;").strip()
 
 
 def _section(nav: Any, title: str) -> list[Any]:

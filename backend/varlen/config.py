@@ -14,7 +14,7 @@ from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS, Task
 
 DType: TypeAlias = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
-PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "shortest_first"]
+PolicyName: TypeAlias = Literal["none", "fifo", "token_budget", "dp"]
 Trigger: TypeAlias = Literal["hungry", "lazy"]
 Execution: TypeAlias = Literal["packed", "padded"]
 KvPolicy: TypeAlias = Literal["reserve", "optimistic"]
@@ -84,16 +84,36 @@ class EngineConfig:
         when="Set it once you have compared the answers to texts of your own.",
         choices=("true", "false"),
     )
+    ignore_config_fields: str = setting_field(
+        "none",
+        "Fields of the checkpoint's config.json that a load leaves out, separated by commas. Without this setting, a"
+        " load ignores the fields that no release of transformers reads, and refuses others that it does not serve.",
+        when="Set it if a load refuses a field, and you know that the field changes no result.",
+        pattern=r"[^\s,\"\\]+(, ?[^\s,\"\\]+)*",
+        allowed="none, or names separated by commas",
+    )
 
     # Batching
     policy: PolicyName = setting_field(
-        "shortest_first",
+        "dp",
         "How batches are formed. `none` runs every sequence alone. `fifo` fills batches in order up to"
-        " `max_batch_sequences`, `token_budget` up to `max_batch_tokens`. `shortest_first` lets short requests pass"
-        " long ones, within a bound, and chooses the size of batches by measured cost.",
+        " `max_batch_sequences`, `token_budget` up to `max_batch_tokens`. `dp` lets short requests pass long ones,"
+        " within a bound, and divides the queue into the batches of least delay by measured cost.",
         when="Set `token_budget` if requests have to run in order of arrival. `none` and `fifo` are for"
         " comparison.",
         choices=get_args(PolicyName),
+        tasks=ONE_SHOT_TASKS,
+    )
+    dp_pressure: int | str = setting_field(
+        9,
+        "Number of requests that the policy `dp` expects to come, while the queue drains, for each request that waits:"
+        " load / (1 - load). Higher values make larger batches. `infinite` is the published form of TurboTransformers:"
+        " least total time, sequences sorted by length.",
+        when="Leave it, except to compare with the published form.",
+        lowest=0,
+        highest=1000,
+        pattern="infinite",
+        allowed="whole numbers from 0 to 1000, and infinite",
         tasks=ONE_SHOT_TASKS,
     )
     trigger: Trigger = setting_field(
@@ -294,6 +314,13 @@ class EngineConfig:
                 f"max_step_tokens is {self.max_step_tokens}; it must hold a token of each of the"
                 f" {self.max_running_sequences} running sequences (max_running_sequences)"
             )
+
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """The names in `ignore_config_fields`."""
+        if self.ignore_config_fields == "none":
+            return ()
+        return tuple(name.strip() for name in self.ignore_config_fields.split(","))
 
     def arena_limit(self, device_memory: int) -> int:
         """Return the largest arena in bytes, given the memory of the device in bytes."""

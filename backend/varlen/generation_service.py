@@ -32,6 +32,7 @@ from varlen.memory.blocks import BlockPool
 from varlen.memory.memory_use import MemoryUse
 from varlen.metrics import MetricsSnapshot, SnapshotMetric, Stats
 from varlen.models.checkpoint import Checkpoint
+from varlen.models.notes import checkpoint_notes
 from varlen.request import Prompt, Reply, Request
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.iteration import IterationScheduler
@@ -90,7 +91,7 @@ class GenerationService:
         """
         began = time.monotonic()
         torch.set_num_threads(config.threads or usable_cores())
-        checkpoint = Checkpoint.open(folder)
+        checkpoint = Checkpoint.open(folder, ignore_config_fields=config.ignored_fields)
         tokenizer = Tokenizer(checkpoint.folder, checkpoint.max_sequence_tokens)
         ends = search_rules(checkpoint).end_ids
         grammars = Grammars(tokenizer.huggingface, checkpoint.target_vocab_size, ends)
@@ -123,6 +124,8 @@ class GenerationService:
         engine = Engine(scheduler, executor, stats)
         engine.start()
         _log_loaded(checkpoint, config, runner, seconds=time.monotonic() - began)
+        for note in checkpoint_notes(checkpoint, _task_of(checkpoint), runner.max_sequence_tokens):
+            _log.warning("%s", note)
         defaults = search_defaults(checkpoint, runner.max_sequence_tokens)
         parts = admission, scheduler, engine, executor, runner
         return cls(checkpoint, intake, grammars, defaults, *parts)

@@ -132,7 +132,7 @@ class TritonPythonModel:
         config = engine_config(model_config)
         log_to_server(args["model_name"], args["model_version"], config.log_level)
         # before the engine's thread starts: an error after that would leave the thread running
-        checkpoint = Checkpoint.open(pb_utils.get_model_dir())
+        checkpoint = _open_checkpoint(config)
         task = config.task or checkpoint.task
         check_server_settings(model_config, task)
         checkpoint.check_task(task)
@@ -243,11 +243,16 @@ def _load_service(
     return Service.load(folder, config, stats, gpu=gpu, isolated=True)
 
 
+def _open_checkpoint(config: EngineConfig) -> Checkpoint:
+    return Checkpoint.open(pb_utils.get_model_dir(), ignore_config_fields=config.ignored_fields)
+
+
 def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
     given = config.as_dict()
     log_to_server(given["name"], Path(pb_utils.get_model_dir()).name)
-    checkpoint = Checkpoint.open(pb_utils.get_model_dir())
-    task = engine_config(given).task or checkpoint.task
+    settings = engine_config(given)
+    checkpoint = _open_checkpoint(settings)
+    task = settings.task or checkpoint.task
     checkpoint.check_task(task)
     inputs, outputs = tensors_of(task, checkpoint)
     # what the user wrote stays; initialize checks it

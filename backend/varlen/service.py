@@ -86,7 +86,7 @@ class Service:
             ConfigError: a setting does not fit the checkpoint.
         """
         began = time.monotonic()
-        checkpoint = Checkpoint.open(folder)
+        checkpoint = Checkpoint.open(folder, ignore_config_fields=config.ignored_fields)
         with ExitStack() as opened:
             workers = load_workers(checkpoint, config, stats, gpu=gpu, isolated=isolated)
             executor = workers.new_executor()
@@ -120,7 +120,7 @@ class Service:
         engine = Engine(scheduler, executor, stats)
         engine.start()
         _log_loaded(info, time.monotonic() - began)
-        for note in checkpoint_notes(checkpoint, info.task):
+        for note in checkpoint_notes(checkpoint, info.task, info.max_sequence_tokens):
             _log.warning("%s", note)
         cache = _response_cache(config, engine, info)
         return cls(checkpoint, intake, admission, engine, executor, workers, info, cache)

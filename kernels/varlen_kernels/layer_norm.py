@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.checks import check_rows, check_vector, check_width
+from varlen_kernels.checks import check_dtype, check_out, check_rows, check_vector, check_width
 from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.rows import (
     add_rows,
@@ -106,7 +106,7 @@ def add_layer_norm(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    out = torch.empty_like(x) if out is None else out
+    out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
     _launch("add_layer_norm", x, weight, bias, eps, out, residual=residual)
     return out
 
@@ -119,7 +119,7 @@ def layer_norm(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    out = torch.empty_like(x) if out is None else out
+    out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
     _launch("layer_norm", x, weight, bias, eps, out)
     return out
 
@@ -138,7 +138,7 @@ def residual_layer_norm(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    total, normed = out or (torch.empty_like(x), torch.empty_like(x))
+    total, normed = out or (torch.empty_like(x), torch.empty_like(x, dtype=weight.dtype))
     _launch("residual_layer_norm", x, weight, bias, eps, normed, residual=residual, sum_out=total)
     return total, normed
 
@@ -155,7 +155,9 @@ def _launch(
     sum_out: Tensor | None = None,
 ) -> None:
     """Check the arguments of `op` and launch the kernel."""
-    check_rows(x, residual=residual, sum_out=sum_out, out=out)
+    check_rows(x, residual=residual, sum_out=sum_out)
+    check_dtype(weight=weight)
+    check_out(out, x.shape, weight.dtype)
     tokens, hidden = x.shape
     check_width(hidden)
     check_vector(hidden, weight=weight, bias=bias)

@@ -75,7 +75,7 @@ def add_layer_norm(
     eps: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return layer_norm(x + residual) * weight + bias, `[tokens, hidden]`.
+    """Return layer_norm(x + residual) * weight + bias, `[tokens, hidden]` in the weight's dtype.
 
     Args:
         x, residual: `[tokens, hidden]`, one dtype.
@@ -83,9 +83,9 @@ def add_layer_norm(
         eps: added to the variance.
     """
     if out is None:
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, dtype=weight.dtype)
     for rows in row_slices(len(x)):
-        total = torch.add(x[rows], residual[rows], out=out[rows])
+        total = torch.add(x[rows].to(out.dtype), residual[rows], out=out[rows])
         out[rows] = F.layer_norm(total, weight.shape, weight, bias, eps)
     return out
 
@@ -93,7 +93,9 @@ def add_layer_norm(
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, out: Tensor | None = None
 ) -> Tensor:
-    """Return the layer norm of each token, times weight plus bias: `[tokens, hidden]`.
+    """Return each token's layer norm, times weight plus bias: `[tokens, hidden]`.
+
+    The result has the dtype of the weight.
 
     Args:
         x: `[tokens, hidden]`.
@@ -101,9 +103,9 @@ def layer_norm(
         eps: added to the variance.
     """
     if out is None:
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, dtype=weight.dtype)
     for rows in row_slices(len(x)):
-        out[rows] = F.layer_norm(x[rows], weight.shape, weight, bias, eps)
+        out[rows] = F.layer_norm(x[rows].to(out.dtype), weight.shape, weight, bias, eps)
     return out
 
 
@@ -118,19 +120,23 @@ def residual_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return x + residual, which is the next sublayer's residual, and its layer norm: both `[tokens, hidden]`.
 
+    The norm has the dtype of the weight.
+
     Args:
         x, residual: `[tokens, hidden]`, one dtype.
         weight, bias: `[hidden]`. None for the bias: it is not added.
         eps: added to the variance.
         out: the sum, which may be `residual`, and the norm, which may be `x`.
     """
-    total, normed = out or (torch.empty_like(x), torch.empty_like(x))
+    total, normed = out or (torch.empty_like(x), torch.empty_like(x, dtype=weight.dtype))
     torch.add(x, residual, out=total)
     return total, layer_norm(total, weight, bias, eps=eps, out=normed)
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None) -> Tensor:
     """Return each token divided by its root mean square, times weight: `[tokens, hidden]`.
+
+    The result has the dtype of the weight.
 
     Args:
         x: `[tokens, hidden]`.
@@ -140,7 +146,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
     Source: Zhang, Sennrich 2019, arXiv:1910.07467.
     """
     if out is None:
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, dtype=weight.dtype)
     write_rms_norm(x, weight, eps, out)
     return out
 
@@ -155,6 +161,8 @@ def residual_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return x + residual, which is the next sublayer's residual, and its RMS norm: both `[tokens, hidden]`.
 
+    The norm has the dtype of the weight.
+
     Args:
         x, residual: `[tokens, hidden]`, one dtype.
         weight: `[hidden]`.
@@ -163,7 +171,7 @@ def residual_rms_norm(
 
     Source: Zhang, Sennrich 2019, arXiv:1910.07467.
     """
-    total, normed = out or (torch.empty_like(x), torch.empty_like(x))
+    total, normed = out or (torch.empty_like(x), torch.empty_like(x, dtype=weight.dtype))
     torch.add(x, residual, out=total)
     return total, rms_norm(total, weight, eps=eps, out=normed)
 
@@ -177,4 +185,4 @@ def write_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         torch.mul(x, scale, out=out).mul_(weight)
         return
     for rows in row_slices(len(x)):
-        out[rows] = F.rms_norm(x[rows], weight.shape, weight, eps)
+        out[rows] = F.rms_norm(x[rows].to(out.dtype), weight.shape, weight, eps)

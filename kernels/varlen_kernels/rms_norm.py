@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.checks import check_rows, check_vector, check_width
+from varlen_kernels.checks import check_dtype, check_out, check_rows, check_vector, check_width
 from varlen_kernels.dependent_launch import dependent_launch, wait_for_kernels
 from varlen_kernels.rows import (
     add_rows,
@@ -69,7 +69,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    out = torch.empty_like(x) if out is None else out
+    out = torch.empty_like(x, dtype=weight.dtype) if out is None else out
     _launch("rms_norm", x, None, weight, eps, None, out)
     return out
 
@@ -87,7 +87,7 @@ def residual_rms_norm(
     Raises:
         ValueError: shapes or dtypes disagree, rows are not contiguous, or hidden is over MAX_ROW.
     """
-    total, normed = out or (torch.empty_like(x), torch.empty_like(x))
+    total, normed = out or (torch.empty_like(x), torch.empty_like(x, dtype=weight.dtype))
     _launch("residual_rms_norm", x, residual, weight, eps, total, normed)
     return total, normed
 
@@ -102,7 +102,9 @@ def _launch(
     out: Tensor,
 ) -> None:
     """Check the arguments of `op` and launch the kernel."""
-    check_rows(x, residual=residual, sum_out=sum_out, out=out)
+    check_rows(x, residual=residual, sum_out=sum_out)
+    check_dtype(weight=weight)
+    check_out(out, x.shape, weight.dtype)
     tokens, hidden = x.shape
     check_width(hidden)
     check_vector(hidden, weight=weight)

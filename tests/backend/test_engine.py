@@ -563,7 +563,7 @@ def test_the_thread_survives_a_reply_that_raises_while_the_queue_is_failed(start
 
 
 ROWS = st.lists(st.lists(st.integers(0, 13), min_size=1, max_size=9), min_size=1, max_size=4)
-POLICIES = st.sampled_from(["none", "fifo", "token_budget", "shortest_first"])
+POLICIES = st.sampled_from(["none", "fifo", "token_budget", "dp"])
 SLOTS = st.sampled_from([1, 2, 4])
 ACTIONS = st.lists(
     st.one_of(

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from tests.checkpoints import set_fields
 from tests.closeness import assert_close, encoder_roundings
 from tests.threads import run_in_threads
 from varlen import service, shared_memory
@@ -807,7 +808,7 @@ def test_a_load_error_names_no_path(load, pb_utils, tmp_path):
 def test_an_unexpected_load_error_goes_to_the_log_alone(
     load, complete, server_model, pb_utils, small_bert, monkeypatch
 ):
-    def fail(folder):
+    def fail(folder, **settings):
         raise OSError(5, "Input/output error", str(folder))
 
     monkeypatch.setattr(server_model.Checkpoint, "open", fail)
@@ -892,6 +893,15 @@ def test_a_completed_configuration_loads(complete, small_bert, load):
     completed = complete(small_bert, EMPTY)
 
     assert load(given=completed).is_ready()
+
+
+def test_auto_complete_and_load_leave_out_the_fields_that_the_owner_names(complete, folder, load):
+    set_fields(folder, "config.json", is_decoder=True)
+    parameters = {"ignore_config_fields": {"string_value": "is_decoder"}}
+
+    completed = complete(folder, {**EMPTY, "parameters": parameters})
+
+    assert load(folder, completed).is_ready()
 
 
 def test_auto_complete_follows_the_task(complete, make_checkpoint):

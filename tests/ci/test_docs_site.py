@@ -1,5 +1,6 @@
 """The documentation site has every page, and its pages load nothing from other hosts."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -16,27 +17,69 @@ from tests.ci.scripts import PROJECT, load_script
 docs_site = load_script("docs_site")
 
 
-def test_a_link_or_an_anchor_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a site with two broken links, and what `mkdocs` says about it."""
+    folder = tmp_path_factory.mktemp("project")
     for name in ("mkdocs.yml", "Makefile", *docs_site.ROOT_FILES):
-        shutil.copy(PROJECT / name, tmp_path)
+        shutil.copy(PROJECT / name, folder)
     for name in ("docs", ".ci"):
-        shutil.copytree(PROJECT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.csv"))
-    with (tmp_path / "docs/index.md").open("a") as page:
+        shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("*.csv"))
+    with (folder / "docs/index.md").open("a") as page:
         page.write("\n[no page](no_page.md) [no heading](wire.md#no-heading)\n")
     command = re.search(r"mkdocs (build.*)$", (PROJECT / "Makefile").read_text(), re.MULTILINE)
     assert command
 
     run = subprocess.run(
         [sys.executable, "-m", "mkdocs", *command[1].split()],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
 
     assert run.returncode
-    assert "link 'no_page.md', but the target is not found" in run.stderr
-    assert "'wire.md#no-heading'" in run.stderr
+    return folder / "site", run.stderr
+
+
+def test_a_link_or_an_anchor_that_leads_nowhere_fails_the_build(build: tuple[Path, str]) -> None:
+    _, said = build
+
+    assert "link 'no_page.md', but the target is not found" in said
+    assert "'wire.md#no-heading'" in said
+
+
+def test_the_search_ranks_decisions_below_all_other_pages(build: tuple[Path, str]) -> None:
+    site, _ = build
+    index = json.loads((site / "search/search_index.json").read_text())
+
+    boosts = {each["location"].partition("#")[0]: each.get("boost", 1) for each in index["docs"]}
+
+    decisions = {page: boost for page, boost in boosts.items() if page.startswith("decisions/")}
+    assert len(decisions) > 30
+    assert set(decisions.values()) == {docs_site.DECISION_BOOST}
+    assert {boosts[page] for page in boosts.keys() - decisions.keys()} == {1}
+    # the boost of a page multiplies the boost of a field: a match in the title of a decision and in a text
+    fields = index["config"]["fields"]
+    assert fields["title"]["boost"] * docs_site.DECISION_BOOST < fields["text"]["boost"] / 100
+
+
+def test_tables_with_long_cells_name_the_column_of_each_cell(build: tuple[Path, str]) -> None:
+    site, _ = build
+
+    inputs = (site / "wire.html").read_text().partition("<table data-stacked>")[2]
+    row = inputs.partition("<tbody>")[2].partition("</tr>")[0]
+    labels = re.findall('<td data-label="(.*?)">', row)
+
+    assert labels == ["input", "type", "shape", "tasks", "meaning"]
+
+
+def test_a_table_of_short_cells_stays_as_it_is() -> None:
+    head = "<table>\n<thead>\n<tr>\n<th>load</th>\n<th>p99</th>\n</tr>\n</thead>"
+    table = f"{head}\n<tbody>\n<tr>\n<td>0.6</td>\n<td>12 ms</td>\n</tr>\n</tbody>\n</table>"
+
+    assert docs_site.on_page_content(f"<p></p>{table}") == f"<p></p>{table}"
+    assert 'data-label="p99"' in docs_site.on_page_content(table.replace("12 ms", "slow " * 20))
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ _RUN = re.compile(r"^    typer\.run\((\w+)\)$", re.MULTILINE)
 # Commands of others, and of the server.
 OTHERS = {
     *("curl", "docker", "pip", "printf", "tritonserver", "perf_analyzer", ".ci/run", ".", "cd"),
-    "text-embeddings-router",
+    *("text-embeddings-router", "genai-perf", "aiperf"),
 }
-# Options of tritonserver, of Docker, of pytest, of vLLM's and the server's frontends, and of TEI.
+# Options of tritonserver, of Docker, of pytest, of vLLM's and the server's frontends, of TEI, and of load generators.
 OTHER_OPTIONS = {
     *("--exit-timeout-secs", "--disable-auto-complete-config", "--http-port", "--exit-on-error"),
     *("--shm-size", "--gpus", "--generation-config", "--backend"),
@@ -43,6 +43,10 @@ OTHER_OPTIONS = {
     *("--max-concurrent-requests", "--auto-truncate", "--hostname"),
     *("--tokenization-workers", "--payload-limit", "--cors-allow-origin", "--served-model-name"),
     *("--otlp-endpoint", "--prometheus-port", "--default-prompt", "--default-prompt-name"),
+    # of perf_analyzer, genai-perf and aiperf
+    *("--async", "--streaming", "--shape", "--input-data", "--string-data", "--request-parameter"),
+    *("--concurrency-range", "--request-count", "--concurrency", "--endpoint-type", "--tokenizer"),
+    *("--batch-size-text", "--output-tokens-mean", "--synthetic-input-tokens-mean", "--ui"),
 }
 # Names that begin like metrics and are none.
 PACKAGES = {"varlen_bench", "varlen_client", "varlen_kernels", "varlen_tools"}

@@ -204,6 +204,27 @@ def test_residual_layer_norm_returns_the_sum_and_its_norm(tokens, hidden, dtype)
     check(normed, layer_norm64(f64(x) + f64(residual), f64(weight), f64(bias), 1e-3), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_norms_with_fp32_weights_are_fp32(dtype):
+    # more rows than one step of the ops has
+    x, residual = rand(300, 100, dtype=dtype), rand(300, 100, dtype=dtype, seed=1)
+    weight, bias = rand(100, seed=2), rand(100, seed=3)
+
+    added = reference.add_layer_norm(x, residual, weight, bias, eps=1e-3)
+    normed = reference.layer_norm(x, weight, bias, eps=1e-3)
+    total, normed_sum = reference.residual_layer_norm(x, residual, weight, bias, eps=1e-3)
+    scaled = reference.rms_norm(x, weight, eps=1e-3)
+    _, scaled_sum = reference.residual_rms_norm(x, residual, weight, eps=1e-3)
+
+    assert total.dtype == dtype
+    vectors = f64(weight), f64(bias)
+    check(added, layer_norm64(f64(x) + f64(residual), *vectors, 1e-3), torch.float32)
+    check(normed, layer_norm64(f64(x), *vectors, 1e-3), torch.float32)
+    check(normed_sum, layer_norm64(f64(total), *vectors, 1e-3), torch.float32)
+    check(scaled, rms_norm64(f64(x), f64(weight), 1e-3), torch.float32)
+    check(scaled_sum, rms_norm64(f64(total), f64(weight), 1e-3), torch.float32)
+
+
 @DTYPES
 @SIZES
 def test_embed_adds_positions_to_tokens(tokens, hidden, dtype):

@@ -12,7 +12,8 @@ from varlen import Encoder
 from varlen_tools.local_server import LocalServer
 
 from .clients import Client, GrpcClient, HttpClient
-from .serving import add_model
+from .serving import add_model, load_all
+from .task_models import TASK_MODELS, fetch_task_model, save_task_model
 
 # Loaded at start; the others wait for a test to load them.
 LOADED = ("minilm", "classifier", "tagger", "encoder", "slow", "capped")
@@ -86,6 +87,24 @@ def server(repository: Path) -> Iterator[LocalServer]:
     with LocalServer(repository, arguments=arguments) as running:
         running.wait_ready()
         yield running
+
+
+@pytest.fixture(scope="session")
+def task_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The checkpoints of `TASK_MODELS`."""
+    folder = tmp_path_factory.mktemp("tasks")
+    return {name: save_task_model(folder, name) for name in TASK_MODELS}
+
+
+@pytest.fixture(scope="session")
+def task_server(
+    server: LocalServer, repository: Path, task_checkpoints: dict[str, Path]
+) -> LocalServer:
+    """The server with `TASK_MODELS`, which stay loaded."""
+    for name, task in TASK_MODELS.items():
+        fetch_task_model(task_checkpoints[name], repository, name, task)
+    load_all(server, TASK_MODELS)
+    return server
 
 
 @pytest.fixture(scope="session")

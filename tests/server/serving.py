@@ -6,7 +6,9 @@ import os
 import re
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,12 @@ def load(server: LocalServer, model: str, config: Mapping[str, Any] | None = Non
     parameters = {} if config is None else {"parameters": {"config": json.dumps(config)}}
     status, answer = http_call(server, "POST", f"/v2/repository/models/{model}/load", parameters)
     return None if status == 200 else str(answer["error"])
+
+
+def load_all(server: LocalServer, models: Collection[str]) -> None:
+    """Load several models at once; fail the test if one cannot be loaded."""
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(partial(load, server), models)) == [None] * len(models)
 
 
 def unload(server: LocalServer, model: str) -> None:

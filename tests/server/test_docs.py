@@ -5,25 +5,19 @@ import shlex
 import threading
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
 import uvicorn
-from sentence_transformers import MultiVectorEncoder, SparseEncoder
-from sentence_transformers.base.modules import Normalize, Transformer
-from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from typer.testing import CliRunner
 
-from tests.checkpoints import WORDS, add_mask, save_checkpoint
 from tests.docs.pages import Block, blocks, commands
 from varlen_client.cli import app
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_tools.local_server import LOOPBACK, LocalServer, reserved_port
 
-from .serving import TIMEOUT_SECONDS, add_model, load, unload, wait_until
+from .serving import TIMEOUT_SECONDS, wait_until
 
 TASK_PAGES = (
     "embeddings",
@@ -40,22 +34,10 @@ TASK_PAGES = (
 PAGES = ("README.md", *(f"docs/{name}.md" for name in ("start", "migration", *TASK_PAGES)))
 # Models of the pages that the shared server has under other names.
 STAND_INS = {
-    "sentiment": "classifier",
-    "states": "encoder",
     "e5": "minilm",
     "my_model": "minilm",
     "en-de": "tiny_dates",
 }
-# Models of the pages that are loaded for them, by the class that saves them.
-LOADED = {
-    "reranker": "BertForSequenceClassification",
-    "splade": "BertForMaskedLM",
-    "colbert": "BertModel",
-    "bert": "BertForMaskedLM",
-    "tiny_gpt2": "GPT2LMHeadModel",
-    "tiny_dates": "MarianMTModel",
-}
-ENCODERS = ("reranker", "splade", "bert", "colbert")
 # The model of a gateway that serves one, by the path of a request without `model`.
 MODEL_OF_PATH = {"/embed": "minilm", "/rerank": "reranker"}
 
@@ -70,48 +52,12 @@ OPTIONAL_PACKAGES = ("langchain_openai", "llama_index")
 
 
 @pytest.fixture(scope="module")
-def folders(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints by model."""
-    folder = tmp_path_factory.mktemp("pages")
-    saved = {}
-    for name, kind in LOADED.items():
-        words = {"words": WORDS} if name in ENCODERS else {}
-        labels = {"num_labels": 1} if name == "reranker" else {}
-        saved[name] = save_checkpoint(folder / name, kind, **words, **labels)
-    add_mask(saved["bert"])
-    # with modules, whose task is sparse_embed
-    SparseEncoder(str(saved["splade"]), device="cpu").save_pretrained(str(folder / "modules"))
-    stack = [Transformer(str(saved["colbert"])), MultiVectorMask(), Normalize("token_embeddings")]
-    late = MultiVectorEncoder(modules=stack, device="cpu")
-    late.save_pretrained(str(folder / "late"))
-    return saved | {
-        "minilm": minilm,
-        "splade": folder / "modules",
-        "colbert": folder / "late",
-    }
-
-
-@pytest.fixture(scope="module")
-def server(
-    server: LocalServer, repository: Path, folders: dict[str, Path]
-) -> Iterator[LocalServer]:
-    """The shared server with the models of the pages."""
-    for name in LOADED:
-        task = {"task": "fill_mask"} if name == "bert" else {}
-        add_model(repository, name, folders[name], **task)
-    with ThreadPoolExecutor() as pool:
-        assert list(pool.map(partial(load, server), LOADED)) == [None] * len(LOADED)
-        yield server
-        list(pool.map(partial(unload, server), LOADED))
-
-
-@pytest.fixture(scope="module")
-def gateway(server: LocalServer) -> Iterator[str]:
+def gateway(task_server: LocalServer) -> Iterator[str]:
     """The address of a gateway before the server."""
     # free again for uvicorn, which shares no port
     with reserved_port() as port:
         pass
-    app = create_app(GatewaySettings(url=server.grpc_url))
+    app = create_app(GatewaySettings(url=task_server.grpc_url))
     running = uvicorn.Server(uvicorn.Config(app, host=LOOPBACK, port=port, log_level="warning"))
     thread = threading.Thread(target=running.run)
     thread.start()
@@ -140,16 +86,16 @@ def at(server: LocalServer, gateway: str, text: str) -> str:
 
 @pytest.mark.parametrize("block", blocks("sh", pages=PAGES), ids=str)
 def test_commands_and_requests_are_answered(
-    block: Block, server: LocalServer, gateway: str
+    block: Block, task_server: LocalServer, gateway: str
 ) -> None:
     done = 0
     for command in commands(block):
-        words = shlex.split(at(server, gateway, shlex.join(command)))
+        words = shlex.split(at(task_server, gateway, shlex.join(command)))
         name = Path(words[0]).name
         if name == "printf":
             Path(words[3]).write_text(words[1].encode().decode("unicode_escape"))
         elif name == "varlen" and words[1] not in NOT_RUN_OF_VARLEN:
-            run = CliRunner().invoke(app, [*words[1:], "--url", server.grpc_url])
+            run = CliRunner().invoke(app, [*words[1:], "--url", task_server.grpc_url])
             assert run.exit_code == 0, run.output
             # a random model may end its answer at once
             assert run.output
@@ -163,14 +109,12 @@ def test_commands_and_requests_are_answered(
 
 @pytest.mark.parametrize("block", blocks("python", pages=PAGES), ids=str)
 def test_python_runs(
-    block: Block, server: LocalServer, gateway: str, folders: dict[str, Path]
+    block: Block, task_server: LocalServer, gateway: str, repository: Path
 ) -> None:
     for package in OPTIONAL_PACKAGES:
         if package in block.code:
             pytest.importorskip(package)
-    code = at(server, gateway, block.code)
-    for name, folder in folders.items():
-        code = code.replace(f"model_repository/{name}/1", str(folder))
+    code = at(task_server, gateway, block.code).replace("model_repository/", f"{repository}/")
 
     exec(compile(code, str(block), "exec"), {})
 

@@ -1,5 +1,6 @@
 """Loading and unloading while the server runs, and refused configurations."""
 
+import shutil
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints import set_fields
 from tests.closeness import assert_close
 from varlen_tools.local_server import LOOPBACK, LocalServer
 
@@ -116,6 +118,29 @@ def test_a_load_error_names_no_path(
     assert reason is not None
     assert "config.json" in reason
     _check_no_path(reason)
+
+
+def test_fields_of_a_checkpoint_are_ignored_where_nothing_reads_them_or_the_owner_says_so(
+    server: LocalServer, grpc_client: GrpcClient, tmp_path: Path
+) -> None:
+    source = server.model_repository / "spare/1"
+    folder = shutil.copytree(source.resolve(), tmp_path / "checkpoint")
+    set_fields(folder, "config.json", tie_weights_=True, is_decoder=True)
+    add_model(server.model_repository, "fields", folder)
+    config = _with_parameters(ignore_config_fields="is_decoder", dtype="fp32", threads="1")
+    try:
+        reason = load(server, "fields")
+        assert "has is_decoder true; allowed: false (the setting ignore_config_fields" in str(
+            reason
+        )
+
+        assert load(server, "fields", config | {"name": "fields"}) is None
+        assert load(server, "spare") is None
+        answers = [grpc_client.infer(name, texts("word1 word2")) for name in ("fields", "spare")]
+        assert_close(answers[0], answers[1], roundings=1)
+    finally:
+        unload(server, "fields")
+        unload(server, "spare")
 
 
 def test_a_model_may_ignore_the_timeout_of_requests(

@@ -1,41 +1,118 @@
-"""NVIDIA's load generator against the server, over both protocols, with texts of every length."""
+"""NVIDIA's load generator against models of every task, over both protocols."""
 
 import json
 import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from varlen_tools.fetch import fetch
+from varlen.tasks import ITERATIVE_TASKS
 from varlen_tools.local_server import LOOPBACK, LocalServer, find_command
+from varlen_tools.model_config import Inputs
 
-from .serving import TIMEOUT_SECONDS, load, outcomes, unload
+from .serving import TIMEOUT_SECONDS, load_all, model_state, outcomes, unload, wait_until
+from .task_models import TASK_MODELS, fetch_task_model
 
 REQUESTS = 60
-# Random integers are not valid token ids, so it sends zeros, in rows of one length.
-IDS_OPTIONS = ["--shape", "input_ids:16", "--input-data", "zero"]
+FEW_REQUESTS = 10
+# perf_analyzer asks a model that may stream only in this way.
+STREAM = ("-i", "grpc", "--async", "--streaming")
+BOTH = (("-i", "grpc"), ("-i", "http"))
+PROMPTS = ("--input-data", "prompts.json")
+
+# Models with inputs of one kind, beside those of `TASK_MODELS`: token ids, prompts that stream, and
+# source texts that get one response each.
+ONE_KIND = ("only_ids", "only_prompts", "only_sources")
+# Options by model, beside its protocols. Random texts hold no mask, and random integers are no token ids.
+DATA = {
+    "bert": ("--string-data", "the [MASK]"),
+    "only_ids": ("--shape", "input_ids:16", "--input-data", "zero"),
+    # options and messages are inputs, for which there is no random data
+    "tiny_gpt2": PROMPTS,
+    "tiny_dates": PROMPTS,
+}
+STREAMING = ("tiny_gpt2", "tiny_dates", "only_prompts")
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_perf_analyzer_gets_an_answer_to_every_request(
-    server: LocalServer, tmp_path: Path, protocol: str
+@pytest.fixture(scope="module")
+def models(
+    task_server: LocalServer, repository: Path, task_checkpoints: dict[str, Path]
+) -> Iterator[LocalServer]:
+    """The shared server with `TASK_MODELS` and `ONE_KIND`."""
+
+    def add(name: str, source: str, inputs: Inputs) -> Path:
+        return fetch_task_model(
+            task_checkpoints[source], repository, name, TASK_MODELS[source], inputs
+        )
+
+    add("only_ids", "embedder", Inputs.ids)
+    add("only_prompts", "tiny_gpt2", Inputs.text)
+    config = add("only_sources", "tiny_dates", Inputs.text) / "config.pbtxt"
+    config.write_text(config.read_text().replace("decoupled: true", "decoupled: false"))
+    load_all(task_server, ONE_KIND)
+    yield task_server
+    for name in ONE_KIND:
+        unload(task_server, name)
+    # `varlen status`, which another test runs, reports a server that unloads a model as not ready
+    gone = {"UNAVAILABLE"}
+    wait_until(lambda: {model_state(task_server, name) for name in ONE_KIND} == gone, "unloaded")
+
+
+def test_a_model_of_each_task_answers_what_perf_analyzer_makes(
+    models: LocalServer, tmp_path: Path
+) -> None:
+    prompts = [{"text_input": ["the cat"]}, {"text_input": ["a river"]}]
+    (tmp_path / "prompts.json").write_text(json.dumps({"data": prompts}))
+    names = (*TASK_MODELS, *ONE_KIND)
+    calls = [
+        (name, protocol)
+        for name in names
+        for protocol in ((STREAM,) if name in STREAMING else BOTH)
+    ]
+
+    def run(call: tuple[str, tuple[str, ...]]) -> str:
+        name, protocol = call
+        few = ("--request-count", str(FEW_REQUESTS), "-s", "999")
+        return run_perf_analyzer(models, name, tmp_path, *protocol, *few, *DATA.get(name, ()))
+
+    before = {name: outcomes(models, name) for name in names}
+    with ThreadPoolExecutor(max_workers=len(calls)) as pool:
+        errors = dict(zip(calls, pool.map(run, calls), strict=True))
+
+    assert errors == dict.fromkeys(calls, "")
+    assert {task for name, task in TASK_MODELS.items() if name in DATA} == {
+        "fill_mask",
+        *ITERATIVE_TASKS,
+    }
+    for name in names:
+        after = outcomes(models, name)
+        sent = sum(name == called for called, _ in calls) * FEW_REQUESTS
+        assert after["ok"] - before[name]["ok"] >= sent
+        assert after | {"ok": 0} == before[name] | {"ok": 0}
+
+
+@pytest.mark.parametrize("protocol", BOTH, ids=lambda options: options[1])
+def test_every_request_of_a_file_of_input_data_is_answered(
+    server: LocalServer, tmp_path: Path, protocol: tuple[str, ...]
 ) -> None:
     data = [{"text": {"content": ["word " * count], "shape": [1]}} for count in (1, 3, 10, 40, 200)]
     (tmp_path / "texts.json").write_text(json.dumps({"data": data}))
     before = outcomes(server, "minilm")
-    port = server.grpc_port if protocol == "grpc" else server.http_port
 
-    command = [
-        find_command("perf_analyzer"),
-        *("-m", "minilm", "-b", "1", "-i", protocol, "-u", f"{LOOPBACK}:{port}"),
-        *("--input-data", "texts.json", "--concurrency-range", "4"),
+    error = run_perf_analyzer(
+        server,
+        "minilm",
+        tmp_path,
+        *protocol,
+        *("-b", "1", "--input-data", "texts.json", "--concurrency-range", "4"),
         # one window of REQUESTS requests, stable or not
         *("--request-count", str(REQUESTS), "-s", "999"),
         *("--profile-export-file", "profile.json"),
-    ]
-    run = run_perf_analyzer(command, tmp_path, server, "minilm")
+    )
 
-    assert run.returncode == 0, run.stdout + run.stderr
+    assert error == ""
     (experiment,) = json.loads((tmp_path / "profile.json").read_text())["experiments"]
     assert len(experiment["requests"]) >= REQUESTS
     assert all(request["response_timestamps"] for request in experiment["requests"])
@@ -44,39 +121,12 @@ def test_perf_analyzer_gets_an_answer_to_every_request(
     assert after | {"ok": 0} == before | {"ok": 0}
 
 
-@pytest.mark.parametrize("inputs, options", [("text", []), ("ids", IDS_OPTIONS)])
-def test_a_model_with_inputs_of_one_kind_needs_no_input_data(
-    server: LocalServer,
-    repository: Path,
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    inputs: str,
-    options: list[str],
-) -> None:
-    """With all inputs optional, perf_analyzer asks for input data before it sends anything."""
-    model = f"only_{inputs}"
-    settings = {"device": "cpu", "warmup_seconds": "0"}
-    checkpoint = str(checkpoints["encoder"])
-    fetch(checkpoint, repository=repository, name=model, inputs=inputs, settings=settings)
-    assert load(server, model) is None
-    command = [find_command("perf_analyzer"), "-m", model, "-i", "grpc"]
-    command += ["-u", f"{LOOPBACK}:{server.grpc_port}", *options]
-    command += ["--request-count", str(REQUESTS), "-s", "999"]
-
-    run = run_perf_analyzer(command, tmp_path, server, model)
-
-    assert run.returncode == 0, run.stdout + run.stderr
-    after = outcomes(server, model)
-    assert after["ok"] >= REQUESTS
-    assert after == dict.fromkeys(after, 0) | {"ok": after["ok"]}
-    unload(server, model)
-
-
-def run_perf_analyzer(
-    command: list[str], folder: Path, server: LocalServer, model: str
-) -> subprocess.CompletedProcess[str]:
+def run_perf_analyzer(server: LocalServer, model: str, folder: Path, *options: str) -> str:
+    """Return what perf_analyzer prints if it fails; empty if it does not fail."""
+    port = server.http_port if "http" in options else server.grpc_port
+    command = [find_command("perf_analyzer"), "-m", model, "-u", f"{LOOPBACK}:{port}", *options]
     try:
-        return subprocess.run(
+        run = subprocess.run(
             command,
             cwd=folder,
             capture_output=True,
@@ -88,3 +138,4 @@ def run_perf_analyzer(
         # `outcomes` fails if the model has not answered a request that reached it
         answered = outcomes(server, model)
         pytest.fail(f"perf_analyzer does not end; the model has answered all it got: {answered}")
+    return run.stdout + run.stderr if run.returncode else ""

@@ -32,7 +32,7 @@ from varlen_bench.serving.repository import write_model
 from varlen_bench.serving.rows import Row
 from varlen_bench.serving.systems import SYSTEMS, Settings, chosen_systems
 from varlen_tools.local_server import ServerError
-from varlen_tools.workloads import uniform_mix
+from varlen_tools.workloads import named_mix
 
 from .conftest import committed_columns, read_csv, save_encoder
 from .virtual_clock import on_virtual_clock
@@ -162,7 +162,7 @@ def test_the_process_answers_a_load_with_its_row_and_embeds(monkeypatch):
 
     monkeypatch.setattr(worker.aio, "InferenceServerClient", lambda address: client)
     handle = worker.start({"address": "127.0.0.1:9", "vocabulary": 9})
-    mix = uniform_mix("short", 40)
+    mix = named_mix("short", 40)
 
     row = row_of("overload", mix, 0.2, seed=0, rate=20.0, max_waiting=99, deadline_ms=60_000)
 
@@ -177,8 +177,8 @@ def test_the_process_answers_a_load_with_its_row_and_embeds(monkeypatch):
     assert "such model" in handle({"model": "bad", "requests": requests})["error"]
 
 
-def settings(checkpoint, names=("varlen-shortest-first",)):
-    systems, mixes = [SYSTEMS[name] for name in names], [uniform_mix("uniform", 40)]
+def settings(checkpoint, names=("varlen-dp",)):
+    systems, mixes = [SYSTEMS[name] for name in names], [named_mix("uniform", 40)]
     options = {"seconds": 1.0, "turns": 1, "peer_batch": 12, "threads": 2, "seed": 0}
     return Settings(checkpoint, systems, mixes, quick=True, **options)
 
@@ -214,12 +214,10 @@ def test_a_repository_holds_a_complete_configuration(system, checkpoint, tmp_pat
 
 
 def test_systems_are_chosen_by_name_and_a_quick_run_leaves_some_out():
-    assert [one.name for one in chosen_systems("varlen-shortest-first", quick=True)] == [
-        "varlen-shortest-first"
-    ]
+    assert [one.name for one in chosen_systems("varlen-dp", quick=True)] == ["varlen-dp"]
     assert chosen_systems("", quick=False) == list(SYSTEMS.values())
     quick = {one.name for one in chosen_systems("", quick=True)}
-    assert {"varlen-shortest-first", "varlen-fifo-padded", "onnxruntime-fp32-single"} <= quick
+    assert {"varlen-dp", "varlen-fifo-padded", "onnxruntime-fp32-single"} <= quick
     assert "transformers-bf16-single" not in quick
 
 
@@ -284,7 +282,7 @@ def test_a_peer_answers_as_we_do(monkeypatch, checkpoint, engine, precision):
 
 CAPACITY = {
     "varlen-token-budget": 20.0,
-    "varlen-shortest-first": 22.0,
+    "varlen-dp": 22.0,
     "transformers-fp32-dynamic": 5.0,
 }
 
@@ -316,7 +314,7 @@ def invoke(checkpoint, monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "serve", serve)
-    analyzed = Row("uniform 5-40", "varlen-shortest-first", "perf_analyzer")
+    analyzed = Row("uniform 5-40", "varlen-dp", "perf_analyzer")
     monkeypatch.setattr(run.perf_analyzer, "measure", lambda *asked: analyzed)
     return lambda *options: CliRunner().invoke(app, ["--model", str(checkpoint), *options])
 
@@ -330,11 +328,9 @@ def test_a_quick_run_appends_rows_of_the_committed_columns(invoke, tmp_path):
     kinds = {name: [row["kind"] for row in rows if row["system"] == name] for name in CAPACITY}
     searched, paired = ["closed", "load", "load", "load", "most", "result"], ["paired"] * 2
     assert kinds["varlen-token-budget"] == [*searched, "closed", *paired]
-    assert kinds["varlen-shortest-first"] == [*searched, "load", "perf_analyzer", *paired]
+    assert kinds["varlen-dp"] == [*searched, "load", "perf_analyzer", *paired]
     assert kinds["transformers-fp32-dynamic"] == searched
-    (result,) = (
-        r for r in rows if r["kind"] == "result" and r["system"] == "varlen-shortest-first"
-    )
+    (result,) = (r for r in rows if r["kind"] == "result" and r["system"] == "varlen-dp")
     # 0.8 of the capacity is sustained, the middle between it and 1.15 of it is not
     assert float(result["sustained"]) == pytest.approx(0.8 * 22)
     assert float(result["cosine_min"]) == pytest.approx(1.0)
@@ -356,12 +352,24 @@ def test_turns_are_in_the_order_a_b_b_a(invoke):
 
     assert done.exit_code == 0, done.output
     rows = [row for row in read_csv("serving.csv") if row["kind"] == "paired"]
-    order = ["varlen-token-budget", "varlen-shortest-first"]
+    order = ["varlen-token-budget", "varlen-dp"]
     assert [row["system"] for row in rows] == order * 2 + order[::-1] * 2
     assert [row["turn"] for row in rows] == ["0"] * 4 + ["1"] * 4
     assert [float(row["offered"]) for row in rows] == pytest.approx([12, 12, 16, 16] * 2)
-    assert "short_shortest_first_mean_vs_token_budget=1 " in done.stdout.splitlines()[-1]
+    assert "short_dp_mean_vs_token_budget=1 " in done.stdout.splitlines()[-1]
     assert Path("serving-paired.html").is_file()
+
+
+def test_more_than_two_systems_take_turns(invoke):
+    names = ["varlen-token-budget", "varlen-dp", "varlen-none"]
+    done = invoke(
+        *("--paired", "2", "--lengths", "mixed", "--only", ",".join(names)),
+        *("--output", "serving.csv"),
+    )
+
+    assert done.exit_code == 0, done.output
+    rows = [row for row in read_csv("serving.csv") if row["kind"] == "paired"]
+    assert [row["system"] for row in rows] == names * 2 + names[::-1] * 2
 
 
 def test_an_older_commit_is_compared_beside_other_work(invoke):
@@ -372,7 +380,7 @@ def test_an_older_commit_is_compared_beside_other_work(invoke):
 
     assert done.exit_code == 0, done.output
     rows = [row for row in read_csv("serving.csv") if row["kind"] == "paired"]
-    assert [row["system"] for row in rows] == ["varlen-before", "varlen-shortest-first"] * 2
+    assert [row["system"] for row in rows] == ["varlen-before", "varlen-dp"] * 2
     assert {row["note"] for row in rows} == {"beside half a busy core"}
     assert "short_mean_vs_before=1 " in done.stdout.splitlines()[-1]
 
@@ -425,7 +433,7 @@ error: creating server"""
         raise ServerError(f"the server ended with exit code 1\n{log}")
 
     monkeypatch.setattr(server, "LocalServer", no_server)
-    names = ["varlen-shortest-first", "transformers-fp32-single"]
+    names = ["varlen-dp", "transformers-fp32-single"]
     (ours,), (theirs,) = parts_of(settings(checkpoint, names), tmp_path)
 
     assert [ours["system"], theirs["system"]] == names

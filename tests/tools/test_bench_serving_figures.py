@@ -25,7 +25,7 @@ from varlen_bench.serving.systems import (
     SYSTEMS,
     TOKEN_BUDGET,
 )
-from varlen_tools.workloads import Mix, uniform_mix
+from varlen_tools.workloads import Mix, named_mix
 
 UNIFORM, SHORT = Mix("uniform", "uniform 5-500", (5,)), Mix("short", "uniform 2-100", (2,))
 RUN = Provenance("2026-01-01T00:00:00Z", "abc", "a <fast> cpu x2", 2, "python=3.11", "python -m x")
@@ -136,12 +136,10 @@ def test_only_a_peer_that_cannot_be_the_best_is_searched_less():
 
 def test_a_row_has_what_the_system_counted_once_all_answers_are_in_its_metrics(monkeypatch):
     requests, tokens = (
-        'varlen_requests_total{model="varlen-shortest-first"} ',
+        'varlen_requests_total{model="varlen-dp"} ',
         "varlen_tokens_total",
     )
-    pages = [
-        f'{requests}{n}\n{tokens}{{model="varlen-shortest-first"}} {n * 9}\n' for n in (5, 5, 8, 11)
-    ]
+    pages = [f'{requests}{n}\n{tokens}{{model="varlen-dp"}} {n * 9}\n' for n in (5, 5, 8, 11)]
     monkeypatch.setattr(server, "fetch_metrics", lambda url, timeout: pages.pop(0))
     monkeypatch.setattr(server, "model_process", lambda pid, model: 7)
     monkeypatch.setattr(server, "family_bytes", lambda pid: 3 << 20)
@@ -186,7 +184,7 @@ def rows_of_a_run():
             (TOKEN_BUDGET, 20.0, 25.0),
             (OURS, 22.0, 26.0),
             (OURS_FP32, 18.0, 20.0),
-            ("varlen-shortest-first-padded", 15.0, 24.0),
+            ("varlen-dp-padded", 15.0, 24.0),
             ("varlen-fifo-padded", 8.0, 12.0),
             (DYNAMIC_BATCHER, 4.0, 6.0),
             ("onnxruntime-fp32-single", 11.0, 12.0),
@@ -213,12 +211,12 @@ def test_the_bench_line_holds_the_keys_in_order():
     assert bench_line("serving", figures) == (
         "BENCH serving: sustained_vs_dynamic_batcher=5.5 sustained_vs_best_peer=2 "
         "fp32_vs_dynamic_batcher=4.5 fp32_vs_best_fp32_peer=1.6364 int8_vs_best_fp32_peer=n/a "
-        "shortest_first_padded_vs_fifo_padded=2 shortest_first_mean_vs_token_budget=0.8485 "
-        "shortest_first_p99_vs_token_budget=1.1785 lost=0 "
+        "dp_padded_vs_fifo_padded=2 dp_mean_vs_token_budget=0.8485 "
+        "dp_p99_vs_token_budget=1.1785 lost=0 "
         "short_sustained_vs_dynamic_batcher=5.5 short_sustained_vs_best_peer=2 short_fp32_vs_dynamic_batcher=4.5 "
         "short_fp32_vs_best_fp32_peer=1.6364 short_int8_vs_best_fp32_peer=n/a "
-        "short_shortest_first_padded_vs_fifo_padded=2 short_shortest_first_mean_vs_token_budget=0.8485 "
-        "short_shortest_first_p99_vs_token_budget=1.1785"
+        "short_dp_padded_vs_fifo_padded=2 short_dp_mean_vs_token_budget=0.8485 "
+        "short_dp_p99_vs_token_budget=1.1785"
     )
 
 
@@ -231,8 +229,8 @@ def test_what_did_not_run_has_no_figure_and_what_was_lost_counts_everywhere():
     assert bench_line("serving", bench_figures(rows, [UNIFORM])) == (
         "BENCH serving: sustained_vs_dynamic_batcher=n/a sustained_vs_best_peer=2 "
         "fp32_vs_dynamic_batcher=n/a fp32_vs_best_fp32_peer=1.6364 int8_vs_best_fp32_peer=n/a "
-        "shortest_first_padded_vs_fifo_padded=2 shortest_first_mean_vs_token_budget=n/a "
-        "shortest_first_p99_vs_token_budget=n/a lost=2"
+        "dp_padded_vs_fifo_padded=2 dp_mean_vs_token_budget=n/a "
+        "dp_p99_vs_token_budget=n/a lost=2"
     )
     trace = bench_figures([], [Mix("trace", "trace azure / 8", (1,))])
     assert next(iter(trace)) == "trace_sustained_vs_dynamic_batcher"
@@ -327,7 +325,7 @@ def test_a_record_of_perf_analyzer_becomes_a_row_without_its_warm_up():
 
 
 def test_perf_analyzer_gets_our_lengths_and_its_last_line_is_reported(monkeypatch):
-    mix = uniform_mix("short", 512)
+    mix = named_mix("short", 512)
     sent = []
 
     def fails(command, *, cwd, **rest):

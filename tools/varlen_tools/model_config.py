@@ -11,22 +11,27 @@ from varlen.models.checkpoint import Checkpoint
 from varlen.server_config import tensors_of
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen.wire import DEFAULT_MAX_ROWS
-from varlen.wire_generate import PROMPTS
 from varlen.wire_outputs import TensorSpec
-
-# Inputs of text by task, where they are not `text` alone.
-_TEXTS: Mapping[Task, tuple[str, ...]] = {
-    "rerank": ("text", "text_pair"),
-    **dict.fromkeys(ITERATIVE_TASKS, ("text_input",)),
-}
 
 
 class Inputs(str, Enum):
-    """Inputs that config.pbtxt names: all of them, each optional; or one kind, then required."""
+    """Kinds of inputs that config.pbtxt names.
+
+    Without a file of input data, perf_analyzer sends random data as every input, also as an optional one, and refuses
+    an input of variable length.
+    """
 
     all = "all"
     text = "text"
     ids = "ids"
+
+
+# Lines of config.pbtxt above the inputs.
+_NOTES: Mapping[Inputs, str] = {
+    Inputs.all: "# Texts or token ids: a request has one of them. perf_analyzer needs --input-data.",
+    Inputs.text: "# Texts. `fetch --inputs all` writes the other inputs too; perf_analyzer then needs --input-data.",
+    Inputs.ids: "# Token ids. perf_analyzer needs --shape input_ids:LENGTH --input-data zero.",
+}
 
 
 def render_config(
@@ -34,9 +39,16 @@ def render_config(
     checkpoint: Checkpoint,
     config: EngineConfig,
     max_batch_size: int | None = None,
-    inputs: Inputs = Inputs.all,
+    inputs: Inputs | None = None,
 ) -> str:
     """Return a complete config.pbtxt, which loads without auto-completion too.
+
+    Args:
+        name: of the model.
+        checkpoint: the opened checkpoint.
+        config: settings of the engine.
+        max_batch_size: largest number of rows in one request.
+        inputs: kind of inputs; by default the texts, and all for a task that generates, whose options are inputs.
 
     Raises:
         CheckpointError: the server would refuse the checkpoint for this task.
@@ -53,6 +65,7 @@ def render_config(
     limit_of = model_limits.generation_limit if generates else model_limits.sequence_limit
     limit = limit_of(checkpoint, config)
     values = _settings_of(task, config) | {"task": task, "max_sequence_tokens": limit}
+    inputs = inputs or (Inputs.all if generates else Inputs.text)
     all_inputs, outputs = tensors_of(task, checkpoint)
     return "\n".join(
         [
@@ -61,6 +74,7 @@ def render_config(
             'backend: "varlen"',
             *(_once_per_request(task, max_batch_size) if generates else _rows(max_batch_size)),
             "",
+            _NOTES[inputs],
             *_tensors("input", _input_specs(task, all_inputs, inputs)),
             "",
             *_tensors("output", outputs),
@@ -106,17 +120,19 @@ def _once_per_request(task: Task, max_batch_size: int | None) -> list[str]:
 
 
 def _input_specs(task: Task, specs: Sequence[TensorSpec], inputs: Inputs) -> Sequence[TensorSpec]:
-    """Return the inputs of config.pbtxt; those of one kind are required."""
+    """Return the inputs of config.pbtxt.
+
+    An input of one kind is required, except the second text of a pair where the task takes single texts too.
+    """
     if inputs == Inputs.all:
         return specs
-    texts = _TEXTS.get(task, ("text",))
-    needed = texts if inputs == Inputs.text else ("input_ids",)
-    required = [replace(spec, optional=False) for spec in specs if spec.name in needed]
-    # flags and sampling parameters stay optional
-    options = (
-        [spec for spec in specs if spec.name not in PROMPTS] if task in ITERATIVE_TASKS else []
-    )
-    return [*required, *options]
+    texts = ("text_input",) if task in ITERATIVE_TASKS else ("text", "text_pair")
+    names = texts if inputs == Inputs.text else ("input_ids",)
+    return [
+        replace(spec, optional=spec.name == "text_pair" and task != "rerank")
+        for spec in specs
+        if spec.name in names
+    ]
 
 
 def read_max_batch_size(text: str | None) -> int | None:

@@ -13,6 +13,8 @@ from tritonclient.grpc import model_config_pb2
 
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError
+from varlen.models.checkpoint import Checkpoint
+from varlen.models.folder_kind import check_is_transformer
 
 _CONFIG = "config.pbtxt"
 
@@ -33,6 +35,14 @@ class ModelSource:
     checkpoint: Path
     config: EngineConfig
 
+    def open_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint, once its files are checked.
+
+        Raises:
+            CheckpointError: it is incomplete or of a kind that is not served.
+        """
+        return Checkpoint.open(self.checkpoint, ignore_config_fields=self.config.ignored_fields)
+
 
 def find_source(folder: Path, settings: Mapping[str, str]) -> ModelSource:
     """Return the model of a folder.
@@ -50,6 +60,7 @@ def find_source(folder: Path, settings: Mapping[str, str]) -> ModelSource:
         config = EngineConfig.from_parameters({**_parameters(folder / _CONFIG), **settings})
         return ModelSource(resolved.name, _latest_version(folder), config)
     if not (folder / "config.json").is_file():
+        check_is_transformer(folder)
         raise CheckpointError(f"{folder} has neither {_CONFIG} nor config.json")
     # a checkpoint in a repository is a numbered version
     name = resolved.parent.name if resolved.name.isdecimal() else resolved.name

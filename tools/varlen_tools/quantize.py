@@ -16,7 +16,6 @@ from varlen.errors import ConfigError, VarlenError
 from varlen.execution.calibration import Calibration
 from varlen.execution.calibration_texts import TEXTS
 from varlen.execution.int8_encoder import LEAST_TEXTS, MAX_LAYER_ERROR, calibrate, check_int8
-from varlen.models.checkpoint import Checkpoint
 from varlen.models.registry import load_encoder
 from varlen_tools.model_source import SourceArgument, find_source
 
@@ -35,7 +34,7 @@ def main(
     try:
         check_int8()
         lines = TEXTS if texts is None else read_texts(texts)
-        checkpoint = Checkpoint.open(find_source(source, {}).checkpoint)
+        checkpoint = find_source(source, {}).open_checkpoint()
         checkpoint.check_task("embed")
         encoder = load_encoder(checkpoint, torch.float32, torch.device("cpu"))
         calibration = calibrate(encoder, checkpoint, lines)

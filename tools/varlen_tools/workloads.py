@@ -16,8 +16,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-# Mixes of uniform lengths by name: shortest and longest, in tokens.
-UNIFORM = {"uniform": (5, 500), "short": (2, 100)}
+# Mixes by name: ranges of lengths in tokens, and how often each of these lengths counts. In `mixed` nine in ten are
+# short.
+MIXES = {
+    "uniform": ((range(5, 501), 1),),
+    "short": ((range(2, 101), 1),),
+    "mixed": ((range(5, 61), 32), (range(300, 501), 1)),
+}
 # Share of a trace's requests that fit the model after scaling; longer ones are clamped.
 _FITTING = 0.99
 # Shortest and longest prompt and answer of generation, in tokens: those of Orca's evaluation.
@@ -34,7 +39,7 @@ class Mix:
     Attributes:
         name: short, as an option spells it.
         label: description for tables and rows.
-        lengths: of a trace, in order of arrival; a uniform mix has one of each.
+        lengths: lengths of a trace, in order of arrival, or each length as often as it counts.
         in_order: requests follow each other as `lengths` do; otherwise they are drawn evenly.
     """
 
@@ -57,17 +62,18 @@ class Mix:
         return drawn
 
 
-def uniform_mix(name: str, limit: int) -> Mix:
-    """Return a mix of `UNIFORM`, its longest length clamped to `limit`.
+def named_mix(name: str, limit: int) -> Mix:
+    """Return a mix of `MIXES`, without lengths above `limit`.
 
     Raises:
         ValueError: there is no such mix.
     """
-    if name not in UNIFORM:
-        raise ValueError(f"no lengths are called {name!r}; there are {', '.join(UNIFORM)}")
-    shortest, longest = UNIFORM[name]
-    longest = min(longest, limit)
-    return Mix(name, f"uniform {shortest}-{longest}", tuple(range(shortest, longest + 1)))
+    if name not in MIXES:
+        raise ValueError(f"no lengths are called {name!r}; there are {', '.join(MIXES)}")
+    parts = [(range(each.start, min(each.stop, limit + 1)), times) for each, times in MIXES[name]]
+    ranges = " and ".join(f"{each.start}-{each[-1]}" for each, _ in parts if each)
+    lengths = tuple(length for each, times in parts for length in each for _ in range(times))
+    return Mix(name, f"{'uniform' if len(parts) == 1 else name} {ranges}", lengths)
 
 
 def trace_mix(path: Path, limit: int) -> Mix:

@@ -22,6 +22,8 @@ from varlen.costs.batch_shape import BatchShape, FloatArray
 # work on the machine makes single batches many times slower.
 _LEARNING_RATE = 0.1
 _LARGEST_DIFFERENCE = 1.25
+# Sums of squared relative errors that differ by less are equal but for rounding.
+_EQUAL_ERRORS = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,8 @@ class CostModel:
 
     @property
     def fixed_seconds(self) -> float:
-        """Seconds that every batch takes, whatever its size."""
-        return max(self._floor, float(self._coefficients[0]))
+        """Seconds that every batch above the floor takes, whatever its size."""
+        return float(self._coefficients[0])
 
     def seconds(self, shape: BatchShape) -> float:
         """Return the predicted seconds of one batch."""
@@ -169,7 +171,8 @@ def _fit(terms: FloatArray, seconds: FloatArray) -> tuple[float, FloatArray]:
 def non_negative_least_squares(terms: FloatArray) -> FloatArray:
     """Return the coefficients, none negative, whose weighted sum of terms is closest to 1.
 
-    The terms are few, so every subset is tried as those that are not zero.
+    The terms are few, so every subset is tried as those that are not zero. Of equally good subsets, as of two batches
+    that many subsets fit, the first of the smallest is chosen.
     """
     scale = terms.max(axis=0)
     scaled = terms / scale
@@ -179,7 +182,7 @@ def non_negative_least_squares(terms: FloatArray) -> FloatArray:
         for subset in map(list, combinations(range(count), size)):
             solution, *_ = np.linalg.lstsq(scaled[:, subset], np.ones(len(terms)), rcond=None)
             error = float(np.square(scaled[:, subset] @ solution - 1).sum())
-            if (solution >= 0).all() and error < least:
+            if (solution >= 0).all() and error < least - _EQUAL_ERRORS:
                 least, best = error, np.zeros(count)
                 best[subset] = solution
     return np.asarray(best / scale)

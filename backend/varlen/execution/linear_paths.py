@@ -72,18 +72,17 @@ def choose_paths(
         threads: number of threads that will run a layer.
     """
     shapes = _weights_by_shape(program)
-    if not shapes:
+    if not shapes or not hasattr(kernels, PACKED):
         return program
-    dtype = next(iter(shapes.values())).dtype
-    if not hasattr(kernels, PACKED) or not can_pack(dtype):
-        return program
+    # classifiers are fp32 in every program
+    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in shapes.values()})
     if not config.warmup_seconds:
         return use_paths(program, {}, default)
     # the time of one thread does not count that of other work on its core
     clock = time.thread_time if threads == 1 else time.perf_counter
     more = {
         "layers": " ".join(sorted(shapes)),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": " ".join(dtypes),
         "threads": str(threads),
         "rows": " ".join(map(str, rows)),
         "plan": _PLAN_VERSION,
@@ -117,7 +116,7 @@ def use_paths(program: Program, paths: LinearPaths, default: str) -> Program:
             return op
         x, weight, bias = op.operands
         assert isinstance(weight, Tensor)
-        if paths.get(_shape(weight), default) == PLAIN:
+        if paths.get(_shape(weight), default) == PLAIN or not can_pack(weight.dtype):
             return op
         if id(weight) not in packed:
             packed[id(weight)] = pack_weight(weight)
@@ -233,7 +232,8 @@ def compile_products(program: Program, kernels: object, rows: Iterable[int]) -> 
         if op.kernel in (PLAIN, PACKED):
             weight, bias = op.operands[1:]
             assert isinstance(weight, Tensor)
-            layers[op.kernel, tuple(weight.shape), bias is None] = op, weight, bias
+            key = op.kernel, tuple(weight.shape), weight.dtype, bias is None
+            layers[key] = op, weight, bias
     for count in rows:
         for op, weight, bias in layers.values():
             fan_out, fan_in = weight.shape if op.kernel == PACKED else reversed(weight.shape)
@@ -253,9 +253,10 @@ def _torch_threads(count: int) -> Iterator[None]:
 
 
 def _weights_by_shape(program: Program) -> dict[str, Tensor]:
-    """Return the first weight of each shape."""
+    """Return the first weight of each shape that can be packed."""
+    weights = [weight for weight in _linear_weights(program) if can_pack(weight.dtype)]
     # the last one of equal keys counts
-    return {_shape(weight): weight for weight in reversed(_linear_weights(program))}
+    return {_shape(weight): weight for weight in reversed(weights)}
 
 
 def _linear_weights(program: Program) -> list[Tensor]:

@@ -79,7 +79,8 @@ def _load(folder: str, config: dict[str, Any], log_level: str) -> Runner:
     settings = EngineConfig(**config)
     workers = settings.threads or usable_cores()
     torch.set_num_threads(1)
-    runner = Runner(Checkpoint.open(Path(folder)), settings, workers=workers, measures=True)
+    checkpoint = Checkpoint.open(Path(folder), ignore_config_fields=settings.ignored_fields)
+    runner = Runner(checkpoint, settings, workers=workers, measures=True)
     # once for all workers
     runner.compile()
     return runner

@@ -30,9 +30,7 @@ ALBERT = PostNormFamily(
         ("predictions.bias", "predictions.decoder.bias"),
     ),
     more_architectures=("AlbertForPreTraining",),
-    harmless=frozenset(
-        "classifier_dropout_prob down_scale_factor gap_size net_structure_type num_memory_blocks".split()
-    ),
+    harmless=frozenset({"classifier_dropout_prob"}),
     fixed={"inner_group_num": 1, "num_hidden_groups": 1},
     tokenizer_class="AlbertTokenizer",
 )

@@ -10,12 +10,11 @@ from typing import Literal
 
 from varlen.errors import CheckpointError
 from varlen.models import seq2seq_fields
+from varlen.models.config_fields import FieldRules
 from varlen.models.config_file import (
     ACTIVATIONS,
     Json,
-    check_fields,
     check_multiple,
-    check_unquantized,
     read_choice,
     read_computed_positions,
     read_flag,
@@ -42,13 +41,10 @@ ALIASES: Mapping[str, str] = {
     "num_attention_heads": "encoder_attention_heads",
     "num_hidden_layers": "encoder_layers",
 }
-# Fields that change no logit.
+# Fields that transformers reads, and that change no logit: of training, and of heads that are not served.
 HARMLESS_FIELDS = seq2seq_fields.HARMLESS_FIELDS | frozenset(
-    # training; heads that are not served
-    "activation_dropout attention_dropout classif_dropout classifier_dropout decoder_layerdrop dropout"
-    " encoder_layerdrop id2label init_std num_labels _num_labels"
-    # left over from the first releases, which no later one reads
-    " add_bias_logits extra_pos_embeddings save_step".split()
+    "activation_dropout attention_dropout classifier_dropout decoder_layerdrop dropout encoder_layerdrop id2label"
+    " init_std num_labels".split()
 )
 
 # Learned tables begin with two rows that no position has.
@@ -158,9 +154,6 @@ class BartConfig:
     def read(cls, config: Json) -> "BartConfig":
         """Return the fields; raise CheckpointError for a configuration that is not served."""
         options = OPTIONS[config["model_type"]]
-        check_unquantized(config)
-        known = READ_FIELDS | HARMLESS_FIELDS | ALIASES.keys() | options.fields
-        check_fields(config, "config.json", known=known, fixed=options.fixed_fields)
         _check_aliases(config)
         shares = "share_encoder_decoder_embeddings" not in options.fields or read_flag(
             config, "share_encoder_decoder_embeddings", default=True
@@ -296,6 +289,9 @@ def _family(options: Options, tokenizer_class: str) -> Family:
     return Family(
         architectures={options.head: "translate"},
         heads={"translate": options.head},
+        fields=FieldRules(
+            READ_FIELDS | ALIASES.keys() | options.fields, HARMLESS_FIELDS, options.fixed_fields
+        ),
         read_sizes=_read_sizes,
         check_tensors=_check_tensors,
         tokenizer_class=tokenizer_class,

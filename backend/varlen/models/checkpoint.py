@@ -4,7 +4,7 @@ Nothing in the folder is executed or unpickled. `fetch` and every load use the s
 `fetch` accepts what the server loads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,9 +17,18 @@ from varlen.models import (
     modernbert_checkpoint,
     t5_checkpoint,
 )
-from varlen.models.config_file import Json, read_int, read_object
+from varlen.models.config_fields import (
+    IgnoredFields,
+    check_ignored,
+    check_known,
+    check_unquantized,
+    unread_fields,
+    without,
+)
+from varlen.models.config_file import Json, is_off, read_int, read_object
 from varlen.models.family import Family
 from varlen.models.first_releases import to_native
+from varlen.models.folder_kind import check_is_transformer
 from varlen.models.generation_config import check_generation, read_end_tokens
 from varlen.models.labels import NO_LABELS, Labels, read_labels
 from varlen.models.late_interaction import STANFORD_ARCHITECTURE, LateInteraction
@@ -65,9 +74,10 @@ class Checkpoint:
 
     Attributes:
         folder: where its files are.
-        config: `config.json`, in the fields of today's transformers.
+        config: `config.json`, in the fields of today's transformers, without those that are ignored.
+        ignored: fields of config.json that are left out.
         architecture: name of its class in transformers.
-        task: the task of its architecture's head or of its modules, else `embed`.
+        task: the task of its modules, else `head_task`.
         pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
         dense: the layers that `embed` applies to that vector, and `token_embed` to each token.
         normalize: whether these tasks divide a vector by its length, by default.
@@ -81,7 +91,10 @@ class Checkpoint:
         hidden_size: features of a token.
         vocab_size: token ids of texts are below this.
         target_vocab_size: token ids that it generates are below this.
-        has_token_types: whether the tokens of a pair's second text have type 1.
+        has_second_type: whether its model has more than one type of token.
+        tokenizer_class: the class that transformers takes for its tokenizer.
+        has_token_types: whether the tokens of a pair's second text have type 1: the model has that type, and the
+            tokenizer gives it.
         labels: outputs of the classification head, none without one.
         uncounted_token: the padding token, where transformers does not count it as a position.
         position_limit: longest sequence that has position embeddings, in tokens: a source, and a target with its
@@ -95,6 +108,7 @@ class Checkpoint:
 
     folder: Path
     config: Json
+    ignored: IgnoredFields
     architecture: str
     task: Task
     pooling: tuple[Pooling, ...]
@@ -110,6 +124,8 @@ class Checkpoint:
     hidden_size: int
     vocab_size: int
     target_vocab_size: int
+    has_second_type: bool
+    tokenizer_class: str
     has_token_types: bool
     labels: Labels
     uncounted_token: int | None
@@ -121,8 +137,14 @@ class Checkpoint:
     translate: TranslateSettings | None
 
     @classmethod
-    def open(cls, folder: str | Path) -> "Checkpoint":
+    def open(
+        cls, folder: str | Path, *, ignore_config_fields: Collection[str] = ()
+    ) -> "Checkpoint":
         """Return the checkpoint in a folder, once its files are checked.
+
+        Args:
+            folder: holds the checkpoint.
+            ignore_config_fields: fields of config.json that the owner leaves out.
 
         Raises:
             CheckpointError: a file is missing, is not JSON, or asks for something that varlen does not serve.
@@ -132,17 +154,19 @@ class Checkpoint:
             raise CheckpointError(
                 f"{folder} is not a folder; give a Hugging Face checkpoint folder"
             )
-        config = to_native(read_object(folder, "config.json"))
+        check_is_transformer(folder)
+        config, ignored = _read_config(folder, ignore_config_fields)
         family = _family(config)
         architecture = _architecture(config, family)
         sizes = family.read_sizes(config)
         sentence = read_sentence_settings(folder, pooling=_default_pooling(architecture))
-        tokenizer = read_tokenizer_settings(folder, family, lowercase=sentence.lowercase)
+        tokenizer = read_tokenizer_settings(folder, family, config, lowercase=sentence.lowercase)
         trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
         late = sentence.late
         if late is not None:
             late = replace(late, text_length=trained_limit)
             trained_limit = max(trained_limit, late.longest_text)
+        has_second_type = family.has_token_types and config.get("type_vocab_size") not in (0, 1)
         check_widths(sentence.dense, len(sentence.pooling) * sizes.hidden)
         has_labels = family.architectures[architecture] in ("classify", "token_classify")
         if sentence.logit_score is not None:
@@ -151,6 +175,7 @@ class Checkpoint:
         return cls(
             folder=folder,
             config=config,
+            ignored=ignored,
             architecture=architecture,
             task=_task(sentence, family, architecture),
             pooling=sentence.pooling,
@@ -166,8 +191,9 @@ class Checkpoint:
             vocab_size=read_int(config, "vocab_size"),
             target_vocab_size=_target_vocab_size(config),
             hidden_size=sizes.hidden,
-            # with a single type, all tokens have it
-            has_token_types=family.has_token_types and config.get("type_vocab_size") not in (0, 1),
+            has_second_type=has_second_type,
+            tokenizer_class=tokenizer.class_name,
+            has_token_types=has_second_type and tokenizer.gives_types,
             labels=_labels(config, sentence) if has_labels else NO_LABELS,
             uncounted_token=sizes.first_position - 1 if sizes.first_position else None,
             position_limit=sizes.positions,
@@ -206,6 +232,11 @@ class Checkpoint:
             and family.heads.get(task, self.architecture) == self.architecture
         ]
         return tuple(dict.fromkeys((self.task, *served)))
+
+    @property
+    def head_task(self) -> Task:
+        """The task of its architecture's head, `embed` without one."""
+        return _family(self.config).architectures[self.architecture]
 
     @property
     def hides_tokens(self) -> bool:
@@ -278,13 +309,34 @@ class Checkpoint:
             )
 
 
+def _read_config(folder: Path, ignore: Collection[str]) -> tuple[Json, IgnoredFields]:
+    """Return config.json without the fields that are ignored, once the others are checked."""
+    given = read_object(folder, "config.json")
+    check_unquantized(given)
+    by_setting = tuple(name for name in ignore if name in given)
+    kept = without(given, by_setting)
+    config = to_native(kept)
+    rules = _family(config).fields
+    check_ignored(by_setting, rules)
+    # code of a checkpoint may read any field
+    has_code = config is not kept or not is_off(given.get("auto_map"))
+    unread = () if has_code else unread_fields(config, rules)
+    config = without(config, unread)
+    check_known(config, rules)
+    return config, IgnoredFields(unread, by_setting)
+
+
 def _task(sentence: SentenceSettings, family: Family, architecture: str) -> Task:
-    """Return the task of a checkpoint's modules, else of its architecture."""
+    """Return the task of a checkpoint's modules, else of its architecture's head."""
     if sentence.splade is not None:
         return "sparse_embed"
     if sentence.late is not None:
         return "token_embed"
-    return "rerank" if sentence.logit_score is not None else family.architectures[architecture]
+    if sentence.logit_score is not None:
+        return "rerank"
+    if sentence.has_pooling and "embed" in family.tasks:
+        return "embed"
+    return family.architectures[architecture]
 
 
 def _labels(config: Json, sentence: SentenceSettings) -> Labels:

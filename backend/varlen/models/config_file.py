@@ -21,18 +21,20 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
 }
-# Fields of config.json that change no logit and no hidden state of any family.
+# Fields of config.json that transformers reads, and that change no logit and no hidden state of any family.
 HARMLESS_FIELDS = frozenset(
-    # names, versions, labels
-    "_name_or_path name_or_path _commit_hash transformers_version label2id finetuning_task language name"
-    " sbert_ce_default_activation_function sentence_transformers task_specific_params tokenizer_class"
+    # names and versions; code of pipelines, which never runs
+    "_name_or_path name_or_path _commit_hash custom_pipelines finetuning_task name task_specific_params tokenizer_class"
+    " transformers_version"
+    # labels and their scores, which `labels` reads
+    " label2id sbert_ce_default_activation_function sentence_transformers"
     # training
     " classifier_dropout gradient_checkpointing initializer_range problem_type tie_encoder_decoder"
     # how transformers runs and what else it returns
-    " _attn_implementation attn_implementation chunk_size_feed_forward dtype output_attentions"
-    " output_hidden_states output_past return_dict torch_dtype torchscript use_bfloat16 use_cache"
+    " _attn_implementation _attn_implementation_autoset attn_implementation chunk_size_feed_forward dtype"
+    " output_attentions output_hidden_states return_dict torch_dtype torchscript use_bfloat16 use_cache"
     # token ids, which a tokenizer adds or a decoder reads
-    " bos_token_id cls_token_id decoder_start_token_id eos_token_id pad_token_id sep_token_id".split()
+    " bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id pad_token_id sep_token_id".split()
 )
 
 # A field's value is shown in a message up to this many characters.
@@ -179,7 +181,12 @@ def read_num_labels(config: Json) -> int:
 
 
 def check_fields(
-    config: Json, name: str, *, known: Collection[str], fixed: Mapping[str, object]
+    config: Json,
+    name: str,
+    *,
+    known: Collection[str],
+    fixed: Mapping[str, object],
+    remedy: str = "",
 ) -> None:
     """Raise CheckpointError for a field that would change results and is not served.
 
@@ -188,33 +195,26 @@ def check_fields(
         name: of the file.
         known: fields that are read elsewhere, or change no result.
         fixed: fields that are served with one value; null means that value too.
+        remedy: end of the message.
     """
     for key, value in config.items():
         if key in fixed:
             if value is not None and value != fixed[key]:
                 raise CheckpointError(
-                    f"{name} has {key} {show(value)}; allowed: {show(fixed[key])}"
+                    f"{name} has {key} {show(value)}; allowed: {show(fixed[key])}{remedy}"
                 )
-        elif key not in known and not _is_off(value):
+        elif key not in known and not is_off(value):
             raise CheckpointError(
-                f'{name} has the field "{key}" ({show(value)}), which this version does not know'
+                f'{name} has the field "{key}" ({show(value)}), which this version does not know{remedy}'
             )
 
 
-def check_unquantized(config: Json) -> None:
-    """Raise CheckpointError if config.json says that the weights are quantized."""
-    if config.get("quantization_config") is not None:
-        raise CheckpointError(
-            "config.json has quantization_config; quantized weights are not served"
-        )
+def is_off(value: object) -> bool:
+    """Return whether a field switches a feature off, or sets nothing."""
+    return value is None or value is False or value in ([], {})
 
 
 def show(value: object) -> str:
     """Return a value as JSON, shortened for a message."""
     text = json.dumps(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-def _is_off(value: object) -> bool:
-    # an unknown feature that is switched off, or has no settings
-    return value is None or value is False or value in ([], {})

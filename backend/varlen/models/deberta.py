@@ -15,7 +15,7 @@ from torch import Tensor
 from varlen.models import inputs
 from varlen.models.checkpoint import Checkpoint
 from varlen.models.deberta_checkpoint import DebertaConfig, DistanceTerm, prefix_of
-from varlen.models.heads import Heads
+from varlen.models.heads import Heads, head_dtype
 from varlen.models.layers import LayerReader, Linear, Norm
 from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
@@ -103,7 +103,7 @@ def load_deberta(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     """
     config = DebertaConfig.read(checkpoint.config)
     with CheckpointWeights(checkpoint.folder) as weights:
-        return _Reader(config, weights, dtype, device).model(checkpoint)
+        return _Reader(checkpoint, config, weights, dtype, device).model()
 
 
 def distance_rows(config: DebertaConfig) -> Tensor:
@@ -128,19 +128,22 @@ class _Reader:
 
     def __init__(
         self,
+        checkpoint: Checkpoint,
         config: DebertaConfig,
         weights: CheckpointWeights,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._checkpoint = checkpoint
         self._config = config
         self._prefix = prefix_of(weights)
         self._dtype = dtype
         self._read = LayerReader(weights, dtype, device)
         # products of weights are rounded once
         self._exact = LayerReader(weights, torch.float32, device)
+        self._last = LayerReader(weights, head_dtype(checkpoint, dtype), device)
 
-    def model(self, checkpoint: Checkpoint) -> Deberta:
+    def model(self) -> Deberta:
         config = self._config
         hidden, embedding = config.hidden, config.embedding
         embeddings = self._distance_embeddings()
@@ -155,7 +158,7 @@ class _Reader:
             distances = None
             if embeddings is not None and rows is not None:
                 distances = self._distances(f"{at}.attention.self", embeddings, rows)
-            return self._layer(at, distances)
+            return self._layer(at, distances, is_last=index == config.layers - 1)
 
         projection = f"{self._prefix}embeddings.embed_proj"
         return Deberta(
@@ -170,10 +173,10 @@ class _Reader:
             embedding_norm=self._norm(f"{self._prefix}embeddings.LayerNorm"),
             layers=tuple(layer(index) for index in range(config.layers)),
             attention_heads=AttentionHeads(config.heads, config.heads, hidden // config.heads),
-            heads=self._heads(checkpoint),
+            heads=self._heads(),
         )
 
-    def _layer(self, at: str, distances: DistanceTables | None) -> DebertaLayer:
+    def _layer(self, at: str, distances: DistanceTables | None, *, is_last: bool) -> DebertaLayer:
         hidden, inner = self._config.hidden, self._config.inner
         qkv = [f"{at}.attention.self.{name}_proj" for name in ("query", "key", "value")]
         return DebertaLayer(
@@ -183,7 +186,9 @@ class _Reader:
             attention_norm=self._norm(f"{at}.attention.output.LayerNorm"),
             up=self._read.linear([f"{at}.intermediate.dense"], hidden, [inner]),
             down=self._read.linear([f"{at}.output.dense"], inner, [hidden]),
-            output_norm=self._norm(f"{at}.output.LayerNorm"),
+            output_norm=(self._last if is_last else self._read).norm(
+                f"{at}.output.LayerNorm", hidden
+            ),
         )
 
     def _distance_embeddings(self) -> Tensor | None:
@@ -211,15 +216,15 @@ class _Reader:
 
         return DistanceTables(rows, keys=table("c2p"), queries=table("p2c"))
 
-    def _heads(self, checkpoint: Checkpoint) -> Heads:
-        hidden, labels = self._config.hidden, checkpoint.num_labels
+    def _heads(self) -> Heads:
+        hidden, labels = self._config.hidden, self._checkpoint.num_labels
         if not labels:
             return Heads()
-        classifier = self._read.linear(["classifier"], hidden, [labels])
-        if checkpoint.task == "token_classify":
+        classifier = self._last.linear(["classifier"], hidden, [labels])
+        if self._checkpoint.head_task == "token_classify":
             return Heads(classifier=classifier)
         return Heads(
-            dense=self._read.linear(["pooler.dense"], hidden, [hidden]),
+            dense=self._last.linear(["pooler.dense"], hidden, [hidden]),
             activation=self._config.classifier_activation,
             classifier=classifier,
         )

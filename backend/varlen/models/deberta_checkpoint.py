@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from varlen.errors import CheckpointError
-from varlen.models import config_file
+from varlen.models import encoder_fields
+from varlen.models.config_fields import FieldRules
 from varlen.models.config_file import (
     ACTIVATIONS,
     Json,
-    check_fields,
     check_multiple,
-    check_unquantized,
     read_choice,
     read_computed_positions,
     read_flag,
@@ -42,10 +41,10 @@ READ_FIELDS = frozenset(
     " num_hidden_layers num_labels pooler_hidden_act pooler_hidden_size pos_att_type position_biased_input"
     " position_buckets relative_attention share_att_key tie_word_embeddings vocab_size".split()
 )
-# Fields that change no logit and no hidden state.
-HARMLESS_FIELDS = config_file.HARMLESS_FIELDS | frozenset(
+# Fields that transformers reads, and that change no logit and no hidden state.
+HARMLESS_FIELDS = encoder_fields.HARMLESS_FIELDS | frozenset(
     # training, and the convolution that is refused
-    "attention_probs_dropout_prob cls_dropout conv_act conv_groups hidden_dropout_prob padding_idx"
+    "attention_probs_dropout_prob cls_dropout conv_act conv_groups hidden_dropout_prob"
     " pooler_dropout".split()
 )
 FIXED_FIELDS: Mapping[str, object] = {
@@ -124,9 +123,6 @@ class DebertaConfig:
     @classmethod
     def read(cls, config: Json) -> "DebertaConfig":
         """Return the fields; raise CheckpointError for a configuration that is not served."""
-        check_unquantized(config)
-        known = READ_FIELDS | HARMLESS_FIELDS
-        check_fields(config, "config.json", known=known, fixed=FIXED_FIELDS)
         hidden, heads = read_int(config, "hidden_size"), read_int(config, "num_attention_heads")
         check_multiple(config, "hidden_size", "num_attention_heads")
         _check_size(config, "attention_head_size", hidden // heads)
@@ -310,6 +306,7 @@ FAMILY = Family(
         "sparse_embed": "DebertaV2ForMaskedLM",
         "fill_mask": "DebertaV2ForMaskedLM",
     },
+    fields=FieldRules(READ_FIELDS, HARMLESS_FIELDS, FIXED_FIELDS),
     read_sizes=_read_sizes,
     check_tensors=_check_tensors,
     tokenizer_class="DebertaV2Tokenizer",

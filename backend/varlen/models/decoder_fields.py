@@ -20,7 +20,7 @@ FIXED_FIELDS: Mapping[str, object] = {
     "is_encoder_decoder": False,
     "pruned_heads": {},
 }
-# Fields that change no logit and no hidden state.
+# Fields that transformers reads, and that change no logit and no hidden state.
 HARMLESS_FIELDS = (
     config_file.HARMLESS_FIELDS
     | generation_config.REQUEST_FIELDS

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from varlen.models.config_fields import FieldRules
 from varlen.models.config_file import Json
 from varlen.models.masked_lm_layout import MaskedLMLayout
 from varlen.models.weights import TensorHeader
@@ -36,6 +37,7 @@ class Family:
     Attributes:
         architectures: default task of each architecture that is served; the first one where config.json names none.
         heads: the architecture with the head of a task; `embed` and `hidden` need none.
+        fields: the fields of config.json that it knows.
         read_sizes: returns the sizes in config.json; raises CheckpointError for a configuration that is not served.
         check_tensors: raises CheckpointError unless the tensors, by name, are those of config.json, architecture
             and task.
@@ -48,6 +50,7 @@ class Family:
 
     architectures: Mapping[str, Task]
     heads: Mapping[Task, str]
+    fields: FieldRules
     read_sizes: Callable[[Json], ModelSizes]
     check_tensors: Callable[[Mapping[str, TensorHeader], Json, str, Task], None]
     tokenizer_class: str

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from varlen.errors import CheckpointError
+from varlen.models.config_fields import REMEDY
 from varlen.models.config_file import Json, check_fields, read_choice, read_int, read_number, show
 
 _FILE = "config.json"
@@ -156,15 +157,15 @@ def _linear_form(config: Json, scaling: Json) -> Json:
 def _check(config: Json, fixed: Mapping[str, object], *class_names: str) -> None:
     """Raise CheckpointError for a value that is not served, or for unknown code."""
     own = {key: config[key] for key in fixed if key in config}
-    check_fields(own, _FILE, known=(), fixed=fixed)
+    check_fields(own, _FILE, known=(), fixed=fixed, remedy=REMEDY)
     mapped = config.get("auto_map") or {}
     for classes in mapped.values() if isinstance(mapped, dict) else [mapped]:
         for path in classes if isinstance(classes, list) else [classes]:
             name = str(path).rpartition(".")[-1]
             if path is not None and not name.startswith(class_names):
                 raise CheckpointError(
-                    f"{_FILE} has auto_map with {show(path)}, code that is not known;"
-                    f" allowed: {' or '.join(class_names)} and their heads"
+                    f"{_FILE} has auto_map with {show(path)}, code that is not known, and custom code never runs;"
+                    f" allowed: {' or '.join(class_names)} and their heads{REMEDY}"
                 )
 
 

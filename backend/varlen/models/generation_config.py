@@ -54,6 +54,7 @@ FIXED_FIELDS: Mapping[str, object] = {
     "token_healing": False,
     "watermarking_config": None,
 }
+ALL_FIELDS = REQUEST_FIELDS | HARMLESS_FIELDS | FIXED_FIELDS.keys()
 
 
 def read_end_tokens(folder: Path, config: Json) -> tuple[int, ...]:

@@ -91,8 +91,14 @@ class Gpt2:
         return ops.residual_layer_norm(x, residual, norm.weight, norm.bias, eps=self.norm_eps)
 
 
-def load_gpt2(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Gpt2:
+def load_gpt2(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, norm_dtype: torch.dtype
+) -> Gpt2:
     """Return the GPT-2 of a checkpoint in `dtype` on `device`.
+
+    Args:
+        checkpoint, dtype, device: the model's folder, and the dtype and device of its weights.
+        norm_dtype: dtype of the final norm, and so of the last hidden state.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
@@ -108,7 +114,9 @@ def load_gpt2(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) 
                 _read_layer(read, config, f"{prefix}h.{index}")
                 for index in range(config.num_layers)
             ),
-            final_norm=read.norm(f"{prefix}ln_f", config.hidden),
+            final_norm=LayerReader(weights, norm_dtype, device).norm(
+                f"{prefix}ln_f", config.hidden
+            ),
             output=(
                 read_output(read, table, is_tied=config.has_tied_output)
                 if checkpoint.architecture == "GPT2LMHeadModel"

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from varlen.models import decoder_fields
+from varlen.models.config_fields import FieldRules
 from varlen.models.config_file import (
     ACTIVATIONS,
     Json,
-    check_fields,
     check_multiple,
-    check_unquantized,
     read_choice,
     read_flag,
     read_int,
@@ -34,10 +33,10 @@ FIXED_FIELDS: Mapping[str, object] = {
     "scale_attn_by_inverse_layer_idx": False,
     "scale_attn_weights": True,
 }
-# Fields that change no logit and no hidden state.
+# Fields that transformers reads, and that change no logit and no hidden state.
 HARMLESS_FIELDS = decoder_fields.HARMLESS_FIELDS | frozenset(
-    # training; `n_ctx` is an old name of n_positions, which no release reads any more
-    "attn_pdrop embd_pdrop n_ctx resid_pdrop"
+    # training
+    "attn_pdrop embd_pdrop resid_pdrop"
     # a head for several choices
     " summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj"
     # another order of the same operations
@@ -62,8 +61,6 @@ class Gpt2Config:
     @classmethod
     def read(cls, config: Json) -> "Gpt2Config":
         """Return the fields; raise CheckpointError for a configuration that is not served."""
-        check_unquantized(config)
-        check_fields(config, "config.json", known=READ_FIELDS | HARMLESS_FIELDS, fixed=FIXED_FIELDS)
         hidden, num_heads = read_int(config, "n_embd"), read_int(config, "n_head")
         check_multiple(config, "n_embd", "n_head")
         has_inner = config.get("n_inner") is not None
@@ -142,6 +139,7 @@ def _is_harmless(name: str) -> bool:
 FAMILY = Family(
     architectures={"GPT2LMHeadModel": "generate", "GPT2Model": "embed"},
     heads={"generate": "GPT2LMHeadModel"},
+    fields=FieldRules(READ_FIELDS, HARMLESS_FIELDS, FIXED_FIELDS),
     read_sizes=_read_sizes,
     check_tensors=_check_tensors,
     tokenizer_class="GPT2Tokenizer",

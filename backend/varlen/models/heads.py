@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Literal
 
+import torch
+
 from varlen.models import inputs
+from varlen.models.checkpoint import Checkpoint
 from varlen.models.layers import Linear, Norm
 from varlen.models.masked_lm import MaskedLM
 from varlen.models.post_norm_family import HeadActivation
@@ -21,7 +24,7 @@ _DEFAULT_SPLADE = SpladeConfig()
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The layers that a checkpoint has on top of its encoder.
+    """The layers on top of an encoder; those of a classifier are fp32.
 
     Attributes:
         pooling: how a classifier makes one row of a sequence.
@@ -40,6 +43,15 @@ class Heads:
     norm_eps: float = 0.0
     classifier: Linear | None = None
     masked_lm: MaskedLM | None = None
+
+
+def head_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:
+    """Return fp32 if a checkpoint has a classifier, else `dtype`.
+
+    It is the dtype of the last norm and of the classifier. In half precision, logits of many documents would be equal;
+    see docs/decisions/0039-scores-in-fp32.md.
+    """
+    return torch.float32 if checkpoint.num_labels else dtype
 
 
 def record_head(
@@ -89,7 +101,10 @@ def record_head(
     assert heads.classifier is not None
     if task != "token_classify":
         hidden = _one_row(ops, heads, hidden)
-    return ops.to_fp32(heads.classifier.record(ops, _transform(ops, heads, hidden)))
+    if hidden.dtype != torch.float32:
+        # an encoder without layers has no last norm
+        hidden = ops.to_fp32(hidden)
+    return heads.classifier.record(ops, _transform(ops, heads, hidden))
 
 
 def _one_row(ops: Recorder, heads: Heads, hidden: Value) -> Value:

@@ -106,8 +106,14 @@ class Llama:
         return layer.attention_output.record(ops, context)
 
 
-def load_llama(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Llama:
+def load_llama(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, norm_dtype: torch.dtype
+) -> Llama:
     """Return the Llama, Mistral, Qwen2 or Qwen3 of a checkpoint in `dtype` on `device`.
+
+    Args:
+        checkpoint, dtype, device: the model's folder, and the dtype and device of its weights.
+        norm_dtype: dtype of the final norm, and so of the last hidden state.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
@@ -123,7 +129,9 @@ def load_llama(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
                 _read_layer(read, config, f"{prefix}layers.{index}", window)
                 for index, window in enumerate(config.windows)
             ),
-            final_norm=read.tensor(f"{prefix}norm.weight", config.hidden),
+            final_norm=LayerReader(weights, norm_dtype, device).tensor(
+                f"{prefix}norm.weight", config.hidden
+            ),
             output=(
                 read_output(read, table, is_tied=config.has_tied_output)
                 if checkpoint.architecture.endswith("ForCausalLM")

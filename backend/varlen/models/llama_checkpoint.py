@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 from varlen.errors import CheckpointError
 from varlen.models import decoder_fields
+from varlen.models.config_fields import FieldRules
 from varlen.models.config_file import (
     Json,
-    check_fields,
     check_multiple,
-    check_unquantized,
     read_flag,
     read_int,
     read_layers,
@@ -108,9 +107,6 @@ class LlamaConfig:
     def read(cls, config: Json) -> "LlamaConfig":
         """Return the fields; raise CheckpointError for a configuration that is not served."""
         options = OPTIONS[config["model_type"]]
-        check_unquantized(config)
-        known = READ_FIELDS | HARMLESS_FIELDS | options.fields
-        check_fields(config, "config.json", known=known, fixed=FIXED_FIELDS)
 
         def flag(name: str) -> bool:
             return name in options.fields and read_flag(config, name, default=False)
@@ -274,6 +270,7 @@ def _is_harmless(name: str) -> bool:
 
 
 def _family(name: str, tokenizer_class: str) -> Family:
+    options = OPTIONS[name.lower()]
     return Family(
         architectures={
             f"{name}ForCausalLM": "generate",
@@ -287,6 +284,7 @@ def _family(name: str, tokenizer_class: str) -> Family:
             "rerank": f"{name}ForSequenceClassification",
             "token_classify": f"{name}ForTokenClassification",
         },
+        fields=FieldRules(READ_FIELDS | options.fields, HARMLESS_FIELDS, FIXED_FIELDS),
         read_sizes=_read_sizes,
         check_tensors=_check_tensors,
         tokenizer_class=tokenizer_class,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from varlen.models import inputs
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.heads import Heads
+from varlen.models.heads import Heads, head_dtype
 from varlen.models.layers import LayerReader, Linear, Norm
 from varlen.models.modernbert_checkpoint import LayerKind, ModernBertConfig, prefix_of
 from varlen.models.rotary import rotary_table
@@ -110,9 +110,7 @@ def load_modernbert(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.de
     with CheckpointWeights(checkpoint.folder) as weights:
         read, prefix = LayerReader(weights, dtype, device), prefix_of(weights)
         table = f"{prefix}embeddings.tok_embeddings.weight"
-        # a mean over tokens is fp32
-        is_mean = checkpoint.task == "classify" and config.classifier_pooling == "mean"
-        head_dtype = torch.float32 if is_mean else dtype
+        read_last = LayerReader(weights, head_dtype(checkpoint, dtype), device)
         return ModernBert(
             config=config,
             token_table=read.tensor(table, config.vocabulary, hidden),
@@ -125,9 +123,9 @@ def load_modernbert(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.de
                 _read_layer(read, config, f"{prefix}layers.{index}", kind, is_first=not index)
                 for index, kind in enumerate(config.kinds)
             ),
-            final_norm=_norm(read, config, f"{prefix}final_norm"),
+            final_norm=_norm(read_last, config, f"{prefix}final_norm"),
             attention_heads=AttentionHeads(config.heads, config.heads, head_dim),
-            heads=_read_heads(LayerReader(weights, head_dtype, device), config, checkpoint),
+            heads=_read_heads(read_last, config, checkpoint),
         )
 
 

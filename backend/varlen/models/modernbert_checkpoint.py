@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from varlen.errors import CheckpointError
-from varlen.models import config_file
+from varlen.models import encoder_fields
+from varlen.models.config_fields import FieldRules
 from varlen.models.config_file import (
     ACTIVATIONS,
     Json,
-    check_fields,
     check_multiple,
-    check_unquantized,
     read_choice,
     read_flag,
     read_int,
@@ -41,8 +40,8 @@ READ_FIELDS = frozenset(
     " local_rope_theta max_position_embeddings mlp_bias model_type norm_bias norm_eps num_attention_heads"
     " num_hidden_layers num_labels rope_parameters vocab_size".split()
 )
-# Fields that change no logit and no hidden state.
-HARMLESS_FIELDS = config_file.HARMLESS_FIELDS | frozenset(
+# Fields that transformers reads, and that change no logit and no hidden state.
+HARMLESS_FIELDS = encoder_fields.HARMLESS_FIELDS | frozenset(
     # training, the masked-language-model head, and how transformers runs
     "attention_dropout decoder_bias deterministic_flash_attn embedding_dropout initializer_cutoff_factor"
     " mlp_dropout reference_compile repad_logits_with_grad sparse_pred_ignore_index sparse_prediction"
@@ -90,9 +89,6 @@ class ModernBertConfig:
     @classmethod
     def read(cls, config: Json) -> "ModernBertConfig":
         """Return the fields; raise CheckpointError for a configuration that is not served."""
-        check_unquantized(config)
-        known = READ_FIELDS | HARMLESS_FIELDS
-        check_fields(config, "config.json", known=known, fixed=FIXED_FIELDS)
         hidden, heads = read_int(config, "hidden_size"), read_int(config, "num_attention_heads")
         check_multiple(config, "hidden_size", "num_attention_heads")
         if hidden // heads % 2:
@@ -259,6 +255,7 @@ FAMILY = Family(
         "rerank": "ModernBertForSequenceClassification",
         "token_classify": "ModernBertForTokenClassification",
     },
+    fields=FieldRules(READ_FIELDS, HARMLESS_FIELDS, FIXED_FIELDS),
     read_sizes=_read_sizes,
     check_tensors=_check_tensors,
     tokenizer_class="PreTrainedTokenizerFast",

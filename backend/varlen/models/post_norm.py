@@ -4,14 +4,14 @@ Source: Devlin et al. 2018, arXiv:1810.04805 (post-norm layers of Vaswani et al.
 each family names its own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from varlen.models import inputs
 from varlen.models.checkpoint import Checkpoint
-from varlen.models.heads import Heads
+from varlen.models.heads import Heads, head_dtype
 from varlen.models.layers import LayerReader, Linear, Norm
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from varlen.models.post_norm_family import (
@@ -137,13 +137,20 @@ def load_post_norm(
     sizes = family.read_sizes(checkpoint.config)
     with CheckpointWeights(checkpoint.folder) as weights:
         read = _Reader(weights, family, sizes, LayerReader(weights, dtype, device))
+        last = LayerReader(weights, head_dtype(checkpoint, dtype), device)
+        read_last = _Reader(weights, family, sizes, last)
         types = read.table("token_type", sizes.types) if sizes.types else None
         tokens = read.table("word", sizes.vocabulary)
         head_dim = sizes.hidden // sizes.heads
-        layers: dict[str, PostNormLayer] = {}
-        for name in family.layer_names(sizes):
-            if name not in layers:
-                layers[name] = read.layer(name)
+        by_name: dict[str, PostNormLayer] = {}
+        names = family.layer_names(sizes)
+        for name in names:
+            if name not in by_name:
+                by_name[name] = read.layer(name)
+        layers = [by_name[name] for name in names]
+        if layers:
+            # not of a shared layer's other uses
+            layers[-1] = replace(layers[-1], output_norm=read_last.output_norm(names[-1]))
         return PostNormEncoder(
             token_table=tokens,
             position_table=None if sizes.rotary else read.positions(),
@@ -151,12 +158,12 @@ def load_post_norm(
             type_table=tokens.new_zeros(1, sizes.embedding) if types is None else types,
             embedding_norm=read.norm(family.embedding_norm, sizes.embedding),
             projection=read.projection(),
-            layers=tuple(layers[name] for name in family.layer_names(sizes)),
+            layers=tuple(layers),
             attention_heads=AttentionHeads(sizes.heads, sizes.heads, head_dim),
             distance_bias=read.distance_bias(),
             activation=sizes.activation,
             norm_eps=sizes.norm_eps,
-            heads=read.heads(checkpoint),
+            heads=read_last.heads(checkpoint),
         )
 
 
@@ -217,18 +224,21 @@ class _Reader:
             up=_gate_first(up) if names.has_both else up,
             is_gated=names.is_gated,
             down=linear(inner, hidden, names.down),
-            output_norm=self.norm(f"{at}.{names.output_norm}", hidden),
+            output_norm=self.output_norm(at),
         )
+
+    def output_norm(self, at: str) -> Norm:
+        return self.norm(f"{at}.{self._family.layer.output_norm}", self._sizes.hidden)
 
     def heads(self, checkpoint: Checkpoint) -> Heads:
         hidden, labels, head = self._sizes.hidden, checkpoint.num_labels, self._family.head
-        if checkpoint.task == "classify":
+        if checkpoint.head_task == "classify":
             return Heads(
                 dense=self._read.linear([self._family.head_dense(self._prefix)], hidden, [hidden]),
                 activation=head.activation,
                 classifier=self._read.linear([head.output], hidden, [labels]),
             )
-        if checkpoint.task == "token_classify":
+        if checkpoint.head_task == "token_classify":
             return Heads(classifier=self._read.linear(["classifier"], hidden, [labels]))
         return Heads()
 

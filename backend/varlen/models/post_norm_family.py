@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from varlen.errors import CheckpointError
-from varlen.models import config_file
+from varlen.models import encoder_fields
+from varlen.models.config_fields import FieldRules
 from varlen.models.config_file import (
     ACTIVATIONS,
     Json,
-    check_fields,
     check_multiple,
-    check_unquantized,
     read_choice,
     read_flag,
     read_int,
@@ -34,13 +33,10 @@ from varlen_kernels import Activation
 
 HeadActivation: TypeAlias = Activation | Literal["tanh"]
 
-# Fields that change no logit and no hidden state.
-HARMLESS_FIELDS = config_file.HARMLESS_FIELDS | frozenset(
+# Fields that transformers reads, and that change no logit and no hidden state.
+HARMLESS_FIELDS = encoder_fields.HARMLESS_FIELDS | frozenset(
     # training
-    "attention_probs_dropout_prob hidden_dropout_prob tie_word_embeddings"
-    # left over from Google's first checkpoints; no release of transformers reads them
-    " directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head"
-    " pooler_type".split()
+    "attention_probs_dropout_prob hidden_dropout_prob tie_word_embeddings".split()
 )
 # Fields that are served with one value, which is what transformers assumes where they are absent.
 FIXED_FIELDS: Mapping[str, object] = {
@@ -229,6 +225,7 @@ class PostNormFamily:
                 "rerank": sequences,
                 "token_classify": tokens,
             },
+            fields=self._fields,
             read_sizes=self.read_sizes,
             check_tensors=self.check_tensors,
             tokenizer_class=self.tokenizer_class,
@@ -236,16 +233,22 @@ class PostNormFamily:
             masked_lm=self._masked_lm_layout if self.masked_lm else None,
         )
 
+    @property
+    def _fields(self) -> FieldRules:
+        """The fields of config.json that it knows."""
+        rotary = frozenset[str]() if self.default_theta is None else ROTARY_FIELDS
+        return FieldRules(
+            self.fields.all() | rotary,
+            HARMLESS_FIELDS | frozenset(self.harmless),
+            {**FIXED_FIELDS, **self.fixed},
+        )
+
     def read_sizes(self, config: Json) -> EncoderSizes:
         """Return the sizes; raise CheckpointError unless config.json describes an encoder that is served."""
         names = self.fields
-        check_unquantized(config)
-        known = names.all() | HARMLESS_FIELDS | frozenset(self.harmless)
         rotary = None
         if self.default_theta is not None:
-            known |= ROTARY_FIELDS
             rotary = read_rotary(config, default_theta=self.default_theta)
-        check_fields(config, "config.json", known=known, fixed={**FIXED_FIELDS, **self.fixed})
         hidden, heads = self._read_heads(config)
         first = self.first_position
         if first is None:

@@ -12,7 +12,7 @@ from varlen.models.bart import load_bart
 from varlen.models.checkpoint import MASKED_LM_TASKS, Checkpoint
 from varlen.models.deberta import Deberta, load_deberta
 from varlen.models.gpt2 import load_gpt2
-from varlen.models.heads import Heads
+from varlen.models.heads import Heads, head_dtype
 from varlen.models.llama import load_llama
 from varlen.models.masked_lm import load_masked_lm
 from varlen.models.modernbert import ModernBert, load_modernbert
@@ -99,7 +99,9 @@ _ENCODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], Encode
     "deberta-v2": load_deberta,
     **dict.fromkeys(t5_checkpoint.FAMILIES, load_t5_encoder),
 }
-_DECODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], DecoderModel]] = {
+_DECODERS: Mapping[
+    str, Callable[[Checkpoint, torch.dtype, torch.device, torch.dtype], DecoderModel]
+] = {
     "gpt2": load_gpt2,
     **dict.fromkeys(llama_checkpoint.FAMILIES, load_llama),
 }
@@ -145,8 +147,9 @@ def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
         CheckpointError: its weights do not fit its config.json.
     """
     if checkpoint.is_decoder:
-        decoder = load_decoder(checkpoint, dtype, device)
-        return OneStepDecoder(decoder, load_score(checkpoint, dtype, device))
+        load = _DECODERS[checkpoint.config["model_type"]]
+        decoder = load(checkpoint, dtype, device, head_dtype(checkpoint, dtype))
+        return OneStepDecoder(decoder, load_score(checkpoint, device))
     return _ENCODERS[checkpoint.config["model_type"]](checkpoint, dtype, device)
 
 
@@ -180,7 +183,7 @@ def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     Raises:
         CheckpointError: its weights do not fit its config.json.
     """
-    return _DECODERS[checkpoint.config["model_type"]](checkpoint, dtype, device)
+    return _DECODERS[checkpoint.config["model_type"]](checkpoint, dtype, device, dtype)
 
 
 def load_encoder_decoder(

@@ -14,8 +14,8 @@ from varlen.models.logit_score import LogitScore
 from varlen.models.weights import CheckpointWeights
 
 
-def load_score(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Heads:
-    """Return the classifier of a checkpoint, if it has one.
+def load_score(checkpoint: Checkpoint, device: torch.device) -> Heads:
+    """Return the classifier of a checkpoint in fp32, if it has one.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
@@ -24,10 +24,9 @@ def load_score(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device)
         return _load_logit_score(checkpoint, checkpoint.logit_score, device)
     if not checkpoint.num_labels:
         return Heads()
-    is_sequence = checkpoint.task == "classify"
+    is_sequence = checkpoint.head_task == "classify"
     with CheckpointWeights(checkpoint.folder) as weights:
-        # the row of a sequence is fp32
-        read = LayerReader(weights, torch.float32 if is_sequence else dtype, device)
+        read = LayerReader(weights, torch.float32, device)
         layer = read.linear(
             [SCORE], checkpoint.hidden_size, [checkpoint.num_labels], bias=not is_sequence
         )

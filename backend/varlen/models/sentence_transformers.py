@@ -92,6 +92,7 @@ class SentenceSettings:
 
     Attributes:
         pooling: how one vector is made of a sequence; the results of several are concatenated.
+        has_pooling: whether modules.json has the module Pooling.
         dense: layers between pooling and normalization; those of each token with `late`.
         normalize: whether the vector is divided by its length; those of tokens with `late`.
         prompts: texts that it puts before texts, by name.
@@ -106,6 +107,7 @@ class SentenceSettings:
     """
 
     pooling: tuple[Pooling, ...] = ("mean",)
+    has_pooling: bool = False
     dense: tuple[DenseConfig, ...] = ()
     normalize: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -154,6 +156,7 @@ def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> Senten
         prompt = ""
     return SentenceSettings(
         pooling=modes,
+        has_pooling="Pooling" in paths,
         dense=tuple(read_dense(folder, path) for kind, path in modules if kind == "Dense"),
         normalize="Normalize" in paths,
         prompts=prompts,

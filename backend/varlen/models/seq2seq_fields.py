@@ -14,8 +14,8 @@ FIXED_FIELDS: Mapping[str, object] = {
     "is_encoder_decoder": True,
     "pruned_heads": {},
 }
-# Fields that change no logit. Those of generation are read where there is no generation_config.json; see
-# `translate_config`.
+# Fields that transformers reads, and that change no logit. Those of generation are read where there is no
+# generation_config.json; see `translate_config`.
 HARMLESS_FIELDS = (
     config_file.HARMLESS_FIELDS | translate_config.ALL_FIELDS | frozenset("prefix".split())
 )

@@ -8,12 +8,11 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from varlen.errors import CheckpointError
-from varlen.models import seq2seq_fields
+from varlen.models import encoder_fields, seq2seq_fields
+from varlen.models.config_fields import FieldRules
 from varlen.models.config_file import (
     ACTIVATIONS,
     Json,
-    check_fields,
-    check_unquantized,
     read_flag,
     read_int,
     read_layers,
@@ -30,10 +29,9 @@ READ_FIELDS = seq2seq_fields.READ_FIELDS | frozenset(
     "d_ff d_kv d_model dense_act_fn feed_forward_proj is_gated_act layer_norm_epsilon num_decoder_layers num_heads"
     " num_layers relative_attention_max_distance relative_attention_num_buckets scale_decoder_outputs".split()
 )
-# Fields that change no logit: of training, and of releases that bounded positions.
-HARMLESS_FIELDS = seq2seq_fields.HARMLESS_FIELDS | frozenset(
-    "dropout_rate initializer_factor n_positions".split()
-)
+_TRAINING_FIELDS = frozenset({"dropout_rate", "initializer_factor"})
+# Fields that transformers reads, and that change no logit.
+HARMLESS_FIELDS = seq2seq_fields.HARMLESS_FIELDS | _TRAINING_FIELDS
 
 # Longest sequence; relative positions have no limit, but an engine plans memory for it.
 LONGEST_SEQUENCE = 32_768
@@ -74,12 +72,6 @@ class T5Config:
     @classmethod
     def read(cls, config: Json) -> "T5Config":
         """Return the fields; raise CheckpointError for a configuration that is not served."""
-        check_unquantized(config)
-        known = READ_FIELDS | HARMLESS_FIELDS
-        fixed: dict[str, object] = dict(seq2seq_fields.FIXED_FIELDS)
-        if has_no_decoder(config):
-            fixed |= {"is_encoder_decoder": False, "is_decoder": False}
-        check_fields(config, "config.json", known=known, fixed=fixed)
         activation, is_gated = _read_feed_forward(config)
         layers, hidden = read_layers(config, "num_layers"), read_int(config, "d_model")
         has_own_layers = config.get("num_decoder_layers") is not None
@@ -102,12 +94,6 @@ class T5Config:
     def width(self) -> int:
         """Features of the queries of one token, and of its keys and values."""
         return self.num_heads * self.head_dim
-
-
-def has_no_decoder(config: Json) -> bool:
-    """Return whether config.json is that of an encoder alone."""
-    names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and names[0] in ENCODERS
 
 
 def table_names(present: Container[str]) -> TableNames:
@@ -217,6 +203,7 @@ def _family(head: str) -> Family:
     return Family(
         architectures={head: "translate"},
         heads={"translate": head},
+        fields=FieldRules(READ_FIELDS, HARMLESS_FIELDS, seq2seq_fields.FIXED_FIELDS),
         read_sizes=_read_sizes,
         check_tensors=_check_tensors,
         tokenizer_class="T5Tokenizer",
@@ -229,11 +216,21 @@ FAMILIES: Mapping[str, Family] = {
     "mt5": _family("MT5ForConditionalGeneration"),
 }
 
+# Its class in transformers has no decoder, whatever config.json says.
+_ENCODER_HARMLESS_FIELDS = (
+    encoder_fields.HARMLESS_FIELDS | _TRAINING_FIELDS | {"is_encoder_decoder", "prefix"}
+)
+_ENCODER_FIXED_FIELDS = {
+    name: value
+    for name, value in seq2seq_fields.FIXED_FIELDS.items()
+    if name != "is_encoder_decoder"
+}
 # Encoders alone, by architecture.
 ENCODERS: Mapping[str, Family] = {
     name: Family(
         architectures={name: "embed"},
         heads={},
+        fields=FieldRules(READ_FIELDS, _ENCODER_HARMLESS_FIELDS, _ENCODER_FIXED_FIELDS),
         read_sizes=_read_sizes,
         check_tensors=_check_tensors,
         tokenizer_class="T5Tokenizer",

@@ -34,6 +34,16 @@ _WORD_PIECE_CLASSES = tuple(
     for form in ("", "Fast")
 )
 _BYTE_PAIR_CLASSES = ("RobertaTokenizer", "RobertaTokenizerFast")
+_TYPES = "token_type_ids"
+# Classes that give pairs token types where tokenizer_config.json has no model_input_names.
+_TYPE_CLASSES = frozenset(
+    f"{name}Tokenizer{form}"
+    for name in (
+        "Bert ConvBert DPRContextEncoder DPRQuestionEncoder Deberta DebertaV2 Electra FNet LayoutLM"
+        " Lxmert MobileBert SqueezeBert"
+    ).split()
+    for form in ("", "Fast")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +54,26 @@ class TokenizerSettings:
         max_length: model_max_length, at which transformers truncates; None if no file has it.
         chat_template: Jinja source that makes a prompt of chat messages, if a file has one.
         special_tokens: text of the tokens that a template may name, such as `bos_token`.
+        class_name: the class of transformers.
+        gives_types: whether that class gives a pair token types.
     """
 
     max_length: int | None = None
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    class_name: str = ""
+    gives_types: bool = False
 
 
-def read_tokenizer_settings(folder: Path, family: Family, *, lowercase: bool) -> TokenizerSettings:
+def read_tokenizer_settings(
+    folder: Path, family: Family, model_config: Json, *, lowercase: bool
+) -> TokenizerSettings:
     """Return the settings in a checkpoint folder.
 
     Args:
         folder: of the checkpoint.
         family: of the checkpoint.
+        model_config: content of config.json, whose `tokenizer_class` counts if tokenizer_config.json has none.
         lowercase: whether sentence-transformers asks for lowercased texts.
 
     Raises:
@@ -74,14 +91,19 @@ def read_tokenizer_settings(folder: Path, family: Family, *, lowercase: bool) ->
             "sentence_bert_config.json has do_lower_case true, and tokenizer.json does not lowercase;"
             " save tokenizer.json with a normalizer that does"
         )
+    default_class = str(model_config.get("tokenizer_class") or family.tokenizer_class)
     if not (folder / _CONFIG).is_file():
-        return TokenizerSettings(chat_template=_read_chat_template(folder, {}))
+        return TokenizerSettings(
+            chat_template=_read_chat_template(folder, {}),
+            class_name=default_class,
+            gives_types=default_class in _TYPE_CLASSES,
+        )
     config = read_optional_object(folder, _CONFIG)
     if config.get("truncation_side") not in (None, "right"):
         raise CheckpointError(
             f"{_CONFIG} has truncation_side {show(config['truncation_side'])}; allowed: right"
         )
-    class_name = str(config.get("tokenizer_class") or family.tokenizer_class)
+    class_name = str(config.get("tokenizer_class") or default_class)
     if family.kind != "encoder" or class_name in _BYTE_PAIR_CLASSES:
         check_byte_pair_tokenizer(config, tokenizer, class_name)
         _check_source_language(config, tokenizer, class_name)
@@ -93,7 +115,20 @@ def read_tokenizer_settings(folder: Path, family: Family, *, lowercase: bool) ->
         special_tokens={
             name: text for name in _SPECIAL_TOKENS if (text := token_text(config.get(name)))
         },
+        class_name=class_name,
+        gives_types=_gives_types(config, class_name),
     )
+
+
+def _gives_types(config: Json, class_name: str) -> bool:
+    if "model_input_names" not in config:
+        return class_name in _TYPE_CLASSES
+    names = config["model_input_names"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"{_CONFIG} has model_input_names {show(names)}; allowed: a list of names"
+        )
+    return _TYPES in names
 
 
 def _read_max_length(config: Json) -> int | None:

@@ -149,30 +149,28 @@ class Recorder(Recording):
         self, x: Value, residual: Value, weight: Tensor, bias: Tensor | None, *, eps: float
     ) -> Value:
         operands = (x, residual, weight, bias)
-        return self._call("add_layer_norm", operands, x.shape, x.dtype, eps=eps)
+        return self._call("add_layer_norm", operands, x.shape, weight.dtype, eps=eps)
 
     def layer_norm(self, x: Value, weight: Tensor, bias: Tensor | None, *, eps: float) -> Value:
-        return self._call("layer_norm", (x, weight, bias), x.shape, x.dtype, eps=eps)
+        return self._call("layer_norm", (x, weight, bias), x.shape, weight.dtype, eps=eps)
 
     def residual_layer_norm(
         self, x: Value, residual: Value, weight: Tensor, bias: Tensor | None, *, eps: float
     ) -> tuple[Value, Value]:
-        operands, result = (x, residual, weight, bias), (x.shape, x.dtype)
-        total, normed = self.call(
-            "residual_layer_norm", operands, [result, result], attributes={"eps": eps}
-        )
+        operands = (x, residual, weight, bias)
+        results = [(x.shape, x.dtype), (x.shape, weight.dtype)]
+        total, normed = self.call("residual_layer_norm", operands, results, attributes={"eps": eps})
         return total, normed
 
     def rms_norm(self, x: Value, weight: Tensor, *, eps: float) -> Value:
-        return self._call("rms_norm", (x, weight), x.shape, x.dtype, eps=eps)
+        return self._call("rms_norm", (x, weight), x.shape, weight.dtype, eps=eps)
 
     def residual_rms_norm(
         self, x: Value, residual: Value, weight: Tensor, *, eps: float
     ) -> tuple[Value, Value]:
-        operands, result = (x, residual, weight), (x.shape, x.dtype)
-        total, normed = self.call(
-            "residual_rms_norm", operands, [result, result], attributes={"eps": eps}
-        )
+        operands = (x, residual, weight)
+        results = [(x.shape, x.dtype), (x.shape, weight.dtype)]
+        total, normed = self.call("residual_rms_norm", operands, results, attributes={"eps": eps})
         return total, normed
 
     def activate_gate(self, x: Value, *, kind: Activation) -> Value:

@@ -6,6 +6,7 @@ The engine's thread owns it, except for `admit`, which any thread may call.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import compress
@@ -18,7 +19,8 @@ from varlen.errors import EngineError
 from varlen.request import Float32Array, Request
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.forecast import Forecaster
-from varlen.scheduling.policy import CutByCost, FullBatches, Policy
+from varlen.scheduling.partition import DpPartition
+from varlen.scheduling.policy import FullBatches, Policy
 from varlen.scheduling.queue import RequestQueue
 from varlen.sequence import (
     Batch,
@@ -52,18 +54,19 @@ class OneShotScheduler:
             admission: counts waiting work.
             max_batch_tokens: largest batch of the executor; no sequence is longer.
         """
-        is_by_cost = config.policy == "shortest_first"
+        is_by_cost = config.policy == "dp"
         self._queue = RequestQueue("tokens" if is_by_cost else "sequences")
         self._admission = admission
         self._costs = costs
         self._max_delay = config.max_delay_ms * _MILLISECOND if config.trigger == "lazy" else 0.0
         self._limits = _limits(config, max_batch_tokens)
         self._forecaster = Forecaster(costs, self._limits)
-        self._policy: Policy = (
-            CutByCost(self._limits, costs, admission.slots)
-            if is_by_cost
-            else FullBatches(self._limits, costs)
-        )
+        self._policy: Policy
+        if is_by_cost:
+            pressure = math.inf if config.dp_pressure == "infinite" else float(config.dp_pressure)
+            self._policy = DpPartition(self._limits, costs, admission.slots, pressure)
+        else:
+            self._policy = FullBatches(self._limits, costs)
         # parts of batches that ran out of memory; they run first
         self._split: deque[Batch] = deque()
 

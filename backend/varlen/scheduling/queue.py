@@ -142,6 +142,10 @@ class RequestQueue:
         """Return how many requests have come since, waiting or not; at most 1,024."""
         return len(self._arrivals) - bisect_left(self._arrivals, time)
 
+    def waiting_rows(self, request: RequestState) -> int:
+        """Return how many sequences of a request in the queue wait."""
+        return len(self._entry_of[request].waiting)
+
     @property
     def next_promotion(self) -> float:
         """Earliest latest start of all requests; infinity if none has a deadline."""

@@ -262,7 +262,7 @@ def test_tensors_of_pretraining_are_left_out(make_checkpoint):
             10**10,
             "has max_position_embeddings 10000000000; allowed: whole",
         ),
-        ("talking_head", True, 'has the field "talking_head"'),
+        ("rope_scaling", {"factor": 2.0}, 'has the field "rope_scaling"'),
     ],
 )
 def test_refuses_a_field_that_would_change_results(make_checkpoint, field, value, message):

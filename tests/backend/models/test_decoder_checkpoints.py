@@ -170,8 +170,9 @@ def test_refuses_another_architecture(make_checkpoint, kind):
 
 
 COMMON = [
-    ("rotary_base", 3, 'has the field "rotary_base" (3), which this version does not know'),
-    ("auto_map", {"AutoModel": "model.M"}, 'has the field "auto_map"'),
+    ("num_kv_shared_layers", 3, 'has the field "num_kv_shared_layers" (3), which this version'),
+    ("position_embedding_type", "alibi", 'has the field "position_embedding_type" ("alibi")'),
+    ("auto_map", {"AutoModel": "model.M"}, "has auto_map, which names code of the checkpoint"),
     ("quantization_config", {"bits": 4}, "quantized weights are not served"),
     ("is_encoder_decoder", True, "has is_encoder_decoder true; allowed: false"),
     ("add_cross_attention", True, "has add_cross_attention true; allowed: false"),
@@ -199,9 +200,7 @@ REFUSED = [
     ("Mistral", "sliding_window", 0, "has sliding_window 0; allowed: whole numbers from 1"),
     ("Llama", "num_hidden_layers", 2**31, "allowed: whole numbers from 0 to 10000"),
     ("GPT2", "n_layer", 2**31, "allowed: whole numbers from 0 to 10000"),
-    ("Mistral", "attention_bias", True, 'has the field "attention_bias" (true)'),
     ("Mistral", "layer_types", ["full_attention"], 'has the field "layer_types"'),
-    ("Qwen2", "attention_bias", True, 'has the field "attention_bias" (true)'),
     ("Qwen2", "layer_types", ["full_attention"], "allowed: 3 names"),
     ("Qwen2", "layer_types", [None, [], {}], "has null in layer_types; allowed: full_attention"),
     ("Qwen2", "use_sliding_window", "yes", "has use_sliding_window 'yes'; allowed: true, false"),

@@ -111,7 +111,6 @@ REFUSED = [
     ("bart", "activation_function", "mish", 'has activation_function "mish"; allowed: gelu'),
     ("bart", "decoder_attention_heads", 5, "d_model 36 is not a multiple of decoder_attention"),
     ("bart", "num_hidden_layers", 3, "has num_hidden_layers 3 and encoder_layers 2"),
-    ("bart", "share_encoder_decoder_embeddings", True, 'has the field "share_encoder_decoder'),
     ("bart", "scale_embedding", 1, "has scale_embedding 1; allowed: true, false"),
     ("mbart", "add_final_layer_norm", False, "has add_final_layer_norm false; allowed: true"),
     ("marian", "static_position_embeddings", False, "static_position_embeddings false"),

@@ -118,6 +118,13 @@ def test_pairs_have_token_types_only_where_the_family_has_them(make_checkpoint, 
     kind = f"{FAMILIES[name]}ForSequenceClassification"
     folder = make_checkpoint(kind, num_labels=1)
     model = load(folder, kind)
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    set_fields(
+        folder,
+        "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        model_input_names=names,
+    )
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     has_types = name not in ("distilbert", "mpnet", "modernbert", "deberta-v2")
     encoded = [

@@ -273,7 +273,7 @@ def test_a_native_config_stays_as_it_is(make_checkpoint):
         (
             GTE,
             {"auto_map": {"AutoModel": "mine.Model"}},
-            'auto_map with "mine.Model", code that is',
+            'auto_map with "mine.Model", code that is not known, and custom code never runs; allowed: New or Gte',
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) and len(value) < 3 else None,

@@ -11,8 +11,11 @@ from sentence_transformers.cross_encoder.modules import LogitScore
 
 from tests.checkpoints import save_checkpoint, set_fields, write_file
 from tests.closeness import assert_close, encoder_roundings
-from varlen import Encoder
+from varlen import Encoder, Generator
+from varlen.config import EngineConfig
 from varlen.errors import RequestError
+from varlen.generation_service import GenerationService
+from varlen.metrics import Stats
 from varlen.models.checkpoint import Checkpoint
 
 from ..refusals import refused_checkpoint as refused
@@ -183,3 +186,25 @@ def test_refuses_a_template_without_the_pair(save, template, message):
 
     with refused(message):
         Encoder.from_pretrained(folder)
+
+
+def test_scores_in_bf16_do_not_tie(save, rng):
+    folder, _ = save()
+    letters = list("abcdefghijklmnopqrstuvwxyz ")
+    documents = ["".join(rng.choice(letters, 12)) for _ in range(100)]
+
+    with Encoder.from_pretrained(folder, dtype="bf16") as encoder:
+        actual = encoder.classify([("the cat", document) for document in documents])[:, 0]
+
+    assert np.unique(actual).size == len(documents)
+    assert (torch.tensor(actual).bfloat16().float().numpy() == actual).mean() < 0.05
+
+
+def test_a_reranker_may_generate_in_bf16(save):
+    folder, _ = save()
+    config = EngineConfig(task="generate", device="cpu", dtype="bf16")
+
+    with Generator(GenerationService.load(folder, config, Stats())) as generator:
+        [answer] = generator.generate(["the cat"], max_tokens=3, temperature=0.0)
+
+    assert len(answer.token_ids) <= 3

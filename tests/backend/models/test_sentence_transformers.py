@@ -7,7 +7,7 @@ import pytest
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer import modules
 
-from tests.checkpoints import END_OF_TEXT, module, set_fields, write_file
+from tests.checkpoints import END_OF_TEXT, module, pooling_files, set_fields, write_file
 from varlen import Encoder
 from varlen.models.checkpoint import Checkpoint
 
@@ -296,3 +296,26 @@ def test_a_decoder_without_modules_is_pooled_as_sentence_transformers_does(
     assert Checkpoint.open(folder).pooling == (pooling,)
     expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind, task",
+    [
+        ("BertForSequenceClassification", "classify"),
+        ("Qwen3ForTokenClassification", "token_classify"),
+    ],
+)
+def test_pooling_decides_the_task_and_the_head_stays_available(make_checkpoint, rng, kind, task):
+    files = pooling_files(pooling_mode="mean")
+    pooled = make_checkpoint(kind, num_labels=3, files=files)
+    plain = make_checkpoint(kind, num_labels=3)
+    rows = [rng.integers(5, 60, length).tolist() for length in (3, 9)]
+
+    assert Checkpoint.open(pooled).task == "embed"
+    assert task in Checkpoint.open(pooled).tasks
+    assert Checkpoint.open(plain).task == task
+    answers = []
+    for folder in (pooled, plain):
+        with Encoder.from_pretrained(folder, task=task, dtype="fp32") as encoder:
+            answers.append(np.concatenate(getattr(encoder, task)(rows)))
+    np.testing.assert_array_equal(*answers)

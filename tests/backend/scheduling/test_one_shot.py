@@ -76,7 +76,7 @@ def test_policies_in_order_fill_a_batch_by_one_limit(policy, batches):
 
 
 def test_no_batch_passes_the_token_bound_whatever_the_policy():
-    for policy in ("fifo", "shortest_first"):
+    for policy in ("fifo", "dp"):
         scheduler = make_scheduler(policy=policy, max_batch_tokens=512)
         add(scheduler, *[100] * 10)
         while scheduler.wake_at(0.0) is not None:
@@ -84,7 +84,7 @@ def test_no_batch_passes_the_token_bound_whatever_the_policy():
 
 
 def test_the_rows_of_one_request_run_together_if_no_other_request_waits():
-    scheduler = make_scheduler(policy="shortest_first")
+    scheduler = make_scheduler(policy="dp")
     add(scheduler, 4, 500, 7, 8, 300)
 
     assert sorted(lengths_of(scheduler.schedule(0.0))) == [4, 7, 8, 300, 500]
@@ -103,7 +103,7 @@ def test_priority_goes_ahead_of_requests_that_came_a_little_before():
 
 
 def test_deadlines_are_served_first_in_time_by_every_policy():
-    for policy in ("none", "fifo", "token_budget", "shortest_first"):
+    for policy in ("none", "fifo", "token_budget", "dp"):
         scheduler = make_scheduler(policy=policy, max_batch_tokens=512)
         add(scheduler, *[300] * 5)
         add(scheduler, 301, deadline=0.1)

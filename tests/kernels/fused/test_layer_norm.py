@@ -175,6 +175,41 @@ def test_layer_norm_matches_the_reference(width, has_bias, dtype, device):
     assert_close(actual, expected, dtype)
 
 
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+
+
+@HALVES
+@pytest.mark.parametrize("width", [5, 501, 768, 2048])
+def test_a_norm_with_fp32_weights_is_fp32(width, dtype, device):
+    x, residual, _, _ = inputs(6, width, dtype, device)
+    weight, bias = inputs(1, width, torch.float32, device)[2:]
+    vectors64 = weight.double(), bias.double()
+
+    added = write_guarded(
+        lambda out: add_layer_norm(spread(x), residual, weight, bias, eps=EPS, out=out),
+        (6, width),
+        torch.float32,
+        device,
+        gap=8,
+    )
+    alone = layer_norm.layer_norm(x, weight, bias, eps=EPS)
+    total, normed = residual_layer_norm(x, residual, weight, bias, eps=EPS)
+
+    expected = reference.add_layer_norm(x.double(), residual.double(), *vectors64, eps=EPS)
+    assert_close(added, expected, torch.float32)
+    assert_close(normed, expected, torch.float32)
+    expected_alone = reference.layer_norm(x.double(), *vectors64, eps=EPS)
+    assert_close(alone, expected_alone, torch.float32)
+    assert torch.equal(total, (x.float() + residual.float()).to(dtype))
+
+
+def test_rejects_an_output_that_has_not_the_dtype_of_the_weight(device):
+    x, _, weight, bias = inputs(4, 8, torch.float16, device)
+
+    with pytest.raises(ValueError, match=r"out is .* torch.float16; it must be .* torch.float32"):
+        layer_norm.layer_norm(x, weight.float(), bias, eps=EPS, out=torch.empty_like(x))
+
+
 @DTYPES
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize("width", [63, 768])

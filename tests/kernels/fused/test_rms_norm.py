@@ -74,6 +74,22 @@ def test_the_sum_may_replace_the_residual_and_the_norm_x(width, dtype, device):
     assert torch.equal(rms_norm(x, weight, eps=EPS, out=x), alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("width", [5, 768, 2048])
+def test_a_norm_with_fp32_weights_is_fp32(width, dtype, device):
+    x, residual, _ = inputs(6, width, dtype, device)
+    weight = inputs(1, width, torch.float32, device)[2]
+
+    alone = rms_norm(x, weight, eps=EPS)
+    total, normed = residual_rms_norm(x, residual, weight, eps=EPS)
+
+    expected = reference.rms_norm(x.double(), weight.double(), eps=EPS)
+    assert_close(alone, expected, torch.float32)
+    expected_total, expected = expected_sum(x, residual, weight)
+    assert torch.equal(total, expected_total)
+    assert_close(normed, expected, torch.float32)
+
+
 @pytest.mark.parametrize("width", [5, 768])
 def test_accepts_strided_rows(width, device):
     x, residual, weight = inputs(6, width, torch.float16, device)

@@ -17,14 +17,14 @@ from varlen_bench.serving.figures import bench_figures, overload_figures
 from varlen_bench.serving.run import LoadTest
 from varlen_bench.serving.systems import (
     OURS,
+    PAIRED,
     SYSTEMS,
-    TOKEN_BUDGET,
     Settings,
     before,
     chosen_systems,
 )
 from varlen_tools.local_server import end_on_sigterm
-from varlen_tools.workloads import Mix, trace_mix, uniform_mix
+from varlen_tools.workloads import MIXES, Mix, named_mix, trace_mix
 
 _PACKAGES = ("torch", "transformers", "onnxruntime", "tritonclient", "varlen")
 # By overload, then quick.
@@ -41,7 +41,7 @@ def main(
     ),
     only: command.Only = "",
     lengths: Annotated[
-        str, typer.Option(help="uniform and short, comma-separated; by default both.")
+        str, typer.Option(help="uniform, short and mixed, comma-separated; by default all.")
     ] = "",
     trace: Annotated[
         Path | None, typer.Option(help="CSV with a column of lengths, in place of --lengths.")
@@ -57,7 +57,10 @@ def main(
     ] = False,
     paired: Annotated[
         int,
-        typer.Option(min=0, help="Only shortest_first and token_budget, in this number of turns."),
+        typer.Option(
+            min=0,
+            help="Only systems by turns, in this number of turns: --only, or token_budget and dp.",
+        ),
     ] = 0,
     baseline: Annotated[
         str, typer.Option(help="Commit whose token_budget --paired compares with instead.")
@@ -71,11 +74,11 @@ def main(
     output: command.Output = None,
 ) -> None:
     """Load real servers, ours and plain ones, until they cannot keep up."""
-    lengths = lengths or ("uniform" if quick or overload else "uniform,short")
+    lengths = lengths or ("uniform" if quick or overload else ",".join(MIXES))
     try:
         settings = Settings(
             model=model,
-            systems=chosen_systems(only or (OURS if overload else ""), quick=quick),
+            systems=chosen_systems(only or _default_systems(paired, overload), quick=quick),
             mixes=_mixes(lengths, trace, model),
             seconds=seconds or _SECONDS[overload][quick],
             turns=paired or (1 if quick else 2),
@@ -104,7 +107,8 @@ def main(
         if overload:
             load_test.overload()
         elif paired:
-            load_test.compare_in_turns(before(baseline) if baseline else SYSTEMS[TOKEN_BUDGET])
+            pair = [before(baseline), SYSTEMS[OURS]] if baseline else settings.systems
+            load_test.compare_in_turns(pair)
         else:
             load_test.compare()
     rows = load_test.rows
@@ -120,11 +124,18 @@ def main(
         raise typer.Exit(1)
 
 
+def _default_systems(paired: int, overload: bool) -> str:
+    """Return the names of the systems that run if none are chosen; empty for all."""
+    if paired:
+        return ",".join(PAIRED)
+    return OURS if overload else ""
+
+
 def _mixes(lengths: str, trace: Path | None, model: Path) -> list[Mix]:
     limit = Checkpoint.open(model).position_limit
     if trace is not None:
         return [trace_mix(trace, limit)]
-    return [uniform_mix(name.strip(), limit) for name in lengths.split(",") if name.strip()]
+    return [named_mix(name.strip(), limit) for name in lengths.split(",") if name.strip()]
 
 
 if __name__ == "__main__":

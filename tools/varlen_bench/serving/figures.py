@@ -61,7 +61,7 @@ def best_peer(rows: Iterable[Row], precision: str = "") -> Row | None:
 
 
 def paired_ratios(rows: Iterable[Row], attribute: str, other: str = TOKEN_BUDGET) -> list[float]:
-    """Return `varlen-shortest-first` over the other system of a pair, by load and turn."""
+    """Return `varlen-dp` over another system of the paired loads, by load and turn."""
     loads: dict[tuple[float | None, int | None], dict[str, float]] = {}
     for row in rows:
         value = getattr(row, attribute)
@@ -95,7 +95,7 @@ def _mix_figures(rows: Sequence[Row]) -> dict[str, Cell]:
         "fp32_vs_dynamic_batcher": over(dynamic_batcher, "sustained", OURS_FP32),
         "fp32_vs_best_fp32_peer": over(best_peer(rows, "fp32"), "sustained", OURS_FP32),
         "int8_vs_best_fp32_peer": over(best_peer(rows, "fp32"), "sustained", OURS_INT8),
-        "shortest_first_padded_vs_fifo_padded": over(fifo, "saturated", OURS_PADDED),
-        "shortest_first_mean_vs_token_budget": mean_ratio("mean_ms", TOKEN_BUDGET),
-        "shortest_first_p99_vs_token_budget": mean_ratio("p99_ms", TOKEN_BUDGET),
+        "dp_padded_vs_fifo_padded": over(fifo, "saturated", OURS_PADDED),
+        "dp_mean_vs_token_budget": mean_ratio("mean_ms", TOKEN_BUDGET),
+        "dp_p99_vs_token_budget": mean_ratio("p99_ms", TOKEN_BUDGET),
     }

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 COLORS = {
     "varlen-fp32": "#5a6fd8",
     "varlen-int8": "#9a5fd0",
-    "varlen-shortest-first": "#1f6fd6",
+    "varlen-dp": "#1f6fd6",
     "varlen-token-budget": "#2fb0d8",
-    "varlen-shortest-first-padded": "#12906a",
+    "varlen-dp-padded": "#12906a",
     "varlen-fifo-padded": "#6fb58f",
     "varlen-none": "#8b8fd6",
     "transformers-fp32-dynamic": "#d62f3c",

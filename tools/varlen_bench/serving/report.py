@@ -14,7 +14,7 @@ from varlen_bench.harness.tables import Table
 from varlen_bench.serving import picture
 from varlen_bench.serving.figures import paired_ratios
 from varlen_bench.serving.rows import Row
-from varlen_bench.serving.systems import BEFORE, OURS, TOKEN_BUDGET
+from varlen_bench.serving.systems import OURS
 from varlen_tools import html_page, pictures
 
 _RESULTS = (
@@ -98,7 +98,10 @@ def _paired(rows: Sequence[Row]) -> Table:
     """Return by mix: geometric mean and quartiles of the ratios of mean and p99 latency."""
     lines = []
     for label, of_mix in _by_mix(rows):
-        for other in (TOKEN_BUDGET, BEFORE):
+        paired = dict.fromkeys(row.system for row in of_mix if row.kind == "paired")
+        for other in paired:
+            if other == OURS:
+                continue
             means, p99s = (paired_ratios(of_mix, name, other) for name in ("mean_ms", "p99_ms"))
             if means and p99s:
                 figures = [*_with_quartiles(means), *_with_quartiles(p99s)]

@@ -26,8 +26,8 @@ from varlen_bench.serving.server import Served, serve
 from varlen_bench.serving.systems import (
     DYNAMIC_BATCHER,
     OURS,
+    PAIRED,
     SYSTEMS,
-    TOKEN_BUDGET,
     Settings,
     System,
 )
@@ -72,15 +72,15 @@ class LoadTest:
         self._requests, self._vectors = reference(settings)
 
     def compare(self) -> None:
-        """Measure each system; then the two policies in turns, if both are chosen."""
+        """Measure each system; then two policies in turns, if both are chosen."""
         for system in self._settings.systems:
             self._run_part(self._measure_system, system)
-        if {TOKEN_BUDGET, OURS} <= {system.name for system in self._settings.systems}:
-            self.compare_in_turns(SYSTEMS[TOKEN_BUDGET])
+        if set(PAIRED) <= {system.name for system in self._settings.systems}:
+            self.compare_in_turns([SYSTEMS[name] for name in PAIRED])
 
-    def compare_in_turns(self, other: System) -> None:
-        """Measure ours and another system under the same arrivals."""
-        self._run_part(self._measure_in_turns, other, SYSTEMS[OURS])
+    def compare_in_turns(self, systems: Sequence[System]) -> None:
+        """Measure systems under the same arrivals, at loads of the capacity of the first."""
+        self._run_part(self._measure_in_turns, *systems)
 
     def overload(self) -> None:
         """Measure each system at twice its capacity, with deadlines."""
@@ -170,9 +170,9 @@ class LoadTest:
         self.rows.append(row)
 
     def _measure_in_turns(self, *systems: Served) -> None:
-        """Measure two systems under the same arrivals: A B, B A and so on."""
+        """Measure systems under the same arrivals: A B, B A and so on."""
         turns, seconds = self._settings.turns, self._settings.seconds
-        # the two systems are nearly equal
+        # the systems are nearly equal
         seconds *= 1.0 if self._settings.quick else 1.25
         for mix in self._settings.mixes:
             for turn in range(turns):

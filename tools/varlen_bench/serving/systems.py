@@ -15,13 +15,14 @@ from varlen_tools.workloads import Mix
 # The tensors of every model.
 INPUT, OUTPUT = "input_ids", "sentence_embedding"
 
-OURS = "varlen-shortest-first"
+OURS = "varlen-dp"
+NONE = "varlen-none"
 TOKEN_BUDGET = "varlen-token-budget"  # noqa: S105 - a policy
 DYNAMIC_BATCHER = "transformers-fp32-dynamic"
 # an older commit
 BEFORE = "varlen-before"
 OURS_FP32, OURS_INT8 = "varlen-fp32", "varlen-int8"
-OURS_PADDED, FIFO_PADDED = "varlen-shortest-first-padded", "varlen-fifo-padded"
+OURS_PADDED, FIFO_PADDED = "varlen-dp-padded", "varlen-fifo-padded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +102,19 @@ class Settings:
 _PADDED = {"execution": "padded", "max_batch_sequences": "20", "max_batch_tokens": "10240"}
 
 
-def _ours(name: str, policy: str) -> System:
+def _ours(name: str, policy: str, **parameters: str) -> System:
     padded = _PADDED if name.endswith("-padded") else {}
-    return System(name, "varlen", parameters={"policy": policy} | padded)
+    return System(name, "varlen", parameters={"policy": policy} | padded | parameters)
 
 
 _ALL = (
     _ours(TOKEN_BUDGET, "token_budget"),
-    _ours(OURS, "shortest_first"),
+    _ours(OURS, "dp"),
     System(OURS_FP32, "varlen", parameters={"dtype": "fp32"}),
     System(OURS_INT8, "varlen", parameters={"dtype": "int8"}),
-    _ours(OURS_PADDED, "shortest_first"),
+    _ours(OURS_PADDED, "dp", dp_pressure="infinite"),
     _ours(FIFO_PADDED, "fifo"),
-    _ours("varlen-none", "none"),
+    _ours(NONE, "none"),
     System(DYNAMIC_BATCHER, "transformers", dynamic=True),
     System("onnxruntime-fp32-single", "onnxruntime"),
     System("onnxruntime-fp32-dynamic", "onnxruntime", dynamic=True),
@@ -121,10 +122,12 @@ _ALL = (
     System("transformers-bf16-dynamic", "transformers", "bf16", dynamic=True),
     System("transformers-bf16-single", "transformers", "bf16"),
 )
+# Compared in turns unless others are chosen.
+PAIRED = (TOKEN_BUDGET, OURS)
 # Ours first: they decide the load at which the peers are saturated.
 SYSTEMS = {system.name: system for system in _ALL}
 # Left out of a quick run: the BENCH line is hardly ever about them.
-_NOT_QUICK = ("varlen-none", "transformers-bf16", "transformers-fp32-single")
+_NOT_QUICK = (NONE, "transformers-bf16", "transformers-fp32-single")
 
 
 def chosen_systems(only: str, *, quick: bool) -> list[System]:

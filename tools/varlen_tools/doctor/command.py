@@ -72,10 +72,10 @@ def _examine(
     from varlen_tools.model_config import render_config
 
     try:
-        checkpoint = Checkpoint.open(checkpoint_folder)
+        checkpoint = Checkpoint.open(checkpoint_folder, ignore_config_fields=config.ignored_fields)
         text = render_config(name, checkpoint, config)
         facts = TextFacts(read_languages(checkpoint_folder / "README.md"))
-        findings = find(checkpoint, config.task, facts)
+        findings = find(checkpoint, config, facts)
         examination = examine(checkpoint, config, has_speed=has_speed)
     except VarlenError as error:
         return Report(name, refused=str(error))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -77,10 +78,14 @@ class Transformers:
         has_logits = task in LOGITS
         name = self._checkpoint.architecture if has_logits else "AutoModel"
         model = self._load(name)
+        # some models have no such argument
+        has_types = "token_type_ids" in signature(model.forward).parameters
         answers = []
         with torch.inference_mode():
             for each in inputs:
                 encoded = self._encode(each, limit)
+                if not has_types:
+                    encoded.pop("token_type_ids", None)
                 output = model(**{key: torch.tensor([row]) for key, row in encoded.items()})
                 answer = output.logits if has_logits else output.last_hidden_state
                 answers.append(answer[0].float().numpy())
@@ -110,10 +115,7 @@ class Transformers:
     def _encode(self, each: Text, limit: int | None) -> dict[str, list[int]]:
         parts = (each,) if isinstance(each, str) else each
         cut = {} if limit is None else {"truncation": True, "max_length": limit}
-        encoded = dict(self._tokenizer(*parts, **cut))
-        if not self._checkpoint.has_token_types:
-            encoded.pop("token_type_ids", None)
-        return encoded
+        return dict(self._tokenizer(*parts, **cut))
 
 
 def sentence_vectors(

@@ -13,12 +13,14 @@ _PROMPTS = 4
 
 
 def sample_inputs(task: Task, limit: int) -> list[Text]:
-    """Return texts, or pairs of texts for `rerank`, up to more than `limit` tokens."""
+    """Return texts, pairs for `rerank`, both for `classify`; up to more than `limit` tokens."""
     words = " ".join(TEXTS).split()
     long = [" ".join(islice(cycle(words), count)) for count in (limit // 8, limit // 2, 2 * limit)]
     texts = [text for text in (*TEXTS, *long) if text]
     if task == "rerank":
         return list(pairwise(texts))
+    if task == "classify":
+        return [*texts, *pairwise(texts)]
     return list(texts)
 
 

@@ -17,7 +17,6 @@ from varlen.costs.store import StoredCosts
 from varlen.errors import VarlenError
 from varlen.execution.workers import load_workers
 from varlen.metrics import Stats
-from varlen.models.checkpoint import Checkpoint
 from varlen_tools import pictures
 from varlen_tools.model_source import (
     ModelSource,
@@ -68,7 +67,7 @@ def _costs(source: ModelSource, seconds: int | None, *, gpu: int, again: bool) -
     """Return the costs of batches, measured as the server measures them."""
     allowed = seconds or source.config.warmup_seconds or _DEFAULT_SECONDS
     config = replace(source.config, warmup_seconds=allowed)
-    checkpoint = Checkpoint.open(source.checkpoint)
+    checkpoint = source.open_checkpoint()
     workers = load_workers(checkpoint, config, Stats(), gpu=gpu, isolated=True)
     executor = workers.new_executor()
     try:

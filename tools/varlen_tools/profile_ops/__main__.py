@@ -60,7 +60,7 @@ def main(
     """
     try:
         found = find_source(source, parse_settings(settings))
-        checkpoint = Checkpoint.open(found.checkpoint)
+        checkpoint = found.open_checkpoint()
         # a GPU runs whole graphs, in which no op can be timed by itself
         found = replace(found, config=replace(found.config, device="cpu"))
         if (found.config.task or checkpoint.task) in {"generate", "translate"}:

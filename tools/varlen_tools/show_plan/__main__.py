@@ -8,7 +8,6 @@ import typer
 
 from varlen.errors import VarlenError
 from varlen.execution.runner import Runner
-from varlen.models.checkpoint import Checkpoint
 from varlen_tools import pictures
 from varlen_tools.model_source import find_source
 from varlen_tools.show_plan.maps import Map, paper_maps, program_map
@@ -69,7 +68,7 @@ def _model_maps(folder: Path, batches: list[list[int]]) -> tuple[str, list[Map]]
     """Return the name of a model, and a map of each batch."""
     try:
         source = find_source(folder, {"device": "cpu"})
-        runner = Runner(Checkpoint.open(source.checkpoint), source.config)
+        runner = Runner(source.open_checkpoint(), source.config)
     except VarlenError as error:
         raise typer.BadParameter(str(error), param_hint="SOURCE") from None
     runner.close()

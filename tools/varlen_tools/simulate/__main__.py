@@ -1,4 +1,4 @@
-"""The command: `python -m varlen_tools.simulate --loads 0.6,0.8 --policies token_budget,shortest_first`."""
+"""The command: `python -m varlen_tools.simulate --loads 0.6,0.8 --policies token_budget,dp`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _STREAMS = {Stream.poisson: workloads.poisson_arrivals, Stream.bursts: workloads
 def main(
     policies: Annotated[
         str, typer.Option(help="By comma: policy, or policy/execution such as fifo/padded.")
-    ] = "none,fifo,token_budget,shortest_first",
+    ] = "none,fifo,token_budget,dp",
     loads: Annotated[
         str, typer.Option(help="By comma; 1 is full batches of the mean length, without padding.")
     ] = "0.2,0.4,0.6,0.8,0.9,1.0,1.2",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -34,6 +35,30 @@ def parse_numbers(name: str, text: str) -> list[float]:
         return [float(number) for number in text.split(",")]
     except ValueError:
         raise ValueError(f'{name} are "{text}"; allowed: numbers with commas between') from None
+
+
+def parse_positive(name: str, text: str) -> list[float]:
+    """Return the numbers of an option, each finite and more than 0.
+
+    Raises:
+        ValueError: it has something else; the message has its name.
+    """
+    numbers = parse_numbers(name, text)
+    if not all(0.0 < number < math.inf for number in numbers):
+        raise ValueError(f'{name} are "{text}"; allowed: numbers above 0')
+    return numbers
+
+
+def parse_counts(name: str, text: str) -> list[int]:
+    """Return the whole numbers of an option, each at least 1.
+
+    Raises:
+        ValueError: it has something else; the message has its name.
+    """
+    numbers = parse_positive(name, text)
+    if any(number != int(number) for number in numbers):
+        raise ValueError(f'{name} are "{text}"; allowed: whole numbers from 1')
+    return [int(number) for number in numbers]
 
 
 def write_results(path: Path, results: Sequence[DataclassInstance]) -> None:

@@ -1,0 +1,209 @@
+"""The command: `python -m varlen_tools.simulate.grid`, policies over many mixes, workers and loads.
+
+Each cell is a mix of lengths, a number of workers and a load. All policies get the same arrivals in a cell, of several
+seeds. The table has mean latency and p99 of each policy over those of a baseline.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.table import Table
+
+from varlen.config import NO_LIMIT, EngineConfig
+from varlen.costs.model import CostModel
+from varlen.errors import ConfigError
+from varlen_tools.simulate.command import new_console, parse_counts, parse_positive, write_results
+from varlen_tools.simulate.costs import cpu_seconds, gpu_seconds
+from varlen_tools.simulate.study import full_load, measure, with_policy
+from varlen_tools.workloads import MIXES, Arrival, named_mix, poisson_arrivals
+
+# Lengths of `uniform`, where three requests in ten have several rows.
+ROWS = "rows"
+_MANY_ROWS, _SHARE = range(2, 33), 0.3
+_LONGEST = 500
+_SECONDS: dict[str, Callable[[int, int], float]] = {"cpu": cpu_seconds, "gpu": gpu_seconds}
+
+app = typer.Typer(add_completion=False)
+
+
+class Cell(NamedTuple):
+    """One comparison."""
+
+    costs: str
+    lengths: str
+    workers: int
+    load: float
+
+
+@dataclass(frozen=True, slots=True)
+class GridRow:
+    """One policy in one cell; latencies are means over the seeds.
+
+    Attributes:
+        costs, lengths, workers, load: the cell; a load of 1 is full batches of the mean length.
+        policy: the policy, or policy/execution.
+        seeds, count: number of runs, and of requests in each.
+        mean, p99: latency in seconds.
+    """
+
+    costs: str
+    lengths: str
+    workers: int
+    load: float
+    policy: str
+    seeds: int
+    count: int
+    mean: float
+    p99: float
+
+
+@app.command()
+def main(
+    policies: Annotated[
+        str, typer.Option(help="By comma: policy, or policy/execution.")
+    ] = "dp,token_budget,none",
+    over: Annotated[str, typer.Option(help="The policy that others are compared with.")] = (
+        "token_budget"
+    ),
+    lengths: Annotated[
+        str, typer.Option(help=f"By comma: {', '.join([*MIXES, ROWS])}.")
+    ] = "uniform,short,mixed,rows",
+    workers: Annotated[str, typer.Option(help="By comma; a GPU has one.")] = "1,2,4,16",
+    loads: Annotated[str, typer.Option(help="By comma.")] = "0.6,0.8,0.95,1.2",
+    costs: Annotated[str, typer.Option(help="By comma: cpu, gpu.")] = "cpu,gpu",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
+    count: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 1000,
+    table: Annotated[Path | None, typer.Option(help="CSV file of all results to write.")] = None,
+) -> None:
+    """Compare policies on a virtual clock over mixes of lengths, workers and loads."""
+    names = list(dict.fromkeys([*policies.split(","), over]))
+    try:
+        cells = list(
+            _cells(costs, lengths, parse_counts("workers", workers), parse_positive("loads", loads))
+        )
+        for name in names:
+            with_policy(EngineConfig(), name)
+    except (ConfigError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    run = partial(run_cell, names=names, seeds=seeds, count=count)
+    # a process for each core; spawned, since threads of libraries do not survive a fork
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        rows = [row for found in pool.map(run, cells) for row in found]
+    console = new_console()
+    console.print(_table(rows, [name for name in names if name != over], over))
+    if table is not None:
+        write_results(table, rows)
+
+
+def run_cell(cell: Cell, *, names: Sequence[str], seeds: int, count: int) -> list[GridRow]:
+    """Return the rows of all policies in one cell."""
+    base = EngineConfig(max_queued_requests=NO_LIMIT, max_queued_tokens=NO_LIMIT)
+    mix = named_mix("uniform" if cell.lengths == ROWS else cell.lengths, _LONGEST)
+    rows = 1 + _SHARE * (fmean(_MANY_ROWS) - 1) if cell.lengths == ROWS else 1.0
+    full = full_load(
+        _model("packed", cell), mix.lengths, base.max_batch_sequences, workers=cell.workers
+    )
+    rate = cell.load * full / rows
+    found = []
+    for name in names:
+        config = with_policy(base, name)
+        results = [
+            measure(
+                config,
+                partial(_model, config.execution, cell),
+                _arrivals(cell, mix.lengths, count, rate, seed),
+                offered=rate,
+                workers=cell.workers,
+            )
+            for seed in range(seeds)
+        ]
+        latency = (fmean(result.mean for result in results), fmean(r.p99 for r in results))
+        found.append(GridRow(*cell, name, seeds, count, *latency))
+    return found
+
+
+def _model(execution: str, cell: Cell) -> CostModel:
+    return CostModel.of_function(
+        _SECONDS[cell.costs],
+        "padded" if execution == "padded" else "packed",
+        max_sequences=EngineConfig().max_batch_sequences,
+        max_length=_LONGEST,
+    )
+
+
+def _arrivals(
+    cell: Cell, lengths: Sequence[int], count: int, rate: float, seed: int
+) -> list[Arrival]:
+    arrivals = poisson_arrivals(count, rate, lengths, seed)
+    if cell.lengths != ROWS:
+        return arrivals
+    numbers = random.Random(seed)
+    return [
+        replace(each, rows=numbers.choice(_MANY_ROWS)) if numbers.random() < _SHARE else each
+        for each in arrivals
+    ]
+
+
+def _cells(
+    costs: str, lengths: str, workers: Sequence[int], loads: Sequence[float]
+) -> Iterator[Cell]:
+    """Yield every cell.
+
+    Raises:
+        ValueError: there are no such costs or lengths.
+    """
+    for name, allowed in ((costs, _SECONDS), (lengths, {**MIXES, ROWS: ()})):
+        for word in name.split(","):
+            if word not in allowed:
+                raise ValueError(f'"{word}" is not known; allowed: {", ".join(allowed)}')
+    for source, mix in product(costs.split(","), lengths.split(",")):
+        for number, load in product(workers if source == "cpu" else [1], loads):
+            yield Cell(source, mix, number, load)
+
+
+def _table(rows: Sequence[GridRow], names: Sequence[str], over: str) -> Table:
+    """Return a line for each cell, then the geometric means and the worst ratios."""
+    table = Table(title=f"mean latency, p99 over {over}")
+    for heading in ("costs", "lengths", "workers", "load", *names):
+        table.add_column(heading, no_wrap=True)
+    cells: dict[Cell, dict[str, GridRow]] = {}
+    for row in rows:
+        cell = Cell(row.costs, row.lengths, row.workers, row.load)
+        cells.setdefault(cell, {})[row.policy] = row
+    ratios = {
+        name: [
+            (of[name].mean / of[over].mean, of[name].p99 / of[over].p99) for of in cells.values()
+        ]
+        for name in names
+    }
+    for number, cell in enumerate(cells):
+        found = (ratios[name][number] for name in names)
+        table.add_row(*map(str, cell), *(f"{mean:.2f}, {p99:.2f}" for mean, p99 in found))
+    table.add_section()
+    for title, summary in (("geometric mean", _geometric_mean), ("worst", max)):
+        lines = (map(summary, zip(*ratios[name], strict=True)) for name in names)
+        table.add_row(
+            title, "", "", "", *(", ".join(f"{each:.2f}" for each in line) for line in lines)
+        )
+    return table
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(fmean(map(math.log, values)))
+
+
+if __name__ == "__main__":
+    app()

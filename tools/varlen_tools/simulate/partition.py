@@ -1,0 +1,90 @@
+"""The command: `python -m varlen_tools.simulate.partition 17,18,52,63,77`, the example of TurboTransformers.
+
+It prints what the best partition of some sequences is worth: least total time over consecutive batches by length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.table import Table
+
+from varlen.config import Execution
+from varlen.costs.batch_shape import BatchShape, FloatArray
+from varlen.costs.model import CostModel
+from varlen.scheduling.partition import best_partition
+from varlen_tools.simulate.command import MILLISECONDS, new_console, parse_counts
+from varlen_tools.simulate.costs import CostSource, cost_models
+
+# The five requests in the figure of the authors' report.
+_EXAMPLE = "17,18,52,63,77"
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    lengths: Annotated[str, typer.Argument(help="Lengths in tokens, by comma.")] = _EXAMPLE,
+    costs: Annotated[
+        CostSource, typer.Option(help="Costs of batches: by formula, or measured on this machine.")
+    ] = CostSource.cpu,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Batches without padding; by default they pad.")
+    ] = False,
+    cache: Annotated[
+        str, typer.Option("--cache-folder", help="Cache of measured costs; the latest are used.")
+    ] = "auto",
+) -> None:
+    """Print the seconds of one batch, of the best partition, and of single sequences."""
+    execution: Execution = "packed" if packed else "padded"
+    try:
+        ordered = sorted(parse_counts("lengths", lengths))
+        make_model = cost_models(
+            costs, [execution], cache=cache, max_sequences=len(ordered), longest=ordered[-1]
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    new_console().print(_table(ordered, make_model(execution)))
+
+
+def seconds_of_batches(lengths: Sequence[int], costs: CostModel) -> FloatArray:
+    """Return [sequences, sizes], seconds of the batch of `column + 1` sequences from each one on."""
+    count = len(lengths)
+    seconds = np.full((count, count), math.inf)
+    for first in range(count):
+        for end in range(first + 1, count + 1):
+            seconds[first, end - first - 1] = costs.seconds(BatchShape.of(lengths[first:end]))
+    return seconds
+
+
+def _table(lengths: Sequence[int], costs: CostModel) -> Table:
+    seconds = seconds_of_batches(lengths, costs)
+    count = len(lengths)
+    partitions = {
+        "one batch": [range(count)],
+        "best partition": best_partition(seconds),
+        "no batches": [range(place, place + 1) for place in range(count)],
+    }
+    table = Table()
+    for heading in ("", "batches, by length", "ms", "requests/s", "of one batch"):
+        table.add_column(heading, no_wrap=True)
+    whole = seconds[0, -1]
+    for name, batches in partitions.items():
+        total = sum(seconds[batch.start, len(batch) - 1] for batch in batches)
+        parts = " | ".join(", ".join(str(lengths[i]) for i in batch) for batch in batches)
+        table.add_row(
+            name,
+            parts,
+            f"{MILLISECONDS * total:.2f}",
+            f"{count / total:.0f}",
+            f"{whole / total:.2f}x",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    app()
