@@ -63,12 +63,23 @@ def args(given):
     }
 
 
+@pytest.fixture
 def our_threads():
-    return [t for t in threading.enumerate() if t.name.startswith(OUR_THREADS)]
+    """Return a function that lists our threads that the test has started.
+
+    Models that other tests of this process share may run too.
+    """
+    others = set(threading.enumerate())
+
+    def our_threads():
+        started = set(threading.enumerate()) - others
+        return [each for each in started if each.name.startswith(OUR_THREADS)]
+
+    return our_threads
 
 
 @pytest.fixture
-def load(server_model, pb_utils, small_bert, monkeypatch):
+def load(server_model, pb_utils, small_bert, monkeypatch, our_threads):
     """Return a function that loads a model with one thread as its worker."""
     loaded = []
     load_workers = service.load_workers
@@ -676,7 +687,9 @@ def test_is_ready_follows_the_engine(load):
     assert not model.is_ready()
 
 
-def test_after_a_hang_of_the_gpu_the_process_ends_whatever_happens(load, server_model, monkeypatch):
+def test_after_a_hang_of_the_gpu_the_process_ends_whatever_happens(
+    load, server_model, monkeypatch, our_threads
+):
     model, ended = load(), []
     close = model._service.close
     monkeypatch.setattr(type(model._service), "close", lambda _: close() and False)
@@ -704,7 +717,7 @@ def test_after_a_hang_of_the_gpu_during_a_load_the_process_ends_too(
     assert ended
 
 
-def test_finalize_answers_the_queue_and_ends_every_thread(load, ask):
+def test_finalize_answers_the_queue_and_ends_every_thread(load, ask, our_threads):
     model = load(max_batch_tokens="64")
     first = ask(text=text("a"))
     go_on = start_and_hold(model, first)
@@ -786,7 +799,7 @@ def test_lifecycle_lines_reach_the_server_s_log(load, pb_utils):
     ],
     ids=["settings", "server settings", "checkpoint", "tensors", "engine"],
 )
-def test_refuses_to_load_what_it_could_not_serve(load, pb_utils, changes, word):
+def test_refuses_to_load_what_it_could_not_serve(load, pb_utils, our_threads, changes, word):
     with pytest.raises(pb_utils.TritonModelException, match=word):
         load(given=model_config(**changes))
     assert our_threads() == []
