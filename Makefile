@@ -70,14 +70,14 @@ serve: setup ## Serve model_repository on 127.0.0.1:8000 (HTTP), 8001 (gRPC), 80
 	$(BIN)/tritonserver --model-repository model_repository
 
 test: setup ## Run all tests, those with a real server too (TESTS= narrows them down)
-	$(BIN)/python -m pytest $(PARALLEL) $(or $(TESTS),--ignore tests/kernels/fused --ignore tests/kernels/compiled)
+	$(BIN)/python -m pytest $(PARALLEL) $(or $(TESTS),--ignore tests/kernels/triton --ignore tests/kernels/compiled)
 	@$(if $(TESTS),,$(MAKE) --no-print-directory test-kernels)
 
 # The interpreter replaces Triton's functions as they are imported: a process of its own.
 test-kernels: $(VENV)/setup.stamp $(OLDEST_TRITON_FOLDER)/triton-$(OLDEST_TRITON).dist-info ## Interpret and compile every kernel; needs no GPU
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PARALLEL) tests/kernels/fused
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(PARALLEL) tests/kernels/triton
 	$(BIN)/python -m pytest $(PARALLEL) tests/kernels/compiled
-	TRITON_INTERPRET=1 $(ON_OLDEST_TRITON) $(BIN)/python -m pytest $(PARALLEL) tests/kernels/fused/test_bfloat16.py
+	TRITON_INTERPRET=1 $(ON_OLDEST_TRITON) $(BIN)/python -m pytest $(PARALLEL) tests/kernels/triton/test_bfloat16.py
 	$(ON_OLDEST_TRITON) $(BIN)/python -m pytest $(PARALLEL) tests/kernels/compiled tests/tools/test_dry_run.py \
 		-k 'bfloat16-sm_90 or 4x32000-float16-sm_90 or recompilation or dry_run'
 

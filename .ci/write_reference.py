@@ -13,10 +13,10 @@ from commands_page import commands_page
 from varlen.config import SETTINGS
 from varlen.encoder import Encoder
 from varlen.generator import Generator
-from varlen.metrics import METRICS, Metric
 from varlen.setting import Setting
 from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS
-from varlen.wire import DEFAULT_MAX_ROWS
+from varlen.telemetry.metrics import METRICS, Metric
+from varlen.wire.rows import DEFAULT_MAX_ROWS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 COMMAND = "python .ci/write_reference.py"
@@ -125,7 +125,7 @@ _SERVER_FIELDS = [
 _METRICS = Template("""\
 # Metrics
 
-<!-- Written by `$command` from backend/varlen/metrics.py. -->
+<!-- Written by `$command` from backend/varlen/telemetry/metrics.py. -->
 
 The server's `/metrics` page (`curl 127.0.0.1:8002/metrics`) has these metrics of each model.
 Every series has the labels `model`, `version` and `instance`.

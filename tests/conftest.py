@@ -12,7 +12,7 @@ from hypothesis import settings
 settings.register_profile("varlen", deadline=None)
 settings.load_profile("varlen")
 
-_KERNEL_TESTS = Path(__file__).parent / "kernels/fused"
+_KERNEL_TESTS = Path(__file__).parent / "kernels/triton"
 _MINILM = Path(__file__).parents[1] / "model_repository/minilm/1"
 
 if "PYTEST_XDIST_WORKER" in os.environ:

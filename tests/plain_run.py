@@ -8,7 +8,7 @@ from torch import Tensor
 
 from varlen.execution.packing import dims_of, fill_inputs, input_bytes, input_views
 from varlen.program.program import PackedBatch, Program, State, Value
-from varlen.request import Prompt, RequestOptions
+from varlen.request.request import Prompt, RequestOptions
 from varlen_kernels import reference
 
 

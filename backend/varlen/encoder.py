@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 from varlen.config import DEFAULT_MAX_BATCH_TOKENS, NO_LIMIT, Device, DType, EngineConfig
 from varlen.errors import ConfigError, RequestError, shorten
-from varlen.filled_masks import DEFAULT_TOP_K, FilledToken, check_top_k, largest_top_k
-from varlen.intake import TokenIds
-from varlen.metrics import Stats
-from varlen.request import Float32Array, Output, Prompt, Request, RequestOptions
-from varlen.service import Service
-from varlen.sparse_vectors import SparseVector, check_max_active_dims, sparse_vector
+from varlen.intake.checks import TokenIds
+from varlen.intake.tokenization import Text
+from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, check_top_k, largest_top_k
+from varlen.request.request import Float32Array, Output, Prompt, Request, RequestOptions
+from varlen.request.sparse_vectors import SparseVector, check_max_active_dims, sparse_vector
+from varlen.request.vectors import VectorForm
+from varlen.service.service import Service
 from varlen.tasks import Task
-from varlen.tokenization import Text
-from varlen.vectors import VectorForm
+from varlen.telemetry.metrics import Stats
 
 Inputs: TypeAlias = Sequence[Text] | Sequence[TokenIds]
 

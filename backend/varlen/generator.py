@@ -11,11 +11,9 @@ import numpy as np
 
 from varlen.config import NO_LIMIT, Device, DType, EngineConfig, KvPolicy
 from varlen.errors import RequestError
-from varlen.generation_options import GenerationOptions
-from varlen.generation_service import GenerationService
-from varlen.intake import TokenIds
-from varlen.metrics import Stats
-from varlen.request import (
+from varlen.intake.checks import TokenIds
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import (
     FinishReason,
     GeneratedPart,
     Output,
@@ -25,6 +23,8 @@ from varlen.request import (
     TokenLogprobs,
 )
 from varlen.scheduling.iteration import GenerationCounts
+from varlen.service.generation import GenerationService
+from varlen.telemetry.metrics import Stats
 
 
 @dataclass(frozen=True, slots=True)

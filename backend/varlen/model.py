@@ -1,5 +1,5 @@
-"""The file that Triton Inference Server imports; the code is in `varlen.server_model`."""
+"""The file that Triton Inference Server imports; the code is in `varlen.server.entry`."""
 
-from varlen.server_model import TritonPythonModel
+from varlen.server.entry import TritonPythonModel
 
 __all__ = ["TritonPythonModel"]

@@ -16,7 +16,6 @@ from typing import Any
 
 from typing_extensions import Unpack
 
-from varlen_client.endpoint import Endpoint
 from varlen_client.generation import (
     GeneratedPart,
     Generation,
@@ -30,7 +29,6 @@ from varlen_client.generation_call import (
     whole_answers,
 )
 from varlen_client.masks import FilledToken, read_filled_masks
-from varlen_client.retry import RetryPolicy
 from varlen_client.row_call import RowCall
 from varlen_client.row_options import (
     EmbedOptions,
@@ -52,10 +50,12 @@ from varlen_client.row_options import (
 )
 from varlen_client.row_outputs import LabelScore, Vectors, best_labels
 from varlen_client.row_sender import RowSender
-from varlen_client.session import Session, Status
 from varlen_client.sparse import SparseVector, read_sparse_vectors
 from varlen_client.token_labels import TokenLabel, read_token_labels
 from varlen_client.translation import Translation, search_options
+from varlen_client.transport.endpoint import Endpoint
+from varlen_client.transport.retry import RetryPolicy
+from varlen_client.transport.session import Session, Status
 from varlen_client.wire import (
     Floats,
     Inputs,

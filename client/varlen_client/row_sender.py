@@ -9,7 +9,7 @@ import numpy.typing as npt
 from varlen_client.row_call import RowCall
 from varlen_client.row_options import RowRequests
 from varlen_client.row_outputs import RowTask
-from varlen_client.session import Session
+from varlen_client.transport.session import Session
 from varlen_client.wire import Floats, InferRequest, infer_requests
 
 DEFAULT_ROWS_PER_REQUEST = 32

@@ -19,7 +19,6 @@ from typing_extensions import Unpack
 from varlen_client.aio import AsyncClient
 from varlen_client.generation import GeneratedPart, Generation, GenerationPrompt
 from varlen_client.masks import FilledToken
-from varlen_client.retry import RetryPolicy
 from varlen_client.row_options import (
     EmbedOptions,
     MaskOptions,
@@ -30,10 +29,11 @@ from varlen_client.row_options import (
     TokenEmbedOptions,
 )
 from varlen_client.row_outputs import LabelScore, Vectors
-from varlen_client.session import Status
 from varlen_client.sparse import SparseVector
 from varlen_client.token_labels import TokenLabel
 from varlen_client.translation import Translation
+from varlen_client.transport.retry import RetryPolicy
+from varlen_client.transport.session import Status
 from varlen_client.wire import Floats, Inputs, ModelState, Pairs
 
 _T = TypeVar("_T")

@@ -4,19 +4,6 @@ An op is a Triton kernel, or plain torch where torch runs it in one fast kernel.
 those of `reference`, which specifies each op.
 """
 
-from varlen_kernels.activation import activate
-from varlen_kernels.append_kv import append_kv
-from varlen_kernels.attention_paged import attention_paged
-from varlen_kernels.attention_tiles import attention_tiles
-from varlen_kernels.attention_varlen import attention_varlen
-from varlen_kernels.beam import beam_step
-from varlen_kernels.embedding import embed, embed_layer_norm
-from varlen_kernels.gate import activate_gate
-from varlen_kernels.heads import norm_heads, rotary
-from varlen_kernels.layer_norm import add_layer_norm, layer_norm, residual_layer_norm
-from varlen_kernels.linear_activation import linear_activate
-from varlen_kernels.paged_tiles import paged_tiles
-from varlen_kernels.pooling import first_tokens, pool
 from varlen_kernels.reference import (
     concat,
     linear,
@@ -26,9 +13,22 @@ from varlen_kernels.reference import (
     to_fp32,
     top_terms,
 )
-from varlen_kernels.rms_norm import residual_rms_norm, rms_norm
-from varlen_kernels.sampling import sample_tokens
-from varlen_kernels.vocabulary import term_weights
+from varlen_kernels.triton.activation import activate
+from varlen_kernels.triton.append_kv import append_kv
+from varlen_kernels.triton.attention_paged import attention_paged
+from varlen_kernels.triton.attention_tiles import attention_tiles
+from varlen_kernels.triton.attention_varlen import attention_varlen
+from varlen_kernels.triton.beam import beam_step
+from varlen_kernels.triton.embedding import embed, embed_layer_norm
+from varlen_kernels.triton.gate import activate_gate
+from varlen_kernels.triton.heads import norm_heads, rotary
+from varlen_kernels.triton.layer_norm import add_layer_norm, layer_norm, residual_layer_norm
+from varlen_kernels.triton.linear_activation import linear_activate
+from varlen_kernels.triton.paged_tiles import paged_tiles
+from varlen_kernels.triton.pooling import first_tokens, pool
+from varlen_kernels.triton.rms_norm import residual_rms_norm, rms_norm
+from varlen_kernels.triton.sampling import sample_tokens
+from varlen_kernels.triton.vocabulary import term_weights
 
 __all__ = [
     "activate",

@@ -64,7 +64,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the machine's GPU; `tests/kernels/fused/test_encoder.py` runs on it."""
+    """Hide the machine's GPU; `tests/kernels/triton/test_encoder.py` runs on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

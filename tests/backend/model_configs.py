@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from varlen.models.labels import NO_LABELS
-from varlen.server_config import tensor_entry, tensors_of
+from varlen.models.checkpoint.labels import NO_LABELS
+from varlen.server.config import tensor_entry, tensors_of
 
 
 def model_config(task="embed", *, hidden=24, labels=0, parameters=None, **changes):

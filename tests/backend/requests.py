@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from varlen.request import Prompt, Request, RequestOptions
+from varlen.request.request import Prompt, Request, RequestOptions
 
 
 def prompt_of(ids, types=None):

@@ -138,18 +138,18 @@ def _load(folder: str, parameters: dict[str, str]) -> Load:
 
 def _load_and_ask(folder: str, parameters: dict[str, str]) -> tuple[float, ...]:
     from varlen import Encoder, Generator
-    from varlen.generation_service import GenerationService
-    from varlen.metrics import Stats
-    from varlen.models.checkpoint import Checkpoint
-    from varlen.server_config import (
+    from varlen.models.checkpoint_folder import Checkpoint
+    from varlen.server.config import (
         check_server_settings,
         check_tensors,
         engine_config,
         tensor_entry,
         tensors_of,
     )
-    from varlen.service import Service
+    from varlen.service.generation import GenerationService
+    from varlen.service.service import Service
     from varlen.tasks import ITERATIVE_TASKS
+    from varlen.telemetry.metrics import Stats
 
     entries = {key: {"string_value": value} for key, value in parameters.items()}
     config = engine_config({"parameters": entries})

@@ -138,7 +138,7 @@ def role_of(pid: int) -> str:
         command_line = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     for mark, role in (
         ("triton_python_backend_stub", "stub"),
-        ("varlen.execution.worker_host", "worker"),
+        ("varlen.execution.workers.host", "worker"),
         ("varlen-watchdog", "watchdog"),
         ("tritonserver", "server"),
     ):

@@ -42,8 +42,8 @@ def test_what_does_not_belong_is_named(extra: str, tmp_path: Path) -> None:
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     wheel = write_wheel(tmp_path, without=["varlen/py.typed", "varlen_kernels/tuning.json"])
 
-    assert problems(wheel, ["varlen/engine.py"]) == [
-        "lacks varlen/engine.py",
+    assert problems(wheel, ["varlen/scheduling/engine.py"]) == [
+        "lacks varlen/scheduling/engine.py",
         "lacks varlen/py.typed",
         "lacks varlen_kernels/tuning.json",
     ]

@@ -6,10 +6,10 @@ import pytest
 import transformers
 
 from tests.ci.scripts import load_script
-from varlen.models.checkpoint import FAMILIES
-from varlen.models.config_fields import FieldRules
+from varlen.models.checkpoint.config_fields import FieldRules
+from varlen.models.checkpoint.unread_fields import fields_read, is_unread, releases
+from varlen.models.checkpoint_folder import FAMILIES
 from varlen.models.t5_checkpoint import ENCODERS
-from varlen.models.unread_fields import fields_read, is_unread, releases
 
 write_config_fields = load_script("write_config_fields")
 

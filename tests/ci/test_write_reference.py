@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from tests.ci.scripts import PROJECT, load_script
 from varlen.config import SETTINGS
-from varlen.metrics import METRICS
+from varlen.telemetry.metrics import METRICS
 from varlen_tools.program import app
 
 write_reference = load_script("write_reference")

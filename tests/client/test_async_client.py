@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from varlen_client import AsyncClient, session
+from varlen_client import AsyncClient
+from varlen_client.transport import session
 
 
 def test_calls_run_concurrently(server, vectors_of):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from varlen_client import FilledToken, InvalidRequest, LabelScore, ServerError, TokenLabel, cli
+from varlen_client import FilledToken, InvalidRequest, LabelScore, ServerError, TokenLabel
+from varlen_client.cli import main as cli
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import typer
 
-from varlen import wire, wire_generate
 from varlen.config import SETTINGS, EngineConfig
-from varlen.metrics import METRICS
+from varlen.telemetry.metrics import METRICS
+from varlen.wire import generate as wire_generate
+from varlen.wire import rows as wire
 from varlen_tools.program import app
 
 from .pages import PAGES, PROJECT, Block, blocks, commands

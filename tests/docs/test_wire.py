@@ -6,13 +6,15 @@ from typing import get_args
 import pytest
 
 from tests.ci.scripts import PROJECT
-from varlen import generation_options, wire, wire_generate
-from varlen.generation_options import GenerationOptions
-from varlen.models.labels import Labels
-from varlen.scores import SCORE_FUNCTIONS
+from varlen.models.checkpoint.labels import Labels
+from varlen.request import generation as generation_options
+from varlen.request.generation import GenerationOptions
+from varlen.request.scores import SCORE_FUNCTIONS
+from varlen.request.vectors import VECTOR_DTYPES
 from varlen.tasks import ONE_SHOT_TASKS, Task
-from varlen.vectors import VECTOR_DTYPES
-from varlen.wire_outputs import ModelOutputs, TensorSpec
+from varlen.wire import generate as wire_generate
+from varlen.wire import rows as wire
+from varlen.wire.outputs import ModelOutputs, TensorSpec
 
 PAGE = (PROJECT / "docs/wire.md").read_text()
 TYPES = {"TYPE_STRING": "BYTES"}

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tests.closeness import relative_error
-from varlen_kernels.beam_reference import NO_PARENT, NO_TOKEN, BeamCandidates, BeamEdits
+from varlen_kernels.reference.beam import NO_PARENT, NO_TOKEN, BeamCandidates, BeamEdits
 
 LARGEST = torch.finfo(torch.float32).max
 FACTORS = [0.25, 0.5, 1.0, 2.0, 30.0, math.inf]

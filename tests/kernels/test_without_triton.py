@@ -12,8 +12,8 @@ BLOCKED = "import sys; sys.modules['triton'] = None\n"
     "program",
     [
         "import varlen_kernels.reference",
-        "import varlen.execution.runner, varlen.service",
-        "import varlen_client.cli",
+        "import varlen.execution.runner, varlen.service.service",
+        "import varlen_client.cli.main",
         "import torch; from varlen_kernels.dispatch import kernels_for\n"
         "assert kernels_for(torch.device('cpu')).__name__ == 'varlen_kernels.cpu'",
     ],

@@ -16,7 +16,7 @@ class BadRequest:
 
     Attributes:
         description: what is wrong with it, for the test's id.
-        word: part of the error's message. Our messages are tested in tests/backend/test_intake.py and test_wire.py.
+        word: part of the error's message. Ours are tested in tests/backend/intake and tests/backend/wire.
         inputs: by name, as on the wire.
         parameters: of the request.
     """

@@ -200,7 +200,7 @@ def _children(pid: int) -> list[int]:
     # /proc lists the children of each thread apart
     threads = Path(f"/proc/{pid}/task").iterdir()
     children = [int(child) for each in threads for child in (each / "children").read_text().split()]
-    return [child for child in children if "varlen.execution.worker_host" in _command_line(child)]
+    return [child for child in children if "varlen.execution.workers.host" in _command_line(child)]
 
 
 def is_running(pid: int) -> bool:

@@ -12,7 +12,7 @@ import uvicorn
 from typer.testing import CliRunner
 
 from tests.docs.pages import Block, blocks, commands
-from varlen_client.cli import app
+from varlen_client.cli.main import app
 from varlen_client.gateway.app import create_app
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_tools.local_server import LOOPBACK, LocalServer, reserved_port

@@ -48,7 +48,7 @@ def gateway(
     # free again for uvicorn, which shares no port
     with reserved_port() as port:
         pass
-    command = [sys.executable, "-m", "varlen_client.cli", "serve-http"]
+    command = [sys.executable, "-m", "varlen_client.cli.main", "serve-http"]
     command += ["--url", server.grpc_url, "--port", str(port)]
     url = f"http://{LOOPBACK}:{port}"
     with (folder / "gateway.log").open("wb") as log:

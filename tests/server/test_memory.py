@@ -13,9 +13,9 @@ from tests.closeness import assert_close
 from tests.plain_run import pack, run_without_arena
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program
-from varlen.request import Prompt, RequestOptions
+from varlen.request.request import Prompt, RequestOptions
 from varlen_kernels import cpu
 from varlen_tools.local_server import LocalServer
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from typer.testing import CliRunner
 
 from tests.checkpoints import SMALL_ENCODERS, pooling_files, save_checkpoint
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.encoder import run
 from varlen_bench.encoder.__main__ import app
 from varlen_bench.encoder.report import Result, bench_figures, csv_rows, tables

@@ -20,7 +20,7 @@ from tests.checkpoints import (
     set_fields,
     write_file,
 )
-from varlen.models import tokenizer_files
+from varlen.models.checkpoint import tokenizer_files
 from varlen_tools.doctor import examine as examine_module
 from varlen_tools.doctor import originals
 from varlen_tools.doctor.comparison import compare_ids, compare_values
@@ -461,7 +461,7 @@ def test_other_shapes_and_ids_are_named():
 
 
 def test_a_folder_for_other_libraries_has_no_code_and_no_pickle(encoder):
-    from varlen.models.checkpoint import Checkpoint
+    from varlen.models.checkpoint_folder import Checkpoint
 
     for name in ("modeling.py", "pytorch_model.bin"):
         (encoder / name).write_text("code")

@@ -25,9 +25,9 @@ from tests.checkpoints import (
 from varlen import Encoder, Generator
 from varlen.config import SETTINGS, EngineConfig
 from varlen.errors import CheckpointError
-from varlen.generation_service import GenerationService
-from varlen.metrics import Stats
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.service.generation import GenerationService
+from varlen.telemetry.metrics import Stats
 from varlen_tools import convert_pickle
 from varlen_tools import fetch as fetch_module
 from varlen_tools.fetch import FetchError, default_name, fetch

@@ -250,10 +250,10 @@ def test_the_environment_names_absent_packages(monkeypatch):
 
 XDIST_LOG = """\
 scheduling tests via WorkStealingScheduling
-[gw0] [ 25%] PASSED tests/kernels/fused/test_pooling.py::test_a[fp32]
-[gw1] [ 50%] FAILED tests/kernels/fused/test_pooling.py::test_b
-[gw1] [ 75%] SKIPPED tests/kernels/fused/test_pooling.py::test_c
-FAILED tests/kernels/fused/test_pooling.py::test_b - AssertionError
+[gw0] [ 25%] PASSED tests/kernels/triton/test_pooling.py::test_a[fp32]
+[gw1] [ 50%] FAILED tests/kernels/triton/test_pooling.py::test_b
+[gw1] [ 75%] SKIPPED tests/kernels/triton/test_pooling.py::test_c
+FAILED tests/kernels/triton/test_pooling.py::test_b - AssertionError
 """
 PLAIN_LOG = """\
 tests/kernels/gpu/test_served_shapes.py::test_a[bf16-beam] PASSED [ 50%]
@@ -315,7 +315,7 @@ def test_the_summary_names_what_failed_and_what_was_skipped(tmp_path):
     assert "gpu: a fast one" in text
     assert "| memcheck | skipped: compute-sanitizer is not installed |  |  |" in text
     assert "* kernel tests: ok, 1 passed, 1 failed, 1 skipped" in text
-    assert "    * tests/kernels/fused/test_pooling.py::test_b" in text
+    assert "    * tests/kernels/triton/test_pooling.py::test_b" in text
     assert "    BENCH kernels: gpu=fast beam_us=8" in text
     assert "| pool | 1x2 |  | varlen | 12.5 |  |  |  |  | a / b |" in text
     assert "| encoder |  |  | packed | 3300 |" in text

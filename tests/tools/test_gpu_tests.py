@@ -25,7 +25,7 @@ def test_a_bare_machine_collects_every_gpu_test_of_the_kernels(tmp_path: Path) -
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     names = re.findall(r"^(tests/kernels/\w+)/\S+::", run.stdout, re.MULTILINE)
     # the tests that are interpreted elsewhere, and the calls of the benchmark
-    assert names.count("tests/kernels/fused") > 900
+    assert names.count("tests/kernels/triton") > 900
     assert names.count("tests/kernels/gpu") > 60
     assert f"{len(names)} tests collected" in run.stdout
 
@@ -43,7 +43,7 @@ def test_processes_are_started_only_where_xdist_is_installed(
     importable(monkeypatch, "xdist")
 
     assert "--numprocesses" not in alone
-    assert alone[-2:] == ["-v", "tests/kernels/fused"]
+    assert alone[-2:] == ["-v", "tests/kernels/triton"]
     assert KERNELS.command()[-5:-1] == ["--numprocesses", "10", "--dist", "worksteal"]
     # at the sizes of a server, tests need the memory of the GPU
     assert "4" in SERVED_SHAPES.command()

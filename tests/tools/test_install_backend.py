@@ -34,8 +34,8 @@ def test_another_user_can_read_the_packages_and_no_caches_are_copied(backends):
     assert target == backends / "varlen"
     names = sorted(path.name for path in target.iterdir())
     assert names == ["model.py", "varlen", "varlen_kernels"]
-    assert (target / "varlen/server_model.py").is_file()
-    assert (target / "varlen_kernels/reference.py").is_file()
+    assert (target / "varlen/server/entry.py").is_file()
+    assert (target / "varlen_kernels/reference/__init__.py").is_file()
     assert sorted(backends.iterdir()) == [backends / "python", target]
     for path in (target, *target.rglob("*")):
         assert path.stat().st_mode & 0o004, path

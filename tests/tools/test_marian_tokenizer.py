@@ -6,8 +6,8 @@ import pytest
 from transformers.convert_slow_tokenizer import import_protobuf
 
 from tests.checkpoints import save_checkpoint
-from varlen.models.checkpoint import Checkpoint
-from varlen.tokenization import Tokenizer
+from varlen.intake.tokenization import Tokenizer
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen_tools.fetch import FetchError, copy_checkpoint, fetch
 from varlen_tools.marian_tokenizer import ConversionError, convert_marian
 from varlen_tools.sentencepiece_model import SentencePieceError

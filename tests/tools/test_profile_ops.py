@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tests.checkpoints import save_checkpoint
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen_tools.profile_ops.__main__ import main
 from varlen_tools.profile_ops.models import profile_batches, profile_steps, random_batches
 from varlen_tools.profile_ops.timed import CLASSES, REST, Breakdown, TimedKernels, measure

@@ -5,8 +5,8 @@ import typer
 from typer.testing import CliRunner
 
 from tests.checkpoints import save_checkpoint
-from varlen.execution.calibration import Calibration
-from varlen.execution.calibration_texts import TEXTS
+from varlen.execution.cpu.calibration import Calibration
+from varlen.execution.cpu.calibration_texts import TEXTS
 from varlen_tools.quantize import main
 
 app = typer.Typer()

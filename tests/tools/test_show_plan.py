@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen_tools.show_plan.__main__ import main
 from varlen_tools.show_plan.maps import paper_maps, program_map
 from varlen_tools.show_plan.page import render

@@ -43,7 +43,7 @@ class Suite:
         return [*command, *arguments, *self.paths]
 
 
-KERNELS = Suite("kernels", ("tests/kernels/fused",), processes=12)
+KERNELS = Suite("kernels", ("tests/kernels/triton",), processes=12)
 SERVED_SHAPES = Suite("served shapes", ("tests/kernels/gpu",), processes=4)
 _SERVER_TESTS = Suite("server", ("tests/server/test_gpu.py",), processes=1)
 

@@ -19,7 +19,7 @@ import typer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from varlen.models.weights import INDEX, SINGLE, pickled_weights
+from varlen.models.checkpoint.weights import INDEX, SINGLE, pickled_weights
 from varlen_tools.links import LinkError, resolve_inside
 
 _PICKLE_INDEX = "pytorch_model.bin.index.json"

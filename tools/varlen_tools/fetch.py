@@ -20,10 +20,10 @@ from rich.console import Console
 
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError, ConfigError
-from varlen.models.checkpoint import Checkpoint
-from varlen.models.folder_kind import check_is_transformer
+from varlen.models.checkpoint.folder_kind import check_is_transformer
+from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
-from varlen.models.weights import check_no_pickles, is_pickle
 from varlen_tools.findings import Findings, TextFacts, find, read_languages, table
 from varlen_tools.links import LinkError, resolve_inside
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer

@@ -11,10 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from varlen.config import EngineConfig
-from varlen.models.checkpoint import Checkpoint
-from varlen.models.late_interaction import LateInteraction
+from varlen.models.checkpoint.late_interaction import LateInteraction
+from varlen.models.checkpoint.weights import read_headers, shards
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import checkpoint_notes, unserved_head_notes
-from varlen.models.weights import read_headers, shards
 from varlen.tasks import ITERATIVE_TASKS, Task
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

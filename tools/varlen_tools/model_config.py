@@ -7,11 +7,11 @@ from enum import Enum
 
 from varlen.config import SETTINGS, EngineConfig
 from varlen.errors import ConfigError
-from varlen.models.checkpoint import Checkpoint
-from varlen.server_config import tensors_of
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.server.config import tensors_of
 from varlen.tasks import ITERATIVE_TASKS, Task
-from varlen.wire import DEFAULT_MAX_ROWS
-from varlen.wire_outputs import TensorSpec
+from varlen.wire.outputs import TensorSpec
+from varlen.wire.rows import DEFAULT_MAX_ROWS
 
 
 class Inputs(str, Enum):

@@ -13,8 +13,8 @@ from tritonclient.grpc import model_config_pb2
 
 from varlen.config import EngineConfig
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint import Checkpoint
-from varlen.models.folder_kind import check_is_transformer
+from varlen.models.checkpoint.folder_kind import check_is_transformer
+from varlen.models.checkpoint_folder import Checkpoint
 
 _CONFIG = "config.pbtxt"
 

@@ -3,7 +3,7 @@
 The client knows no other package, so what joins them is here.
 """
 
-from varlen_client.cli import app
+from varlen_client.cli.main import app
 from varlen_tools.doctor.command import doctor
 
 __all__ = ["app", "main"]

@@ -14,7 +14,7 @@ from operator import attrgetter, itemgetter
 from typing import TypeAlias
 
 from varlen.decoding.token_edits import TokenEditor
-from varlen.generation_options import GenerationOptions
+from varlen.request.generation import GenerationOptions
 
 # Score, index of the parent, and token. The score is the sum of log probabilities.
 Candidate: TypeAlias = tuple[float, int, int]

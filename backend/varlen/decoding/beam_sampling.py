@@ -8,8 +8,8 @@ import numpy.typing as npt
 
 from varlen.decoding.beam_group import Candidate
 from varlen.decoding.token_edits import TokenEdits
-from varlen.generation_options import GenerationOptions
-from varlen.request import Float32Array
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Float32Array
 
 _Scores = npt.NDArray[np.float64]
 

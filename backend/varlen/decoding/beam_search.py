@@ -19,9 +19,9 @@ from varlen.decoding.beam_group import Beam, BeamGroup, Candidate, by_score
 from varlen.decoding.beam_sampling import draw, edited, limited, normalized
 from varlen.decoding.random_numbers import random_key, uniform_range
 from varlen.decoding.token_edits import TokenEditor, TokenEdits, TokenHistory, TokenRules
-from varlen.generation_options import GenerationOptions
-from varlen.request import Float32Array
-from varlen.sequence import BeamAnswer, BeamStep
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Float32Array
+from varlen.scheduling.sequence import BeamAnswer, BeamStep
 
 
 class BeamSearch:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from varlen.decoding.token_edits import TokenRules
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 
 
 def search_rules(checkpoint: Checkpoint) -> TokenRules:

@@ -9,8 +9,8 @@ from varlen.decoding.checkpoint_rules import search_rules
 from varlen.decoding.sampling import Sampler
 from varlen.decoding.searcher import Searcher
 from varlen.decoding.structured import Grammars
-from varlen.models.checkpoint import Checkpoint
-from varlen.sequence import BeamStep, GeneratedSequence, SampledToken
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.scheduling.sequence import BeamStep, GeneratedSequence, SampledToken
 
 
 class TokenChoice:

@@ -10,8 +10,8 @@ import numpy as np
 
 from varlen.decoding.chat import ChatTemplate
 from varlen.errors import CheckpointError, RequestError
-from varlen.models.logit_score import LogitScore
-from varlen.request import Int32Array
+from varlen.models.checkpoint.logit_score import LogitScore
+from varlen.request.request import Int32Array
 
 # Stand for texts; no tokenizer gives their last tokens the same ids.
 _FILLERS = ("0", "1 2 3 4")

@@ -18,8 +18,8 @@ from varlen.decoding.random_numbers import random_key, uniform_numbers
 from varlen.decoding.structured import BoolArray, Grammars, Matcher
 from varlen.decoding.token_counts import TokenCounts
 from varlen.errors import EngineError, VarlenError
-from varlen.request import TokenLogprobs
-from varlen.sequence import GeneratedSequence, SampledToken
+from varlen.request.request import TokenLogprobs
+from varlen.scheduling.sequence import GeneratedSequence, SampledToken
 from varlen_kernels.dispatch import kernels_for
 
 _log = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ from varlen.decoding.beam_group import Candidate
 from varlen.decoding.beam_search import BeamSearch
 from varlen.decoding.token_edits import TokenEdits, TokenRules
 from varlen.errors import EngineError
-from varlen.request import Float32Array, Int32Array
-from varlen.sequence import BeamStep, GeneratedSequence
-from varlen_kernels.beam_reference import BeamEdits
+from varlen.request.request import Float32Array, Int32Array
+from varlen.scheduling.sequence import BeamStep, GeneratedSequence
 from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.reference.beam import BeamEdits
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from varlen.generation_options import GenerationOptions
-from varlen.request import Float32Array, Int32Array
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Float32Array, Int32Array
 
 # Tokens that follow each (n - 1)-gram.
 _Followers: TypeAlias = Mapping[tuple[int, ...], tuple[int, ...]]

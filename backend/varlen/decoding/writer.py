@@ -6,9 +6,9 @@ from tokenizers import Tokenizer
 
 from varlen.decoding.detokenizer import Detokenizer
 from varlen.decoding.stop_strings import StopStrings
-from varlen.generation_options import GenerationOptions
-from varlen.request import FinishReason, GeneratedPart
-from varlen.sequence import BeamAnswer, SampledToken
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import FinishReason, GeneratedPart
+from varlen.scheduling.sequence import BeamAnswer, SampledToken
 
 
 class TextWriter:

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 
 from varlen.config import EngineConfig
-from varlen.execution.cpu import limit_primitives
+from varlen.execution.cpu.int8_encoder import int8_product, to_int8
+from varlen.execution.cpu.linear_paths import BATCH_ROWS, PLAIN, choose_paths
+from varlen.execution.cpu.runner import limit_primitives
 from varlen.execution.device import choose_dtype
 from varlen.execution.fingerprint import cost_fields
-from varlen.execution.int8_encoder import int8_product, to_int8
-from varlen.execution.linear_paths import BATCH_ROWS, PLAIN, choose_paths
-from varlen.models.checkpoint import Checkpoint
-from varlen.models.heads import record_head
+from varlen.models.blocks.heads import record_head
+from varlen.models.checkpoint.vector_layers import load_layers
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import load_encoder, load_heads
-from varlen.models.vector_layers import load_layers
 from varlen.program.program import Program
 from varlen.program.recorder import Recorder
 from varlen.tasks import Task

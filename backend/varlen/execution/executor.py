@@ -10,8 +10,8 @@ from threading import Thread
 from typing import Protocol, TypeAlias
 
 from varlen.costs.batch_shape import BatchShape
-from varlen.request import Float32Array
-from varlen.sequence import Batch, BatchResult, BeamStep, Failure, SampledToken
+from varlen.request.request import Float32Array
+from varlen.scheduling.sequence import Batch, BatchResult, BeamStep, Failure, SampledToken
 
 _log = logging.getLogger(__name__)
 

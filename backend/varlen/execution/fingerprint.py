@@ -19,9 +19,9 @@ import varlen.memory
 import varlen.models
 import varlen.program
 import varlen_kernels
-from varlen.models.checkpoint import Checkpoint
-from varlen.models.weights import shards
-from varlen_kernels.compiled_ops import has_numba
+from varlen.models.checkpoint.weights import shards
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen_kernels.cpu.compiled_ops import has_numba
 
 # Our own packages that run a batch, and the files of theirs that count.
 _PACKAGES = (varlen.models, varlen.program, varlen.execution, varlen.memory, varlen_kernels)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from varlen.costs.batch_shape import BatchShape
-from varlen.metrics import MetricsSnapshot, SnapshotMetric
-from varlen.request import MAX_MASKS, Int32Array
+from varlen.request.request import MAX_MASKS, Int32Array
 from varlen.tasks import Task
+from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import torch
 
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 
 # Largest step unless the settings say otherwise; docs/decisions/0019-cpu-decoding.md compares sizes.
 _STEP_TOKENS = {"cpu": 128, "cuda": 512}

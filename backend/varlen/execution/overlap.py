@@ -16,7 +16,7 @@ from threading import Lock, Thread
 from typing import Protocol
 
 from varlen.execution.executor import CheckedRunner, Completed, Outputs, result_of
-from varlen.sequence import Batch
+from varlen.scheduling.sequence import Batch
 
 
 class Launcher(CheckedRunner, Protocol):

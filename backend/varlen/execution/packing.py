@@ -12,7 +12,7 @@ from torch import Tensor
 
 from varlen.memory.usage import Dims
 from varlen.program.program import Value
-from varlen.request import MAX_MASKS, Float32Array, Int32Array, Prompt, RequestOptions
+from varlen.request.request import MAX_MASKS, Float32Array, Int32Array, Prompt, RequestOptions
 
 # Alignment of each input, in bytes: kernels load 16 bytes at a time.
 _ALIGNMENT = 16

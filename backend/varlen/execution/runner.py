@@ -10,29 +10,29 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.arenas import batch_arena
-from varlen.execution.cpu import CpuRunner
-from varlen.execution.cuda import CudaRunner
+from varlen.execution.cpu.runner import CpuRunner
+from varlen.execution.cuda.graphs import CudaGraphs
+from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.device import choose_device
 from varlen.execution.encoder_program import load_program
 from varlen.execution.fingerprint import device_name
-from varlen.execution.graphs import CudaGraphs
 from varlen.execution.model_info import GraphUse, ModelInfo
 from varlen.execution.model_limits import sequence_limit
 from varlen.execution.sparse_rows import active_terms
 from varlen.execution.warm_up import check_numbers
 from varlen.memory.memory_use import MemoryUse
 from varlen.memory.out_of_memory import memory_errors
-from varlen.models.checkpoint import Checkpoint
-from varlen.request import (
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import (
     DEFAULT_OPTIONS,
     SHORTEST_PROMPT,
     Float32Array,
     Prompt,
     RequestOptions,
 )
-from varlen.sequence import Batch
+from varlen.scheduling.sequence import Batch
 from varlen.tasks import ITERATIVE_TASKS, Task
-from varlen_kernels.compiled_ops import compiling
+from varlen_kernels.cpu.compiled_ops import compiling
 from varlen_kernels.dispatch import kernels_for
 
 

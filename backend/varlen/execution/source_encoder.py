@@ -7,7 +7,7 @@ import torch
 
 from varlen.execution.bound_program import BoundProgram
 from varlen.execution.step_packing import bounds_of, flat, slots_of, tables_of
-from varlen.sequence import Chunk
+from varlen.scheduling.sequence import Chunk
 
 
 class SourceEncoder:

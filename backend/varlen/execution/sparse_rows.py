@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from varlen.request import Float32Array
+from varlen.request.request import Float32Array
 
 
 def active_terms(weights: Float32Array) -> Float32Array:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from varlen.memory.usage import Dims
-from varlen.request import Int32Array
-from varlen.sequence import Chunk
+from varlen.request.request import Int32Array
+from varlen.scheduling.sequence import Chunk
 
 
 def step_dims(inputs: Mapping[str, Tensor]) -> Dims:

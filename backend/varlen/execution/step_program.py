@@ -7,13 +7,13 @@ from functools import partial
 import torch
 
 from varlen.config import EngineConfig
+from varlen.execution.cpu.linear_paths import PACKED, STEP_ROWS, choose_paths
 from varlen.execution.device import choose_dtype
 from varlen.execution.fingerprint import cost_fields
 from varlen.execution.kv_cache import KvSize, kv_size
-from varlen.execution.linear_paths import PACKED, STEP_ROWS, choose_paths
-from varlen.models import inputs
-from varlen.models.attention import CrossAttention, PagedAttention
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.blocks import inputs
+from varlen.models.blocks.attention import CrossAttention, PagedAttention
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import (
     DecoderModel,
     EncoderDecoderModel,

@@ -12,18 +12,18 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.arenas import step_arenas
 from varlen.execution.bound_program import BoundProgram
+from varlen.execution.cpu.step_runner import CpuSteps
+from varlen.execution.cuda.graphs import CudaGraphs
+from varlen.execution.cuda.step_runner import CudaSteps
 from varlen.execution.device import check_step_dtype, choose_device
-from varlen.execution.graphs import CudaGraphs
 from varlen.execution.kv_cache import new_caches
 from varlen.execution.model_info import GraphUse
 from varlen.execution.model_limits import generation_limit, step_limit
 from varlen.execution.source_encoder import SourceEncoder
-from varlen.execution.step_cpu import CpuSteps
-from varlen.execution.step_cuda import CudaSteps
 from varlen.execution.step_program import load_programs
 from varlen.memory.out_of_memory import memory_errors
-from varlen.models.checkpoint import Checkpoint
-from varlen.sequence import (
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.scheduling.sequence import (
     Batch,
     BeamStep,
     Chunk,

@@ -14,9 +14,9 @@ import numpy as np
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.step_runner import StepRunner
-from varlen.generation_options import GenerationOptions
-from varlen.request import Prompt, Request, RequestOptions
-from varlen.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Prompt, Request, RequestOptions
+from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
 
 _GREEDY = GenerationOptions(temperature=0.0)
 _DRAWN = GenerationOptions(top_k=2, top_p=0.5)

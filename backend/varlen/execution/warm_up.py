@@ -9,11 +9,11 @@ from functools import partial
 import numpy as np
 
 from varlen.errors import ConfigError
-from varlen.execution.buckets import Bucket
-from varlen.execution.cuda import CudaRunner
-from varlen.execution.device_timeout import call_within
+from varlen.execution.cuda.buckets import Bucket
+from varlen.execution.cuda.runner import CudaRunner
+from varlen.execution.cuda.timeout import call_within
 from varlen.execution.model_info import ModelInfo
-from varlen.request import Int32Array, Prompt, RequestOptions
+from varlen.request.request import Int32Array, Prompt, RequestOptions
 
 _log = logging.getLogger(__name__)
 

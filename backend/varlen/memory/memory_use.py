@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
-from varlen.metrics import MetricsSnapshot, SnapshotMetric
+from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Source: Lan et al. 2019, arXiv:1909.11942.
 """
 
-from varlen.models.masked_lm_layout import MaskedLMNames
+from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import FieldNames, HeadNames, LayerNames, PostNormFamily
 
 ALBERT = PostNormFamily(

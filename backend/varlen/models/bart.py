@@ -12,16 +12,16 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from varlen.models import inputs
-from varlen.models.attention import Attention, CrossAttention
 from varlen.models.bart_checkpoint import LEARNED_OFFSET, BartConfig, StackConfig
-from varlen.models.checkpoint import Checkpoint
-from varlen.models.embedding_tables import read_tables
-from varlen.models.layers import LayerReader, Linear, Norm
-from varlen.models.output import record_output, suppress_tokens
-from varlen.models.residual import ResidualStream
-from varlen.models.sinusoidal import m2m_positions, marian_positions
-from varlen.models.weights import CheckpointWeights
+from varlen.models.blocks import inputs
+from varlen.models.blocks.attention import Attention, CrossAttention
+from varlen.models.blocks.embedding_tables import read_tables
+from varlen.models.blocks.output import record_output, suppress_tokens
+from varlen.models.blocks.residual import ResidualStream
+from varlen.models.blocks.sinusoidal import m2m_positions, marian_positions
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
 from varlen_kernels import Activation

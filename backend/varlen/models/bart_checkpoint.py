@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from varlen.errors import CheckpointError
-from varlen.models import seq2seq_fields
-from varlen.models.config_fields import FieldRules
-from varlen.models.config_file import (
+from varlen.models.checkpoint import seq2seq_fields
+from varlen.models.checkpoint.config_fields import FieldRules
+from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
     check_multiple,
@@ -21,10 +21,10 @@ from varlen.models.config_file import (
     read_int,
     read_layers,
 )
-from varlen.models.family import Family, ModelSizes
-from varlen.models.table_names import TableNames
-from varlen.models.tensor_shapes import TensorShapes
-from varlen.models.weights import TensorHeader, check_shapes
+from varlen.models.checkpoint.family import Family, ModelSizes
+from varlen.models.checkpoint.table_names import TableNames
+from varlen.models.checkpoint.tensor_shapes import TensorShapes
+from varlen.models.checkpoint.weights import TensorHeader, check_shapes
 from varlen.tasks import Task
 from varlen_kernels import Activation
 

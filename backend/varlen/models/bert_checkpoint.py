@@ -1,6 +1,6 @@
 """Checkpoints of BERT. Source: Devlin et al. 2018, arXiv:1810.04805."""
 
-from varlen.models.masked_lm_layout import MaskedLMNames
+from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import HeadNames, PostNormFamily
 
 BERT = PostNormFamily(

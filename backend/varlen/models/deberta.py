@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
 
-from varlen.models import inputs
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.blocks import inputs
+from varlen.models.blocks.heads import Heads, head_dtype
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.deberta_checkpoint import DebertaConfig, DistanceTerm, prefix_of
-from varlen.models.heads import Heads, head_dtype
-from varlen.models.layers import LayerReader, Linear, Norm
-from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, DistanceTables, Recorder
 

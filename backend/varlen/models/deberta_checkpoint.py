@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from varlen.errors import CheckpointError
-from varlen.models import encoder_fields
-from varlen.models.config_fields import FieldRules
-from varlen.models.config_file import (
+from varlen.models.checkpoint import encoder_fields
+from varlen.models.checkpoint.config_fields import FieldRules
+from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
     check_multiple,
@@ -23,11 +23,11 @@ from varlen.models.config_file import (
     read_num_labels,
     show,
 )
-from varlen.models.family import Family, ModelSizes
-from varlen.models.masked_lm_layout import MaskedLMLayout, MaskedLMNames
+from varlen.models.checkpoint.family import Family, ModelSizes
+from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
+from varlen.models.checkpoint.tensor_shapes import TensorShapes
+from varlen.models.checkpoint.weights import CheckpointWeights, TensorHeader, check_shapes
 from varlen.models.post_norm_family import HeadActivation
-from varlen.models.tensor_shapes import TensorShapes
-from varlen.models.weights import CheckpointWeights, TensorHeader, check_shapes
 from varlen.tasks import Task
 from varlen_kernels import Activation
 

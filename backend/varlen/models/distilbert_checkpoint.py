@@ -1,6 +1,6 @@
 """Checkpoints of DistilBERT. Source: Sanh et al. 2019, arXiv:1910.01108."""
 
-from varlen.models.masked_lm_layout import MaskedLMNames
+from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import FieldNames, HeadNames, LayerNames, PostNormFamily
 
 DISTILBERT = PostNormFamily(

@@ -3,7 +3,7 @@
 Source: Clark et al. 2020, arXiv:2003.10555.
 """
 
-from varlen.models.masked_lm_layout import MaskedLMNames
+from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import FieldNames, HeadNames, PostNormFamily
 
 ELECTRA = PostNormFamily(

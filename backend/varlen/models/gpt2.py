@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from varlen.models import inputs
-from varlen.models.attention import Attention
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.blocks import inputs
+from varlen.models.blocks.attention import Attention
+from varlen.models.blocks.output import read_output, record_output
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.gpt2_checkpoint import Gpt2Config, prefix_of
-from varlen.models.layers import LayerReader, Linear, Norm
-from varlen.models.output import read_output, record_output
-from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
 from varlen_kernels import Activation

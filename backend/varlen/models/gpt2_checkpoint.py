@@ -6,9 +6,9 @@ Source of the names: GPT-2 as saved by Hugging Face transformers.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from varlen.models import decoder_fields
-from varlen.models.config_fields import FieldRules
-from varlen.models.config_file import (
+from varlen.models.checkpoint import decoder_fields
+from varlen.models.checkpoint.config_fields import FieldRules
+from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
     check_multiple,
@@ -18,8 +18,8 @@ from varlen.models.config_file import (
     read_layers,
     read_norm_eps,
 )
-from varlen.models.family import Family, ModelSizes
-from varlen.models.weights import CheckpointWeights, TensorHeader, check_shapes
+from varlen.models.checkpoint.family import Family, ModelSizes
+from varlen.models.checkpoint.weights import CheckpointWeights, TensorHeader, check_shapes
 from varlen.tasks import Task
 from varlen_kernels import Activation
 

@@ -3,7 +3,7 @@
 Source: Zhang et al. 2024, arXiv:2407.19669.
 """
 
-from varlen.models.masked_lm_layout import MaskedLMNames
+from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import HeadNames, LayerNames, PostNormFamily
 
 GTE = PostNormFamily(

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from varlen.models import inputs
-from varlen.models.attention import Attention
-from varlen.models.checkpoint import Checkpoint
-from varlen.models.layers import LayerReader, Linear
+from varlen.models.blocks import inputs
+from varlen.models.blocks.attention import Attention
+from varlen.models.blocks.output import read_output, record_output
+from varlen.models.blocks.rotary import rotary_table
+from varlen.models.checkpoint.layers import LayerReader, Linear
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.llama_checkpoint import LlamaConfig, prefix_of
-from varlen.models.output import read_output, record_output
-from varlen.models.rotary import rotary_table
-from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
 

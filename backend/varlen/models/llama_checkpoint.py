@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from varlen.errors import CheckpointError
-from varlen.models import decoder_fields
-from varlen.models.config_fields import FieldRules
-from varlen.models.config_file import (
+from varlen.models.checkpoint import decoder_fields
+from varlen.models.checkpoint.config_fields import FieldRules
+from varlen.models.checkpoint.config_file import (
     Json,
     check_multiple,
     read_flag,
@@ -19,10 +19,10 @@ from varlen.models.config_file import (
     read_norm_eps,
     show,
 )
-from varlen.models.family import Family, ModelSizes
-from varlen.models.rotary_config import RotaryConfig, read_rotary
-from varlen.models.tensor_shapes import TensorShapes
-from varlen.models.weights import CheckpointWeights, TensorHeader, check_shapes
+from varlen.models.checkpoint.family import Family, ModelSizes
+from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
+from varlen.models.checkpoint.tensor_shapes import TensorShapes
+from varlen.models.checkpoint.weights import CheckpointWeights, TensorHeader, check_shapes
 from varlen.tasks import Task
 
 # Fields that every model of the family reads.

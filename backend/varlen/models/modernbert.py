@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from varlen.models import inputs
-from varlen.models.checkpoint import Checkpoint
-from varlen.models.heads import Heads, head_dtype
-from varlen.models.layers import LayerReader, Linear, Norm
+from varlen.models.blocks import inputs
+from varlen.models.blocks.heads import Heads, head_dtype
+from varlen.models.blocks.rotary import rotary_table
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.modernbert_checkpoint import LayerKind, ModernBertConfig, prefix_of
-from varlen.models.rotary import rotary_table
-from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
 

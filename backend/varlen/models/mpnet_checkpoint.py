@@ -3,7 +3,7 @@
 Source: Song et al. 2020, arXiv:2004.09297.
 """
 
-from varlen.models.masked_lm_layout import MaskedLMNames
+from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import (
     DISTANCE_BUCKETS,
     FieldNames,

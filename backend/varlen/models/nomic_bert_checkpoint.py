@@ -3,7 +3,7 @@
 Source: Nussbaum et al. 2024, arXiv:2402.01613.
 """
 
-from varlen.models.masked_lm_layout import MaskedLMNames
+from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import FieldNames, HeadNames, LayerNames, PostNormFamily
 
 _GATE_AND_UP = ("mlp.fc12", "mlp.fc11")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.tasks import Task
 
 # Endings of architectures whose models were trained to fill in words.

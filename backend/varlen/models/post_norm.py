@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from varlen.models import inputs
-from varlen.models.checkpoint import Checkpoint
-from varlen.models.heads import Heads, head_dtype
-from varlen.models.layers import LayerReader, Linear, Norm
+from varlen.models.blocks import inputs
+from varlen.models.blocks.heads import Heads, head_dtype
+from varlen.models.blocks.relative_positions import bias_by_distance
+from varlen.models.blocks.rotary import rotary_table
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from varlen.models.post_norm_family import (
     DISTANCE_BUCKETS,
@@ -20,9 +23,6 @@ from varlen.models.post_norm_family import (
     EncoderSizes,
     PostNormFamily,
 )
-from varlen.models.relative_positions import bias_by_distance
-from varlen.models.rotary import rotary_table
-from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
 from varlen_kernels import Activation

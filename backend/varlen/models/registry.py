@@ -7,18 +7,18 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from varlen.models import bart_checkpoint, llama_checkpoint, t5_checkpoint
-from varlen.models.attention import Attention, CrossAttention, PackedAttention
 from varlen.models.bart import load_bart
-from varlen.models.checkpoint import MASKED_LM_TASKS, Checkpoint
+from varlen.models.blocks.attention import Attention, CrossAttention, PackedAttention
+from varlen.models.blocks.heads import Heads, head_dtype
+from varlen.models.blocks.masked_lm import load_masked_lm
+from varlen.models.blocks.score_head import load_score
+from varlen.models.checkpoint_folder import MASKED_LM_TASKS, Checkpoint
 from varlen.models.deberta import Deberta, load_deberta
 from varlen.models.gpt2 import load_gpt2
-from varlen.models.heads import Heads, head_dtype
 from varlen.models.llama import load_llama
-from varlen.models.masked_lm import load_masked_lm
 from varlen.models.modernbert import ModernBert, load_modernbert
 from varlen.models.post_norm import PostNormEncoder, load_post_norm
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
-from varlen.models.score_head import load_score
 from varlen.models.t5 import load_t5, load_t5_encoder
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder

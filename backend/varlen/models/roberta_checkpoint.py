@@ -5,7 +5,7 @@ Source: Liu et al. 2019, arXiv:1907.11692; Conneau et al. 2020, arXiv:1911.02116
 arXiv:1911.03894.
 """
 
-from varlen.models.masked_lm_layout import MaskedLMNames
+from varlen.models.checkpoint.masked_lm_layout import MaskedLMNames
 from varlen.models.post_norm_family import HeadNames, PostNormFamily
 
 

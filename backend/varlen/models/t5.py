@@ -11,17 +11,17 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from varlen.models import inputs
-from varlen.models.attention import Attention, CrossAttention
-from varlen.models.checkpoint import Checkpoint
-from varlen.models.embedding_tables import read_tables
-from varlen.models.heads import Heads
-from varlen.models.layers import LayerReader, Linear
-from varlen.models.output import record_output, suppress_tokens
-from varlen.models.relative_positions import bias_by_distance
-from varlen.models.residual import RmsResidualStream
+from varlen.models.blocks import inputs
+from varlen.models.blocks.attention import Attention, CrossAttention
+from varlen.models.blocks.embedding_tables import read_tables
+from varlen.models.blocks.heads import Heads
+from varlen.models.blocks.output import record_output, suppress_tokens
+from varlen.models.blocks.relative_positions import bias_by_distance
+from varlen.models.blocks.residual import RmsResidualStream
+from varlen.models.checkpoint.layers import LayerReader, Linear
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.t5_checkpoint import T5Config, table_names
-from varlen.models.weights import CheckpointWeights
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
 from varlen_kernels import Activation

@@ -8,9 +8,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from varlen.errors import CheckpointError
-from varlen.models import encoder_fields, seq2seq_fields
-from varlen.models.config_fields import FieldRules
-from varlen.models.config_file import (
+from varlen.models.checkpoint import encoder_fields, seq2seq_fields
+from varlen.models.checkpoint.config_fields import FieldRules
+from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
     read_flag,
@@ -18,9 +18,9 @@ from varlen.models.config_file import (
     read_layers,
     read_norm_eps,
 )
-from varlen.models.family import Family, ModelSizes
-from varlen.models.table_names import TableNames
-from varlen.models.weights import TensorHeader, check_shapes
+from varlen.models.checkpoint.family import Family, ModelSizes
+from varlen.models.checkpoint.table_names import TableNames
+from varlen.models.checkpoint.weights import TensorHeader, check_shapes
 from varlen.tasks import Task
 from varlen_kernels import Activation
 

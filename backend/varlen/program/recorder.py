@@ -11,7 +11,7 @@ from varlen.program.program import Attribute, Operand, State, Value
 from varlen.program.recording import Axes, Recording
 from varlen_kernels import Activation, Pooling, TermPooling
 from varlen_kernels.reference import IN_EPILOGUE
-from varlen_kernels.vocabulary_reference import SLICE_TERMS
+from varlen_kernels.reference.vocabulary import SLICE_TERMS
 
 
 @dataclass(frozen=True, slots=True)

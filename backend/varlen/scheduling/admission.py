@@ -9,8 +9,8 @@ import math
 from threading import Lock
 
 from varlen.errors import DeadlineError, QueueFullError, RequestError
-from varlen.request import Request
-from varlen.sequence import Batch, Forecast
+from varlen.request.request import Request
+from varlen.scheduling.sequence import Batch, Forecast
 
 
 class Admission:

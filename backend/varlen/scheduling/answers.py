@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain, repeat
 
 from varlen.errors import EngineError
-from varlen.sequence import (
+from varlen.scheduling.sequence import (
     BeamAnswer,
     Event,
     GeneratedSequence,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from varlen.costs.batch_shape import BatchLimits, FloatArray
 from varlen.costs.model import CostModel
 from varlen.scheduling.queue import RequestQueue
-from varlen.sequence import SequenceState
+from varlen.scheduling.sequence import SequenceState
 
 # Largest number of units, which bounds the time of a decision.
 MAX_UNITS = 96

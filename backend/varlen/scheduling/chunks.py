@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from varlen.scheduling.groups import Group
-from varlen.sequence import Chunk
+from varlen.scheduling.sequence import Chunk
 
 
 def groups_of_step(running: Iterable[Group], step_tokens: int) -> list[Group]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.costs.model import CostModel
-from varlen.sequence import Forecast
+from varlen.scheduling.sequence import Forecast
 
 # Recent batches whose median tells the machine's speed. Half of them begin as expected, so that a first slow batch,
 # which compiles or touches memory, moves nothing.

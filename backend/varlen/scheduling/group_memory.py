@@ -7,9 +7,9 @@ and a block at a time after that.
 from collections.abc import Sequence
 
 from varlen.memory.blocks import BlockPool
-from varlen.request import Prompt
+from varlen.request.request import Prompt
 from varlen.scheduling.groups import Group
-from varlen.sequence import GeneratedSequence
+from varlen.scheduling.sequence import GeneratedSequence
 
 
 class GroupMemory:

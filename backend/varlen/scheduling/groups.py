@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
-from varlen.sequence import GeneratedSequence
+from varlen.scheduling.sequence import GeneratedSequence
 
 
 @dataclass(slots=True, eq=False)

@@ -32,15 +32,13 @@ from varlen.config import KvPolicy
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError
 from varlen.memory.blocks import BlockCounts, BlockPool
-from varlen.request import Request
+from varlen.request.request import Request
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.answers import append_token, write_answers
 from varlen.scheduling.chunks import divide_step, groups_of_step, next_chunks
 from varlen.scheduling.group_memory import GroupMemory
 from varlen.scheduling.groups import Group
-from varlen.scheduling.step_cost import StepCost
-from varlen.scheduling.step_limits import StepLimits, check_fits
-from varlen.sequence import (
+from varlen.scheduling.sequence import (
     Batch,
     BatchResult,
     BeamStep,
@@ -54,6 +52,8 @@ from varlen.sequence import (
     SequenceFailure,
     StepBatch,
 )
+from varlen.scheduling.step_cost import StepCost
+from varlen.scheduling.step_limits import StepLimits, check_fits
 
 _log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.costs.model import CostModel
 from varlen.errors import EngineError
-from varlen.request import Float32Array, Request
+from varlen.request.request import Float32Array, Request
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.forecast import Forecaster
 from varlen.scheduling.partition import DpPartition
 from varlen.scheduling.policy import FullBatches, Policy
 from varlen.scheduling.queue import RequestQueue
-from varlen.sequence import (
+from varlen.scheduling.sequence import (
     Batch,
     BatchResult,
     Event,

@@ -15,7 +15,7 @@ from varlen.costs.model import CostModel
 from varlen.scheduling.candidates import MAX_UNITS, Candidates, sliding_windows
 from varlen.scheduling.policy import longest_prefix
 from varlen.scheduling.queue import RequestQueue
-from varlen.sequence import Batch, SequenceState
+from varlen.scheduling.sequence import Batch, SequenceState
 
 # Relative difference of sums that are equal but for rounding.
 _ROUNDING = 1e-9

@@ -10,7 +10,7 @@ from typing import Protocol
 from varlen.costs.batch_shape import BatchLimits, BatchShape
 from varlen.costs.model import CostModel
 from varlen.scheduling.queue import RequestQueue
-from varlen.sequence import Batch, SequenceState
+from varlen.scheduling.sequence import Batch, SequenceState
 
 
 class Policy(Protocol):

@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias
 
 from sortedcontainers import SortedKeyList
 
-from varlen.sequence import RequestState, SequenceState
+from varlen.scheduling.sequence import RequestState, SequenceState
 
 # What is fair is counted in.
 WorkUnit: TypeAlias = Literal["sequences", "tokens"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from varlen.request import Request
-from varlen.sequence import Forecast
+from varlen.request.request import Request
+from varlen.scheduling.sequence import Forecast
 
 # Weight of a step, relative to the one after it.
 _MEMORY = 0.97

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from varlen.errors import RequestError
-from varlen.generation_options import GenerationOptions
-from varlen.request import Prompt
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Prompt
 from varlen.scheduling.group_memory import GroupMemory
 
 

@@ -12,7 +12,7 @@ from varlen_client.aio import AsyncClient
 from varlen_client.errors import ModelNotFound, ServerUnavailable, VarlenClientError
 from varlen_client.gateway.metrics import GatewayMetrics
 from varlen_client.gateway.settings import GatewaySettings
-from varlen_client.retry import RetryPolicy
+from varlen_client.transport.retry import RetryPolicy
 from varlen_client.wire import only_ready_model
 
 # Callers of the gateway send requests again themselves.

@@ -9,7 +9,7 @@ from transformers import BartConfig, BartForConditionalGeneration, GPT2Config, G
 from varlen.decoding.beam_search import BeamSearch
 from varlen.decoding.searcher import ranked
 from varlen.decoding.token_edits import TokenRules
-from varlen.generation_options import GenerationOptions
+from varlen.request.generation import GenerationOptions
 
 VOCABULARY = 60
 PAD, EOS = 1, 2

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from varlen.generation_options import GenerationOptions
-from varlen.sequence import RequestState
+from varlen.request.generation import GenerationOptions
+from varlen.scheduling.sequence import RequestState
 
 from ..requests import request_of
 

@@ -6,7 +6,7 @@ import pytest
 
 from varlen.decoding.beam_search import BeamSearch
 from varlen.decoding.token_edits import TokenRules
-from varlen.generation_options import GenerationOptions
+from varlen.request.generation import GenerationOptions
 
 from .beam_oracles import TableModel
 

@@ -17,7 +17,7 @@ from transformers import (
 from varlen.decoding.beam_sampling import draw, limited
 from varlen.decoding.beam_search import BeamSearch
 from varlen.decoding.token_edits import TokenRules
-from varlen.generation_options import GenerationOptions
+from varlen.request.generation import GenerationOptions
 
 from .beam_oracles import TableModel
 

@@ -7,7 +7,7 @@ import pytest
 
 from varlen.decoding.beam_search import BeamSearch, BeamStep
 from varlen.decoding.token_edits import TokenRules
-from varlen.generation_options import GenerationOptions
+from varlen.request.generation import GenerationOptions
 
 from .beam_oracles import TableModel, TinyModel, are_equal, is_tie, random_case
 

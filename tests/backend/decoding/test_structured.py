@@ -11,7 +11,7 @@ from varlen.decoding.sampling import Sampler
 from varlen.decoding.structured import Grammars
 from varlen.decoding.writer import TextWriter
 from varlen.errors import RequestError
-from varlen.generation_options import GenerationOptions
+from varlen.request.generation import GenerationOptions
 
 from ..refusals import refused_request as refused
 from .sequences import RandomModel, sequence_of

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from varlen.decoding.token_edits import TokenEditor, TokenRules
-from varlen.generation_options import GenerationOptions
+from varlen.request.generation import GenerationOptions
 
 VOCABULARY = 30
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from varlen.decoding.stop_strings import StopStrings
 from varlen.decoding.writer import TextWriter
-from varlen.generation_options import GenerationOptions
-from varlen.request import TokenLogprobs
-from varlen.sequence import SampledToken
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import TokenLogprobs
+from varlen.scheduling.sequence import SampledToken
 
 from .small_tokenizers import END, PAD, byte_level
 

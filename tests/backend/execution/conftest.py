@@ -6,7 +6,7 @@ import pytest
 
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from varlen.costs.batch_shape import BatchShape
 from varlen.execution.executor import ThreadExecutor
-from varlen.sequence import Batch, RequestState
+from varlen.scheduling.sequence import Batch, RequestState
 
 from ..requests import request_of
 

@@ -15,25 +15,25 @@ import pytest
 import torch
 
 from tests.repeated_work import RepeatedWork
-from varlen import service
 from varlen.config import EngineConfig
-from varlen.cost_warmup import warm_up
 from varlen.costs.batch_shape import BatchShape
 from varlen.errors import EngineError, ModelFaultError
 from varlen.execution import arenas, device
 from varlen.execution import runner as runner_module
-from varlen.execution.buckets import Buckets
-from varlen.execution.cuda import CudaRunner
-from varlen.execution.device_timeout import TimedExecutor
+from varlen.execution.cuda.buckets import Buckets
+from varlen.execution.cuda.runner import CudaRunner
+from varlen.execution.cuda.timeout import TimedExecutor
 from varlen.execution.overlap import OverlappingExecutor
 from varlen.execution.packing import largest_dims
-from varlen.execution.workers import Workers, load_workers
+from varlen.execution.workers.workers import Workers, load_workers
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
-from varlen.metrics import SnapshotMetric, Stats
-from varlen.models.checkpoint import Checkpoint
-from varlen.request import Request
-from varlen.sequence import Batch, RequestState
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import Request
+from varlen.scheduling.sequence import Batch, RequestState
+from varlen.service import service
+from varlen.service.costs import warm_up
+from varlen.telemetry.metrics import SnapshotMetric, Stats
 from varlen_kernels import reference
 
 from ..fakes.engine_parts import Clock, FakeReply

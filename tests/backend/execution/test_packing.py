@@ -14,9 +14,9 @@ from varlen.execution.packing import (
     largest_dims,
     split_answers,
 )
-from varlen.models import inputs as declare
+from varlen.models.blocks import inputs as declare
 from varlen.program.recorder import AttentionHeads, Recorder
-from varlen.request import Prompt, RequestOptions
+from varlen.request.request import Prompt, RequestOptions
 
 PLAIN, NORMALIZED = RequestOptions(), RequestOptions(normalize=True)
 

@@ -15,9 +15,9 @@ from varlen.execution.source_encoder import SourceEncoder
 from varlen.execution.step_program import record_steps
 from varlen.memory.arena import Arena, alignment_of
 from varlen.memory.layout import Layout
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import load_encoder_decoder
-from varlen.sequence import Chunk
+from varlen.scheduling.sequence import Chunk
 from varlen_kernels import reference
 
 from .test_step_packing import sequence_of_source

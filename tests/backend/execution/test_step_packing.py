@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from varlen.execution.step_packing import step_dims, step_inputs
-from varlen.generation_options import GenerationOptions
-from varlen.request import Prompt, Request, RequestOptions
-from varlen.sequence import Chunk, GeneratedSequence, RequestState
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import Prompt, Request, RequestOptions
+from varlen.scheduling.sequence import Chunk, GeneratedSequence, RequestState
 
 
 def sequence_of_source(length):

@@ -14,8 +14,8 @@ from tests.repeated_work import RepeatedWork
 from varlen.config import EngineConfig
 from varlen.errors import ConfigError, ModelFaultError
 from varlen.execution import runner as runner_module
-from varlen.execution.buckets import Bucket, Buckets
-from varlen.execution.cuda import CudaRunner
+from varlen.execution.cuda.buckets import Bucket, Buckets
+from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
@@ -23,8 +23,8 @@ from varlen.execution.step_warm_up import warm_up, warm_up_kernels
 from varlen.execution.warm_up import check_numbers, random_lengths
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
-from varlen.models.checkpoint import Checkpoint
-from varlen.request import MAX_MASKS
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import MAX_MASKS
 from varlen_kernels import reference
 
 MAX_TOKENS, MAX_SEQUENCES = 320, 16

@@ -2,12 +2,12 @@
 
 import math
 
-from varlen.engine import Engine
-from varlen.execution.cuda import CudaRunner
-from varlen.execution.device_timeout import with_timeout
+from varlen.execution.cuda.runner import CudaRunner
+from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.overlap import OverlappingExecutor
-from varlen.metrics import Stats
-from varlen.request import Request, RequestOptions
+from varlen.request.request import Request, RequestOptions
+from varlen.scheduling.engine import Engine
+from varlen.telemetry.metrics import Stats
 
 from ..requests import random_prompts
 from ..scheduling.waiting import cost_table, make_scheduler

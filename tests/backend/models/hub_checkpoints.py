@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from tests.checkpoints import WEIGHTS, write_file
-from varlen.models.first_releases import to_native
+from varlen.models.checkpoint.first_releases import to_native
 
 VOCABULARY = 96
 LONGEST = 64

@@ -7,9 +7,9 @@ import torch
 
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
-from varlen.models import inputs
-from varlen.models.attention import PagedAttention
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.blocks import inputs
+from varlen.models.blocks.attention import PagedAttention
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import load_decoder
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from varlen.execution.linear_paths import PACKED, use_paths
+from varlen.execution.cpu.linear_paths import PACKED, use_paths
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
-from varlen.models import inputs
-from varlen.models.attention import CrossAttention, PagedAttention
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.blocks import inputs
+from varlen.models.blocks.attention import CrossAttention, PagedAttention
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import load_encoder_decoder
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder

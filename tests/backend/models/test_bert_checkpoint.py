@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints import WEIGHTS, change_tensors, set_fields
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import load_encoder
 
 from ..refusals import refused_checkpoint as refused

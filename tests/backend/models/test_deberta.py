@@ -12,13 +12,13 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_po
 from tests.checkpoints import change_tensors, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
-from varlen.execution import int8_encoder
+from varlen.execution.cpu import int8_encoder
 from varlen.models import deberta_checkpoint
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.deberta import distance_rows
 from varlen.models.deberta_checkpoint import DebertaConfig, tensor_shapes
 from varlen.models.registry import load_encoder
-from varlen.models.weights import CheckpointWeights
 
 from ..refusals import refused_checkpoint as refused
 

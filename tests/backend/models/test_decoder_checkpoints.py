@@ -8,11 +8,11 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.checkpoints import SMALL_DECODERS, WEIGHTS, change_tensors, drop_field, set_fields
-from varlen.models import checkpoint as checkpoints
+from varlen.models import checkpoint_folder as checkpoints
 from varlen.models import gpt2_checkpoint, llama_checkpoint, registry
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import load_decoder, load_encoder
-from varlen.models.weights import CheckpointWeights
 
 from ..refusals import refused_checkpoint as refused
 

@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from tests.checkpoints import END_OF_TEXT, set_fields, write_file
-from varlen.models import generation_config
-from varlen.models.checkpoint import Checkpoint
-from varlen.tokenization import Tokenizer
+from varlen.intake.tokenization import Tokenizer
+from varlen.models.checkpoint import generation_config
+from varlen.models.checkpoint_folder import Checkpoint
 
 from ..refusals import refused_checkpoint as refused
 

@@ -7,9 +7,9 @@ from tests.checkpoints import drop_field, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings, relative_error
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import load_decoder
-from varlen.request import RequestOptions
+from varlen.request.request import RequestOptions
 
 from ..requests import prompt_of
 from .oracle import decoded, load_oracle

@@ -9,10 +9,11 @@ from safetensors.torch import load_file
 from transformers import GenerationConfig
 
 from tests.checkpoints import WEIGHTS, change_tensors, drop_field, set_fields, write_file
-from varlen.models import bart_checkpoint, t5_checkpoint, translate_config
-from varlen.models.checkpoint import Checkpoint
+from varlen.models import bart_checkpoint, t5_checkpoint
+from varlen.models.checkpoint import translate_config
+from varlen.models.checkpoint.translate_config import TargetTokens, TranslateDefaults
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import load_encoder_decoder
-from varlen.models.translate_config import TargetTokens, TranslateDefaults
 
 from ..refusals import refused_checkpoint as refused
 

@@ -13,11 +13,11 @@ from tests.checkpoints import change_tensors, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.models import post_norm_family
-from varlen.models.checkpoint import FAMILIES as FAMILIES_OF_CHECKPOINTS
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import FAMILIES as FAMILIES_OF_CHECKPOINTS
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from varlen.models.registry import load_encoder
-from varlen.models.weights import CheckpointWeights
 
 from ..refusals import refused_checkpoint as refused
 

@@ -11,9 +11,9 @@ from tests.checkpoints import write_file
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
-from varlen.models.checkpoint import Checkpoint
-from varlen.models.first_releases import to_native
-from varlen.request import RequestOptions
+from varlen.models.checkpoint.first_releases import to_native
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import RequestOptions
 
 from ..refusals import refused_checkpoint as refused
 from ..requests import prompt_of

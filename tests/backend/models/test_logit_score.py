@@ -14,9 +14,9 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder, Generator
 from varlen.config import EngineConfig
 from varlen.errors import RequestError
-from varlen.generation_service import GenerationService
-from varlen.metrics import Stats
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.service.generation import GenerationService
+from varlen.telemetry.metrics import Stats
 
 from ..refusals import refused_checkpoint as refused
 

@@ -10,10 +10,10 @@ from tests.checkpoints import drop_field, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.models import modernbert_checkpoint
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.modernbert_checkpoint import ModernBertConfig, tensor_shapes
 from varlen.models.registry import load_encoder
-from varlen.models.weights import CheckpointWeights
 
 from ..refusals import refused_checkpoint as refused
 

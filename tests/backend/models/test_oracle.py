@@ -10,8 +10,8 @@ from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
-from varlen.models.checkpoint import Checkpoint
-from varlen.request import RequestOptions
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import RequestOptions
 
 from ..requests import prompt_of
 from .oracle import assert_hidden_states_match, hidden_states, load_oracle, one_by_one

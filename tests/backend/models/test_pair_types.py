@@ -8,9 +8,9 @@ from transformers import AutoTokenizer
 from tests.checkpoints import set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
-from varlen.models.checkpoint import Checkpoint
+from varlen.intake.tokenization import Tokenizer
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import checkpoint_notes
-from varlen.tokenization import Tokenizer
 
 from ..refusals import refused_checkpoint as refused
 

@@ -6,8 +6,8 @@ import pytest
 import transformers
 
 from tests.checkpoints import drop_field, set_fields
-from varlen.models.checkpoint import Checkpoint
-from varlen.tokenization import Tokenizer
+from varlen.intake.tokenization import Tokenizer
+from varlen.models.checkpoint_folder import Checkpoint
 
 from ..refusals import refused_checkpoint as refused
 

@@ -11,10 +11,10 @@ from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
-from varlen.metrics import Stats
-from varlen.models.checkpoint import Checkpoint
-from varlen.request import RequestOptions
-from varlen.service import Service
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import RequestOptions
+from varlen.service.service import Service
+from varlen.telemetry.metrics import Stats
 
 from ..refusals import refused_checkpoint as refused
 

@@ -15,10 +15,10 @@ from varlen.execution.runner import Runner
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.memory.usage import Size, Usage
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import PackedBatch
 from varlen.program.recorder import Recorder
-from varlen.request import RequestOptions
+from varlen.request.request import RequestOptions
 from varlen_kernels import reference
 
 from ..requests import random_prompts

@@ -12,15 +12,15 @@ from itertools import groupby
 
 import numpy as np
 
-from varlen.engine import Engine
-from varlen.generation_options import GenerationOptions
 from varlen.memory.blocks import BlockPool
-from varlen.metrics import Stats
-from varlen.request import GeneratedPart, Prompt, Request, RequestOptions
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import GeneratedPart, Prompt, Request, RequestOptions
 from varlen.scheduling.admission import Admission
+from varlen.scheduling.engine import Engine
 from varlen.scheduling.iteration import IterationScheduler
+from varlen.scheduling.sequence import BatchResult, BeamAnswer, BeamStep, SampledToken
 from varlen.scheduling.step_limits import StepLimits
-from varlen.sequence import BatchResult, BeamAnswer, BeamStep, SampledToken
+from varlen.telemetry.metrics import Stats
 
 from ..fakes.engine_parts import Clock, FakeReply, HeldExecutor
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.threads import run_in_threads
 from varlen.errors import DeadlineError, QueueFullError, RequestError
 from varlen.scheduling.admission import Admission
-from varlen.sequence import Batch, Forecast
+from varlen.scheduling.sequence import Batch, Forecast
 
 from ..refusals import raises
 from .waiting import request_of

@@ -18,7 +18,7 @@ from varlen.errors import (
     RequestCancelled,
     RequestError,
 )
-from varlen.generation_options import GenerationOptions
+from varlen.request.generation import GenerationOptions
 
 from ..fakes.engine_parts import FakeReply
 from .generation import Bench, answer, search_answers, tokens_of

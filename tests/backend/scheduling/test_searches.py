@@ -5,8 +5,8 @@ import math
 import pytest
 
 from varlen.errors import EngineError, RequestCancelled, RequestError
-from varlen.generation_options import GenerationOptions
-from varlen.sequence import BeamStep
+from varlen.request.generation import GenerationOptions
+from varlen.scheduling.sequence import BeamStep
 
 from ..fakes.engine_parts import FakeReply
 from . import generation

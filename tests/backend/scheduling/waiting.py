@@ -8,7 +8,7 @@ from varlen.config import EngineConfig
 from varlen.costs.model import CostModel
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
-from varlen.sequence import BatchResult, Forecast, RequestState
+from varlen.scheduling.sequence import BatchResult, Forecast, RequestState
 
 from .. import requests
 

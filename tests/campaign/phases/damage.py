@@ -15,9 +15,9 @@ from tests.checkpoints import pooling_files, save_checkpoint
 from tests.server.clients import AnswerError, texts
 from tests.server.serving import add_model, load, unload
 from varlen.errors import ConfigError
-from varlen.execution.calibration_texts import TEXTS
-from varlen.execution.int8_encoder import calibrate, check_int8
-from varlen.models.checkpoint import Checkpoint
+from varlen.execution.cpu.calibration_texts import TEXTS
+from varlen.execution.cpu.int8_encoder import calibrate, check_int8
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.registry import load_encoder
 
 from ..attacks import good

@@ -45,8 +45,8 @@ def load_batches(system: System, checkpoint: Path, scratch: Path, *, threads: in
 
 def load_iteration(checkpoint: Path, *, threads: int) -> Submit:
     """Return a function that starts one request of varlen."""
-    from varlen.generation_options import GenerationOptions
     from varlen.generator import Generator
+    from varlen.request.generation import GenerationOptions
 
     (end,) = _special(checkpoint, "eos_token_id")
     generator = Generator.from_pretrained(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from varlen.errors import CheckpointError
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.encoder import report
 from varlen_bench.encoder.run import run
 from varlen_bench.encoder.systems import SYSTEMS

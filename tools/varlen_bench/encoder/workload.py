@@ -92,7 +92,7 @@ def _query(draw: random.Random) -> str:
 
 def _position_limit(model: Path) -> int:
     # a worker process of another engine must not load varlen
-    from varlen.models.checkpoint import Checkpoint
+    from varlen.models.checkpoint_folder import Checkpoint
 
     return Checkpoint.open(model).position_limit
 

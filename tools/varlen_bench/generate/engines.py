@@ -43,9 +43,9 @@ def load_iteration(system: System, checkpoint: Path, *, threads: int) -> Submit:
 
 
 def _varlen(checkpoint: Path, precision: Precision, threads: int) -> Submit:
-    from varlen.generation_options import GenerationOptions
     from varlen.generator import Generator
-    from varlen.request import GeneratedPart
+    from varlen.request.generation import GenerationOptions
+    from varlen.request.request import GeneratedPart
 
     generator = Generator.from_pretrained(
         checkpoint,

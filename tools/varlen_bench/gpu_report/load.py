@@ -17,8 +17,8 @@ import typer
 
 from varlen.config import EngineConfig
 from varlen.execution.runner import Runner
-from varlen.models.checkpoint import Checkpoint
-from varlen.request import RequestOptions
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import RequestOptions
 from varlen_bench.gpu_report.figures import Seconds, figure, write_figures
 from varlen_bench.harness.command import Output, Revision
 from varlen_bench.harness.rows import Cell

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from varlen.config import DType, EngineConfig
-from varlen.execution.buckets import Buckets
+from varlen.execution.cuda.buckets import Buckets
 from varlen.execution.packing import fill_inputs, input_bytes, input_views
 from varlen.execution.runner import Runner
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import PackedBatch
-from varlen.request import Prompt, RequestOptions
+from varlen.request.request import Prompt, RequestOptions
 from varlen_bench.kernels.encoder_peers import encoder_peers, exact_vectors
 from varlen_bench.kernels.grid import Grid
 from varlen_bench.kernels.machine import Budget, DeviceLostError, Machine

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor
 
-from varlen.request import Prompt
+from varlen.request.request import Prompt
 from varlen_bench.kernels.packed_bert import PackedBert, packed_inputs
 from varlen_bench.kernels.peers import Call, Compile, Function, Peer, Peers, attribute
 from varlen_bench.ops.call import as_tensor

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from varlen.execution.buckets import Buckets
+from varlen.execution.cuda.buckets import Buckets
 from varlen_bench.kernels.grid import Grid, packed_lengths
 from varlen_bench.ops import beam, kv_blocks, padded, rows, sequences
 from varlen_bench.ops.call import OpCall

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.beam_keys import key_of
-from varlen_kernels.beam_reference import BeamCandidates
+from varlen_kernels.reference.beam import BeamCandidates
+from varlen_kernels.triton.beam_keys import key_of
 
 _BLOCK = 4096
 _WARPS = 16

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # as everyone writes it
 from torch import Tensor, nn
 
-from varlen.request import Prompt
+from varlen.request.request import Prompt
 from varlen_bench.kernels.peers import Function
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from varlen.config import Device, DType, EngineConfig
-from varlen.execution.cpu import CpuRunner
-from varlen.execution.cuda import CudaRunner
+from varlen.execution.cpu.runner import CpuRunner
+from varlen.execution.cuda.runner import CudaRunner
 from varlen.execution.packing import largest_dims
 from varlen.execution.runner import DeviceRunner, Runner
 from varlen.memory.arena import Arena
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.program.program import Program
-from varlen.request import Prompt, RequestOptions
+from varlen.request.request import Prompt, RequestOptions
 from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Ids, SystemName
 from varlen_bench.memory.unplanned import NoArena, UnplannedProgram

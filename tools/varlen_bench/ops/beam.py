@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from varlen_bench.ops.call import Inputs, OpCall, Tensors, poison
-from varlen_kernels.beam_reference import BeamCandidates, BeamEdits
+from varlen_kernels.reference.beam import BeamCandidates, BeamEdits
 
 
 def beam_step(

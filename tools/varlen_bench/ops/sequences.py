@@ -9,7 +9,7 @@ from torch import Tensor
 
 from varlen_bench.ops.call import Inputs, OpCall, Tensors, as_tensor
 from varlen_kernels import Pooling, TermPooling
-from varlen_kernels.vocabulary_reference import SLICE_TERMS
+from varlen_kernels.reference.vocabulary import SLICE_TERMS
 
 
 def attention_varlen(

@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.checks import (
+from varlen_kernels.triton.checks import (
     check_cu_seqlens,
     check_dtype,
     check_out,
     check_row_layout,
     row_strides,
 )
-from varlen_kernels.rows import tile_launches, vector_width
+from varlen_kernels.triton.rows import tile_launches, vector_width
 from varlen_kernels.tuning import Launch, pick
 
 

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from varlen_kernels.checks import check_rows, row_strides
-from varlen_kernels.rows import load_row, row_launches, store_row, sum_row, vector_width
+from varlen_kernels.triton.checks import check_rows, row_strides
+from varlen_kernels.triton.rows import load_row, row_launches, store_row, sum_row, vector_width
 from varlen_kernels.tuning import Launch, pick
 
 # Longest row that one program holds in registers, in keys.

@@ -56,7 +56,7 @@ def pad(batch: list[list[int]]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.i
 
 def _varlen(checkpoint: Path, precision: Precision, threads: int, _: PoolingMode) -> Embed:
     from varlen import Encoder
-    from varlen.models.checkpoint import Checkpoint
+    from varlen.models.checkpoint_folder import Checkpoint
 
     encoder = Encoder.from_pretrained(
         str(checkpoint),

@@ -64,7 +64,7 @@ def export_onnx(model: Path, folder: Path, precision: Precision, pooling: Poolin
     """
     import torch
 
-    from varlen.models.checkpoint import Checkpoint
+    from varlen.models.checkpoint_folder import Checkpoint
 
     class Embedder(torch.nn.Module):
         def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.harness import command, machine
 from varlen_bench.harness.neighbour import half_a_busy_core
 from varlen_bench.serving import report

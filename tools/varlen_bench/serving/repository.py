@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.peers.checkpoints import config_field
 from varlen_bench.peers.exports import exported
 from varlen_bench.serving.systems import INPUT, OUTPUT, Settings, System

@@ -65,7 +65,7 @@ def _examine(
     name: str, checkpoint_folder: Path, config: EngineConfig, *, has_speed: bool
 ) -> Report:
     from varlen.errors import VarlenError
-    from varlen.models.checkpoint import Checkpoint
+    from varlen.models.checkpoint_folder import Checkpoint
     from varlen_tools.doctor.examine import examine
     from varlen_tools.doctor.report import Report
     from varlen_tools.findings import TextFacts, find, read_languages

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from varlen.config import DType
-from varlen.request import Float32Array
+from varlen.request.request import Float32Array
 
 # In fp32, the largest difference that rounding explains, relative to the largest value.
 FP32_DIFFERENCE = 1e-3

@@ -10,14 +10,14 @@ from varlen import Encoder, Generator
 from varlen.config import NO_LIMIT, DType, EngineConfig
 from varlen.encoder import Inputs
 from varlen.execution.model_limits import generation_limit, sequence_limit
-from varlen.generation_service import GenerationService
-from varlen.metrics import Stats
-from varlen.models.checkpoint import Checkpoint
-from varlen.request import Float32Array
-from varlen.service import Service
-from varlen.sparse_vectors import SparseVector
+from varlen.intake.tokenization import Text, Tokenizer
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import Float32Array
+from varlen.request.sparse_vectors import SparseVector
+from varlen.service.generation import GenerationService
+from varlen.service.service import Service
 from varlen.tasks import ITERATIVE_TASKS, Task
-from varlen.tokenization import Text, Tokenizer
+from varlen.telemetry.metrics import Stats
 from varlen_tools.doctor.comparison import (
     TOKENIZATION,
     Comparison,

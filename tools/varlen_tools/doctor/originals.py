@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from varlen.models.checkpoint import Checkpoint
-from varlen.request import Float32Array
+from varlen.intake.tokenization import Text
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import Float32Array
 from varlen.tasks import Task
-from varlen.tokenization import Text
 
 # Tasks whose answers are compared with those of the checkpoint's own class; of others, hidden states are.
 LOGITS: tuple[Task, ...] = ("classify", "rerank", "token_classify")

@@ -2,8 +2,8 @@
 
 from itertools import cycle, islice, pairwise
 
+from varlen.intake.tokenization import Text
 from varlen.tasks import Task
-from varlen.tokenization import Text
 from varlen_tools.sample_texts import TEXTS
 
 # Longest text that is compared, in tokens: a longer one takes the original library too long.

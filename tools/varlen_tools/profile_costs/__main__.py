@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from varlen.cost_warmup import measured_costs, warm_up
 from varlen.costs.store import StoredCosts
 from varlen.errors import VarlenError
-from varlen.execution.workers import load_workers
-from varlen.metrics import Stats
+from varlen.execution.workers.workers import load_workers
+from varlen.service.costs import measured_costs, warm_up
+from varlen.telemetry.metrics import Stats
 from varlen_tools import pictures
 from varlen_tools.model_source import (
     ModelSource,

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from varlen.errors import VarlenError
-from varlen.generation_options import MAX_BEAMS
-from varlen.models.checkpoint import Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.generation import MAX_BEAMS
 from varlen_tools import pictures
 from varlen_tools.model_source import (
     ModelSource,

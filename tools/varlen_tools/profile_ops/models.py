@@ -18,11 +18,11 @@ from varlen.decoding.structured import Grammars
 from varlen.errors import ConfigError
 from varlen.execution.runner import Runner
 from varlen.execution.step_runner import StepRunner
-from varlen.generation_options import GenerationOptions
-from varlen.models.checkpoint import Checkpoint
-from varlen.request import DEFAULT_OPTIONS, Int32Array, Prompt, Request, RequestOptions
-from varlen.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
-from varlen.tokenization import Tokenizer
+from varlen.intake.tokenization import Tokenizer
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import DEFAULT_OPTIONS, Int32Array, Prompt, Request, RequestOptions
+from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
 from varlen_kernels.dispatch import kernels_for
 from varlen_tools.profile_ops.timed import Breakdown, TimedKernels, measure
 

@@ -11,10 +11,10 @@ from varlen.config import EngineConfig
 from varlen.costs.batch_shape import BatchShape
 from varlen.costs.model import CostModel
 from varlen.errors import VarlenError
-from varlen.request import Float32Array, Request, RequestOptions
+from varlen.request.request import Float32Array, Request, RequestOptions
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.one_shot import OneShotScheduler
-from varlen.sequence import Batch, BatchResult
+from varlen.scheduling.sequence import Batch, BatchResult
 from varlen_tools.simulate.virtual import Outcome, play, prompt_of
 from varlen_tools.workloads import Arrival
 

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from varlen.engine import Engine, Scheduler
 from varlen.errors import VarlenError
-from varlen.metrics import Stats
-from varlen.request import Output, Prompt, Request
-from varlen.sequence import Batch, BatchResult
+from varlen.request.request import Output, Prompt, Request
+from varlen.scheduling.engine import Engine, Scheduler
+from varlen.scheduling.sequence import Batch, BatchResult
+from varlen.telemetry.metrics import Stats
 from varlen_tools.workloads import Arrival
 
 

@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 
 from varlen.costs.model import non_negative_least_squares
-from varlen.sequence import StepBatch
+from varlen.scheduling.sequence import StepBatch
 from varlen_tools.model_source import find_source
 from varlen_tools.simulate.command import parse_numbers
 from varlen_tools.simulate.generate.run import Step, kv_tokens, simulate
@@ -78,8 +78,8 @@ def measure(folder: Path, settings: Mapping[str, str]) -> tuple[StepCosts, float
         CheckpointError, ConfigError: the model cannot be loaded to generate.
     """
     # imports torch, which nothing else here needs
-    from varlen.generation_service import GenerationService
-    from varlen.metrics import Stats
+    from varlen.service.generation import GenerationService
+    from varlen.telemetry.metrics import Stats
 
     source = find_source(folder, settings)
     service = GenerationService.load(source.checkpoint, source.config, Stats())

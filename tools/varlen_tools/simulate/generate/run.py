@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import cast
 
 from varlen.config import EngineConfig
-from varlen.generation_options import GenerationOptions
 from varlen.memory.blocks import BlockPool
-from varlen.request import GeneratedPart, Request, RequestOptions
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import GeneratedPart, Request, RequestOptions
 from varlen.scheduling.admission import Admission
 from varlen.scheduling.iteration import GenerationCounts, IterationScheduler
-from varlen.scheduling.step_limits import StepLimits
-from varlen.sequence import (
+from varlen.scheduling.sequence import (
     Batch,
     BatchResult,
     BeamAnswer,
@@ -21,6 +20,7 @@ from varlen.sequence import (
     SampledToken,
     StepBatch,
 )
+from varlen.scheduling.step_limits import StepLimits
 from varlen_tools.simulate.virtual import Outcome, VirtualReply, play, prompt_of
 from varlen_tools.workloads import Arrival
 

@@ -1,0 +1,280 @@
+"""The fastest op for each linear layer on this CPU, by measurement.
+
+A path is an op that multiplies, with the layout of its weights. Which one is fastest depends on the processor, the
+dtype and the layer's shape. docs/decisions/0022-linear-layers-by-measurement.md has measurements.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from varlen.config import EngineConfig
+from varlen.costs.store import CostKey, CostStore, cache_folder
+from varlen.program.program import Op, Program
+from varlen_kernels.cpu.packed import can_pack, pack_weight
+
+_log = logging.getLogger(__name__)
+
+# Name of the op for each layer shape, such as {"384x1536": "linear_packed"}.
+LinearPaths: TypeAlias = Mapping[str, str]
+Clock: TypeAlias = Callable[[], float]
+
+# The path that needs no packing; every kernel module has it.
+PLAIN = "linear"
+PACKED = "linear_packed"
+# Typical numbers of rows: of an encoder's batches, and of generation's steps.
+BATCH_ROWS = (32, 96, 384)
+STEP_ROWS = (1, 8, 32, 128)
+
+# To be increased when paths are measured in another way.
+_PLAN_VERSION = "2"
+# Seconds of a measurement at most.
+_LONGEST = 3.0
+_ROUNDS = 9
+# With fewer rounds a layer keeps its default.
+_FEWEST_ROUNDS = 3
+# A path has to be this much faster than the default one to replace it.
+_MARGIN = 1.03
+# Seconds to wait while another model is measured.
+_LOCK_SECONDS = 30.0
+
+
+class _Linear(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, *, out: Tensor) -> Tensor: ...
+
+
+def choose_paths(
+    program: Program,
+    kernels: object,
+    config: EngineConfig,
+    key: CostKey,
+    *,
+    default: str,
+    rows: Sequence[int],
+    threads: int,
+) -> Program:
+    """Return the program with the fastest path for each linear layer.
+
+    Args:
+        program, kernels, default, rows: as for `measure_paths`.
+        config: its `warmup_seconds` bounds the measurement; at 0 every layer gets the default path.
+        key: what decides which path is fastest, beside the other arguments.
+        threads: number of threads that will run a layer.
+    """
+    shapes = _weights_by_shape(program)
+    if not shapes or not hasattr(kernels, PACKED):
+        return program
+    # classifiers are fp32 in every program
+    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in shapes.values()})
+    if not config.warmup_seconds:
+        return use_paths(program, {}, default)
+    # the time of one thread does not count that of other work on its core
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    more = {
+        "layers": " ".join(sorted(shapes)),
+        "dtype": " ".join(dtypes),
+        "threads": str(threads),
+        "rows": " ".join(map(str, rows)),
+        "plan": _PLAN_VERSION,
+    }
+
+    def measure() -> LinearPaths:
+        with _torch_threads(threads):
+            return measure_paths(
+                program,
+                kernels,
+                default=default,
+                rows=rows,
+                seconds=config.warmup_seconds,
+                clock=clock,
+            )
+
+    store = CostStore(cache_folder(config.cache_folder))
+    paths = stored_paths(store, {**key, **more}, measure)
+    return use_paths(program, paths, default)
+
+
+def use_paths(program: Program, paths: LinearPaths, default: str) -> Program:
+    """Return the program with the ops that `paths` names; layers of other shapes get `default`.
+
+    It holds no reference to weights that only packed layers read.
+    """
+    packed: dict[int, Tensor] = {}
+
+    def changed(op: Op) -> Op:
+        if op.kernel != PLAIN:
+            return op
+        x, weight, bias = op.operands
+        assert isinstance(weight, Tensor)
+        if paths.get(_shape(weight), default) == PLAIN or not can_pack(weight.dtype):
+            return op
+        if id(weight) not in packed:
+            packed[id(weight)] = pack_weight(weight)
+        return replace(op, kernel=PACKED, operands=(x, packed[id(weight)], bias))
+
+    return Program([changed(op) for op in program.ops], program.outputs)
+
+
+def stored_paths(store: CostStore, key: CostKey, measure: Callable[[], LinearPaths]) -> LinearPaths:
+    """Return the stored paths, or those of a measurement, which it stores.
+
+    Args:
+        store: the cache of measurements.
+        key: everything that decides which path is fastest.
+        measure: measures.
+    """
+    stored = store.load_paths(key)
+    if stored is None:
+        with store.measuring(timeout=_LOCK_SECONDS):
+            # while this one waited, another server may have measured the same
+            stored = store.load_paths(key)
+            if stored is None:
+                measured = measure()
+                store.save_paths(key, measured)
+                return measured
+    _log.info("linear layers, from the cache: %s", _described(stored))
+    return stored
+
+
+@torch.inference_mode()
+def measure_paths(
+    program: Program,
+    kernels: object,
+    *,
+    default: str,
+    rows: Sequence[int],
+    seconds: float,
+    clock: Clock,
+) -> LinearPaths:
+    """Return the fastest path of each layer shape.
+
+    Shapes, paths and numbers of rows take turns, so that weights come from memory as they do in a forward pass.
+
+    Args:
+        program: has the layers, as ops named `linear`.
+        kernels: has the paths, in the threads that will use them.
+        default: the path of a shape unless another one is clearly faster.
+        rows: typical numbers of rows, which count equally.
+        seconds: most time to spend.
+        clock: returns seconds.
+    """
+    layers = {
+        shape: {PLAIN: weight, PACKED: pack_weight(weight)}
+        for shape, weight in _weights_by_shape(program).items()
+    }
+    times: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    began, deadline = clock(), clock() + min(seconds, _LONGEST)
+    for number in range(_ROUNDS + 1):
+        for shape, weights in layers.items():
+            for count in rows:
+                x, out = _operands(weights[PLAIN], count)
+                for path, weight in weights.items():
+                    multiply: _Linear = getattr(kernels, path)
+                    start = clock()
+                    multiply(x, weight, out=out)
+                    # the first round compiles and warms up
+                    if number:
+                        times[shape, path, count].append(clock() - start)
+        if clock() > deadline:
+            break
+    paths, lines = {}, []
+    for shape in layers:
+        best, gain = _fastest(
+            {path: [times[shape, path, count] for count in rows] for path in (PLAIN, PACKED)},
+            default,
+        )
+        paths[shape] = best
+        lines.append(f"{shape} {best} ({gain:.2f}x)")
+    _log.info("linear layers, measured in %.1f s: %s", clock() - began, ", ".join(lines))
+    return paths
+
+
+def _fastest(times: Mapping[str, Sequence[Sequence[float]]], default: str) -> tuple[str, float]:
+    """Return a path, and how many times as fast as the slowest it is.
+
+    Args:
+        times: seconds of each round, per path and number of rows.
+        default: the path unless another one is clearly faster; also if there are too few rounds.
+    """
+    if len(next(iter(times.values()))[0]) < _FEWEST_ROUNDS:
+        return default, 1.0
+    # the geometric mean over numbers of rows: few rows count as much as many
+    means = {
+        path: statistics.geometric_mean(max(statistics.median(each), 1e-9) for each in rounds)
+        for path, rounds in times.items()
+    }
+    best = min(means, key=lambda path: means[path] * (1.0 if path == default else _MARGIN))
+    return best, max(means.values()) / means[best]
+
+
+def compiles_products(program: Program) -> bool:
+    """Return whether oneDNN runs linear layers: it compiles a product for each number of rows."""
+    return any(op.kernel in (PACKED, "linear_int8_packed") for op in program.ops) or any(
+        weight.dtype == torch.bfloat16 for weight in _linear_weights(program)
+    )
+
+
+@torch.inference_mode()
+def compile_products(program: Program, kernels: object, rows: Iterable[int]) -> None:
+    """Compile the products of all linear layers for these numbers of rows."""
+    layers = {}
+    for op in program.ops:
+        if op.kernel in (PLAIN, PACKED):
+            weight, bias = op.operands[1:]
+            assert isinstance(weight, Tensor)
+            key = op.kernel, tuple(weight.shape), weight.dtype, bias is None
+            layers[key] = op, weight, bias
+    for count in rows:
+        for op, weight, bias in layers.values():
+            fan_out, fan_in = weight.shape if op.kernel == PACKED else reversed(weight.shape)
+            x, out = (torch.zeros(count, size, dtype=weight.dtype) for size in (fan_in, fan_out))
+            getattr(kernels, op.kernel)(x, weight, bias, out=out)
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    """Have torch use `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _weights_by_shape(program: Program) -> dict[str, Tensor]:
+    """Return the first weight of each shape that can be packed."""
+    weights = [weight for weight in _linear_weights(program) if can_pack(weight.dtype)]
+    # the last one of equal keys counts
+    return {_shape(weight): weight for weight in reversed(weights)}
+
+
+def _linear_weights(program: Program) -> list[Tensor]:
+    """Return the weight of each linear layer."""
+    weights = [op.operands[1] for op in program.ops if op.kernel == PLAIN]
+    return [weight for weight in weights if isinstance(weight, Tensor)]
+
+
+def _operands(weight: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return random rows and memory for their product with a weight."""
+    fan_in, fan_out = weight.shape
+    # zeros: the pages are mapped before anything is timed
+    return torch.rand(rows, fan_in).to(weight.dtype), torch.zeros(rows, fan_out, dtype=weight.dtype)
+
+
+def _shape(weight: Tensor) -> str:
+    return "x".join(map(str, weight.shape))
+
+
+def _described(paths: LinearPaths) -> str:
+    return ", ".join(f"{shape} {path}" for shape, path in paths.items())

@@ -1,0 +1,100 @@
+"""Linear layers of a program in int8: the same ops with quantized weights.
+
+docs/int8.md describes the arithmetic and its quality.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from torch import Tensor
+
+from varlen.execution.cpu.int8_fusion import fuse_int8
+from varlen.program.program import Op, Program
+from varlen_kernels import cpu
+from varlen_kernels.reference.linear_int8 import OUTLIERS, quantize_weight
+
+# Ids of a layer's weight and bias.
+LayerKey: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayer:
+    """A linear layer in int8, for the product that is fastest on this CPU.
+
+    Attributes:
+        kernel: name of its op.
+        operands: after the input; see `Int8Weight`.
+        levels: largest code of a token.
+    """
+
+    kernel: str
+    operands: tuple[Tensor, ...]
+    levels: int
+
+    def run(self, x: Tensor) -> Tensor:
+        """Return its output, `[tokens, features]` fp32, for `[tokens, hidden]` fp32."""
+        result: Tensor = getattr(cpu, self.kernel)(x, *self.operands, levels=self.levels)
+        return result
+
+
+def layer_key(weight: object, bias: object) -> LayerKey:
+    """Return the key of a linear layer; layers may share a weight."""
+    return id(weight), id(bias)
+
+
+def linear_weights(program: Program) -> dict[LayerKey, tuple[Tensor, Tensor | None]]:
+    """Return weight and bias of linear layers, in order."""
+    layers = {}
+    for op in program.ops:
+        if op.kernel == "linear":
+            _, weight, bias = op.operands
+            assert isinstance(weight, Tensor)
+            assert bias is None or isinstance(bias, Tensor)
+            # besides its outliers, a token needs one more column
+            if weight.shape[0] > OUTLIERS:
+                layers[layer_key(weight, bias)] = weight, bias
+    return layers
+
+
+def quantize_layers(
+    program: Program, outliers: Mapping[LayerKey, Tensor]
+) -> dict[LayerKey, QuantizedLayer]:
+    """Return the int8 form of linear layers.
+
+    Args:
+        program: has these layers in fp32 on the CPU.
+        outliers: `[OUTLIERS]` int64 of each layer.
+    """
+    from varlen_kernels.cpu.int8_products import choose_product
+
+    product, layers, quantized = choose_product(), linear_weights(program), {}
+    for key, columns in outliers.items():
+        weight = quantize_weight(*layers[key], columns)
+        weight = weight._replace(codes=product.pack(weight.codes))
+        quantized[key] = QuantizedLayer(product.kernel, tuple(weight), product.levels)
+    return quantized
+
+
+def use_int8(program: Program, layers: Mapping[LayerKey, QuantizedLayer]) -> Program:
+    """Return the program with int8 layers, without the weights that they replace.
+
+    Where the CPU's op can also do what follows a layer, it does.
+
+    Args:
+        program: in fp32.
+        layers: the layers to replace.
+    """
+
+    def replaced(op: Op) -> Op:
+        layer = layers.get(layer_key(*op.operands[1:])) if op.kernel == "linear" else None
+        if layer is None:
+            return op
+        return replace(
+            op,
+            kernel=layer.kernel,
+            operands=(op.operands[0], *layer.operands),
+            attributes={"levels": layer.levels},
+        )
+
+    return fuse_int8(Program([replaced(op) for op in program.ops], program.outputs))

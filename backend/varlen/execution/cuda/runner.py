@@ -1,0 +1,208 @@
+"""Runs batches on a CUDA GPU by replaying graphs captured at load.
+
+A small encoder's ops are shorter on the GPU than the Python that launches them. So nothing is
+launched op by op in service: each batch is one copy of its inputs, one graph, one copy of its answers.
+Nothing waits either: while a batch runs, the next one is packed into other buffers and started.
+docs/decisions/0029-gpu-executor.md has the reasons.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Lock
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from varlen.execution.cuda.buckets import Bucket, Buckets
+from varlen.execution.cuda.graphs import CaptureMeter, CudaGraphs, Graphs, Replay
+from varlen.execution.model_info import GraphUse
+from varlen.execution.packing import (
+    dims_of,
+    fill_inputs,
+    input_bytes,
+    input_views,
+    split_answers,
+)
+from varlen.memory.arena import Arena
+from varlen.memory.usage import Dims
+from varlen.program.program import PackedBatch, Program
+from varlen.request.request import Float32Array, Prompt, RequestOptions
+
+# Batches in flight: one runs, the next one is ready on the GPU's queue.
+_SLOTS = 2
+# Log lines about the progress of the captures.
+_PROGRESS_LINES = 4
+
+# Waits for the answers of a batch that was started; see `Runner.run`.
+Answers: TypeAlias = Callable[[], list[Float32Array]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Buffers:
+    """Memory of the host for one batch in flight.
+
+    Attributes:
+        inputs: `[bytes]` uint8, read by the GPU until the batch has run.
+        output: as on the device, written by the GPU.
+    """
+
+    inputs: Tensor
+    output: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """The graph of one bucket, and the device memory that it reads and writes.
+
+    Attributes:
+        inputs: the program's inputs in each set of buffers, by name.
+        input_bytes: bytes of the input buffers that the graph reads.
+        replay: starts it.
+    """
+
+    inputs: Mapping[_Buffers, dict[str, Tensor]]
+    input_bytes: int
+    replay: Replay
+
+
+class CudaRunner:
+    """Runs a program on a GPU, for every batch that its arena holds.
+
+    Any thread may call `launch` and the function that it returns.
+
+    Attributes:
+        slots: batches that can be in flight; a launch beyond that waits.
+        buckets: sizes of the captured graphs.
+        graph_use: cost of the graphs.
+    """
+
+    slots = _SLOTS
+
+    def __init__(
+        self, program: Program, kernels: object, arena: Arena, graphs: Graphs | None = None
+    ) -> None:
+        device, largest = arena.device, arena.largest
+        self._program = program
+        self._kernels = kernels
+        self._arena = arena
+        self._graphs = graphs or CudaGraphs(device)
+        self.buckets = Buckets(arena.max_tokens, largest["sequences"])
+        size = input_bytes(program.inputs, largest)
+        self._device_inputs = torch.zeros(size, dtype=torch.uint8, device=device)
+        (self._output,) = program.new_outputs(largest, device)
+        self._buffers = [
+            _Buffers(_on_host(self._device_inputs), _on_host(self._output)) for _ in range(_SLOTS)
+        ]
+        self._free: SimpleQueue[_Buffers] = SimpleQueue()
+        for buffers in self._buffers:
+            self._free.put(buffers)
+        # batches are started one at a time, each as a whole
+        self._launching = Lock()
+        self.graph_use = GraphUse()
+        self._captured = dict(self._capture_all())
+
+    def run(
+        self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
+    ) -> list[Float32Array]:
+        """Return the answer of each sequence; see `Runner.run`."""
+        return self.launch(prompts, options)()
+
+    def launch(self, prompts: Sequence[Prompt], options: Sequence[RequestOptions]) -> Answers:
+        """Start a batch and return a function that waits for its answers.
+
+        It must be called once: until then the batch keeps its buffers.
+
+        Raises:
+            ValueError: no graph was captured for so large a batch.
+        """
+        # the longest first, so that the last programs of attention to start are short ones
+        order = sorted(range(len(prompts)), key=lambda i: -prompts[i].num_tokens)
+        lengths = [prompts[i].num_tokens for i in order]
+        bucket = self.buckets.smallest(sum(lengths), len(lengths))
+        captured = self._captured[bucket]
+        chosen = [prompts[i] for i in order], [options[i] for i in order]
+        masks = sum(prompt.num_masks for prompt in prompts)
+        rows = self._output_rows(dims_of(lengths, masks))
+        buffers = self._free.get()
+        try:
+            fill_inputs(captured.inputs[buffers], *chosen)
+            with self._launching:
+                # the graph writes to this region
+                self._arena.allocate(bucket.dims)
+                wait = self._start(captured, buffers, rows)
+        except BaseException:
+            self._free.put(buffers)
+            raise
+
+        def answers() -> list[Float32Array]:
+            try:
+                wait()
+                # the next batch with these buffers overwrites them
+                output = buffers.output[:rows].clone().numpy()
+            finally:
+                self._free.put(buffers)
+            found = split_answers(output, chosen[0], self._program.row_dimension)
+            return [found[place] for place in np.argsort(order).tolist()]
+
+        return answers
+
+    def close(self) -> None:
+        """Release the graphs."""
+        self._captured.clear()
+        self._graphs.close()
+
+    @torch.inference_mode()
+    def _start(self, captured: _Captured, buffers: _Buffers, rows: int) -> Callable[[], object]:
+        """Start the copies and the graph of a batch; return what waits for them.
+
+        The device has one set of inputs and outputs, since its work runs in order.
+        """
+        size = captured.input_bytes
+        with self._graphs.stream():
+            try:
+                self._graphs.copy(self._device_inputs[:size], buffers.inputs[:size])
+                captured.replay()
+                self._graphs.copy(buffers.output[:rows], self._output[:rows])
+                return self._graphs.record()
+            except BaseException:
+                # a copy that was started still uses the buffers
+                with suppress(Exception):
+                    self._graphs.record()()
+                raise
+
+    @torch.inference_mode()
+    def _capture_all(self) -> Iterator[tuple[Bucket, _Captured]]:
+        sizes = list(self.buckets)
+        meter = CaptureMeter(self._graphs, len(sizes), _PROGRESS_LINES)
+        for done, bucket in enumerate(sizes, start=1):
+            yield bucket, self._capture(bucket)
+            self.graph_use = meter.note(done)
+
+    def _capture(self, bucket: Bucket) -> _Captured:
+        declared, dims = self._program.inputs, bucket.dims
+        # inputs of zeros are a batch whose tokens belong to no sequence
+        batch = PackedBatch(input_views(self._device_inputs, declared, dims), dims)
+        output = self._output[: self._output_rows(dims)]
+        # a plan depends only on the bucket, so every batch gets the same region
+        region = self._arena.allocate(dims)
+
+        def forward() -> None:
+            self._program.run(batch, self._kernels, region, out=[output])
+
+        return _Captured(
+            {each: input_views(each.inputs, declared, dims) for each in self._buffers},
+            input_bytes(declared, dims),
+            self._graphs.capture(forward),
+        )
+
+    def _output_rows(self, dims: Dims) -> int:
+        return self._program.outputs[0].at(dims)[0]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return memory of the host for a copy of a tensor, pinned for a GPU."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)

@@ -1,0 +1,1 @@
+"""Workers of a CPU: threads, or processes whose faults stay theirs."""

@@ -1,0 +1,131 @@
+"""The workers of a model: on a GPU one, on a CPU one per core.
+
+Each runs whole batches, so cores never wait for each other, and a GPU has the next batch before it has run the last
+one. docs/decisions/0025-workers.md and 0029-gpu-executor.md have the reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from varlen.config import EngineConfig
+from varlen.execution.cuda.timeout import with_timeout
+from varlen.execution.executor import BatchRunner, ModelExecutor, ThreadExecutor
+from varlen.execution.model_info import GraphUse, ModelInfo
+from varlen.execution.overlap import Launcher, OverlappingExecutor
+from varlen.execution.workers.process import WorkerHost, WorkerProcess
+from varlen.memory.memory_use import MemoryUse
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.telemetry.metrics import CountedMetric, Stats
+
+# Where a driver of NVIDIA shows its GPUs, on Linux and on Windows' Linux.
+_GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+
+
+class Worker(BatchRunner, Protocol):
+    """A runner whose memory use can be read."""
+
+    def use(self) -> MemoryUse:
+        """Return the memory use. From any thread."""
+
+    def close(self) -> None:
+        """Release what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The workers of one model.
+
+    Attributes:
+        info: what the engine knows of the model.
+        runners: one per worker.
+        prepare: to be called first by each thread that uses one.
+        host: the process that starts them, if they are processes.
+        launcher: the only worker, if it starts a batch while another one runs.
+        graphs: cost of the CUDA graphs.
+        device_timeout: longest time of a batch of the launcher, in seconds; 0 is no limit.
+    """
+
+    info: ModelInfo
+    runners: Sequence[Worker]
+    prepare: Callable[[], None] | None = None
+    host: WorkerHost | None = None
+    launcher: Launcher | None = None
+    graphs: GraphUse = field(default_factory=GraphUse)
+    device_timeout: float = 0.0
+
+    def new_executor(self) -> ModelExecutor:
+        """Return an executor of these workers; it has started its threads."""
+        if self.launcher is not None:
+            return with_timeout(OverlappingExecutor(self.launcher), self.device_timeout)
+        return ThreadExecutor(self.runners, self.prepare)
+
+    def use(self) -> MemoryUse:
+        """Return the memory use of all workers together. From any thread."""
+        return MemoryUse.total(each.use() for each in self.runners)
+
+    def close(self) -> None:
+        """Release memory and end processes. Nothing may run."""
+        for runner in self.runners:
+            runner.close()
+        if self.host is not None:
+            self.host.close()
+
+
+def load_workers(
+    checkpoint: Checkpoint, config: EngineConfig, stats: Stats, *, gpu: int, isolated: bool
+) -> Workers:
+    """Return the workers of a model.
+
+    Args:
+        checkpoint: to load.
+        config: the settings.
+        stats: counts workers that had to be started again.
+        gpu: number of the GPU, if the model runs on one.
+        isolated: whether workers on a CPU are processes instead of threads.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or of a kind that is not served.
+        ConfigError: a setting does not fit the checkpoint.
+    """
+    has_gpu_files = any(path.exists() for path in _GPU_FILES)
+    if isolated and (config.device == "cpu" or (config.device == "auto" and not has_gpu_files)):
+        return _processes(checkpoint, config, stats)
+    # imports torch, which an engine of processes does not need
+    from varlen.execution.device import choose_device, usable_cores, use_one_core
+    from varlen.execution.runner import Runner
+
+    if choose_device(config.device, gpu).type == "cuda":
+        runner = Runner(checkpoint, config, gpu=gpu)
+        return Workers(
+            runner.info,
+            [runner],
+            launcher=runner,
+            graphs=runner.graph_use,
+            device_timeout=config.device_timeout_seconds,
+        )
+    if isolated:
+        return _processes(checkpoint, config, stats)
+    count = config.threads or usable_cores()
+    runner = Runner(checkpoint, config, workers=count, measures=True)
+    others = [runner.another() for _ in range(count - 1)]
+    return Workers(runner.info, [runner, *others], use_one_core)
+
+
+def _processes(checkpoint: Checkpoint, config: EngineConfig, stats: Stats) -> Workers:
+    host = WorkerHost(checkpoint.folder, replace(config, device="cpu"))
+
+    def count_restart() -> None:
+        stats.count(CountedMetric.WORKER_RESTARTS)
+
+    runners: list[WorkerProcess] = []
+    workers = Workers(host.info, runners, host=host)
+    try:
+        runners += (WorkerProcess(host, count_restart) for _ in range(host.info.workers))
+    except BaseException:
+        workers.close()
+        raise
+    return workers

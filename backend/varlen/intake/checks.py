@@ -1,0 +1,383 @@
+"""Checks texts and token ids, and makes prompts of them.
+
+Requests of the server and in-process calls both pass here. An error says what came and what is allowed. The layers
+below trust their inputs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import RequestError, shorten
+from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
+from varlen.intake.tokenization import Text, Tokenized, Tokenizer, TruncationSide
+from varlen.request.draft import Step
+from varlen.request.request import MAX_MASKS, Int32Array, Prompt
+
+# One sequence.
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+IntegerArray: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
+# Rows of short texts that are tokenized in one step have about this many bytes; a longer text is a step of its own.
+_STEP_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class InputLimits:
+    """Limits of one sequence.
+
+    Attributes:
+        max_sequence_tokens: longest sequence, in tokens.
+        max_text_bytes: longest text, in bytes of UTF-8; of a pair, each text.
+        vocab_size, type_vocab_size: token ids and token type ids are below these.
+        max_arena_tokens: longest sequence that the arena has memory for; None if a longer one runs in chunks.
+    """
+
+    max_sequence_tokens: int
+    max_text_bytes: int
+    vocab_size: int
+    type_vocab_size: int
+    max_arena_tokens: int | None = None
+
+
+class ChatTemplate(Protocol):
+    """Makes the text of a prompt out of chat messages."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text, special tokens included, or raise RequestError."""
+
+
+class PairTemplate(Protocol):
+    """Makes the text of a prompt out of a pair of texts."""
+
+    ending: Int32Array
+
+    def render(self, query: str, document: str) -> str:
+        """Return the text, special tokens included, or raise RequestError."""
+
+
+class Intake:
+    """Checks and tokenizes the inputs of one model. Thread-safe."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: InputLimits,
+        chat_template: ChatTemplate | None = None,
+        *,
+        roles: TextRoles = NO_ROLES,
+        target_start: int | None = None,
+        mask_token: int | None = None,
+        pair_template: PairTemplate | None = None,
+        can_truncate: bool = True,
+    ) -> None:
+        """Start the checks.
+
+        Args:
+            tokenizer: of the checkpoint.
+            limits: of one sequence.
+            chat_template: of the checkpoint, if it has one.
+            roles: what a request may name as its prompt.
+            target_start: of a model that translates: the token that each target begins with; its inputs are sources.
+            mask_token: of a model that fills masks: the id of its mask token.
+            pair_template: of a model that reads pairs as the messages of a chat.
+            can_truncate: whether requests may ask for long texts to be cut.
+        """
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._chat_template = chat_template
+        self._roles = roles
+        self._mask_token = mask_token
+        self._pair_template = pair_template
+        self._can_truncate = can_truncate
+        self._target_ids = None if target_start is None else np.array([target_start], np.int32)
+
+    def texts(
+        self,
+        texts: Sequence[Text],
+        *,
+        truncate: bool,
+        prompt_name: str | None = None,
+        special_tokens: bool = True,
+    ) -> tuple[Prompt, ...]:
+        """Return the prompts of texts or pairs of texts.
+
+        Args:
+            texts: one per row.
+            truncate: cut texts that are too long instead of refusing them.
+            prompt_name: of the role of the texts, and of the prompt before them; None takes the default one.
+            special_tokens: whether the tokenizer adds special tokens.
+
+        Raises:
+            RequestError: a text is empty, too long, or holds a NUL; the message names the row. Or there is no prompt
+                of that name.
+        """
+        self._check_texts(texts)
+        role = self._role_of(prompt_name)
+        return self._tokenize(texts, truncate, special_tokens, role=role)
+
+    def text_steps(
+        self,
+        texts: Sequence[Text],
+        *,
+        truncate: bool,
+        side: TruncationSide = "right",
+        prompt_name: str | None = None,
+    ) -> tuple[Step, ...]:
+        """Return the steps that make prompts of texts or pairs, which are checked now.
+
+        Args:
+            texts, truncate, prompt_name: see `texts`.
+            side: where texts that are too long are cut.
+
+        Raises:
+            RequestError: see `texts`; a step raises it for a text that is too long.
+        """
+        sizes = self._check_texts(texts)
+        role = self._role_of(prompt_name)
+        steps = []
+        begin = num_bytes = 0
+        for end, size in enumerate(sizes, start=1):
+            num_bytes += size
+            if num_bytes >= _STEP_BYTES or end == len(sizes):
+                run = partial(
+                    self._tokenize,
+                    texts[begin:end],
+                    truncate,
+                    role=role,
+                    side=side,
+                    first_row=begin,
+                )
+                steps.append(Step(num_bytes, run))
+                begin, num_bytes = end, 0
+        return tuple(steps)
+
+    def token_ids(
+        self,
+        rows: Sequence[npt.NDArray[np.int64]],
+        type_rows: Sequence[npt.NDArray[np.int64]] | None = None,
+    ) -> tuple[Prompt, ...]:
+        """Return the prompts of rows of token ids.
+
+        Args:
+            rows: `[tokens]` each, special tokens included.
+            type_rows: token type ids of the same lengths, or None for all zero.
+
+        Raises:
+            RequestError: a row is empty or too long, or an id is out of range; the message names the row.
+        """
+        if not len(rows):
+            raise RequestError("input_ids has no rows; send at least one row")
+        types = type_rows if type_rows is not None else [None] * len(rows)
+        return tuple(
+            self._placed(row, self._sequence(row, ids, types[row]), self._roles.default)
+            for row, ids in enumerate(rows)
+        )
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """Return the prompt of chat messages.
+
+        Args:
+            messages: objects with the fields that the checkpoint's chat template reads, such as role and content.
+
+        Raises:
+            RequestError: the checkpoint has no chat template, the template refuses the messages, or see `texts`.
+        """
+        if self._chat_template is None:
+            raise RequestError(
+                "the request has messages, but the checkpoint has no chat template; send a text"
+            )
+        text = self._chat_template.render(messages)
+        (prompt,) = self.texts([text], truncate=False, special_tokens=False)
+        return prompt
+
+    def chat_step(self, messages: Sequence[Mapping[str, Any]], num_bytes: int) -> Step:
+        """Return the step that makes a prompt of chat messages of this length; see `chat`."""
+        return Step(num_bytes, lambda: (self.chat(messages),))
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a token."""
+        return self._tokenizer.token_text(token_id)
+
+    def term_text(self, term: int) -> str:
+        """Return the text of a term, empty if the tokenizer does not have it."""
+        return self._tokenizer.huggingface.id_to_token(term) or ""
+
+    @property
+    def reads_sources(self) -> bool:
+        """Whether its texts are the sources of translations."""
+        return self._target_ids is not None
+
+    def _role_of(self, name: str | None) -> TextRole:
+        """Return what a request names as its prompt."""
+        if name is None:
+            return self._roles.default
+        if name not in self._roles.named:
+            raise RequestError(
+                f"prompt_name is {shorten(repr(name))}; this model has the prompts:"
+                f" {shorten(', '.join(self._roles.named)) or 'none'}"
+            )
+        return self._roles.named[name]
+
+    def _check_texts(self, texts: Sequence[Text]) -> list[int]:
+        """Return the length of each row in UTF-8, or raise RequestError."""
+        if not texts:
+            raise RequestError("text has no rows; send at least one row")
+        sizes = []
+        for row, text in enumerate(texts):
+            if isinstance(text, tuple) and len(text) != 2:
+                raise RequestError(
+                    f"row {row}: text is a tuple of {len(text)}; send a pair of two texts"
+                )
+            parts = text if isinstance(text, tuple) else (text,)
+            sizes.append(sum(self._check_text(row, part) for part in parts))
+        return sizes
+
+    def _tokenize(
+        self,
+        texts: Sequence[Text],
+        truncate: bool,
+        special_tokens: bool = True,
+        *,
+        role: TextRole | None = None,
+        side: TruncationSide = "right",
+        first_row: int = 0,
+    ) -> tuple[Prompt, ...]:
+        """Return the prompts of checked texts."""
+        role = role or self._roles.default
+        if role.prompt:
+            texts = [role.prompt + text if isinstance(text, str) else text for text in texts]
+        if self._pair_template is not None:
+            return tuple(
+                self._pair_prompt(self._pair_template, row, text, truncate, side)
+                for row, text in enumerate(texts, start=first_row)
+            )
+        found = self._tokenizer.encode(
+            texts,
+            truncate=truncate,
+            side=side,
+            special_tokens=special_tokens,
+            max_tokens=role.max_tokens,
+        )
+        prompts = []
+        for row, (text, each) in enumerate(zip(texts, found, strict=True), start=first_row):
+            # a pair has no prompt
+            num_unpooled = role.num_unpooled if isinstance(text, str) else 0
+            prompts.append(self._prompt(row, each, role, num_unpooled))
+        return tuple(prompts)
+
+    def _pair_prompt(
+        self, template: PairTemplate, row: int, text: Text, truncate: bool, side: TruncationSide
+    ) -> Prompt:
+        """Return the prompt of a pair; when cut, it keeps the template's end."""
+        if isinstance(text, str):
+            raise RequestError(f"row {row}: text_pair is missing; this model compares two texts")
+        if truncate and side == "left":
+            raise RequestError("truncation_side is left; allowed with this model: right")
+        rendered = template.render(*text)
+        (found,) = self._tokenizer.encode([rendered], truncate=False, special_tokens=False)
+        most = self._limits.max_sequence_tokens
+        if truncate and len(found.token_ids) > most:
+            ending = template.ending[-most:]
+            ids = np.concatenate([found.token_ids[: most - len(ending)], ending])
+            found = Tokenized(ids, None)
+        return self._prompt(row, found, self._roles.default)
+
+    def _prompt(self, row: int, text: Tokenized, role: TextRole, num_unpooled: int = 0) -> Prompt:
+        tokens, most = len(text.token_ids), role.max_tokens or self._limits.max_sequence_tokens
+        if tokens > most:
+            count = tokens if text.is_complete else f"more than {most}"
+            remedy = " (truncate=true cuts it)" if self._can_truncate else ""
+            raise RequestError(
+                f"row {row}: text has {count} tokens; this model takes at most {most}{remedy}"
+            )
+        if not tokens:
+            raise RequestError(f"row {row}: text has no tokens; send at least one word")
+        self._check_ids(row, "text", text.token_ids, text.type_ids)
+        prompt = Prompt(text.token_ids, text.type_ids, num_unpooled=num_unpooled)
+        return self._placed(row, prompt, role)
+
+    def _placed(self, row: int, tokens: Prompt, role: TextRole) -> Prompt:
+        """Return tokens in their role, with their masks, or as the source of a target."""
+        tokens = role.place(tokens)
+        self._check_arena(row, len(tokens.token_ids))
+        if self._mask_token is not None:
+            return replace(tokens, mask_places=self._mask_places(row, tokens.token_ids))
+        if self._target_ids is None:
+            return tokens
+        return Prompt(self._target_ids, source_ids=tokens.token_ids)
+
+    def _mask_places(self, row: int, ids: Int32Array) -> Int32Array:
+        """Return the places of the masks of a row, `[masks]` int32, or raise RequestError."""
+        assert self._mask_token is not None
+        places = np.flatnonzero(ids == self._mask_token)
+        if not 1 <= len(places) <= MAX_MASKS:
+            name = self.token_text(self._mask_token)
+            raise RequestError(
+                f"row {row}: the input has {len(places)} tokens {name}; this model takes 1 to {MAX_MASKS}"
+            )
+        return places.astype(np.int32)
+
+    def _sequence(
+        self, row: int, ids: npt.NDArray[np.int64], types: npt.NDArray[np.int64] | None
+    ) -> Prompt:
+        limits = self._limits
+        if ids.ndim != 1:
+            raise RequestError(f"row {row}: input_ids has shape {list(ids.shape)}; send [tokens]")
+        if not len(ids):
+            raise RequestError(f"row {row}: input_ids has no tokens; send at least one")
+        if len(ids) > limits.max_sequence_tokens:
+            raise RequestError(
+                f"row {row}: input_ids has {len(ids)} tokens; this model takes at most {limits.max_sequence_tokens}"
+            )
+        self._check_ids(row, "input_ids", ids, types)
+        return Prompt(ids.astype(np.int32), None if types is None else types.astype(np.int32))
+
+    def _check_arena(self, row: int, tokens: int) -> None:
+        most = self._limits.max_arena_tokens
+        if most is not None and tokens > most:
+            raise RequestError(
+                f"row {row}: {tokens} tokens; the memory of this model is enough for {most} tokens (arena_bytes)"
+            )
+
+    def _check_ids(
+        self,
+        row: int,
+        name: str,
+        ids: IntegerArray,
+        types: IntegerArray | None,
+    ) -> None:
+        _check_range(row, name, ids, self._limits.vocab_size)
+        if types is not None:
+            _check_range(row, "token_type_ids", types, self._limits.type_vocab_size)
+
+    def _check_text(self, row: int, text: str) -> int:
+        """Return the length of a text in UTF-8, or raise RequestError."""
+        if not isinstance(text, str):
+            raise RequestError(f"row {row}: text is a {type(text).__name__}; send a string")
+        if not text.strip():
+            raise RequestError(f"row {row}: text is empty; send at least one word")
+        if "\0" in text:
+            raise RequestError(f"row {row}: text holds a NUL character; remove it")
+        try:
+            size = len(text.encode("utf-8"))
+        except UnicodeEncodeError:
+            raise RequestError(
+                f"row {row}: text holds half a surrogate pair; send valid Unicode"
+            ) from None
+        if size > self._limits.max_text_bytes:
+            raise RequestError(
+                f"row {row}: text has {size} bytes; this model takes at most {self._limits.max_text_bytes}"
+            )
+        return size
+
+
+def _check_range(row: int, name: str, ids: IntegerArray, size: int) -> None:
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= size:
+        wrong = low if low < 0 else high
+        raise RequestError(f"row {row}: {name} holds {wrong}; this model takes 0 to {size - 1}")

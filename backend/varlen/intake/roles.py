@@ -1,0 +1,189 @@
+"""Roles of texts: what a request's `prompt_name` chooses.
+
+A role puts a prompt before texts. Models with a vector for each token have two roles more, queries and documents, which
+differ in length and in the tokens that have vectors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from varlen.errors import CheckpointError, ConfigError
+from varlen.intake.tokenization import Tokenizer
+from varlen.models.checkpoint.late_interaction import LateInteraction
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import Int32Array, Prompt
+from varlen.tasks import PROMPTED_TASKS, Task
+
+# The mask of most tokenizers, where no file names it.
+_MASK_TOKENS = ("[MASK]", "<mask>")
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Tokens behind a short text.
+
+    Attributes:
+        length: to which texts are filled up, in tokens.
+        token: what they are filled with.
+        is_read: whether other tokens read the added ones.
+    """
+
+    length: int
+    token: int
+    is_read: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TextRole:
+    """How texts become prompts.
+
+    Attributes:
+        prompt: put before single texts.
+        num_unpooled: the number of its tokens, where pooling leaves them out.
+        max_tokens: longest sequence; None is the limit of the model.
+        expansion: of short texts.
+        skipped: tokens without a vector, `[tokens]` int32.
+    """
+
+    prompt: str = ""
+    num_unpooled: int = 0
+    max_tokens: int | None = None
+    expansion: Expansion | None = None
+    skipped: Int32Array | None = None
+
+    def place(self, tokens: Prompt) -> Prompt:
+        """Return tokens with those that the role adds, and the places of its vectors."""
+        expansion = self.expansion
+        if expansion is None and self.skipped is None:
+            return tokens
+        ids, types, num_keys, kept = tokens.token_ids, tokens.type_ids, None, None
+        if expansion is not None and len(ids) < expansion.length:
+            num_keys = None if expansion.is_read else len(ids)
+            added = np.full(expansion.length - len(ids), expansion.token, np.int32)
+            ids = np.concatenate([ids, added])
+            if types is not None:
+                types = np.concatenate([types, np.zeros_like(added)])
+        if self.skipped is not None:
+            kept = np.flatnonzero(~np.isin(ids, self.skipped)).astype(np.int32)
+            kept = None if len(kept) == len(ids) else kept
+        return Prompt(ids, types, num_keys=num_keys, kept_places=kept)
+
+
+@dataclass(frozen=True, slots=True)
+class TextRoles:
+    """The roles of a model.
+
+    Attributes:
+        named: by the names that requests give.
+        default: of a request that names none.
+    """
+
+    named: Mapping[str, TextRole]
+    default: TextRole = TextRole()
+
+
+NO_ROLES = TextRoles({})
+
+
+def roles_of(
+    checkpoint: Checkpoint, task: Task, tokenizer: Tokenizer, max_sequence_tokens: int
+) -> TextRoles:
+    """Return the roles of the texts of a model.
+
+    Args:
+        checkpoint, task: of the model.
+        tokenizer: of the checkpoint.
+        max_sequence_tokens: longest sequence of the model.
+
+    Raises:
+        CheckpointError: the tokenizer has no token for expanded queries, or the model no position for it.
+        ConfigError: expanded queries are too long for the model.
+    """
+    if task not in PROMPTED_TASKS:
+        return NO_ROLES
+    late = checkpoint.late
+    if task != "token_embed" or late is None:
+        counts = task == "embed" and not checkpoint.pools_prompt
+
+        def prompted(prompt: str) -> TextRole:
+            return TextRole(prompt, tokenizer.count_leading(prompt) if counts and prompt else 0)
+
+        named = {name: prompted(prompt) for name, prompt in checkpoint.prompts.items()}
+        return TextRoles(named, prompted(checkpoint.default_prompt))
+    skipped = _skipped_tokens(late, tokenizer)
+
+    def role(
+        prompt: str, length: int | None, kind: str = "document", expansion: Expansion | None = None
+    ) -> TextRole:
+        most = None if length is None else min(length, max_sequence_tokens)
+        skips = kind in late.skipped_roles
+        return TextRole(
+            prompt, max_tokens=most, expansion=expansion, skipped=skipped if skips else None
+        )
+
+    expansion = _expansion(checkpoint, late, tokenizer, max_sequence_tokens)
+    # a longer role makes no other text longer; a setting above the longest of them does
+    is_raised = max_sequence_tokens > checkpoint.max_sequence_tokens
+    longest = None if is_raised else late.text_length
+    prompts = checkpoint.prompts
+    # texts of no role have vectors as documents have
+    named = {name: role(prompt, longest) for name, prompt in prompts.items()}
+    named["query"] = role(
+        prompts.get("query", ""), late.query_length or longest, "query", expansion
+    )
+    named["document"] = role(prompts.get("document", ""), late.document_length or longest)
+    return TextRoles(named, role(checkpoint.default_prompt, longest))
+
+
+def mask_token(checkpoint: Checkpoint, tokenizer: Tokenizer, *, needed_by: str) -> int:
+    """Return the token that stands for a missing one, or raise CheckpointError."""
+    name = checkpoint.special_tokens.get("mask_token")
+    token = tokenizer.find_token(_MASK_TOKENS if name is None else [name])
+    if token is None:
+        raise CheckpointError(
+            f"tokenizer.json has no token {' or '.join(_MASK_TOKENS) if name is None else name}, which {needed_by}"
+            " needs; name it as mask_token in tokenizer_config.json"
+        )
+    return token
+
+
+def _expansion(
+    checkpoint: Checkpoint, late: LateInteraction, tokenizer: Tokenizer, max_sequence_tokens: int
+) -> Expansion | None:
+    expansion = late.expansion
+    if expansion is None:
+        return None
+    if expansion.length > max_sequence_tokens:
+        raise ConfigError(
+            f"queries of this checkpoint are expanded to {expansion.length} tokens; this model takes at most"
+            f" {max_sequence_tokens} (max_sequence_tokens)"
+        )
+    if expansion.token is None:
+        token = mask_token(checkpoint, tokenizer, needed_by="the expansion of queries")
+    else:
+        found = tokenizer.find_token([expansion.token])
+        if found is None:
+            raise CheckpointError(
+                f"queries are expanded by the token {expansion.token}, which tokenizer.json does not have"
+            )
+        token = found
+    if token >= checkpoint.vocab_size:
+        raise CheckpointError(
+            f"queries are expanded by the token {token} of tokenizer.json; config.json has vocab_size"
+            f" {checkpoint.vocab_size}"
+        )
+    if token == checkpoint.uncounted_token:
+        raise CheckpointError(
+            f"queries are expanded by the padding token, {token}, which is no position in transformers with model_type"
+            f' "{checkpoint.config["model_type"]}"; allowed: another token'
+        )
+    return Expansion(expansion.length, token, expansion.is_read)
+
+
+def _skipped_tokens(late: LateInteraction, tokenizer: Tokenizer) -> Int32Array | None:
+    """Return the ids of the words that have no vector, if there are any."""
+    found = [tokenizer.find_token([word]) for word in late.skipped_words]
+    ids = [token for token in found if token is not None]
+    return np.array(ids, np.int32) if ids else None

@@ -1,0 +1,229 @@
+"""Text to token ids, with the checkpoint's own `tokenizer.json`.
+
+The tokenizers library does the work and lets other threads run meanwhile; this file limits the length of texts. A text
+that is much too long is tokenized only up to a safe boundary (`text_boundaries`): the result is that of the whole.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Literal, TypeAlias
+
+import numpy as np
+from tokenizers import AddedToken, Encoding
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from varlen.errors import CheckpointError
+from varlen.intake.boundaries import safe_boundary
+from varlen.request.request import Int32Array
+
+Text: TypeAlias = str | tuple[str, str]
+TruncationSide: TypeAlias = Literal["right", "left"]
+
+# Characters of the first prefix of a long text, per token of the limit: most texts have fewer per token.
+_CHARACTERS_PER_TOKEN = 6
+# How much longer the next prefix is, if the last one has too few tokens.
+_GROWTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """The tokens of a text or of a pair of texts.
+
+    Attributes:
+        token_ids: `[tokens]` int32.
+        type_ids: `[tokens]` int32, for pairs only.
+        is_complete: False if these tokens exceed the limit, and the text has even more.
+    """
+
+    token_ids: Int32Array
+    type_ids: Int32Array | None
+    is_complete: bool = True
+
+
+class Tokenizer:
+    """Tokenizes texts and pairs of texts, with special tokens, whole or cut to a length."""
+
+    def __init__(
+        self,
+        folder: Path,
+        max_sequence_tokens: int,
+        *,
+        has_types: bool = True,
+        prefixes: Sequence[str] = (),
+    ) -> None:
+        """Load `tokenizer.json`, without its settings of padding and truncation.
+
+        Args:
+            folder: of the checkpoint.
+            max_sequence_tokens: length of a truncated text, special tokens included.
+            has_types: whether pairs get token types.
+            prefixes: texts that become one token each, if the vocabulary has it, or their first word.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        # several objects, since one cannot switch truncation off and on while another thread uses it
+        self._whole = _load(folder)
+        _add_prefixes(self._whole, prefixes)
+        # by length and side, loaded when the first request asks for it
+        self._cut: dict[tuple[int, TruncationSide], HuggingFaceTokenizer] = {}
+        self._loading = Lock()
+        self._has_types = has_types
+        self._max_tokens = max_sequence_tokens
+        self._cutting(max_sequence_tokens, "right")
+        self._boundary = safe_boundary(self._whole)
+
+    @property
+    def huggingface(self) -> HuggingFaceTokenizer:
+        """The library's tokenizer, for decoding; not to be changed."""
+        return self._whole
+
+    def encode(
+        self,
+        texts: Sequence[Text],
+        *,
+        truncate: bool,
+        side: TruncationSide = "right",
+        special_tokens: bool = True,
+        max_tokens: int | None = None,
+    ) -> list[Tokenized]:
+        """Return one sequence per text or pair of texts; type ids only for pairs.
+
+        Args:
+            texts: checked: not empty.
+            truncate: cut sequences longer than max_tokens, the longer text of a pair first. Otherwise some tokens
+                beyond that number may be missing.
+            side: where they are cut. On the left, long texts are tokenized as a whole.
+            special_tokens: whether to add special tokens.
+            max_tokens: None is max_sequence_tokens.
+        """
+        limit = max_tokens or self._max_tokens
+        # one that is much too long is not tokenized as a whole
+        has_prefixes = not truncate or side == "right"
+        prefixes = [
+            self._encode_prefix(text, truncate, special_tokens, limit) if has_prefixes else None
+            for text in texts
+        ]
+        others = [text for text, prefix in zip(texts, prefixes, strict=True) if prefix is None]
+        tokenizer = self._cutting(limit, side) if truncate else self._whole
+        whole = iter(_encode(tokenizer, others, special_tokens))
+        return [
+            Tokenized(
+                np.array((encoding := prefix or next(whole)).ids, dtype=np.int32),
+                self._type_ids(text, encoding),
+                is_complete=truncate or prefix is None,
+            )
+            for text, prefix in zip(texts, prefixes, strict=True)
+        ]
+
+    def count_leading(self, text: str) -> int:
+        """Return the number of tokens of a text at the start of a longer one.
+
+        It is that of the text alone, cut to the longest sequence, without a special token at its end. Tokens that the
+        end of the text shares with what follows it are counted as if they were apart, as in sentence-transformers.
+        """
+        (encoding,) = _encode(self._cutting(self._max_tokens, "right"), [text], True)
+        if not encoding.ids:
+            return 0
+        added = self._whole.get_added_tokens_decoder().get(encoding.ids[-1])
+        is_special = encoding.special_tokens_mask[-1] or (added is not None and added.special)
+        return len(encoding.ids) - bool(is_special)
+
+    def find_token(self, names: Sequence[str]) -> int | None:
+        """Return the id of the first of these tokens that exists, None without one."""
+        found = (self._whole.token_to_id(name) for name in names)
+        return next((token for token in found if token is not None), None)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a token, special ones included."""
+        text: str = self._whole.decode([token_id], skip_special_tokens=False)
+        return text
+
+    def _cutting(self, limit: int, side: TruncationSide) -> HuggingFaceTokenizer:
+        """Return the tokenizer that cuts texts to this length on this side."""
+        with self._loading:
+            if (limit, side) not in self._cut:
+                # not from the file, which may have changed since the model was loaded
+                made = HuggingFaceTokenizer.from_str(self._whole.to_str())
+                made.enable_truncation(limit, direction=side)
+                self._cut[limit, side] = made
+            return self._cut[limit, side]
+
+    def _type_ids(self, text: Text, encoding: Encoding) -> Int32Array | None:
+        if not self._has_types or isinstance(text, str):
+            return None
+        return np.array(encoding.type_ids, dtype=np.int32)
+
+    def _encode_prefix(
+        self, text: Text, truncate: bool, special_tokens: bool, limit: int
+    ) -> Encoding | None:
+        """Return the encoding of a prefix; None if the whole text is needed.
+
+        It is that of the whole text, or too long like it.
+        """
+        if isinstance(text, tuple):
+            return self._encode_pair_prefix(text, truncate, special_tokens, limit)
+        tokenizer = self._cutting(limit, "right") if truncate else self._whole
+        for prefix in self._prefixes(text, limit):
+            (encoding,) = _encode(tokenizer, [prefix], special_tokens)
+            if len(encoding.ids) >= limit + (not truncate):
+                return encoding
+        return None
+
+    def _encode_pair_prefix(
+        self, pair: tuple[str, str], truncate: bool, special_tokens: bool, limit: int
+    ) -> Encoding | None:
+        """Return the encoding of a pair with a prefix of its longer text."""
+        longer = int(len(pair[1]) > len(pair[0]))
+        other = 1 - longer
+        # of two long texts, each has to be known whole: truncation begins with the longer one, in tokens
+        if len(pair[other]) > limit * _CHARACTERS_PER_TOKEN:
+            return None
+        for prefix in self._prefixes(pair[longer], limit):
+            shortened = (pair[0], prefix) if longer else (prefix, pair[1])
+            (encoding,) = _encode(self._whole, [shortened], special_tokens)
+            if not truncate and len(encoding.ids) > limit:
+                return encoding
+            # truncation depends on the length of the shorter text only, in tokens
+            sequences = encoding.sequence_ids
+            if truncate and sequences.count(longer) > max(limit, sequences.count(other)):
+                return _encode(self._cutting(limit, "right"), [shortened], special_tokens)[0]
+        return None
+
+    def _prefixes(self, text: str, limit: int) -> Iterator[str]:
+        """Yield longer and longer prefixes of a long text, up to safe boundaries."""
+        size = limit * _CHARACTERS_PER_TOKEN
+        while self._boundary and len(text) > size and (end := self._boundary.search(text, size)):
+            yield text[: end.end()]
+            size = end.end() * _GROWTH
+
+
+def _encode(
+    tokenizer: HuggingFaceTokenizer, texts: Sequence[Text], special_tokens: bool
+) -> list[Encoding]:
+    # the fast way omits offsets, which nothing reads, and the type ids of pairs where no template sets them
+    has_pairs = any(isinstance(text, tuple) for text in texts)
+    encode = tokenizer.encode_batch if has_pairs else tokenizer.encode_batch_fast
+    encodings: list[Encoding] = encode(list(texts), add_special_tokens=special_tokens)
+    return encodings
+
+
+def _add_prefixes(tokenizer: HuggingFaceTokenizer, prefixes: Sequence[str]) -> None:
+    """Make each of these texts, or its first word, one token that the vocabulary has."""
+    for text in prefixes:
+        names = (text, *text.split(maxsplit=1)[:1])
+        name = next((each for each in names if tokenizer.token_to_id(each) is not None), None)
+        if name and tokenizer.encode(name, add_special_tokens=False).tokens != [name]:
+            tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True)])
+
+
+def _load(folder: Path) -> HuggingFaceTokenizer:
+    try:
+        tokenizer = HuggingFaceTokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"tokenizer.json cannot be read: {error}") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer

@@ -1,0 +1,1 @@
+"""Parts that models of several families share."""

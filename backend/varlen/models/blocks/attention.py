@@ -1,0 +1,155 @@
+"""Attention of decoders: over packed tokens in one step, or over KV blocks."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from varlen.models.blocks import inputs
+from varlen.program.program import State, Value
+from varlen.program.recorder import AttentionHeads, Recorder
+
+
+class Attention(Protocol):
+    """Records the attention of one layer."""
+
+    def record(
+        self,
+        ops: Recorder,
+        layer: int,
+        qkv: Value,
+        heads: AttentionHeads,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+        bias: Tensor | None = None,
+    ) -> Value:
+        """Record causal attention and return its context, `[tokens, heads.width]`.
+
+        Args:
+            ops: has recorded `qkv`.
+            layer: number of the layer, from 0.
+            qkv: queries, keys and values of each token, positions applied.
+            heads: of the layer.
+            scale: multiplies the scores; None is heads.dim ** -0.5.
+            window: number of last tokens that a token reads; 0 is all.
+            bias: `[heads.queries, 2 * reach + 1]` fp32, added to scores by distance; see `attention_varlen`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAttention:
+    """Attention inside each sequence of a batch that runs once, without a KV cache."""
+
+    def record(
+        self,
+        ops: Recorder,
+        layer: int,  # noqa: ARG002  # part of the protocol
+        qkv: Value,
+        heads: AttentionHeads,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+        bias: Tensor | None = None,
+    ) -> Value:
+        return ops.attention_varlen(
+            qkv,
+            inputs.cu_seqlens(ops),
+            heads,
+            scale=_scale(scale, heads),
+            causal=True,
+            window=window,
+            bias=bias,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _KvCaches:
+    """The KV caches of all layers.
+
+    Attributes:
+        num_blocks: number of blocks of each cache.
+        block_size: tokens of a block.
+        dtype: of the caches.
+    """
+
+    num_blocks: int
+    block_size: int
+    dtype: torch.dtype
+
+    def _of(self, ops: Recorder, layer: int, heads: AttentionHeads) -> tuple[State, State]:
+        """Return the key cache and the value cache of a layer."""
+        shape = (self.num_blocks, heads.keys, self.block_size, heads.dim)
+        keys = ops.state(f"keys.{layer}", shape, self.dtype)
+        return keys, ops.state(f"values.{layer}", shape, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention(_KvCaches):
+    """Attention over KV blocks; the keys and values of the step's tokens are appended first."""
+
+    def record(
+        self,
+        ops: Recorder,
+        layer: int,
+        qkv: Value,
+        heads: AttentionHeads,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+        bias: Tensor | None = None,
+    ) -> Value:
+        keys, values = self._of(ops, layer, heads)
+        ops.append_kv(qkv, inputs.slots(ops), keys, values, heads)
+        return ops.attention_paged(
+            qkv,
+            keys,
+            values,
+            inputs.block_tables(ops),
+            heads,
+            scale=_scale(scale, heads),
+            window=window,
+            bias=bias,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CrossAttention(_KvCaches):
+    """Attention of a decoder's tokens over their sources, in blocks of the same caches.
+
+    The encoder's program stores the keys and values of a source once; the decoder's program reads them in each step.
+    """
+
+    def store(self, ops: Recorder, layer: int, kv: Value, heads: AttentionHeads) -> None:
+        """Record writing the keys and values of sources into their slots.
+
+        Args:
+            ops: of the encoder's program; has recorded `kv`.
+            layer: number of the decoder's layer, from 0.
+            kv: `[tokens, 2 * heads.keys * heads.dim]`: keys, then values of each token of the sources.
+            heads: of the layer.
+        """
+        keys, values = self._of(ops, layer, heads)
+        no_queries = AttentionHeads(0, heads.keys, heads.dim)
+        ops.append_kv(kv, inputs.slots(ops), keys, values, no_queries)
+
+    def attend(
+        self, ops: Recorder, layer: int, queries: Value, heads: AttentionHeads, *, scale: float
+    ) -> Value:
+        """Record each token's attention over its source and return its context, `[tokens, heads.width]`.
+
+        Args:
+            ops: of the decoder's program; has recorded `queries`.
+            layer: number of the layer, from 0.
+            queries: `[tokens, heads.width]`.
+            heads: of the layer.
+            scale: multiplies the scores.
+        """
+        keys, values = self._of(ops, layer, heads)
+        tables = inputs.source_tables(ops)
+        return ops.attention_paged(queries, keys, values, tables, heads, scale=scale)
+
+
+def _scale(scale: float | None, heads: AttentionHeads) -> float:
+    return heads.dim**-0.5 if scale is None else scale

@@ -1,0 +1,152 @@
+"""The head of each task: the ops on top of an encoder's last hidden state."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Literal
+
+import torch
+
+from varlen.models.blocks import inputs
+from varlen.models.blocks.masked_lm import MaskedLM
+from varlen.models.checkpoint.layers import Linear, Norm
+from varlen.models.checkpoint.sparse import SpladeConfig
+from varlen.models.checkpoint.vector_layers import VectorLayer
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.models.post_norm_family import HeadActivation
+from varlen.program.program import Value
+from varlen.program.recorder import Recorder
+from varlen.tasks import Task
+from varlen_kernels import Pooling
+
+_DEFAULT_SPLADE = SpladeConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The layers on top of an encoder; those of a classifier are fp32.
+
+    Attributes:
+        pooling: how a classifier makes one row of a sequence.
+        dense: the layer in front of the classifier, if there is one.
+        activation: after that layer.
+        norm: after the activation, if there is one.
+        norm_eps: added to its variance.
+        classifier: `[hidden, labels]`, of sequences or of tokens.
+        masked_lm: the head of a masked language model, for tasks that need it.
+    """
+
+    pooling: Literal["cls", "mean", "last"] = "cls"
+    dense: Linear | None = None
+    activation: HeadActivation = "tanh"
+    norm: Norm | None = None
+    norm_eps: float = 0.0
+    classifier: Linear | None = None
+    masked_lm: MaskedLM | None = None
+
+
+def head_dtype(checkpoint: Checkpoint, dtype: torch.dtype) -> torch.dtype:
+    """Return fp32 if a checkpoint has a classifier, else `dtype`.
+
+    It is the dtype of the last norm and of the classifier. In half precision, logits of many documents would be equal;
+    see docs/decisions/0039-scores-in-fp32.md.
+    """
+    return torch.float32 if checkpoint.num_labels else dtype
+
+
+def record_head(
+    ops: Recorder,
+    task: Task,
+    heads: Heads,
+    hidden: Value,
+    pooling: Sequence[Pooling],
+    layers: Sequence[VectorLayer] = (),
+    splade: SpladeConfig = _DEFAULT_SPLADE,
+    *,
+    pools_prompt: bool = True,
+) -> Value:
+    """Record the head of `task` and return its fp32 output.
+
+    Args:
+        ops: has recorded the encoder.
+        task: the task of the model.
+        heads: the layers that the checkpoint has.
+        hidden: `[tokens, hidden]`, the encoder's last hidden state.
+        pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
+        layers: what `embed` applies to that vector, and `token_embed` to each token.
+        splade: how `sparse_embed` makes weights of terms.
+        pools_prompt: whether `embed` pools the prompts before texts too. If not, each batch brings the input
+            `unpooled_lengths`.
+
+    Returns:
+        embed `[sequences, features]`; sparse_embed `[sequences, vocabulary]`; fill_mask `[masks, 2, terms]`; hidden
+        `[tokens, hidden]`; classify, rerank `[sequences, labels]`; token_classify `[tokens, labels]`; token_embed
+        `[tokens, features]`.
+    """
+    if task == "hidden":
+        return ops.to_fp32(hidden)
+    if task == "embed":
+        unpooled = None if pools_prompt else inputs.unpooled_lengths(ops)
+        return _record_vector(ops, hidden, unpooled, pooling, layers)
+    if task == "token_embed":
+        vectors = _record_layers(ops, ops.to_fp32(hidden), layers)
+        return ops.normalize_rows(vectors, inputs.normalize_tokens(ops))
+    # Checkpoint.check_task has refused checkpoints without these layers
+    if task == "sparse_embed":
+        assert heads.masked_lm is not None
+        return heads.masked_lm.record_term_weights(ops, hidden, splade)
+    if task == "fill_mask":
+        assert heads.masked_lm is not None
+        return heads.masked_lm.record_top_terms(ops, hidden)
+    assert heads.classifier is not None
+    if task != "token_classify":
+        hidden = _one_row(ops, heads, hidden)
+    if hidden.dtype != torch.float32:
+        # an encoder without layers has no last norm
+        hidden = ops.to_fp32(hidden)
+    return heads.classifier.record(ops, _transform(ops, heads, hidden))
+
+
+def _one_row(ops: Recorder, heads: Heads, hidden: Value) -> Value:
+    """Record the row of each sequence that its classifier reads, `[sequences, hidden]`."""
+    if heads.pooling == "cls":
+        return ops.first_tokens(hidden, inputs.cu_seqlens(ops))
+    return ops.pool(hidden, inputs.cu_seqlens(ops), None, mode=heads.pooling)
+
+
+def _transform(ops: Recorder, heads: Heads, x: Value) -> Value:
+    """Record the layers in front of a classifier."""
+    if heads.dense is None:
+        return x
+    x = heads.dense.record(ops, x)
+    x = ops.tanh(x) if heads.activation == "tanh" else ops.activate(x, kind=heads.activation)
+    if heads.norm is None:
+        return x
+    return ops.layer_norm(x, heads.norm.weight, heads.norm.bias, eps=heads.norm_eps)
+
+
+def _record_vector(
+    ops: Recorder,
+    hidden: Value,
+    unpooled: Value | None,
+    pooling: Sequence[Pooling],
+    layers: Sequence[VectorLayer],
+) -> Value:
+    """Record pooling, the layers on top of it, and normalization."""
+    bounds, normalize = inputs.cu_seqlens(ops), inputs.normalize(ops)
+    if len(pooling) == 1 and not layers:
+        return ops.pool(hidden, bounds, normalize, unpooled, mode=pooling[0])
+    pooled = [ops.pool(hidden, bounds, None, unpooled, mode=mode) for mode in pooling]
+    x = reduce(ops.concat, pooled)
+    return ops.normalize_rows(_record_layers(ops, x, layers), normalize)
+
+
+def _record_layers(ops: Recorder, x: Value, layers: Sequence[VectorLayer]) -> Value:
+    """Record the layers of vectors in fp32."""
+    for layer in layers:
+        x = layer.linear.record(ops, x)
+        if layer.activation == "tanh":
+            x = ops.tanh(x)
+        elif layer.activation != "identity":
+            x = ops.activate(x, kind=layer.activation)
+    return x

@@ -1,0 +1,84 @@
+"""The residual connections of a stack of sublayers, with norms before or after them."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from varlen.models.checkpoint.layers import Norm
+from varlen.program.program import Value
+from varlen.program.recorder import Recorder
+
+
+class ResidualStream:
+    """Records the residual sums and layer norms between sublayers.
+
+    Attributes:
+        x: what the next sublayer reads, `[tokens, hidden]`; after the last one, the result of the stack.
+    """
+
+    def __init__(
+        self,
+        ops: Recorder,
+        embedded: Value,
+        norms: Iterable[Norm],
+        *,
+        is_pre_norm: bool,
+        eps: float,
+    ) -> None:
+        """Begin with embedded tokens.
+
+        Args:
+            ops: has recorded `embedded`.
+            embedded: `[tokens, hidden]`.
+            norms: of each sublayer, in their order; with `is_pre_norm` also the one after the last sublayer.
+            is_pre_norm: whether a sublayer reads the norm of the sum, and not the sum of norms.
+            eps: added to variances.
+        """
+        self._ops = ops
+        self._norms = iter(norms)
+        self._is_pre_norm = is_pre_norm
+        self._eps = eps
+        self._residual = self.x = embedded
+        if is_pre_norm:
+            norm = next(self._norms)
+            self.x = ops.layer_norm(embedded, norm.weight, norm.bias, eps=eps)
+
+    def add(self, y: Value) -> None:
+        """Record the sum with the output of a sublayer, `[tokens, hidden]`, and its norm."""
+        norm, eps = next(self._norms), self._eps
+        if self._is_pre_norm:
+            self._residual, self.x = self._ops.residual_layer_norm(
+                y, self._residual, norm.weight, norm.bias, eps=eps
+            )
+        else:
+            self.x = self._ops.add_layer_norm(y, self.x, norm.weight, norm.bias, eps=eps)
+
+
+class RmsResidualStream:
+    """Records the residual sums and RMS norms between sublayers, with norms before them.
+
+    Attributes:
+        x: what the next sublayer reads, `[tokens, hidden]`; after the last one, the result of the stack.
+    """
+
+    def __init__(
+        self, ops: Recorder, embedded: Value, norms: Iterable[Tensor], *, eps: float
+    ) -> None:
+        """Begin with embedded tokens.
+
+        Args:
+            ops: has recorded `embedded`.
+            embedded: `[tokens, hidden]`.
+            norms: `[hidden]` before each sublayer, in their order, and after the last one.
+            eps: added to mean squares.
+        """
+        self._ops = ops
+        self._norms = iter(norms)
+        self._eps = eps
+        self._residual = embedded
+        self.x = ops.rms_norm(embedded, next(self._norms), eps=eps)
+
+    def add(self, y: Value) -> None:
+        """Record the sum with the output of a sublayer, `[tokens, hidden]`, and the next norm."""
+        norm = next(self._norms)
+        self._residual, self.x = self._ops.residual_rms_norm(y, self._residual, norm, eps=self._eps)

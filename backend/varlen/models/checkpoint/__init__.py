@@ -1,0 +1,1 @@
+"""What a checkpoint folder holds, read without importing torch."""

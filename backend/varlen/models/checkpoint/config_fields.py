@@ -1,0 +1,100 @@
+"""Which fields of config.json are served, ignored or refused; see docs/decisions/0014-config-fields.md."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.config_file import Json, check_fields, is_off
+from varlen.models.checkpoint.unread_fields import is_unread, releases
+
+_FILE = "config.json"
+# The end of a refusal that the owner of a checkpoint can override.
+REMEDY = " (the setting ignore_config_fields leaves it out)"
+# Fields that say that weights are quantized, also the fields of MLX and of old releases.
+_QUANTIZATION_FIELDS = ("quantization_config", "quantization", "compression_config")
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRules:
+    """The fields of config.json that a family knows.
+
+    Attributes:
+        read: fields that it reads.
+        harmless: fields that transformers reads, and that change no logit and no hidden state.
+        fixed: fields that are served with one value; null means that value too.
+    """
+
+    read: Collection[str]
+    harmless: Collection[str]
+    fixed: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredFields:
+    """Fields of a config.json that a load leaves out.
+
+    Attributes:
+        unread: fields that no release of transformers reads.
+        by_setting: fields that the setting `ignore_config_fields` names.
+    """
+
+    unread: tuple[str, ...]
+    by_setting: tuple[str, ...]
+
+    def note(self) -> str:
+        """Return a sentence about them, empty if there are none."""
+        if not self.unread and not self.by_setting:
+            return ""
+        first, last = (release.rpartition(".")[0] for release in (releases()[0], releases()[-1]))
+        reasons = (
+            (self.unread, f"read by no release of transformers from {first} to {last}"),
+            (self.by_setting, "named by ignore_config_fields"),
+        )
+        parts = [f"{', '.join(names)} ({reason})" for names, reason in reasons if names]
+        return f"fields of {_FILE} that are ignored: {'; '.join(parts)}"
+
+
+def check_unquantized(config: Json) -> None:
+    """Raise CheckpointError if config.json says that the weights are quantized."""
+    for name in _QUANTIZATION_FIELDS:
+        if not is_off(config.get(name)):
+            raise CheckpointError(
+                f"{_FILE} has {name}; quantized weights are not served, and ignore_config_fields cannot make"
+                " floats of them: take the checkpoint that they were made of"
+            )
+
+
+def check_known(config: Json, rules: FieldRules) -> None:
+    """Raise CheckpointError for a field of config.json that would change results and is not served."""
+    if not is_off(config.get("auto_map")):
+        raise CheckpointError(
+            f"{_FILE} has auto_map, which names code of the checkpoint; such code never runs, and another model may"
+            f" need it{REMEDY}"
+        )
+    known = {*rules.read, *rules.harmless}
+    check_fields(config, _FILE, known=known, fixed=rules.fixed, remedy=REMEDY)
+
+
+def unread_fields(config: Json, rules: FieldRules) -> tuple[str, ...]:
+    """Return the fields of config.json that neither varlen nor a listed release of transformers reads."""
+    known = {*rules.read, *rules.harmless, *rules.fixed, *_QUANTIZATION_FIELDS}
+    return tuple(
+        name
+        for name, value in config.items()
+        if name not in known and not is_off(value) and is_unread(name, config["model_type"])
+    )
+
+
+def without(config: Json, names: Collection[str]) -> Json:
+    """Return a config.json without some fields."""
+    return {name: value for name, value in config.items() if name not in names}
+
+
+def check_ignored(names: Collection[str], rules: FieldRules) -> None:
+    """Raise CheckpointError if `ignore_config_fields` names a field that no load refuses as such."""
+    for name in names:
+        if name in rules.read or name in rules.harmless:
+            raise CheckpointError(
+                f"ignore_config_fields names {name}, which varlen knows: correct it in {_FILE}, or leave it out of the"
+                " setting"
+            )

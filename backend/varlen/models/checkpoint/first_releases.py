@@ -1,0 +1,193 @@
+"""config.json of the first releases of NomicBERT and GTE, in the fields of transformers 5.
+
+Those releases came with code of their own, named by `auto_map`, and with fields of their own. No code of a checkpoint
+runs: the fields that it read are translated, and those that change its results in another way are refused.
+Source: nomic-ai/nomic-bert-2048 and Alibaba-NLP/new-impl on the Hugging Face hub.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.config_fields import REMEDY
+from varlen.models.checkpoint.config_file import (
+    Json,
+    check_fields,
+    read_choice,
+    read_int,
+    read_number,
+    show,
+)
+
+_FILE = "config.json"
+
+_NOMIC_NAMES = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+}
+# What its code takes where a field is absent.
+_NOMIC_DEFAULTS: Json = {
+    "layer_norm_epsilon": 1e-5,
+    "mlp_fc1_bias": True,
+    "mlp_fc2_bias": True,
+    "n_positions": 1024,
+    "qkv_proj_bias": True,
+    "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 0.0,
+}
+_NOMIC_FIXED: Mapping[str, object] = {
+    "causal": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "moe_every_n_layers": 0,
+    "num_heads_kv": None,
+    "parallel_block": False,
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_head_dim": False,
+    "use_rms_norm": False,
+}
+# Names of its feed-forward parts with a gate, and the activation of that gate.
+_NOMIC_GATES = {"swiglu": "silu", "geglu": "gelu"}
+# Its code rounds the features between the two linear layers up.
+_NOMIC_INNER_MULTIPLE = 256
+_NOMIC_READ = {
+    "activation_function",
+    "max_trained_positions",
+    "n_inner",
+    "n_positions",
+    "pad_vocab_size_multiple",
+    "rotary_scaling_factor",
+}
+_NOMIC_HARMLESS = frozenset(
+    # training
+    "attn_pdrop embd_pdrop resid_pdrop summary_activation summary_first_dropout summary_proj_to_labels summary_type"
+    " summary_use_proj"
+    # another order of the same sums, or left over from GPT-2
+    " dense_seq_output fused_bias_fc fused_dropout_add_ln last_layer_subset n_ctx parallel_block_tied_norm"
+    " reorder_and_upcast_attn scale_attn_by_inverse_layer_idx scale_attn_weights use_flash_attn use_xentropy"
+    # of experts, which it does not have
+    " expert_choice_router ffn_div moe_impl moe_normalize_expert_weights moe_resid_pdrop moe_top_k num_experts"
+    " num_shared_experts router_aux_loss_coef".split()
+)
+
+_GTE_DEFAULTS: Json = {"max_position_embeddings": 2048, "type_vocab_size": 1}
+_GTE_FIXED: Mapping[str, object] = {
+    "layer_norm_type": "layer_norm",
+    "logn_attention_scale": False,
+    "pack_qkv": True,
+    "position_embedding_type": "rope",
+}
+_GTE_HARMLESS = frozenset(
+    "logn_attention_clip1 matryoshka_dimensions unpad_inputs use_memory_efficient_attention".split()
+)
+
+
+def to_native(config: Json) -> Json:
+    """Return a config.json in the fields of transformers 5, unchanged if it has them.
+
+    Raises:
+        CheckpointError: it asks for a variant that transformers 5 does not have, or its fields disagree.
+    """
+    kind, fields = config.get("model_type"), config.keys()
+    if kind == "nomic_bert" and fields & {*_NOMIC_NAMES, *_NOMIC_READ}:
+        return _nomic(config)
+    if kind == "new" or (kind == "gte" and fields & {"auto_map", "layer_norm_type", "pack_qkv"}):
+        return _gte(config)
+    return config
+
+
+def _nomic(config: Json) -> Json:
+    is_pure = "hidden_size" not in config
+    given = {**_NOMIC_DEFAULTS, **config} if is_pure else config
+    _check(given, _NOMIC_FIXED, "NomicBert")
+    dropped = {*_NOMIC_NAMES, *_NOMIC_READ, *_NOMIC_HARMLESS, *_NOMIC_FIXED, "auto_map"}
+    native = _without(config, dropped)
+    for old, new in _NOMIC_NAMES.items():
+        if given.get(old) is not None:
+            _set(native, new, given[old], old)
+    gate = read_choice(given, "activation_function", _NOMIC_GATES, default="swiglu")
+    _set(native, "hidden_act", gate, "activation_function")
+    if is_pure:
+        inner = read_int(given, "n_inner")
+        native["intermediate_size"] = _round_up(inner, _NOMIC_INNER_MULTIPLE)
+        multiple = read_int(given, "pad_vocab_size_multiple", default=1)
+        native["vocab_size"] = _round_up(read_int(given, "vocab_size"), multiple)
+        native.setdefault("type_vocab_size", 2)
+    # from max_trained_positions on, its scaling depends on the longest text of a batch
+    limit = "max_trained_positions" if given.get("rotary_scaling_factor") else "n_positions"
+    if given.get(limit) is not None:
+        native["max_position_embeddings"] = read_int(given, limit)
+    return native
+
+
+def _gte(config: Json) -> Json:
+    given = {**_GTE_DEFAULTS, **config}
+    _check(given, _GTE_FIXED, "New", "Gte")
+    native = _without(given, {*_GTE_FIXED, *_GTE_HARMLESS, "auto_map"})
+    native["model_type"] = "gte"
+    names = config.get("architectures")
+    if isinstance(names, list):
+        native["architectures"] = [re.sub("^New", "Gte", str(name)) for name in names]
+    if not native.get("rope_parameters"):
+        native.setdefault("rope_theta", 10_000.0)
+    scaling = native.get("rope_scaling")
+    if isinstance(scaling, dict) and "ntk" in (scaling.get("type"), scaling.get("rope_type")):
+        native["rope_scaling"] = _linear_form(native, scaling)
+        del native["rope_theta"]
+    return native
+
+
+def _linear_form(config: Json, scaling: Json) -> Json:
+    """Return NTK scaling as the same larger base and divided frequencies."""
+    name = f"rope_scaling of {_FILE}"
+    known = ("type", "rope_type", "factor")
+    check_fields(scaling, name, known=known, fixed={"mixed_b": None})
+    factor = read_number(scaling, "factor", name=name)
+    if factor <= 1:
+        raise CheckpointError(f"{name} has factor {factor:g}; allowed: numbers above 1")
+    head_dim = read_int(config, "hidden_size") // read_int(config, "num_attention_heads")
+    theta = read_number(config, "rope_theta") * factor
+    return {
+        "rope_type": "linear",
+        "rope_theta": theta,
+        "factor": factor ** (2 / max(head_dim, 1)),
+    }
+
+
+def _check(config: Json, fixed: Mapping[str, object], *class_names: str) -> None:
+    """Raise CheckpointError for a value that is not served, or for unknown code."""
+    own = {key: config[key] for key in fixed if key in config}
+    check_fields(own, _FILE, known=(), fixed=fixed, remedy=REMEDY)
+    mapped = config.get("auto_map") or {}
+    for classes in mapped.values() if isinstance(mapped, dict) else [mapped]:
+        for path in classes if isinstance(classes, list) else [classes]:
+            name = str(path).rpartition(".")[-1]
+            if path is not None and not name.startswith(class_names):
+                raise CheckpointError(
+                    f"{_FILE} has auto_map with {show(path)}, code that is not known, and custom code never runs;"
+                    f" allowed: {' or '.join(class_names)} and their heads{REMEDY}"
+                )
+
+
+def _set(config: Json, key: str, value: object, old: str) -> None:
+    """Set a field under its new name, unless it has another value already."""
+    if config.get(key) not in (None, value):
+        raise CheckpointError(
+            f"{_FILE} has {old} {show(value)} and {key} {show(config[key])}; make them agree"
+        )
+    config[key] = value
+
+
+def _without(config: Json, keys: Collection[str]) -> Json:
+    return {key: value for key, value in config.items() if key not in keys}
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

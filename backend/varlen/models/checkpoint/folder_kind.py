@@ -1,0 +1,46 @@
+"""Folders without a transformer that look like a checkpoint: adapters of peft, and static embeddings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.config_file import show
+from varlen.models.checkpoint.weights import INDEX, SINGLE
+
+
+def check_is_transformer(folder: Path) -> None:
+    """Raise CheckpointError with the remedy if a folder holds an adapter or static embeddings."""
+    adapter = _read(folder / "adapter_config.json")
+    if isinstance(adapter, dict) and not _has_model(folder):
+        base = show(adapter.get("base_model_name_or_path"))
+        raise CheckpointError(
+            f"{folder} holds an adapter of peft for the model {base}, not the model itself; load both with peft, merge"
+            " them with merge_and_unload, and save the result and its tokenizer with save_pretrained"
+        )
+    if _is_static(folder):
+        raise CheckpointError(
+            f"{folder} holds static embeddings (StaticEmbedding or model2vec): a vector for each token of the"
+            " vocabulary and no transformer, which is not served; sentence-transformers needs no server for them"
+        )
+
+
+def _has_model(folder: Path) -> bool:
+    has_weights = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    return has_weights and (folder / "config.json").is_file()
+
+
+def _is_static(folder: Path) -> bool:
+    modules, config = _read(folder / "modules.json"), _read(folder / "config.json")
+    first = modules[0] if isinstance(modules, list) and modules else None
+    kind = first.get("type") if isinstance(first, dict) else None
+    is_model2vec = isinstance(config, dict) and config.get("model_type") == "model2vec"
+    return is_model2vec or str(kind).rpartition(".")[-1] == "StaticEmbedding"
+
+
+def _read(path: Path) -> Any:
+    """Return the content of a JSON file; None without one, or if it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None

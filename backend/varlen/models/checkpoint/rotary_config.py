@@ -1,0 +1,199 @@
+"""The settings of rotary positions in config.json, under the names of transformers 4 and 5.
+
+Served are the variants whose angles do not depend on the length of the sequence; others are refused by name.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.config_file import (
+    Json,
+    check_fields,
+    read_flag,
+    read_int,
+    read_number,
+    show,
+)
+
+# Fields of each variant beside its type and rope_theta.
+_FIELDS_OF_TYPE = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": (
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Every frequency divided by `factor`; 1 is no scaling."""
+
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones unchanged, those between interpolated.
+
+    Attributes:
+        factor: divides low frequencies.
+        low, high: rotations over `positions` below and above which a frequency is low or high.
+        positions: length of the sequences before the extension, in tokens.
+    """
+
+    factor: float
+    low: float
+    high: float
+    positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Frequencies divided by `factor` along a ramp over the features, and larger scores.
+
+    Attributes:
+        factor: divides low frequencies.
+        beta_fast, beta_slow: rotations over `positions` at which the ramp begins and ends.
+        positions: length of the sequences before the extension, in tokens.
+        is_truncated: whether the ends of the ramp are rounded to whole features.
+        attention_factor: multiplies cosines and sines; None derives it from `factor` and the two scales.
+        mscale, mscale_all_dim: scales of that factor.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    positions: int
+    is_truncated: bool
+    attention_factor: float | None
+    mscale: float | None
+    mscale_all_dim: float | None
+
+
+Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryConfig:
+    """Rotary positions of a model.
+
+    Attributes:
+        theta: the base of the frequencies.
+        scaling: how the frequencies were changed for longer sequences.
+        positions: longest sequence that it serves, in tokens.
+    """
+
+    theta: float
+    scaling: Scaling
+    positions: int
+
+
+def read_rotary(config: Json, *, default_theta: float = 10_000.0) -> RotaryConfig:
+    """Return the rotary positions of a config.json.
+
+    Args:
+        config: the content of the file.
+        default_theta: the base of the frequencies where the file has none.
+
+    Raises:
+        CheckpointError: a field is damaged, or the variant is not served.
+    """
+    name, rotary = _settings(config)
+    kind = _read_kind(rotary, name)
+    fixed = {"partial_rotary_factor": 1.0}
+    known = ("rope_type", "type", "rope_theta", *_FIELDS_OF_TYPE[kind])
+    check_fields(rotary, name, known=known, fixed=fixed)
+    positions = read_int(config, "max_position_embeddings")
+    scaling = _read_scaling(kind, rotary, name, positions)
+    if isinstance(scaling, YarnScaling):
+        # some checkpoints leave max_position_embeddings at the length before the extension
+        positions = max(positions, int(scaling.positions * scaling.factor))
+    return RotaryConfig(_read_theta(config, rotary, name, default_theta), scaling, positions)
+
+
+def _settings(config: Json) -> tuple[str, Json]:
+    """Return the settings and the name that messages give them."""
+    given = {key: config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key)}
+    if not given:
+        return "config.json", {}
+    if len({show(settings) for settings in given.values()}) > 1:
+        raise CheckpointError(
+            "config.json has rope_scaling and rope_parameters, which disagree; allowed: one of them"
+        )
+    key, settings = given.popitem()
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"config.json has {key} {show(settings)}; allowed: an object")
+    return f"{key} of config.json", settings
+
+
+def _read_kind(rotary: Json, name: str) -> str:
+    given = [rotary[key] for key in ("rope_type", "type") if rotary.get(key) is not None]
+    kind = given[0] if given else "default"
+    if not isinstance(kind, str) or kind not in _FIELDS_OF_TYPE:
+        raise CheckpointError(
+            f"{name} has the type {show(kind)}; allowed: {', '.join(_FIELDS_OF_TYPE)}"
+        )
+    if given[1:] not in ([], [kind]):
+        raise CheckpointError(
+            f"{name} has rope_type {show(kind)} and type {show(given[1])}; make them agree"
+        )
+    return kind
+
+
+def _read_theta(config: Json, rotary: Json, name: str, default: float) -> float:
+    inner, outer = rotary.get("rope_theta"), config.get("rope_theta")
+    if inner is not None and outer is not None and inner != outer:
+        raise CheckpointError(
+            f"{name} has rope_theta {show(inner)} and config.json {show(outer)}; make them agree"
+        )
+    if inner is not None:
+        return read_number(rotary, "rope_theta", name=name)
+    return read_number(config, "rope_theta", default=default)
+
+
+def _read_scaling(kind: str, rotary: Json, name: str, positions: int) -> Scaling:
+    # up to max_position_embeddings, dynamic scaling changes nothing, and longer sequences are refused
+    if kind in ("default", "dynamic"):
+        return LinearScaling()
+    factor = read_number(rotary, "factor", name=name)
+    if kind == "linear":
+        return LinearScaling(factor)
+    original = read_int(rotary, "original_max_position_embeddings", default=positions, name=name)
+    if kind == "llama3":
+        low = read_number(rotary, "low_freq_factor", name=name)
+        high = read_number(rotary, "high_freq_factor", name=name)
+        if low >= high:
+            raise CheckpointError(
+                f"{name} has low_freq_factor {low:g} and high_freq_factor {high:g}; allowed: low below high"
+            )
+        return Llama3Scaling(factor, low, high, original)
+
+    def optional(key: str) -> float | None:
+        return None if rotary.get(key) is None else read_number(rotary, key, name=name)
+
+    return YarnScaling(
+        factor=factor,
+        beta_fast=read_number(rotary, "beta_fast", default=32.0, name=name),
+        beta_slow=read_number(rotary, "beta_slow", default=1.0, name=name),
+        positions=original,
+        is_truncated=read_flag(rotary, "truncate", default=True, name=name),
+        attention_factor=optional("attention_factor"),
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
+    )

@@ -1,0 +1,376 @@
+"""Settings of sentence-transformers in a checkpoint: pooling, layers, normalization, prompts, limit.
+
+The files are modules.json, the configurations of its modules, sentence_bert_config.json and
+config_sentence_transformers.json. A field that would change vectors and is not served is refused
+by name; see docs/decisions/0014-config-fields.md.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.config_file import (
+    Json,
+    check_fields,
+    read_int,
+    read_json,
+    read_object,
+    read_optional_object,
+    show,
+)
+from varlen.models.checkpoint.late_interaction import (
+    PYLATE_FIELDS,
+    TRANSFORMER_FIELDS,
+    LateInteraction,
+    is_late_interaction,
+    is_pylate,
+    pylate_prompts,
+    read_late_interaction,
+    read_pylate,
+)
+from varlen.models.checkpoint.logit_score import LogitScore, read_logit_score
+from varlen.models.checkpoint.sparse import SpladeConfig, read_splade
+from varlen.models.checkpoint.vector_layers import DenseConfig, read_dense
+from varlen_kernels import Pooling
+
+_BERT_CONFIG = "sentence_bert_config.json"
+_MODEL_CONFIG = "config_sentence_transformers.json"
+
+_MODULES = (
+    *("Transformer", "Pooling", "Dense", "Normalize"),
+    *("MLMTransformer", "SpladePooling", "LogitScore", "MultiVectorMask"),
+)
+# Dense may come several times, or not at all.
+_ORDER = re.compile(
+    r"Transformer(,Pooling(,Dense)*(,Normalize)?)?|(MLM)?Transformer,SpladePooling|Transformer,LogitScore"
+)
+# Of models with a vector for each token. MultiVectorMask may come anywhere; PyLate leaves it out, and Normalize.
+_LATE_ORDER = re.compile(r"Transformer(,Dense)*(,Normalize)?")
+_PYLATE_ORDER = re.compile(r"Transformer(,Dense)*")
+_PYLATE_DENSE = "pylate.models.Dense.Dense"
+_POOLING_FLAGS: dict[str, Pooling] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt",
+    "pooling_mode_weightedmean_tokens": "weighted_mean",
+    "pooling_mode_lasttoken": "last",
+}
+_POOLING_NAMES: dict[str, Pooling] = {
+    "cls": "cls",
+    "mean": "mean",
+    "max": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt",
+    "weightedmean": "weighted_mean",
+    "lasttoken": "last",
+}
+# By task, the output of transformers that the module returns, and the name that it gets.
+_OUTPUTS_OF_TASK = {
+    "feature-extraction": ("last_hidden_state", "token_embeddings"),
+    "sequence-classification": ("logits", "scores"),
+    "fill-mask": ("logits", "token_embeddings"),
+    "text-generation": ("logits", "causal_logits"),
+}
+# By the module after the transformer, the tasks that it may have.
+_TASKS_OF_MODULE = {"SpladePooling": ("fill-mask",), "LogitScore": ("text-generation",)}
+_OTHER_TASKS = ("feature-extraction", "sequence-classification")
+# Kinds of models, with SpladePooling and without.
+_SPARSE_TYPES = ("SparseEncoder", "SentenceTransformer")
+_DENSE_TYPES = ("SentenceTransformer", "CrossEncoder")
+_KNOWN_MODEL_FIELDS = frozenset(
+    # similarity_fn_name is for `similarity`, activation_fn for the scores of a cross-encoder
+    "__version__ requirements prompts default_prompt_name model_type activation_fn similarity_fn_name".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceSettings:
+    """Settings of the steps around a transformer.
+
+    Attributes:
+        pooling: how one vector is made of a sequence; the results of several are concatenated.
+        has_pooling: whether modules.json has the module Pooling.
+        dense: layers between pooling and normalization; those of each token with `late`.
+        normalize: whether the vector is divided by its length; those of tokens with `late`.
+        prompts: texts that it puts before texts, by name.
+        default_prompt: the one that it takes if it is told no name; empty without one.
+        pools_prompt: whether tokens of prompts are pooled; True where no prompt says anything.
+        max_seq_length: length at which it truncates, in tokens; None if no file has it.
+        lowercase: whether texts are lowercased even if the tokenizer does not.
+        activation_class: what makes scores of a cross-encoder's logits, if a file has it.
+        splade: how a vector of terms is made; None for other models.
+        logit_score: how two logits become a score; None for other models.
+        late: how tokens get vectors of their own; None for other models.
+    """
+
+    pooling: tuple[Pooling, ...] = ("mean",)
+    has_pooling: bool = False
+    dense: tuple[DenseConfig, ...] = ()
+    normalize: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+    pools_prompt: bool = True
+    max_seq_length: int | None = None
+    lowercase: bool = False
+    activation_class: str | None = None
+    splade: SpladeConfig | None = None
+    logit_score: LogitScore | None = None
+    late: LateInteraction | None = None
+
+
+def read_sentence_settings(folder: Path, *, pooling: Pooling = "mean") -> SentenceSettings:
+    """Return the settings in a checkpoint folder; defaults where files are absent.
+
+    Args:
+        folder: of the checkpoint.
+        pooling: where no file names one.
+
+    Raises:
+        CheckpointError: a file is damaged, or asks for something that is not served.
+    """
+    model = read_optional_object(folder, _MODEL_CONFIG)
+    modules = _modules(folder, model)
+    if is_late_interaction(model):
+        return _late_settings(folder, modules, model)
+    paths = dict(modules)
+    is_splade = "SpladePooling" in paths
+    last = modules[-1][0] if modules else ""
+    transformer = _transformer_config(folder, _TASKS_OF_MODULE.get(last, _OTHER_TASKS))
+    pools_prompt = True
+    modes: tuple[Pooling, ...] = (pooling,)
+    if "Pooling" in paths:
+        name = f"{paths['Pooling']}/config.json"
+        config = read_object(folder, name)
+        modes = _pooling(config, name)
+        pools_prompt = _pools_prompt(config, name)
+    if "Normalize" in paths:
+        _check_normalize(folder, paths["Normalize"], "sentence_embedding")
+    prompts, prompt = _prompts(model, last)
+    score = None
+    if last == "LogitScore":
+        score = read_logit_score(folder, paths[last], transformer, prompt)
+        # a message of its own
+        prompt = ""
+    return SentenceSettings(
+        pooling=modes,
+        has_pooling="Pooling" in paths,
+        dense=tuple(read_dense(folder, path) for kind, path in modules if kind == "Dense"),
+        normalize="Normalize" in paths,
+        prompts=prompts,
+        default_prompt=prompt,
+        # without prompts, there is nothing to leave out
+        pools_prompt=pools_prompt or not any(prompts.values()),
+        max_seq_length=_max_seq_length(transformer),
+        lowercase=bool(transformer.get("do_lower_case")),
+        activation_class=model.get("activation_fn"),
+        splade=(
+            read_splade(folder, paths["SpladePooling"], _max_active_dims(model))
+            if is_splade
+            else None
+        ),
+        logit_score=score,
+    )
+
+
+def _late_settings(
+    folder: Path, modules: Sequence[tuple[str, str]], model: Json
+) -> SentenceSettings:
+    """Return the settings of a model with a vector for each token."""
+    paths = dict(modules)
+    # those of PyLate are elsewhere
+    more = frozenset[str]() if is_pylate(model) else TRANSFORMER_FIELDS
+    transformer = _transformer_config(folder, ("feature-extraction",), more=more)
+    prompts, prompt = _prompts(model, modules[-1][0])
+    if is_pylate(model):
+        late = read_pylate(model, _MODEL_CONFIG)
+        prompts = pylate_prompts(model, prompts, _MODEL_CONFIG)
+        normalize = True
+    else:
+        late = read_late_interaction(folder, paths["MultiVectorMask"], transformer)
+        normalize = "Normalize" in paths
+        if normalize:
+            _check_normalize(folder, paths["Normalize"], "token_embeddings")
+    return SentenceSettings(
+        dense=tuple(
+            read_dense(folder, path, of="token_embeddings")
+            for kind, path in modules
+            if kind == "Dense"
+        ),
+        normalize=normalize,
+        prompts=prompts,
+        default_prompt=prompt,
+        max_seq_length=_max_seq_length(transformer),
+        lowercase=bool(transformer.get("do_lower_case")),
+        late=late,
+    )
+
+
+def _modules(folder: Path, model: Json) -> list[tuple[str, str]]:
+    """Return kind and folder of each module in modules.json; none without the file."""
+    is_late = is_late_interaction(model)
+    if not is_late and not (folder / "modules.json").is_file():
+        return []
+    modules = read_json(folder, "modules.json")
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise CheckpointError("modules.json is not a list of objects")
+    kinds = [_module_kind(module) for module in modules]
+    if is_late:
+        _check_late_order(kinds, with_mask=not is_pylate(model))
+    elif kinds and not _ORDER.fullmatch(",".join(kinds)):
+        raise CheckpointError(
+            f"modules.json has the modules {', '.join(kinds)}; allowed: Transformer, Pooling, Dense, Normalize, in this"
+            " order, each once, Dense any number of times; or Transformer, SpladePooling; or Transformer, LogitScore"
+        )
+    paths = [str(module.get("path") or "") for module in modules]
+    if paths and paths[0]:
+        raise CheckpointError(
+            f'modules.json has the transformer in the folder "{paths[0]}";'
+            " allowed: the checkpoint folder itself"
+        )
+    return list(zip(kinds, paths, strict=True))
+
+
+def _check_late_order(kinds: Sequence[str], *, with_mask: bool) -> None:
+    others = ",".join(kind for kind in kinds if kind != "MultiVectorMask")
+    order = _LATE_ORDER if with_mask else _PYLATE_ORDER
+    if kinds.count("MultiVectorMask") != with_mask or not order.fullmatch(others):
+        allowed = "Transformer, Dense any number of times" + (
+            ", Normalize or none, and MultiVectorMask once, anywhere" if with_mask else ""
+        )
+        raise CheckpointError(
+            f"modules.json has the modules {', '.join(kinds)}; allowed with a vector for each token: {allowed}"
+        )
+
+
+def _module_kind(module: Json) -> str:
+    name = str(module.get("type", ""))
+    if name == _PYLATE_DENSE:
+        return "Dense"
+    kind = name.rpartition(".")[-1]
+    if kind not in _MODULES:
+        raise CheckpointError(f'modules.json has a module "{kind}"; allowed: {", ".join(_MODULES)}')
+    if not name.startswith("sentence_transformers."):
+        raise CheckpointError(
+            f'modules.json has a module "{name}"; allowed: modules of sentence_transformers'
+        )
+    return kind
+
+
+def _pooling(config: Json, name: str) -> tuple[Pooling, ...]:
+    flags = {key for key in config if key.startswith("pooling_mode_")}
+    known = {"pooling_mode", "include_prompt", "embedding_dimension", "word_embedding_dimension"}
+    check_fields(config, name, known=known | flags, fixed={})
+    names: dict[str, Pooling]
+    if "pooling_mode" in config:
+        modes = config["pooling_mode"]
+        chosen = modes if isinstance(modes, list) else [modes]
+        names = _POOLING_NAMES
+    else:
+        # in the order in which sentence-transformers concatenates them, which is not that of the file
+        known_first = [key for key in _POOLING_FLAGS if config.get(key)]
+        unknown = [key for key in config if key in flags and config[key] and key not in known_first]
+        chosen = [*known_first, *unknown]
+        names = _POOLING_FLAGS
+    if not chosen or not all(isinstance(each, str) and each in names for each in chosen):
+        raise CheckpointError(f"the pooling is {chosen}; allowed: one or more of {list(names)}")
+    return tuple(names[each] for each in chosen)
+
+
+def _pools_prompt(config: Json, name: str) -> bool:
+    # null is false to sentence-transformers, and a default elsewhere
+    pools_prompt = config.get("include_prompt", True)
+    if not isinstance(pools_prompt, bool):
+        raise CheckpointError(
+            f"{name} has include_prompt {show(pools_prompt)}; allowed: true, false"
+        )
+    return pools_prompt
+
+
+def _max_seq_length(transformer: Json) -> int | None:
+    if transformer.get("max_seq_length") is None:
+        return None
+    return read_int(transformer, "max_seq_length", name=_BERT_CONFIG)
+
+
+def _max_active_dims(config: Json) -> int | None:
+    if config.get("max_active_dims") is None:
+        return None
+    return read_int(config, "max_active_dims", name=_MODEL_CONFIG)
+
+
+def _check_normalize(folder: Path, path: str, feature: str) -> None:
+    name = f"{path}/config.json"
+    fixed = dict.fromkeys(("module_input_name", "module_output_name"), feature)
+    check_fields(read_optional_object(folder, name), name, known=(), fixed=fixed)
+
+
+def _transformer_config(
+    folder: Path, allowed: Sequence[str], *, more: Collection[str] = ()
+) -> Json:
+    config = read_optional_object(folder, _BERT_CONFIG)
+    # the module that older files name has its task without a field
+    task = config.get("transformer_task") or allowed[0]
+    if task not in allowed:
+        raise CheckpointError(
+            f"{_BERT_CONFIG} has transformer_task {show(task)}; allowed: {', '.join(allowed)}"
+        )
+    output, name = _OUTPUTS_OF_TASK[task]
+    fixed: dict[str, Any] = {
+        "modality_config": {"text": {"method": "forward", "method_output_name": output}},
+        "module_output_name": name,
+    }
+    if task == "text-generation":
+        # what it says of messages is read with the module after it
+        fixed = {"module_output_name": name}
+    # unpad_inputs chooses between two ways to the same vectors
+    known = {
+        "transformer_task",
+        "max_seq_length",
+        "do_lower_case",
+        "unpad_inputs",
+        "modality_config",
+        *more,
+    }
+    check_fields(config, _BERT_CONFIG, known=known - fixed.keys(), fixed=fixed)
+    return config
+
+
+def _prompts(config: Json, last_module: str) -> tuple[Mapping[str, str], str]:
+    """Return the prompts in config_sentence_transformers.json by name, and the default one."""
+    is_splade = last_module == "SpladePooling"
+    kind = config.get("model_type") or "SentenceTransformer"
+    allowed = _SPARSE_TYPES if is_splade else _DENSE_TYPES
+    if not is_late_interaction(config) and kind not in allowed:
+        raise CheckpointError(
+            f"{_MODEL_CONFIG} has model_type {show(kind)}; allowed: {', '.join(allowed)}"
+        )
+    known = _KNOWN_MODEL_FIELDS | ({"max_active_dims"} if is_splade else set())
+    if is_pylate(config):
+        known |= PYLATE_FIELDS
+    check_fields(config, _MODEL_CONFIG, known=known, fixed={"truncate_dim": None})
+    name = config.get("default_prompt_name")
+    prompts = config.get("prompts") or {}
+    if not isinstance(prompts, dict):
+        raise CheckpointError(f"{_MODEL_CONFIG} has prompts {show(prompts)}; allowed: an object")
+    for prompt in prompts.values():
+        if not isinstance(prompt, str | None):
+            raise CheckpointError(
+                f"{_MODEL_CONFIG} has the prompt {show(prompt)}; allowed: strings"
+            )
+    texts = {} if kind == "CrossEncoder" else {key: text or "" for key, text in prompts.items()}
+    if name is None:
+        return texts, ""
+    if not isinstance(name, str) or name not in prompts:
+        raise CheckpointError(
+            f"{_MODEL_CONFIG} has default_prompt_name {show(name)}; allowed: null, or one of its prompts:"
+            f" {', '.join(prompts) or 'it has none'}"
+        )
+    prompt = prompts[name] or ""
+    if prompt and kind == "CrossEncoder" and last_module != "LogitScore":
+        raise CheckpointError(
+            f"{_MODEL_CONFIG} has a default prompt {show(prompt)}; prompts of a CrossEncoder are not served"
+        )
+    return texts, prompt

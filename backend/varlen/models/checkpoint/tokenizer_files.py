@@ -1,0 +1,223 @@
+"""tokenizer.json and tokenizer_config.json, checked against each other.
+
+varlen tokenizes with tokenizer.json. In transformers, some fields of tokenizer_config.json override it, so a
+disagreement is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from varlen.errors import CheckpointError
+from varlen.models.checkpoint.byte_pair_tokenizer import (
+    added_tokens,
+    check_byte_pair_tokenizer,
+    token_text,
+)
+from varlen.models.checkpoint.config_file import Json, read_object, read_optional_object, show
+from varlen.models.checkpoint.family import Family
+
+_CONFIG = "tokenizer_config.json"
+_CHAT_TEMPLATE = "chat_template.jinja"
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in "bos eos unk sep pad cls mask".split())
+# The source language of classes that put its token around a text, where tokenizer_config.json does not name it.
+_SOURCE_LANGUAGES = {
+    **dict.fromkeys(("NllbTokenizer", "NllbTokenizerFast"), "eng_Latn"),
+    **dict.fromkeys(("MBartTokenizer", "MBartTokenizerFast"), "en_XX"),
+    **dict.fromkeys(("MBart50Tokenizer", "MBart50TokenizerFast"), "en_XX"),
+    "M2M100Tokenizer": "en",
+}
+# Classes whose fields override tokenizer.json.
+_WORD_PIECE_CLASSES = tuple(
+    f"{name}Tokenizer{form}"
+    for name in ("Bert", "DistilBert", "Electra", "MPNet")
+    for form in ("", "Fast")
+)
+_BYTE_PAIR_CLASSES = ("RobertaTokenizer", "RobertaTokenizerFast")
+_TYPES = "token_type_ids"
+# Classes that give pairs token types where tokenizer_config.json has no model_input_names.
+_TYPE_CLASSES = frozenset(
+    f"{name}Tokenizer{form}"
+    for name in (
+        "Bert ConvBert DPRContextEncoder DPRQuestionEncoder Deberta DebertaV2 Electra FNet LayoutLM"
+        " Lxmert MobileBert SqueezeBert"
+    ).split()
+    for form in ("", "Fast")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSettings:
+    """What the files of a tokenizer say beside how it tokenizes.
+
+    Attributes:
+        max_length: model_max_length, at which transformers truncates; None if no file has it.
+        chat_template: Jinja source that makes a prompt of chat messages, if a file has one.
+        special_tokens: text of the tokens that a template may name, such as `bos_token`.
+        class_name: the class of transformers.
+        gives_types: whether that class gives a pair token types.
+    """
+
+    max_length: int | None = None
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    class_name: str = ""
+    gives_types: bool = False
+
+
+def read_tokenizer_settings(
+    folder: Path, family: Family, model_config: Json, *, lowercase: bool
+) -> TokenizerSettings:
+    """Return the settings in a checkpoint folder.
+
+    Args:
+        folder: of the checkpoint.
+        family: of the checkpoint.
+        model_config: content of config.json, whose `tokenizer_class` counts if tokenizer_config.json has none.
+        lowercase: whether sentence-transformers asks for lowercased texts.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the two disagree on what changes token ids.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json; save the checkpoint with its fast tokenizer, or let"
+            " varlen_tools.fetch make it of older files"
+        )
+    tokenizer = read_object(folder, "tokenizer.json")
+    normalizer = tokenizer.get("normalizer")
+    if lowercase and not _lowercases(normalizer):
+        raise CheckpointError(
+            "sentence_bert_config.json has do_lower_case true, and tokenizer.json does not lowercase;"
+            " save tokenizer.json with a normalizer that does"
+        )
+    default_class = str(model_config.get("tokenizer_class") or family.tokenizer_class)
+    if not (folder / _CONFIG).is_file():
+        return TokenizerSettings(
+            chat_template=_read_chat_template(folder, {}),
+            class_name=default_class,
+            gives_types=default_class in _TYPE_CLASSES,
+        )
+    config = read_optional_object(folder, _CONFIG)
+    if config.get("truncation_side") not in (None, "right"):
+        raise CheckpointError(
+            f"{_CONFIG} has truncation_side {show(config['truncation_side'])}; allowed: right"
+        )
+    class_name = str(config.get("tokenizer_class") or default_class)
+    if family.kind != "encoder" or class_name in _BYTE_PAIR_CLASSES:
+        check_byte_pair_tokenizer(config, tokenizer, class_name)
+        _check_source_language(config, tokenizer, class_name)
+    elif class_name in _WORD_PIECE_CLASSES:
+        _check_normalizer(config, normalizer, class_name)
+    return TokenizerSettings(
+        max_length=_read_max_length(config),
+        chat_template=_read_chat_template(folder, config),
+        special_tokens={
+            name: text for name in _SPECIAL_TOKENS if (text := token_text(config.get(name)))
+        },
+        class_name=class_name,
+        gives_types=_gives_types(config, class_name),
+    )
+
+
+def _gives_types(config: Json, class_name: str) -> bool:
+    if "model_input_names" not in config:
+        return class_name in _TYPE_CLASSES
+    names = config["model_input_names"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"{_CONFIG} has model_input_names {show(names)}; allowed: a list of names"
+        )
+    return _TYPES in names
+
+
+def _read_max_length(config: Json) -> int | None:
+    limit = config.get("model_max_length")
+    if limit is None:
+        return None
+    # transformers writes 1e30 for "no limit"
+    if not isinstance(limit, int | float) or isinstance(limit, bool) or limit < 1:
+        raise CheckpointError(
+            f"{_CONFIG} has model_max_length {limit!r}; allowed: whole numbers from 1"
+        )
+    return int(limit)
+
+
+def _read_chat_template(folder: Path, config: Json) -> str | None:
+    """Return chat_template.jinja, else the template in tokenizer_config.json, as transformers prefers them."""
+    if (folder / _CHAT_TEMPLATE).is_file():
+        try:
+            return (folder / _CHAT_TEMPLATE).read_text(encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(f"{_CHAT_TEMPLATE} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise CheckpointError(f"{_CHAT_TEMPLATE} is not text: {error}") from None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {
+            each.get("name"): each.get("template") for each in template if isinstance(each, dict)
+        }
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(
+            f'{_CONFIG} has chat_template {show(template)}; allowed: a string, or a list with the name "default"'
+        )
+    return template
+
+
+def _check_normalizer(config: Json, normalizer: object, class_name: str) -> None:
+    """Raise CheckpointError unless the class would normalize text as tokenizer.json does."""
+    if not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
+        kind = normalizer.get("type") if isinstance(normalizer, dict) else normalizer
+        raise CheckpointError(
+            f"tokenizer.json has the normalizer {show(kind)}, and {_CONFIG} the class {class_name},"
+            " which replaces it; set tokenizer_class to PreTrainedTokenizerFast to keep it"
+        )
+    lowercase = config.get("do_lower_case", True)
+    strip_accents = config.get("strip_accents")
+    wanted = {
+        "do_lower_case": (lowercase, normalizer.get("lowercase")),
+        # null strips accents if text is lowercased
+        "strip_accents": (
+            lowercase if strip_accents is None else strip_accents,
+            normalizer.get("lowercase")
+            if normalizer.get("strip_accents") is None
+            else normalizer["strip_accents"],
+        ),
+        "tokenize_chinese_chars": (
+            config.get("tokenize_chinese_chars", True),
+            normalizer.get("handle_chinese_chars"),
+        ),
+    }
+    for key, (theirs, ours) in wanted.items():
+        if bool(theirs) != bool(ours):
+            raise CheckpointError(
+                f"{_CONFIG} has {key} {show(theirs)}{'' if key in config else ' (its default)'},"
+                f" and the normalizer of tokenizer.json {show(ours)}; make them agree"
+            )
+
+
+def _check_source_language(config: Json, tokenizer: Json, class_name: str) -> None:
+    """Raise CheckpointError unless tokenizer.json adds the token of the source language.
+
+    transformers replaces what tokenizer.json adds.
+    """
+    language = config.get("src_lang") or _SOURCE_LANGUAGES.get(class_name)
+    if class_name not in _SOURCE_LANGUAGES or language is None:
+        return
+    first, last = added_tokens(tokenizer)
+    # the second form is that of M2M-100
+    if not {language, f"__{language}__"} & {*first, *last}:
+        default = "" if config.get("src_lang") else " (its default)"
+        raise CheckpointError(
+            f"{_CONFIG} has src_lang {show(language)}{default}, and tokenizer.json adds {show(first)} before a text"
+            f" and {show(last)} after it; save the tokenizer again with that src_lang"
+        )
+
+
+def _lowercases(normalizer: object) -> bool:
+    if not isinstance(normalizer, dict):
+        return False
+    if normalizer.get("type") == "Sequence":
+        return any(_lowercases(part) for part in normalizer.get("normalizers") or [])
+    return normalizer.get("type") == "Lowercase" or bool(normalizer.get("lowercase"))

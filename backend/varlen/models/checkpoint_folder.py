@@ -1,0 +1,388 @@
+"""A Hugging Face checkpoint folder, read and checked without loading a weight.
+
+Nothing in the folder is executed or unpickled. `fetch` and every load use the same checks, so
+`fetch` accepts what the server loads.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from varlen.errors import CheckpointError
+from varlen.models import (
+    bart_checkpoint,
+    deberta_checkpoint,
+    gpt2_checkpoint,
+    llama_checkpoint,
+    modernbert_checkpoint,
+    t5_checkpoint,
+)
+from varlen.models.checkpoint.config_fields import (
+    IgnoredFields,
+    check_ignored,
+    check_known,
+    check_unquantized,
+    unread_fields,
+    without,
+)
+from varlen.models.checkpoint.config_file import Json, is_off, read_int, read_object
+from varlen.models.checkpoint.family import Family
+from varlen.models.checkpoint.first_releases import to_native
+from varlen.models.checkpoint.folder_kind import check_is_transformer
+from varlen.models.checkpoint.generation_config import check_generation, read_end_tokens
+from varlen.models.checkpoint.labels import NO_LABELS, Labels, read_labels
+from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE, LateInteraction
+from varlen.models.checkpoint.logit_score import LogitScore, check_score_tokens
+from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
+from varlen.models.checkpoint.sentence_transformers import SentenceSettings, read_sentence_settings
+from varlen.models.checkpoint.sparse import SpladeConfig
+from varlen.models.checkpoint.tokenizer_files import read_tokenizer_settings
+from varlen.models.checkpoint.translate_config import TranslateSettings, read_translate_settings
+from varlen.models.checkpoint.vector_layers import DenseConfig, check_layers, check_widths
+from varlen.models.checkpoint.weights import read_headers
+from varlen.models.post_norm_families import POST_NORM_FAMILIES
+from varlen.tasks import Task
+from varlen_kernels import Pooling
+
+# Tasks that need the head of a masked language model.
+MASKED_LM_TASKS: frozenset[Task] = frozenset({"sparse_embed", "fill_mask"})
+
+# Tasks of a model with a vector for each token.
+_LATE_TASKS: tuple[Task, ...] = ("token_embed", "hidden")
+
+_SEQUENCES = "ForSequenceClassification"
+_HOW_TO_RANK = (
+    ", which ranks if modules.json has the module LogitScore: sentence-transformers adds it with"
+    " CrossEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
+)
+
+# The families that are served, by the `model_type` of config.json.
+FAMILIES: Mapping[str, Family] = {
+    **{name: each.family for name, each in POST_NORM_FAMILIES.items()},
+    "modernbert": modernbert_checkpoint.FAMILY,
+    "deberta-v2": deberta_checkpoint.FAMILY,
+    "gpt2": gpt2_checkpoint.FAMILY,
+    **llama_checkpoint.FAMILIES,
+    **bart_checkpoint.FAMILIES,
+    **t5_checkpoint.FAMILIES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Architecture and settings of a checkpoint.
+
+    Attributes:
+        folder: where its files are.
+        config: `config.json`, in the fields of today's transformers, without those that are ignored.
+        ignored: fields of config.json that are left out.
+        architecture: name of its class in transformers.
+        task: the task of its modules, else `head_task`.
+        pooling: how `embed` makes one vector of a sequence; the results of several are concatenated.
+        dense: the layers that `embed` applies to that vector, and `token_embed` to each token.
+        normalize: whether these tasks divide a vector by its length, by default.
+        prompts: texts that they put before texts, by name.
+        default_prompt: the one that it takes if a request names none.
+        pools_prompt: whether `embed` pools the tokens of these texts too.
+        splade: how `sparse_embed` makes a vector of terms.
+        logit_score: how `rerank` makes a score of two logits, if its modules say so.
+        late: how `token_embed` makes tokens of texts, if its modules say so.
+        masked_lm: the head of a masked language model, None if it has none.
+        hidden_size: features of a token.
+        vocab_size: token ids of texts are below this.
+        target_vocab_size: token ids that it generates are below this.
+        has_second_type: whether its model has more than one type of token.
+        tokenizer_class: the class that transformers takes for its tokenizer.
+        has_token_types: whether the tokens of a pair's second text have type 1: the model has that type, and the
+            tokenizer gives it.
+        labels: outputs of the classification head, none without one.
+        uncounted_token: the padding token, where transformers does not count it as a position.
+        position_limit: longest sequence that has position embeddings, in tokens: a source, and a target with its
+            start token.
+        max_sequence_tokens: longest sequence by default, in tokens; at most `position_limit`.
+        eos_token_ids: the tokens that end a generated sequence.
+        chat_template: Jinja source that makes a prompt of chat messages, if the checkpoint has one.
+        special_tokens: text of the tokens that the template may name, such as `bos_token`.
+        translate: token ids of targets and defaults of beam search, if it has an encoder and a decoder.
+    """
+
+    folder: Path
+    config: Json
+    ignored: IgnoredFields
+    architecture: str
+    task: Task
+    pooling: tuple[Pooling, ...]
+    dense: tuple[DenseConfig, ...]
+    normalize: bool
+    prompts: Mapping[str, str]
+    default_prompt: str
+    pools_prompt: bool
+    splade: SpladeConfig
+    logit_score: LogitScore | None
+    late: LateInteraction | None
+    masked_lm: MaskedLMLayout | None
+    hidden_size: int
+    vocab_size: int
+    target_vocab_size: int
+    has_second_type: bool
+    tokenizer_class: str
+    has_token_types: bool
+    labels: Labels
+    uncounted_token: int | None
+    position_limit: int
+    max_sequence_tokens: int
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    translate: TranslateSettings | None
+
+    @classmethod
+    def open(
+        cls, folder: str | Path, *, ignore_config_fields: Collection[str] = ()
+    ) -> "Checkpoint":
+        """Return the checkpoint in a folder, once its files are checked.
+
+        Args:
+            folder: holds the checkpoint.
+            ignore_config_fields: fields of config.json that the owner leaves out.
+
+        Raises:
+            CheckpointError: a file is missing, is not JSON, or asks for something that varlen does not serve.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} is not a folder; give a Hugging Face checkpoint folder"
+            )
+        check_is_transformer(folder)
+        config, ignored = _read_config(folder, ignore_config_fields)
+        family = _family(config)
+        architecture = _architecture(config, family)
+        sizes = family.read_sizes(config)
+        sentence = read_sentence_settings(folder, pooling=_default_pooling(architecture))
+        tokenizer = read_tokenizer_settings(folder, family, config, lowercase=sentence.lowercase)
+        trained_limit = sentence.max_seq_length or tokenizer.max_length or sizes.positions
+        late = sentence.late
+        if late is not None:
+            late = replace(late, text_length=trained_limit)
+            trained_limit = max(trained_limit, late.longest_text)
+        has_second_type = family.has_token_types and config.get("type_vocab_size") not in (0, 1)
+        check_widths(sentence.dense, len(sentence.pooling) * sizes.hidden)
+        has_labels = family.architectures[architecture] in ("classify", "token_classify")
+        if sentence.logit_score is not None:
+            has_labels = True
+            check_score_tokens(sentence.logit_score, read_int(config, "vocab_size"))
+        return cls(
+            folder=folder,
+            config=config,
+            ignored=ignored,
+            architecture=architecture,
+            task=_task(sentence, family, architecture),
+            pooling=sentence.pooling,
+            dense=sentence.dense,
+            normalize=sentence.normalize,
+            prompts=sentence.prompts,
+            default_prompt=sentence.default_prompt,
+            pools_prompt=sentence.pools_prompt,
+            splade=sentence.splade or SpladeConfig(),
+            logit_score=sentence.logit_score,
+            late=late,
+            masked_lm=_masked_lm(config, family, architecture),
+            vocab_size=read_int(config, "vocab_size"),
+            target_vocab_size=_target_vocab_size(config),
+            hidden_size=sizes.hidden,
+            has_second_type=has_second_type,
+            tokenizer_class=tokenizer.class_name,
+            has_token_types=has_second_type and tokenizer.gives_types,
+            labels=_labels(config, sentence) if has_labels else NO_LABELS,
+            uncounted_token=sizes.first_position - 1 if sizes.first_position else None,
+            position_limit=sizes.positions,
+            max_sequence_tokens=min(sizes.positions, trained_limit),
+            eos_token_ids=read_end_tokens(folder, config) if family.kind == "decoder" else (),
+            chat_template=tokenizer.chat_template,
+            special_tokens=tokenizer.special_tokens,
+            translate=(
+                read_translate_settings(folder, config, vocab_size=_target_vocab_size(config))
+                if family.kind == "encoder_decoder"
+                else None
+            ),
+        )
+
+    @property
+    def embedding_size(self) -> int:
+        """Features of an embedding."""
+        if self.dense:
+            return self.dense[-1].out_features
+        return len(self.pooling) * self.hidden_size
+
+    def vector_layers(self, task: Task) -> tuple[DenseConfig, ...]:
+        """Return the layers that a task applies to pooled vectors."""
+        return self.dense if task in ("embed", "token_embed") else ()
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks that its architecture has heads for, its own first."""
+        if self.late is not None:
+            return _LATE_TASKS
+        family = _family(self.config)
+        served = [
+            task
+            for task in family.tasks
+            if task != "token_embed"
+            and family.heads.get(task, self.architecture) == self.architecture
+        ]
+        return tuple(dict.fromkeys((self.task, *served)))
+
+    @property
+    def head_task(self) -> Task:
+        """The task of its architecture's head, `embed` without one."""
+        return _family(self.config).architectures[self.architecture]
+
+    @property
+    def hides_tokens(self) -> bool:
+        """Whether `token_embed` adds tokens that no token reads."""
+        return self.late is not None and self.late.hides_tokens
+
+    @property
+    def num_labels(self) -> int:
+        """Outputs of the classification head, 0 when there is none."""
+        return len(self.labels.names)
+
+    @property
+    def masked_tokens(self) -> tuple[int, ...]:
+        """Tokens whose logits are -inf; see `TranslateSettings`."""
+        return () if self.translate is None else self.translate.masked_tokens
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether its model is a decoder, whose tokens read only earlier ones."""
+        return _family(self.config).kind == "decoder"
+
+    def check_task(self, task: Task) -> None:
+        """Raise CheckpointError unless this checkpoint has the head and the tensors that `task` needs.
+
+        Reads the headers of the weights, not the weights.
+        """
+        family = _family(self.config)
+        if task not in family.tasks:
+            raise CheckpointError(
+                f'task "{task}" is not served with model_type "{self.config["model_type"]}";'
+                f" allowed: {', '.join(family.tasks)}"
+            )
+        self._check_late(task, family)
+        needed = family.heads.get(task)
+        if task == "rerank" and self.logit_score is not None:
+            needed = f"{str(needed).removesuffix(_SEQUENCES)}ForCausalLM"
+        if needed is not None and needed != self.architecture:
+            could_rank = task == "rerank" and self.architecture.endswith("ForCausalLM")
+            raise CheckpointError(
+                f'task "{task}" needs a {needed} checkpoint; this one is a {self.architecture}'
+                f"{_HOW_TO_RANK if could_rank else ''}"
+            )
+        if task == "generate":
+            check_generation(self.folder)
+        headers = read_headers(self.folder)
+        family.check_tensors(headers, self.config, self.architecture, task)
+        if task in MASKED_LM_TASKS:
+            assert self.masked_lm is not None
+            self.masked_lm.check(headers)
+        check_layers(self.folder, self.vector_layers(task))
+
+    def _check_late(self, task: Task, family: Family) -> None:
+        """Raise CheckpointError unless a vector for each token is what the task needs."""
+        if self.late is None:
+            if task == "token_embed":
+                raise CheckpointError(
+                    'task "token_embed" needs a model with a vector for each token, saved by MultiVectorEncoder of'
+                    " sentence-transformers or by PyLate; this one is not"
+                )
+            return
+        if task not in _LATE_TASKS:
+            raise CheckpointError(
+                f'task "{task}" is not served with a model with a vector for each token;'
+                f" allowed: {', '.join(_LATE_TASKS)}"
+            )
+        if task == "token_embed" and self.hides_tokens and not family.has_unread_tokens:
+            raise CheckpointError(
+                f"queries are expanded by tokens that others do not read (attend false), which model_type"
+                f' "{self.config["model_type"]}" does not know; allowed: attend true'
+            )
+
+
+def _read_config(folder: Path, ignore: Collection[str]) -> tuple[Json, IgnoredFields]:
+    """Return config.json without the fields that are ignored, once the others are checked."""
+    given = read_object(folder, "config.json")
+    check_unquantized(given)
+    by_setting = tuple(name for name in ignore if name in given)
+    kept = without(given, by_setting)
+    config = to_native(kept)
+    rules = _family(config).fields
+    check_ignored(by_setting, rules)
+    # code of a checkpoint may read any field
+    has_code = config is not kept or not is_off(given.get("auto_map"))
+    unread = () if has_code else unread_fields(config, rules)
+    config = without(config, unread)
+    check_known(config, rules)
+    return config, IgnoredFields(unread, by_setting)
+
+
+def _task(sentence: SentenceSettings, family: Family, architecture: str) -> Task:
+    """Return the task of a checkpoint's modules, else of its architecture's head."""
+    if sentence.splade is not None:
+        return "sparse_embed"
+    if sentence.late is not None:
+        return "token_embed"
+    if sentence.logit_score is not None:
+        return "rerank"
+    if sentence.has_pooling and "embed" in family.tasks:
+        return "embed"
+    return family.architectures[architecture]
+
+
+def _labels(config: Json, sentence: SentenceSettings) -> Labels:
+    # a score has one label, whatever config.json says of classifiers
+    config = config if sentence.logit_score is None else {"num_labels": 1}
+    return read_labels(config, sentence.activation_class)
+
+
+def _target_vocab_size(config: Json) -> int:
+    name = "vocab_size" if config.get("decoder_vocab_size") is None else "decoder_vocab_size"
+    return read_int(config, name)
+
+
+def _masked_lm(config: Json, family: Family, architecture: str) -> MaskedLMLayout | None:
+    if family.masked_lm is None or not architecture.endswith("ForMaskedLM"):
+        return None
+    return family.masked_lm(config)
+
+
+def _family(config: Json) -> Family:
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise CheckpointError(
+            f'config.json has model_type "{name}"; this version serves: {", ".join(FAMILIES)}'
+        )
+    architecture = _first_name(config.get("architectures"))
+    return t5_checkpoint.ENCODERS.get(str(architecture), FAMILIES[name])
+
+
+def _architecture(config: Json, family: Family) -> str:
+    name = _first_name(config.get("architectures") or list(family.architectures))
+    if name == STANFORD_ARCHITECTURE:
+        raise CheckpointError(
+            "config.json has the architecture HF_ColBERT, that of the first release; convert the checkpoint with"
+            " sentence-transformers: MultiVectorEncoder(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
+    if not isinstance(name, str) or name not in family.architectures:
+        allowed = ", ".join(family.architectures)
+        raise CheckpointError(f'config.json has the architecture "{name}"; allowed: {allowed}')
+    return name
+
+
+def _first_name(names: object) -> object:
+    return names[0] if isinstance(names, list) and names else names
+
+
+def _default_pooling(architecture: str) -> Pooling:
+    # what sentence-transformers takes where no file says it
+    return "last" if architecture.endswith("ForCausalLM") else "mean"

@@ -1,0 +1,1 @@
+"""Requests, their options, and what they are answered with."""

@@ -1,0 +1,1 @@
+"""The server's side: the only package that knows Triton Inference Server."""

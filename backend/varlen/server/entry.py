@@ -1,0 +1,297 @@
+"""The model class that Triton Inference Server loads.
+
+The server punishes some mistakes with a crash, a hung client or a model that never unloads:
+
+* `execute` never raises, and returns None at once: responses leave later from sender threads.
+* Every request gets exactly one final response, on every path (`server_replies`).
+* The module is imported twice per load, once only to complete the configuration: torch is imported inside `initialize`.
+* The server shows a load error to its clients, with the file of each frame: messages and frames name no path.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import triton_python_backend_utils as pb_utils
+
+from varlen.config import EngineConfig
+from varlen.errors import EngineError, ModelFaultError, RequestError, VarlenError
+from varlen.intake.pool import PoolLimits, TokenizerPool
+from varlen.memory.heap import return_large_memory
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.draft import Draft
+from varlen.request.request import Request
+from varlen.server.config import (
+    check_server_settings,
+    check_tensors,
+    engine_config,
+    gpu_of_instance,
+    is_decoupled,
+    tensor_entry,
+    tensors_of,
+)
+from varlen.server.process import (
+    MemoryTrimmer,
+    check_numpy,
+    close_inherited_sockets,
+    end_process_soon,
+    log_to_server,
+    start_exporter,
+    start_watchdog,
+)
+from varlen.server.replies import Answer, Outbox, ServerReply
+from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
+from varlen.telemetry.tracing import load_tracer
+from varlen.wire import generate as wire_generate
+from varlen.wire import rows as wire
+from varlen.wire.outputs import ArrayAnswer, ModelOutputs
+
+if TYPE_CHECKING:
+    from varlen.service.generation import GenerationService
+    from varlen.service.service import Service
+
+_log = logging.getLogger(__name__)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _without_path(function: _Function) -> _Function:
+    """Return the function; tracebacks name its module instead of its file."""
+    function.__code__ = function.__code__.replace(co_filename=__name__)
+    return function
+
+
+class TritonPythonModel:
+    """One instance of a model on the server."""
+
+    @staticmethod
+    @_without_path
+    def auto_complete_config(
+        auto_complete_model_config: pb_utils.ModelConfig,
+    ) -> pb_utils.ModelConfig:
+        """Return the configuration with its missing inputs, outputs and row limit filled in."""
+        try:
+            return _completed(auto_complete_model_config)
+        except Exception as error:
+            raise _load_error(error) from None
+
+    @_without_path
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the model and start its threads.
+
+        Raises:
+            TritonModelException: the configuration or the checkpoint cannot be served; the message says why.
+        """
+        try:
+            self._load(args)
+        except Exception as error:
+            if isinstance(error, ModelFaultError):
+                end_process_soon()
+            raise _load_error(error) from None
+
+    def execute(self, requests: list[pb_utils.InferenceRequest]) -> None:
+        """Enqueue the requests, or answer at once with an error. Never raises."""
+        for request in requests:
+            try:
+                reply = self._outbox.reply_to(request)
+            except Exception:
+                # without a sender there is no way to answer
+                _log.exception("a request has no response sender")
+                continue
+            self._submit(request, reply)
+
+    def is_ready(self) -> bool:
+        """Return whether the engine runs."""
+        return self._service.is_ready
+
+    def finalize(self) -> None:
+        """Stop the threads. The server calls this once every request has been answered."""
+        self._pool.close()
+        if not self._service.close():
+            end_process_soon()
+        self._outbox.close()
+        if self._tracer is not None:
+            self._tracer.close()
+        if self._exporter is not None:
+            self._exporter.close()
+        self._trimmer.close()
+        self._watchdog.kill()
+        self._watchdog.wait()
+
+    def _load(self, args: dict[str, str]) -> None:
+        close_inherited_sockets()
+        log_to_server(args["model_name"], args["model_version"])
+        return_large_memory()
+        model_config = json.loads(args["model_config"])
+        config = engine_config(model_config)
+        log_to_server(args["model_name"], args["model_version"], config.log_level)
+        # before the engine's thread starts: an error after that would leave the thread running
+        checkpoint = _open_checkpoint(config)
+        task = config.task or checkpoint.task
+        check_server_settings(model_config, task)
+        checkpoint.check_task(task)
+        check_tensors(model_config, checkpoint, task)
+        check_numpy()
+
+        self._is_decoupled = is_decoupled(model_config)
+        self._uses_timeout = not config.ignore_request_timeout
+        self._stats = Stats()
+        self._service = _load_service(
+            task, checkpoint.folder, config, self._stats, gpu=gpu_of_instance(args)
+        )
+        intake = self._service.intake
+        self._outputs = replace(
+            ModelOutputs.of(task, checkpoint),
+            term_text=intake.term_text,
+            token_text=intake.token_text,
+        )
+        limits = PoolLimits(
+            config.max_queued_requests,
+            config.max_queued_text_bytes,
+            waiting_elsewhere=lambda: self._service.admission.depth[0],
+        )
+        self._pool = TokenizerPool(limits, self._stats)
+        self._pool.start()
+        self._exporter = start_exporter(args, self._stats, self._snapshot)
+        self._tracer = load_tracer(args["model_name"], args["model_version"])
+        self._outbox = Outbox(self._stats, names_codes=task in ITERATIVE_TASKS, tracer=self._tracer)
+        self._trimmer = MemoryTrimmer()
+        self._watchdog = start_watchdog()
+
+    def _submit(self, request: pb_utils.InferenceRequest, reply: ServerReply) -> None:
+        try:
+            draft, answer_to = self._read(request)
+
+            def accept(checked: Request) -> None:
+                if trace := reply.trace:
+                    trace.accept(rows=len(checked.prompts), tokens=checked.num_tokens)
+                    checked = replace(checked, trace=trace)
+                reply.expect(answer_to(checked))
+                self._service.submit(checked, reply)
+
+            if draft.num_bytes:
+                self._pool.submit(draft, reply, accept, arrival=reply.arrival)
+            else:
+                accept(replace(draft.complete(), arrival=reply.arrival))
+        except VarlenError as error:
+            # the reply keeps the error, whose traceback would keep the texts
+            reply.fail(error.with_traceback(None))
+        except Exception:
+            _log.exception("a request could not be read")
+            reply.fail(EngineError("the request could not be read; the server's log says why"))
+
+    def _read(
+        self, request: pb_utils.InferenceRequest
+    ) -> tuple[Draft, Callable[[Request], Answer]]:
+        """Return the draft of a request, and what returns the maker of its responses."""
+        service = self._service
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        timeout = request.timeout() if self._uses_timeout else 0
+        if service.task not in ITERATIVE_TASKS:
+            outputs = self._outputs
+            draft, options = wire.read_request(
+                tensors,
+                _parameters(request),
+                service.intake,
+                outputs,
+                requested=request.requested_output_names(),
+                timeout_microseconds=timeout,
+            )
+            return draft, lambda checked: ArrayAnswer.to(checked, outputs, options)
+        generation = cast("GenerationService", service)
+        draft, spec = wire_generate.read_generate_request(
+            tensors,
+            _parameters(request),
+            service.intake,
+            decoupled=self._is_decoupled,
+            read_options=generation.options,
+            timeout_microseconds=timeout,
+        )
+        draft = generation.with_grammar(draft)
+        return draft, lambda checked: wire_generate.answer_to(
+            checked, spec, service.intake.token_text
+        )
+
+    def _snapshot(self) -> MetricsSnapshot:
+        requests, num_bytes = self._pool.depth
+        values = dict(self._service.snapshot())
+        values[SnapshotMetric.QUEUED_REQUESTS] += requests
+        values[SnapshotMetric.QUEUED_TEXT_BYTES] = num_bytes
+        return values
+
+
+def _load_service(
+    task: Task, folder: Path, config: EngineConfig, stats: Stats, *, gpu: int
+) -> Service | GenerationService:
+    """Return the running model of a task."""
+    # a step is tokenized in one thread of the pool, not in all cores
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if task in ITERATIVE_TASKS:
+        # read when torch is imported: its threads would spin on cores that the server and clients need
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        from varlen.service.generation import GenerationService
+
+        return GenerationService.load(folder, config, stats, gpu=gpu)
+    from varlen.service.service import Service
+
+    return Service.load(folder, config, stats, gpu=gpu, isolated=True)
+
+
+def _open_checkpoint(config: EngineConfig) -> Checkpoint:
+    return Checkpoint.open(pb_utils.get_model_dir(), ignore_config_fields=config.ignored_fields)
+
+
+def _completed(config: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
+    given = config.as_dict()
+    log_to_server(given["name"], Path(pb_utils.get_model_dir()).name)
+    settings = engine_config(given)
+    checkpoint = _open_checkpoint(settings)
+    task = settings.task or checkpoint.task
+    checkpoint.check_task(task)
+    inputs, outputs = tensors_of(task, checkpoint)
+    # what the user wrote stays; initialize checks it
+    if not given["input"]:
+        for spec in inputs:
+            config.add_input(tensor_entry(spec) | {"optional": spec.optional})
+    if not given["output"]:
+        for spec in outputs:
+            config.add_output(tensor_entry(spec))
+    if task in ITERATIVE_TASKS:
+        # without it nothing can be streamed
+        if "model_transaction_policy" not in given:
+            config.set_model_transaction_policy({"decoupled": True})
+    elif not given["max_batch_size"]:
+        config.set_max_batch_size(wire.DEFAULT_MAX_ROWS)
+    return config
+
+
+def _parameters(request: pb_utils.InferenceRequest) -> str:
+    try:
+        return request.parameters()
+    except UnicodeDecodeError:
+        # the server's HTTP frontend passes any bytes on
+        raise RequestError(
+            "the name or value of a request parameter is not UTF-8; send UTF-8"
+        ) from None
+
+
+def _load_error(error: Exception) -> pb_utils.TritonModelException:
+    """Return a load error for clients, without paths and traceback."""
+    if not isinstance(error, VarlenError):
+        _log.error("the model could not be loaded", exc_info=error)
+        return pb_utils.TritonModelException(
+            "the model could not be loaded; the server's log says why"
+        )
+    message = str(error)
+    folder = pb_utils.get_model_dir()
+    # the checkpoint may be a link, and its path named either way
+    for path in sorted({folder, os.path.realpath(folder)}, key=len, reverse=True):
+        message = message.replace(path, "the checkpoint folder")
+    return pb_utils.TritonModelException(message)

@@ -1,0 +1,1 @@
+"""A loaded model with all that serves it."""

@@ -1,0 +1,250 @@
+"""One loaded model: checkpoint, input checks, engine and response cache.
+
+The server's model class and the in-process API both use it.
+"""
+
+import logging
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from varlen.cache.flights import JoinLimits
+from varlen.cache.response_cache import CacheUse, ResponseCache
+from varlen.config import NO_LIMIT, EngineConfig
+from varlen.decoding.chat import ChatTemplate
+from varlen.decoding.pair_template import PairTemplate
+from varlen.errors import CheckpointError
+from varlen.execution.executor import ModelExecutor
+from varlen.execution.model_info import ModelInfo
+from varlen.execution.workers.workers import Workers, load_workers
+from varlen.intake.checks import InputLimits, Intake
+from varlen.intake.roles import mask_token, roles_of
+from varlen.intake.tokenization import Tokenizer
+from varlen.memory.heap import trim_heap
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.models.notes import checkpoint_notes
+from varlen.request.request import Int32Array, Reply, Request
+from varlen.scheduling.admission import Admission
+from varlen.scheduling.engine import Engine
+from varlen.scheduling.one_shot import OneShotScheduler
+from varlen.service.costs import costs_for, warm_up
+from varlen.tasks import Task
+from varlen.telemetry.metrics import MetricsSnapshot, SnapshotMetric, Stats
+
+_log = logging.getLogger(__name__)
+
+_MEGABYTE = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A running model.
+
+    Attributes:
+        checkpoint: the loaded checkpoint.
+        intake: checks inputs and makes prompts of them.
+        admission: counts waiting work.
+        engine: schedules requests; started.
+        executor: runs batches.
+        workers: what the executor runs them with.
+        info: what is known of the model.
+        cache: the response cache in front of the engine, if it is on.
+    """
+
+    checkpoint: Checkpoint
+    intake: Intake
+    admission: Admission
+    engine: Engine
+    executor: ModelExecutor
+    workers: Workers
+    info: ModelInfo
+    cache: ResponseCache | None = None
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        config: EngineConfig,
+        stats: Stats,
+        *,
+        gpu: int = 0,
+        isolated: bool = False,
+    ) -> "Service":
+        """Return the model of a checkpoint folder, warmed up.
+
+        Args:
+            folder: holds the checkpoint.
+            config: the settings.
+            stats: gets the counts of the engine.
+            gpu: number of the GPU, if the model runs on one.
+            isolated: whether workers on a CPU are processes, whose faults stay theirs, instead of threads.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete or of a kind that is not served.
+            ConfigError: a setting does not fit the checkpoint.
+        """
+        began = time.monotonic()
+        checkpoint = Checkpoint.open(folder, ignore_config_fields=config.ignored_fields)
+        with ExitStack() as opened:
+            workers = load_workers(checkpoint, config, stats, gpu=gpu, isolated=isolated)
+            executor = workers.new_executor()
+            opened.callback(_close, executor, workers)
+            info = workers.info
+            most = info.max_sequence_tokens
+            tokenizer = Tokenizer(
+                checkpoint.folder,
+                most,
+                has_types=checkpoint.has_token_types,
+                prefixes=() if checkpoint.late is None else checkpoint.late.prefixes,
+            )
+            intake = Intake(
+                tokenizer,
+                _input_limits(config, info),
+                roles=roles_of(checkpoint, info.task, tokenizer, most),
+                mask_token=_filled_token(checkpoint, tokenizer, info.task),
+                pair_template=_pair_template(checkpoint, tokenizer, info.task),
+            )
+            warm_up(info, executor, config)
+            costs = costs_for(info, executor, checkpoint, config)
+            # nothing fails from here on
+            opened.pop_all()
+        # converting weights leaves free memory in the heap
+        trim_heap()
+        # a GPU runs one batch at a time, whatever is in flight
+        admission = Admission(
+            config.max_queued_requests, config.max_queued_tokens, slots=info.workers
+        )
+        scheduler = OneShotScheduler(config, costs, admission, info.max_batch_tokens)
+        engine = Engine(scheduler, executor, stats)
+        engine.start()
+        _log_loaded(info, time.monotonic() - began)
+        for note in checkpoint_notes(checkpoint, info.task, info.max_sequence_tokens):
+            _log.warning("%s", note)
+        cache = _response_cache(config, engine, info)
+        return cls(checkpoint, intake, admission, engine, executor, workers, info, cache)
+
+    @property
+    def task(self) -> Task:
+        """The task of the model."""
+        return self.info.task
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are accepted; False for good after a fault of the device."""
+        return self.engine.is_ready
+
+    def submit(self, request: Request, reply: Reply) -> None:
+        """Answer a request, now or later. Any thread may call this.
+
+        Raises:
+            VarlenError: the request is not admitted; the caller answers it. See `Engine.submit`.
+        """
+        (self.cache or self.engine).submit(request, reply)
+
+    def snapshot(self) -> MetricsSnapshot:
+        """Return the values of all gauges and totals. From any thread."""
+        requests, tokens = self.admission.depth
+        info, cache = self.info, self.cache.use() if self.cache else CacheUse()
+        return {
+            SnapshotMetric.QUEUED_REQUESTS: requests,
+            SnapshotMetric.QUEUED_TOKENS: tokens,
+            SnapshotMetric.WEIGHT_BYTES: info.weight_bytes,
+            SnapshotMetric.ARENA_CAPACITY: info.workers * info.arena_bytes,
+            **self.workers.use().metrics(),
+            **self.workers.graphs.metrics(),
+            SnapshotMetric.CACHE_BYTES: cache.held_bytes,
+            SnapshotMetric.CACHE_ENTRIES: cache.entries,
+            SnapshotMetric.CACHE_HITS: cache.hits,
+            SnapshotMetric.CACHE_JOINED: cache.joined,
+            SnapshotMetric.CACHE_MISSES: cache.misses,
+            SnapshotMetric.CACHE_EVICTIONS: cache.evictions,
+        }
+
+    def close(self) -> bool:
+        """Run what is queued, then stop.
+
+        Returns:
+            Whether all memory was released. False after the GPU has hung: its process should end.
+        """
+        self.engine.close()
+        return _close(self.executor, self.workers)
+
+
+def _close(executor: ModelExecutor, workers: Workers) -> bool:
+    """Stop the executor and release what it runs; return whether the device was idle.
+
+    If it was not, nothing is released.
+    """
+    is_idle = executor.close()
+    if is_idle:
+        workers.close()
+    return is_idle
+
+
+def _response_cache(config: EngineConfig, engine: Engine, info: ModelInfo) -> ResponseCache | None:
+    if not config.response_cache_bytes:
+        return None
+    joins = JoinLimits(
+        max_flight_tokens=info.max_batch_tokens,
+        max_requests=config.max_queued_requests,
+        max_tokens=config.max_queued_tokens,
+    )
+    return ResponseCache(
+        engine.submit,
+        joins,
+        time.monotonic,
+        max_bytes=config.response_cache_bytes,
+        max_seconds=config.response_cache_seconds or math.inf,
+    )
+
+
+def _filled_token(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> int | None:
+    """Return the token that the task replaces, if it replaces one."""
+    if task != "fill_mask":
+        return None
+    return mask_token(checkpoint, tokenizer, needed_by="the task fill_mask")
+
+
+def _input_limits(config: EngineConfig, info: ModelInfo) -> InputLimits:
+    return InputLimits(
+        max_sequence_tokens=info.max_sequence_tokens,
+        max_text_bytes=config.max_text_bytes,
+        vocab_size=info.vocab_size,
+        type_vocab_size=info.type_vocab_size,
+        max_arena_tokens=info.max_batch_tokens,
+    )
+
+
+def _pair_template(checkpoint: Checkpoint, tokenizer: Tokenizer, task: Task) -> PairTemplate | None:
+    """Return what makes prompts of pairs, for a model that answers whether they fit."""
+    if checkpoint.logit_score is None or task != "rerank":
+        return None
+    if checkpoint.chat_template is None:
+        raise CheckpointError("the checkpoint has no chat template, which pairs of texts need")
+    template = ChatTemplate(
+        checkpoint.chat_template, checkpoint.special_tokens, max_characters=NO_LIMIT
+    )
+
+    def tokenize(text: str) -> Int32Array:
+        (found,) = tokenizer.encode([text], truncate=False, special_tokens=False)
+        return found.token_ids
+
+    return PairTemplate(template, checkpoint.logit_score, tokenize)
+
+
+def _log_loaded(info: ModelInfo, seconds: float) -> None:
+    _log.info(
+        "serving %s in %s on %s; workers: %d; sequences up to %d tokens, batches up to %d;"
+        " arena up to %.1f MB a worker, weights %.1f MB; loaded in %.1f s",
+        info.task,
+        info.dtype,
+        info.device_name,
+        info.workers,
+        info.max_sequence_tokens,
+        info.max_batch_tokens,
+        info.arena_bytes / _MEGABYTE,
+        info.weight_bytes / _MEGABYTE,
+        seconds,
+    )

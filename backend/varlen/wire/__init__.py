@@ -1,0 +1,1 @@
+"""Tensors of the server to requests, and results to tensors."""

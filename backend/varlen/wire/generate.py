@@ -1,0 +1,347 @@
+"""The wire format of `generate` and `translate`: one prompt, text whole or in parts.
+
+Names, types and defaults are those of NVIDIA's vLLM backend, so that its clients fit. Token ids as prompt and answer,
+and chat messages, are added to them. This file uses arrays and JSON, not the server's classes.
+
+Source: src/utils/request.py of triton-inference-server/vllm_backend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.errors import RequestError, shorten
+from varlen.intake.checks import Intake
+from varlen.request.draft import Draft, Step
+from varlen.request.generation import GenerationOptions
+from varlen.request.request import GeneratedPart, Output, Request, RequestOptions, TokenLogprobs
+from varlen.wire.outputs import TensorSpec
+from varlen.wire.rows import (
+    COMMON_PARAMETERS,
+    Tensors,
+    read_deadline,
+    read_parameters,
+    read_priority,
+)
+
+PROMPTS = ("text_input", "input_ids", "messages")
+# Outputs beside the text. The input `return_` and its name asks for one.
+_OPTIONAL_OUTPUTS = (
+    "finish_reason",
+    "cumulative_logprob",
+    "logprobs",
+    "score",
+    "num_input_tokens",
+    "num_output_tokens",
+    "output_ids",
+)
+_FLAGS = (
+    "stream",
+    "exclude_input_in_output",
+    *(f"return_{name}" for name in _OPTIONAL_OUTPUTS),
+)
+_GENERATION_PARAMETERS = (
+    *(each.name for each in fields(GenerationOptions) if each.name != "grammar"),
+    "num_return_sequences",
+    "structured_outputs",
+    "guided_decoding",
+)
+
+# The finish reason of a row that goes on, as the vLLM backend writes it.
+_UNFINISHED = "None"
+# JSON has no infinity.
+_LOWEST_LOGPROB = -9999.0
+_LOWEST_SCORE = float(np.finfo(np.float32).min)
+
+INPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("text_input", "TYPE_STRING", (1,), optional=True),
+    TensorSpec("input_ids", "TYPE_INT64", (-1,), optional=True),
+    TensorSpec("messages", "TYPE_STRING", (1,), optional=True),
+    TensorSpec("sampling_parameters", "TYPE_STRING", (1,), optional=True),
+    *(TensorSpec(name, "TYPE_BOOL", (1,), optional=True) for name in _FLAGS),
+)
+OUTPUTS: tuple[TensorSpec, ...] = (
+    TensorSpec("text_output", "TYPE_STRING", (-1,)),
+    TensorSpec("finish_reason", "TYPE_STRING", (-1,)),
+    TensorSpec("cumulative_logprob", "TYPE_FP32", (-1,)),
+    TensorSpec("logprobs", "TYPE_STRING", (-1,)),
+    TensorSpec("score", "TYPE_FP32", (-1,)),
+    TensorSpec("num_input_tokens", "TYPE_UINT32", (1,)),
+    TensorSpec("num_output_tokens", "TYPE_UINT32", (-1,)),
+    TensorSpec("output_ids", "TYPE_INT64", (-1,)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseSpec:
+    """What the responses to a request hold.
+
+    Attributes:
+        rows: number of samples.
+        stream: whether parts of the answer are sent as they come.
+        prefix: text that each row begins with: the prompt, or nothing.
+        returns: names of the outputs to send beside `text_output`.
+    """
+
+    rows: int
+    stream: bool = False
+    prefix: str = ""
+    returns: frozenset[str] = frozenset()
+
+
+def read_generate_request(
+    tensors: Tensors,
+    parameters: str,
+    intake: Intake,
+    *,
+    decoupled: bool,
+    read_options: Callable[
+        [Mapping[str, object]], GenerationOptions
+    ] = GenerationOptions.from_parameters,
+    timeout_microseconds: int = 0,
+) -> tuple[Draft, ResponseSpec]:
+    """Return the draft of these tensors and parameters, and what the responses hold.
+
+    Args:
+        tensors: by input name; without a dimension of rows.
+        parameters: the request's parameters, a JSON object. Those of the input `sampling_parameters` come before
+            them. Names that are not ours are ignored here, as frontends add their own, and refused there.
+        intake: the checks of this model.
+        decoupled: whether the model may send several responses to a request.
+        read_options: returns checked options, with the defaults of the model.
+        timeout_microseconds: see `wire.read_request`.
+
+    Raises:
+        RequestError: the request cannot be served; the message says what came and what is allowed.
+    """
+    stream = _flag(tensors, "stream")
+    if stream and not decoupled:
+        raise RequestError(
+            "stream is true, but this model sends one response per request; send false, or set"
+            " model_transaction_policy { decoupled: true } in config.pbtxt"
+        )
+    names = (*COMMON_PARAMETERS, *_GENERATION_PARAMETERS)
+    given = read_parameters(parameters, names)
+    options = {name: given[name] for name in names if name in given}
+    options |= _sampling_parameters(tensors)
+    generation = read_options(
+        {name: value for name, value in options.items() if name not in COMMON_PARAMETERS}
+    )
+    returns = frozenset(name for name in _OPTIONAL_OUTPUTS if _flag(tensors, f"return_{name}"))
+    step = _prompt_step(tensors, intake)
+    if generation.is_search or intake.reads_sources:
+        _check_returns(
+            returns, {"cumulative_logprob", "logprobs"}, "score is that of a beam search"
+        )
+    else:
+        _check_returns(returns, {"score"}, "only a beam search has it")
+        if generation.logprobs is None and returns & {"cumulative_logprob", "logprobs"}:
+            generation = replace(generation, logprobs=0)
+    draft = Draft(
+        (step,),
+        RequestOptions(
+            priority=read_priority(options),
+            deadline_seconds=read_deadline(options, timeout_microseconds),
+            generation=generation,
+        ),
+    )
+    prefix = _prefix(tensors, stream, can_continue=not intake.reads_sources)
+    return draft, ResponseSpec(generation.n, stream, prefix, returns)
+
+
+@dataclass(slots=True)
+class _Row:
+    """What has been sent of a row."""
+
+    finish_reason: str = _UNFINISHED
+    cumulative_logprob: float = 0.0
+    score: float = 0.0
+
+
+@dataclass(slots=True)
+class GeneratedAnswer:
+    """Makes the responses to a request out of the parts of its answer.
+
+    Attributes:
+        spec: what the responses hold.
+        num_input_tokens: length of the prompt, or of the source text, in tokens.
+        token_text: returns the text of a token id, for log probabilities.
+    """
+
+    spec: ResponseSpec
+    num_input_tokens: int
+    token_text: Callable[[int], str]
+    _rows: list[_Row] = field(init=False)
+    _prefix: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._rows = [_Row() for _ in range(self.spec.rows)]
+        self._prefix = self.spec.prefix
+
+    @property
+    def streams(self) -> bool:
+        """Whether parts are sent as they come."""
+        return self.spec.stream
+
+    @property
+    def num_bytes(self) -> int:
+        """0: the length of a generated answer is not known before it runs."""
+        return 0
+
+    def tensors(self, outputs: Sequence[tuple[int, Output]]) -> dict[str, npt.NDArray[Any]]:
+        """Return the outputs of a response by name, given all parts since the last response.
+
+        Text, log probabilities, token ids and their numbers are those of these parts. Cumulative log probabilities and
+        finish reasons are those of the rows up to now. `output_ids` holds the rows one after another.
+        """
+        parts: list[list[GeneratedPart]] = [[] for _ in self._rows]
+        for row, part in outputs:
+            assert isinstance(part, GeneratedPart)
+            parts[row].append(part)
+            self._rows[row].finish_reason = part.finish_reason or self._rows[row].finish_reason
+            if part.score is not None:
+                # a search that finds too few answers gives the others -inf
+                self._rows[row].score = max(part.score, _LOWEST_SCORE)
+            self._rows[row].cumulative_logprob += sum(token.logprob for token in part.logprobs)
+        texts = [self._prefix + "".join(part.text for part in each) for each in parts]
+        self._prefix = ""
+        named = {name: self._output(name, parts) for name in self.spec.returns}
+        return {"text_output": _strings(texts), **named}
+
+    def _output(self, name: str, parts: Sequence[Sequence[GeneratedPart]]) -> npt.NDArray[Any]:
+        """Return an optional output, given the new parts of each row."""
+        tokens = [[token_id for part in row for token_id in part.token_ids] for row in parts]
+        if name == "finish_reason":
+            return _strings([row.finish_reason for row in self._rows])
+        if name in ("cumulative_logprob", "score"):
+            return np.array([getattr(row, name) for row in self._rows], dtype=np.float32)
+        if name == "logprobs":
+            return _strings([self._logprobs(row) for row in parts])
+        if name == "num_input_tokens":
+            return np.array([self.num_input_tokens], dtype=np.uint32)
+        if name == "num_output_tokens":
+            return np.array([len(row) for row in tokens], dtype=np.uint32)
+        assert name == "output_ids"
+        return np.array([token_id for row in tokens for token_id in row], dtype=np.int64)
+
+    def _logprobs(self, parts: Sequence[GeneratedPart]) -> str:
+        """Return a JSON list: per token, the most likely tokens and the chosen one."""
+        return json.dumps([self._token_object(token) for part in parts for token in part.logprobs])
+
+    def _token_object(self, token: TokenLogprobs) -> dict[int, dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        for rank, (token_id, logprob) in enumerate(token.top, start=1):
+            found[token_id] = self._entry(token_id, logprob, rank)
+        if token.token_id not in found:
+            found[token.token_id] = self._entry(token.token_id, token.logprob, None)
+        return found
+
+    def _entry(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {
+            "logprob": max(logprob, _LOWEST_LOGPROB),
+            "rank": rank,
+            "decoded_token": self.token_text(token_id),
+        }
+
+
+def answer_to(
+    request: Request, spec: ResponseSpec, token_text: Callable[[int], str]
+) -> GeneratedAnswer:
+    """Return what makes the responses to a request; see `GeneratedAnswer`."""
+    (prompt,) = request.prompts
+    return GeneratedAnswer(spec, prompt.num_source_tokens or prompt.num_tokens, token_text)
+
+
+def _check_returns(returns: frozenset[str], wrong: set[str], reason: str) -> None:
+    if found := sorted(returns & wrong):
+        raise RequestError(f"return_{found[0]} is true; {reason}")
+
+
+def _prompt_step(tensors: Tensors, intake: Intake) -> Step:
+    """Return the step that makes the prompt."""
+    given = [name for name in PROMPTS if name in tensors]
+    if len(given) != 1:
+        raise RequestError(
+            f"the request has {' and '.join(given) or 'no prompt'}; send one of {', '.join(PROMPTS)}"
+        )
+    if "input_ids" in tensors:
+        ids = tensors["input_ids"]
+        if ids.ndim != 1:
+            raise RequestError(f"input_ids has shape {list(ids.shape)}; send [tokens]")
+        prompts = intake.token_ids([ids.astype(np.int64, copy=False)])
+        return Step(0, lambda: prompts)
+    if "messages" in tensors:
+        return intake.chat_step(_messages(tensors), len(_only("messages", tensors)))
+    (step,) = intake.text_steps([_string("text_input", tensors)], truncate=False)
+    return step
+
+
+def _prefix(tensors: Tensors, stream: bool, *, can_continue: bool) -> str:
+    """Return the text that the answer begins with, by default the prompt unless streamed.
+
+    A source text is no beginning of its translation.
+    """
+    can_include = "text_input" in tensors and not stream and can_continue
+    if _flag(tensors, "exclude_input_in_output", default=not can_include):
+        return ""
+    if not can_include:
+        raise RequestError(
+            "exclude_input_in_output is false; only a request with text_input, without stream, to a model that"
+            " continues text gets its input back"
+        )
+    return _string("text_input", tensors)
+
+
+def _messages(tensors: Tensors) -> list[Mapping[str, Any]]:
+    messages = _json("messages", tensors)
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise RequestError(
+            f"messages is {shorten(repr(messages))}; send a JSON list of objects with role and content"
+        )
+    return messages
+
+
+def _sampling_parameters(tensors: Tensors) -> Mapping[str, Any]:
+    if "sampling_parameters" not in tensors:
+        return {}
+    sampling = _json("sampling_parameters", tensors)
+    if not isinstance(sampling, dict):
+        raise RequestError(f"sampling_parameters is {shorten(repr(sampling))}; send a JSON object")
+    return sampling
+
+
+def _json(name: str, tensors: Tensors) -> object:
+    text = _string(name, tensors)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise RequestError(f"{name} is {shorten(repr(text))}; send JSON") from None
+
+
+def _string(name: str, tensors: Tensors) -> str:
+    try:
+        return bytes(_only(name, tensors)).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name} is not UTF-8 at byte {error.start}; send UTF-8") from None
+
+
+def _flag(tensors: Tensors, name: str, *, default: bool = False) -> bool:
+    return bool(_only(name, tensors)) if name in tensors else default
+
+
+def _only(name: str, tensors: Tensors) -> Any:
+    """Return the only element of a tensor."""
+    tensor = tensors[name]
+    if tensor.shape != (1,):
+        raise RequestError(f"{name} has shape {list(tensor.shape)}; send [1]")
+    return tensor[0]
+
+
+def _strings(texts: Sequence[str]) -> npt.NDArray[np.object_]:
+    return np.array([text.encode() for text in texts], dtype=np.object_)

@@ -1,0 +1,277 @@
+"""The outputs of tasks of one step: their tensors, and the arrays of a response.
+
+A response holds the outputs that the request names. All of them are made of the engine's fp32 outputs by sender
+threads.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from varlen.models.checkpoint.labels import Labels
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.filled_masks import DEFAULT_TOP_K, largest_top_k, mask_tensors
+from varlen.request.request import Float32Array, Output, Request
+from varlen.request.scores import ScoreFunction, scores_of
+from varlen.request.sparse_vectors import sparse_tensors, sparse_vector
+from varlen.request.vectors import VectorForm
+from varlen.tasks import Task
+
+_LABEL_TASKS = frozenset({"classify", "rerank", "token_classify"})
+# Tasks whose outputs are entries of the vocabulary.
+_TERM_TASKS = frozenset({"sparse_embed", "fill_mask"})
+# Tasks with an output for each token.
+_TOKEN_TASKS = frozenset({"hidden", "token_classify", "token_embed"})
+_MAIN_NAMES: dict[Task, str] = {
+    "embed": "sentence_embedding",
+    "hidden": "last_hidden_state",
+    "classify": "logits",
+    "rerank": "logits",
+    "token_classify": "logits",
+    "token_embed": "token_embeddings",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of config.pbtxt; `dims` do not include the rows."""
+
+    name: str
+    data_type: str
+    dims: tuple[int, ...]
+    optional: bool = False
+
+
+# Rows have the same number of terms, with zeros and empty texts behind those of a row.
+_SPARSE_SPECS = (
+    TensorSpec("indices", "TYPE_INT32", (-1,)),
+    TensorSpec("values", "TYPE_FP32", (-1,)),
+    TensorSpec("terms", "TYPE_STRING", (-1,)),
+    TensorSpec("num_terms", "TYPE_INT32", (1,)),
+)
+# Rows have the same number of masks, with zeros and empty texts behind those of a row.
+_MASK_SPECS = (
+    TensorSpec("token_ids", "TYPE_INT32", (-1, -1)),
+    TensorSpec("scores", "TYPE_FP32", (-1, -1)),
+    TensorSpec("tokens", "TYPE_STRING", (-1, -1)),
+    TensorSpec("num_masks", "TYPE_INT32", (1,)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutputs:
+    """What a model answers.
+
+    Attributes:
+        task: of the model.
+        width: features of a vector or a token; labels of a classifier; terms of a sparse vector; most tokens that
+            fill a mask.
+        labels: of a classifier.
+        normalize: whether embeddings are normalized, unless a request says otherwise.
+        max_active_dims: most terms of a sparse vector, unless a request says otherwise; None is all.
+        term_text: returns the text of an entry of the vocabulary.
+        token_text: returns the text of a token as it reads in a text.
+    """
+
+    task: Task
+    width: int
+    labels: Labels
+    normalize: bool
+    max_active_dims: int | None = None
+    term_text: Callable[[int], str] = str
+    token_text: Callable[[int], str] = str
+
+    @classmethod
+    def of(cls, task: Task, checkpoint: Checkpoint) -> "ModelOutputs":
+        """Return the outputs of a checkpoint that serves a task."""
+        made = cls(task, checkpoint.hidden_size, checkpoint.labels, checkpoint.normalize)
+        match task:
+            case "embed" | "token_embed":
+                return replace(made, width=checkpoint.embedding_size)
+            case "sparse_embed":
+                most = checkpoint.splade.max_active_dims
+                return replace(made, width=checkpoint.vocab_size, max_active_dims=most)
+            case "fill_mask":
+                return replace(made, width=largest_top_k(checkpoint.vocab_size))
+            case "classify" | "rerank" | "token_classify":
+                return replace(made, width=checkpoint.num_labels)
+        return made
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether there are logits, scores and labels."""
+        return self.task in _LABEL_TASKS
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors, in the order in which a response has them."""
+        num_tokens = TensorSpec("num_tokens", "TYPE_INT32", (1,))
+        if self.task == "sparse_embed":
+            return (*_SPARSE_SPECS, num_tokens)
+        if self.task == "fill_mask":
+            return (*_MASK_SPECS, num_tokens)
+        dims = (-1, self.width) if self.task in _TOKEN_TASKS else (self.width,)
+        specs = [TensorSpec(_MAIN_NAMES[self.task], "TYPE_FP32", dims)]
+        if self.has_labels:
+            specs.append(TensorSpec("scores", "TYPE_FP32", dims))
+            specs.append(TensorSpec("labels", "TYPE_STRING", (self.width,)))
+        if self.task == "token_classify":
+            specs.append(TensorSpec("tokens", "TYPE_STRING", (-1,)))
+        if self.task == "token_embed":
+            specs.append(TensorSpec("num_vectors", "TYPE_INT32", (1,)))
+        return (*specs, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What a request asks of its answer.
+
+    Attributes:
+        names: of its outputs.
+        vectors: the form of embeddings.
+        function: makes `scores` of logits.
+        max_active_dims: most terms of a sparse vector; None is all.
+        top_k: tokens that fill a mask.
+    """
+
+    names: frozenset[str]
+    vectors: VectorForm = field(default_factory=VectorForm)
+    function: ScoreFunction = "none"
+    max_active_dims: int | None = None
+    top_k: int = DEFAULT_TOP_K
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayAnswer:
+    """Makes the response to a request, which holds all rows.
+
+    Attributes:
+        outputs: of the model.
+        options: of the request.
+        num_tokens: length of each row, in tokens.
+        num_vectors: rows of the answer to each row, of tasks with an output for each token.
+        tokens: UTF-8 texts of the tokens of each row, if the request asks for them.
+        streams: whether parts are sent as they come.
+    """
+
+    outputs: ModelOutputs
+    options: AnswerOptions
+    num_tokens: Sequence[int]
+    num_vectors: Sequence[int]
+    tokens: Sequence[Sequence[bytes]] = ()
+    streams: bool = field(default=False, init=False)
+
+    @classmethod
+    def to(cls, request: Request, outputs: ModelOutputs, options: AnswerOptions) -> "ArrayAnswer":
+        """Return what answers a request."""
+        prompts = request.prompts
+        return cls(
+            outputs,
+            options,
+            [prompt.num_tokens for prompt in prompts],
+            [prompt.num_vectors for prompt in prompts],
+            [
+                [outputs.term_text(token_id).encode() for token_id in prompt.token_ids.tolist()]
+                for prompt in prompts
+                if "tokens" in options.names and outputs.task == "token_classify"
+            ],
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors whose shapes follow from the lengths of the rows."""
+        rows, width = len(self.num_tokens), self.outputs.width
+        if self.outputs.task in _TERM_TASKS:
+            # the others depend on what the model finds, and are checked before they are sent
+            return 4 * rows if "num_tokens" in self._names else 0
+        longest = max(self.num_vectors) if self.outputs.task in _TOKEN_TASKS else 1
+        numbers = 4 * rows * longest * width
+        sizes = {
+            "sentence_embedding": rows * self.options.vectors.num_bytes(width),
+            "last_hidden_state": numbers,
+            "token_embeddings": numbers,
+            "num_vectors": 4 * rows,
+            "logits": numbers,
+            "scores": numbers,
+            "labels": rows * sum(4 + len(name.encode()) for name in self.outputs.labels.names),
+            "tokens": 4 * rows * longest + sum(len(text) for row in self.tokens for text in row),
+            "num_tokens": 4 * rows,
+        }
+        return sum(sizes.get(name, 0) for name in self._names)
+
+    def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
+        """Return the output tensors by name, given the output of each row."""
+        rows = [
+            cast(Float32Array, output) for _, output in sorted(outputs, key=lambda each: each[0])
+        ]
+        names = self._names
+        if self.outputs.task in _TERM_TASKS:
+            tensors = self._term_tensors(rows) | {"num_tokens": _column(self.num_tokens)}
+            return {name: tensors[name] for name in names}
+        main = self._stack(rows)
+        return {name: self._tensor(name, main) for name in names}
+
+    @property
+    def _names(self) -> list[str]:
+        """The outputs that the request names, in the model's order."""
+        return [spec.name for spec in self.outputs.specs if spec.name in self.options.names]
+
+    def _tensor(self, name: str, main: Float32Array) -> npt.NDArray[Any]:
+        match name:
+            case "sentence_embedding":
+                return self.options.vectors.of(main)
+            case "scores":
+                return self._scores(main)
+            case "labels":
+                names = [label.encode() for label in self.outputs.labels.names]
+                return np.array([names] * len(main), dtype=np.object_)
+            case "tokens":
+                return self._token_texts(longest=main.shape[1])
+            case "num_tokens" | "num_vectors":
+                return _column(self.num_tokens if name == "num_tokens" else self.num_vectors)
+        return main
+
+    def _token_texts(self, *, longest: int) -> npt.NDArray[np.object_]:
+        """Return the texts of the tokens, `[rows, longest]`, with empty ones behind those of a row."""
+        texts = np.full((len(self.tokens), longest), b"", dtype=np.object_)
+        for filled, row in zip(texts, self.tokens, strict=True):
+            filled[: len(row)] = row
+        return texts
+
+    def _term_tensors(self, rows: Sequence[Float32Array]) -> dict[str, npt.NDArray[Any]]:
+        """Return the tensors of tasks whose outputs are entries of the vocabulary."""
+        outputs, options = self.outputs, self.options
+        if outputs.task == "sparse_embed":
+            vectors = [sparse_vector(row, options.max_active_dims) for row in rows]
+            return sparse_tensors(vectors, outputs.term_text if "terms" in options.names else None)
+        text = outputs.token_text if "tokens" in options.names else None
+        return mask_tensors(rows, options.top_k, text)
+
+    def _scores(self, logits: Float32Array) -> Float32Array:
+        scores = scores_of(logits, self.options.function)
+        if self.outputs.task in _TOKEN_TASKS and scores is not logits:
+            # padding has no scores
+            for row, tokens in zip(scores, self.num_tokens, strict=True):
+                row[tokens:] = 0
+        return scores
+
+    def _stack(self, rows: Sequence[Float32Array]) -> Float32Array:
+        """Return a new array of all rows: `[rows, width]` or `[rows, longest, width]`.
+
+        Rows of tasks with an output per token are padded with zeros to the longest.
+        """
+        if self.outputs.task not in _TOKEN_TASKS:
+            return np.stack(rows)
+        longest = max(len(row) for row in rows)
+        filled = np.zeros((len(rows), longest, rows[0].shape[1]), dtype=np.float32)
+        for index, row in enumerate(rows):
+            filled[index, : len(row)] = row
+        return filled
+
+
+def _column(counts: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Return the count of each row, `[rows, 1]`."""
+    return np.array(counts, dtype=np.int32)[:, None]

@@ -1,0 +1,136 @@
+"""The commands `varlen embed` and `varlen similarity`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from varlen_client.aio import DEFAULT_CONCURRENCY
+from varlen_client.cli.files import check_output, texts_or_lines, write_file
+from varlen_client.cli.options import print_message, shorten, show_progress, usage_error
+from varlen_client.cli.requests import RowOptions, with_options
+from varlen_client.wire import Floats
+
+SHOWN_VALUES = 4
+
+
+@with_options
+def embed(
+    texts: Annotated[list[str] | None, typer.Argument(help="Texts to embed.")] = None,
+    *,
+    file: Annotated[
+        Path | None, typer.Option(help="Embed each line of this UTF-8 file; - is stdin.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the vectors here, .npy of fp32, a row per text.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the output file.")] = False,
+    skip_empty: Annotated[
+        bool, typer.Option("--skip-empty", help="Skip empty lines; by default they are an error.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per text, with all values.")
+    ] = False,
+    normalize: Annotated[
+        bool | None, typer.Option(help="Scale vectors to length 1; default: the model decides.")
+    ] = None,
+    prompt_name: Annotated[
+        str | None, typer.Option(help="Prompt of the checkpoint that is put before texts.")
+    ] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(min=1, help="First features alone; default: all.")
+    ] = None,
+    rows_per_request: Annotated[
+        int | None, typer.Option(min=1, help="Default: 32, or the model's limit if that is less.")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Maximum requests in flight.")
+    ] = DEFAULT_CONCURRENCY,
+    options: RowOptions,
+) -> None:
+    """Embed texts, or the lines of a file, and print or write the vectors."""
+    rows = _without_empty(texts_or_lines(texts, file), file, skip=skip_empty)
+    if output is not None:
+        check_output(output, force=force)
+    start = time.monotonic()
+    with (
+        options.connect(rows_per_request=rows_per_request, concurrency=concurrency) as client,
+        show_progress("embedding", len(rows), shown=file is not None) as on_progress,
+    ):
+        vectors = client.embed(
+            rows,
+            normalize=normalize,
+            prompt_name=prompt_name,
+            dimensions=dimensions,
+            **options.arguments,
+            on_progress=on_progress,
+        )
+    seconds = time.monotonic() - start
+    if output is not None:
+        write_file(output, lambda stream: np.save(stream, vectors), force=force)
+        print_message(
+            f"wrote {vectors.shape[0]} vectors of {vectors.shape[1]} values to {output} "
+            f"in {seconds:.1f} s ({len(rows) / seconds:.0f} texts/s)"
+        )
+    elif as_json:
+        for text, vector in zip(rows, vectors, strict=True):
+            # nine digits restore the exact fp32 value
+            values = [float(f"{value:.9g}") for value in vector]
+            typer.echo(json.dumps({"text": text, "embedding": values}, ensure_ascii=False))
+    else:
+        for text, vector in zip(rows, vectors, strict=True):
+            typer.echo(f"{shorten(text)}  {_format_vector(vector)}")
+
+
+@with_options
+def similarity(
+    texts: Annotated[list[str], typer.Argument(help="At least two texts.")],
+    *,
+    options: RowOptions,
+) -> None:
+    """Print the cosine similarity of each pair of texts."""
+    if len(texts) == 1:
+        usage_error("similarity needs at least two texts")
+    with options.connect() as client:
+        vectors = client.embed(texts, **options.arguments)
+    print_similarity(texts, vectors)
+
+
+def print_similarity(texts: Sequence[str], vectors: Floats) -> None:
+    """Print the cosine similarity of each pair of texts, whose vectors are `[texts, features]`."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)  # [texts, 1]
+    unit = vectors / np.maximum(lengths, np.finfo(np.float32).tiny)
+    cosines = unit @ unit.T  # [texts, texts]
+
+    table = Table(title="cosine similarity", title_justify="left")
+    table.add_column("", justify="right")
+    table.add_column("text", overflow="fold")
+    for number in range(1, len(texts) + 1):
+        table.add_column(str(number), justify="right", no_wrap=True)
+    for number, (text, row) in enumerate(zip(texts, cosines, strict=True), start=1):
+        cells = [f"{cosine:.3f}" for cosine in row]
+        table.add_row(str(number), escape(shorten(text)), *cells)
+    Console().print(table)
+
+
+def _without_empty(rows: Sequence[str], file: Path | None, *, skip: bool) -> list[str]:
+    """Return the rows without empty lines of a file, an error unless skipped."""
+    for number, row in enumerate(rows, start=1):
+        if file is not None and not skip and not row.strip():
+            usage_error(f"{file}, line {number}: empty (skip empty lines with --skip-empty)")
+    return [row for row in rows if file is None or row.strip()]
+
+
+def _format_vector(vector: Floats) -> str:
+    values = ", ".join(f"{value:.4f}" for value in vector[:SHOWN_VALUES])
+    more = ", …" if len(vector) > SHOWN_VALUES else ""
+    return f"{len(vector)} values  [{values}{more}]"

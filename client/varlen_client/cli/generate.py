@@ -1,0 +1,93 @@
+"""The command `varlen generate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from varlen_client.cli.options import usage_error
+from varlen_client.cli.requests import RequestOptions, with_options
+
+
+@with_options
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
+    *,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Print the text while it is generated.")
+    ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as a user's message of a chat.")
+    ] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens to generate; default: 16.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 takes the most likely token; default: 1.")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Smallest set of tokens with this probability.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Number of most likely tokens.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Least share of the most likely token's probability.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed; default: another one each time.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with the JSON schema that the answer has to match.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object per answer, or per part of it.")
+    ] = False,
+    options: RequestOptions,
+) -> None:
+    """Generate the answer to a prompt and print it."""
+    sampling: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or None,
+        "structured_outputs": None if json_schema is None else {"json": _read_json(json_schema)},
+    }
+    text = _read_stdin() if prompt == "-" else prompt
+    given = {name: each for name, each in sampling.items() if each is not None}
+    given |= options.arguments
+    asked = [{"role": "user", "content": text}] if chat else text
+    with options.connect() as client:
+        parts = client.stream(asked, **given) if stream else [client.generate(asked, **given)]
+        for part in parts:
+            if as_json:
+                fields = {"text": part.text, "token_ids": part.token_ids}
+                ending = {"finish_reason": part.finish_reason}
+                typer.echo(json.dumps(fields | ending, ensure_ascii=False))
+            else:
+                # typer flushes, so each part shows at once
+                typer.echo(part.text, nl=False)
+    if not as_json:
+        typer.echo()
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError:
+        usage_error("stdin is not valid UTF-8")
+
+
+def _read_json(file: Path) -> object:
+    try:
+        return json.loads(file.read_bytes())
+    except OSError as error:
+        usage_error(f"cannot read {file}: {error.strerror}")
+    except ValueError as error:
+        usage_error(f"{file} is not JSON: {error}")

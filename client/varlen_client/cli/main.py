@@ -1,0 +1,74 @@
+"""The command `varlen`: the tasks of models, a server's status, and the HTTP gateway.
+
+Results go to stdout; progress, messages and errors go to stderr.
+Exit codes: 0 success, 1 the server or the request failed, 2 wrong arguments or input file.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from varlen_client.cli.classify import classify, rerank
+from varlen_client.cli.embed import embed, similarity
+from varlen_client.cli.fill_mask import fill_mask
+from varlen_client.cli.generate import generate
+from varlen_client.cli.serve_http import serve_http
+from varlen_client.cli.sparse import sparse_embed
+from varlen_client.cli.status import status
+from varlen_client.cli.tokens import hidden, token_classify, token_embed
+from varlen_client.cli.translate import translate
+
+app = typer.Typer(
+    help="Embed, classify, rank, generate and translate text at a Triton Inference Server with the varlen backend.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"varlen {version('varlen')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+for command in (
+    embed,
+    sparse_embed,
+    similarity,
+    classify,
+    rerank,
+    fill_mask,
+    token_embed,
+    token_classify,
+    hidden,
+    generate,
+    translate,
+    status,
+    serve_http,
+):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Options that all commands with requests have, and the client that they make.
+
+A command takes them as one parameter, `options: RequestOptions` or `RowOptions`, with the decorator `with_options`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from varlen_client.cli.options import DEFAULT_URL, Model, Url, exit_on_error
+from varlen_client.row_outputs import TruncationSide
+from varlen_client.sync import Client
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Options of a command that sends requests."""
+
+    url: Url = DEFAULT_URL
+    model: Model = None
+    deadline_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Milliseconds for each request; the server refuses those it cannot meet.",
+        ),
+    ] = None
+    priority: Annotated[
+        int | None, typer.Option(min=0, max=9, help="Larger runs sooner; default: 0.")
+    ] = None
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Seconds for the whole command; default: no limit."),
+    ] = None
+
+    @contextmanager
+    def connect(
+        self, *, rows_per_request: int | None = None, concurrency: int | None = None
+    ) -> Iterator[Client]:
+        """Yield a client, whose errors end the command with a message."""
+        with (
+            exit_on_error(),
+            Client(
+                self.url, self.model, rows_per_request=rows_per_request, concurrency=concurrency
+            ) as client,
+        ):
+            yield client
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the client's methods; None is the default of each."""
+        return {name: value for name, value in asdict(self).items() if name not in ("url", "model")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOptions(RequestOptions):
+    """Options of a command that sends rows to a model of one step."""
+
+    truncate: Annotated[
+        bool | None, typer.Option("--truncate", help="Truncate texts that are too long.")
+    ] = None
+    truncation_side: Annotated[
+        TruncationSide | None, typer.Option(help="Which end --truncate cuts; default: right.")
+    ] = None
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that has, instead of `options`, an option for each of its fields."""
+    signature = inspect.signature(command, eval_str=True)
+    kind = signature.parameters["options"].annotation
+    shared = inspect.signature(kind, eval_str=True).parameters
+    own = [each for name, each in signature.parameters.items() if name != "options"]
+
+    @functools.wraps(command)
+    def flat(**arguments: object) -> None:
+        options = kind(**{name: arguments.pop(name) for name in shared})
+        command(**arguments, options=options)
+
+    flat.__signature__ = signature.replace(parameters=[*own, *shared.values()])  # type: ignore[attr-defined]  # inspect's own hook
+    return flat

@@ -1,0 +1,100 @@
+"""The command `varlen serve-http`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from varlen_client.cli.options import DEFAULT_URL, Url, print_message, usage_error
+from varlen_client.errors import InvalidUrl
+from varlen_client.gateway import settings
+from varlen_client.transport.endpoint import Endpoint
+
+API_KEYS = "VARLEN_API_KEYS"
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# Time of requests in progress to end when the gateway stops.
+GRACE_SECONDS = 30
+# Longer than clients and balancers keep an idle connection, which they would otherwise use as it is closed.
+KEEP_ALIVE_SECONDS = 75
+
+
+def serve_http(
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8080,
+    url: Url = DEFAULT_URL,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            envvar="VARLEN_MODEL",
+            help="For requests that name none; default: the only ready model.",
+        ),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar=API_KEYS,
+            help="Key that requests must have; may be repeated. Prefer the variable: arguments are visible to others.",
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin of browser pages that may send requests; may be repeated; * is all."
+        ),
+    ] = None,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest body of a request.")
+    ] = settings.DEFAULT_MAX_BODY_BYTES,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Most requests at a time; others get status 503.")
+    ] = settings.DEFAULT_MAX_REQUESTS,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds for each request.")
+    ] = settings.DEFAULT_TIMEOUT_SECONDS,
+    chat_max_tokens: Annotated[
+        int, typer.Option(min=1, help="Longest answer of a chat that sets no limit, in tokens.")
+    ] = settings.DEFAULT_CHAT_MAX_TOKENS,
+) -> None:
+    """Serve the HTTP interfaces of OpenAI, Text Embeddings Inference and rerank for a server's models."""
+    if not api_key and API_KEYS in os.environ:
+        usage_error(f"{API_KEYS} is set and has no key; unset it to serve without keys")
+    try:
+        import uvicorn
+
+        from varlen_client.gateway.app import create_app
+    except ModuleNotFoundError as error:
+        usage_error(
+            f"serve-http needs {error.name}; install the extra http of varlen: pip install '.[http]'"
+        )
+    try:
+        if Endpoint.parse(url).protocol != "grpc":
+            # the server does not notice HTTP clients that leave
+            usage_error(f"url {url!r} must be gRPC: grpc://host:port or grpcs://host:port")
+        checked = settings.GatewaySettings(
+            url=url,
+            model=model,
+            api_keys=tuple(api_key or ()),
+            cors_origins=tuple(cors_origin or ()),
+            max_body_bytes=max_body_bytes,
+            max_requests=max_requests,
+            timeout_seconds=timeout,
+            chat_max_tokens=chat_max_tokens,
+        )
+    except (InvalidUrl, ValueError) as error:
+        usage_error(str(error))
+    if host not in LOOPBACK and not checked.api_keys:
+        print_message(
+            f"warning: {host} may be reached from other machines, and requests need no key"
+        )
+    uvicorn.run(
+        create_app(checked),
+        host=host,
+        port=port,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )

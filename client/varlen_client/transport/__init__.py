@@ -1,0 +1,1 @@
+"""Connections to a server, over gRPC and HTTP."""

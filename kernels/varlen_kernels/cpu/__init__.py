@@ -1,0 +1,336 @@
+"""Every op on CPUs: plain torch, numba or oneDNN, whichever is fastest.
+
+Names and signatures are those of `reference`, which specifies each op.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from varlen_kernels import Activation, reference
+from varlen_kernels.cpu.compiled_ops import has_numba
+from varlen_kernels.cpu.linear_int8_ops import (
+    linear_int8,
+    linear_int8_packed,
+    linear_int8_panels,
+    linear_int8_panels_activate,
+    linear_int8_panels_add_layer_norm,
+)
+from varlen_kernels.cpu.packed import linear_packed
+from varlen_kernels.reference import (
+    add_layer_norm,
+    attention_tiles,
+    concat,
+    embed,
+    embed_layer_norm,
+    first_tokens,
+    layer_norm,
+    linear,
+    norm_heads,
+    normalize_rows,
+    paged_tiles,
+    pool,
+    residual_layer_norm,
+    residual_rms_norm,
+    rms_norm,
+    rotary,
+    select_rows,
+    tanh,
+    term_weights,
+    to_fp32,
+    top_terms,
+)
+from varlen_kernels.reference.beam import BeamCandidates, BeamEdits, check_beams
+from varlen_kernels.reference.sampling import check_sampling
+
+__all__ = [
+    "activate",
+    "activate_gate",
+    "add_layer_norm",
+    "append_kv",
+    "attention_paged",
+    "attention_tiles",
+    "attention_varlen",
+    "beam_step",
+    "concat",
+    "embed",
+    "embed_layer_norm",
+    "first_tokens",
+    "layer_norm",
+    "linear",
+    "linear_activate",
+    "linear_int8",
+    "linear_int8_packed",
+    "linear_int8_panels",
+    "linear_int8_panels_activate",
+    "linear_int8_panels_add_layer_norm",
+    "linear_packed",
+    "norm_heads",
+    "normalize_rows",
+    "paged_tiles",
+    "pool",
+    "residual_layer_norm",
+    "residual_rms_norm",
+    "rms_norm",
+    "rotary",
+    "sample_tokens",
+    "select_rows",
+    "tanh",
+    "term_weights",
+    "to_fp32",
+    "top_terms",
+]
+
+
+_COMPILED_DTYPES = (torch.float32, torch.bfloat16)
+# Features of an activation below which torch runs it: for one token the call of compiled code takes longer.
+_LEAST_FEATURES = 1024
+
+
+def activate(
+    x: Tensor, bias: Tensor | None = None, *, kind: Activation, out: Tensor | None = None
+) -> Tensor:
+    """Return the activation of x + bias, see `reference.activate`."""
+    if not _compiles_activation(x, kind, x.shape[1]):
+        return reference.activate(x, bias, kind=kind, out=out)
+    from varlen_kernels.cpu.gelu import gelu_tanh_rows
+
+    out = torch.empty_like(x) if out is None else out
+    gelu_tanh_rows(x, bias, out)
+    return out
+
+
+def linear_activate(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    kind: Activation,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the activation of x @ weight + bias, see `reference.linear_activate`."""
+    product = linear(x, weight, bias, out=out)
+    return activate(product, kind=kind, out=product)
+
+
+def activate_gate(x: Tensor, *, kind: Activation, out: Tensor | None = None) -> Tensor:
+    """Return activation(gate) * up, see `reference.activate_gate`."""
+    if not _compiles_activation(x, kind, x.shape[1] // 2):
+        return reference.activate_gate(x, kind=kind, out=out)
+    from varlen_kernels.cpu.gelu import gelu_tanh_rows
+
+    out = x.new_empty(len(x), x.shape[1] // 2) if out is None else out
+    gelu_tanh_rows(x, None, out)
+    return out
+
+
+def attention_varlen(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    bias: Tensor | None = None,
+    tiles: Tensor | None = None,
+    distance_rows: Tensor | None = None,
+    distance_keys: Tensor | None = None,
+    distance_queries: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    scale: float,
+    causal: bool = False,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the attention inside each sequence, see `reference.attention_varlen`."""
+    if not has_numba() or qkv.dtype not in _COMPILED_DTYPES:
+        return reference.attention_varlen(
+            qkv,
+            cu_seqlens,
+            bias,
+            tiles,
+            distance_rows,
+            distance_keys,
+            distance_queries,
+            key_lengths,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            scale=scale,
+            causal=causal,
+            window=window,
+            out=out,
+        )
+    from varlen_kernels.cpu.attention import attend_sequences
+
+    num_kv_heads = num_kv_heads or num_heads
+    if out is None:
+        head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+        out = qkv.new_empty(len(qkv), num_heads * head_dim)
+    attend_sequences(
+        qkv,
+        cu_seqlens,
+        bias,
+        distance_rows,
+        distance_keys,
+        distance_queries,
+        key_lengths,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        scale=scale,
+        causal=causal,
+        window=window,
+        out=out,
+    )
+    return out
+
+
+def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """Copy KV blocks of a cache, one after another.
+
+    Args:
+        cache: `[blocks, num_kv_heads, block_size, head_dim]`, contiguous.
+        sources, destinations: `[copies]` int64, block ids.
+    """
+    if not has_numba() or cache.dtype != torch.float32:
+        for source, destination in zip(sources.tolist(), destinations.tolist(), strict=True):
+            cache[destination] = cache[source]
+        return
+    from varlen_kernels.cpu import paged as paged_cpu
+
+    paged_cpu.copy_blocks(cache, sources, destinations)
+
+
+def append_kv(
+    qkv: Tensor,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Write keys and values into the caches, see `reference.append_kv`."""
+    if not has_numba() or key_cache.dtype != torch.float32:
+        reference.append_kv(
+            qkv, slots, key_cache, value_cache, num_heads=num_heads, num_kv_heads=num_kv_heads
+        )
+        return
+    from varlen_kernels.cpu.paged import append_tokens
+
+    heads = qkv.float().view(len(qkv), num_heads + 2 * num_kv_heads, key_cache.shape[3])
+    append_tokens(heads, slots, key_cache, value_cache)
+
+
+def attention_paged(
+    qkv: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    block_ids: Tensor,
+    cu_blocks: Tensor,
+    bias: Tensor | None = None,
+    tiles: Tensor | None = None,  # noqa: ARG001  # part of the op
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the attention over KV blocks, see `reference.attention_paged`.
+
+    Sequences of one new token are fastest if they come first.
+    """
+    head_dim = key_cache.shape[3]
+    if out is None:
+        out = qkv.new_empty(len(qkv), num_heads * head_dim)
+    is_compiled = has_numba() and key_cache.dtype == torch.float32
+    single = _leading_ones(cu_seqlens) if is_compiled else 0
+    if single:
+        from varlen_kernels.cpu.paged import attend_tokens
+
+        attend_tokens(
+            qkv[:single],
+            key_cache,
+            value_cache,
+            context_lens[:single],
+            block_ids,
+            cu_blocks,
+            bias,
+            num_heads=num_heads,
+            scale=scale,
+            window=window,
+            out=out[:single],
+        )
+    if single < len(qkv):
+        reference.attention_paged(
+            qkv[single:],
+            key_cache,
+            value_cache,
+            cu_seqlens[single:] - single,
+            context_lens[single:],
+            block_ids,
+            cu_blocks[single:],
+            bias,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            scale=scale,
+            window=window,
+            out=out[single:],
+        )
+    return out
+
+
+def sample_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    uniform: Tensor,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return one token of each row, see `reference.sample_tokens`."""
+    if not has_numba():
+        return reference.sample_tokens(logits, temperature, top_k, top_p, min_p, uniform, out=out)
+    from varlen_kernels.cpu.sampling import sample_rows
+
+    check_sampling(logits, temperature, top_k, top_p, min_p, uniform, out)
+    tokens = sample_rows(logits, temperature, top_k, top_p, min_p, uniform)
+    return tokens if out is None else out.copy_(tokens)
+
+
+def beam_step(
+    logits: Tensor,
+    scores: Tensor,
+    finished: Tensor | None = None,
+    *,
+    width: int | None = None,
+    edits: BeamEdits | None = None,
+    out: BeamCandidates | None = None,
+) -> BeamCandidates:
+    """Return the best continuations of each sequence, see `reference.beam_step`."""
+    if not has_numba():
+        return reference.beam_step(logits, scores, finished, width=width, edits=edits, out=out)
+    from varlen_kernels.cpu.beam import step_sequences
+
+    width = check_beams(logits, scores, finished, width, edits, out)
+    if out is None:
+        out = BeamCandidates.empty(len(scores), width, logits.device)
+    step_sequences(logits, scores, finished, edits, out)
+    return out
+
+
+def _compiles_activation(x: Tensor, kind: Activation, features: int) -> bool:
+    """Return whether an activation is compiled; not by rows: a row keeps its bits."""
+    is_slow = kind == "gelu_tanh" and features >= _LEAST_FEATURES
+    return is_slow and x.dtype in _COMPILED_DTYPES and has_numba()
+
+
+def _leading_ones(cu_seqlens: Tensor) -> int:
+    """Return the number of sequences of one token before the first other one."""
+    bounds = cu_seqlens.numpy()
+    lengths = bounds[1:] - bounds[:-1]
+    others = np.flatnonzero(lengths != 1)
+    return int(others[0]) if len(others) else len(lengths)

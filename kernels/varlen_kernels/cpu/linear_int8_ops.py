@@ -1,0 +1,94 @@
+"""The int8 ops of CPUs; numba is loaded when the first one runs.
+
+Names and signatures are those of `linear_int8_reference`, with the product's name added.
+"""
+
+from torch import Tensor
+
+from varlen_kernels import Activation
+
+
+def linear_int8(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    fp32_rows: Tensor,
+    outliers: Tensor,
+    *,
+    levels: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return x @ weight + bias in int8, see `linear_int8_reference.linear_int8`."""
+    from varlen_kernels.cpu.linear_int8 import multiply_signed
+
+    return multiply_signed(x, codes, scale, fp32_rows, outliers, levels, out)
+
+
+def linear_int8_packed(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    fp32_rows: Tensor,
+    outliers: Tensor,
+    *,
+    levels: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return `linear_int8` of codes that `linear_int8_cpu.pack_codes` made."""
+    from varlen_kernels.cpu.linear_int8 import multiply_packed
+
+    return multiply_packed(x, codes, scale, fp32_rows, outliers, levels, out)
+
+
+def linear_int8_panels(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    fp32_rows: Tensor,
+    outliers: Tensor,
+    *,
+    levels: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return `linear_int8` of codes that `int8_tile_cpu.pack_panels` made."""
+    from varlen_kernels.cpu.linear_int8_panels import multiply_panels
+
+    return multiply_panels(x, codes, scale, fp32_rows, outliers, levels=levels, out=out)
+
+
+def linear_int8_panels_activate(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    fp32_rows: Tensor,
+    outliers: Tensor,
+    *,
+    levels: int,
+    kind: Activation,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the activation of `linear_int8_panels`."""
+    from varlen_kernels.cpu.linear_int8_panels import multiply_panels
+
+    return multiply_panels(x, codes, scale, fp32_rows, outliers, levels=levels, kind=kind, out=out)
+
+
+def linear_int8_panels_add_layer_norm(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    fp32_rows: Tensor,
+    outliers: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    levels: int,
+    eps: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the layer norm of `linear_int8_panels` + residual; `out` may be `residual`."""
+    from varlen_kernels.cpu.linear_int8_panels import LayerNorm, multiply_panels
+
+    norm = LayerNorm(residual, weight, bias, eps)
+    return multiply_panels(x, codes, scale, fp32_rows, outliers, levels=levels, norm=norm, out=out)

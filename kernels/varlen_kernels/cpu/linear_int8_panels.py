@@ -1,0 +1,260 @@
+"""Linear layers in int8 with what follows them, compiled by numba for CPUs with VNNI.
+
+A block of tokens becomes codes, and its products with each panel of the weight become numbers while they are in
+registers and the first-level cache: scales, outliers, bias, activation and residual cost no pass over memory. A layer
+norm reads the block's rows while they are in the second-level cache. A token has the same result alone and in a batch,
+to the last bit.
+Source: the specifications are the functions of `linear_int8_reference`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from varlen_kernels import Activation
+from varlen_kernels.cpu.gelu import gelu_erf, gelu_tanh, sigmoid
+from varlen_kernels.cpu.int8_tile import TILE_FEATURES, TILE_ROWS, multiply_tile, prefetch
+from varlen_kernels.cpu.lanes import (
+    LANES,
+    load,
+    load_first,
+    maximum,
+    multiply_add,
+    splat,
+    store,
+    store_first,
+    sum_of,
+)
+from varlen_kernels.cpu.linear_int8_rows import FACTORS, kept_columns, quantize_row
+from varlen_kernels.cpu.threads import run_parts
+
+# Tokens whose codes and results stay in the second-level cache; a multiple of TILE_ROWS.
+_BLOCK = 96
+# Multiplications below which a second thread costs more than it saves.
+_LEAST_SHARED_WORK = 1 << 25
+_ZERO, _ONE = np.float32(0), np.float32(1)
+# Stands for a matrix that is left out.
+_NONE = np.empty((0, 0), np.float32)
+_NO_ACTIVATION, _GELU, _GELU_TANH, _SILU, _RELU = range(5)
+_ACTIVATIONS: Mapping[Activation | None, int] = {
+    None: _NO_ACTIVATION,
+    "gelu": _GELU,
+    "gelu_tanh": _GELU_TANH,
+    "silu": _SILU,
+    "relu": _RELU,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """The residual sum and layer norm after a linear layer.
+
+    Attributes:
+        residual: `[tokens, features]` fp32, may be `out`.
+        weight, bias: `[features]`.
+        eps: added to the variance.
+    """
+
+    residual: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
+def multiply_panels(
+    x: Tensor,
+    panels: Tensor,
+    scale: Tensor,
+    fp32_rows: Tensor,
+    outliers: Tensor,
+    *,
+    levels: int,
+    kind: Activation | None = None,
+    norm: LayerNorm | None = None,
+    out: Tensor | None,
+) -> Tensor:
+    """Return `linear_int8`, its activation, or its layer norm after a residual sum.
+
+    Args:
+        panels: codes that `int8_tile_cpu.pack_panels` made.
+        x, scale, fp32_rows, outliers, levels, kind: see the reference.
+        norm: what follows, if there is no activation.
+    """
+    tokens = x.shape[0]
+    if out is None:
+        out = torch.empty(tokens, scale.shape[0])
+    residual = weight = bias = _NONE
+    if norm is not None:
+        residual, weight = norm.residual.numpy(), norm.weight.numpy()[None]
+        bias = np.zeros_like(weight) if norm.bias is None else norm.bias.numpy()[None]
+    bounds = [0, tokens]
+    if tokens * panels.numel() >= _LEAST_SHARED_WORK:
+        parts = min(torch.get_num_threads(), -(-tokens // TILE_ROWS))
+        bounds = [tokens * part // parts for part in range(parts + 1)]
+    run_parts(
+        _multiply_rows,
+        bounds,
+        x.numpy(),
+        panels.numpy(),
+        scale.numpy()[None],
+        fp32_rows.numpy(),
+        outliers.numpy(),
+        residual,
+        weight,
+        bias,
+        out.numpy(),
+        levels,
+        _ACTIVATIONS[kind],
+        np.float32(norm.eps if norm else 0),
+    )
+    return out
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _load(array, row, column):
+    """Return a vector of a row; zeros past its end."""
+    count = array.shape[1] - column
+    return load(array, row, column) if count >= LANES else load_first(array, row, column, count)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _store(array, row, column, value):
+    """Write a vector of a row; nothing past its end."""
+    count = array.shape[1] - column
+    if count >= LANES:
+        store(array, row, column, value)
+    else:
+        store_first(array, row, column, value, count)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _activated(value, kind):
+    if kind == _GELU:
+        return gelu_erf(value)
+    if kind == _GELU_TANH:
+        return gelu_tanh(value)
+    if kind == _SILU:
+        return value * sigmoid(value)
+    return maximum(splat(_ZERO), value) if kind == _RELU else value
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _prefetch_tile(out, to_row, rows, first_column):
+    """Have the memory of a tile's results in the cache when they are there."""
+    for i in range(rows):
+        for column in range(first_column, min(first_column + TILE_FEATURES, out.shape[1]), LANES):
+            prefetch(out, to_row + i, column)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _scale_tile(
+    sums, rows, factors, tile, scale, fp32_rows, first_column, residual, out, to_row, to_column
+):
+    """Write the values of sums, with outliers, bias and a residual that is not empty.
+
+    Args:
+        sums: `[TILE_ROWS, TILE_FEATURES]`; the first rows count.
+        factors: `[tokens, FACTORS]`, those of the tile from row `tile` on.
+        first_column: of the tile in `scale` and `fp32_rows`.
+        out: may be `sums`.
+    """
+    for lane in range(0, min(TILE_FEATURES, scale.shape[1] - first_column), LANES):
+        column = first_column + lane
+        scales = _load(scale, 0, column)
+        weight_sums, bias = _load(fp32_rows, 0, column), _load(fp32_rows, 1, column)
+        # one name for each of OUTLIERS
+        first, second = _load(fp32_rows, 2, column), _load(fp32_rows, 3, column)
+        third, fourth = _load(fp32_rows, 4, column), _load(fp32_rows, 5, column)
+        for i in range(rows):
+            row = tile + i
+            value = multiply_add(splat(factors[row, 1]), weight_sums, bias)
+            value = multiply_add(splat(factors[row, 2]), first, value)
+            value = multiply_add(splat(factors[row, 3]), second, value)
+            value = multiply_add(splat(factors[row, 4]), third, value)
+            value = multiply_add(splat(factors[row, 5]), fourth, value)
+            steps = load(sums, i, lane) * splat(factors[row, 0])
+            value = multiply_add(steps, scales, value)
+            if residual.shape[1]:
+                value = value + _load(residual, to_row + i, column)
+            _store(out, to_row + i, to_column + lane, value)
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _activate_tile(values, rows, first_column, kind, out, to_row):
+    """Write the activation of the first rows of a tile."""
+    for i in range(rows):
+        for column in range(first_column, min(first_column + TILE_FEATURES, out.shape[1]), LANES):
+            value = load(values, i, column - first_column)
+            _store(out, to_row + i, column, _activated(value, kind))
+
+
+@numba.njit(forceinline=True, _nrt=False)
+def _normalize_row(matrix, row, weight, bias, eps):
+    """Replace a row by its layer norm."""
+    features = matrix.shape[1]
+    whole = features // LANES * LANES
+    total = splat(_ZERO)
+    for column in range(0, features, LANES):
+        total = total + _load(matrix, row, column)
+    mean = sum_of(total) / np.float32(features)
+    total = splat(_ZERO)
+    for column in range(0, whole, LANES):
+        centered = load(matrix, row, column) - splat(mean)
+        total = multiply_add(centered, centered, total)
+    squares = sum_of(total)
+    for column in range(whole, features):
+        squares += (matrix[row, column] - mean) * (matrix[row, column] - mean)
+    factor = _ONE / np.sqrt(squares / np.float32(features) + eps)
+    for column in range(0, features, LANES):
+        centered = _load(matrix, row, column) - splat(mean)
+        scaled = centered * splat(factor)
+        value = multiply_add(scaled, _load(weight, 0, column), _load(bias, 0, column))
+        _store(matrix, row, column, value)
+
+
+# a row without variance divides by zero where eps is 0, which gives NaN
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _multiply_rows(
+    first_token,
+    last_token,
+    x,  # [tokens, hidden]
+    panels,  # see int8_tile_cpu.pack_panels
+    scale,  # [1, features]
+    fp32_rows,  # [2 + OUTLIERS, features]
+    outliers,  # [OUTLIERS], ascending
+    residual,  # [tokens, features], or [0, 0] for none
+    weight,  # [1, features] of the norm, or [0, 0] for none
+    bias,  # the same
+    out,  # [tokens, features]
+    levels,
+    kind,
+    eps,
+):
+    """Write the results of some tokens."""
+    kept = kept_columns(outliers, x.shape[1])
+    # the last tile has rows past the last token, whose results are not written
+    codes = np.zeros((_BLOCK, kept.shape[1]), np.uint8)
+    factors = np.zeros((_BLOCK, FACTORS), np.float32)
+    sums = np.empty((TILE_ROWS, TILE_FEATURES), np.float32)
+    for block in range(first_token, last_token, _BLOCK):
+        count = min(_BLOCK, last_token - block)
+        for i in range(count):
+            quantize_row(x, block + i, outliers, kept, levels, 0, codes, factors, i)
+        for panel in range(len(panels)):
+            for tile in range(0, count, TILE_ROWS):
+                column, rows = panel * TILE_FEATURES, min(TILE_ROWS, count - tile)
+                _prefetch_tile(out, block + tile, rows, column)
+                multiply_tile(codes, tile, panels, panel, sums)
+                of_tile = sums, rows, factors, tile, scale, fp32_rows, column
+                if kind == _NO_ACTIVATION:
+                    _scale_tile(*of_tile, residual, out, block + tile, column)
+                else:
+                    _scale_tile(*of_tile, residual, sums, 0, 0)
+                    _activate_tile(sums, rows, column, kind, out, block + tile)
+        if weight.shape[1]:
+            for i in range(count):
+                _normalize_row(out, block + i, weight, bias, eps)

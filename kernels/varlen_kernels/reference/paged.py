@@ -1,0 +1,149 @@
+"""KV blocks and the attention that reads them in plain torch."""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch import Tensor
+
+from varlen_kernels.reference.torch_parts import bias_by_distance, split_heads
+
+
+def append_kv(
+    qkv: Tensor,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+) -> None:
+    """Write the keys and values of each token into its slot of the caches.
+
+    Args:
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: queries, keys, values of each token. `num_heads`
+            is 0 for keys and values alone: those of an encoder's output, which cross-attention reads.
+        slots: `[tokens]` int64, block · block_size + place in the block, no slot twice; -1 writes nothing.
+        key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`, changed in place.
+    """
+    _, keys, values = split_heads(qkv, num_heads, num_kv_heads)
+    block_size = key_cache.shape[2]
+    written = slots >= 0
+    if not bool(written.all()):
+        slots, keys, values = slots[written], keys[written], values[written]
+    block, place = slots // block_size, slots % block_size
+    key_cache[block, :, place] = keys.to(key_cache.dtype)
+    value_cache[block, :, place] = values.to(value_cache.dtype)
+
+
+def paged_tiles(
+    qkv: Tensor,
+    key_cache: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    cu_blocks: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the tiles of new tokens of `attention_paged` with these arguments.
+
+    A row has the first new token of a sequence, its new tokens, the first query of one tile, the tokens before the new
+    ones, and the place of the sequence's blocks in `block_ids`. How many tokens a tile has, and in which order tiles
+    come, is the choice of the device: here a tile is a whole sequence. Tiles without queries begin at or after the end
+    of their sequence. Rows past the last tile mean nothing.
+
+    Returns:
+        `[len(qkv) + 2 · len(cu_seqlens), 5]` int32, more rows than any device needs.
+
+    Args:
+        qkv, key_cache: only their shapes and dtypes matter.
+        cu_seqlens, context_lens, cu_blocks, num_heads, num_kv_heads, window: see `attention_paged`.
+    """
+    del key_cache, num_heads, num_kv_heads, window
+    if out is None:
+        out = cu_seqlens.new_empty(len(qkv) + 2 * len(cu_seqlens), 5)
+    new = cu_seqlens.diff()
+    columns = cu_seqlens[:-1], new, torch.zeros_like(new), context_lens - new, cu_blocks[:-1]
+    torch.stack(columns, dim=1, out=out[: len(new)])
+    return out
+
+
+def attention_paged(
+    qkv: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    block_ids: Tensor,
+    cu_blocks: Tensor,
+    bias: Tensor | None = None,
+    tiles: Tensor | None = None,  # noqa: ARG001  # an aid of devices
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return the causal attention of new tokens over their sequences' blocks, `[tokens, num_heads · head_dim]`.
+
+    The new tokens of a sequence are the last of its context, and their keys and values are in the caches already. A
+    sequence has one new token when it decodes, and several in a chunk of its prompt.
+
+    Args:
+        qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`; only the queries are read. Or queries alone,
+            `[tokens, num_heads · head_dim]`, for cross-attention. There each new token is a sequence of its own,
+            whose context is the source: the token reads all of it.
+        key_cache, value_cache: `[blocks, num_kv_heads, block_size, head_dim]`.
+        cu_seqlens: `[sequences + 1]` int32, cumulative starts of the new tokens of each sequence.
+        context_lens: `[sequences]` int32, keys of each sequence, those of the new tokens included.
+        block_ids: `[blocks in use]` int32, the block table of each sequence, one after the other.
+        cu_blocks: `[sequences + 1]` int32, cumulative starts of the block tables.
+        bias: finite, by the distance of key and query, see `attention_varlen`.
+        tiles: of `paged_tiles` with the same arguments, to search `cu_seqlens` once for all layers.
+        num_heads: a multiple of `num_kv_heads`; neighbouring heads share a key head.
+        scale: multiplies the scores, usually head_dim ** -0.5.
+        window: number of last tokens that a token reads, itself included; 0 is all.
+
+    Source: Kwon et al. 2023, arXiv:2309.06180 (blocks); Ainslie et al. 2023, arXiv:2305.13245 (grouped heads).
+    """
+    tokens, head_dim = len(qkv), key_cache.shape[3]
+    if out is None:
+        out = qkv.new_empty(tokens, num_heads * head_dim)
+    queries = qkv[:, : num_heads * head_dim].view(tokens, num_heads, head_dim)
+    starts = cu_blocks.tolist()
+    bounds, lengths = cu_seqlens.tolist(), context_lens.tolist()
+    for sequence, (begin, end) in enumerate(pairwise(bounds)):
+        if begin == end:
+            continue
+        length = lengths[sequence]
+        table = block_ids[starts[sequence] : starts[sequence + 1]]
+        # [num_kv_heads, length, head_dim]
+        keys, values = (
+            cache.index_select(0, table)
+            .transpose(0, 1)
+            .reshape(num_kv_heads, -1, head_dim)[:, :length]
+            for cache in (key_cache, value_cache)
+        )
+        position = torch.arange(length, device=qkv.device)
+        query_position = position[length - (end - begin) :, None]
+        readable = position <= query_position
+        if window:
+            readable &= position > query_position - window
+        mask = readable
+        if bias is not None:
+            mask = bias_by_distance(bias, query_position[:, 0], position)
+            mask = mask.masked_fill(~readable, -torch.inf)
+        context = F.scaled_dot_product_attention(
+            queries[begin:end].transpose(0, 1)[None].to(keys.dtype),
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=num_heads != num_kv_heads,
+        )
+        out[begin:end].view(end - begin, num_heads, head_dim).copy_(context[0].transpose(0, 1))
+    return out

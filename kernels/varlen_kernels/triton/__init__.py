@@ -1,0 +1,1 @@
+"""The kernels in the Triton language, one file for each op."""

@@ -1,0 +1,287 @@
+"""Paged attention of single tokens: few queries, each of a long context.
+
+The work is to read the keys and values, so the context of each token is divided into splits, and many programs read at
+the same time. One program owns one token, one key head and one split; it writes the maximum score, the sum of the
+weights and the weighted sum of the values. A second kernel merges the splits. Tokens are rows of the table of
+`paged_tiles`. The number of splits follows from the shapes of the batch: the host needs no length, and one CUDA graph
+serves every batch of the same shapes.
+Source: Dao et al. 2023, "Flash-Decoding for long-context inference".
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from varlen_kernels.triton.attention_blocks import LOG2_E
+from varlen_kernels.triton.attention_tiles import block_d
+from varlen_kernels.triton.dependent_launch import dependent_launch, wait_for_kernels
+from varlen_kernels.triton.kv_blocks import attend_to_blocks, tile_heads
+from varlen_kernels.triton.paged_tiles import read_paged_tile
+from varlen_kernels.tuning import Launch, pick
+
+# Programs that keep the memory of a large GPU busy, even if some of them have short contexts.
+_ENOUGH_PROGRAMS = 1024
+MAX_SPLITS = tl.constexpr(32)
+# Fewest keys of a split: shorter ones cost more in the merge than they gain.
+_MIN_SPLIT = 256
+# Query heads of one program: the fewest rows of a matrix product on tensor cores.
+_ROWS = tl.constexpr(16)
+
+# (BLOCK_N, num_warps, num_stages), by (BLOCK_D, bytes per element); the first is the default. Two stages keep one more
+# block of keys in flight, because the block table is read a stage before the keys.
+_TILES: dict[tuple[int, int], list[tuple[int, int, int]]] = {
+    (64, 2): [(64, 4, 3), (64, 4, 5), (32, 2, 5), (128, 4, 3)],
+    (128, 2): [(64, 4, 3), (64, 4, 5), (32, 4, 5), (64, 8, 3)],
+    (256, 2): [(32, 4, 3), (64, 8, 3), (32, 8, 3)],
+    (64, 4): [(32, 4, 3), (32, 4, 5), (32, 2, 3)],
+    (128, 4): [(32, 4, 3), (32, 8, 3), (16, 4, 3)],
+    (256, 4): [(32, 8, 3), (16, 8, 3)],
+}
+
+
+@triton.jit(do_not_specialize=["first_row", "splits", "bias_width"])
+def _read_split_kernel(
+    qkv_ptr,  # [tokens, at least NUM_KV_HEADS * GROUP * HEAD_DIM], queries first
+    key_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
+    value_cache_ptr,  # [blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]
+    block_ids_ptr,  # [blocks in use]
+    tiles_ptr,  # [all rows, PAGED_COLUMNS]
+    bias_ptr,  # [NUM_KV_HEADS * GROUP, bias_width], read if HAS_BIAS
+    context_ptr,  # [rows, NUM_KV_HEADS * GROUP, splits, HEAD_DIM], not divided by the sum; `out` if not SPLIT
+    sums_ptr,  # [rows, NUM_KV_HEADS * GROUP, 2, splits]: maximum score, sum of the weights; written if SPLIT
+    first_row,
+    splits,
+    bias_width,
+    scale,
+    QKV_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of one key head
+    TILE_HEADS: tl.constexpr,  # query heads of one program
+    TILES: tl.constexpr,  # programs of one key head
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 for all keys
+    HAS_BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,  # whether there are several splits
+    ONLY_SINGLES: tl.constexpr,  # whether sequences with several new tokens are left out
+    MIN_SPLIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
+    DEPENDENT: tl.constexpr,
+):
+    """Attend to one split of a token's context, with the heads of one key head."""
+    wait_for_kernels(DEPENDENT)
+    tile = tl.program_id(0) % (NUM_KV_HEADS * TILES)
+    row = tl.program_id(0) // (NUM_KV_HEADS * TILES)
+    split = tl.program_id(1)
+    begin, new, query, earlier, first_block = read_paged_tile(tiles_ptr, first_row + row)
+    if (query >= new) | ((new > 1) & ONLY_SINGLES):
+        return
+    token = begin + query
+    length = earlier + query + 1
+
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    keys = tl.maximum(tl.cdiv(length - first, splits), MIN_SPLIT)
+    keys = tl.cdiv(keys, BLOCK_N) * BLOCK_N
+    first += split * keys
+    end = tl.minimum(length, first + keys)
+
+    kv_head = tile // TILES
+    place = tl.arange(0, _ROWS)
+    head_in_group = tile % TILES * TILE_HEADS + place
+    head = kv_head * GROUP + head_in_group
+    is_head = (place < TILE_HEADS) & (head_in_group < GROUP)
+    # int64: tokens * QKV_STRIDE and the elements of a cache may pass 2**31
+    q_ptr = qkv_ptr + token.to(tl.int64) * QKV_STRIDE
+    col = tl.arange(0, BLOCK_D)[None, :]
+    inside = is_head[:, None] & (col < HEAD_DIM)
+    q = tl.load(q_ptr + head[:, None] * HEAD_DIM + col, mask=inside, other=0.0)
+    # rows past the last head have no bias
+    reach = bias_width // 2
+    bias_ptr += (tl.where(is_head, head, 0) * bias_width + reach)[:, None]
+    cache_at = kv_head * (BLOCK_SIZE * HEAD_DIM)
+
+    context = tl.zeros([_ROWS, BLOCK_D], tl.float32)
+    weight_sum = tl.zeros([_ROWS], tl.float32)
+    max_score = tl.full([_ROWS], float("-inf"), tl.float32)
+    # the split is inside the window
+    for first_key in tl.range(first, end, BLOCK_N):
+        context, weight_sum, max_score = attend_to_blocks(
+            context,
+            weight_sum,
+            max_score,
+            q,
+            length - 1,
+            key_cache_ptr + cache_at,
+            value_cache_ptr + cache_at,
+            block_ids_ptr + first_block,
+            first_key,
+            end,
+            scale,
+            bias_ptr,
+            reach,
+            BLOCK_STRIDE=NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM,
+            BLOCK_SIZE=BLOCK_SIZE,
+            HEAD_DIM=HEAD_DIM,
+            WINDOW=0,
+            HAS_BIAS=HAS_BIAS,
+            BLOCK_N=BLOCK_N,
+            BLOCK_D=BLOCK_D,
+            MASKED=True,
+        )
+
+    if SPLIT:
+        pair = row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
+        tl.store(sums_ptr + pair * 2 * splits + split, max_score, mask=is_head)
+        tl.store(sums_ptr + (pair * 2 + 1) * splits + split, weight_sum, mask=is_head)
+        if first < end:
+            at = (pair * splits + split)[:, None] * HEAD_DIM + col
+            tl.store(context_ptr + at, context, mask=inside)
+    else:
+        at = token.to(tl.int64) * OUT_STRIDE + head[:, None] * HEAD_DIM + col
+        tl.store(context_ptr + at, context / weight_sum[:, None], mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_row", "splits"])
+def _merge_splits_kernel(
+    context_ptr,  # [rows, NUM_HEADS, splits, HEAD_DIM]
+    sums_ptr,  # [rows, NUM_HEADS, 2, splits]: maximum score, -inf for an empty split; sum of the weights
+    tiles_ptr,  # [all rows, PAGED_COLUMNS]
+    out_ptr,  # [tokens, NUM_HEADS * HEAD_DIM]
+    first_row,
+    splits,
+    OUT_STRIDE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ONLY_SINGLES: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # power of two >= HEAD_DIM
+    DEPENDENT: tl.constexpr,
+):
+    """Merge the splits of one token and one query head."""
+    wait_for_kernels(DEPENDENT)
+    head = tl.program_id(0) % NUM_HEADS
+    row = first_row + tl.program_id(0) // NUM_HEADS
+    begin, new, query, _, _ = read_paged_tile(tiles_ptr, row)
+    if (query >= new) | ((new > 1) & ONLY_SINGLES):
+        return
+    pair = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, MAX_SPLITS)
+    sums_ptr += pair * 2 * splits + split
+    max_scores = tl.load(sums_ptr, mask=split < splits, other=float("-inf"))
+    weight_sums = tl.load(sums_ptr + splits, mask=split < splits, other=0.0)
+    # the first split has keys
+    rescale = tl.exp2(max_scores - tl.max(max_scores, axis=0))
+    weight_sum = tl.sum(weight_sums * rescale, axis=0)
+
+    col = tl.arange(0, BLOCK_D)[None, :]
+    # the context of an empty split is not written
+    inside = (max_scores > float("-inf"))[:, None] & (col < HEAD_DIM)
+    at = (pair * splits + split)[:, None] * HEAD_DIM + col
+    contexts = tl.load(context_ptr + at, mask=inside, other=0.0)
+    context = tl.sum(contexts * rescale[:, None], axis=0, keep_dims=True) / weight_sum
+    out_ptr += (begin + query).to(tl.int64) * OUT_STRIDE + head * HEAD_DIM
+    tl.store(out_ptr + col, context, mask=col < HEAD_DIM)
+
+
+def attend_in_splits(
+    qkv: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_ids: Tensor,
+    tiles: Tensor,
+    bias: Tensor | None,
+    *,
+    rows: range,
+    num_heads: int,
+    scale: float,
+    window: int,
+    only_singles: bool = False,
+    out: Tensor,
+) -> None:
+    """Write paged attention into `out`, one token and key head at a time, see `reference.attention_paged`.
+
+    Arguments are not checked.
+
+    Args:
+        qkv, key_cache, value_cache, block_ids, bias, num_heads, scale, window: see `reference.attention_paged`.
+        tiles: of `paged_tiles`.
+        rows: rows of the table, each of one token.
+        only_singles: whether to leave out sequences with several new tokens.
+        out: `[tokens, num_heads · head_dim]`.
+    """
+    _, kv_heads, block_size, head_dim = key_cache.shape
+    heads, tiles_of_head = tile_heads(num_heads, kv_heads)
+    programs = len(rows) * kv_heads * tiles_of_head
+    splits = min(triton.cdiv(_ENOUGH_PROGRAMS, programs), MAX_SPLITS.value)
+    context, sums = out, out
+    if splits > 1:
+        pairs = len(rows) * num_heads * splits
+        context = torch.empty(pairs * head_dim, dtype=torch.float32, device=qkv.device)
+        sums = torch.empty(pairs * 2, dtype=torch.float32, device=qkv.device)
+    key = (head_dim, num_heads // kv_heads, key_cache.dtype)
+    launch = pick("attention_decode", key, candidate_launches)
+    _read_split_kernel[(programs, splits)](
+        qkv,
+        key_cache,
+        value_cache,
+        block_ids,
+        tiles,
+        qkv if bias is None else bias,
+        context,
+        sums,
+        rows.start,
+        splits,
+        0 if bias is None else bias.shape[1],
+        scale * LOG2_E.value,
+        QKV_STRIDE=qkv.stride(0),
+        OUT_STRIDE=out.stride(0),
+        NUM_KV_HEADS=kv_heads,
+        GROUP=num_heads // kv_heads,
+        TILE_HEADS=heads,
+        TILES=tiles_of_head,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=window,
+        HAS_BIAS=bias is not None,
+        SPLIT=splits > 1,
+        ONLY_SINGLES=only_singles,
+        MIN_SPLIT=_MIN_SPLIT,
+        BLOCK_D=block_d(head_dim),
+        **launch,
+        **dependent_launch(),
+    )
+    if splits > 1:
+        _merge_splits_kernel[(len(rows) * num_heads,)](
+            context,
+            sums,
+            tiles,
+            out,
+            rows.start,
+            splits,
+            OUT_STRIDE=out.stride(0),
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            ONLY_SINGLES=only_singles,
+            BLOCK_D=block_d(head_dim),
+            num_warps=4,
+            enable_fp_fusion=launch["enable_fp_fusion"],
+            **dependent_launch(),
+        )
+
+
+def candidate_launches(head_dim: int, group: int, dtype: torch.dtype) -> list[Launch]:
+    """Return the candidate launches for heads of this size; the first is the default.
+
+    Args:
+        head_dim: elements of a key.
+        group: query heads of one key head; part of the key only.
+        dtype: of the caches.
+    """
+    del group
+    names = ("BLOCK_N", "num_warps", "num_stages")
+    tiles = _TILES[max(64, block_d(head_dim)), dtype.itemsize]
+    return [dict(zip(names, tile, strict=True)) for tile in tiles]

@@ -1,0 +1,135 @@
+"""Checks of shapes, dtypes and layout, made by launchers before a kernel reads memory."""
+
+import torch
+from torch import Tensor
+
+from varlen_kernels.triton.rows import MAX_ROW
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ID_DTYPES = (torch.int32, torch.int64)
+
+
+def check_rows(x: Tensor, **others: Tensor | None) -> None:
+    """Check that all tensors have the shape and dtype of `x`, and contiguous rows.
+
+    Raises:
+        ValueError: one differs; the message names it.
+    """
+    check_dtype(x=x)
+    for name, tensor in {"x": x, **others}.items():
+        if tensor is None:
+            continue
+        if tensor.shape != x.shape or tensor.dtype != x.dtype:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} {tensor.dtype}; x is {list(x.shape)} {x.dtype}"
+            )
+        check_row_layout(**{name: tensor})
+
+
+def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Check the shape, dtype and layout of `out`.
+
+    Raises:
+        ValueError: it has another shape or dtype, or its rows are not contiguous.
+    """
+    if out.shape != shape or out.dtype != dtype:
+        raise ValueError(f"out is {list(out.shape)} {out.dtype}; it must be {list(shape)} {dtype}")
+    check_row_layout(out=out)
+
+
+def check_row_layout(**tensors: Tensor) -> None:
+    """Check that each tensor has contiguous rows; the stride between rows is free.
+
+    Raises:
+        ValueError: one has fewer than two dimensions or a last stride other than 1.
+    """
+    for name, tensor in tensors.items():
+        if tensor.ndim < 2:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must have rows")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; the last must be 1")
+
+
+def check_dtype(**tensors: Tensor) -> None:
+    """Check that kernels support the dtype of each tensor.
+
+    Raises:
+        ValueError: one is not in DTYPES; the message names it.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+
+
+def check_width(width: int) -> None:
+    """Check that one program can hold a row of this width.
+
+    Raises:
+        ValueError: the width is over MAX_ROW, or 0.
+    """
+    if not 0 < width <= MAX_ROW:
+        raise ValueError(f"x has rows of {width}; allowed: 1 to {MAX_ROW}")
+
+
+def check_vector(width: int, **vectors: Tensor | None) -> None:
+    """Check that each tensor is a contiguous vector of `width` elements.
+
+    Raises:
+        ValueError: one is not; the message names it.
+    """
+    for name, vector in vectors.items():
+        if vector is not None and (vector.shape != (width,) or not vector.is_contiguous()):
+            raise ValueError(
+                f"{name} has shape {list(vector.shape)} and strides {vector.stride()}; it must be [{width}], contiguous"
+            )
+
+
+def check_ids(count: int, **vectors: Tensor) -> None:
+    """Check that each tensor is a contiguous vector of `count` int32 or int64.
+
+    Raises:
+        ValueError: one is not; the message names it.
+    """
+    check_vector(count, **vectors)
+    for name, vector in vectors.items():
+        if vector.dtype not in ID_DTYPES:
+            allowed = ", ".join(map(str, ID_DTYPES))
+            raise ValueError(f"{name} is {vector.dtype}; allowed: {allowed}")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, batch: int | None = None) -> None:
+    """Check that `cu_seqlens` is `[batch + 1]` int32, contiguous.
+
+    Raises:
+        ValueError: it is not, or `batch` is given and differs.
+    """
+    expected = "batch + 1" if batch is None else str(batch + 1)
+    fits = len(cu_seqlens) > 0 if batch is None else len(cu_seqlens) == batch + 1
+    if (
+        cu_seqlens.ndim != 1
+        or not fits
+        or cu_seqlens.dtype != torch.int32
+        or not cu_seqlens.is_contiguous()
+    ):
+        raise ValueError(
+            f"cu_seqlens is {list(cu_seqlens.shape)} {cu_seqlens.dtype}, strides {cu_seqlens.stride()};"
+            f" it must be [{expected}] torch.int32, contiguous"
+        )
+
+
+def row_strides(**tensors: Tensor) -> tuple[int, ...]:
+    """Return the stride between the rows of each tensor, in elements.
+
+    Raises:
+        ValueError: a tensor's rows are not evenly spaced; the message names it.
+    """
+    strides = []
+    for name, tensor in tensors.items():
+        try:
+            strides.append(tensor.view(-1, tensor.shape[-1]).stride(0))
+        except RuntimeError:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} with strides {tensor.stride()};"
+                " its rows must lie one stride apart"
+            ) from None
+    return tuple(strides)

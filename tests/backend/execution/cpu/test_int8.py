@@ -1,0 +1,422 @@
+"""Encoders in int8: calibration, the programs they run, and vectors close to fp32."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from weakref import ref
+
+import numpy as np
+import pytest
+import torch
+
+from varlen import Encoder, Generator
+from varlen.config import EngineConfig
+from varlen.errors import CheckpointError, ConfigError
+from varlen.execution.cpu import int8_encoder
+from varlen.execution.cpu.calibration import (
+    FILE,
+    Calibration,
+    LayerCalibration,
+    Quality,
+    compare,
+    find_outliers,
+    weights_hash,
+)
+from varlen.execution.cpu.calibration_texts import TEXTS
+from varlen.execution.cpu.quantization import layer_key, linear_weights, quantize_layers, use_int8
+from varlen.execution.device import choose_dtype
+from varlen.execution.runner import Runner
+from varlen.models.registry import load_encoder
+from varlen.program.recorder import Recorder
+from varlen.request.request import Prompt
+from varlen_kernels.cpu import int8_products as int8_products_cpu
+from varlen_kernels.cpu.int8_products import Int8Product
+from varlen_kernels.cpu.int8_tile import has_dot_products
+from varlen_kernels.reference.linear_int8 import OUTLIERS, REDUCED_LEVELS
+
+TEXT = ["the cat", "a river, the river and a cat?", "x", "the 39 cats are at the river again!"]
+PANELS = Int8Product("linear_int8_panels", REDUCED_LEVELS)
+NEEDS_VNNI = pytest.mark.skipif(not has_dot_products(), reason="needs AVX-512 with VNNI")
+PRODUCTS = pytest.mark.parametrize(
+    "product",
+    [
+        Int8Product("linear_int8", REDUCED_LEVELS),
+        Int8Product("linear_int8_packed", REDUCED_LEVELS),
+        pytest.param(PANELS, marks=NEEDS_VNNI),
+    ],
+    ids=lambda each: each.kernel,
+)
+
+
+@pytest.fixture(autouse=True)
+def few_texts(monkeypatch):
+    monkeypatch.setattr(int8_encoder, "TEXTS", TEXTS[:16])
+
+
+@pytest.fixture(scope="module")
+def calibration(small_bert):
+    """The calibration of the checkpoint in `folder`."""
+    checkpoint = int8_encoder.Checkpoint.open(small_bert)
+    return int8_encoder.calibrate(load_fp32(checkpoint), checkpoint, TEXTS[:12])
+
+
+def load_fp32(checkpoint):
+    return load_encoder(checkpoint, torch.float32, torch.device("cpu"))
+
+
+def cosines(vectors, expected):
+    norms = np.linalg.norm(vectors, axis=-1) * np.linalg.norm(expected, axis=-1)
+    return (vectors * expected).sum(-1) / norms
+
+
+def embeddings(folder, dtype, texts=TEXT):
+    with Encoder.from_pretrained(folder, dtype=dtype, device="cpu") as encoder:
+        return encoder.embed(texts)
+
+
+def linear_program(hidden=40, features=24, layers=2):
+    """Return a program of linear layers and a weak reference to each weight."""
+    ops, numbers = Recorder(), torch.Generator().manual_seed(0)
+    x = ops.input("x", ("tokens", hidden), torch.float32)
+    weights = []
+    for _ in range(layers):
+        weights.append(torch.randn(hidden, features, generator=numbers))
+        output = ops.linear(x, weights[-1], None)
+    return ops.finish(output), [ref(weight) for weight in weights]
+
+
+@PRODUCTS
+def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch, product):
+    monkeypatch.setattr(int8_products_cpu, "choose_product", lambda: product)
+    program, weights = linear_program(hidden=400, features=240)
+    before = program.weight_bytes
+    outliers = {layer_key(weight(), None): torch.arange(OUTLIERS) for weight in weights[:1]}
+
+    program = use_int8(program, quantize_layers(program, outliers))
+
+    assert [op.kernel for op in program.ops] == [product.kernel, "linear"]
+    assert program.ops[0].attributes == {"levels": product.levels}
+    assert [weight() is None for weight in weights] == [True, False]
+    assert program.weight_bytes < 0.65 * before
+
+
+def recorded_layers(follow):
+    """Return the kernels of an int8 layer and of what `follow` records behind it."""
+    ops = Recorder()
+    x, weight = ops.input("x", ("tokens", 8), torch.float32), torch.ones(8, 8)
+    program = ops.finish(*follow(ops, x, ops.linear(x, weight, None)))
+    outliers = {layer_key(weight, None): torch.arange(OUTLIERS)}
+    return [op.kernel for op in use_int8(program, quantize_layers(program, outliers)).ops]
+
+
+@pytest.mark.parametrize(
+    "follow, kernels",
+    [
+        (lambda ops, x, y: [ops.activate(y, kind="gelu")], ["linear_int8_panels_activate"]),
+        (
+            lambda ops, x, y: [ops.add_layer_norm(y, x, torch.ones(8), torch.ones(8), eps=1e-5)],
+            ["linear_int8_panels_add_layer_norm"],
+        ),
+        (lambda ops, x, y: [ops.tanh(y)], ["linear_int8_panels", "tanh"]),
+        (lambda ops, x, y: [y, ops.activate(y, kind="gelu")], ["linear_int8_panels", "activate"]),
+        (
+            lambda ops, x, y: [ops.activate(y, kind="gelu"), ops.tanh(y)],
+            ["linear_int8_panels", "activate", "tanh"],
+        ),
+        (
+            lambda ops, x, y: [ops.add_layer_norm(x, y, torch.ones(8), None, eps=1e-5)],
+            ["linear_int8_panels", "add_layer_norm"],
+        ),
+    ],
+    ids=["activation", "norm", "another-op", "output", "two-readers", "residual"],
+)
+def test_a_layer_runs_what_follows_it_if_nothing_else_reads_it(monkeypatch, follow, kernels):
+    monkeypatch.setattr(int8_products_cpu, "choose_product", lambda: PANELS)
+
+    assert recorded_layers(follow) == kernels
+
+
+def test_layers_that_share_a_weight_keep_their_biases():
+    ops = Recorder()
+    x = ops.input("x", ("tokens", 8), torch.float32)
+    weight, biases = torch.ones(8, 8), [torch.zeros(8), torch.ones(8)]
+    program = ops.finish(ops.linear(ops.linear(x, weight, biases[0]), weight, biases[1]))
+    outliers = {layer_key(weight, bias): torch.arange(OUTLIERS) for bias in biases}
+
+    program = use_int8(program, quantize_layers(program, outliers))
+
+    for op, bias in zip(program.ops, biases, strict=True):
+        # operands: x, codes, scale, fp32_rows
+        assert torch.equal(op.operands[3][1], bias)
+
+
+def test_the_largest_columns_are_the_outliers(folder):
+    checkpoint = int8_encoder.Checkpoint.open(folder)
+    encoder = load_fp32(checkpoint)
+    large = [3, 7, 11, 20]
+    encoder.embedding_norm.weight[large] = 50.0
+    program = int8_encoder._embedding(encoder, checkpoint)
+
+    outliers = find_outliers(program, [Prompt(np.arange(9, dtype=np.int32))])
+
+    assert next(iter(outliers.values())).tolist() == large
+
+
+def test_vectors_are_close_to_fp32_and_heads_stay_in_fp32(folder, make_checkpoint):
+    assert cosines(embeddings(folder, "int8"), embeddings(folder, "fp32")).min() > 0.995
+
+    classifier = make_checkpoint("BertForSequenceClassification", num_labels=3)
+    logits = []
+    for dtype in ("fp32", "int8"):
+        with Encoder.from_pretrained(classifier, dtype=dtype, device="cpu") as encoder:
+            logits.append(encoder.classify(TEXT))
+    checkpoint = int8_encoder.Checkpoint.open(classifier)
+    runner = Runner(checkpoint, EngineConfig(dtype="int8", device="cpu"))
+    kernels = [op.kernel for op in runner.program.ops if op.kernel.startswith("linear")]
+    # four layers of the encoder twice, then pooler and classifier
+    product = int8_products_cpu.choose_product().kernel
+    assert all(kernel.startswith(product) for kernel in kernels[:8])
+    assert kernels[8:] == ["linear"] * 2
+    assert runner.info.cost_fields["int8"] == product
+    np.testing.assert_allclose(*logits, rtol=0, atol=0.1 * np.abs(logits[0]).max())
+
+
+@PRODUCTS
+def test_every_product_serves_an_encoder(folder, monkeypatch, product):
+    monkeypatch.setattr(int8_products_cpu, "choose_product", lambda: product)
+
+    assert cosines(embeddings(folder, "int8"), embeddings(folder, "fp32")).min() > 0.99
+
+
+def test_a_decoder_that_embeds_runs_in_int8(make_checkpoint):
+    decoder = make_checkpoint("LlamaForCausalLM")
+    vectors = []
+    for dtype in ("int8", "fp32"):
+        with Encoder.from_pretrained(decoder, task="embed", dtype=dtype, device="cpu") as encoder:
+            vectors.append(encoder.embed(TEXT))
+
+    assert cosines(*vectors).min() > 0.99
+
+
+def test_a_vector_does_not_depend_on_other_texts(folder):
+    with Encoder.from_pretrained(folder, dtype="int8", device="cpu", threads=1) as encoder:
+        together = encoder.embed(TEXT)
+        alone = np.concatenate([encoder.embed([text]) for text in TEXT])
+
+    # attention and norms in fp32 may round in another order
+    np.testing.assert_allclose(together, alone, rtol=0, atol=1e-2 * np.abs(alone).max())
+
+
+def test_layers_with_large_errors_stay_in_fp32(folder, monkeypatch, caplog):
+    monkeypatch.setattr(int8_encoder, "MAX_LAYER_ERROR", 0.0)
+    caplog.set_level(logging.INFO)
+
+    np.testing.assert_allclose(
+        embeddings(folder, "int8"), embeddings(folder, "fp32"), rtol=0, atol=1e-5
+    )
+
+    assert "int8: 0 of 8 linear layers of the encoder" in caplog.text
+
+
+def test_a_low_quality_is_a_warning(folder, monkeypatch, caplog):
+    monkeypatch.setattr(int8_encoder, "LEAST_COSINE", 1.1)
+
+    embeddings(folder, "int8")
+
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "int8 changes the vectors of this checkpoint: cosine to fp32" in warning.getMessage()
+
+
+def test_a_quality_of_nan_is_a_warning(folder, calibration, monkeypatch, caplog):
+    nan = replace(calibration, quality=Quality(8, float("nan"), float("nan"), float("nan")))
+    monkeypatch.setattr(int8_encoder, "calibrate", lambda *args: nan)
+    checkpoint = int8_encoder.Checkpoint.open(folder)
+    encoder = load_fp32(checkpoint)
+
+    int8_encoder.to_int8(int8_encoder._embedding(encoder, checkpoint), encoder, checkpoint)
+
+    assert "int8 changes the vectors of this checkpoint: cosine to fp32 nan" in caplog.text
+
+
+def test_few_texts_leave_the_quality_to_random_tokens(folder):
+    checkpoint = int8_encoder.Checkpoint.open(folder)
+
+    quality = int8_encoder.calibrate(load_fp32(checkpoint), checkpoint, TEXTS[:4]).quality
+
+    assert quality.texts == int8_encoder._RANDOM_PROMPTS
+    assert -1 <= quality.spearman <= 1
+
+
+def test_the_hash_of_weights_changes_with_one_of_them(folder):
+    checkpoint = int8_encoder.Checkpoint.open(folder)
+    program = int8_encoder._embedding(load_fp32(checkpoint), checkpoint)
+    before = weights_hash(program)
+    (weight, _), *_ = linear_weights(program).values()
+
+    weight[0, 3] += 1
+
+    assert weights_hash(program) != before
+
+
+def test_a_calibration_that_cannot_be_saved_leaves_the_old_one(folder, calibration, monkeypatch):
+    path = calibration.save(folder)
+    before = path.read_text()
+
+    def fail(self, target):
+        raise OSError("no space")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        replace(calibration, levels=3).save(folder)
+
+    assert path.read_text() == before
+    assert not list(folder.glob(".int8*"))
+
+
+def test_a_calibration_is_stored_with_the_checkpoint_and_read_again(folder, calibration, caplog):
+    caplog.set_level(logging.INFO)
+    measured = embeddings(folder, "int8")
+    path = calibration.save(folder)
+
+    assert path == folder / FILE
+    assert Calibration.load(folder) == calibration
+    assert cosines(embeddings(folder, "int8"), measured).min() > 0.99
+    assert "measured in" in caplog.messages[0]
+    assert "(6 texts), stored with the checkpoint" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"checkpoint": "another"}, "the stored calibration is of another checkpoint"),
+        ({"weights": "another"}, "the stored calibration is of another checkpoint"),
+        ({"levels": 3}, "the stored calibration is of a CPU with activations from 0 to 3"),
+    ],
+    ids=["checkpoint", "weights", "levels"],
+)
+def test_a_calibration_that_does_not_fit_is_measured_again(
+    folder, calibration, caplog, change, message
+):
+    caplog.set_level(logging.INFO)
+    path = calibration.save(folder)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+    embeddings(folder, "int8")
+
+    assert message in caplog.text
+    assert "(8 texts), measured in" in caplog.text
+
+
+def test_a_calibration_of_another_version_is_ignored(folder, calibration):
+    path = calibration.save(folder)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 0}))
+
+    assert Calibration.load(folder) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": [{"outliers": [1, 2], "error": 0.1}]},
+        {"layers": [{"outliers": [4, 3, 2, 1], "error": 0.1}]},
+        {"layers": [{"error": 0.1}]},
+        {"layers": [{"outliers": [0.1, 1, 2, 3], "error": 0.1}]},
+        {"layers": [{"outliers": [0, 1, 2, float("inf")], "error": 0.1}]},
+        {"layers": [{"outliers": [0, 1, 2, 3], "error": 10**400}]},
+        {"quality": {"texts": 3}},
+        {"quality": {"texts": 3, "cosine_mean": float("nan"), "cosine_min": 1, "spearman": 1}},
+        {"quality": {"texts": 3, "cosine_mean": "1", "cosine_min": 1, "spearman": 1}},
+        {"unknown": 1},
+    ],
+    ids=[
+        "two",
+        "order",
+        "missing",
+        "fraction",
+        "infinite",
+        "huge",
+        "quality",
+        "nan",
+        "text",
+        "unknown",
+    ],
+)
+def test_a_damaged_calibration_is_refused(folder, calibration, change):
+    path = calibration.save(folder)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+    with pytest.raises(CheckpointError, match=r"int8.json cannot be read"):
+        embeddings(folder, "int8")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "[" * 100_000], ids=["empty", "list", "cut", "nested"]
+)
+def test_a_calibration_that_is_no_object_is_refused(folder, text):
+    (folder / FILE).write_text(text)
+
+    with pytest.raises(CheckpointError, match=r"int8.json cannot be read"):
+        Calibration.load(folder)
+
+
+def test_a_calibration_with_columns_past_the_input_is_refused(folder, calibration):
+    layers = [LayerCalibration((0, 1, 2, 9999), 0.1) for _ in calibration.layers]
+    damaged = Calibration(
+        calibration.checkpoint,
+        calibration.weights,
+        calibration.levels,
+        tuple(layers),
+        Quality(8, 1, 1, 1),
+    )
+    damaged.save(folder)
+
+    with pytest.raises(CheckpointError, match=r"int8.json does not fit the checkpoint's layers"):
+        embeddings(folder, "int8")
+
+
+def test_equal_vectors_have_the_best_quality_and_noise_lowers_it(rng):
+    vectors = rng.normal(size=(10, 8)).astype(np.float32)
+    noisy = vectors + rng.normal(size=vectors.shape).astype(np.float32)
+
+    best, worse = compare(3 * vectors, vectors), compare(noisy, vectors)
+
+    assert (best.texts, best.cosine_min, best.spearman) == (10, pytest.approx(1), pytest.approx(1))
+    assert worse.cosine_min < worse.cosine_mean < 0.99
+    assert worse.spearman < 0.99
+
+
+def test_the_built_in_texts_differ_and_have_many_lengths():
+    assert len(set(TEXTS)) == len(TEXTS) == 64
+    words = [len(text.split()) for text in TEXTS]
+    assert min(words) < 3
+    assert max(words) > 100
+
+
+def test_int8_is_for_cpus():
+    assert choose_dtype("int8", torch.device("cpu")) is torch.float32
+
+    with pytest.raises(ConfigError, match='dtype is "int8", which needs a CPU'):
+        choose_dtype("int8", torch.device("cuda", 0))
+
+
+def test_int8_needs_numba(monkeypatch):
+    monkeypatch.setattr(int8_encoder, "has_numba", lambda: False)
+
+    with pytest.raises(ConfigError, match='dtype is "int8", whose ops numba compiles'):
+        int8_encoder.check_int8()
+
+
+def test_int8_needs_an_exact_product(monkeypatch):
+    def none():
+        raise int8_products_cpu.NoInt8ProductError("no product")
+
+    monkeypatch.setattr(int8_products_cpu, "choose_product", none)
+
+    with pytest.raises(ConfigError, match="cannot be used here: no product; allowed: auto"):
+        int8_encoder.check_int8()
+
+
+def test_int8_does_not_generate(make_checkpoint):
+    with pytest.raises(ConfigError, match='dtype is "int8", which serves tasks of one step'):
+        Generator.from_pretrained(make_checkpoint("GPT2LMHeadModel"), dtype="int8")

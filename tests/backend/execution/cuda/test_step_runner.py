@@ -1,0 +1,155 @@
+"""Steps on a GPU, with a stand-in for CUDA graphs on a CPU.
+
+Sizes of graphs, padding of inputs, fixed addresses and the order of the inputs are real.
+"""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+
+from tests.backend.execution.test_step_packing import sequence_of_source
+from tests.checkpoints import save_checkpoint
+from tests.closeness import assert_close, encoder_roundings
+from tests.repeated_work import RepeatedWork
+from varlen.execution.bound_program import BoundProgram
+from varlen.execution.cpu.step_runner import CpuSteps
+from varlen.execution.cuda.step_runner import CudaSteps
+from varlen.execution.kv_cache import KvSize
+from varlen.execution.step_program import record_steps
+from varlen.memory.arena import Arena
+from varlen.memory.layout import Layout
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.models.registry import load_decoder, load_encoder_decoder
+from varlen.program.recorder import Recorder
+from varlen.scheduling.sequence import Chunk
+from varlen_kernels import reference
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, BLOCKS = 16, 90
+LARGEST = {"tokens": 64, "sequences": 20, "logit_rows": 20}
+KINDS = ["GPT2LMHeadModel", "BartForConditionalGeneration", "T5ForConditionalGeneration"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), request.param)
+
+
+@pytest.fixture(scope="module")
+def has_sources(folder):
+    return Checkpoint.open(folder).translate is not None
+
+
+@pytest.fixture(scope="module")
+def programs(folder, has_sources):
+    """Return the programs of a step for a CPU and for a GPU."""
+    load = load_encoder_decoder if has_sources else load_decoder
+    model = load(Checkpoint.open(folder), torch.float32, CPU)
+    kv = KvSize(BLOCKS, BLOCK_SIZE, 0, torch.float32)
+    return record_steps(model, kv)[0], record_steps(model, kv, partial(Recorder, for_gpu=True))[0]
+
+
+@pytest.fixture
+def graphs():
+    return RepeatedWork()
+
+
+@pytest.fixture
+def steps(programs, graphs):
+    """Return the steps of a CPU and of a GPU, over equal caches."""
+    generator = torch.Generator().manual_seed(0)
+    states = programs[0].states
+    caches = {state.name: torch.randn(state.shape, generator=generator) for state in states}
+
+    def make(kind, program, **options):
+        arena = Arena(Layout(program.buffers, 256), LARGEST, CPU)
+        copies = {name: cache.clone() for name, cache in caches.items()}
+        bound = BoundProgram(program, reference, arena, copies, BLOCK_SIZE)
+        return kind(bound, **options), copies
+
+    blocks = {"blocks_per_sequence": 20, "blocks_per_source": 4}
+    return make(CpuSteps, programs[0]), make(CudaSteps, programs[1], graphs=graphs, **blocks)
+
+
+@pytest.fixture
+def chunk(has_sources):
+    """Return a function that returns a chunk whose blocks are its own."""
+    free = iter(range(BLOCKS))
+
+    def take(tokens):
+        return tuple(next(free) for _ in range(-(-tokens // BLOCK_SIZE)))
+
+    def chunk(start, tokens, samples=1):
+        blocks, token_ids = take(start + tokens), tuple(range(1, tokens + 1))
+        if not has_sources:
+            return Chunk(None, start, token_ids, blocks, (None,) * samples)
+        length = 1 + (7 * blocks[0] + start) % 50
+        sequence = sequence_of_source(length)
+        return Chunk(sequence, start, token_ids, blocks, (None,) * samples, take(length))
+
+    return chunk
+
+
+STEPS = {
+    "one": [(0, 1)],
+    "three": [(40, 1), (0, 1), (17, 1)],
+    "nine": [(20, 1)] * 9,
+    "prompt": [(0, 30)],
+    "mixed": [(33, 1), (16, 9), (0, 20, 0)],
+    "samples": [(10, 1, 3), (4, 1)],
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_a_step_gives_the_logits_and_the_caches_of_the_cpu(folder, steps, chunk, step):
+    chunks = [chunk(*each) for each in step]
+    (cpu, cpu_caches), (gpu, gpu_caches) = steps
+
+    expected, actual = cpu.logits(chunks).clone(), gpu.logits(chunks)
+
+    roundings = encoder_roundings(folder)
+    assert_close(actual, expected, roundings=roundings)
+    for name, cache in gpu_caches.items():
+        assert_close(cache, cpu_caches[name], roundings=roundings)
+
+
+def test_steps_that_decode_replay_and_capture_nothing(steps, graphs, chunk):
+    _, (gpu, _) = steps
+    captured = graphs.captured
+
+    chunks = [chunk(5, 1) for _ in range(20)]
+    for count in range(1, 21):
+        gpu.logits(chunks[:count])
+
+    assert graphs.captured == captured
+    assert graphs.replayed == 20
+
+
+def test_a_step_with_a_prompt_replays_nothing(steps, graphs, chunk):
+    _, (gpu, _) = steps
+
+    gpu.logits([chunk(5, 1), chunk(0, 7)])
+
+    assert graphs.replayed == 0
+
+
+def test_loading_logs_what_the_graphs_cost(programs, caplog):
+    program = programs[1]
+    with caplog.at_level(logging.INFO, "varlen"):
+        arena = Arena(Layout(program.buffers, 256), LARGEST, CPU)
+        caches = {state.name: torch.zeros(state.shape) for state in program.states}
+        bound = BoundProgram(program, reference, arena, caches, BLOCK_SIZE)
+        steps = CudaSteps(bound, blocks_per_sequence=20, blocks_per_source=4, graphs=RepeatedWork())
+
+    # 1, 2, 4, 8, 16 and 20 sequences
+    assert "captured 6 of 6 graphs in " in caplog.text
+    assert steps.graph_use.count == 6
+
+
+def test_layers_of_one_form_share_their_tiles_on_a_gpu(programs, has_sources):
+    calls = [[op.kernel for op in program.ops].count("paged_tiles") for program in programs]
+
+    # a table of the decoder's own tokens, and one of the sources
+    assert calls == [0, 2 if has_sources else 1]

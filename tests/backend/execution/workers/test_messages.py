@@ -1,0 +1,83 @@
+"""Batches and answers arrive as they were sent."""
+
+from multiprocessing.connection import Pipe
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from varlen.execution.workers.messages import (
+    Answers,
+    receive_answers,
+    receive_batch,
+    send_answers,
+    send_batch,
+)
+from varlen.memory.memory_use import MemoryUse
+from varlen.request.request import Prompt, RequestOptions
+
+IDS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9)
+USE = MemoryUse(1, 2, 3, 4, 0.5, 6, 7)
+
+
+@given(
+    rows=st.lists(st.tuples(IDS, st.booleans(), st.booleans()), min_size=1, max_size=5),
+)
+@settings(deadline=None, max_examples=50)
+def test_a_batch_arrives_with_its_ids_types_and_options(rows):
+    ours, theirs = Pipe()
+    prompts = [
+        Prompt(
+            np.array(ids, dtype=np.int32),
+            np.arange(len(ids), dtype=np.int32) if has_types else None,
+            # the first token of every second row is a mask
+            mask_places=np.zeros(1, dtype=np.int32) if index % 2 else None,
+            num_keys=index if index % 3 else None,
+            num_unpooled=index,
+            # no vector of some rows
+            kept_places=np.arange(index - 2, dtype=np.int32) if index > 1 else None,
+        )
+        for index, (ids, has_types, _) in enumerate(rows)
+    ]
+    send_batch(ours, prompts, [RequestOptions(normalize=each) for _, _, each in rows])
+
+    received, options = receive_batch(theirs)
+
+    assert [each.normalize for each in options] == [each for _, _, each in rows]
+    for sent, got in zip(prompts, received, strict=True):
+        np.testing.assert_array_equal(sent.token_ids, got.token_ids)
+        if sent.type_ids is not None:
+            np.testing.assert_array_equal(sent.type_ids, got.type_ids)
+        else:
+            assert got.type_ids is None or not got.type_ids.any()
+        assert (got.mask_places is None) == (sent.mask_places is None)
+        assert got.num_masks == sent.num_masks
+        assert got.num_keys == sent.num_keys
+        assert got.num_unpooled == sent.num_unpooled
+        assert got.num_vectors == sent.num_vectors
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(3,)], [(4,), (4,), (4,)], [(2, 3), (1, 3), (5, 3)]], ids=["one", "rows", "tokens"]
+)
+def test_answers_arrive_in_their_shapes_and_may_be_written_to(shapes):
+    ours, theirs = Pipe()
+    numbers = np.random.default_rng(0)
+    rows = [numbers.standard_normal(shape).astype(np.float32) for shape in shapes]
+    send_answers(theirs, Answers(rows, USE))
+
+    received = receive_answers(ours)
+
+    assert received.use == USE
+    assert received.problem is None
+    for sent, got in zip(rows, received.rows, strict=True):
+        np.testing.assert_array_equal(sent, got)
+        assert got.flags.writeable
+
+
+def test_a_problem_arrives_without_answers():
+    ours, theirs = Pipe()
+    send_answers(theirs, Answers((), USE, "error", "Traceback: é"))
+
+    assert receive_answers(ours) == Answers([], USE, "error", "Traceback: é")

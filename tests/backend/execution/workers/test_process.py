@@ -1,0 +1,279 @@
+"""Worker processes: answers as in process, and faults that stay in them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from varlen.config import EngineConfig
+from varlen.errors import CheckpointError, ConfigError, EngineError
+from varlen.execution.runner import Runner
+from varlen.execution.workers import process as worker_process
+from varlen.execution.workers.messages import Answers, receive_batch, send_answers
+from varlen.execution.workers.process import WorkerHost, WorkerProcess
+from varlen.memory.memory_use import MemoryUse
+from varlen.models.checkpoint_folder import Checkpoint
+from varlen.request.request import Prompt, RequestOptions
+
+CONFIG = EngineConfig(device="cpu", dtype="fp32", threads=2, max_batch_tokens=256)
+SECONDS = 20.0
+
+
+@pytest.fixture(scope="module")
+def host(small_bert):
+    made = WorkerHost(small_bert, CONFIG)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def restarts():
+    return []
+
+
+@pytest.fixture
+def worker(host, restarts):
+    made = WorkerProcess(host, lambda: restarts.append(1))
+    yield made
+    made.close()
+
+
+def batch(*lengths):
+    numbers = np.random.default_rng(0)
+    prompts = [Prompt(numbers.integers(0, 50, n, dtype=np.int32)) for n in lengths]
+    return prompts, [RequestOptions(normalize=n % 2 == 0) for n in lengths]
+
+
+def is_gone(pid):
+    """Wait until a process has ended; return whether it has."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        try:
+            # a zombie has ended too
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_answers_are_those_of_a_runner_in_process(worker, host, small_bert):
+    runner = Runner(Checkpoint.open(small_bert), CONFIG, workers=2)
+    prompts, options = batch(9, 1, 30, 1, 12)
+
+    rows = worker.run(prompts, options)
+
+    for row, expected in zip(rows, runner.run(prompts, options), strict=True):
+        np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-6)
+    assert host.info == runner.info
+    assert worker.use().reserved_bytes > 0
+
+
+def test_a_worker_that_is_killed_costs_one_retry(worker, restarts, caplog):
+    prompts, options = batch(5, 8)
+    before = worker.run(prompts, options)
+    plans = worker.use().plan_hits + worker.use().plan_misses
+    killed = worker.pid
+    # it cannot answer before it is killed
+    os.kill(killed, signal.SIGSTOP)
+    after = []
+    waiting = Thread(target=lambda: after.extend(worker.run(prompts, options)))
+    waiting.start()
+    os.kill(killed, signal.SIGKILL)
+    waiting.join(SECONDS)
+
+    np.testing.assert_array_equal(after, before)
+    assert restarts == [1]
+    assert worker.pid != killed
+    # totals never fall
+    assert worker.use().plan_hits + worker.use().plan_misses > plans
+    assert f"worker process {killed} ended with code -9" in caplog.text
+
+
+def test_an_idle_worker_that_is_killed_is_replaced_by_the_next_batch(worker, restarts):
+    os.kill(worker.pid, signal.SIGKILL)
+    assert is_gone(worker.pid)
+
+    worker.check()
+
+    assert restarts == [1]
+
+
+def test_an_error_in_a_worker_is_raised_with_its_traceback(worker, restarts):
+    prompts, options = batch(300)
+
+    with pytest.raises(EngineError, match="a batch of 300 tokens; the arena holds 256"):
+        worker.run(prompts, options)
+
+    worker.check()
+    assert restarts == []
+
+
+def test_the_model_is_loaded_again_if_its_host_was_killed(small_bert):
+    host = WorkerHost(small_bert, CONFIG)
+    worker = WorkerProcess(host, lambda: None)
+    prompts, options = batch(4)
+    before = worker.run(prompts, options)
+    for pid in (host.pid, worker.pid):
+        os.kill(pid, signal.SIGKILL)
+        assert is_gone(pid)
+
+    after = worker.run(prompts, options)
+
+    np.testing.assert_array_equal(after, before)
+    pids = host.pid, worker.pid
+    worker.close()
+    host.close()
+    assert all(map(is_gone, pids))
+
+
+class FakeHost:
+    """Starts workers that are threads: each reads a batch and gives one answer."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def fork(self, ended=None):
+        del ended
+        ours, theirs = Pipe()
+        answer = self.answers.pop(0)
+
+        def work():
+            receive_batch(theirs)
+            if answer is not None:
+                send_answers(theirs, answer)
+            theirs.close()
+
+        Thread(target=work, daemon=True).start()
+        return ours, len(self.answers)
+
+
+GOOD = Answers([np.ones(3, dtype=np.float32)], MemoryUse())
+
+
+def test_a_batch_that_ends_two_workers_fails_and_the_next_one_runs():
+    restarts = []
+    worker = WorkerProcess(FakeHost(None, None, GOOD), lambda: restarts.append(1))
+
+    with pytest.raises(EngineError, match="2 worker processes ended"):
+        worker.run(*batch(3))
+
+    assert len(worker.run(*batch(3))) == 1
+    assert restarts == [1, 1]
+
+
+def test_too_little_memory_in_a_worker_is_a_memory_error():
+    worker = WorkerProcess(FakeHost(Answers((), MemoryUse(), "memory")), lambda: None)
+
+    with pytest.raises(MemoryError):
+        worker.run(*batch(3))
+
+
+def test_an_answer_that_was_not_read_is_not_that_of_the_next_batch(worker, restarts, monkeypatch):
+    one, two = batch(5, 8), batch(7, 6)
+    expected = worker.run(*two)
+
+    def too_little_memory(connection):
+        raise MemoryError
+
+    with monkeypatch.context() as context:
+        context.setattr(worker_process, "receive_answers", too_little_memory)
+        with pytest.raises(MemoryError):
+            worker.run(*one)
+
+    np.testing.assert_array_equal(worker.run(*two), expected)
+    assert restarts == [1]
+
+
+def test_a_worker_that_hangs_is_ended_and_replaced(worker, restarts, monkeypatch):
+    expected = worker.run(*batch(3))
+    monkeypatch.setattr(worker_process, "_HUNG_SECONDS", 2.0)
+    os.kill(worker.pid, signal.SIGSTOP)
+
+    np.testing.assert_array_equal(worker.run(*batch(3)), expected)
+    assert restarts == [1]
+
+
+def test_a_checkpoint_that_has_changed_is_not_loaded_again(small_bert, tmp_path):
+    folder = tmp_path / "changing"
+    shutil.copytree(small_bert, folder)
+    host = WorkerHost(folder, CONFIG)
+    worker = WorkerProcess(host, lambda: None)
+    (folder / "config.json").touch()
+    for pid in (host.pid, worker.pid):
+        os.kill(pid, signal.SIGKILL)
+        assert is_gone(pid)
+
+    with pytest.raises(EngineError, match="the files of the checkpoint have changed; reload"):
+        worker.run(*batch(3))
+
+    worker.close()
+    host.close()
+
+
+def test_a_model_loaded_again_may_differ_in_measured_choices_and_not_in_limits(host, monkeypatch):
+    measured = replace(host.info, cost_fields={"int8": "another product"}, weight_bytes=1)
+    monkeypatch.setattr(host, "_load", lambda: measured)
+    host._load_again()
+
+    ended = []
+    monkeypatch.setattr(host, "_load", lambda: replace(host.info, max_batch_tokens=1))
+    monkeypatch.setattr(host, "_end", lambda: ended.append(1))
+    with pytest.raises(EngineError, match="the cores or the memory have changed"):
+        host._load_again()
+    assert ended
+
+
+def test_signals_to_all_processes_of_a_server_end_no_worker(worker, host, restarts):
+    for pid in (host.pid, worker.pid):
+        os.kill(pid, signal.SIGTERM)
+
+    worker.check()
+
+    assert restarts == []
+
+
+def test_errors_of_a_load_are_raised_here(small_bert, tmp_path):
+    with pytest.raises(ConfigError, match="arena_bytes allows 5 bytes for each of 2 workers"):
+        WorkerHost(small_bert, EngineConfig(threads=2, device="cpu", arena_bytes=10))
+    with pytest.raises(CheckpointError):
+        WorkerHost(tmp_path, CONFIG)
+
+
+ORPHANS = """
+import os, signal, sys
+from varlen.config import EngineConfig
+from varlen.metrics import Stats
+from varlen.service import Service
+
+config = EngineConfig(device="cpu", threads=1, warmup_seconds=0)
+workers = Service.load(sys.argv[1], config, Stats(), isolated=True).workers
+(worker,) = workers.runners
+print(workers.host.pid, worker.pid, "torch" in sys.modules, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_host_and_workers_end_with_the_service_which_needs_no_torch(small_bert):
+    ran = subprocess.run(
+        [sys.executable, "-c", ORPHANS, str(small_bert)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+
+    host, worker, has_torch = ran.stdout.split()
+    assert has_torch == "False"
+    assert is_gone(host)
+    assert is_gone(worker)

@@ -1,0 +1,244 @@
+"""Input checks: each error names the row, the value and the allowed values."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from tests.backend.fakes.input_limits import input_limits
+from tests.backend.refusals import refused_checkpoint
+from tests.backend.refusals import refused_request as refused
+from tests.checkpoints import set_fields
+from varlen.errors import RequestError
+from varlen.intake.checks import Intake
+from varlen.intake.tokenization import Tokenizer
+
+LIMITS = input_limits(max_text_bytes=40)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(small_bert):
+    return Tokenizer(small_bert, LIMITS.max_sequence_tokens)
+
+
+@pytest.fixture(scope="module")
+def intake(tokenizer):
+    return Intake(tokenizer, LIMITS)
+
+
+def ids(*row):
+    return np.array(row, dtype=np.int64)
+
+
+def test_a_text_becomes_its_tokens(intake):
+    [sequence] = intake.texts(["the cat"], truncate=False)
+
+    assert sequence.token_ids.tolist() == [2, 5, 6, 3]
+    assert sequence.token_ids.dtype == np.int32
+    assert sequence.type_ids is None
+
+
+def test_a_pair_gets_token_types(intake):
+    [sequence] = intake.texts([("the cat", "river")], truncate=False)
+
+    assert sequence.token_ids.tolist() == [2, 5, 6, 3, 7, 3]
+    assert sequence.type_ids.tolist() == [0, 0, 0, 0, 1, 1]
+    assert sequence.type_ids.dtype == np.int32
+
+
+def test_rows_of_texts_keep_their_order(intake):
+    sequences = intake.texts(["cat", "the", "the river"], truncate=False)
+
+    assert [s.token_ids.tolist() for s in sequences] == [[2, 6, 3], [2, 5, 3], [2, 5, 7, 3]]
+
+
+def test_texts_and_pairs_may_come_together(intake):
+    sequences = intake.texts(["cat", ("the", "cat")], truncate=False)
+
+    assert [s.type_ids is None for s in sequences] == [True, False]
+
+
+@pytest.mark.parametrize("text", ["", " ", "\t\n ", "\u2003"], ids=repr)
+def test_refuses_text_without_a_word(intake, text):
+    with refused("row 1: text is empty; send at least one word"):
+        intake.texts(["cat", text], truncate=False)
+
+
+@pytest.mark.parametrize("pair", [("", "cat"), ("cat", " ")], ids=repr)
+def test_refuses_a_pair_with_an_empty_side(intake, pair):
+    with refused("row 0: text is empty; send at least one word"):
+        intake.texts([pair], truncate=False)
+
+
+def test_refuses_no_rows(intake):
+    with refused("text has no rows; send at least one row"):
+        intake.texts([], truncate=False)
+    with refused("input_ids has no rows; send at least one row"):
+        intake.token_ids([])
+
+
+def test_refuses_a_nul(intake):
+    with refused("row 0: text holds a NUL character; remove it"):
+        intake.texts(["a\0b"], truncate=False)
+
+
+def test_refuses_half_a_surrogate_pair(intake):
+    with refused("row 0: text holds half a surrogate pair; send valid Unicode"):
+        intake.texts(["a\ud800"], truncate=False)
+
+
+@pytest.mark.parametrize("text, kind", [(b"cat", "bytes"), (5, "int"), (None, "NoneType")])
+def test_refuses_what_is_not_a_string(intake, text, kind):
+    with refused(f"row 1: text is a {kind}; send a string"):
+        intake.texts(["cat", text], truncate=False)
+
+
+@pytest.mark.parametrize("pair", [("a",), ("a", "b", "c"), ()], ids=str)
+def test_refuses_tuples_that_are_no_pairs(intake, pair):
+    with refused("row 0"):
+        intake.texts([pair], truncate=False)
+
+
+def test_counts_a_text_s_bytes_before_tokenizing_it(intake):
+    assert intake.texts(["é" * 20], truncate=True)
+    with refused("row 0: text has 42 bytes; this model takes at most 40"):
+        intake.texts(["é" * 21], truncate=True)
+
+
+def test_refuses_a_long_text_unless_it_may_be_cut(intake):
+    assert len(intake.texts(["a " * 10], truncate=False)[0].token_ids) == 12
+    with refused("row 0: text has 13 tokens; this model takes at most 12 (truncate=true cuts it)"):
+        intake.texts(["a " * 11], truncate=False)
+
+
+def test_names_no_truncation_that_a_request_cannot_ask_for(tokenizer):
+    intake = Intake(tokenizer, LIMITS, can_truncate=False)
+
+    with pytest.raises(RequestError) as refusal:
+        intake.texts(["a " * 11], truncate=False)
+
+    assert str(refusal.value) == "row 0: text has 13 tokens; this model takes at most 12"
+
+
+def test_a_cut_text_keeps_its_last_special_token(intake):
+    [sequence] = intake.texts(["the cat " * 5], truncate=True)
+
+    assert sequence.token_ids.tolist() == [2, *[5, 6] * 5, 3]
+    [longer] = intake.texts(["a " * 20], truncate=True)
+    assert longer.token_ids.tolist() == [2, *[8] * 10, 3]
+
+
+def test_a_cut_pair_loses_its_longer_text_first(intake):
+    [sequence] = intake.texts([("a " * 19, "the cat")], truncate=True)
+
+    assert sequence.token_ids.tolist() == [2, *[8] * 7, 3, 5, 6, 3]
+
+
+def test_a_short_text_is_not_changed_by_truncate(intake):
+    whole, cut = (intake.texts(["the cat"], truncate=t)[0] for t in (False, True))
+
+    assert whole.token_ids.tolist() == cut.token_ids.tolist()
+
+
+def test_padding_and_truncation_in_tokenizer_json_are_dropped(small_bert, tmp_path):
+    changed = HuggingFaceTokenizer.from_file(str(small_bert / "tokenizer.json"))
+    changed.enable_padding(length=128)
+    changed.enable_truncation(4)
+    changed.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path, 12)
+
+    [sequence] = tokenizer.encode(["the cat river the"], truncate=False)
+
+    assert sequence.token_ids.tolist() == [2, 5, 6, 7, 5, 3]
+
+
+def test_refuses_a_damaged_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+
+    with refused_checkpoint("tokenizer.json cannot be read: "):
+        Tokenizer(tmp_path, 12)
+
+
+def test_refuses_a_text_without_tokens(small_bert, tmp_path):
+    # the tokenizer adds no special tokens, and its normalizer removes the character
+    shutil.copy(small_bert / "tokenizer.json", tmp_path)
+    set_fields(tmp_path, "tokenizer.json", post_processor=None)
+    intake = Intake(Tokenizer(tmp_path, 12), LIMITS)
+
+    assert intake.texts(["cat"], truncate=False)[0].token_ids.tolist() == [6]
+    with refused("row 1: text has no tokens"):
+        intake.texts(["cat", "\u200b"], truncate=False)
+
+
+def test_refuses_a_text_whose_token_the_model_does_not_know(small_bert):
+    few = replace(LIMITS, vocab_size=7, type_vocab_size=1)
+    intake = Intake(Tokenizer(small_bert, 12), few)
+
+    with refused("row 1"):
+        intake.texts(["cat", "river"], truncate=False)
+    with refused("row 0"):
+        intake.texts([("cat", "the")], truncate=False)
+
+
+def test_refuses_a_sequence_that_does_not_fit_the_arena(tokenizer):
+    intake = Intake(tokenizer, replace(LIMITS, max_arena_tokens=3))
+
+    assert intake.token_ids([ids(2, 5, 3)])
+    assert intake.texts(["the"], truncate=False)
+    with refused("row 1: 4 tokens; the memory of this model is enough for 3 tokens (arena_bytes)"):
+        intake.token_ids([ids(2), ids(2, 5, 6, 3)])
+    # truncating a text to fit memory would change its meaning
+    for truncate in (False, True):
+        with refused("row 0: 4 tokens; the memory of this model is enough for 3"):
+            intake.texts(["the cat"], truncate=truncate)
+
+
+def test_token_ids_become_sequences(intake):
+    plain, typed = (
+        intake.token_ids([ids(2, 5, 3)])[0],
+        intake.token_ids([ids(2, 5, 3)], [ids(0, 1, 1)])[0],
+    )
+
+    assert (plain.token_ids.tolist(), plain.type_ids) == ([2, 5, 3], None)
+    assert (typed.token_ids.tolist(), typed.type_ids.tolist()) == ([2, 5, 3], [0, 1, 1])
+    assert plain.token_ids.dtype == typed.type_ids.dtype == np.int32
+
+
+def test_a_sequence_keeps_no_memory_of_the_caller(intake):
+    row = ids(2, 5, 3)
+    [sequence] = intake.token_ids([row], [row * 0])
+    row[:] = 9
+
+    assert sequence.token_ids.tolist() == [2, 5, 3]
+
+
+def test_refuses_zero_tokens(intake):
+    with refused("row 1: input_ids has no tokens; send at least one"):
+        intake.token_ids([ids(2), ids()])
+
+
+def test_refuses_too_many_tokens(intake):
+    assert intake.token_ids([ids(*[5] * 12)])
+    with refused("row 1: input_ids has 13 tokens; this model takes at most 12"):
+        intake.token_ids([ids(2), ids(*[5] * 13)])
+
+
+@pytest.mark.parametrize("wrong", [-1, 60, 2**31, 2**32 + 5, -(2**63), 2**63 - 1])
+def test_refuses_ids_out_of_range(intake, wrong):
+    with refused(f"row 1: input_ids holds {wrong}; this model takes 0 to 59"):
+        intake.token_ids([ids(0, 59), ids(5, wrong)])
+
+
+@pytest.mark.parametrize("wrong", [-1, 2, 2**32])
+def test_refuses_token_types_out_of_range(intake, wrong):
+    with refused(f"row 0: token_type_ids holds {wrong}; this model takes 0 to 1"):
+        intake.token_ids([ids(5, 5)], [ids(0, wrong)])
+
+
+def test_refuses_rows_that_are_not_one_sequence(intake):
+    with refused("row 0"):
+        intake.token_ids([np.array([[2, 5], [5, 3]], dtype=np.int64)])
+    with refused("row 0"):
+        intake.token_ids([np.array(5, dtype=np.int64)])

@@ -1,0 +1,260 @@
+"""Tokenizing a prefix of a long text gives the result of the whole text.
+
+This holds for every kind of tokenizer that has safe boundaries.
+"""
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from varlen.intake.boundaries import safe_boundary
+from varlen.intake.tokenization import Tokenizer as OurTokenizer
+
+# A text of more than 36 characters is long.
+MAX_TOKENS = 6
+EXAMPLES = 20
+WORDS = "the cat's river runs to 42 seas, and he said: don't stop at 3.14! the thermal catfish ran".split()
+CORPUS = [" ".join(WORDS[start:]) for start in range(len(WORDS))] * 3
+LLAMA_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+PIECES = (
+    *WORDS,
+    *(" ", " ", " ", " ", "  ", "\t", "\n", "\r\n", "\u00a0", "\u2003", "\u3000", "\u200b"),
+    *("!", "!!", "...", "-", "_", "'", "``", "''", "“", "”", "(", "]", "。", "\u00b4", "^"),
+    *(
+        "中",
+        "文字",
+        "日本",
+        "カタ",
+        "한",
+        "\u1112\u1161\u11ab",
+        "ก\u0e33",
+        "\u0d4e",
+        "\u0600",
+        "ال",
+        "ש",
+    ),
+    *("e\u0301", "é", "\u0301", "İ", "ß", "ﬁ", "Ⅷ", "²", "ΑΣ", "\u2581", "\ufffd", "\u00ad"),
+    *("👍🏽", "👩\u200d👩\u200d👧", "\U000110bd", "<mask>", "[MASK]", "<k>", "one k", "k"),
+)
+ODD_TEXTS = st.lists(st.sampled_from(PIECES), min_size=5, max_size=80).map("".join)
+TEXTS = st.one_of(
+    ODD_TEXTS,
+    st.text(min_size=20, max_size=200),
+    st.tuples(st.sampled_from(PIECES), st.integers(1, 150)).map(lambda pair: pair[0] * pair[1]),
+)
+
+
+def byte_pairs(splitter, normalizer=None, **model):
+    tokenizer = Tokenizer(models.BPE(**model))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, initial_alphabet=alphabet, special_tokens=["<s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def word_pieces(**normalizer):
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]", max_input_chars_per_word=30))
+    tokenizer.normalizer = normalizers.BertNormalizer(**normalizer)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    specials = ["[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=120, special_tokens=specials, show_progress=False
+    )
+    tokenizer.train_from_iterator(["".join(PIECES), *CORPUS], trainer)
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    return tokenizer
+
+
+def unigrams(normalizer, splitter):
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
+    trainer = trainers.UnigramTrainer(
+        vocab_size=150, unk_token="<unk>", special_tokens=["<unk>", "</s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    return tokenizer
+
+
+def words(splitter):
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])
+    tokenizer.pre_tokenizer = splitter
+    trainer = trainers.WordLevelTrainer(special_tokens=["<unk>"], show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def with_added_tokens(tokenizer):
+    tokenizer.add_tokens(
+        [
+            AddedToken("<mask>", lstrip=True, rstrip=True),
+            AddedToken("k", single_word=True),
+            AddedToken("  ", normalized=False),
+        ]
+    )
+    return tokenizer
+
+
+def words_without_spaces():
+    tokenizer = words(pre_tokenizers.Whitespace())
+    tokenizer.normalizer = normalizers.Replace(" ", "")
+    return tokenizer
+
+
+def with_phrase(tokenizer):
+    tokenizer.add_tokens([AddedToken("one k")])
+    return tokenizer
+
+
+def spaced(*parts):
+    return normalizers.Sequence([normalizers.Replace(*part) for part in parts])
+
+
+SAFE = {
+    "BERT": word_pieces,
+    "BERT cased": lambda: word_pieces(lowercase=False, handle_chinese_chars=False),
+    "BERT with added tokens": lambda: with_added_tokens(word_pieces()),
+    "GPT-2": lambda: byte_pairs(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "RoBERTa": lambda: with_added_tokens(byte_pairs(pre_tokenizers.ByteLevel())),
+    "Llama 3": lambda: byte_pairs(
+        pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(LLAMA_WORDS), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
+        normalizers.NFC(),
+    ),
+    "XLM-RoBERTa": lambda: with_added_tokens(
+        unigrams(
+            normalizers.Sequence(
+                [normalizers.Nmt(), normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
+            ),
+            pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]),
+        )
+    ),
+    "T5": lambda: unigrams(
+        normalizers.Sequence([normalizers.Strip(), spaced(("``", '"'), ("''", '"'))]),
+        pre_tokenizers.Metaspace(),
+    ),
+    "Metaspace after a replaced space": lambda: unigrams(
+        normalizers.Sequence([normalizers.Prepend("\u2581"), spaced((" ", "\u2581"))]),
+        pre_tokenizers.Metaspace(prepend_scheme="first"),
+    ),
+    "words": lambda: words(pre_tokenizers.Whitespace()),
+    "digits and words": lambda: words(
+        pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(),
+                pre_tokenizers.Punctuation(),
+                pre_tokenizers.WhitespaceSplit(),
+            ]
+        )
+    ),
+}
+UNSAFE = {
+    "Llama 2": lambda: byte_pairs(
+        None, normalizers.Sequence([normalizers.Prepend("\u2581"), spaced((" ", "\u2581"))])
+    ),
+    "Metaspace without splitting": lambda: unigrams(None, pre_tokenizers.Metaspace(split=False)),
+    "dropout": lambda: byte_pairs(pre_tokenizers.ByteLevel(), dropout=0.5),
+    "spaces removed": words_without_spaces,
+    "a phrase as a token": lambda: with_phrase(word_pieces()),
+    "a splitter with an unknown pattern": lambda: byte_pairs(
+        pre_tokenizers.Split(Regex(r"\w+ \w+"), "isolated")
+    ),
+    "bytes, not split": lambda: byte_pairs(pre_tokenizers.ByteLevel(use_regex=False)),
+}
+
+
+@pytest.fixture(scope="module", params=SAFE, ids=str)
+def pair_of_tokenizers(request, tmp_path_factory):
+    """Return a tokenizer of ours and the library's, which truncates."""
+    return load(SAFE[request.param](), tmp_path_factory.mktemp("tokenizer"))
+
+
+def load(tokenizer, folder):
+    tokenizer.save(str(folder / "tokenizer.json"))
+    cut = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    cut.enable_truncation(MAX_TOKENS)
+    return OurTokenizer(folder, MAX_TOKENS), cut
+
+
+def check(tokenizers, text):
+    """Check the tokens of a text or a pair, cut and not cut."""
+    ours, library = tokenizers
+    pair = text if isinstance(text, tuple) else (text,)
+    [cut] = ours.encode([text], truncate=True)
+    [found] = ours.encode([text], truncate=False)
+
+    expected, whole = library.encode(*pair), ours.huggingface.encode(*pair)
+    assert cut.token_ids.tolist() == expected.ids
+    assert (len(found.token_ids) > MAX_TOKENS) == (len(whole.ids) > MAX_TOKENS)
+    if found.is_complete:
+        assert found.token_ids.tolist() == whole.ids
+    if isinstance(text, tuple):
+        assert cut.type_ids.tolist() == expected.type_ids
+
+
+@settings(max_examples=EXAMPLES)
+@given(text=TEXTS)
+@example(text="!" * 200)
+@example(text="中" * 200)
+@example(text=" " * 200)
+@example(text="the cat " * 40)
+def test_a_long_text_is_cut_or_refused_like_the_whole_text(pair_of_tokenizers, text):
+    check(pair_of_tokenizers, text)
+
+
+@settings(max_examples=EXAMPLES)
+@given(first=TEXTS, second=TEXTS)
+@example(first="the cat", second="the river runs " * 20)
+@example(first="the river runs " * 20, second="the cat")
+@example(first="the river runs " * 20, second="the cat " * 40)
+def test_a_long_pair_is_cut_or_refused_like_the_whole_pair(pair_of_tokenizers, first, second):
+    check(pair_of_tokenizers, (first, second))
+
+
+def test_a_text_that_is_much_too_long_is_not_tokenized_as_a_whole(pair_of_tokenizers):
+    ours, _ = pair_of_tokenizers
+
+    alone, first, second = ours.encode(
+        ["the cat " * 500, ("the cat " * 500, "cat"), ("cat", "the cat " * 500)], truncate=False
+    )
+
+    for found in (alone, first, second):
+        assert not found.is_complete
+        assert MAX_TOKENS < len(found.token_ids) < 200
+
+
+@pytest.mark.parametrize("mark", ["!", "中"])
+def test_bert_needs_no_spaces_to_stop_early(tmp_path, mark):
+    ours, _ = load(word_pieces(), tmp_path)
+
+    [found] = ours.encode([mark * 5000], truncate=False)
+
+    assert not found.is_complete
+
+
+@pytest.mark.parametrize("kind", UNSAFE)
+def test_a_tokenizer_without_safe_boundaries_sees_whole_texts(kind):
+    assert safe_boundary(UNSAFE[kind]()) is None

@@ -1,0 +1,193 @@
+"""Dense modules, several poolings and prompts give the vectors of sentence-transformers."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize
+from sentence_transformers.sentence_transformer import modules
+
+from tests.backend.refusals import refused_checkpoint as refused
+from tests.backend.refusals import refused_request
+from tests.checkpoints import END_OF_TEXT, set_fields
+from tests.closeness import assert_close, encoder_roundings
+from varlen import Encoder
+from varlen.errors import RequestError
+from varlen.models.checkpoint_folder import Checkpoint
+
+TEXTS = ["the cat", "a", "river, the river! is it 42?"]
+DENSE = "2_Dense/config.json"
+PROMPTS = {"query": "the cat is: ", "document": ""}
+
+
+def save(folder, target, *, pooling="mean", dense=(), normalize=True, prompts=None):
+    """Save a checkpoint of these modules, and return it as sentence-transformers loads it."""
+    torch.manual_seed(1)
+    transformer = modules.Transformer(str(folder))
+    stack = [transformer, modules.Pooling(transformer.get_embedding_dimension(), pooling)]
+    for options in dense:
+        features = stack[-1].get_embedding_dimension()
+        stack.append(Dense(features, **options))
+    if normalize:
+        stack.append(Normalize())
+    made = SentenceTransformer(modules=stack, device="cpu", prompts=prompts)
+    made.save_pretrained(str(target))
+    return SentenceTransformer(str(target), device="cpu")
+
+
+@pytest.fixture
+def saved(small_bert, tmp_path):
+    """Return a checkpoint with one Dense module, which a test may change."""
+    save(small_bert, tmp_path / "saved", dense=[{"out_features": 10}])
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    "pooling, dense",
+    [
+        ("cls", [{"out_features": 10}]),
+        ("mean", [{"out_features": 31, "activation_function": torch.nn.Identity(), "bias": False}]),
+        ("max", [{"out_features": 24, "activation_function": torch.nn.GELU()}]),
+        (("mean", "cls"), []),
+        ("weightedmean", []),
+        (("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"), []),
+        (("lasttoken", "max", "mean"), [{"out_features": 5, "activation_function": None}]),
+        (
+            "mean",
+            [{"out_features": 40, "activation_function": torch.nn.ReLU()}, {"out_features": 7}],
+        ),
+    ],
+    ids=str,
+)
+def test_vectors_are_those_of_sentence_transformers(
+    small_bert, tmp_path, pooling, dense, normalize
+):
+    folder = tmp_path / "saved"
+    made = save(small_bert, folder, pooling=pooling, dense=dense, normalize=normalize)
+    expected = made.encode(TEXTS)
+
+    with Encoder.from_pretrained(folder, dtype="fp32", threads=1) as encoder:
+        actual = encoder.embed(TEXTS)
+        alone = np.concatenate([encoder.embed([text]) for text in TEXTS])
+
+    roundings = encoder_roundings(folder) + 100
+    assert_close(actual, expected, roundings=roundings)
+    assert_close(alone, expected, roundings=roundings)
+    checkpoint = Checkpoint.open(folder)
+    assert (checkpoint.embedding_size, checkpoint.normalize) == (expected.shape[1], normalize)
+
+
+def test_an_encoder_of_t5_with_a_dense_module_is_that_of_sentence_transformers(
+    make_checkpoint, tmp_path
+):
+    folder = make_checkpoint("T5EncoderModel")
+    tokens = {"pad_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    set_fields(folder, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **tokens)
+    dense = {"out_features": 12, "activation_function": torch.nn.Identity(), "bias": False}
+    expected = save(folder, tmp_path / "saved", dense=[dense]).encode(TEXTS, batch_size=1)
+
+    with Encoder.from_pretrained(tmp_path / "saved", dtype="fp32", threads=1) as encoder:
+        actual = encoder.embed(TEXTS)
+
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "bf16"}, {"dtype": "int8", "warmup_seconds": 1}], ids=str
+)
+def test_layers_stay_in_fp32_in_other_dtypes(saved, settings):
+    expected = SentenceTransformer(str(saved), device="cpu").encode(TEXTS)
+
+    with Encoder.from_pretrained(saved, threads=1, **settings) as encoder:
+        actual = encoder.embed(TEXTS)
+
+    cosines = (actual * expected).sum(1) / np.linalg.norm(actual, axis=1)
+    assert cosines.min() > 0.99
+
+
+def test_a_request_decides_about_normalization_after_the_layers(saved):
+    with Encoder.from_pretrained(saved, dtype="fp32", threads=1) as encoder:
+        plain = encoder.embed(TEXTS, normalize=False)
+        unit = encoder.embed(TEXTS)
+        short = encoder.embed(TEXTS, dimensions=4)
+        with refused_request("the parameter dimensions is 11; this model takes 1 to 10"):
+            encoder.embed(TEXTS, dimensions=11)
+
+    lengths = np.linalg.norm(plain, axis=1, keepdims=True)
+    assert abs(lengths - 1).min() > 1e-3
+    np.testing.assert_allclose(unit, plain / lengths, rtol=1e-5)
+    lengths = np.linalg.norm(plain[:, :4], axis=1, keepdims=True)
+    np.testing.assert_allclose(short, plain[:, :4] / lengths, rtol=1e-4)
+
+
+def test_flags_of_pooling_are_concatenated_in_the_order_of_sentence_transformers(
+    small_bert, tmp_path
+):
+    folder = tmp_path / "saved"
+    save(small_bert, folder)
+    flags = {"word_embedding_dimension": 24}
+    chosen = "lasttoken weightedmean_tokens mean_sqrt_len_tokens mean_tokens cls_token".split()
+    flags |= {f"pooling_mode_{each}": True for each in chosen}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(flags))
+    expected = SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+
+    with Encoder.from_pretrained(folder, dtype="fp32", threads=1) as encoder:
+        np.testing.assert_allclose(encoder.embed(TEXTS), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"use_residual": True}, "has use_residual true; allowed: false"),
+        ({"module_input_name": "token_embeddings"}, 'has module_input_name "token_embeddings"'),
+        ({"activation_function": "torch.nn.Softplus"}, "allowed: Identity, Tanh, GELU, ReLU, SiLU"),
+        ({"in_features": 23}, "has in_features 23; allowed: 24, the features of the vector"),
+        ({"out_features": 0}, "has out_features 0; allowed: whole numbers from 1"),
+        ({"scale": 2}, 'has the field "scale" (2)'),
+    ],
+)
+def test_refuses_a_field_of_a_dense_module_that_is_not_served(saved, fields, message):
+    set_fields(saved, DENSE, **fields)
+
+    with refused(message) as caught:
+        Checkpoint.open(saved)
+    assert str(caught.value).startswith(f"{DENSE} has")
+
+
+def test_refuses_tensors_that_are_not_those_of_the_config(saved):
+    weights = load_file(saved / "2_Dense" / "model.safetensors")
+    save_file({**weights, "linear.scale": torch.ones(3)}, saved / "2_Dense" / "model.safetensors")
+    with refused('the checkpoint has the tensor "linear.scale"'):
+        Checkpoint.open(saved).check_task("embed")
+    # another task does without it
+    Checkpoint.open(saved).check_task("hidden")
+
+    (saved / "2_Dense" / "model.safetensors").unlink()
+    with refused("has no model.safetensors"):
+        Checkpoint.open(saved).check_task("embed")
+
+
+def test_refuses_a_pooling_that_does_not_exist(saved):
+    set_fields(saved, "1_Pooling/config.json", pooling_mode=["mean", "median"])
+
+    with refused("the pooling is ['mean', 'median']; allowed: one or more of ['cls', 'mean'"):
+        Checkpoint.open(saved)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_named_prompt_gives_the_vectors_of_sentence_transformers(small_bert, tmp_path, name):
+    made = save(small_bert, tmp_path / "saved", prompts=PROMPTS)
+    made.default_prompt_name = "query"
+    made.save_pretrained(str(tmp_path / "saved"))
+    expected = made.encode(TEXTS, prompt_name=name)
+
+    with Encoder.from_pretrained(tmp_path / "saved", dtype="fp32", threads=1) as encoder:
+        actual = encoder.embed(TEXTS, prompt_name=name)
+        with pytest.raises(RequestError, match="prompt_name is 'q'; this model has the prompts"):
+            encoder.embed(TEXTS, prompt_name="q")
+
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,1188 @@
+"""The server's entry point, against a strict stand-in for the server."""
+
+import copy
+import importlib
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from tests.backend.model_configs import model_config
+from tests.backend.requests import text
+from tests.checkpoints import set_fields
+from tests.closeness import assert_close, encoder_roundings
+from tests.threads import run_in_threads
+from varlen.errors import DeadlineError, ModelFaultError
+from varlen.server import shared_memory
+from varlen.service import service
+from varlen.telemetry.metrics import SnapshotMetric
+from varlen.telemetry.tracing import RequestTracer
+
+FAKES = Path(__file__).parents[1] / "fakes"
+SERVER_MODULES = ("varlen.server.entry", "varlen.server.process", "varlen.server.replies")
+SECONDS = 20.0
+MAIN_OUTPUTS = ("sentence_embedding", "last_hidden_state", "logits")
+OUR_THREADS = ("varlen-engine", "varlen-sender", "varlen-metrics", "varlen-tokenizer")
+
+
+@pytest.fixture
+def server_model(pb_utils, monkeypatch):
+    """Return a fresh import of the entry point; its watchdog ends immediately."""
+    logger = logging.getLogger("varlen")
+    kept = logger.level, logger.propagate, list(logger.handlers)
+    for name in SERVER_MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module("varlen.server.entry")
+    monkeypatch.setattr(sys.modules["varlen.server.process"], "_WATCHDOG", "exit 0")
+    yield module
+    logger.setLevel(kept[0])
+    logger.propagate = kept[1]
+    logger.handlers[:] = kept[2]
+    for name in SERVER_MODULES:
+        sys.modules.pop(name, None)
+
+
+def args(given):
+    return {
+        "model_config": json.dumps(given),
+        "model_name": "m",
+        "model_version": "3",
+        "model_instance_name": "m_0",
+        "model_instance_kind": "CPU",
+        "model_instance_device_id": "0",
+    }
+
+
+@pytest.fixture
+def our_threads():
+    """Return a function that lists our threads that the test has started.
+
+    Models that other tests of this process share may run too.
+    """
+    others = set(threading.enumerate())
+
+    def our_threads():
+        started = set(threading.enumerate()) - others
+        return [each for each in started if each.name.startswith(OUR_THREADS)]
+
+    return our_threads
+
+
+@pytest.fixture
+def load(server_model, pb_utils, small_bert, monkeypatch, our_threads):
+    """Return a function that loads a model with one thread as its worker."""
+    loaded = []
+    load_workers = service.load_workers
+
+    def load_thread(*args, isolated, **kwargs):
+        return load_workers(*args, isolated=False, **kwargs)
+
+    monkeypatch.setattr(service, "load_workers", load_thread)
+
+    def load(folder=small_bert, given=None, **parameters):
+        pb_utils.model_dir = str(folder)
+        model = server_model.TritonPythonModel()
+        parameters = {"dtype": "fp32", "threads": "1", "warmup_seconds": "0", **parameters}
+        model.initialize(args(given or model_config(parameters=parameters)))
+        loaded.append(model)
+        return model
+
+    yield load
+    for model in loaded:
+        finalizer = Thread(target=model.finalize, daemon=True)
+        finalizer.start()
+        finalizer.join(SECONDS)
+        assert not finalizer.is_alive(), "finalize() hangs"
+    assert our_threads() == []
+
+
+@pytest.fixture
+def ask(pb_utils):
+    """Return a function that makes a request and can wait for its answer."""
+
+    def ask(parameters=None, *, outputs=MAIN_OUTPUTS, timeout=0, decoupled=False, **tensors):
+        answered = Event()
+        request = pb_utils.InferenceRequest(
+            [pb_utils.Tensor(name, array) for name, array in tensors.items()],
+            json.dumps(parameters) if parameters is not None else "",
+            outputs=outputs,
+            timeout=timeout,
+            decoupled=decoupled,
+            on_done=answered.set,
+        )
+        request.answered = answered
+        return request
+
+    return ask
+
+
+def ids(*rows):
+    return np.array(rows, dtype=np.int64)
+
+
+def wait_for(*requests):
+    for index, request in enumerate(requests):
+        assert request.answered.wait(SECONDS), f"request {index} was never answered"
+
+
+def result(request):
+    wait_for(request)
+    assert request.response.error() is None, request.response.error().message()
+    [tensor] = request.response.output_tensors()
+    return tensor
+
+
+def results(request):
+    wait_for(request)
+    assert request.response.error() is None, request.response.error().message()
+    return {each.name(): each.as_numpy() for each in request.response.output_tensors()}
+
+
+def failure(request):
+    wait_for(request)
+    assert request.response.output_tensors() == []
+    error = request.response.error()
+    return error.code(), error.message()
+
+
+def only_runner(model):
+    (runner,) = model._service.workers.runners
+    return runner
+
+
+def start_and_hold(model, request):
+    """Execute a request; return the event that lets its running batch continue."""
+    runner = only_runner(model)
+    begun, go_on, run = Event(), Event(), runner.run
+
+    def wait_and_run(prompts, options):
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return run(prompts, options)
+
+    runner.run = wait_and_run
+    assert model.execute([request]) is None
+    assert begun.wait(SECONDS)
+    return go_on
+
+
+def fail_once(model):
+    """Make the model fail in its next batch."""
+    runner = only_runner(model)
+    run = runner.run
+
+    def fail(prompts, options):
+        runner.run = run
+        raise ZeroDivisionError("poison")
+
+    runner.run = fail
+
+
+def test_execute_answers_later_and_returns_none(load, ask):
+    request = ask(text=text("the cat"))
+
+    go_on = start_and_hold(load(), request)
+    assert request.sends == 0
+    go_on.set()
+
+    assert result(request).name() == "sentence_embedding"
+    assert result(request).as_numpy().shape == (1, 24)
+    assert request.sends == 1
+
+
+def hold_tokenizer(model, monkeypatch):
+    """Hold the tokenizer; return events: it has begun, it may go on."""
+    tokenizer = model._service.intake._tokenizer
+    begun, go_on, encode = Event(), Event(), tokenizer.encode
+
+    def wait_and_encode(*texts, **options):
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return encode(*texts, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", wait_and_encode)
+    return begun, go_on
+
+
+def test_execute_does_not_wait_for_the_tokenizer(load, ask, monkeypatch):
+    model = load()
+    begun, go_on = hold_tokenizer(model, monkeypatch)
+    with_text, with_ids, bad = (
+        ask(text=text("the cat")),
+        ask(input_ids=ids([2, 5, 3])),
+        ask(text=text("")),
+    )
+
+    model.execute([with_text, with_ids, bad])
+
+    assert begun.wait(SECONDS)
+    result(with_ids)
+    assert failure(bad)[1] == "row 0: text is empty; send at least one word"
+    assert with_text.sends == 0
+    assert series_of_pool(model) == (1, 7)
+    go_on.set()
+    result(with_text)
+
+
+def series_of_pool(model):
+    """Return the gauges of waiting requests and their texts."""
+    values = model._snapshot()
+    names = ("varlen_queued_requests", "varlen_queued_text_bytes")
+    return tuple(values[SnapshotMetric(name)] for name in names)
+
+
+def test_deadlines_and_latency_count_from_execute(load, ask, pb_utils, monkeypatch):
+    model = load()
+    begun, go_on = hold_tokenizer(model, monkeypatch)
+    seen = []
+    engine = model._service.engine
+    monkeypatch.setattr(engine, "submit", lambda *given: (seen.append(given), refuse(given[1])))
+    before = time.monotonic()
+    request = ask({"deadline_ms": 5e6}, text=text("a"))
+    model.execute([request])
+    after = time.monotonic()
+    assert begun.wait(SECONDS)
+
+    go_on.set()
+
+    wait_for(request)
+    [(checked, reply)] = seen
+    assert before <= checked.arrival == reply.arrival <= after
+    assert checked.deadline(time.monotonic()) == checked.arrival + 5000.0
+
+
+def refuse(reply):
+    reply.fail(DeadlineError("too late"))
+
+
+def test_finalize_answers_texts_that_are_not_tokenized_yet(server_model, pb_utils, small_bert, ask):
+    pb_utils.model_dir = str(small_bert)
+    model = server_model.TritonPythonModel()
+    model.initialize(args(model_config(parameters={"dtype": "fp32", "warmup_seconds": "0"})))
+    requests = [ask(text=text(*["the cat"] * 64)) for _ in range(5)]
+    model.execute(requests)
+
+    model.finalize()
+
+    for request in requests:
+        assert result(request).as_numpy().shape == (64, 24)
+
+
+def test_answers_are_those_of_the_encoder(load, ask, small_bert):
+    from varlen import Encoder
+
+    model = load()
+    requests = [
+        ask(text=text("the cat", "a river")),
+        ask(
+            input_ids=ids([2, 5, 6, 3, 0], [2, 8, 7, 3, 0]),
+            attention_mask=ids([1] * 4 + [0], [1] * 4 + [0]),
+        ),
+        ask({"normalize": True}, text=text("the cat", "a river")),
+    ]
+
+    model.execute(requests)
+
+    with Encoder.from_pretrained(small_bert, dtype="fp32") as encoder:
+        plain = encoder.embed(["the cat", "a river"])
+        normalized = encoder.embed(["the cat", "a river"], normalize=True)
+    for request, expected in zip(requests, [plain, plain, normalized], strict=True):
+        assert_close(result(request).as_numpy(), expected, roundings=encoder_roundings(small_bert))
+
+
+@pytest.mark.parametrize(
+    "kind, task, name, shape",
+    [
+        ("BertModel", "hidden", "last_hidden_state", (2, 4, 24)),
+        ("BertForSequenceClassification", "classify", "logits", (2, 3)),
+        ("BertForSequenceClassification", "rerank", "logits", (2, 3)),
+        ("BertForTokenClassification", "token_classify", "logits", (2, 4, 3)),
+    ],
+)
+def test_every_task_answers_in_its_own_shape(load, ask, make_checkpoint, kind, task, name, shape):
+    given = model_config(task, labels=3, parameters={"task": task})
+    model = load(make_checkpoint(kind, num_labels=3), given)
+    request = ask(text=text("the", "the cat"))
+
+    model.execute([request])
+
+    assert result(request).name() == name
+    assert result(request).as_numpy().shape == shape
+
+
+def test_tokens_have_the_texts_of_the_tokenizer_beside_their_scores(load, ask, make_checkpoint):
+    given = model_config("token_classify", labels=3, parameters={"task": "token_classify"})
+    folder = make_checkpoint("BertForTokenClassification", num_labels=3)
+    model = load(folder, given)
+    texts = ["the", "the cat"]
+    request = ask(text=text(*texts), outputs=["tokens", "scores"])
+
+    model.execute([request])
+
+    encodings = Tokenizer.from_file(str(folder / "tokenizer.json")).encode_batch(texts)
+    tokens = [[token.encode() for token in each.tokens] for each in encodings]
+    assert results(request)["tokens"].tolist() == [[*tokens[0], b""], tokens[1]]
+    assert results(request)["scores"].shape == (2, 4, 3)
+
+
+def test_a_response_has_the_outputs_that_the_client_requests(load, ask, make_checkpoint):
+    given = model_config("classify", labels=3, parameters={"task": "classify"})
+    model = load(make_checkpoint("BertForSequenceClassification", num_labels=3), given)
+    names = ("num_tokens", "labels", "scores")
+    requests = [ask(text=text("the", "the cat"), outputs=names)]
+    requests.append(ask({"activation": "none"}, text=text("the", "the cat"), outputs=["scores"]))
+    requests.append(ask(text=text("the", "the cat")))
+
+    model.execute(requests)
+
+    assert list(results(requests[0])) == ["scores", "labels", "num_tokens"]
+    assert results(requests[0])["num_tokens"].tolist() == [[3], [4]]
+    assert results(requests[0])["labels"].tolist() == [[b"LABEL_0", b"LABEL_1", b"LABEL_2"]] * 2
+    np.testing.assert_allclose(results(requests[0])["scores"].sum(axis=1), 1, rtol=1e-6)
+    np.testing.assert_array_equal(results(requests[1])["scores"], results(requests[2])["logits"])
+
+
+@pytest.mark.parametrize("cache_bytes", ["0", "1000000"])
+def test_requests_of_every_form_share_what_the_engine_computes(load, ask, cache_bytes):
+    model = load(response_cache_bytes=cache_bytes)
+    forms = [
+        {"dimensions": 8},
+        {"output_dtype": "int8"},
+        {"dimensions": 16, "output_dtype": "ubinary"},
+        {"dimensions": 8, "normalize": True},
+    ]
+    whole = ask(text=text("the cat"))
+    model.execute([whole])
+    vector = result(whole).as_numpy()
+    requests = [ask(form, text=text("the cat")) for form in forms]
+
+    model.execute(requests)
+
+    shorter, codes, bits, unit = (result(request).as_numpy() for request in requests)
+    np.testing.assert_array_equal(shorter, vector[:, :8])
+    assert (codes.dtype, codes.shape) == (np.int8, (1, 24))
+    np.testing.assert_array_equal(bits, np.packbits(vector[:, :16] > 0, axis=1))
+    length = np.linalg.norm(vector[:, :8])
+    np.testing.assert_allclose(unit, vector[:, :8] / length, rtol=1e-4)
+    if cache_bytes != "0":
+        assert model._service.cache.use().hits == 3
+
+
+def test_a_bad_request_fails_alone(load, ask, pb_utils):
+    model = load()
+    good = [ask(text=text("the cat")), ask(input_ids=ids([2, 5, 3]))]
+    bad = [
+        ask(text=text("")),
+        ask(text=text(b"\xff")),
+        ask(input_ids=ids([99])),
+        ask(),
+        ask({"truncate": 1}, text=text("a")),
+    ]
+
+    model.execute([good[0], *bad, good[1]])
+
+    assert [failure(request)[0] for request in bad] == [pb_utils.TritonError.INVALID_ARG] * 5
+    assert failure(bad[0])[1] == "row 0: text is empty; send at least one word"
+    assert [result(request).as_numpy().shape for request in good] == [(1, 24)] * 2
+    assert all(request.sends == 1 for request in bad)
+
+
+def test_a_full_queue_is_unavailable_at_once(load, ask, pb_utils):
+    model = load(max_queued_requests="2")
+    running = ask(text=text("a"))
+    go_on = start_and_hold(model, running)
+    waiting = [ask(text=text("a")), ask(text=text("a"))]
+    model.execute(waiting)
+    refused = ask(text=text("a"))
+
+    model.execute([refused])
+
+    assert failure(refused)[0] == pb_utils.TritonError.UNAVAILABLE
+    assert not any(request.sends for request in waiting)
+    go_on.set()
+    wait_for(running, *waiting)
+
+
+def test_deadlines_and_priority_reach_the_engine(load, ask, monkeypatch):
+    model = load()
+    seen = []
+    submit = model._service.engine.submit
+    monkeypatch.setattr(
+        model._service.engine,
+        "submit",
+        lambda request, reply: (seen.append(request), submit(request, reply)),
+    )
+    requests = [
+        ask(text=text("a")),
+        ask({"deadline_ms": 5e6, "request_priority": 7}, text=text("a")),
+        ask({"deadline_ms": 5e6}, timeout=4_000_000_000, text=text("a")),
+    ]
+
+    model.execute(requests)
+
+    wait_for(*requests)
+    # the threads of the tokenizer may pass each other
+    seen.sort(key=lambda request: request.arrival)
+    assert [request.options.deadline_seconds for request in seen] == [None, 5000.0, 4000.0]
+    assert [request.options.priority for request in seen] == [0, 7, 0]
+
+
+def test_a_missed_deadline_is_unavailable_and_counted_as_refused(load, ask, pb_utils, monkeypatch):
+    model = load()
+
+    def refuse(request, reply):
+        raise DeadlineError("too late")
+
+    monkeypatch.setattr(model._service.engine, "submit", refuse)
+    request = ask({"deadline_ms": 5e6}, text=text("a"))
+
+    model.execute([request])
+
+    message = "deadline missed: too late"
+    assert failure(request) == (pb_utils.TritonError.UNAVAILABLE, message)
+    assert outcomes(model, pb_utils)["refused"] == 1
+
+
+def test_a_cache_answers_again_without_the_model(load, ask, pb_utils):
+    model = load(response_cache_bytes="100000")
+    first = ask(text=text("the cat", "a river"))
+    model.execute([first])
+    expected = result(first).as_numpy()
+    fail_once(model)
+    again = [ask(text=text("a river")), ask({"normalize": True}, text=text("a river"))]
+
+    model.execute(again)
+
+    np.testing.assert_array_equal(result(again[0]).as_numpy(), expected[1:])
+    assert failure(again[1])[0] == pb_utils.TritonError.INTERNAL
+
+
+def test_a_cancelled_request_is_answered_without_running(load, ask, pb_utils):
+    model = load()
+    running, gone = ask(text=text("a")), ask(text=text("b"))
+    go_on = start_and_hold(model, running)
+    model.execute([gone])
+    gone.cancelled = True
+    go_on.set()
+
+    assert failure(gone)[0] == pb_utils.TritonError.CANCELLED
+    result(running)
+
+
+def test_a_cancel_check_that_fails_does_not_lose_the_request(load, ask):
+    model = load()
+    broken, company = ask(text=text("a")), ask(text=text("b"))
+    broken.cancel_check_fails = True
+
+    model.execute([broken, company])
+
+    wait_for(broken, company)
+    assert result(company).as_numpy().shape == (1, 24)
+    assert model.is_ready()
+
+
+def test_a_failure_of_the_model_is_answered_without_details(load, ask, pb_utils):
+    model = load()
+    fail_once(model)
+    broken = ask(text=text("a"))
+
+    model.execute([broken])
+
+    code, message = failure(broken)
+    assert code == pb_utils.TritonError.INTERNAL
+    assert "poison" not in message
+    assert any(level == "error" and "ZeroDivisionError" in line for level, line in pb_utils.logged)
+    after = ask(text=text("a"))
+    model.execute([after])
+    result(after)
+    assert model.is_ready()
+
+
+def test_a_model_whose_device_is_lost_is_not_ready_and_refuses_at_once(load, ask, pb_utils):
+    model = load()
+
+    def lost(prompts, options):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    only_runner(model).run = lost
+    first, later = ask(text=text("a")), ask(text=text("b"))
+    model.execute([first])
+    wait_for(first)
+    assert not model.is_ready()
+
+    model.execute([later])
+
+    for request in (first, later):
+        code, message = failure(request)
+        assert code == pb_utils.TritonError.INTERNAL
+        assert "reload it" in message
+
+
+def test_a_request_that_cannot_be_read_is_answered(load, ask, pb_utils):
+    model = load()
+    broken, good = ask(text=text("a")), ask(text=text("b"))
+    broken.inputs_fail = True
+
+    model.execute([broken, good])
+
+    message = "the request could not be read; the server's log says why"
+    assert failure(broken) == (pb_utils.TritonError.INTERNAL, message)
+    result(good)
+
+
+def test_parameters_that_are_no_object_are_the_caller_s_fault(load, ask, pb_utils):
+    model = load()
+    request = ask(text=text("a"))
+    request._parameters = "{"
+
+    model.execute([request])
+
+    assert failure(request)[0] == pb_utils.TritonError.INVALID_ARG
+    assert not errors(pb_utils)
+
+
+def test_parameters_that_are_not_utf_8_are_the_caller_s_fault(load, ask, pb_utils):
+    model = load()
+    broken, good = ask(text=text("a")), ask(text=text("b"))
+    broken._parameters = b'{"trunc\xff": true}'
+
+    model.execute([broken, good])
+
+    message = "the name or value of a request parameter is not UTF-8; send UTF-8"
+    assert failure(broken) == (pb_utils.TritonError.INVALID_ARG, message)
+    assert not errors(pb_utils), "a caller's fault fills the server's log"
+    result(good)
+
+
+def test_a_timeout_of_other_units_is_refused_unless_the_model_ignores_timeouts(load, ask, pb_utils):
+    thirty = ask(timeout=30, text=text("a"))
+    load().execute([thirty])
+
+    assert failure(thirty)[0] == pb_utils.TritonError.INVALID_ARG
+    pb_utils.MetricFamily.made.clear()
+    ignored = ask(timeout=30, text=text("a"))
+    load(ignore_request_timeout="true").execute([ignored])
+    result(ignored)
+
+
+def errors(pb_utils):
+    return [line for level, line in pb_utils.logged if level == "error"]
+
+
+def test_a_request_without_a_sender_does_not_stop_the_others(load, ask):
+    model = load()
+    broken, good = ask(text=text("a")), ask(text=text("b"))
+    broken.sender_fails = True
+
+    assert model.execute([broken, good]) is None
+
+    result(good)
+
+
+def test_a_failed_send_is_not_tried_again(load, ask, pb_utils):
+    model = load()
+    broken, good = ask(text=text("a")), ask(text=text("b"))
+    broken.send_fails = True
+
+    model.execute([broken])
+    wait_for(broken)
+    model.execute([good])
+
+    result(good)
+    assert broken.sends == 1
+    by_outcome = outcomes(model, pb_utils)
+    assert (by_outcome["failed"], by_outcome["ok"]) == (1, 1)
+
+
+def family(pb_utils, name):
+    [found] = [family for family in pb_utils.MetricFamily.made if family.name == name]
+    return found.series
+
+
+def outcomes(model, pb_utils):
+    """Return the number of requests by outcome."""
+    model._exporter.flush()
+    totals = family(pb_utils, "varlen_requests_total")
+    return {metric.labels["outcome"]: metric.value for metric in totals}
+
+
+class Memory:
+    """Shared memory of 100 bytes, all of it free."""
+
+    f_frsize, f_blocks, f_bavail = 1, 100, 100
+
+
+def test_an_answer_without_shared_memory_is_refused_before_it_runs(
+    load, ask, pb_utils, monkeypatch
+):
+    model = load()
+    monkeypatch.setattr(os, "statvfs", lambda path: Memory())
+    monkeypatch.setattr(shared_memory, "_LARGE_BYTES", 200)
+    monkeypatch.setattr(shared_memory, "_DEFAULT_STEP", 0)
+    large, small = ask(text=text("a", "b", "c")), ask(text=text("a"))
+    by_ids = ask(input_ids=np.ones((3, 4)))
+
+    model.execute([large, by_ids, small])
+
+    message = (
+        "the answer has 288 bytes; the shared memory of this server is enough for 33:"
+        " send fewer rows at once"
+    )
+    assert failure(large) == failure(by_ids) == (pb_utils.TritonError.INVALID_ARG, message)
+    assert large.sends == by_ids.sends == 1
+    result(small)
+    assert model._service.admission.depth == (0, 0)
+    assert outcomes(model, pb_utils)["invalid"] == 2
+
+
+@pytest.mark.parametrize("cache_bytes", ["0", "6000"])
+def test_many_requests_from_many_threads_are_each_answered_once(load, ask, cache_bytes):
+    model = load(max_batch_tokens="64", max_queued_requests="50", response_cache_bytes=cache_bytes)
+    requests = [[] for _ in range(4)]
+
+    def send(index):
+        rng = np.random.default_rng(index)
+        for _ in range(100):
+            kind = rng.integers(0, 5)
+            if kind == 0:
+                request = ask(text=text(""))
+            elif kind == 1:
+                request = ask(text=text("the cat"))
+                request.cancelled = True
+            else:
+                shape = (rng.integers(1, 6), rng.integers(1, 20))
+                # some requests are equal
+                ids = rng.integers(0, 60, shape) if kind < 4 else np.full(shape, shape[1])
+                given = [{}, {"deadline_ms": 5}, {"request_priority": 9}][rng.integers(0, 3)]
+                request = ask(given, input_ids=ids)
+            if kind == 2:
+                request.send_fails = True
+            requests[index].append(request)
+            model.execute([request])
+
+    run_in_threads(4, send)
+
+    everything = [request for part in requests for request in part]
+    wait_for(*everything)
+    assert all(request.sends == 1 for request in everything)
+    assert model._service.admission.depth == (0, 0)
+
+
+def test_is_ready_follows_the_engine(load):
+    model = load()
+    assert model.is_ready()
+
+    model._service.close()
+
+    assert not model.is_ready()
+
+
+def test_after_a_hang_of_the_gpu_the_process_ends_whatever_happens(
+    load, server_model, monkeypatch, our_threads
+):
+    model, ended = load(), []
+    close = model._service.close
+    monkeypatch.setattr(type(model._service), "close", lambda _: close() and False)
+    monkeypatch.setattr(server_model, "end_process_soon", lambda: ended.append(True))
+
+    model.finalize()
+
+    assert ended
+    assert our_threads() == []
+
+
+def test_after_a_hang_of_the_gpu_during_a_load_the_process_ends_too(
+    load, server_model, pb_utils, monkeypatch
+):
+    ended = []
+
+    def load_service(*args, **options):
+        raise ModelFaultError("the GPU has hung")
+
+    monkeypatch.setattr(server_model, "_load_service", load_service)
+    monkeypatch.setattr(server_model, "end_process_soon", lambda: ended.append(True))
+
+    with pytest.raises(pb_utils.TritonModelException, match="the GPU has hung"):
+        load()
+    assert ended
+
+
+def test_finalize_answers_the_queue_and_ends_every_thread(load, ask, our_threads):
+    model = load(max_batch_tokens="64")
+    first = ask(text=text("a"))
+    go_on = start_and_hold(model, first)
+    queued = [ask(text=text(*["the cat"] * 5)) for _ in range(30)]
+    model.execute(queued)
+    finalizer = Thread(target=model.finalize, daemon=True)
+    finalizer.start()
+    go_on.set()
+    finalizer.join(SECONDS)
+
+    assert not finalizer.is_alive(), "finalize() hangs"
+    assert our_threads() == []
+    for request in [first, *queued]:
+        assert request.sends == 1
+        result(request)
+
+
+def test_a_request_after_the_engine_closed_is_answered(load, ask, pb_utils):
+    model = load()
+    model._service.close()
+    request = ask(text=text("a"))
+
+    model.execute([request])
+
+    assert failure(request)[0] == pb_utils.TritonError.INTERNAL
+
+
+def test_requests_are_counted_by_outcome(load, ask, pb_utils):
+    model = load()
+    requests = [ask(text=text("a", "b")), ask(text=text("")), ask(text=text("c"))]
+    requests[2].cancelled = True
+    model.execute(requests)
+    wait_for(*requests)
+    model.finalize()
+
+    assert outcomes(model, pb_utils) == {
+        "ok": 1,
+        "invalid": 1,
+        "refused": 0,
+        "cancelled": 1,
+        "failed": 0,
+    }
+    labels = {"model": "m", "version": "3", "instance": "m_0"}
+    totals = family(pb_utils, "varlen_requests_total")
+    assert all(metric.labels.items() >= labels.items() for metric in totals)
+    assert family(pb_utils, "varlen_sequences_total")[0].value == 2
+    assert family(pb_utils, "varlen_tokens_total")[0].value == 6
+    assert len(family(pb_utils, "varlen_request_latency_seconds")[0].observed) == 3
+
+
+def test_a_server_without_metrics_serves(load, ask, pb_utils):
+    pb_utils.metrics_enabled = False
+    model = load()
+    request = ask(text=text("a"))
+
+    model.execute([request])
+
+    result(request)
+    assert pb_utils.MetricFamily.made == []
+
+
+def test_lifecycle_lines_reach_the_server_s_log(load, pb_utils):
+    load()
+
+    lines = [line for level, line in pb_utils.logged if level == "info"]
+    line = r"varlen: m v3: serving embed in float32 on .+; workers: 1; sequences up to"
+    assert any(re.match(line, entry) for entry in lines)
+    assert all(entry.startswith("varlen: m v3: ") for entry in lines)
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        ({"parameters": {"batch_tokens": "3"}}, "batch_tokens"),
+        ({"response_cache": {"enable": True}}, "response_cache"),
+        ({"parameters": {"task": "classify"}}, "BertForSequenceClassification"),
+        ({"input": [{"name": "TEXT", "data_type": "TYPE_STRING", "dims": [1]}]}, "TEXT"),
+        ({"parameters": {"max_sequence_tokens": "65"}}, "max_sequence_tokens"),
+    ],
+    ids=["settings", "server settings", "checkpoint", "tensors", "engine"],
+)
+def test_refuses_to_load_what_it_could_not_serve(load, pb_utils, our_threads, changes, word):
+    with pytest.raises(pb_utils.TritonModelException, match=word):
+        load(given=model_config(**changes))
+    assert our_threads() == []
+
+
+def test_a_load_error_names_no_path(load, pb_utils, tmp_path):
+    linked = tmp_path / "linked"
+    (tmp_path / "elsewhere").mkdir()
+    linked.symlink_to(tmp_path / "elsewhere")
+
+    for folder in (tmp_path / "elsewhere", linked, tmp_path / "missing"):
+        with pytest.raises(pb_utils.TritonModelException) as caught:
+            load(folder)
+
+        assert "the checkpoint folder" in str(caught.value)
+        assert "/" not in str(caught.value)
+
+
+def test_an_unexpected_load_error_goes_to_the_log_alone(
+    load, complete, server_model, pb_utils, small_bert, monkeypatch
+):
+    def fail(folder, **settings):
+        raise OSError(5, "Input/output error", str(folder))
+
+    monkeypatch.setattr(server_model.Checkpoint, "open", fail)
+    message = "the model could not be loaded; the server's log says why"
+
+    for call in (load, lambda: complete(small_bert, EMPTY)):
+        pb_utils.logged.clear()
+        with pytest.raises(pb_utils.TritonModelException, match=message):
+            call()
+        assert any(str(small_bert) in line and "Traceback" in line for line in errors(pb_utils))
+
+
+def test_no_frame_of_a_load_error_names_a_path(load, server_model, pb_utils, tmp_path):
+    # the server adds the stack frames, with file names, to the message
+    pb_utils.model_dir = str(tmp_path)
+    made = pb_utils.ModelConfig(json.dumps(EMPTY))
+    model = server_model.TritonPythonModel()
+
+    for call in (
+        lambda: model.auto_complete_config(made),
+        lambda: model.initialize(args(model_config())),
+    ):
+        with pytest.raises(pb_utils.TritonModelException) as caught:
+            call()
+
+        files = [str(entry.path) for entry in caught.traceback][2:]
+        assert len(files) == 1
+        assert not files[0].endswith(".py")
+
+
+def test_what_the_server_fills_in_loads(load):
+    filled = {
+        "batch_input": [],
+        "batch_output": [],
+        "optimization": {"priority": "PRIORITY_DEFAULT", "eager_batching": False},
+        "metric_tags": {},
+        "model_warmup": [],
+        "version_policy": {"latest": {"num_versions": 1}},
+    }
+
+    assert load(given=model_config(parameters={"dtype": "fp32"}, **filled)).is_ready()
+
+
+def test_refuses_a_numpy_that_the_server_corrupts(load, pb_utils, monkeypatch):
+    monkeypatch.setattr(np, "__version__", "2.4.6")
+    pb_utils.corrupts_arrays = True
+
+    message = "corrupts arrays of numpy 2.4.6: install numpy<2"
+    with pytest.raises(pb_utils.TritonModelException, match=re.escape(message)):
+        load()
+
+
+@pytest.fixture
+def complete(server_model, pb_utils):
+    """Return a function that completes a configuration for a checkpoint."""
+
+    def complete(folder, given):
+        pb_utils.model_dir = str(folder)
+        made = pb_utils.ModelConfig(json.dumps(given))
+        return server_model.TritonPythonModel.auto_complete_config(made).as_dict()
+
+    return complete
+
+
+EMPTY = {"name": "m", "max_batch_size": 0, "input": [], "output": [], "parameters": {}}
+
+
+def test_auto_complete_fills_an_empty_configuration(complete, small_bert):
+    completed = complete(small_bert, EMPTY)
+
+    assert completed["max_batch_size"] == 64
+    names = ["text", "input_ids", "attention_mask", "token_type_ids"]
+    assert [entry["name"] for entry in completed["input"]] == names
+    assert all(entry["optional"] for entry in completed["input"])
+    assert completed["output"] == [
+        {"name": "sentence_embedding", "data_type": "TYPE_FP32", "dims": [24]},
+        {"name": "num_tokens", "data_type": "TYPE_INT32", "dims": [1]},
+    ]
+
+
+def test_a_completed_configuration_loads(complete, small_bert, load):
+    completed = complete(small_bert, EMPTY)
+
+    assert load(given=completed).is_ready()
+
+
+def test_auto_complete_and_load_leave_out_the_fields_that_the_owner_names(complete, folder, load):
+    set_fields(folder, "config.json", is_decoder=True)
+    parameters = {"ignore_config_fields": {"string_value": "is_decoder"}}
+
+    completed = complete(folder, {**EMPTY, "parameters": parameters})
+
+    assert load(folder, completed).is_ready()
+
+
+def test_auto_complete_follows_the_task(complete, make_checkpoint):
+    folder = make_checkpoint("BertForSequenceClassification", num_labels=5)
+    given = {**EMPTY, "parameters": {"task": {"string_value": "rerank"}}}
+
+    completed = complete(folder, given)
+
+    assert completed["output"] == [
+        {"name": "logits", "data_type": "TYPE_FP32", "dims": [5]},
+        {"name": "scores", "data_type": "TYPE_FP32", "dims": [5]},
+        {"name": "labels", "data_type": "TYPE_STRING", "dims": [5]},
+        {"name": "num_tokens", "data_type": "TYPE_INT32", "dims": [1]},
+    ]
+    assert "text_pair" in [entry["name"] for entry in completed["input"]]
+
+
+def test_auto_complete_keeps_what_was_written(complete, small_bert):
+    given = model_config(max_batch_size=7)
+    given["input"] = given["input"][:1]
+
+    completed = complete(small_bert, copy.deepcopy(given))
+
+    assert completed == given
+
+
+def test_auto_complete_refuses_what_it_cannot_read(complete, pb_utils, small_bert, tmp_path):
+    nonsense = {**EMPTY, "parameters": {"nonsense": {"string_value": "1"}}}
+
+    with pytest.raises(pb_utils.TritonModelException, match="nonsense"):
+        complete(small_bert, nonsense)
+    with pytest.raises(pb_utils.TritonModelException, match="config.json"):
+        complete(tmp_path, EMPTY)
+
+
+@pytest.fixture(scope="session")
+def small_gpt2(make_checkpoint):
+    return make_checkpoint("GPT2LMHeadModel")
+
+
+@pytest.fixture
+def load_generator(load, small_gpt2):
+    """Return a function that loads a model that generates."""
+
+    def load_generator(*, decoupled=True):
+        given = model_config("generate", parameters={"dtype": "fp32", "kv_bytes": "1000000"})
+        given["max_batch_size"] = 0
+        given["model_transaction_policy"] = {"decoupled": decoupled}
+        return load(small_gpt2, given)
+
+    return load_generator
+
+
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+def generated(request):
+    """Return the texts of the responses to a request."""
+    wait_for(request)
+    assert request.response.error() is None, request.response.error().message()
+    return [response.output_tensors()[0].as_numpy().tolist() for response in request.responses]
+
+
+def prompt(value="the cat"):
+    return np.array([value.encode()], dtype=object)
+
+
+def flag(value):
+    return np.array([value])
+
+
+def series_of(model):
+    """Return the current value of each gauge and total of a model, by name."""
+    return {metric.value: value for metric, value in model._service.snapshot().items()}
+
+
+def test_a_model_that_generates_streams_if_it_is_decoupled(load_generator, ask):
+    model = load_generator()
+    options = {"max_tokens": 9, **GREEDY}
+    streamed, whole = (
+        ask(options, decoupled=True, text_input=prompt(), stream=flag(stream))
+        for stream in (True, False)
+    )
+
+    model.execute([streamed])
+    model.execute([whole])
+
+    [[text]] = generated(whole)
+    assert text.startswith(b"the cat")
+    assert b"the cat" + b"".join(part for (part,) in generated(streamed)) == text
+    assert streamed.sends > 1
+    assert series_of(model)["varlen_decode_tokens_total"] >= 16
+
+
+def test_a_model_that_generates_without_parts_answers_once(load_generator, ask, pb_utils):
+    model = load_generator(decoupled=False)
+    streamed = ask(text_input=prompt(), stream=flag(True))
+    whole = ask(
+        {"max_tokens": 5, **GREEDY}, input_ids=np.array([5, 6]), return_output_ids=flag(True)
+    )
+
+    model.execute([streamed])
+    model.execute([whole])
+
+    assert failure(streamed)[0] == pb_utils.TritonError.INVALID_ARG
+    assert "model_transaction_policy" in failure(streamed)[1]
+    generated(whole)
+    [_, ids] = whole.response.output_tensors()
+    assert (ids.name(), ids.as_numpy().shape) == ("output_ids", (5,))
+
+
+def test_a_bad_request_to_generate_is_the_caller_s_fault(load_generator, ask, pb_utils):
+    model = load_generator()
+    bad = [
+        ask(decoupled=True),
+        ask({"max_tokens": 0}, decoupled=True, text_input=prompt()),
+        ask(decoupled=True, text_input=prompt(""), stream=flag(True)),
+        ask(timeout=30, decoupled=True, text_input=prompt()),
+        ask(decoupled=True, input_ids=np.array([10**6])),
+        ask(decoupled=True, messages=prompt("[]")),
+    ]
+
+    for request in bad:
+        model.execute([request])
+
+    assert [failure(request)[0] for request in bad] == [pb_utils.TritonError.INVALID_ARG] * 6
+    assert all(request.sends == 1 for request in bad)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_stops_the_generation_and_its_blocks_return(
+    load_generator, ask, pb_utils, stream
+):
+    model = load_generator()
+    request = ask({"max_tokens": 300, **GREEDY}, decoupled=True, text_input=prompt())
+    request._inputs.append(pb_utils.Tensor("stream", flag(stream)))
+
+    model.execute([request])
+    until = time.monotonic() + SECONDS
+    while not series_of(model)["varlen_decode_tokens_total"]:
+        assert time.monotonic() < until
+    request.cancelled = True
+
+    assert failure(request)[0] == pb_utils.TritonError.CANCELLED
+    assert series_of(model)["varlen_kv_blocks_used"] == 0
+
+
+def test_many_requests_to_generate_are_each_answered_once(load_generator, ask):
+    model = load_generator()
+    requests = [[] for _ in range(4)]
+
+    def send(index):
+        rng = np.random.default_rng(index)
+        for _ in range(15):
+            options = {"max_tokens": int(rng.integers(1, 20)), "n": int(rng.integers(1, 3))}
+            if rng.random() < 0.2:
+                options["deadline_ms"] = 20
+            request = ask(
+                options,
+                decoupled=True,
+                input_ids=rng.integers(1, 200, rng.integers(1, 60)),
+                stream=flag(rng.random() < 0.7),
+            )
+            request.cancelled = rng.random() < 0.1
+            request.part_fails = rng.random() < 0.1
+            requests[index].append(request)
+            model.execute([request])
+
+    run_in_threads(4, send)
+
+    everything = [request for part in requests for request in part]
+    wait_for(*everything)
+    until = time.monotonic() + SECONDS
+    while series_of(model)["varlen_kv_blocks_used"] or model._service.admission.depth != (0, 0):
+        assert time.monotonic() < until
+
+
+@pytest.mark.parametrize("policy", [None, {"decoupled": False}, {"decoupled": True}], ids=str)
+def test_auto_complete_decouples_a_model_that_generates_unless_told_otherwise(
+    complete, small_gpt2, load, policy
+):
+    given = {**EMPTY, "parameters": {"kv_bytes": {"string_value": "1000000"}}}
+    if policy is not None:
+        given["model_transaction_policy"] = policy
+
+    completed = complete(small_gpt2, given)
+
+    assert completed["model_transaction_policy"] == (policy or {"decoupled": True})
+    assert completed["max_batch_size"] == 0
+    assert {"name": "text_output", "data_type": "TYPE_STRING", "dims": [-1]} in completed["output"]
+    assert all(entry["optional"] for entry in completed["input"])
+    assert load(small_gpt2, completed).is_ready()
+
+
+def import_entry(folder, code):
+    """Import the entry point in a new process, with the server's module in `folder`."""
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [sys.executable, "-c", f"import sys, varlen.model; {code}"],
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def test_importing_the_entry_does_not_import_torch():
+    import_entry(FAKES, "sys.exit('torch' in sys.modules)")
+
+
+def test_importing_the_entry_needs_no_class_of_the_server(tmp_path):
+    # while the file is imported, the real module is still empty
+    (tmp_path / "triton_python_backend_utils.py").write_text("")
+
+    import_entry(tmp_path, "")
+
+
+def test_a_traced_request_has_spans_of_its_phases(load, ask, server_model, monkeypatch):
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+
+    def new_tracer(model, version):
+        return RequestTracer(SimpleSpanProcessor(exporter), model, version)
+
+    monkeypatch.setattr(server_model, "load_tracer", new_tracer)
+    model = load()
+    context = '{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}'
+    traced, untraced = ask(text=text("the cat", "a")), ask(text=text("a"))
+    refused = ask(text=text(""))
+    traced.trace_context = refused.trace_context = context
+
+    model.execute([traced, untraced, refused])
+
+    result(traced)
+    result(untraced)
+    failure(refused)
+    # the spans come after the answer
+    model._outbox.close()
+    spans = exporter.get_finished_spans()
+    ok = {span.name: span for span in spans if span.attributes["varlen.outcome"] == "ok"}
+    assert set(ok) == {"varlen.queue", "varlen.run", "varlen.send"}
+    assert ok["varlen.run"].attributes["varlen.rows"] == 2
+    assert ok["varlen.run"].attributes["varlen.tokens"] == 3 + 4
+    assert ok["varlen.run"].attributes["varlen.batch.sequences"] >= 1
+    invalid = [span.name for span in spans if span.attributes["varlen.outcome"] == "invalid"]
+    assert invalid == ["varlen.queue", "varlen.send"]
+
+
+def test_a_request_is_answered_even_if_it_cannot_be_traced(load, ask, server_model, monkeypatch):
+    asked = []
+
+    class BrokenTracer:
+        def begin(self, context, arrival):
+            asked.append(context)
+            raise OSError("no trace")
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(server_model, "load_tracer", lambda model, version: BrokenTracer())
+    model = load()
+    first, second = ask(text=text("a")), ask(text=text("b"))
+
+    model.execute([first, second])
+
+    result(first)
+    result(second)
+    # it is not tried again
+    assert len(asked) == 1

@@ -1,0 +1,519 @@
+"""The wire format: valid tensors and parameters, and removal of padding."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.backend.fakes.input_limits import input_limits
+from tests.backend.refusals import refused_request as refused
+from tests.backend.requests import text
+from varlen.errors import shorten
+from varlen.intake.checks import Intake
+from varlen.intake.roles import TextRole, TextRoles
+from varlen.intake.tokenization import Tokenizer
+from varlen.models.checkpoint.labels import NO_LABELS, Labels
+from varlen.request.vectors import VectorForm
+from varlen.wire import rows as wire
+from varlen.wire.outputs import AnswerOptions, ModelOutputs
+
+TASKS = ["embed", "sparse_embed", "fill_mask", "hidden", "classify", "rerank"]
+TASKS += ["token_classify", "token_embed"]
+IDS = [[2, 5, 3], [2, 6, 3]]
+LABELS = Labels(("yes", "no", "perhaps"), "softmax")
+
+
+@pytest.fixture(scope="module")
+def intake(small_bert):
+    return Intake(Tokenizer(small_bert, 12), input_limits())
+
+
+def ids(rows):
+    return np.array(rows, dtype=np.int64)
+
+
+def read(intake, parameters="", *, normalize=False, timeout=0, **tensors):
+    """Return the request of these tensors, whose texts are tokenized at once."""
+    outputs = ModelOutputs("embed", 24, NO_LABELS, normalize)
+    draft, _ = wire.read_request(
+        tensors, parameters, intake, outputs, requested=(), timeout_microseconds=timeout
+    )
+    return draft.complete()
+
+
+def read_answer(intake, task="embed", **parameters):
+    """Return what these parameters ask of an answer of 24 features, or three labels."""
+    outputs = ModelOutputs(task, 24 if task in ("embed", "hidden") else 3, LABELS, normalize=True)
+    tensors = {"input_ids": ids(IDS)}
+    _, answer = wire.read_request(
+        tensors, json.dumps(parameters), intake, outputs, requested=["num_tokens"]
+    )
+    return answer
+
+
+def rows_of(request):
+    return [sequence.token_ids.tolist() for sequence in request.prompts]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_input_is_optional_and_named_as_exported_models_name_it(task):
+    specs = wire.input_specs(task)
+
+    takes_pairs = task in ("classify", "rerank", "hidden", "token_classify")
+    texts = ["text", "text_pair"] if takes_pairs else ["text"]
+    assert [s.name for s in specs] == [*texts, "input_ids", "attention_mask", "token_type_ids"]
+    assert all(spec.optional for spec in specs)
+    for spec in specs:
+        of_text = spec.name.startswith("text")
+        expected = ("TYPE_STRING", (1,)) if of_text else ("TYPE_INT64", (-1,))
+        assert (spec.data_type, spec.dims) == expected
+
+
+def test_reads_texts(intake):
+    assert rows_of(read(intake, text=text("the cat", "cat"))) == [[2, 5, 6, 3], [2, 6, 3]]
+
+
+def test_reads_pairs(intake):
+    request = read(intake, text=text("the", "cat"), text_pair=text("cat", "the"))
+
+    assert rows_of(request) == [[2, 5, 3, 6, 3], [2, 6, 3, 5, 3]]
+    assert request.prompts[1].type_ids.tolist() == [0, 0, 0, 1, 1]
+
+
+def test_reads_token_ids(intake):
+    request = read(intake, input_ids=ids(IDS))
+
+    assert rows_of(request) == IDS
+    assert request.prompts[0].type_ids is None
+
+
+def test_reads_token_types(intake):
+    request = read(intake, input_ids=ids(IDS), token_type_ids=ids([[0, 1, 1], [0, 0, 1]]))
+
+    assert [s.type_ids.tolist() for s in request.prompts] == [[0, 1, 1], [0, 0, 1]]
+
+
+@given(
+    rows=st.lists(
+        st.lists(st.tuples(st.integers(0, 59), st.integers(0, 1)), min_size=1, max_size=12),
+        min_size=1,
+        max_size=6,
+    ),
+    extra=st.integers(0, 5),
+    with_types=st.booleans(),
+    padding=st.integers(-5, 2**40),
+)
+def test_a_padded_batch_is_unpadded_exactly(intake, rows, extra, with_types, padding):
+    width = max(map(len, rows)) + extra
+    shape = (len(rows), width)
+    # values under the mask's zeros may be anything, valid or not
+    token_ids, types = np.full(shape, padding), np.full(shape, padding)
+    mask = np.zeros(shape, dtype=np.int64)
+    for row, pairs in enumerate(rows):
+        token_ids[row, : len(pairs)], types[row, : len(pairs)] = zip(*pairs, strict=True)
+        mask[row, : len(pairs)] = 1
+    tensors = {"input_ids": token_ids, "attention_mask": mask}
+
+    request = read(intake, **tensors, **({"token_type_ids": types} if with_types else {}))
+
+    for sequence, pairs in zip(request.prompts, rows, strict=True):
+        assert sequence.token_ids.tolist() == [token for token, _ in pairs]
+        if with_types:
+            assert sequence.type_ids.tolist() == [kind for _, kind in pairs]
+        else:
+            assert sequence.type_ids is None
+
+
+@pytest.mark.parametrize(
+    "row",
+    [[1, 0, 1], [0, 1, 1], [2, 1, 0], [1, -1, 0], [1, 1, 2], [0, 0, 1]],
+    ids=str,
+)
+def test_refuses_a_mask_that_is_not_ones_then_zeros(intake, row):
+    message = "row 1: attention_mask is not ones followed by zeros; pad on the right, without holes"
+    with refused(message):
+        read(intake, input_ids=ids(IDS), attention_mask=ids([[1, 1, 1], row]))
+
+
+def test_refuses_a_row_that_is_masked_out_whole(intake):
+    with refused("row 1: input_ids has no tokens; send at least one"):
+        read(intake, input_ids=ids(IDS), attention_mask=ids([[1, 1, 1], [0, 0, 0]]))
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "token_type_ids"])
+def test_refuses_tensors_of_another_shape_than_the_ids(intake, name):
+    with refused(f"{name} has shape [1, 3]; input_ids has [2, 3]"):
+        read(intake, input_ids=ids(IDS), **{name: ids([[1, 1, 1]])})
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "token_type_ids"])
+def test_refuses_integers_of_another_rank(intake, name):
+    tensors = {"input_ids": ids(IDS), name: ids([IDS])}
+    with refused(f"{name} has shape [1, 2, 3]; send [rows, tokens]"):
+        read(intake, **tensors)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 2), (1, 1, 1), (2, 0)], ids=str)
+@pytest.mark.parametrize("name", ["text", "text_pair"])
+def test_refuses_texts_of_another_shape(intake, name, shape):
+    tensors = {"text": text("cat"), name: np.full(shape, b"cat", dtype=object)}
+    with refused(f"{name} has shape {list(shape)}; send [rows, 1]"):
+        read(intake, **tensors)
+
+
+def test_refuses_zero_rows(intake):
+    with refused("text has no rows; send at least one row"):
+        read(intake, text=np.empty((0, 1), dtype=object))
+    with refused("input_ids has no rows; send at least one row"):
+        read(intake, input_ids=np.empty((0, 3), dtype=np.int64))
+
+
+def test_refuses_zero_tokens(intake):
+    with refused("row 0: input_ids has no tokens; send at least one"):
+        read(intake, input_ids=np.empty((2, 0), dtype=np.int64))
+
+
+def test_refuses_a_number_of_pairs_that_differs(intake):
+    with refused("text_pair has 1 rows; text has 2"):
+        read(intake, text=text("a", "b"), text_pair=text("c"))
+
+
+@pytest.mark.parametrize(
+    "content, at", [(b"\xff", 0), (b"cat\xc3", 3), (b"\xed\xa0\x80", 0), (b"a\xc0\x80", 1)]
+)
+def test_refuses_text_that_is_not_utf_8(intake, content, at):
+    with refused(f"row 1: text is not UTF-8 at byte {at}; send UTF-8"):
+        read(intake, text=text("cat", content))
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "token_type_ids"])
+def test_refuses_text_and_ids_together(intake, name):
+    with refused(f"the request has both text and {name}; send one or the other"):
+        read(intake, text=text("cat"), **{name: ids([[1]])})
+
+
+def test_refuses_a_pair_without_its_text(intake):
+    with refused("the request has text_pair without text; send both"):
+        read(intake, input_ids=ids(IDS), text_pair=text("cat", "cat"))
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "token_type_ids"])
+def test_refuses_companions_without_ids(intake, name):
+    with refused(f"the request has {name}; send text, or input_ids"):
+        read(intake, **{name: ids(IDS)})
+
+
+def test_refuses_nothing_at_all(intake):
+    with refused("the request has no inputs; send text, or input_ids"):
+        read(intake)
+
+
+@pytest.mark.parametrize("default", [False, True])
+@pytest.mark.parametrize(
+    "said, expected",
+    [("", None), ("{}", None)]
+    + [(json.dumps({"normalize": value}), value) for value in (True, False)],
+)
+def test_normalize_is_the_model_s_unless_the_request_says(intake, default, said, expected):
+    request = read(intake, said, normalize=default, input_ids=ids(IDS))
+
+    assert request.options.normalize is (default if expected is None else expected)
+
+
+def test_truncate_cuts_texts(intake):
+    request = read(intake, '{"truncate": true}', text=text("a " * 30))
+
+    assert len(rows_of(request)[0]) == 12
+    with refused("text has 32 tokens; this model takes at most 12"):
+        read(intake, '{"truncate": false}', text=text("a " * 30))
+
+
+def test_truncate_does_not_cut_token_ids(intake):
+    with refused("row 0: input_ids has 13 tokens; this model takes at most 12"):
+        read(intake, '{"truncate": true}', input_ids=ids([[5] * 13]))
+
+
+def test_truncation_side_decides_which_tokens_stay(intake):
+    whole = "the " + "cat " * 15 + "river"
+
+    left = read(intake, '{"truncate": true, "truncation_side": "left"}', text=text(whole))
+    right = read(intake, '{"truncate": true}', text=text(whole))
+
+    assert rows_of(left) == [[2, *[6] * 9, 7, 3]]
+    assert rows_of(right) == [[2, 5, *[6] * 9, 3]]
+
+
+def test_a_named_prompt_is_put_before_texts(small_bert):
+    named = {"query": TextRole("the "), "document": TextRole("")}
+    roles = TextRoles(named, TextRole("a "))
+    intake = Intake(Tokenizer(small_bert, 12), input_limits(), roles=roles)
+
+    def ids_of(**parameters):
+        return rows_of(read(intake, json.dumps(parameters), text=text("cat")))
+
+    assert ids_of(prompt_name="query") == [[2, 5, 6, 3]]
+    assert ids_of(prompt_name="document") == [[2, 6, 3]]
+    assert len(ids_of()[0]) == 4
+    with refused("prompt_name is 'q'; this model has the prompts: query, document"):
+        ids_of(prompt_name="q")
+    with refused("the parameter prompt_name is 3; send a string"):
+        ids_of(prompt_name=3)
+    with refused("the request has prompt_name and input_ids; a prompt is put before texts"):
+        read(intake, '{"prompt_name": "query"}', input_ids=ids(IDS))
+
+
+def test_a_model_without_prompts_says_so(intake):
+    with refused("prompt_name is 'query'; this model has the prompts: none"):
+        read(intake, '{"prompt_name": "query"}', text=text("cat"))
+
+
+@pytest.mark.parametrize("value", ["Left", "", 1, None, ["left"], {"a": 1}], ids=repr)
+def test_refuses_a_truncation_side_that_is_neither(intake, value):
+    with refused(f"the parameter truncation_side is {value!r}; send right, left"):
+        read(intake, json.dumps({"truncation_side": value}), text=text("cat"))
+
+
+def test_an_answer_has_the_model_s_form_unless_the_request_says(intake):
+    requested = frozenset({"num_tokens"})
+    assert read_answer(intake) == AnswerOptions(requested, VectorForm(normalize=True), "softmax")
+    assert read_answer(intake, "classify").function == "softmax"
+    assert read_answer(intake, "classify", activation="auto").function == "softmax"
+
+
+def test_reads_the_form_of_an_answer(intake):
+    answer = read_answer(intake, dimensions=16, output_dtype="int8", normalize=False)
+
+    assert answer.vectors == VectorForm(16, normalize=False, dtype="int8")
+    assert read_answer(intake, "token_classify", activation="sigmoid").function == "sigmoid"
+    assert read_answer(intake, "rerank", activation="none").function == "none"
+
+
+def test_reads_how_many_tokens_may_fill_a_mask(intake):
+    assert read_answer(intake, "fill_mask").top_k == 3
+    assert read_answer(intake, "fill_mask", top_k=2).top_k == 2
+    for wrong in (0, 4):
+        with refused(f"the parameter top_k is {wrong}; this model takes 1 to 3"):
+            read_answer(intake, "fill_mask", top_k=wrong)
+    with refused("the parameter top_k is for the task fill_mask; this model has the task embed"):
+        read_answer(intake, top_k=3)
+
+
+def test_reads_how_many_terms_a_sparse_vector_may_have(intake):
+    assert read_answer(intake, "sparse_embed", max_active_dims=3).max_active_dims == 3
+    assert read_answer(intake, "sparse_embed").max_active_dims is None
+    for wrong in (0, 4):
+        with refused(f"the parameter max_active_dims is {wrong}; this model takes 1 to 3"):
+            read_answer(intake, "sparse_embed", max_active_dims=wrong)
+    with refused("the parameter max_active_dims is for the task sparse_embed"):
+        read_answer(intake, max_active_dims=3)
+
+
+@pytest.mark.parametrize("value", [0, -1, 25, 10**400], ids=lambda value: str(value)[:9])
+def test_refuses_dimensions_that_the_model_does_not_have(intake, value):
+    with refused(f"the parameter dimensions is {shorten(str(value))}; this model takes 1 to 24"):
+        read_answer(intake, dimensions=value)
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "8", None, [8]], ids=repr)
+def test_refuses_dimensions_that_are_no_whole_number(intake, value):
+    with refused(f"the parameter dimensions is {value!r}; send a whole number"):
+        read_answer(intake, dimensions=value)
+
+
+@pytest.mark.parametrize("dtype", ["binary", "ubinary"])
+def test_refuses_bits_that_fill_no_byte(intake, dtype):
+    assert read_answer(intake, output_dtype=dtype, dimensions=8).vectors.dtype == dtype
+    with refused("and the vector has 12; send dimensions that are a multiple of 8"):
+        read_answer(intake, output_dtype=dtype, dimensions=12)
+
+
+@pytest.mark.parametrize(
+    "task, name, value, allowed",
+    [
+        ("embed", "output_dtype", "fp16", "float32, float16, int8, binary, ubinary"),
+        ("classify", "activation", "relu", "auto, softmax, sigmoid, none"),
+        ("classify", "activation", ["none"], "auto, softmax, sigmoid, none"),
+    ],
+)
+def test_refuses_another_choice(intake, task, name, value, allowed):
+    with refused(f"the parameter {name} is {value!r}; send {allowed}"):
+        read_answer(intake, task, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "task, name, tasks",
+    [
+        ("classify", "dimensions", "embed"),
+        ("hidden", "output_dtype", "embed"),
+        ("embed", "activation", "classify or rerank or token_classify"),
+        ("hidden", "prompt_name", "embed or sparse_embed or token_embed"),
+    ],
+)
+def test_refuses_a_parameter_of_another_task(intake, task, name, tasks):
+    with refused(f"the parameter {name} is for the task {tasks}; this model has the task {task}"):
+        read_answer(intake, task, **{name: 8})
+
+
+@pytest.mark.parametrize("name", ["truncate", "normalize"])
+@pytest.mark.parametrize("value", [1, 0, "true", "", None, [True], 1.0], ids=repr)
+def test_refuses_flags_that_are_not_booleans(intake, name, value):
+    with refused(f"the parameter {name} is {value!r}; send true or false"):
+        read(intake, json.dumps({name: value}), input_ids=ids(IDS))
+
+
+@pytest.mark.parametrize(
+    "deadline_ms, timeout, expected",
+    [
+        (None, 0, None),
+        (250, 0, 0.25),
+        (0.5, 0, 0.0005),
+        (None, 40_000, 0.04),
+        (250, 40_000, 0.04),
+        (20.0, 40_000, 0.02),
+    ],
+)
+def test_the_sooner_deadline_holds(intake, deadline_ms, timeout, expected):
+    said = "" if deadline_ms is None else json.dumps({"deadline_ms": deadline_ms})
+
+    request = read(intake, said, timeout=timeout, input_ids=ids(IDS))
+
+    assert request.options.deadline_seconds == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, -0.5, True, False, None, "100", [100], float("nan"), float("inf"), 10**400],
+    ids=lambda value: repr(value)[:9],
+)
+def test_refuses_a_deadline_that_is_no_positive_number(intake, value):
+    with refused(f"the parameter deadline_ms is {shorten(repr(value))}; send a positive number"):
+        read(intake, json.dumps({"deadline_ms": value}), input_ids=ids(IDS))
+
+
+@pytest.mark.parametrize("value", range(10))
+def test_reads_a_priority(intake, value):
+    request = read(intake, json.dumps({"request_priority": value}), input_ids=ids(IDS))
+
+    assert request.options.priority == value
+
+
+def test_a_request_that_says_nothing_has_the_lowest_priority(intake):
+    assert read(intake, input_ids=ids(IDS)).options.priority == 0
+
+
+@pytest.mark.parametrize("value", [-1, 10, 1.0, 0.5, True, None, "3", [3], 10**400], ids=repr)
+def test_refuses_a_priority_that_is_no_whole_number_to_9(intake, value):
+    shown = shorten(repr(value))
+    with refused(f"the parameter request_priority is {shown}; send a whole number from 0 to 9"):
+        read(intake, json.dumps({"request_priority": value}), input_ids=ids(IDS))
+
+
+@pytest.mark.parametrize(
+    "name, meant",
+    [
+        ("trunc", "truncate"),
+        ("Truncate", "truncate"),
+        ("truncated", "truncate"),
+        ("truncation", "truncation_side"),
+        ("dimension", "dimensions"),
+        ("output_type", "output_dtype"),
+        ("normalise", "normalize"),
+        ("normalized", "normalize"),
+        ("deadline", "deadline_ms"),
+        ("deadlineMs", "deadline_ms"),
+        ("deadline-ms", "deadline_ms"),
+        ("request_prio", "request_priority"),
+        ("RequestPriority", "request_priority"),
+    ],
+)
+def test_refuses_a_near_miss_of_a_parameter_by_name(intake, name, meant):
+    allowed = "Allowed: truncate, truncation_side, normalize, prompt_name, dimensions, output_dtype, request_p"
+    with refused(f'unknown parameter "{name}". Did you mean "{meant}"? {allowed}'):
+        read(intake, json.dumps({name: True}), input_ids=ids(IDS))
+
+
+@pytest.mark.parametrize(
+    "name",
+    """
+    priority timeout id request_id correlation_id sequence_id sequence_start sequence_end headers
+    binary_data binary_data_output binary_data_size classification shared_memory_region
+    shared_memory_offset shared_memory_byte_size triton_enable_empty_final_response traceparent
+    tracestate X-Request-ID X-Request-Priority X-Deadline-Ms x-tenant Authorization Content-Type
+    User-Agent model model_name stream max_tokens temperature user encoding_format
+    parameters inputs outputs lora_id cache_salt truncate_prompt_tokens normalize_embeddings
+    """.split(),
+)
+def test_ignores_each_name_that_frontends_use(intake, name):
+    assert rows_of(read(intake, json.dumps({name: 1}), input_ids=ids(IDS))) == IDS
+
+
+@pytest.mark.parametrize("task", ["embed", "rerank", "fill_mask"])
+@pytest.mark.parametrize("name", ["top_n", "top_p", "top", "n"])
+def test_ignores_a_short_name_that_differs_from_ours_in_a_letter(intake, task, name):
+    read_answer(intake, task, **{name: 1})
+
+
+def test_refuses_a_near_miss_only_of_a_parameter_that_the_task_has(intake):
+    for name, task, meant in [("topK", "fill_mask", "top_k"), ("dimension", "embed", "dimensions")]:
+        with refused(f'unknown parameter "{name}". Did you mean "{meant}"?'):
+            read_answer(intake, task, **{name: 1})
+        read_answer(intake, "rerank", **{name: 1})
+
+
+def test_ignores_a_parameter_with_a_name_of_any_length(intake):
+    assert rows_of(read(intake, json.dumps({"truncate" * 10_000: 1}), input_ids=ids(IDS))) == IDS
+
+
+@pytest.mark.parametrize(
+    "parameters", ["[]", "3", "null", '"truncate"', "{", "{'a': 1}", "[" * 9999]
+)
+def test_refuses_parameters_that_are_no_json_object(intake, parameters):
+    with refused("send a JSON object") as caught:
+        read(intake, parameters, input_ids=ids(IDS))
+
+    assert str(caught.value).startswith("the request parameters are ")
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("name", ["truncate", "normalize", "request_priority", "deadline_ms"])
+@pytest.mark.parametrize("value", ["x" * 20_000, ["y"] * 5000], ids=["string", "list"])
+def test_an_error_repeats_no_more_than_a_hundred_characters(intake, name, value):
+    with refused(f"... ({len(repr(value))} characters); send ") as caught:
+        read(intake, json.dumps({name: value}), input_ids=ids(IDS))
+
+    assert f"the parameter {name} is {repr(value)[:100]}..." in str(caught.value)
+
+
+def test_an_error_does_not_list_thousands_of_inputs(intake):
+    with refused("... (5888 characters); send text, or input_ids"):
+        read(intake, **{f"x{number}": ids(IDS) for number in range(1000)})
+
+
+@pytest.mark.parametrize("timeout", [1, 30, 999])
+def test_refuses_a_timeout_in_another_unit_than_microseconds(intake, timeout):
+    message = (
+        f"timeout is {timeout} microseconds; send at least 1000 microseconds, or no timeout"
+        " (the model's setting ignore_request_timeout ignores it)"
+    )
+    with refused(message):
+        read(intake, timeout=timeout, input_ids=ids(IDS))
+
+
+def test_a_millisecond_is_a_timeout(intake):
+    assert read(intake, timeout=1000, input_ids=ids(IDS)).options.deadline_seconds == 0.001
+
+
+def test_ignores_what_frontends_add(intake):
+    added = {
+        "triton_enable_empty_final_response": False,
+        "binary_data_output": True,
+        "X-Tenant": "somebody",
+        "id": "42",
+        "priority": 3,
+        "headers": {"a": [1]},
+        "truncate": True,
+    }
+
+    assert rows_of(read(intake, json.dumps(added), input_ids=ids(IDS))) == IDS

@@ -1,0 +1,84 @@
+"""The command `varlen serve-http`: what it refuses, and what it gives to the gateway."""
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from varlen_client.cli import main as cli
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Return the arguments of uvicorn.run, which does not run."""
+    calls = []
+    monkeypatch.setattr("uvicorn.run", lambda app, **options: calls.append((app, options)))
+    for name in ("VARLEN_URL", "VARLEN_MODEL", "VARLEN_API_KEYS"):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def serve(*arguments):
+    return CliRunner().invoke(cli.app, ["serve-http", *arguments])
+
+
+def test_listens_on_loopback_unless_told_otherwise(served):
+    assert serve().exit_code == 0
+
+    [(_, options)] = served
+    assert (options["host"], options["port"]) == ("127.0.0.1", 8080)
+
+
+def test_warns_of_an_open_address_without_a_key(served, monkeypatch):
+    assert "warning: 0.0.0.0 may be reached" in serve("--host", "0.0.0.0").stderr
+    monkeypatch.setenv("VARLEN_API_KEYS", "one two")
+    assert serve("--host", "0.0.0.0").stderr == ""
+    assert len(served) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--url", "ftp://a"], "must start with grpc://"),
+        (["--url", "http://127.0.0.1"], "must be gRPC"),
+        (["--api-key", ""], "an API key is empty"),
+    ],
+    ids=["scheme", "http", "key"],
+)
+def test_refuses_wrong_options(served, arguments, message):
+    result = serve(*arguments)
+
+    assert (result.exit_code, served) == (2, [])
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("value", ["", "  "], ids=["empty", "blank"])
+def test_keys_that_are_set_and_empty_are_a_mistake(served, monkeypatch, value):
+    monkeypatch.setenv("VARLEN_API_KEYS", value)
+
+    result = serve()
+
+    assert (result.exit_code, served) == (2, [])
+    assert "VARLEN_API_KEYS is set and has no key" in result.stderr
+    assert serve("--api-key", "key").exit_code == 0
+
+
+def test_says_what_to_install(served, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+
+    result = serve()
+
+    assert result.exit_code == 2
+    assert (
+        "serve-http needs uvicorn; install the extra http of varlen: pip install '.[http]'"
+        in result.stderr
+    )
+
+
+def test_other_commands_do_without_the_packages_of_the_gateway():
+    code = "import sys, varlen_client.cli.main; print({'fastapi', 'uvicorn', 'starlette'} & {*sys.modules})"
+
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert run.stdout == "set()\n"

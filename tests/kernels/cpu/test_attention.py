@@ -1,0 +1,74 @@
+"""The compiled attention of CPUs on long sequences, and in batches, groups, windows and threads."""
+
+import pytest
+import torch
+
+from tests.kernels.float64 import DTYPES, bounds_of, check, rand
+from varlen_kernels import cpu, reference
+
+# around the numbers of queries and keys that are read together
+LENGTHS = [15, 16, 17, 127, 128, 0, 129, 300, 1]
+SHAPES = {"equal": (3, 3, 32), "groups": (6, 2, 40), "one-key-head": (4, 1, 8)}
+READS = {
+    "all": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 20},
+    "window-of-one": {"causal": True, "window": 1},
+    "wide-window": {"causal": True, "window": 200},
+    "both-sides": {"window": 20},
+    "both-sides-wide": {"window": 129},
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("heads, kv_heads, dim", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("reads", READS.values(), ids=READS)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+def test_long_sequences_are_read_as_by_the_reference(heads, kv_heads, dim, reads, has_bias, dtype):
+    qkv = rand(sum(LENGTHS), (heads + 2 * kv_heads) * dim, dtype=dtype)
+    bias = 3 * rand(heads, 2 * 150 + 1, seed=1) if has_bias else None
+    options = {"num_heads": heads, "num_kv_heads": kv_heads, "scale": dim**-0.5, **reads}
+    out = torch.full((sum(LENGTHS), heads * dim), torch.nan, dtype=dtype)
+
+    actual = cpu.attention_varlen(qkv, bounds_of(LENGTHS), bias, **options, out=out)
+
+    assert actual is out
+    check(out, reference.attention_varlen(qkv, bounds_of(LENGTHS), bias, **options), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(causal, threads, dtype, monkeypatch):
+    qkv = rand(sum(LENGTHS), 3 * 12 * 16, dtype=dtype)
+    options = {"num_heads": 12, "scale": 0.25, "causal": causal}
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    together = cpu.attention_varlen(qkv, bounds_of(LENGTHS), **options)
+
+    begin = 0
+    for length in LENGTHS:
+        rows = slice(begin, begin + length)
+        alone = cpu.attention_varlen(qkv[rows], bounds_of([length]), **options)
+        assert torch.equal(alone, together[rows])
+        begin += length
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e-6], ids=str)
+def test_scores_of_any_size_give_weights_that_sum_to_one(scale):
+    qkv = rand(200, 3 * 16)
+    qkv[:, 32:] = 1.0
+
+    actual = cpu.attention_varlen(qkv, bounds_of([200]), num_heads=1, scale=scale)
+
+    check(actual, torch.ones(200, 16))
+
+
+def test_nan_in_a_query_gives_nan():
+    qkv = rand(5, 3 * 16)
+    qkv[2, 3] = torch.nan
+
+    actual = cpu.attention_varlen(qkv, bounds_of([5]), num_heads=1, scale=0.3)
+
+    assert actual[2].isnan().all()
+    assert actual[[0, 1, 3, 4]].isfinite().all()

@@ -1,0 +1,323 @@
+"""int8 linear layers: the reference stays within its quantization error, and CPUs give its results."""
+
+import pytest
+import torch
+
+from tests.kernels.float64 import check, rand
+from varlen_kernels import cpu
+from varlen_kernels.cpu import int8_products as int8_products_cpu
+from varlen_kernels.cpu import linear_int8 as linear_int8_cpu
+from varlen_kernels.cpu.int8_products import Int8Product
+from varlen_kernels.cpu.int8_tile import has_dot_products
+from varlen_kernels.reference.linear_int8 import (
+    FULL_LEVELS,
+    OUTLIERS,
+    REDUCED_LEVELS,
+    linear_int8,
+    linear_int8_activate,
+    linear_int8_add_layer_norm,
+    quantize_rows,
+    quantize_weight,
+)
+
+SHAPES = [(1, 5, 3), (63, 100, 33), (7, 1023, 64), (130, 64, 200)]
+LEVELS = pytest.mark.parametrize("levels", [FULL_LEVELS, REDUCED_LEVELS], ids=["8bit", "7bit"])
+EPS = torch.finfo(torch.float32).eps
+
+
+def layer(hidden, features, *, has_bias=True):
+    """Return a weight, a bias and outliers, the first column among them."""
+    numbers = torch.randperm(hidden - 1, generator=torch.Generator().manual_seed(0))
+    outliers = torch.cat([torch.zeros(1).long(), numbers[: OUTLIERS - 1] + 1]).sort().values
+    bias = rand(features, seed=2) if has_bias else None
+    return rand(hidden, features, seed=1), bias, outliers
+
+
+def inputs(tokens, hidden, outliers):
+    x = rand(tokens, hidden) + 0.5
+    x[:, outliers] *= 30
+    return x
+
+
+NEEDS_VNNI = pytest.mark.skipif(not has_dot_products(), reason="needs AVX-512 with VNNI")
+PRODUCTS = pytest.mark.parametrize(
+    "kernel",
+    [
+        "linear_int8",
+        "linear_int8_packed",
+        pytest.param("linear_int8_panels", marks=NEEDS_VNNI),
+    ],
+)
+
+
+def packed_operands(kernel, quantized):
+    """Return the operands of an op after its input."""
+    return Int8Product(kernel, REDUCED_LEVELS).pack(quantized.codes), *quantized[1:]
+
+
+@LEVELS
+@pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
+def test_the_error_is_at_most_half_a_step_of_each_factor(
+    tokens, hidden, features, has_bias, levels
+):
+    weight, bias, outliers = layer(hidden, features, has_bias=has_bias)
+    x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
+    kept = [column for column in range(hidden) if column not in outliers.tolist()]
+    steps = quantize_rows(x, outliers, levels).scale.double() / 2, quantized.scale.double() / 2
+
+    actual = linear_int8(x, *quantized, levels=levels)
+
+    inner, rows = x[:, kept].double().abs(), weight[kept].double().abs()
+    bound = steps[0] * rows.sum(0) + inner.sum(1, keepdim=True) * steps[1]
+    bound += len(kept) * steps[0] * steps[1]
+    exact = x.double() @ weight.double() + (0 if bias is None else bias.double())
+    # sums of codes are exact; the rest is a few roundings of numbers of this size
+    size = inner @ rows + (x[:, outliers].double().abs() @ weight[outliers].double().abs())
+    rounding = 64 * EPS * (size.max() + inner.sum(1).max() * rows.max())
+    assert ((actual.double() - exact).abs() <= bound + rounding).all()
+
+
+@LEVELS
+@pytest.mark.parametrize("signed", [True, False], ids=["signed", "unsigned"])
+@pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
+def test_compiled_codes_equal_those_of_the_reference(tokens, hidden, features, signed, levels):
+    _, _, outliers = layer(hidden, features)
+    x = inputs(tokens, hidden, outliers)
+    x[0] = 3.25
+    expected = quantize_rows(x, outliers, levels)
+
+    codes, factors = linear_int8_cpu.quantize(x, outliers, levels, signed=signed)
+
+    kept = [column for column in range(hidden) if column not in outliers.tolist()]
+    lowest = -128 if signed else 0
+    assert torch.equal(codes[:, kept].int(), expected.codes[:, kept] + lowest)
+    assert torch.equal(factors[:, :1], expected.scale)
+    assert torch.equal(factors[:, 2:], x[:, outliers])
+    # the value of code 0
+    values = factors[:, 1:2] + lowest * factors[:, :1]
+    torch.testing.assert_close(values, expected.factors[:, :1], rtol=1e-5, atol=1e-5)
+
+
+@PRODUCTS
+@pytest.mark.parametrize("is_full", [True, False], ids=["most-levels", "7bit"])
+@pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
+def test_products_of_cpus_match_the_reference(kernel, tokens, hidden, features, is_full):
+    levels = int8_products_cpu._levels(kernel) if is_full else REDUCED_LEVELS
+    weight, bias, outliers = layer(hidden, features)
+    x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
+    out = torch.full((tokens, features), torch.nan)
+
+    actual = getattr(cpu, kernel)(x, *packed_operands(kernel, quantized), levels=levels, out=out)
+
+    assert actual is out
+    expected = linear_int8(x, *quantized, levels=levels)
+    # codes are the same; the offset of signed ones adds a product of this size
+    size = (x.abs().max() * weight.abs().max() * hidden).item()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=8 * EPS * size)
+
+
+@PRODUCTS
+def test_a_token_has_the_same_bits_alone_and_among_others(kernel):
+    weight, bias, outliers = layer(100, 33)
+    x, quantized = inputs(40, 100, outliers), quantize_weight(weight, bias, outliers)
+    op, operands = getattr(cpu, kernel), packed_operands(kernel, quantized)
+    levels = int8_products_cpu._levels(kernel)
+
+    together = op(x, *operands, levels=levels)
+
+    for token in (0, 17, 39):
+        alone = op(x[token : token + 1].contiguous(), *operands, levels=levels)
+        assert torch.equal(alone[0], together[token])
+
+
+@PRODUCTS
+def test_no_tokens_give_no_rows(kernel):
+    quantized = quantize_weight(*layer(8, 3))
+
+    actual = getattr(cpu, kernel)(
+        torch.empty(0, 8), *packed_operands(kernel, quantized), levels=REDUCED_LEVELS
+    )
+
+    assert actual.shape == (0, 3)
+
+
+@NEEDS_VNNI
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu", "relu"])
+@pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
+def test_an_activation_behind_a_layer_matches_the_reference(kind, tokens, hidden, features):
+    weight, bias, outliers = layer(hidden, features)
+    x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
+    operands = packed_operands("linear_int8_panels", quantized)
+    options = {"levels": FULL_LEVELS, "kind": kind}
+    out = torch.full((tokens, features), torch.nan)
+
+    assert cpu.linear_int8_panels_activate(x, *operands, **options, out=out) is out
+
+    check(out, linear_int8_activate(x, *quantized, **options))
+
+
+@NEEDS_VNNI
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
+def test_a_norm_behind_a_layer_matches_the_reference_in_a_new_out_and_in_its_residual(
+    has_bias, tokens, hidden, features
+):
+    weight, bias, outliers = layer(hidden, features)
+    x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
+    operands = packed_operands("linear_int8_panels", quantized)
+    residual = rand(tokens, features, seed=3) * x.abs().max()
+    norm = rand(features, seed=4), rand(features, seed=5) if has_bias else None
+    options = {"levels": FULL_LEVELS, "eps": 1e-5}
+    expected = linear_int8_add_layer_norm(x, *quantized, residual, *norm, **options)
+    op = cpu.linear_int8_panels_add_layer_norm
+    out = torch.full((tokens, features), torch.nan)
+
+    assert op(x, *operands, residual, *norm, **options, out=out) is out
+
+    check(out, expected)
+    assert torch.equal(op(x, *operands, residual, *norm, **options, out=residual), out)
+
+
+@NEEDS_VNNI
+def test_threads_give_the_bits_of_one(monkeypatch):
+    quantized = quantize_weight(*layer(100, 33))
+    x, operands = rand(301, 100), packed_operands("linear_int8_panels", quantized)
+    norm, options = (rand(301, 33), rand(33), rand(33)), {"levels": FULL_LEVELS, "eps": 1e-5}
+    expected = cpu.linear_int8_panels_add_layer_norm(x, *operands, *norm, **options)
+    monkeypatch.setattr("varlen_kernels.cpu.linear_int8_panels._LEAST_SHARED_WORK", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+    actual = cpu.linear_int8_panels_add_layer_norm(x, *operands, *norm, **options)
+
+    assert torch.equal(actual, expected)
+
+
+@PRODUCTS
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("hidden", [100, 128])
+def test_a_token_with_a_number_that_is_not_finite_gets_nan(kernel, hidden, value):
+    weight, bias, outliers = layer(hidden, 33)
+    x, quantized = inputs(9, hidden, outliers), quantize_weight(weight, bias, outliers)
+    op, operands = getattr(cpu, kernel), packed_operands(kernel, quantized)
+    expected = op(x, *operands, levels=REDUCED_LEVELS)
+    # an outlier; the first and the last of the others
+    inner = [column for column in range(hidden) if column not in outliers.tolist()]
+    places = torch.tensor([1, 4, 7]), torch.tensor([int(outliers[1]), inner[0], inner[-1]])
+
+    damaged = x.index_put(places, torch.tensor(value))
+
+    expected[places[0]] = torch.nan
+    for actual in (
+        op(damaged, *operands, levels=REDUCED_LEVELS),
+        linear_int8(damaged, *quantized, levels=REDUCED_LEVELS),
+    ):
+        assert actual[places[0]].isnan().all()
+        assert actual.isfinite().all(1).sum() == 6
+    actual = op(damaged, *operands, levels=REDUCED_LEVELS)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_another_number_of_outliers_is_refused():
+    with pytest.raises(ValueError, match="outliers has 3 columns; it must have 4"):
+        linear_int8_cpu.quantize(rand(2, 8), torch.arange(3), FULL_LEVELS, signed=True)
+
+
+def test_outliers_do_not_change_the_codes_of_other_columns():
+    _, _, outliers = layer(50, 3)
+    x = inputs(9, 50, outliers)
+    larger = x.index_copy(1, outliers, x[:, outliers] * 1000)
+
+    expected, actual = (quantize_rows(each, outliers, FULL_LEVELS) for each in (x, larger))
+
+    assert torch.equal(actual.codes, expected.codes)
+    assert torch.equal(actual.scale, expected.scale)
+
+
+def saturating_product(row_codes, codes):
+    """Return sums of pairs in 16 bits, as AVX2 computes them."""
+    pairs = codes.reshape(-1, 2, codes.shape[1]).int()
+    products = row_codes.int().view(len(row_codes), -1, 2, 1) * pairs
+    return products.sum(2).clamp(-(2**15), 2**15 - 1).sum(1)
+
+
+def exact_product(row_codes, codes):
+    return (row_codes.double() @ codes.double()).int()
+
+
+def unpacked(codes):
+    return codes
+
+
+@pytest.fixture
+def small_products(monkeypatch):
+    monkeypatch.setattr(int8_products_cpu, "_WIDTH", 32)
+
+
+@pytest.fixture
+def without_vnni(monkeypatch, small_products):
+    monkeypatch.setattr(int8_products_cpu, "has_dot_products", lambda: False)
+
+
+@pytest.mark.usefixtures("small_products")
+def test_sums_that_saturate_in_16_bits_get_7_bits():
+    assert int8_products_cpu.exact_levels(saturating_product, unpacked, 0) == REDUCED_LEVELS
+
+
+@pytest.mark.usefixtures("small_products")
+@pytest.mark.parametrize("lowest", [0, -128], ids=["unsigned", "signed"])
+def test_exact_sums_get_8_bits(lowest):
+    assert int8_products_cpu.exact_levels(exact_product, unpacked, lowest) == FULL_LEVELS
+
+
+@pytest.mark.usefixtures("small_products")
+def test_a_product_that_is_never_exact_is_not_used():
+    def wrong(row_codes, codes):
+        return exact_product(row_codes, codes) + 1
+
+    assert int8_products_cpu.exact_levels(wrong, unpacked, 0) == 0
+
+
+@pytest.mark.usefixtures("without_vnni")
+def test_a_cpu_without_the_packed_product_uses_the_signed_one(monkeypatch):
+    def missing(codes):
+        raise AttributeError("no qlinear_prepack")
+
+    monkeypatch.setattr(int8_products_cpu, "pack_codes", missing)
+
+    assert int8_products_cpu.choose_product.__wrapped__().kernel == "linear_int8"
+
+
+@pytest.mark.usefixtures("without_vnni")
+def test_a_cpu_whose_signed_product_is_inexact_uses_the_packed_one(monkeypatch):
+    def wrong(row_codes, codes):
+        return exact_product(row_codes, codes) + 1
+
+    monkeypatch.setattr(int8_products_cpu, "signed_sums", wrong)
+
+    chosen = int8_products_cpu.choose_product.__wrapped__()
+
+    assert chosen.kernel == "linear_int8_packed"
+    assert chosen.levels in (FULL_LEVELS, REDUCED_LEVELS)
+
+
+@NEEDS_VNNI
+@pytest.mark.usefixtures("small_products")
+def test_a_cpu_with_vnni_uses_panels_where_torch_has_no_exact_product(monkeypatch):
+    monkeypatch.setattr(int8_products_cpu, "exact_levels", lambda *args: 0)
+
+    chosen = int8_products_cpu.choose_product.__wrapped__()
+
+    assert chosen == Int8Product("linear_int8_panels", FULL_LEVELS)
+
+
+@pytest.mark.usefixtures("without_vnni")
+def test_a_cpu_without_an_exact_product_is_an_error(monkeypatch):
+    def missing(*args):
+        raise NotImplementedError("aten::_int_mm")
+
+    monkeypatch.setattr(int8_products_cpu, "signed_sums", missing)
+    monkeypatch.setattr(int8_products_cpu, "unsigned_sums", missing)
+
+    with pytest.raises(int8_products_cpu.NoInt8ProductError, match="inexactly, or not at all"):
+        int8_products_cpu.choose_product.__wrapped__()

@@ -1,0 +1,97 @@
+"""Without numba every op of CPUs runs in plain torch."""
+
+import logging
+import sys
+
+import pytest
+import torch
+
+from tests.kernels.float64 import bounds_of, rand
+from varlen_kernels import cpu, reference
+from varlen_kernels.cpu import compiled_ops
+
+
+@pytest.fixture(
+    params=[ImportError("No module named 'numba'"), RuntimeError("no locator")], ids=str
+)
+def without_numba(request, monkeypatch):
+    """Make the import of compiled ops fail."""
+
+    class Refuses:
+        def find_spec(self, name, path=None, target=None):
+            if name.startswith("varlen_kernels.") and name.endswith("_cpu"):
+                raise request.param
+
+    for name in [name for name in sys.modules if name.startswith("varlen_kernels.")]:
+        if name.endswith("_cpu"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Refuses(), *sys.meta_path])
+    compiled_ops.has_numba.cache_clear()
+    yield
+    compiled_ops.has_numba.cache_clear()
+
+
+def calls():
+    """Return a call of each compiled op, as a function of the module of ops."""
+    qkv, caches = rand(7, 3 * 2 * 8), [rand(4, 2, 16, 8, seed=seed) for seed in (1, 2)]
+    ids, logits = torch.tensor([2, 0], dtype=torch.int32), rand(3, 50)
+    paged = (qkv, *caches, bounds_of([1, 6]), torch.tensor([9, 6]).int(), ids, bounds_of([1, 1]))
+    heads = {"num_heads": 2, "num_kv_heads": 2}
+    half, zero = torch.full((3,), 0.5), torch.zeros(3, dtype=torch.int32)
+
+    def append(ops):
+        copies = [cache.clone() for cache in caches]
+        ops.append_kv(qkv, torch.arange(3, 10), *copies, **heads)
+        return torch.stack(copies)
+
+    x = rand(4, 2048)
+
+    return {
+        "activate": lambda ops: ops.activate(x, kind="gelu_tanh"),
+        "activate_gate": lambda ops: ops.activate_gate(x, kind="gelu_tanh"),
+        "attention_varlen": lambda ops: ops.attention_varlen(
+            qkv, bounds_of([3, 4]), num_heads=2, scale=0.3
+        ),
+        "attention_paged": lambda ops: ops.attention_paged(*paged, **heads, scale=0.3),
+        "append_kv": append,
+        "sample_tokens": lambda ops: ops.sample_tokens(
+            logits, half, zero, half, 0 * half, half.double()
+        ),
+        "beam_step": lambda ops: ops.beam_step(logits, half[None]).scores,
+    }
+
+
+@pytest.mark.parametrize("op", calls())
+def test_an_op_gives_the_same_bits_as_its_reference(op, without_numba):
+    call = calls()[op]
+
+    assert torch.equal(call(cpu), call(reference))
+
+
+def test_blocks_are_copied_in_order(without_numba):
+    cache = rand(6, 2, 3, 4)
+    expected = cache.clone()
+    expected[5], expected[3] = cache[0], cache[0]
+
+    cpu.copy_blocks(cache, torch.tensor([0, 5]), torch.tensor([5, 3]))
+
+    assert torch.equal(cache, expected)
+
+
+def test_code_that_cannot_be_compiled_or_stored_counts_as_no_numba(monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("varlen_kernels.cpu.attention.attend_sequences", fail)
+
+    assert not compiled_ops.has_numba.__wrapped__()
+    assert "No space left on device" in caplog.text
+
+
+def test_one_line_of_the_log_says_so(without_numba, caplog):
+    with caplog.at_level(logging.WARNING):
+        for call in calls().values():
+            call(cpu)
+
+    assert [record.name for record in caplog.records] == ["varlen_kernels.cpu.compiled_ops"]
+    assert "ops on CPUs are not compiled" in caplog.text

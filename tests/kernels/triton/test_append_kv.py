@@ -1,0 +1,119 @@
+"""Append to KV blocks on a GPU or in the interpreter, against the reference."""
+
+import pytest
+import torch
+
+from varlen_kernels import reference
+from varlen_kernels.triton.append_kv import append_kv, candidate_launches
+from varlen_kernels.tuning import forced_launch
+
+from .compare import DTYPES, rand, spread
+from .guards import Guarded
+
+
+def slots_of(tokens, places, device, missing=()):
+    """Return random slots, no slot twice, and -1 for the missing tokens."""
+    slots = torch.randperm(places, generator=torch.Generator().manual_seed(5))[:tokens]
+    slots[list(missing)] = -1
+    return slots.to(device)
+
+
+def check_against_reference(
+    tokens, heads, key_heads, head_dim, dtype, device, *, block_size=16, missing=(), change=None
+):
+    """Compare the caches with those of the reference, bit by bit, unwritten places included."""
+    blocks = -(-tokens // block_size) + 1
+    shape = (blocks, key_heads, block_size, head_dim)
+    caches = [Guarded(shape, dtype, device) for _ in range(2)]
+    expected = [cache.tensor.clone() for cache in caches]
+    qkv = rand(tokens, (heads + 2 * key_heads) * head_dim, dtype=dtype, device=device)
+    slots = slots_of(tokens, blocks * block_size, device, missing)
+    settings = {"num_heads": heads, "num_kv_heads": key_heads}
+
+    appended = change(qkv) if change else qkv
+    append_kv(appended, slots, *(cache.tensor for cache in caches), **settings)
+
+    reference.append_kv(qkv, slots, *expected, **settings)
+    for cache, right in zip(caches, expected, strict=True):
+        cache.check()
+        assert torch.equal(cache.tensor.nan_to_num(), right.nan_to_num())
+        assert torch.equal(cache.tensor.isnan(), right.isnan())
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 7, 63])
+def test_matches_the_reference(tokens, dtype, device):
+    check_against_reference(tokens, 4, 2, 64, dtype, device)
+
+
+def test_accepts_keys_and_values_alone(device):
+    check_against_reference(9, 0, 2, 16, torch.float16, device, missing=[3])
+
+
+@pytest.mark.parametrize("head_dim", [1, 5, 63, 80, 128, 256])
+def test_accepts_any_head_dim(head_dim, device):
+    check_against_reference(9, 3, 3, head_dim, torch.float16, device)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 3, 6])
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+def test_accepts_any_heads_and_multiples_of_16_as_block_size(key_heads, block_size, device):
+    check_against_reference(20, 6, key_heads, 8, torch.float32, device, block_size=block_size)
+
+
+@pytest.mark.parametrize("missing", [[0], [3, 4, 8], list(range(9))], ids=str)
+def test_a_token_without_a_slot_writes_nothing(missing, device):
+    check_against_reference(9, 2, 2, 16, torch.float32, device, missing=missing)
+
+
+def test_accepts_strided_rows(device):
+    check_against_reference(9, 2, 1, 16, torch.float16, device, change=spread)
+
+
+def test_values_are_cast_to_the_dtype_of_the_caches(device):
+    qkv, slots = rand(9, 6 * 16, device=device), slots_of(9, 16, device)
+    caches = [torch.zeros(1, 2, 16, 16, dtype=torch.float16, device=device) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+
+    append_kv(qkv, slots, *caches, num_heads=2, num_kv_heads=2)
+
+    reference.append_kv(qkv, slots, *expected, num_heads=2, num_kv_heads=2)
+    assert all(map(torch.equal, caches, expected))
+
+
+def test_every_candidate_launch_matches_the_reference(device):
+    key = (64, torch.float16)
+    for launch in candidate_launches(*key):
+        with forced_launch("append_kv", key, launch):
+            check_against_reference(40, 4, 2, 64, torch.float16, device)
+
+
+def test_no_tokens(device):
+    check_against_reference(0, 2, 2, 16, torch.float32, device)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"slots": torch.zeros(3).int()}, "slots is torch.int32; it must be torch.int64"),
+        ({"slots": torch.zeros(4).long()}, r"slots has shape \[4\]"),
+        ({"qkv": torch.zeros(3, 95)}, "qkv has rows of 95; allowed: multiples of 2 . 2 · 2 heads"),
+        ({"key_cache": torch.zeros(5, 2, 16, 8)}, r"key_cache is \[5, 2, 16, 8\]; it must be"),
+        (
+            {"key_cache": torch.zeros(5, 2, 8, 16), "value_cache": torch.zeros(5, 2, 8, 16)},
+            "block_size is 8; allowed: multiples of 16",
+        ),
+    ],
+    ids=["slots", "slots", "qkv", "key_cache", "block_size"],
+)
+def test_rejects_invalid_arguments(change, message, device):
+    arguments = {
+        "qkv": torch.zeros(3, 96),
+        "slots": torch.zeros(3).long(),
+        "key_cache": torch.zeros(5, 2, 16, 16),
+        "value_cache": torch.zeros(5, 2, 16, 16),
+    }
+    arguments = {name: value.to(device) for name, value in (arguments | change).items()}
+
+    with pytest.raises(ValueError, match=message):
+        append_kv(**arguments, num_heads=2, num_kv_heads=2)
