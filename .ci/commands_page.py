@@ -1,4 +1,4 @@
-"""The text of docs/commands.md, from the options of the commands themselves."""
+"""The text of docs/reference/commands.md, from the options of the commands themselves."""
 
 import inspect
 from collections.abc import Iterable, Iterator
@@ -55,7 +55,7 @@ $modules""")
 
 
 def commands_page(command: str) -> str:
-    """Return the text of docs/commands.md, which `command` writes."""
+    """Return the text of docs/reference/commands.md, which `command` writes."""
     program = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group
     return _PAGE.substitute(
         command=command,

@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 # Page of the site by file of the project's root.
-ROOT_FILES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+ROOT_FILES = {"CHANGELOG.md": "project/changelog.md", "CONTRIBUTING.md": "project/contributing.md"}
 
 # Factor of a decision's scores in the search. A title counts 1000 times: even that of a decision ranks below a text.
 DECISION_BOOST = 1e-6
@@ -44,8 +44,8 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
 
 
 def from_docs(text: str) -> str:
-    """Return Markdown of the project's root with links as a page in docs/ has them."""
-    return text.replace("](docs/", "](")
+    """Return Markdown of the project's root with links as a page in docs/project has them."""
+    return text.replace("](docs/", "](../")
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md, docs/metrics.md and docs/commands.md: `python .ci/write_reference.py`.
+"""Write configuration.md, metrics.md and commands.md of docs/reference: `python .ci/write_reference.py`.
 
 The tables are made from `EngineConfig`, the metric catalogue and the commands, so they always agree with the code.
 """
@@ -18,7 +18,7 @@ from varlen.tasks import ITERATIVE_TASKS, ONE_SHOT_TASKS
 from varlen.telemetry.metrics import METRICS, Metric
 from varlen.wire.rows import DEFAULT_MAX_ROWS
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "reference"
 COMMAND = "python .ci/write_reference.py"
 
 # The first setting of each section, in the order of the class.
@@ -136,7 +136,7 @@ $sections""")
 
 
 def configuration_page() -> str:
-    """Return the text of docs/configuration.md."""
+    """Return the text of docs/reference/configuration.md."""
     names = list(SETTINGS)
     starts = [names.index(first) for first in _SECTIONS]
     parts = []
@@ -152,7 +152,7 @@ def configuration_page() -> str:
 
 
 def metrics_page() -> str:
-    """Return the text of docs/metrics.md."""
+    """Return the text of docs/reference/metrics.md."""
     parts = []
     for title, prefixes in _METRIC_SECTIONS.items():
         rows = [_metric_row(metric) for metric in METRICS if metric.startswith(prefixes)]

@@ -1,6 +1,6 @@
 """The engine's settings: the `parameters { }` of config.pbtxt, typed and checked.
 
-`EngineConfig` is the only place that describes them; config.pbtxt and docs/configuration.md get its texts.
+`EngineConfig` is the only place that describes them; config.pbtxt and docs/reference/configuration.md get its texts.
 """
 
 from collections.abc import Mapping

@@ -57,7 +57,7 @@ class Encoder:
 
         Args:
             folder: holds config.json, tokenizer.json and safetensors weights.
-            task, device, ...: settings; see docs/configuration.md.
+            task, device, ...: settings; see docs/reference/configuration.md.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.

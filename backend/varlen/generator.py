@@ -77,7 +77,7 @@ class Generator:
 
         Args:
             folder: holds config.json, tokenizer.json and safetensors weights.
-            device, dtype, ...: settings; see docs/configuration.md.
+            device, dtype, ...: settings; see docs/reference/configuration.md.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of a kind that is not served.

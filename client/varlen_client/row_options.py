@@ -67,7 +67,7 @@ class EmbedOptions(RowOptions, total=False):
     prompt_name: of the checkpoint's prompt that is put before each text; by default its default one.
     dimensions: return the first features alone; by default all.
     output_dtype: "float16", "int8", "binary" or "ubinary" return other types, the last two with 8 features in a byte:
-        see docs/wire.md. By default fp32.
+        see docs/reference/wire.md. By default fp32.
     """
 
     normalize: bool | None

@@ -26,7 +26,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     for name in ("docs", ".ci"):
         shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("*.csv"))
     with (folder / "docs/index.md").open("a") as page:
-        page.write("\n[no page](no_page.md) [no heading](wire.md#no-heading)\n")
+        page.write("\n[no page](no_page.md) [no heading](reference/wire.md#no-heading)\n")
     command = re.search(r"mkdocs (build.*)$", (PROJECT / "Makefile").read_text(), re.MULTILINE)
     assert command
 
@@ -46,7 +46,7 @@ def test_a_link_or_an_anchor_that_leads_nowhere_fails_the_build(build: tuple[Pat
     _, said = build
 
     assert "link 'no_page.md', but the target is not found" in said
-    assert "'wire.md#no-heading'" in said
+    assert "'reference/wire.md#no-heading'" in said
 
 
 def test_the_search_ranks_decisions_below_all_other_pages(build: tuple[Path, str]) -> None:
@@ -67,7 +67,7 @@ def test_the_search_ranks_decisions_below_all_other_pages(build: tuple[Path, str
 def test_tables_with_long_cells_name_the_column_of_each_cell(build: tuple[Path, str]) -> None:
     site, _ = build
 
-    inputs = (site / "wire.html").read_text().partition("<table data-stacked>")[2]
+    inputs = (site / "reference/wire.html").read_text().partition("<table data-stacked>")[2]
     row = inputs.partition("<tbody>")[2].partition("</tr>")[0]
     labels = re.findall('<td data-label="(.*?)">', row)
 
@@ -108,7 +108,7 @@ def test_links_of_the_roots_files_lead_to_pages_of_the_site() -> None:
         text = docs_site.from_docs((PROJECT / name).read_text())
         links = re.findall(r"\]\(([^)#:]+)[^):]*\)", text)
 
-        assert [link for link in links if not (PROJECT / "docs" / link).is_file()] == []
+        assert [link for link in links if not (PROJECT / "docs/project" / link).is_file()] == []
 
 
 def test_links_of_the_readme_lead_to_files_and_headings() -> None:

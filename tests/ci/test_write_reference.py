@@ -36,10 +36,12 @@ def written() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["configuration.md", "metrics.md", "commands.md"])
 def test_the_committed_page_is_the_one_that_is_written(written: dict[str, str], name: str) -> None:
-    committed = (PROJECT / "docs" / name).read_text()
+    committed = (PROJECT / "docs/reference" / name).read_text()
 
     expected = written[name]
-    assert committed == expected, f"docs/{name} is out of date: run `{write_reference.COMMAND}`"
+    assert committed == expected, (
+        f"docs/reference/{name} is out of date: run `{write_reference.COMMAND}`"
+    )
 
 
 def test_every_setting_has_one_heading_and_every_metric_one_row() -> None:

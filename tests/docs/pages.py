@@ -11,7 +11,11 @@ PROJECT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
-    *sorted(path.relative_to(PROJECT).as_posix() for path in PROJECT.glob("docs/*.md")),
+    *sorted(
+        path.relative_to(PROJECT).as_posix()
+        for path in PROJECT.glob("docs/**/*.md")
+        if path.parent.name not in ("benchmarks", "decisions")
+    ),
 )
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What ends a command of a shell, and what writes its output to a file.

@@ -193,7 +193,7 @@ def modules() -> list[str]:
 def test_every_module_for_operators_is_on_the_page_of_commands() -> None:
     # the first two prepare development, `varlen doctor` is there, and the last is the program itself
     others = {"demo", "train_demo", "doctor", "program"}
-    page = (PROJECT / "docs/commands.md").read_text()
+    page = (PROJECT / "docs/reference/commands.md").read_text()
 
     packaged = [name for name in modules() if name.startswith("varlen_tools.")]
     expected = {name for name in packaged if name.removeprefix("varlen_tools.") not in others}

@@ -11,8 +11,8 @@ from varlen_client.gateway.bodies import MAX_INPUTS
 from varlen_client.gateway.settings import GatewaySettings
 from varlen_client.row_sender import DEFAULT_ROWS_PER_REQUEST
 
-GATEWAY = (PROJECT / "docs/gateway.md").read_text()
-MIGRATION = (PROJECT / "docs/migration.md").read_text()
+GATEWAY = (PROJECT / "docs/tasks/gateway.md").read_text()
+MIGRATION = (PROJECT / "docs/start/migration.md").read_text()
 # FastAPI's own, for the page /docs.
 NOT_LISTED = "/docs/oauth2-redirect"
 

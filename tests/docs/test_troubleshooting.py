@@ -8,7 +8,7 @@ from tests.ci.scripts import PROJECT
 
 from .messages import raised_messages, text_patterns
 
-PAGE = PROJECT / "docs/troubleshooting.md"
+PAGE = PROJECT / "docs/reference/troubleshooting.md"
 # Messages of other programs.
 NOT_OURS = "## Messages of the server itself"
 SOURCES = ("backend/varlen", "client/varlen_client", "tools/varlen_tools")
@@ -51,7 +51,7 @@ def test_every_error_of_a_request_or_a_setting_is_listed(classes: frozenset[str]
         for place, pattern in raised
         if not any(pattern.fullmatch(message) for message in messages)
     ]
-    assert missing == [], "list these messages in docs/troubleshooting.md"
+    assert missing == [], "list these messages in docs/reference/troubleshooting.md"
 
 
 def test_every_error_of_a_checkpoint_is_listed() -> None:
@@ -65,7 +65,7 @@ def test_every_error_of_a_checkpoint_is_listed() -> None:
         for text, pattern in texts.items()
         if not FIELD.search(text) and not any(pattern.fullmatch(each) for each in messages)
     ]
-    assert missing == [], "list these messages in docs/troubleshooting.md"
+    assert missing == [], "list these messages in docs/reference/troubleshooting.md"
 
 
 def test_no_message_is_listed_twice() -> None:

@@ -16,7 +16,7 @@ from varlen.wire import generate as wire_generate
 from varlen.wire import rows as wire
 from varlen.wire.outputs import ModelOutputs, TensorSpec
 
-PAGE = (PROJECT / "docs/wire.md").read_text()
+PAGE = (PROJECT / "docs/reference/wire.md").read_text()
 TYPES = {"TYPE_STRING": "BYTES"}
 
 
@@ -32,7 +32,7 @@ def table(title: str) -> list[list[str]]:
 def row(rows: list[list[str]], name: str) -> list[str]:
     """Return the row of a name, which may share it with others."""
     found = [each for each in rows if f"`{name}`" in each[0]]
-    assert len(found) == 1, f"docs/wire.md has {len(found)} rows of {name}"
+    assert len(found) == 1, f"docs/reference/wire.md has {len(found)} rows of {name}"
     return found[0]
 
 

@@ -3,7 +3,7 @@
 A row of logits is read once from memory, in chunks that stay in the cache of a core. A chunk is searched for its
 maximum, summed as exponentials, and searched for logits above the floor, which is the worst of the best logits so far.
 Few logits of a row are above it, and nothing is sorted.
-Source: the specification is `beam_reference`.
+Source: the specification is `reference.beam`.
 """
 
 import math
@@ -256,7 +256,7 @@ def step_sequences(
     edits: BeamEdits | None,
     out: BeamCandidates,
 ) -> None:
-    """Write the candidates of each sequence into `out`, see `beam_reference.beam_step`.
+    """Write the candidates of each sequence into `out`, see `reference.beam_step`.
 
     Args:
         out: contiguous.

@@ -3,7 +3,7 @@
 Torch takes two to five times as long for the tanh form of GELU. Other forms are for ops that do more.
 Source: the specifications are `reference.activate` and `reference.activate_gate`.
 
-After a change here, touch the files that use it; see `lanes_cpu`.
+After a change here, touch the files that use it; see `lanes`.
 """
 
 import numba

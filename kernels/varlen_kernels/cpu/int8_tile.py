@@ -3,7 +3,7 @@
 A tile is 6 rows by 64 features: its 24 vectors of sums, and what they are computed from, fill the 32 registers of
 AVX-512. Each instruction of VNNI multiplies 64 pairs of codes and adds fours of products to sums of 32 bits, exactly.
 
-After a change here, touch the files that use it; see `lanes_cpu`.
+After a change here, touch the files that use it; see `lanes`.
 """
 
 from typing import Any

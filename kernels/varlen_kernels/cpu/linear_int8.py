@@ -3,7 +3,7 @@
 `torch._int_mm` takes signed codes and is fast where the CPU has int8 instructions (VNNI, AMX); without them it may be a
 plain loop. The linear layer of oneDNN takes unsigned codes and prepacked weights. Both may saturate on CPUs with AVX2
 alone, which sum two products in 16 bits: then codes have 7 bits.
-Source: the specification is `linear_int8_reference.linear_int8`; docs/int8.md has measurements.
+Source: the specification is `reference.linear_int8.linear_int8`; docs/operating/int8.md has measurements.
 """
 
 from functools import lru_cache
@@ -62,7 +62,7 @@ def multiply_packed(
 
 
 def quantize(x: Tensor, outliers: Tensor, levels: int, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return codes and factors of each token; see `linear_int8_reference.Int8Rows`.
+    """Return codes and factors of each token; see `reference.linear_int8.Int8Rows`.
 
     Args:
         x: `[tokens, hidden]` fp32, contiguous.

@@ -1,6 +1,6 @@
 """The int8 ops of CPUs; numba is loaded when the first one runs.
 
-Names and signatures are those of `linear_int8_reference`, with the product's name added.
+Names and signatures are those of `reference.linear_int8`, with the product's name added.
 """
 
 from torch import Tensor
@@ -18,7 +18,7 @@ def linear_int8(
     levels: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return x @ weight + bias in int8, see `linear_int8_reference.linear_int8`."""
+    """Return x @ weight + bias in int8, see `reference.linear_int8.linear_int8`."""
     from varlen_kernels.cpu.linear_int8 import multiply_signed
 
     return multiply_signed(x, codes, scale, fp32_rows, outliers, levels, out)

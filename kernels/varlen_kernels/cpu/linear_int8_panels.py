@@ -4,7 +4,7 @@ A block of tokens becomes codes, and its products with each panel of the weight 
 registers and the first-level cache: scales, outliers, bias, activation and residual cost no pass over memory. A layer
 norm reads the block's rows while they are in the second-level cache. A token has the same result alone and in a batch,
 to the last bit.
-Source: the specifications are the functions of `linear_int8_reference`.
+Source: the specifications are the functions of `reference.linear_int8`.
 """
 
 from collections.abc import Mapping

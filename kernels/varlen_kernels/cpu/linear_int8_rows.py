@@ -1,8 +1,8 @@
 """Tokens as int8 codes on CPUs, compiled by numba.
 
-Source: the specification is `linear_int8_reference.quantize_rows`.
+Source: the specification is `reference.linear_int8.quantize_rows`.
 
-After a change here, touch the files that use it; see `lanes_cpu`.
+After a change here, touch the files that use it; see `lanes`.
 """
 
 import numba

@@ -2,7 +2,7 @@
 
 A row is read a few times and never sorted. The last token that a limit keeps is found digit by digit: each of four
 passes adds up the tokens by one byte of their place in the order of logits, and finds the byte where the limit falls.
-Source: the specification is `sampling_reference`.
+Source: the specification is `reference.sampling`.
 """
 
 import math
@@ -130,7 +130,7 @@ def sample_rows(
     min_p: Tensor,
     uniform: Tensor,
 ) -> Tensor:
-    """Return a token of each row, `[rows]` int32, see `sampling_reference.sample_tokens`."""
+    """Return a token of each row, `[rows]` int32, see `reference.sample_tokens`."""
     rows, size = logits.shape
     out = torch.zeros(rows, dtype=torch.int32)
     parts = min(rows, torch.get_num_threads()) if rows * size >= _LEAST_SHARED_WORK else 1

@@ -1,6 +1,6 @@
 """Every op in plain torch: the specification of the kernels, and the CPU path.
 
-The ops of attention are here, the others in the `*_reference.py` of their group.
+The ops of attention are here, the others in the file of their group.
 
 All tokens of a batch are in one `[tokens, ...]` tensor, sequence after sequence; `cu_seqlens`
 `[batch + 1]` int32 holds the start of each sequence and the end of the last. Each op computes in fp32 for

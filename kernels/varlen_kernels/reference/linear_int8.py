@@ -4,7 +4,7 @@ Weights have one scale per output feature and are symmetric around 0. Each token
 so its answer never depends on other tokens. A few columns of the input, the outliers, are much larger than the others
 and would take most of the codes; they are multiplied in fp32.
 Source: columns in higher precision, Dettmers et al. 2022, arXiv:2208.07339; a scale per token, Yao et al. 2022,
-arXiv:2206.01861. docs/int8.md has measurements.
+arXiv:2206.01861. docs/operating/int8.md has measurements.
 """
 
 from typing import NamedTuple

@@ -19,7 +19,7 @@ def term_weights(
     logs: int = 1,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weight of each term for each sequence, see `vocabulary_reference.term_weights`.
+    """Return the weight of each term for each sequence, see `reference.term_weights`.
 
     Raises:
         ValueError: a shape, dtype or layout is not supported.

@@ -245,7 +245,7 @@ def test_takes_the_encoder_of_a_model_with_another_head(make_checkpoint, rng, na
 
 
 def test_the_documentation_lists_every_model_type():
-    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/start/models.md").read_text()
 
     listed = set(re.findall(r"`([a-z0-9_-]+)`(?= \||,|: task)", text))
 

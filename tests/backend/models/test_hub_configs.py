@@ -27,7 +27,7 @@ from .hub_checkpoints import (
 )
 from .oracle import decoded, load_oracle, translated
 
-MODELS_PAGE = Path(__file__).parents[3] / "docs/models.md"
+MODELS_PAGE = Path(__file__).parents[3] / "docs/start/models.md"
 CONFIGS = read_hub_configs()
 SERVED = [name for name, entry in CONFIGS.items() if "refused" not in entry]
 # Fields that hub files have, and that are known to stop no load.

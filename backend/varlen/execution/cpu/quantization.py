@@ -1,6 +1,6 @@
 """Linear layers of a program in int8: the same ops with quantized weights.
 
-docs/int8.md describes the arithmetic and its quality.
+docs/operating/int8.md describes the arithmetic and its quality.
 """
 
 from collections.abc import Mapping
