@@ -36,7 +36,7 @@ class Load:
     """How a load ended.
 
     Attributes:
-        end: of the load and of one request.
+        end: time limits of the load and of one request.
         text: the message of a refusal, the frames of a failure.
         answer: the vector that an encoder has answered.
     """

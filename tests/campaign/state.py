@@ -35,9 +35,9 @@ class State:
     Attributes:
         processes: number by role: server, stub, worker, watchdog, other.
         descriptors: open files, sockets and pipes.
-        threads: of all processes.
+        threads: threads of all processes.
         memory_mib: resident; pages that processes share count once.
-        shared_mib: of their regions in /dev/shm. The server never shrinks them.
+        shared_mib: MiB of their regions in /dev/shm. The server never shrinks them.
     """
 
     processes: Mapping[str, int]

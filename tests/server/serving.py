@@ -24,8 +24,8 @@ def add_model(
     """Add a model that serves `checkpoint` to a repository.
 
     Args:
-        text: of config.pbtxt, besides backend and parameters.
-        parameters: of the engine; one CPU thread and fp32 unless given, whose answers do not depend on the machine,
+        text: lines of config.pbtxt, besides backend and parameters.
+        parameters: settings of the engine; one CPU thread and fp32 unless given, whose answers do not depend on the machine,
             and no measuring of costs.
     """
     folder = repository / name

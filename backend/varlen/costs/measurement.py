@@ -37,9 +37,9 @@ class Measurement:
     """Measured batches.
 
     Attributes:
-        batches: at least one.
+        batches: shapes to measure, at least one.
         is_complete: whether all planned batches were measured.
-        seconds: how long measuring took.
+        seconds: duration of measuring.
         spread: 90th percentile of the reference batch's time, divided by the 10th; about 1.1 on an idle machine.
     """
 
@@ -92,8 +92,8 @@ def measure(
 
     Args:
         run: runs a batch of sequences of these lengths, in tokens.
-        limits: of a batch.
-        max_length: of a sequence, in tokens; a batch may hold one.
+        limits: bounds of a batch.
+        max_length: longest sequence, in tokens; a batch may hold one.
         seconds: the time limit.
         clock: returns the time in seconds.
         report: gets a line of progress now and then.

@@ -69,7 +69,7 @@ class Arena:
         layout: plans for it.
         largest: upper bound of each dimension; a batch within it always fits.
         max_tokens: upper bound of the dimension `tokens`.
-        device: where the memory is.
+        device: device that holds the memory.
         capacity: largest size of the arena, in bytes: the footprint of the largest batch.
     """
 
@@ -77,7 +77,7 @@ class Arena:
         """Reserve space for the largest batch: address space on a CPU, memory on a GPU.
 
         Args:
-            layout: of the program that runs here.
+            layout: plan of the program that runs here.
             largest: dimensions of the largest batch.
             device: CPU or CUDA.
 

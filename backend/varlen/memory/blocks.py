@@ -173,7 +173,7 @@ class BlockPool:
 
         Args:
             block_ids: the block table; changed.
-            reserved: as in `allocate`.
+            reserved: number of blocks, as in `allocate`.
         """
         source = block_ids[-1]
         assert self.is_shared(source)
