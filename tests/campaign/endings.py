@@ -60,7 +60,7 @@ class ModelEndings:
 
     Attributes:
         requests, rows: numbers by end.
-        errors: requests that were refused, by code; those of the backend alone in `our_errors`.
+        errors: requests that were refused, by code; `our_errors` has only the backend's.
     """
 
     requests: Counter[End] = field(default_factory=Counter)

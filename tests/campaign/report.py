@@ -17,7 +17,7 @@ class Report:
         ledger: its requests, and the invariants that were violated.
         seconds: that it took, starts of servers included.
         before, after: state of the server, where the phase compares them.
-        notes: figures of this phase alone, by name.
+        notes: figures of only this phase, by name.
     """
 
     name: str

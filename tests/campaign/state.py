@@ -116,7 +116,7 @@ def marked(mark: str) -> list[int]:
     entry, found = f"{MARK}={mark}".encode(), []
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
-            # one may end meanwhile, and those of other users cannot be read; a zombie has no environment
+            # one may end meanwhile, and processes of other users cannot be read; a zombie has no environment
             with suppress(OSError):
                 if entry in folder.joinpath("environ").read_bytes().split(b"\0"):
                     found.append(int(folder.name))

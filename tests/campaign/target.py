@@ -54,7 +54,7 @@ class Checkpoints:
 
     @classmethod
     def prepare(cls, repository: Path, scratch: Path) -> "Checkpoints":
-        """Return those of a model repository, and a random one in `scratch`.
+        """Return the checkpoints of a model repository, and a random one in `scratch`.
 
         Raises:
             FileNotFoundError: `make setup` did not run.

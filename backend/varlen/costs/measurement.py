@@ -28,7 +28,7 @@ _REFERENCE_LENGTH = 0.25
 # Share of the time that the reference takes. It runs every 0.3 s if it takes 30 ms, and speeds a second apart hardly
 # resemble each other.
 _REFERENCE_SHARE = 0.1
-# The speed at a moment is the median of this many references around it; one alone may have been interrupted.
+# The speed at a moment is the median of this many references around it; a single one may have been interrupted.
 _REFERENCES_AROUND = 3
 
 

@@ -251,7 +251,7 @@ class Exporter:
         """Register every series, so that each is on the page from the start.
 
         Args:
-            stats: drained by this object alone.
+            stats: counts that only this object drains.
             snapshot: returns the value of each gauge, and of each total since the start; 0 where it has none.
             make_series: registers one series with the server; raises when metrics are off.
             labels: labels of every series.
