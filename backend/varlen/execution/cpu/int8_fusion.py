@@ -17,7 +17,7 @@ _FUSED: Mapping[str, Mapping[str, str]] = {
     }
 }
 # The result may overwrite the residual, the first operand behind those of the layer.
-_IN_PLACE = {"linear_int8_panels_add_layer_norm": (5,)}
+_IN_PLACE = {"linear_int8_panels_add_layer_norm": (2,)}
 
 
 def fuse_int8(program: Program) -> Program:
@@ -55,6 +55,5 @@ def _fused(layer: Op, op: Op) -> Op:
         op,
         kernel=kernel,
         operands=(*layer.operands, *op.operands[1:]),
-        attributes={**layer.attributes, **op.attributes},
         in_place=_IN_PLACE.get(kernel, ()),
     )
