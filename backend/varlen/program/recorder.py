@@ -10,7 +10,7 @@ from varlen.memory.usage import Size
 from varlen.program.program import Attribute, Operand, State, Value
 from varlen.program.recording import Axes, Recording
 from varlen_kernels import Activation, Pooling, TermPooling
-from varlen_kernels.reference import IN_EPILOGUE
+from varlen_kernels.ops import IN_EPILOGUE
 from varlen_kernels.reference.vocabulary import SLICE_TERMS
 
 
@@ -280,7 +280,8 @@ class Recorder(Recording):
         """
         qkv = operands[0]
         assert isinstance(qkv, Value)
-        dtypes = [None if each is None else each.dtype for each in operands]
+        # of tables only their presence counts
+        dtypes = [getattr(each, "dtype", each is not None) for each in operands]
         key = (kernel, cu_seqlens.name, qkv.shape, *dtypes, *attributes.values())
         if key not in self._made_tiles:
             tokens, bounds = qkv.shape[0], cu_seqlens.shape[0]

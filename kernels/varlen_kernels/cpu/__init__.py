@@ -1,3 +1,5 @@
+# mypy: implicit-reexport
+# ruff: noqa: F401  # the ops
 """Every op on CPUs: plain torch, numba or oneDNN, whichever is fastest.
 
 Names and signatures are those of `reference`, which specifies each op.
@@ -42,45 +44,6 @@ from varlen_kernels.reference import (
 )
 from varlen_kernels.reference.beam import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.reference.sampling import check_sampling
-
-__all__ = [
-    "activate",
-    "activate_gate",
-    "add_layer_norm",
-    "append_kv",
-    "attention_paged",
-    "attention_tiles",
-    "attention_varlen",
-    "beam_step",
-    "concat",
-    "embed",
-    "embed_layer_norm",
-    "first_tokens",
-    "layer_norm",
-    "linear",
-    "linear_activate",
-    "linear_int8",
-    "linear_int8_packed",
-    "linear_int8_panels",
-    "linear_int8_panels_activate",
-    "linear_int8_panels_add_layer_norm",
-    "linear_packed",
-    "norm_heads",
-    "normalize_rows",
-    "paged_tiles",
-    "pool",
-    "residual_layer_norm",
-    "residual_rms_norm",
-    "rms_norm",
-    "rotary",
-    "sample_tokens",
-    "select_rows",
-    "tanh",
-    "term_weights",
-    "to_fp32",
-    "top_terms",
-]
-
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16)
 # Features of an activation below which torch runs it: for one token the call of compiled code takes longer.

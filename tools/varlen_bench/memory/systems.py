@@ -24,7 +24,7 @@ from varlen_bench.harness.accuracy import Vectors
 from varlen_bench.memory.cases import NO_ARENA, OURS, PEER, Ids, SystemName
 from varlen_bench.memory.unplanned import NoArena, UnplannedProgram
 from varlen_bench.peers.checkpoints import load_encoder
-from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.ops import kernels_for
 
 # Returns the vector of each sequence of a request.
 EmbedIds: TypeAlias = Callable[[Ids], Vectors]
