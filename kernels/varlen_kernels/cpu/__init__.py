@@ -42,6 +42,7 @@ from varlen_kernels.reference import (
     to_fp32,
     top_terms,
 )
+from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.beam import BeamCandidates, BeamEdits, check_beams
 from varlen_kernels.reference.sampling import check_sampling
 
@@ -92,9 +93,7 @@ def attention_varlen(
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
     tiles: Tensor | None = None,
-    distance_rows: Tensor | None = None,
-    distance_keys: Tensor | None = None,
-    distance_queries: Tensor | None = None,
+    distances: Distances | None = None,
     key_lengths: Tensor | None = None,
     *,
     num_heads: int,
@@ -105,36 +104,15 @@ def attention_varlen(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the attention inside each sequence, see `reference.attention_varlen`."""
-    if not has_numba() or qkv.dtype not in _COMPILED_DTYPES:
-        return reference.attention_varlen(
-            qkv,
-            cu_seqlens,
-            bias,
-            tiles,
-            distance_rows,
-            distance_keys,
-            distance_queries,
-            key_lengths,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            scale=scale,
-            causal=causal,
-            window=window,
-            out=out,
-        )
-    from varlen_kernels.cpu.attention import attend_sequences
-
-    num_kv_heads = num_kv_heads or num_heads
-    if out is None:
-        head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-        out = qkv.new_empty(len(qkv), num_heads * head_dim)
-    attend_sequences(
+    attend = reference.attention_varlen
+    if qkv.dtype in _COMPILED_DTYPES and has_numba():
+        from varlen_kernels.cpu.attention import attend_sequences as attend
+    return attend(
         qkv,
         cu_seqlens,
         bias,
-        distance_rows,
-        distance_keys,
-        distance_queries,
+        tiles,
+        distances,
         key_lengths,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -143,7 +121,6 @@ def attention_varlen(
         window=window,
         out=out,
     )
-    return out
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, destinations: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
@@ -10,11 +11,29 @@ from torch import Tensor
 from varlen_kernels.reference.torch_parts import ROWS_PER_STEP, bias_by_distance, split_heads
 
 
+class Distances(NamedTuple):
+    """Keys and queries of distances for `attention_varlen`.
+
+    The product of a query and a key then also has the product of the query with a key of their distance, and the
+    product of the key with a query of their distance.
+    Source: He et al. 2020, arXiv:2006.03654, section 3.1.
+
+    Attributes:
+        rows: `[2 · reach + 1]` int32, the row of each distance in the tables: entry reach + d for a key d tokens after
+            its query, where d is clamped to -reach and reach.
+        keys, queries: `[rows, num_heads · head_dim]` in the dtype of the tokens; one of them at least.
+    """
+
+    rows: Tensor
+    keys: Tensor | None
+    queries: Tensor | None
+
+
 def attention_tiles(
     qkv: Tensor,
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
-    distance_rows: Tensor | None = None,
+    distances: Distances | None = None,
     key_lengths: Tensor | None = None,
     *,
     num_heads: int,
@@ -34,9 +53,9 @@ def attention_tiles(
 
     Args:
         qkv: only its shape and dtype matter.
-        cu_seqlens, bias, distance_rows, key_lengths, num_heads, num_kv_heads, causal: see `attention_varlen`.
+        cu_seqlens, bias, distances, key_lengths, num_heads, num_kv_heads, causal: see `attention_varlen`.
     """
-    del bias, distance_rows, num_heads, num_kv_heads, causal
+    del bias, distances, num_heads, num_kv_heads, causal
     batch = len(cu_seqlens) - 1
     if out is None:
         columns = 3 if key_lengths is None else 4
@@ -54,9 +73,7 @@ def attention_varlen(
     cu_seqlens: Tensor,
     bias: Tensor | None = None,
     tiles: Tensor | None = None,  # noqa: ARG001  # read by GPUs
-    distance_rows: Tensor | None = None,
-    distance_keys: Tensor | None = None,
-    distance_queries: Tensor | None = None,
+    distances: Distances | None = None,
     key_lengths: Tensor | None = None,
     *,
     num_heads: int,
@@ -70,9 +87,6 @@ def attention_varlen(
 
     Adjacent sequences of equal length share one call of torch, so a batch sorted by length needs few calls.
 
-    With `distance_rows`, the product of a query and a key also has the product of the query with a key of their
-    distance, and that of the key with a query of their distance.
-
     Args:
         qkv: `[tokens, (num_heads + 2 · num_kv_heads) · head_dim]`: the queries of each token, then its keys, then
             its values.
@@ -80,10 +94,7 @@ def attention_varlen(
         bias: `[num_heads, 2 · reach + 1]`, added to the scaled scores: entry reach + d for a key d tokens after its
             query, where d is clamped to -reach and reach. This covers the relative positions of T5, and ALiBi.
         tiles: of `attention_tiles` with the same arguments, to search `cu_seqlens` once for all layers.
-        distance_rows: `[2 · reach + 1]` int32, the row of each distance in the next two tables: entry reach + d for a
-            key d tokens after its query, clamped as for the bias.
-        distance_keys, distance_queries: `[rows, num_heads · head_dim]` in the dtype of `qkv`. With `distance_rows`, one
-            of them at least; `num_kv_heads` is then `num_heads`.
+        distances: keys and queries of distances; `num_kv_heads` is then `num_heads`.
         key_lengths: `[batch]` int32, the number of keys of each sequence that may be read, from its start: 1 to its
             length. None: all keys. A query whose window holds none of them gets zeros.
         num_kv_heads: a divisor of `num_heads`; neighbouring heads share a key head. None: as many as `num_heads`.
@@ -91,7 +102,7 @@ def attention_varlen(
         causal: a token reads only itself and earlier tokens.
         window: a token reads those whose distance is below this; 0 is all.
 
-    Source: the products with distances, He et al. 2020, arXiv:2006.03654, section 3.1.
+    Source: the products with distances, see `Distances`.
     """
     tokens, width = qkv.shape
     kv_heads = num_kv_heads or num_heads
@@ -113,8 +124,8 @@ def attention_varlen(
         if mask is not None and q.dtype == torch.float64:
             # torch reads it as such whatever it is
             mask = mask.double()
-        if distance_rows is not None:
-            products = _distance_products(q, k, distance_rows, distance_keys, distance_queries)
+        if distances is not None:
+            products = _distance_products(q, k, distances)
             mask = products * scale if mask is None else products * scale + mask
         hidden_keys = None
         if causal or 0 < window < length:
@@ -175,24 +186,18 @@ def _hidden_keys(length: int, window: int, device: torch.device, *, causal: bool
     return hidden | (distance.abs() >= window) if window else hidden
 
 
-def _distance_products(
-    q: Tensor,
-    k: Tensor,
-    distance_rows: Tensor,
-    distance_keys: Tensor | None,
-    distance_queries: Tensor | None,
-) -> Tensor:
+def _distance_products(q: Tensor, k: Tensor, distances: Distances) -> Tensor:
     """Return what distances add to the products of queries and keys, `[count, heads, queries, keys]`.
 
     Args:
         q, k: `[count, heads, length, head_dim]`.
-        distance_rows, distance_keys, distance_queries: see `attention_varlen`.
+        distances: see `attention_varlen`.
     """
     count, heads, length, head_dim = q.shape
-    position, reach = torch.arange(length, device=q.device), len(distance_rows) // 2
+    position, reach = torch.arange(length, device=q.device), len(distances.rows) // 2
     distance = (position - position[:, None]).clamp(-reach, reach)
     # [queries, keys]
-    rows = distance_rows[distance + reach].long()
+    rows = distances.rows[distance + reach].long()
     dtype = torch.promote_types(q.dtype, torch.float32)
     total = q.new_zeros(count, heads, length, length, dtype=dtype)
 
@@ -200,8 +205,8 @@ def _distance_products(
         by_row = x.to(dtype) @ table.to(dtype).view(-1, heads, head_dim).permute(1, 2, 0)
         return by_row.gather(3, at.expand(count, heads, length, length))
 
-    if distance_keys is not None:
-        total += products(q, distance_keys, rows)
-    if distance_queries is not None:
-        total += products(k, distance_queries, rows.t()).transpose(2, 3)
+    if distances.keys is not None:
+        total += products(q, distances.keys, rows)
+    if distances.queries is not None:
+        total += products(k, distances.queries, rows.t()).transpose(2, 3)
     return total
