@@ -8,7 +8,7 @@ import torch
 
 from varlen.execution.cuda.buckets import Buckets
 from varlen_bench.kernels.grid import Grid, packed_lengths
-from varlen_bench.ops import beam, kv_blocks, padded, rows, sequences
+from varlen_bench.ops import chosen_tokens, kv_blocks, padded, rows, sequences
 from varlen_bench.ops.call import OpCall
 
 # Width of a feed-forward block over the hidden size.
@@ -73,7 +73,7 @@ def packing(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
 def beams(grid: Grid, dtype: torch.dtype) -> list[OpCall]:
     """Return the beam step."""
     return [
-        beam.beam_step(count, grid.beams, vocabulary, dtype)
+        chosen_tokens.beam_step(count, grid.beams, vocabulary, dtype)
         for vocabulary in grid.vocabularies
         for count in grid.sequences
     ]

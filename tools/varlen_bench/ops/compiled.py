@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
-from varlen_bench.ops.beam import beam_step
 from varlen_bench.ops.call import OpCall, kernels
+from varlen_bench.ops.chosen_tokens import beam_step, sample_tokens
 from varlen_bench.ops.kv_blocks import append_kv, attention_paged, paged_tiles
 from varlen_bench.ops.padded import masked_softmax, pack, unpack
 from varlen_bench.ops.rows import (
@@ -24,7 +24,6 @@ from varlen_bench.ops.rows import (
     rms_norm,
     rotary,
 )
-from varlen_bench.ops.sampling import sample_tokens
 from varlen_bench.ops.sequences import (
     attention_tiles,
     attention_varlen,
@@ -75,74 +74,23 @@ def _softmax(keys: int, narrow_loads: int | None = None) -> CompiledCall:
     return CompiledCall(str(keys), make, narrow_loads)
 
 
-def _attention(
-    label: str,
-    head_dim: int,
-    length: int = 64,
-    *,
-    kv_heads: int | None = None,
-    causal: bool = False,
-    window: int = 0,
-    biased: bool = False,
-    by_distance: bool = False,
-    has_tiles: bool = False,
-    half_keys: bool = False,
-) -> CompiledCall:
-    make = partial(
-        attention_varlen,
-        [length] * 4,
-        12,
-        head_dim,
-        kv_heads=kv_heads,
-        causal=causal,
-        window=window,
-        biased=biased,
-        by_distance=by_distance,
-        has_tiles=has_tiles,
-        half_keys=half_keys,
-    )
+def _attention(label: str, head_dim: int, length: int = 64, **options: Any) -> CompiledCall:
+    make = partial(attention_varlen, [length] * 4, 12, head_dim, **options)
     # narrow loads read cu_seqlens, which is not aligned; their number depends on num_warps
     return CompiledCall(label, make, narrow_loads=8, tensor_cores=True)
 
 
 def _paged(
-    label: str,
-    head_dim: int,
-    new: int,
-    sequences: int = 4,
-    *,
-    kv_heads: int = 4,
-    block_size: int = 16,
-    window: int = 0,
-    biased: bool = False,
+    label: str, head_dim: int, new: int, sequences: int = 4, *, kv_heads: int = 4, **options: Any
 ) -> CompiledCall:
-    make = partial(
-        attention_paged,
-        [new] * sequences,
-        [new + 24] * sequences,
-        12,
-        kv_heads,
-        head_dim,
-        block_size=block_size,
-        window=window,
-        biased=biased,
-    )
+    lengths = [new] * sequences, [new + 24] * sequences
+    make = partial(attention_paged, *lengths, 12, kv_heads, head_dim, **options)
     return CompiledCall(label, make, narrow_loads=30)
 
 
-def _beam(
-    label: str,
-    sequences: int,
-    beams: int,
-    vocabulary: int,
-    *,
-    width: int | None = None,
-    edits: int = 0,
-) -> CompiledCall:
+def _beam(label: str, sequences: int, beams: int, vocabulary: int, **options: Any) -> CompiledCall:
     # reading a group a second time needs narrow loads, and so does most of the second kernel
-    make = partial(
-        beam_step, sequences, beams, vocabulary, width=width, edits=edits, has_finished=True
-    )
+    make = partial(beam_step, sequences, beams, vocabulary, has_finished=True, **options)
     return CompiledCall(label, make, dtypes=(_FP16,))
 
 
