@@ -301,13 +301,13 @@ def test_the_summary_names_what_failed_and_what_was_skipped(tmp_path):
         stage("memcheck", checks=True, missing=lambda: "compute-sanitizer is not installed"),
     ]
     write_rows(
-        files.kernels,
+        files.rows("kernels"),
         kernel_row(shape="1x2", graph_us="12.5", note="a | b"),
         kernel_row(system="torch", graph_us="99.5"),
         kernel_row(op="encoder", system="packed", graph_us="3300"),
     )
     first_load = {"case": "minilm", "figure": "first load", "value": "2", "unit": "s"}
-    write_rows(files.load, {"part": "load", **first_load})
+    write_rows(files.rows("load"), {"part": "load", **first_load})
 
     outcomes = run(stages, tmp_path)
     text = summary(files, outcomes)
@@ -332,9 +332,13 @@ def test_a_report_is_wrong_if_a_check_a_test_or_one_of_our_results_failed(tmp_pa
     assert is_wrong(files, run([cut_off], tmp_path))
 
     skipped = kernel_row(note="skipped: the budget of 30 s is spent")
-    write_rows(files.kernels, skipped, kernel_row(system="varlen_attn", note="failed: no GPU"))
+    write_rows(
+        files.rows("kernels"), skipped, kernel_row(system="varlen_attn", note="failed: no GPU")
+    )
     assert not is_wrong(files, [])
-    write_rows(files.kernels, skipped, kernel_row(shape="2x3", dtype="bf16", note="wrong: 3"))
+    write_rows(
+        files.rows("kernels"), skipped, kernel_row(shape="2x3", dtype="bf16", note="wrong: 3")
+    )
     assert is_wrong(files, [])
     assert wrong_rows(files) == ["pool 2x3 bf16: wrong: 3"]
 

@@ -187,7 +187,7 @@ class OpCall:
         if self.fill is not None:
             self.fill(kernels, inputs)
 
-    def run(self, kernels: object, inputs: Inputs) -> object:
+    def run(self, kernels: object, inputs: Inputs) -> Any:
         """Return the result of the op in `kernels`."""
         result = getattr(kernels, self.op)(**inputs, **self.options)
         return tuple(inputs[name] for name in self.written) if self.written else result
