@@ -72,11 +72,8 @@ def test_the_full_grid_has_the_shapes_of_the_paper_and_of_servers():
 @pytest.mark.parametrize("op", ANY_BATCH)
 def test_the_reference_matches_the_exact_result_of_a_call(op, dtype):
     call = ANY_BATCH[op]([5, 1, 9], dtype)
-    inputs = call.make("cpu", 0)
 
-    error = call.error(call.run(kernels("reference"), inputs), inputs, call.exact(inputs))
-
-    assert error <= call.max_error
+    assert call.error_of(kernels("reference"), "cpu", 0) <= call.max_error
 
 
 @pytest.mark.parametrize("calls", GROUPS.values(), ids=GROUPS)

@@ -30,7 +30,7 @@ from varlen_bench.gpu_report.summary import (
 )
 from varlen_bench.kernels.grid import TINY
 from varlen_bench.kernels.machine import Budget, fake_machine
-from varlen_bench.ops import rows
+from varlen_bench.ops import chosen_tokens, rows
 from varlen_bench.ops.call import kernels
 
 from .bare_machine import run_on_bare_machine
@@ -180,6 +180,17 @@ def test_the_smoke_test_covers_every_op_and_dtype_and_finds_wrong_ones():
     assert {row["note"] for row in found} == {"ok"}
     assert (wrong["note"], wrong["error"]) == ("wrong", 1.0)
     assert fails["note"].startswith("failed: AttributeError")
+
+
+def test_the_smoke_test_accepts_an_op_that_overwrites_its_inputs():
+    call = chosen_tokens.beam_step(2, 2, 100, torch.float32, edits=3)
+
+    def beam_step(logits, scores, *, edits, **options):
+        found = kernels("reference").beam_step(logits, scores, edits=edits, **options)
+        logits[edits.rows.long(), edits.tokens.long()] = -torch.inf
+        return found
+
+    assert smoke.check(call, CPU, SimpleNamespace(beam_step=beam_step))["note"] == "ok"
 
 
 def test_the_smoke_command_writes_rows_and_fails_if_an_op_is_wrong(tmp_path, monkeypatch):

@@ -32,9 +32,7 @@ def check(call: OpCall, device: torch.device, ops: object) -> dict[str, Cell]:
     """Return the row of a call; `note` is "ok" if its result is right."""
     began, error, note = time.perf_counter(), None, "ok"
     try:
-        inputs = call.make(device, 1)
-        call.prepare(ops, inputs)
-        error = call.error(call.run(ops, inputs), inputs, call.exact(inputs))
+        error = call.error_of(ops, device, seed=1)
         if not error <= call.max_error:
             note = "wrong"
     except Exception as failure:  # other ops may be right

@@ -199,6 +199,14 @@ class OpCall:
         copies = {name: _in_float64(value) for name, value in inputs.items()}
         return self.read(self.run(kernels("reference"), copies), copies)
 
+    def error_of(self, kernels: object, device: torch.device | str, seed: int) -> float:
+        """Return the relative error of the op in `kernels` on random inputs."""
+        inputs = self.make(device, seed)
+        self.prepare(kernels, inputs)
+        # before the run, which may overwrite inputs
+        exact = self.exact(inputs)
+        return self.error(self.run(kernels, inputs), inputs, exact)
+
     def error(self, result: object, inputs: Inputs, exact: Tensor) -> float:
         """Return the relative error of a result."""
         return relative_error(self.read(result, inputs), exact)
