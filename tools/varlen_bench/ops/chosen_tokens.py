@@ -57,7 +57,6 @@ def beam_step(
         {"width": width},
         formula=_best_scores,
         read=_scores_of_candidates,
-        moved=rows * vocabulary * dtype.itemsize,
         threshold=1e-5,
     )
 
@@ -128,7 +127,6 @@ def sample_tokens(
         unwritten(torch.int32, rows),
         formula=lambda inputs: inputs["uniform"],
         read=_uniform_of_tokens,
-        moved=rows * vocabulary * 4,
         threshold=1e-5,
     )
 

@@ -132,7 +132,6 @@ def pool(
         unwritten(torch.float32, batch, hidden),
         {"mode": mode},
         lengths=tuple(lengths),
-        moved=(tokens - unpooled * batch) * hidden * dtype.itemsize + 4 * batch * hidden,
         tokens=tokens,
         # terms of a long sum nearly cancel
         threshold=1e-4,
