@@ -59,7 +59,7 @@ class CompiledCall:
     @property
     def op(self) -> str:
         """The launcher's name."""
-        return self.make.func.__name__
+        return self.make(_FP32).op
 
     @property
     def name(self) -> str:
@@ -108,6 +108,7 @@ def _sample(vocabulary: int, narrow: int | None = None) -> CompiledCall:
 
 
 _LENGTHS = [16] * 4
+_BY_DISTANCE: dict[str, Any] = {"narrow": None, "tensor_cores": False, "by_distance": True}
 
 COMPILED = [
     # BERT-base, MiniLM, the widest row, and a width without vector loads
@@ -165,12 +166,8 @@ COMPILED = [
     # one narrow load of the bias per score
     _attention("64_biased", 64, causal=True, biased=True, narrow=None),
     # one narrow load of the row of each distance; tiles have fewer than 64 queries
-    *(
-        _attention(
-            f"{dim}_distances", dim, narrow=None, tensor_cores=False, by_distance=True, **dtypes
-        )
-        for dim, dtypes in ((64, {}), (128, {"dtypes": _ONE}))
-    ),
+    _attention("64_distances", 64, **_BY_DISTANCE),
+    _attention("128_distances", 128, dtypes=_ONE, **_BY_DISTANCE),
     *(_attention(str(head_dim), head_dim) for head_dim in (32, 96, 128, 256)),
     _attention("80", 80, dtypes=_ONE, narrow=None),
     # narrow loads read the slots; of paged attention, the block tables and the bounds of the sequences

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,34 +16,37 @@ RMS_NORM_EPS = 1e-6
 _POSITIONS = 512
 
 
-def add_layer_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
-    """Return the residual and layer norm at the end of a sublayer."""
-    inputs = shaped((tokens, hidden), "x residual") | shaped((hidden,), "weight bias")
-    return _rows("add_layer_norm", (tokens, hidden), dtype, inputs, eps=LAYER_NORM_EPS)
+def _norm(
+    op: str,
+    rows: str,
+    weights: str,
+    eps: float,
+    tokens: int,
+    hidden: int,
+    dtype: torch.dtype,
+) -> OpCall:
+    """Return a norm of the sum of some rows; a "residual" one returns the sum, too.
+
+    Args:
+        rows, weights: names of the inputs of these shapes.
+    """
+    size = (tokens, hidden)
+    call = _rows(op, size, dtype, shaped(size, rows) | shaped((hidden,), weights), eps=eps)
+
+    def both(make: Tensors) -> tuple[Tensor, Tensor]:
+        return make.unwritten(*size), make.unwritten(*size)
+
+    return replace(call, out=both, read=stacked) if op.startswith("residual") else call
 
 
-def layer_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
-    """Return the layer norm before a sublayer."""
-    inputs = shaped((tokens, hidden), "x") | shaped((hidden,), "weight bias")
-    return _rows("layer_norm", (tokens, hidden), dtype, inputs, eps=LAYER_NORM_EPS)
-
-
-def residual_layer_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
-    """Return the residual and layer norm between two sublayers of a pre-norm decoder."""
-    inputs = shaped((tokens, hidden), "x residual") | shaped((hidden,), "weight bias")
-    return _residual("residual_layer_norm", (tokens, hidden), dtype, inputs, LAYER_NORM_EPS)
-
-
-def rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
-    """Return the RMS norm before a sublayer."""
-    inputs = shaped((tokens, hidden), "x") | shaped((hidden,), "weight")
-    return _rows("rms_norm", (tokens, hidden), dtype, inputs, eps=RMS_NORM_EPS)
-
-
-def residual_rms_norm(tokens: int, hidden: int, dtype: torch.dtype) -> OpCall:
-    """Return the residual and RMS norm between two sublayers of a decoder."""
-    inputs = shaped((tokens, hidden), "x residual") | shaped((hidden,), "weight")
-    return _residual("residual_rms_norm", (tokens, hidden), dtype, inputs, RMS_NORM_EPS)
+# Each is called with tokens, hidden size and dtype.
+add_layer_norm = partial(_norm, "add_layer_norm", "x residual", "weight bias", LAYER_NORM_EPS)
+layer_norm = partial(_norm, "layer_norm", "x", "weight bias", LAYER_NORM_EPS)
+residual_layer_norm = partial(
+    _norm, "residual_layer_norm", "x residual", "weight bias", LAYER_NORM_EPS
+)
+rms_norm = partial(_norm, "rms_norm", "x", "weight", RMS_NORM_EPS)
+residual_rms_norm = partial(_norm, "residual_rms_norm", "x residual", "weight", RMS_NORM_EPS)
 
 
 def activate(
@@ -139,17 +143,6 @@ def _heads(
     shape = f"{tokens} {num_heads}+{num_kv_heads}x{head_dim}"
     # weights and positions stay in the cache
     return replace(call, shape=shape, moved=2 * tokens * size[1] * dtype.itemsize)
-
-
-def _residual(
-    op: str, size: tuple[int, int], dtype: torch.dtype, inputs: Mapping[str, Made], eps: float
-) -> OpCall:
-    """Return an op whose results are a sum and its norm."""
-
-    def both(make: Tensors) -> tuple[Tensor, Tensor]:
-        return make.unwritten(*size), make.unwritten(*size)
-
-    return replace(_rows(op, size, dtype, inputs, eps=eps), out=both, read=stacked)
 
 
 def _rows(
