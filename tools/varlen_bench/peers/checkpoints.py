@@ -77,6 +77,21 @@ def load_encoder(
     return model.eval().to(device)
 
 
+def load_generator(kind: str, folder: Path, threads: int) -> Any:
+    """Return transformers' fp32 model of a checkpoint on `threads` cores.
+
+    Args:
+        kind: class of transformers that loads it.
+    """
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+    auto = getattr(transformers, kind)
+    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
     """The sizes of a GPT-2 model."""
