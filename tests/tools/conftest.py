@@ -128,5 +128,5 @@ def worker_of(module, argument, log, *, threads):
 @pytest.fixture
 def peers_in_process(monkeypatch):
     """Run the workers of peers in this process, which keeps its number of threads."""
-    monkeypatch.setattr("varlen_bench.compare.generating.WorkerProcess", worker_of)
+    monkeypatch.setattr("varlen_bench.compare.turns.WorkerProcess", worker_of)
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)

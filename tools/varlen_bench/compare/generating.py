@@ -12,7 +12,7 @@ from typing import ClassVar
 from varlen_bench.compare.passes import Requests, Unit
 from varlen_bench.compare.results import Result
 from varlen_bench.compare.systems import REFERENCE, System
-from varlen_bench.compare.turns import measure_in_turns, running
+from varlen_bench.compare.turns import measure_in_turns, running, start_system
 from varlen_bench.harness.command import Progress
 from varlen_bench.harness.worker import Message, WorkerProcess
 
@@ -93,14 +93,14 @@ class Comparison(ABC):
 
     @abstractmethod
     def base(self, results: Sequence[Result]) -> Result | None:
-        """Return a result that ran, whose speed decides the rate of arrivals; None if none did."""
+        """Return the result whose speed decides the arrival rate; None if no system ran."""
 
     def further(self, poisson: Sequence[Result]) -> list[Result]:  # noqa: ARG002  # for overriding
         """Measure more, after all systems at the same rate."""
         return []
 
     def measure_arriving(self, results: Sequence[Result], rate: float) -> list[Result]:
-        """Return the results of the same systems at `rate` Poisson arrivals/s."""
+        """Measure the same systems with Poisson arrivals of `rate` requests/s."""
         poisson = [
             replace(result, arrivals="poisson", rate=rate, calibration="", rounds=[])
             for result in results
@@ -110,15 +110,7 @@ class Comparison(ABC):
 
     def _start(self, system: System, threads: int = 0) -> WorkerProcess:
         threads = threads or self.settings.threads
-        folder = self.scratch / system.name
-        folder.mkdir(parents=True)
-        argument = {
-            "system": asdict(system),
-            "checkpoint": str(self.checkpoint.resolve()),
-            "scratch": str(folder),
-            "threads": threads,
-        }
-        return WorkerProcess(self.module, argument, folder / "log", threads=threads)
+        return start_system(self.module, system, self.checkpoint, self.scratch, threads=threads)
 
     def _prepare(self, process: WorkerProcess, results: list[Result]) -> None:
         (result,) = results
@@ -138,6 +130,7 @@ class Comparison(ABC):
             work=self.requests.work(self.unit),
             speed=f"{self.unit}_per_second",
             model=self.model,
+            arrivals="at once",
         )
 
     def _measure(self, results: Sequence[Result], requests: Requests) -> None:

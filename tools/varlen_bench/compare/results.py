@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.rows import Cell
@@ -20,6 +21,7 @@ class Result:
         workload: description for tables and rows.
         work: tokens or sentences of the requests.
         speed: name of the figure that counts, in work per second.
+        arrivals: "at once" or "poisson"; empty if the benchmark has one kind.
         rate: requests/s of Poisson arrivals.
         batch: batch size; None if the engine batches requests itself.
         calibration: speed of each batch size.
@@ -32,7 +34,7 @@ class Result:
     work: int
     speed: str = "tokens_per_second"
     model: str = ""
-    arrivals: str = "at once"
+    arrivals: str = ""
     rate: float | None = None
     batch: int | str | None = None
     calibration: str = ""
@@ -60,6 +62,9 @@ class Result:
         return {**medians, f"{self.speed}_p20": spread.p20, f"{self.speed}_p80": spread.p80}
 
 
+AnyResult = TypeVar("AnyResult", bound=Result)
+
+
 def csv_row(result: Result, columns: Iterable[str], **derived: Cell) -> dict[str, Cell]:
     """Return the cells of a result by column: what is `derived`, figures, fields, or None."""
     known: dict[str, Cell] = {each.name: getattr(result, each.name) for each in fields(result)}
@@ -72,12 +77,12 @@ def empty_row(columns: Iterable[str], **cells: Cell) -> dict[str, Cell]:
     return {column: cells.get(column) for column in columns}
 
 
-def result_of(results: Iterable[Result], name: str) -> Result | None:
+def result_of(results: Iterable[AnyResult], name: str) -> AnyResult | None:
     """Return the first result of a system that ran."""
     return next((each for each in results if each.system.name == name and each.rounds), None)
 
 
-def fastest(results: Iterable[Result]) -> Result | None:
+def fastest(results: Iterable[AnyResult]) -> AnyResult | None:
     """Return the fastest of the results that ran."""
     ran = (result for result in results if result.rounds)
     return max(ran, key=lambda result: statistics.median(result.speeds), default=None)

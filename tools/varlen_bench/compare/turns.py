@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
 
-from varlen_bench.compare.results import Result
+from varlen_bench.compare.results import AnyResult, Result
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.command import Progress
 from varlen_bench.harness.worker import WorkerError, WorkerProcess
@@ -19,7 +19,21 @@ from varlen_bench.harness.worker import WorkerError, WorkerProcess
 # Threads of the last system stop spinning in this time.
 _PAUSE_SECONDS = 0.2
 
-AnyResult = TypeVar("AnyResult", bound=Result)
+
+def start_system(
+    module: str, system: System, checkpoint: Path, scratch: Path, *, threads: int, **more: object
+) -> WorkerProcess:
+    """Start the process of a system.
+
+    Args:
+        module: module of the worker, whose argument also has `more`.
+        scratch: folder that gets a folder of the system, for its log and files.
+    """
+    folder = scratch / system.name
+    folder.mkdir(parents=True)
+    paths = {"checkpoint": str(checkpoint.resolve()), "scratch": str(folder)}
+    argument = {"system": asdict(system), **paths, "threads": threads, **more}
+    return WorkerProcess(module, argument, folder / "log", threads=threads)
 
 
 @contextmanager
@@ -59,8 +73,8 @@ def measure_in_turns(
         for result in results:
             if result.has_failed:
                 continue
-            what = f"{result.model or result.workload}, {result.arrivals}"
-            report(f"{what}: round {number + 1} of {rounds}, {result.system.name}")
+            what = filter(None, (result.model or result.workload, result.arrivals))
+            report(f"{', '.join(what)}: round {number + 1} of {rounds}, {result.system.name}")
             time.sleep(_PAUSE_SECONDS)
             own = [each for each in results if each.system == result.system]
             with noted_failure(own, report):

@@ -14,7 +14,7 @@ from varlen_bench.harness.worker import WorkerError, WorkerProcess, ask_once
 
 
 class GenerateComparison(Comparison):
-    """Systems that generate; tokens of a few short answers are compared with the reference."""
+    """Systems that generate; tokens of short answers are compared with the reference."""
 
     module, unit, calibration_format = "varlen_bench.generate.engines", "tokens", ".0f"
 
@@ -23,7 +23,7 @@ class GenerateComparison(Comparison):
         return checked(self.requests)
 
     def prepare(self, process: WorkerProcess, result: Result) -> None:
-        """Compare the tokens of a system with those of the reference; this also warms it up."""
+        """Compare the tokens of a system with the reference; this also warms it up."""
         answers = ask(process, "measure", self.checked())["answers"]
         result.equal_tokens = equal_share(answers, self.expected)
 
