@@ -17,15 +17,13 @@ from varlen_bench.beam.workload import date_requests, news_requests
 from varlen_bench.compare.passes import Answer, Requests
 from varlen_bench.compare.results import Result
 from varlen_bench.harness.rows import bench_line
-from varlen_bench.peers.checkpoints import TranslatorShape, save_random_translator
+from varlen_bench.peers.checkpoints import GeneratorShape, save_random_translator
 from varlen_tools.train_demo.train_dates import train_date_tokenizer
 
 from .conftest import read_csv
 
 CTRANSLATE2 = "ctranslate2-fp32-sorted"
-TINY = TranslatorShape(
-    "tiny", hidden=16, layers=1, heads=2, features=32, positions=64, vocabulary=300
-)
+TINY = GeneratorShape("tiny", hidden=16, layers=1, heads=2, positions=64, vocabulary=300)
 
 
 def test_sentences_have_the_lengths_of_news_and_repeat_for_a_seed():

@@ -15,7 +15,7 @@ from varlen_bench.generate.run import GenerateComparison, equal_share
 from varlen_bench.generate.systems import OURS, REQUEST_LEVEL, SYSTEMS
 from varlen_bench.generate.workload import trace_requests, uniform_requests
 from varlen_bench.harness.rows import bench_line
-from varlen_bench.peers.checkpoints import DecoderShape, save_random_decoder
+from varlen_bench.peers.checkpoints import GeneratorShape, save_random_decoder
 
 from .conftest import read_csv
 
@@ -144,7 +144,7 @@ def test_a_step_cannot_be_faster_than_memory_or_arithmetic(tmp_path, monkeypatch
     assert limit.limit_seconds(tmp_path) == 2 * (32 * weights + cached)
 
 
-TINY = DecoderShape("tiny", hidden=16, layers=1, heads=2, positions=256, vocabulary=300)
+TINY = GeneratorShape("tiny", hidden=16, layers=1, heads=2, positions=256, vocabulary=300)
 
 
 def test_a_small_run_measures_appends_and_ends_with_the_bench_line(
