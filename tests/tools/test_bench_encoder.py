@@ -10,9 +10,9 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.compare.systems import System
 from varlen_bench.encoder import run
 from varlen_bench.encoder.__main__ import app
-from varlen_bench.encoder.report import Result, bench_figures, csv_rows, tables
+from varlen_bench.encoder.report import EncoderResult, bench_figures, csv_rows, tables
 from varlen_bench.encoder.systems import BASELINE, SYSTEMS
-from varlen_bench.encoder.worker import Worker
+from varlen_bench.encoder.worker import EncoderWorker
 from varlen_bench.encoder.workload import Workload, short_workload, uniform_workload
 from varlen_bench.peers import random_encoders
 from varlen_bench.peers.engines import pad
@@ -28,14 +28,14 @@ def checkpoint(tmp_path_factory):
 
 
 def result(name, speeds, *, cosine=1.0, workload="uniform", note=""):
-    made = Result(system=SYSTEMS[name], workload=workload, requests=4, work=100, note=note)
+    made = EncoderResult(system=SYSTEMS[name], workload=workload, requests=4, work=100, note=note)
     made.rounds = [{"tokens_per_second": speed, "peak_rss_mib": 0.0} for speed in speeds]
     made.cosine_mean = made.cosine_min = cosine
     return made
 
 
 def worker(name, embed, *sequences):
-    made = Worker(SYSTEMS[name], lambda: embed)
+    made = EncoderWorker(SYSTEMS[name], lambda: embed)
     made.workloads["uniform"] = Workload("uniform", list(sequences), (1, 2), ())
     return made
 

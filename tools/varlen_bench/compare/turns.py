@@ -6,7 +6,7 @@ A drift of the machine affects all systems of a round. A system that fails keeps
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -82,7 +82,7 @@ def measure_in_turns(
 
 
 @contextmanager
-def noted_failure(results: Iterable[Result], report: Progress) -> Iterator[None]:
+def noted_failure(results: Sequence[Result], report: Progress) -> Iterator[None]:
     """Turn an error into failed results of a system, with its reason."""
     try:
         yield
@@ -91,4 +91,4 @@ def noted_failure(results: Iterable[Result], report: Progress) -> Iterator[None]
         for result in results:
             result.note, result.has_failed = note, True
             result.rounds.clear()
-        report(f"{result.system.name} {note}")
+        report(f"{results[0].system.name} {note}")

@@ -11,7 +11,7 @@ import typer
 from varlen.errors import CheckpointError
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen_bench.encoder import report
-from varlen_bench.encoder.run import Comparison
+from varlen_bench.encoder.run import EncoderComparison
 from varlen_bench.encoder.systems import SYSTEMS
 from varlen_bench.encoder.workload import short_workload, uniform_workload
 from varlen_bench.harness import command, machine
@@ -60,7 +60,7 @@ def main(
         context, "encoder", cores, packages=_PACKAGES, quick=quick, revision=revision, output=output
     )
     with TemporaryDirectory(prefix="varlen-bench-") as scratch, bench.progress() as progress:
-        comparison = Comparison(model, pooling, workloads, Path(scratch), progress, cores)
+        comparison = EncoderComparison(model, pooling, workloads, Path(scratch), progress, cores)
         results = comparison.compare(systems, rounds)
     rows = report.csv_rows(results, _model_name(model))
     bench.append(rows)

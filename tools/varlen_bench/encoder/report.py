@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from varlen_bench.compare import results as compare
-from varlen_bench.compare.results import csv_row, fastest, result_of, speed_ratio
+from varlen_bench.compare.results import Result, csv_row, fastest, result_of, speed_ratio
 from varlen_bench.encoder.systems import BASELINE
 from varlen_bench.harness.accuracy import EQUAL_QUALITY
 from varlen_bench.harness.rows import Cell
@@ -27,21 +27,21 @@ _COLUMNS = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Result(compare.Result):
+class EncoderResult(Result):
     """A result with the cosines of its vectors to those of the reference."""
 
     cosine_mean: float = 0.0
     cosine_min: float = 0.0
 
 
-def csv_rows(results: Sequence[Result], model: str) -> list[dict[str, Cell]]:
+def csv_rows(results: Sequence[EncoderResult], model: str) -> list[dict[str, Cell]]:
     """Return a row for each system and workload, also for those that failed."""
     return [
         csv_row(result, _COLUMNS, model=model, **_derived(result, results)) for result in results
     ]
 
 
-def bench_figures(results: Sequence[Result]) -> dict[str, Cell]:
+def bench_figures(results: Sequence[EncoderResult]) -> dict[str, Cell]:
     """Return the keys of the BENCH line; None where a system did not run."""
     figures: dict[str, Cell] = {}
     for workload, prefix in _KEY_PREFIXES.items():
@@ -62,7 +62,7 @@ def bench_figures(results: Sequence[Result]) -> dict[str, Cell]:
     return figures
 
 
-def _by_precision(results: Sequence[Result], prefix: str) -> dict[str, Cell]:
+def _by_precision(results: Sequence[EncoderResult], prefix: str) -> dict[str, Cell]:
     """Return ours over the fastest peer of one precision, whatever its quality, and both cosines."""
     figures: dict[str, Cell] = {}
     for precision in ("fp32", "int8"):
@@ -81,7 +81,7 @@ def tables(rows: Sequence[Mapping[str, Cell]]) -> list[Table]:
     return compare.tables(rows, columns, by=["workload"], speed="tokens_per_second")
 
 
-def _derived(result: Result, results: Iterable[Result]) -> dict[str, Cell]:
+def _derived(result: EncoderResult, results: Iterable[EncoderResult]) -> dict[str, Cell]:
     cells: dict[str, Cell] = {"sequences": result.requests, "tokens": result.work}
     if not result.rounds:
         return {**cells, "cosine_mean": None, "cosine_min": None}
@@ -96,10 +96,10 @@ def _derived(result: Result, results: Iterable[Result]) -> dict[str, Cell]:
     }
 
 
-def _fastest(results: Iterable[Result]) -> Result | None:
+def _fastest(results: Iterable[EncoderResult]) -> EncoderResult | None:
     """Return the fastest result of equal quality; a mean of NaN is none."""
     return fastest(result for result in results if result.cosine_mean >= EQUAL_QUALITY)
 
 
-def _speed(result: Result) -> float:
+def _speed(result: EncoderResult) -> float:
     return statistics.median(result.speeds)

@@ -10,7 +10,7 @@ import numpy as np
 
 from varlen_bench.compare.systems import REFERENCE, System
 from varlen_bench.compare.turns import measure_in_turns, running, start_system
-from varlen_bench.encoder.report import Result
+from varlen_bench.encoder.report import EncoderResult
 from varlen_bench.encoder.workload import Workload
 from varlen_bench.harness.accuracy import Vectors, cosines
 from varlen_bench.harness.command import Progress
@@ -24,7 +24,7 @@ _EMULATED_STEP = 8
 
 
 @dataclass(eq=False)
-class Comparison:
+class EncoderComparison:
     """Systems on one model, each in its process.
 
     Attributes:
@@ -40,7 +40,7 @@ class Comparison:
     threads: int
     _reference: dict[str, Vectors] = field(default_factory=dict)
 
-    def compare(self, systems: Iterable[System], rounds: int) -> list[Result]:
+    def compare(self, systems: Iterable[System], rounds: int) -> list[EncoderResult]:
         """Return a result for every system and workload.
 
         A system that fails leaves results with the reason; the others go on.
@@ -52,7 +52,7 @@ class Comparison:
         results = [_empty(system, each) for system in systems for each in self.workloads]
         with running(results, self._start, self._prepare, self.report) as processes:
 
-            def measure(result: Result) -> dict[str, float]:
+            def measure(result: EncoderResult) -> dict[str, float]:
                 found = processes[result.system.name].ask(do="measure", workload=result.workload)
                 peak = found["peak_rss_mib"]
                 return {"tokens_per_second": result.work / found["seconds"], "peak_rss_mib": peak}
@@ -67,7 +67,7 @@ class Comparison:
         module, more = "varlen_bench.encoder.worker", {"pooling": self.pooling}
         return start_system(module, system, checkpoint, self.scratch, threads=self.threads, **more)
 
-    def _prepare(self, process: WorkerProcess, results: Sequence[Result]) -> None:
+    def _prepare(self, process: WorkerProcess, results: Sequence[EncoderResult]) -> None:
         """Calibrate a system and compare its vectors."""
         parts = [_part(results[0].system, workload) for workload in self.workloads]
         answer = _ask_prepare(process, [part for part, _ in parts])
@@ -93,9 +93,11 @@ def _part(system: System, workload: Workload) -> tuple[Workload, list[int]]:
     return workload.thinned(_EMULATED_STEP if is_emulated else 1)
 
 
-def _empty(system: System, workload: Workload) -> Result:
+def _empty(system: System, workload: Workload) -> EncoderResult:
     part, kept = _part(system, workload)
-    result = Result(system=system, workload=part.name, requests=len(kept), work=part.num_tokens)
+    result = EncoderResult(
+        system=system, workload=part.name, requests=len(kept), work=part.num_tokens
+    )
     if len(kept) < len(workload.sequences):
         counts = f"{len(kept)} of {len(workload.sequences)} sequences"
         result.note = f"bf16 is emulated on this CPU: {counts}"

@@ -22,7 +22,7 @@ _CALIBRATION_STEP = 6
 _CALIBRATION_PASSES = 3
 
 
-class Worker:
+class EncoderWorker:
     """An engine, its workloads, and its batch size on each."""
 
     def __init__(self, system: System, load: Callable[[], Embed]) -> None:
@@ -110,7 +110,7 @@ def start(argument: Message) -> Callable[[Message], Message]:
         threads=argument["threads"],
         pooling=argument["pooling"],
     )
-    worker = Worker(system, load)
+    worker = EncoderWorker(system, load)
 
     def handle(order: Message) -> Message:
         if order["do"] == "measure":

@@ -139,9 +139,10 @@ def started(
 @contextmanager
 def refused(*others: type[Exception]) -> Iterator[None]:
     """Report ValueError, OSError and `others` as a wrong value of an option."""
+    expected: tuple[type[Exception], ...] = (ValueError, OSError, *others)
     try:
         yield
-    except (ValueError, OSError, *others) as error:
+    except expected as error:
         raise typer.BadParameter(str(error)) from error
 
 
