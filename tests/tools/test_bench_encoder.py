@@ -203,7 +203,7 @@ def test_a_random_encoder_is_made_once_with_the_tokenizer_of_another(tmp_path, m
 
 
 def test_a_small_run_of_another_family_measures_appends_and_ends_with_the_bench_line(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, peers_in_process
 ):
     fields = SMALL_ENCODERS["Roberta"]
     files = pooling_files(

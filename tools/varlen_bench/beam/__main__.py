@@ -14,7 +14,7 @@ from varlen_bench.beam.run import BeamComparison, measure_steps
 from varlen_bench.beam.step import StepTimes
 from varlen_bench.beam.systems import OURS, SYSTEMS
 from varlen_bench.beam.workload import date_requests, news_requests
-from varlen_bench.compare.generating import Settings
+from varlen_bench.compare.generating import RunSettings
 from varlen_bench.compare.passes import Requests
 from varlen_bench.compare.results import Result
 from varlen_bench.harness import command, machine
@@ -59,7 +59,7 @@ def main(
     )
     results: list[Result] = []
     steps: list[StepTimes] = []
-    settings = Settings(cores, rounds, load, seed)
+    settings = RunSettings(cores, rounds, load, seed)
     for name in names:
         with TemporaryDirectory(prefix="varlen-bench-") as folder, bench.progress() as progress:
             scratch = Path(folder)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from varlen_bench.beam.systems import BEAMS
 from varlen_bench.compare import worker
@@ -22,15 +22,13 @@ from varlen_bench.compare.passes import (
     RunBatch,
     Submit,
     percentiles_ms,
+    run_together,
 )
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.rows import Cell
 from varlen_bench.harness.worker import run_worker
 from varlen_bench.peers.checkpoints import config_field, load_generator
 from varlen_bench.peers.engines import Precision, ctranslate2_options
-
-if TYPE_CHECKING:
-    from varlen.generator import Generation
 
 # Translates a batch: sources, and the most tokens of each answer.
 Translate: TypeAlias = Callable[[Sequence[Ids], Sequence[int]], list[list[int]]]
@@ -61,28 +59,20 @@ def load_iteration(_: System, checkpoint: Path, threads: int) -> Submit:
     """Return a function that starts one request of varlen."""
     from varlen.generator import Generator
     from varlen.request.generation import GenerationOptions
+    from varlen.request.request import GeneratedPart
 
     end = config_field(checkpoint, "eos_token_id")
     generator = Generator.from_pretrained(
         checkpoint, device="cpu", dtype="fp32", threads=threads, max_running_sequences=_RUNNING
     )
 
-    def submit(source: Ids, limit: int, on_tokens: OnTokens) -> Future[list[int]]:
-        answer: Future[list[int]] = Future()
-
-        def finish(done: Future[list[Generation]]) -> None:
-            error = done.exception()
-            if error:
-                answer.set_exception(error)
-                return
-            (best,) = done.result()
-            tokens = [token for token in best.token_ids if token != end]
+    def submit(source: Ids, limit: int, on_tokens: OnTokens) -> Future[Any]:
+        def on_part(_: int, part: GeneratedPart) -> None:
+            tokens = [token for token in part.token_ids if token != end]
             on_tokens(0, tokens, time.perf_counter())
-            answer.set_result(tokens)
 
         options = GenerationOptions(max_tokens=limit, num_beams=BEAMS)
-        generator.submit(source, options).add_done_callback(finish)
-        return answer
+        return generator.submit(source, options, on_part)
 
     return submit
 
@@ -98,11 +88,12 @@ def figures(answers: Sequence[Answer], _: Requests) -> dict[str, Cell]:
 
 
 def _together(submit: Submit) -> Translate:
+    """Return a function that submits a batch: batches at the level of requests."""
+
     def translate(sources: Sequence[Ids], limits: Sequence[int]) -> list[list[int]]:
-        """Submit a batch and wait for its last answer: batches at the level of requests."""
-        pairs = zip(sources, limits, strict=True)
-        running = [submit(ids, limit, lambda *_: None) for ids, limit in pairs]
-        return [each.result() for each in running]
+        answers: list[list[int]] = [[] for _ in sources]
+        run_together(submit, sources, limits, lambda row, ids, _: answers[row].extend(ids))
+        return answers
 
     return translate
 

@@ -18,7 +18,7 @@ from varlen_bench.harness.worker import Message, WorkerProcess
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RunSettings:
     """What a run measures.
 
     Attributes:
@@ -54,7 +54,7 @@ class Comparison(ABC):
     model: str
     checkpoint: Path
     requests: Requests
-    settings: Settings
+    settings: RunSettings
     scratch: Path
     report: Progress
     expected: list[list[int]] = field(init=False)

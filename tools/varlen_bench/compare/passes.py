@@ -111,6 +111,20 @@ def drive_batches(run: RunBatch, requests: Requests, system: System, size: int) 
     return answers
 
 
+def run_together(
+    submit: Submit, prompts: Sequence[Ids], counts: Sequence[int], on_tokens: OnTokens
+) -> None:
+    """Submit a batch and wait for its last request: batches at the level of requests."""
+
+    def tokens_of(row: int) -> OnTokens:
+        return lambda _, tokens, moment: on_tokens(row, tokens, moment)
+
+    pairs = zip(prompts, counts, strict=True)
+    running = [submit(ids, count, tokens_of(row)) for row, (ids, count) in enumerate(pairs)]
+    for each in running:
+        each.result()
+
+
 def percentiles_ms(name: str, seconds: Sequence[float]) -> dict[str, Cell]:
     """Return the figures `name`_p50_ms and `name`_p99_ms; None of no samples."""
     found: dict[str, Cell] = {}

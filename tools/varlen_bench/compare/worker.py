@@ -89,14 +89,14 @@ def start(
     """
     system, checkpoint = System(**argument["system"]), Path(argument["checkpoint"])
     threads = argument["threads"]
-    answer: AnswerAll
     if system.batching == "engine":
         submit = load_iteration(system, checkpoint, threads)
-        answer = lambda requests, _: drive_iterations(submit, requests)  # noqa: E731
+        worker = Worker(system, lambda load, _: drive_iterations(submit, load), figures, unit)
     else:
         run = load_batches(system, checkpoint, Path(argument["scratch"]), threads)
-        answer = lambda requests, size: drive_batches(run, requests, system, size)  # noqa: E731
-    worker = Worker(system, answer, figures, unit)
+        worker = Worker(
+            system, lambda load, size: drive_batches(run, load, system, size), figures, unit
+        )
     orders = {
         "warm up": worker.warm_up,
         "calibrate": worker.calibrate,

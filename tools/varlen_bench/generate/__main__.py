@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from varlen_bench.compare.generating import Settings
+from varlen_bench.compare.generating import RunSettings
 from varlen_bench.compare.passes import Requests
 from varlen_bench.compare.results import Result
 from varlen_bench.generate import report
@@ -68,7 +68,7 @@ def main(
     )
     results: list[Result] = []
     steps: list[Step] = []
-    settings = Settings(cores, rounds, load, seed)
+    settings = RunSettings(cores, rounds, load, seed)
     for model in names:
         with TemporaryDirectory(prefix="varlen-bench-") as folder, bench.progress() as progress:
             scratch = Path(folder)

@@ -23,6 +23,7 @@ from varlen_bench.compare.passes import (
     RunBatch,
     Submit,
     percentiles_ms,
+    run_together,
 )
 from varlen_bench.compare.systems import System
 from varlen_bench.harness.rows import Cell
@@ -37,7 +38,7 @@ _RUNNING = 64
 def load_batches(system: System, checkpoint: Path, scratch: Path, threads: int) -> RunBatch:
     """Return a function that generates one batch."""
     if system.engine == "varlen":
-        return partial(_run_together, _varlen(checkpoint, system.precision, threads))
+        return partial(run_together, _varlen(checkpoint, system.precision, threads))
     if system.engine == "transformers":
         return _transformers_batches(checkpoint, threads)
     return _ctranslate2_batches(checkpoint, scratch, system.precision, threads)
@@ -96,20 +97,6 @@ def _varlen(checkpoint: Path, precision: Precision, threads: int) -> Submit:
         return generator.submit(prompt, options, on_part)
 
     return submit
-
-
-def _run_together(
-    submit: Submit, prompts: Sequence[Ids], counts: Sequence[int], on_tokens: OnTokens
-) -> None:
-    """Submit a batch and wait for its last request: batches at the level of requests."""
-
-    def tokens_of(row: int) -> OnTokens:
-        return lambda _, tokens, moment: on_tokens(row, tokens, moment)
-
-    pairs = zip(prompts, counts, strict=True)
-    running = [submit(ids, count, tokens_of(row)) for row, (ids, count) in enumerate(pairs)]
-    for each in running:
-        each.result()
 
 
 def _load_transformers(checkpoint: Path, threads: int) -> Any:
