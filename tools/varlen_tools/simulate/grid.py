@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import fmean
 from typing import Annotated, NamedTuple
 
@@ -23,18 +22,23 @@ import typer
 from rich.table import Table
 
 from varlen.config import NO_LIMIT, EngineConfig
-from varlen.costs.model import CostModel
 from varlen.errors import ConfigError
-from varlen_tools.simulate.command import new_console, parse_counts, parse_positive, write_results
-from varlen_tools.simulate.costs import cpu_seconds, gpu_seconds
-from varlen_tools.simulate.study import full_load, measure, with_policy
+from varlen_tools.simulate.batches import BatchStudy, full_load, with_policy
+from varlen_tools.simulate.command import (
+    TableOption,
+    new_console,
+    parse_counts,
+    parse_positive,
+    write_results,
+)
+from varlen_tools.simulate.costs import CostSource, cost_models
 from varlen_tools.workloads import MIXES, Arrival, named_mix, poisson_arrivals
 
 # Lengths of `uniform`, where three requests in ten have several rows.
 ROWS = "rows"
 _MANY_ROWS, _SHARE = range(2, 33), 0.3
 _LONGEST = 500
-_SECONDS: dict[str, Callable[[int, int], float]] = {"cpu": cpu_seconds, "gpu": gpu_seconds}
+_FORMULAS = ("cpu", "gpu")
 
 app = typer.Typer(add_completion=False)
 
@@ -86,7 +90,7 @@ def main(
     costs: Annotated[str, typer.Option(help="By comma: cpu, gpu.")] = "cpu,gpu",
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each cell.")] = 3,
     count: Annotated[int, typer.Option(min=1, help="Requests of each run.")] = 1000,
-    table: Annotated[Path | None, typer.Option(help="CSV file of all results to write.")] = None,
+    table: TableOption = None,
 ) -> None:
     """Compare policies on a virtual clock over mixes of lengths, workers and loads."""
     names = list(dict.fromkeys([*policies.split(","), over]))
@@ -104,8 +108,7 @@ def main(
         rows = [row for found in pool.map(run, cells) for row in found]
     console = new_console()
     console.print(_table(rows, [name for name in names if name != over], over))
-    if table is not None:
-        write_results(table, rows)
+    write_results(table, rows)
 
 
 def run_cell(cell: Cell, *, names: Sequence[str], seeds: int, count: int) -> list[GridRow]:
@@ -113,39 +116,27 @@ def run_cell(cell: Cell, *, names: Sequence[str], seeds: int, count: int) -> lis
     base = EngineConfig(max_queued_requests=NO_LIMIT, max_queued_tokens=NO_LIMIT)
     mix = named_mix("uniform" if cell.lengths == ROWS else cell.lengths, _LONGEST)
     rows = 1 + _SHARE * (fmean(_MANY_ROWS) - 1) if cell.lengths == ROWS else 1.0
-    full = full_load(
-        _model("packed", cell), mix.lengths, base.max_batch_sequences, workers=cell.workers
+    make_model = cost_models(
+        CostSource(cell.costs), max_sequences=base.max_batch_sequences, longest=_LONGEST
     )
-    rate = cell.load * full / rows
+    one = full_load(
+        make_model("packed"), mix.lengths, base.max_batch_sequences, workers=cell.workers
+    )
+    studies = [
+        BatchStudy(make_model, partial(_arrivals, cell, mix.lengths, count, seed), cell.workers)
+        for seed in range(seeds)
+    ]
     found = []
     for name in names:
         config = with_policy(base, name)
-        results = [
-            measure(
-                config,
-                partial(_model, config.execution, cell),
-                _arrivals(cell, mix.lengths, count, rate, seed),
-                offered=rate,
-                workers=cell.workers,
-            )
-            for seed in range(seeds)
-        ]
+        results = [study.measure(config, cell.load * one / rows) for study in studies]
         latency = (fmean(result.mean for result in results), fmean(r.p99 for r in results))
         found.append(GridRow(*cell, name, seeds, count, *latency))
     return found
 
 
-def _model(execution: str, cell: Cell) -> CostModel:
-    return CostModel.of_function(
-        _SECONDS[cell.costs],
-        "padded" if execution == "padded" else "packed",
-        max_sequences=EngineConfig().max_batch_sequences,
-        max_length=_LONGEST,
-    )
-
-
 def _arrivals(
-    cell: Cell, lengths: Sequence[int], count: int, rate: float, seed: int
+    cell: Cell, lengths: Sequence[int], count: int, seed: int, rate: float
 ) -> list[Arrival]:
     arrivals = poisson_arrivals(count, rate, lengths, seed)
     if cell.lengths != ROWS:
@@ -165,7 +156,7 @@ def _cells(
     Raises:
         ValueError: there are no such costs or lengths.
     """
-    for name, allowed in ((costs, _SECONDS), (lengths, {**MIXES, ROWS: ()})):
+    for name, allowed in ((costs, _FORMULAS), (lengths, (*MIXES, ROWS))):
         for word in name.split(","):
             if word not in allowed:
                 raise ValueError(f'"{word}" is not known; allowed: {", ".join(allowed)}')
