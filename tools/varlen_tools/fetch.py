@@ -24,7 +24,7 @@ from varlen.models.checkpoint.folder_kind import check_is_transformer
 from varlen.models.checkpoint.weights import check_no_pickles, is_pickle
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import UNSERVED_HEADS, unserved_heads
-from varlen_tools.findings import Findings, TextFacts, find, read_languages, table
+from varlen_tools.findings import Findings, TextFacts, find, read_languages, rows, table
 from varlen_tools.links import LinkError, resolve_inside
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
 from varlen_tools.marian_tokenizer import ConversionError
@@ -303,7 +303,7 @@ def main(
             settings=parse_settings(settings),
             inputs=inputs,
             force=force,
-            on_found=lambda found: Console(stderr=True).print(table(found)),
+            on_found=lambda found: Console(stderr=True).print(table(rows(found))),
         )
     except FetchError as error:
         typer.secho(f"fetch: {error}", err=True, fg="red")
