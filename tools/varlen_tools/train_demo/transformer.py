@@ -48,6 +48,10 @@ def attend(
     `mask`, `[batch, 1, 1, tokens of keys]`, is true for real tokens.
     """
     # [batch, tokens, hidden] -> [batch, heads, tokens, head_dim]
-    parts = (each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (query, key, value))
-    mixed = functional.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=is_causal)
+    query, key, value = (
+        each.view(*each.shape[:2], heads, -1).transpose(1, 2) for each in (query, key, value)
+    )
+    mixed = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=is_causal
+    )
     return mixed.transpose(1, 2).flatten(2)
