@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from statistics import fmean
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -43,8 +43,14 @@ _FORMULAS = ("cpu", "gpu")
 app = typer.Typer(add_completion=False)
 
 
-class Cell(NamedTuple):
-    """One comparison."""
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One comparison.
+
+    Attributes:
+        costs, lengths, workers: names of costs and lengths, and number of workers.
+        load: 1 is full batches of the mean length.
+    """
 
     costs: str
     lengths: str
@@ -53,20 +59,15 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class GridRow:
+class GridRow(Cell):
     """One policy in one cell; latencies are means over the seeds.
 
     Attributes:
-        costs, lengths, workers, load: the cell; a load of 1 is full batches of the mean length.
         policy: the policy, or policy/execution.
         seeds, count: number of runs, and of requests in each.
         mean, p99: latency in seconds.
     """
 
-    costs: str
-    lengths: str
-    workers: int
-    load: float
     policy: str
     seeds: int
     count: int
@@ -105,10 +106,10 @@ def main(
     run = partial(run_cell, names=names, seeds=seeds, count=count)
     # a process for each core; spawned, since threads of libraries do not survive a fork
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        rows = [row for found in pool.map(run, cells) for row in found]
+        found = dict(zip(cells, pool.map(run, cells), strict=True))
     console = new_console()
-    console.print(_table(rows, [name for name in names if name != over], over))
-    write_results(table, rows)
+    console.print(_table(found, [name for name in names if name != over], over))
+    write_results(table, [row for rows in found.values() for row in rows])
 
 
 def run_cell(cell: Cell, *, names: Sequence[str], seeds: int, count: int) -> list[GridRow]:
@@ -131,7 +132,7 @@ def run_cell(cell: Cell, *, names: Sequence[str], seeds: int, count: int) -> lis
         config = with_policy(base, name)
         results = [study.measure(config, cell.load * one / rows) for study in studies]
         latency = (fmean(result.mean for result in results), fmean(r.p99 for r in results))
-        found.append(GridRow(*cell, name, seeds, count, *latency))
+        found.append(GridRow(*astuple(cell), name, seeds, count, *latency))
     return found
 
 
@@ -165,24 +166,18 @@ def _cells(
             yield Cell(source, mix, number, load)
 
 
-def _table(rows: Sequence[GridRow], names: Sequence[str], over: str) -> Table:
+def _table(found: Mapping[Cell, Sequence[GridRow]], names: Sequence[str], over: str) -> Table:
     """Return a line for each cell, then the geometric means and the worst ratios."""
     table = Table(title=f"mean latency, p99 over {over}")
     for heading in ("costs", "lengths", "workers", "load", *names):
         table.add_column(heading, no_wrap=True)
-    cells: dict[Cell, dict[str, GridRow]] = {}
-    for row in rows:
-        cell = Cell(row.costs, row.lengths, row.workers, row.load)
-        cells.setdefault(cell, {})[row.policy] = row
-    ratios = {
-        name: [
-            (of[name].mean / of[over].mean, of[name].p99 / of[over].p99) for of in cells.values()
-        ]
-        for name in names
-    }
-    for number, cell in enumerate(cells):
-        found = (ratios[name][number] for name in names)
-        table.add_row(*map(str, cell), *(f"{mean:.2f}, {p99:.2f}" for mean, p99 in found))
+    ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for cell, rows in found.items():
+        of = {row.policy: row for row in rows}
+        for name in names:
+            ratios[name].append((of[name].mean / of[over].mean, of[name].p99 / of[over].p99))
+        cells = (f"{mean:.2f}, {p99:.2f}" for mean, p99 in (ratios[name][-1] for name in names))
+        table.add_row(*map(str, astuple(cell)), *cells)
     table.add_section()
     for title, summary in (("geometric mean", _geometric_mean), ("worst", max)):
         lines = (map(summary, zip(*ratios[name], strict=True)) for name in names)
