@@ -40,14 +40,7 @@ def fit(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)
         model = make_model(training.shape)
-    layers = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    matrices = [weight for each in layers for weight in each.parameters() if weight.ndim == 2]
-    ids = set(map(id, matrices))
-    others = [weight for weight in model.parameters() if id(weight) not in ids]
-    optimizers = (
-        Muon(matrices, lr=_MATRIX_RATE),
-        torch.optim.AdamW(others, lr=_OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
-    )
+    optimizers = _optimizers(model)
     rates = [
         torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min((step + 1) / _WARMUP_STEPS, 1 - step / training.steps)
@@ -64,3 +57,15 @@ def fit(
             rate.step()
         report(step + 1, loss.item())
     return model
+
+
+def _optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    """Return Muon for the matrices of lists of layers, and AdamW for all other weights."""
+    layers = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    matrices = [weight for each in layers for weight in each.parameters() if weight.ndim == 2]
+    ids = set(map(id, matrices))
+    others = [weight for weight in model.parameters() if id(weight) not in ids]
+    return (
+        Muon(matrices, lr=_MATRIX_RATE),
+        torch.optim.AdamW(others, lr=_OTHER_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    )
