@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -145,11 +145,11 @@ def read_languages(card: Path) -> tuple[str, ...]:
     return tuple(str(each) for each in stated) if isinstance(stated, list) else ()
 
 
-def table(findings: Findings) -> Table:
-    """Return the findings as a table with a line for each."""
+def table(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and texts, a line for each."""
     made = Table(show_header=False, box=None, pad_edge=False)
     made.add_column(style="bold", no_wrap=True)
-    for name, value in rows(findings):
+    for name, value in rows:
         made.add_row(name, escape(value))
     return made
 
