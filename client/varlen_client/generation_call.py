@@ -17,9 +17,9 @@ from varlen_client.generation import (
     read_parts,
 )
 from varlen_client.row_call import RowCall, deadline_of
-from varlen_client.tasks import with_timeout
 from varlen_client.translation import Translation, read_translation
 from varlen_client.transport.session import Session
+from varlen_client.waits import with_timeout
 from varlen_client.wire import Inputs, TokenIds
 
 _T = TypeVar("_T")

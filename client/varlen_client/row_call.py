@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from typing import TypeVar
 
 from varlen_client.errors import RequestTimeout, VarlenClientError
-from varlen_client.tasks import all_or_first_error, with_timeout
+from varlen_client.waits import all_or_first_error, with_timeout
 
 _Request = TypeVar("_Request")
 _T = TypeVar("_T")

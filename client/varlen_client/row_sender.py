@@ -1,21 +1,22 @@
-"""Sends the requests of a call to a model, and joins their outputs."""
+"""Sends the rows of a call to a model in requests, and returns their outputs."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
-
-import numpy.typing as npt
+from typing import Any
 
 from varlen_client.row_call import RowCall
-from varlen_client.row_options import RowRequests
-from varlen_client.row_outputs import RowTask
+from varlen_client.row_outputs import Output, RowAnswers
+from varlen_client.tasks import Options, RowTask
 from varlen_client.transport.session import Session
-from varlen_client.wire import Floats, InferRequest, infer_requests
+from varlen_client.wire import (
+    InferRequest,
+    Inputs,
+    Pairs,
+    infer_requests,
+    read_inputs,
+)
 
 DEFAULT_ROWS_PER_REQUEST = 32
-
-# The outputs of a request, or of a call.
-Outputs: TypeAlias = tuple[npt.NDArray[Any], ...]
 
 
 class RowSender:
@@ -32,78 +33,55 @@ class RowSender:
         self._rows_per_request = rows_per_request
         self._concurrency = concurrency
 
-    async def matrices(self, requests: RowRequests) -> Outputs:
-        """Return each output of all rows in one array, [rows, width]."""
-        answers, task = await self._send(requests, self._rows_per_request)
-        return task.joined(answers)
-
-    async def counted(self, requests: RowRequests) -> tuple[Outputs, int | None]:
-        """Return the outputs of `matrices`, and the number of tokens of all rows.
-
-        It is None if the model does not count them.
-        """
-        answers, task = await self._send(requests, self._rows_per_request, counts_tokens=True)
-        outputs = task.joined(answers)
-        if not task.counts_tokens:
-            return outputs, None
-        return outputs[:-1], int(outputs[-1].sum())
-
-    async def arrays(self, requests: RowRequests) -> list[Floats]:
-        """Return the only output of each row in its own array, without the batch dimension."""
-        answers, _ = await self._send(requests, rows_per_request=1)
-        return [output[0].copy() for (output,) in answers]
-
-    async def answers(self, requests: RowRequests) -> list[Outputs]:
-        """Return the outputs of each request, whose rows are padded."""
-        answers, _ = await self._send(requests, self._rows_per_request)
-        return answers
-
-    async def counted_answers(self, requests: RowRequests) -> tuple[list[Outputs], int | None]:
-        """Return the outputs of `answers`, and the number of tokens, as `counted`."""
-        answers, task = await self._send(requests, self._rows_per_request, counts_tokens=True)
-        if not task.counts_tokens:
-            return answers, None
-        return [each[:-1] for each in answers], sum(int(each[-1].sum()) for each in answers)
-
-    async def _send(
+    async def send(
         self,
-        requests: RowRequests,
-        rows_per_request: int | None,
+        task: RowTask[Any],
+        inputs: Inputs | Pairs,
+        options: Options,
         *,
         counts_tokens: bool = False,
-    ) -> tuple[list[Outputs], RowTask]:
-        """Return the outputs of each request, in order, and the task with the model's widths.
+    ) -> RowAnswers:
+        """Return the outputs of all requests of a call.
 
         Args:
-            requests: of the call.
-            rows_per_request: None is the default.
-            counts_tokens: see `RowTask.counting_tokens`.
+            task: of the call.
+            inputs: rows that the caller gave.
+            options: those that were given, of `task.options`.
+            counts_tokens: whether the number of tokens is requested, if the model has it.
+
+        Raises:
+            TypeError: there is no such option.
+            VarlenClientError: see errors.py.
         """
-        rows = requests.rows
+        requested = task.requested(options)
+        rows = read_inputs(inputs, takes_pairs=task.takes_pairs)
+        parameters = task.parameters(options)
         call = RowCall(
-            requests.task.method,
+            task.method,
             len(rows),
-            timeout=requests.timeout,
-            on_progress=requests.on_progress,
+            timeout=options.get("timeout"),
+            on_progress=options.get("on_progress"),
         )
 
-        async def send_all() -> tuple[list[Outputs], RowTask]:
+        async def send_all() -> RowAnswers:
             info = await self._session.model_info(call.deadline)
-            task = requests.task.counting_tokens(info) if counts_tokens else requests.task
-            task = task.of_model(info)
+            outputs = task.of_model(requested, info, counts_tokens=counts_tokens)
             # An explicit rows_per_request above max_batch_size is sent as it is: the server refuses it
             # with its own message.
             default = min(DEFAULT_ROWS_PER_REQUEST, info.max_batch_size)
-            ranges = rows.split(rows_per_request or default)
+            size = 1 if task.row_by_row else self._rows_per_request or default
 
-            async def send(request: InferRequest) -> Outputs:
+            async def send(request: InferRequest) -> dict[str, Output]:
                 arrays = await self._session.infer(info, request, call.deadline)
-                return task.checked(arrays, len(request.rows))
+                return {
+                    output.name: output.checked(arrays.get(output.name), len(request.rows))
+                    for output in outputs
+                }
 
-            sent = infer_requests(rows, ranges, task.names, requests.parameters)
-            answers = await call.send_all(
-                ((request.rows, request) for request in sent), send, concurrency=self._concurrency
-            )
-            return answers, task
+            names = tuple(output.name for output in outputs)
+            sent = infer_requests(rows, rows.split(size), names, parameters)
+            requests = ((request.rows, request) for request in sent)
+            found = await call.send_all(requests, send, concurrency=self._concurrency)
+            return RowAnswers(outputs, options, found)
 
         return await call.within_timeout(send_all())

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from varlen_client import AsyncClient
+from varlen_client import AsyncClient, tasks
 from varlen_client.transport import session
 
 
@@ -48,7 +48,7 @@ def test_tokens_of_all_rows_are_counted_if_the_model_counts_them(server, vectors
 
     async def embed():
         async with AsyncClient(server.url) as client:
-            return await client.embed_and_count(texts, dimensions=2)
+            return await client.counted(tasks.EMBED, texts, dimensions=2)
 
     vectors, tokens = asyncio.run(embed())
 

@@ -17,7 +17,9 @@ from varlen_client import (
     ServerError,
     ServerUnavailable,
     VarlenClientError,
+    tasks,
 )
+from varlen_client.wire import query_and_documents
 
 TEXTS = [f"text {'x' * (n % 7)} {n}" for n in range(50)]
 
@@ -124,19 +126,20 @@ def test_every_method_sends_the_deadline_and_the_priority(client, server, task, 
 
 @pytest.mark.parametrize("counts", [True, False], ids=["counted", "not counted"])
 @pytest.mark.parametrize(
-    "task, method, arguments",
+    "name, task, inputs",
     [
-        ("embed", "embed", (TEXTS,)),
-        ("classify", "predict", (TEXTS,)),
-        ("rerank", "rerank", ("query", TEXTS)),
+        ("embed", tasks.EMBED, TEXTS),
+        ("classify", tasks.PREDICT, TEXTS),
+        ("rerank", tasks.RERANK, query_and_documents("query", TEXTS)),
     ],
 )
-def test_answers_come_with_their_number_of_tokens(client, server, task, method, arguments, counts):
-    server.model.task, server.model.counts_tokens = task, counts
-    expected = getattr(client, method)(*arguments)
+def test_answers_come_with_their_number_of_tokens(client, server, name, task, inputs, counts):
+    server.model.task, server.model.counts_tokens = name, counts
+    arguments = ("query", TEXTS) if name == "rerank" else (inputs,)
+    expected = getattr(client, task.method)(*arguments)
     server.model.requests.clear()
 
-    answer, tokens = getattr(client, f"{method}_and_count")(*arguments, truncate=True)
+    answer, tokens = client.counted(task, inputs, truncate=True)
 
     received = server.model.requests
     assert all(each.parameters["truncate"] for each in received)
@@ -152,10 +155,12 @@ def test_an_empty_setting_of_the_model_is_no_failure(client, server, vectors_of)
     np.testing.assert_array_equal(client.embed(["a"]), vectors_of(["a"]))
 
 
-@pytest.mark.parametrize("method", ["embed", "embed_and_count", "classify", "predict", "hidden"])
+@pytest.mark.parametrize("method", ["embed", "classify", "predict", "hidden"])
 def test_an_unknown_option_is_a_type_error(client, server, method):
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'trunctate'"):
         getattr(client, method)(["a"], trunctate=True)
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'trunctate'"):
+        client.counted(tasks.EMBED, ["a"], trunctate=True)
 
     assert server.model.requests == []
 
@@ -354,7 +359,7 @@ def test_a_counted_call_has_one_timeout_and_the_error_of_a_plain_one(server):
             with pytest.raises(VarlenClientError) as plain:
                 client.rerank("q", ["d"], timeout=0.3)
             with pytest.raises(VarlenClientError) as counted:
-                client.rerank_and_count("q", ["d"], timeout=0.3)
+                client.counted(tasks.RERANK, [("q", "d")], timeout=0.3)
 
     assert time.monotonic() - start < 30
     assert counted.type is plain.type is RequestTimeout

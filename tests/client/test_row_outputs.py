@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from varlen_client import FilledToken, InvalidRequest, LabelScore, ServerError, TokenLabel
+from varlen_client import FilledToken, InvalidRequest, LabelScore, ServerError, TokenLabel, tasks
 from varlen_client.cli import main as cli
 
 
@@ -184,11 +184,11 @@ def test_sparse_vectors_come_with_their_number_of_tokens(client, server, counts)
     server.model.task, server.model.counts_tokens = "sparse_embed", counts
     texts = ["x" * (n + 1) for n in range(40)]
 
-    vectors, tokens = client.sparse_embed_and_count(texts, with_terms=True)
+    vectors, tokens = client.counted(tasks.SPARSE_EMBED, texts, with_terms=True)
 
     assert tokens == (sum(map(len, texts)) if counts else None)
     assert [len(each.terms) for each in vectors] == [len(text) for text in texts]
-    assert client.sparse_embed_and_count([]) == ([], 0 if counts else None)
+    assert client.counted(tasks.SPARSE_EMBED, []) == ([], 0 if counts else None)
 
 
 def test_a_model_of_another_task_has_no_sparse_vectors(client):

@@ -11,7 +11,7 @@ import typer
 from varlen_client.cli.files import texts_or_full_lines
 from varlen_client.cli.options import shorten, show_progress
 from varlen_client.cli.requests import RowOptions, with_options
-from varlen_client.row_outputs import Activation
+from varlen_client.row_options import Activation
 
 _Activation = Annotated[
     Activation | None,

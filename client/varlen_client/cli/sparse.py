@@ -11,7 +11,7 @@ import typer
 from varlen_client.cli.files import texts_or_full_lines
 from varlen_client.cli.options import shorten, show_progress
 from varlen_client.cli.requests import RowOptions, with_options
-from varlen_client.sparse import SparseVector
+from varlen_client.row_answers import SparseVector
 
 SHOWN_TERMS = 8
 

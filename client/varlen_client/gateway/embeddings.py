@@ -18,7 +18,8 @@ from varlen_client.gateway.bodies import (
     usage,
 )
 from varlen_client.gateway.models import Gateway
-from varlen_client.sparse import SparseVector
+from varlen_client.row_answers import SparseVector
+from varlen_client.tasks import EMBED, SPARSE_EMBED
 from varlen_client.wire import Floats
 
 Direction = Literal["left", "right", "Left", "Right"]
@@ -59,13 +60,10 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/embeddings", tags=["OpenAI"])
     async def embeddings(body: EmbeddingsBody) -> Response:
         """Embed texts or token ids; `dimensions` shortens the vectors of Matryoshka models."""
-        model = await gateway.models.get(body.model)
-        vectors, tokens = await model.client.embed_and_count(
-            rows_of(body.input, "input"),
-            dimensions=body.dimensions,
-            timeout=gateway.settings.timeout_seconds,
+        rows = rows_of(body.input, "input")
+        name, vectors, tokens = await gateway.answer(
+            body.model, EMBED, rows, dimensions=body.dimensions
         )
-        gateway.metrics.count_tokens(tokens or 0)
         encode = _base64 if body.encoding_format == "base64" else _list
         answer: dict[str, Any] = {
             "object": "list",
@@ -73,34 +71,23 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
                 {"object": "embedding", "index": index, "embedding": encode(vector)}
                 for index, vector in enumerate(vectors)
             ],
-            "model": model.name,
+            "model": name,
         }
         return json_response(answer if tokens is None else {**answer, "usage": usage(tokens)})
 
     @app.post("/embed", tags=["Text Embeddings Inference"])
     async def embed(body: EmbedBody) -> Response:
         """Embed texts or token ids; the answer is a list of vectors."""
-        model = await gateway.models.get(body.model)
-        vectors, tokens = await model.client.embed_and_count(
-            rows_of(body.inputs, "inputs"),
-            normalize=body.normalize,
-            dimensions=body.dimensions,
-            timeout=gateway.settings.timeout_seconds,
-            **body.options(),
-        )
-        gateway.metrics.count_tokens(tokens or 0)
+        own = {"normalize": body.normalize, "dimensions": body.dimensions}
+        rows = rows_of(body.inputs, "inputs")
+        _, vectors, _ = await gateway.answer(body.model, EMBED, rows, **own, **body.options())
         return json_response(vectors.tolist())
 
     @app.post("/embed_sparse", tags=["Text Embeddings Inference"])
     async def embed_sparse(body: TextsBody) -> Response:
         """Embed texts or token ids sparsely: their terms and weights, the largest first."""
-        model = await gateway.models.get(body.model)
-        vectors, tokens = await model.client.sparse_embed_and_count(
-            rows_of(body.inputs, "inputs"),
-            timeout=gateway.settings.timeout_seconds,
-            **body.options(),
-        )
-        gateway.metrics.count_tokens(tokens or 0)
+        rows = rows_of(body.inputs, "inputs")
+        _, vectors, _ = await gateway.answer(body.model, SPARSE_EMBED, rows, **body.options())
         return json_response([_terms(vector) for vector in vectors])
 
 

@@ -14,7 +14,8 @@ from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import MAX_INPUTS, RequestBody, json_response, usage
 from varlen_client.gateway.embeddings import Direction, truncation
 from varlen_client.gateway.models import Gateway
-from varlen_client.wire import Pairs
+from varlen_client.tasks import PREDICT, RERANK
+from varlen_client.wire import Pairs, query_and_documents
 
 _Row: TypeAlias = list[StrictStr]
 
@@ -65,17 +66,15 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
         body: RerankBody | RankDocumentsBody, texts: list[str]
     ) -> tuple[str, list[tuple[int, float]], int | None]:
         """Return the model's name, texts by number with scores, best first, and the tokens."""
-        model = await gateway.models.get(body.model)
-        scores, tokens = await model.client.rerank_and_count(
-            body.query,
-            texts,
+        name, scores, tokens = await gateway.answer(
+            body.model,
+            RERANK,
+            query_and_documents(body.query, texts),
             activation=None if body.raw_scores else "sigmoid",
-            timeout=gateway.settings.timeout_seconds,
             **truncation(truncate=body.truncate, direction=body.truncation_direction),
         )
-        gateway.metrics.count_tokens(tokens or 0)
         best_first = np.argsort(-scores, kind="stable").tolist()
-        return model.name, [(index, float(scores[index])) for index in best_first], tokens
+        return name, [(index, float(scores[index])) for index in best_first], tokens
 
     @app.post("/rerank", tags=["Text Embeddings Inference"])
     async def rerank(body: RerankBody) -> Response:
@@ -111,14 +110,13 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
     async def predict(body: PredictBody) -> Response:
         """Classify texts; the answer has all labels with their scores, the best first."""
         rows, is_batch = _rows(body.inputs)
-        model = await gateway.models.get(body.model)
-        found, tokens = await model.client.predict_and_count(
+        _, found, _ = await gateway.answer(
+            body.model,
+            PREDICT,
             rows,
             activation="none" if body.raw_scores else "auto",
-            timeout=gateway.settings.timeout_seconds,
             **truncation(truncate=body.truncate, direction=body.truncation_direction),
         )
-        gateway.metrics.count_tokens(tokens or 0)
         answer = [[{"score": each.score, "label": each.label} for each in row] for row in found]
         return json_response(answer if is_batch else answer[0])
 

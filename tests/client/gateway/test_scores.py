@@ -6,7 +6,8 @@ import pytest
 from .fake_models import score_of
 
 TEXTS = ["first", "second one", "third"]
-SCORES = [score_of(("query", text)) for text in TEXTS]
+PAIRS = [("query", text) for text in TEXTS]
+SCORES = [score_of(pair) for pair in PAIRS]
 
 
 def test_ranks_texts_the_best_first(post, calls):
@@ -14,7 +15,7 @@ def test_ranks_texts_the_best_first(post, calls):
 
     assert [rank["index"] for rank in ranks] == np.argsort(SCORES)[::-1].tolist()
     assert ranks == [{"index": at["index"], "score": SCORES[at["index"]]} for at in ranks]
-    assert calls.received == [("ranker", "rerank", ("query", TEXTS), {"activation": "sigmoid"})]
+    assert calls.received == [("ranker", "rerank", PAIRS, {"activation": "sigmoid"})]
 
 
 def test_raw_scores_and_texts_on_request(post, calls):
@@ -43,7 +44,7 @@ def test_documents_are_ranked_as_by_cohere_and_jina(post, calls, path):
             for at in order
         ],
     }
-    assert calls.received == [("ranker", "rerank", ("query", TEXTS), {"activation": "sigmoid"})]
+    assert calls.received == [("ranker", "rerank", PAIRS, {"activation": "sigmoid"})]
 
 
 @pytest.mark.parametrize("top_n, ranks", [(1, 1), (3, 3), (9, 3)])
