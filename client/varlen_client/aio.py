@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -17,12 +16,7 @@ from typing import Any, TypeVar
 from typing_extensions import Unpack
 
 from varlen_client import tasks
-from varlen_client.generation import (
-    GeneratedPart,
-    Generation,
-    GenerationPrompt,
-    generate_request,
-)
+from varlen_client.generation import GeneratedPart, Generation, GenerationPrompt, generate_request
 from varlen_client.generation_call import (
     check_one_sample,
     parts_of_answers,
@@ -351,20 +345,13 @@ class AsyncClient:
             VarlenClientError: see errors.py. `rows` is the range of the text that failed.
         """
         rows = len(read_inputs(texts))
+        call = RowCall("translate", rows, timeout=timeout, on_progress=on_progress)
         sampling = search_options(
             options, num_beams=num_beams, n_best=n_best, max_tokens=max_tokens
         )
-        new_request = partial(
-            generate_request,
-            sampling=sampling,
-            stream=False,
-            deadline_ms=deadline_ms,
-            priority=priority,
-            returns_score=True,
-        )
-        call = RowCall("translate", rows, timeout=timeout, on_progress=on_progress)
+        given = {"deadline_ms": deadline_ms, "priority": priority}
         concurrency = self._concurrency or DEFAULT_TEXT_CONCURRENCY
-        return await translations(self._session, call, texts, new_request, concurrency=concurrency)
+        return await translations(self._session, call, texts, sampling, concurrency, **given)
 
     async def ready(self) -> bool:
         """Return whether the server and the model are ready; False without a connection.

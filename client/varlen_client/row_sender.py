@@ -8,13 +8,7 @@ from varlen_client.row_call import RowCall
 from varlen_client.row_outputs import Output, RowAnswers
 from varlen_client.tasks import Options, RowTask
 from varlen_client.transport.session import Session
-from varlen_client.wire import (
-    InferRequest,
-    Inputs,
-    Pairs,
-    infer_requests,
-    read_inputs,
-)
+from varlen_client.wire import InferRequest, Inputs, Pairs, read_inputs
 
 DEFAULT_ROWS_PER_REQUEST = 32
 
@@ -79,8 +73,11 @@ class RowSender:
                 }
 
             names = tuple(output.name for output in outputs)
-            sent = infer_requests(rows, rows.split(size), names, parameters)
-            requests = ((request.rows, request) for request in sent)
+            # the tensors of a request are built only when it is sent, to save memory
+            requests = (
+                (each, InferRequest(each, rows.tensors(each), names, parameters))
+                for each in rows.split(size)
+            )
             found = await call.send_all(requests, send, concurrency=self._concurrency)
             return RowAnswers(outputs, options, found)
 

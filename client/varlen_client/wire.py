@@ -233,14 +233,6 @@ def with_remaining_deadline(
     return {**parameters, "deadline_ms": remaining}
 
 
-def infer_requests(
-    rows: Rows, ranges: Sequence[range], outputs: tuple[str, ...], parameters: Parameters
-) -> Iterator[InferRequest]:
-    """Yield one request per range; its tensors are built only then, to save memory."""
-    for rows_of_request in ranges:
-        yield InferRequest(rows_of_request, rows.tensors(rows_of_request), outputs, parameters)
-
-
 def _text_tensors(texts: Sequence[_Text]) -> Iterator[Tensor]:
     for name, column in zip(("text", "text_pair"), zip(*texts, strict=True), strict=False):
         array = np.empty((len(texts), 1), dtype=np.object_)

@@ -1,4 +1,4 @@
-"""What the commands of row tasks share: texts in, a line or an object per answer out."""
+"""What the commands of row tasks share: how texts are sent and answers shown."""
 
 from __future__ import annotations
 
