@@ -31,6 +31,16 @@ class EmbeddingsBody(OpenAIBody):
     input: Texts
     dimensions: StrictInt | None = Field(None, ge=1)
     encoding_format: Literal["float", "base64"] = "float"
+    prompt_name: StrictStr | None = None
+    truncate: bool = False
+    truncate_prompt_tokens: Literal[-1] | None = None
+    """vLLM's name of `truncate`; only the model's limit is served."""
+    truncation_side: Direction = "right"
+
+    def options(self) -> dict[str, Any]:
+        """Return the client's arguments."""
+        truncate = self.truncate or self.truncate_prompt_tokens is not None
+        return text_options(self.prompt_name, truncate=truncate, side=self.truncation_side)
 
 
 class TextsBody(RequestBody):
@@ -43,8 +53,8 @@ class TextsBody(RequestBody):
 
     def options(self) -> dict[str, Any]:
         """Return the client's arguments."""
-        prompt = {} if self.prompt_name is None else {"prompt_name": self.prompt_name}
-        return prompt | truncation(truncate=self.truncate, direction=self.truncation_direction)
+        side = self.truncation_direction
+        return text_options(self.prompt_name, truncate=self.truncate, side=side)
 
 
 class EmbedBody(TextsBody):
@@ -62,7 +72,7 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
         """Embed texts or token ids; `dimensions` shortens the vectors of Matryoshka models."""
         rows = rows_of(body.input, "input")
         name, vectors, tokens = await gateway.answer(
-            body.model, EMBED, rows, dimensions=body.dimensions
+            body.model, EMBED, rows, dimensions=body.dimensions, **body.options()
         )
         encode = _base64 if body.encoding_format == "base64" else _list
         answer: dict[str, Any] = {
@@ -75,6 +85,7 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
         }
         return json_response(answer if tokens is None else {**answer, "usage": usage(tokens)})
 
+    @app.post("/", tags=["Text Embeddings Inference"])
     @app.post("/embed", tags=["Text Embeddings Inference"])
     async def embed(body: EmbedBody) -> Response:
         """Embed texts or token ids; the answer is a list of vectors."""
@@ -91,11 +102,10 @@ def add_embedding_routes(app: FastAPI, gateway: Gateway) -> None:
         return json_response([_terms(vector) for vector in vectors])
 
 
-def truncation(*, truncate: bool, direction: Direction) -> dict[str, Any]:
-    """Return the client's arguments for the truncation of long texts."""
-    if not truncate:
-        return {}
-    return {"truncate": True, "truncation_side": direction.lower()}
+def text_options(prompt_name: str | None, *, truncate: bool, side: Direction) -> dict[str, Any]:
+    """Return the client's arguments for the prompt and the truncation of texts."""
+    prompt = {} if prompt_name is None else {"prompt_name": prompt_name}
+    return prompt | ({"truncate": True, "truncation_side": side.lower()} if truncate else {})
 
 
 def _list(vector: Floats) -> list[float]:

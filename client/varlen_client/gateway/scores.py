@@ -7,12 +7,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictInt, StrictStr
 from starlette.responses import Response
 
 from varlen_client.errors import InvalidRequest
 from varlen_client.gateway.bodies import MAX_INPUTS, RequestBody, json_response, usage
-from varlen_client.gateway.embeddings import Direction, truncation
+from varlen_client.gateway.embeddings import Direction, text_options
 from varlen_client.gateway.models import Gateway
 from varlen_client.tasks import PREDICT, RERANK
 from varlen_client.wire import Pairs, query_and_documents
@@ -27,12 +27,18 @@ class ScoreBody(RequestBody):
     truncate: bool = False
     truncation_direction: Direction = "right"
 
+    def options(self) -> dict[str, Any]:
+        """Return the client's arguments for the truncation of texts."""
+        return text_options(None, truncate=self.truncate, side=self.truncation_direction)
+
 
 class RerankBody(ScoreBody):
     """A request to `/rerank`."""
 
     query: StrictStr
-    texts: list[StrictStr] = Field(min_length=1, max_length=MAX_INPUTS)
+    texts: list[StrictStr] = Field(
+        min_length=1, max_length=MAX_INPUTS, validation_alias=AliasChoices("texts", "documents")
+    )
     return_text: bool = False
 
 
@@ -71,7 +77,7 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
             RERANK,
             query_and_documents(body.query, texts),
             activation=None if body.raw_scores else "sigmoid",
-            **truncation(truncate=body.truncate, direction=body.truncation_direction),
+            **body.options(),
         )
         best_first = np.argsort(-scores, kind="stable").tolist()
         return name, [(index, float(scores[index])) for index in best_first], tokens
@@ -115,7 +121,7 @@ def add_score_routes(app: FastAPI, gateway: Gateway) -> None:
             PREDICT,
             rows,
             activation="none" if body.raw_scores else "auto",
-            **truncation(truncate=body.truncate, direction=body.truncation_direction),
+            **body.options(),
         )
         answer = [[{"score": each.score, "label": each.label} for each in row] for row in found]
         return json_response(answer if is_batch else answer[0])
