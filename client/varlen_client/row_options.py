@@ -38,7 +38,7 @@ class EmbedOptions(RowOptions, total=False):
 
     normalize: scale each vector to length 1; by default the checkpoint decides.
     prompt_name: of the checkpoint's prompt that is put before each text; by default its default one.
-    dimensions: return the first features alone; by default all.
+    dimensions: return only the first features; by default all.
     output_dtype: "float16", "int8", "binary" or "ubinary" return other types, the last two with 8 features in a byte:
         see docs/reference/wire.md. By default fp32.
     """
@@ -65,7 +65,7 @@ class SparseOptions(RowOptions, total=False):
     """Options of sparse vectors.
 
     prompt_name: see `EmbedOptions`.
-    max_active_dims: return the terms of the largest weights alone; by default the checkpoint decides.
+    max_active_dims: return only the terms of the largest weights; by default the checkpoint decides.
     with_terms: return the texts of the terms too.
     """
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from varlen_kernels import Activation, reference
 from varlen_kernels.cpu.compiled_ops import has_numba
-from varlen_kernels.cpu.linear_int8_ops import (
+from varlen_kernels.cpu.int8_ops import (
     linear_int8,
     linear_int8_packed,
     linear_int8_panels,

@@ -1,6 +1,6 @@
 """The fastest int8 linear layer on this CPU, and its exact range of codes.
 
-Two products are torch's (`linear_int8_cpu`), one is compiled by numba (`linear_int8_panels_cpu`).
+Two products are torch's (`int8_torch`), one is compiled by numba (`int8_panels`).
 """
 
 import math
@@ -13,11 +13,11 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from varlen_kernels.cpu import linear_int8_ops
+from varlen_kernels.cpu import int8_ops
 from varlen_kernels.cpu.attention import cache_folder
 from varlen_kernels.cpu.compile_lock import compile_lock
 from varlen_kernels.cpu.int8_tile import has_dot_products, pack_panels
-from varlen_kernels.cpu.linear_int8 import LOWEST_SIGNED, pack_codes, signed_sums, unsigned_sums
+from varlen_kernels.cpu.int8_torch import LOWEST_SIGNED, pack_codes, signed_sums, unsigned_sums
 from varlen_kernels.reference.linear_int8 import (
     FULL_LEVELS,
     OUTLIERS,
@@ -133,7 +133,7 @@ def exact_levels(product: _Product, pack: Callable[[Tensor], Tensor], lowest: in
 
 def _seconds(product: Int8Product) -> float:
     """Return the shortest time of a few linear layers, after one that compiles."""
-    op = getattr(linear_int8_ops, product.kernel)
+    op = getattr(int8_ops, product.kernel)
     weight = quantize_weight(torch.ones(_WIDTH, _WIDTH), None, torch.arange(OUTLIERS))
     x, packed = torch.ones(_TIMED_ROWS, _WIDTH), product.pack(weight.codes)
     times = []

@@ -1,5 +1,6 @@
 """The ops that CPUs run in another way than the reference give its results."""
 
+import pkgutil
 from inspect import signature
 
 import numpy as np
@@ -32,6 +33,13 @@ def test_an_op_has_the_signature_of_its_reference(name):
     expected = REFERENCES.get(name) or getattr(reference, name)
 
     assert signature(getattr(cpu, name)) == signature(expected)
+
+
+def test_no_file_has_the_name_of_an_op():
+    """The import of `cpu/linear_int8.py` replaced the op of that name by the module."""
+    files = {module.name for module in pkgutil.iter_modules(cpu.__path__)}
+
+    assert not files & set(cpu.__all__)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

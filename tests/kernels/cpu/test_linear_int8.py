@@ -5,8 +5,7 @@ import torch
 
 from tests.kernels.float64 import check, rand
 from varlen_kernels import cpu
-from varlen_kernels.cpu import int8_products as int8_products_cpu
-from varlen_kernels.cpu import linear_int8 as linear_int8_cpu
+from varlen_kernels.cpu import int8_products, int8_torch
 from varlen_kernels.cpu.int8_products import Int8Product
 from varlen_kernels.cpu.int8_tile import has_dot_products
 from varlen_kernels.reference.linear_int8 import (
@@ -87,7 +86,7 @@ def test_compiled_codes_equal_those_of_the_reference(tokens, hidden, features, s
     x[0] = 3.25
     expected = quantize_rows(x, outliers, levels)
 
-    codes, factors = linear_int8_cpu.quantize(x, outliers, levels, signed=signed)
+    codes, factors = int8_torch.quantize(x, outliers, levels, signed=signed)
 
     kept = [column for column in range(hidden) if column not in outliers.tolist()]
     lowest = -128 if signed else 0
@@ -103,7 +102,7 @@ def test_compiled_codes_equal_those_of_the_reference(tokens, hidden, features, s
 @pytest.mark.parametrize("is_full", [True, False], ids=["most-levels", "7bit"])
 @pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
 def test_products_of_cpus_match_the_reference(kernel, tokens, hidden, features, is_full):
-    levels = int8_products_cpu._levels(kernel) if is_full else REDUCED_LEVELS
+    levels = int8_products._levels(kernel) if is_full else REDUCED_LEVELS
     weight, bias, outliers = layer(hidden, features)
     x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
     out = torch.full((tokens, features), torch.nan)
@@ -122,7 +121,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(kernel):
     weight, bias, outliers = layer(100, 33)
     x, quantized = inputs(40, 100, outliers), quantize_weight(weight, bias, outliers)
     op, operands = getattr(cpu, kernel), packed_operands(kernel, quantized)
-    levels = int8_products_cpu._levels(kernel)
+    levels = int8_products._levels(kernel)
 
     together = op(x, *operands, levels=levels)
 
@@ -185,7 +184,7 @@ def test_threads_give_the_bits_of_one(monkeypatch):
     x, operands = rand(301, 100), packed_operands("linear_int8_panels", quantized)
     norm, options = (rand(301, 33), rand(33), rand(33)), {"levels": FULL_LEVELS, "eps": 1e-5}
     expected = cpu.linear_int8_panels_add_layer_norm(x, *operands, *norm, **options)
-    monkeypatch.setattr("varlen_kernels.cpu.linear_int8_panels._LEAST_SHARED_WORK", 1)
+    monkeypatch.setattr("varlen_kernels.cpu.int8_panels._LEAST_SHARED_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
     actual = cpu.linear_int8_panels_add_layer_norm(x, *operands, *norm, **options)
@@ -220,7 +219,7 @@ def test_a_token_with_a_number_that_is_not_finite_gets_nan(kernel, hidden, value
 
 def test_another_number_of_outliers_is_refused():
     with pytest.raises(ValueError, match="outliers has 3 columns; it must have 4"):
-        linear_int8_cpu.quantize(rand(2, 8), torch.arange(3), FULL_LEVELS, signed=True)
+        int8_torch.quantize(rand(2, 8), torch.arange(3), FULL_LEVELS, signed=True)
 
 
 def test_outliers_do_not_change_the_codes_of_other_columns():
@@ -251,23 +250,23 @@ def unpacked(codes):
 
 @pytest.fixture
 def small_products(monkeypatch):
-    monkeypatch.setattr(int8_products_cpu, "_WIDTH", 32)
+    monkeypatch.setattr(int8_products, "_WIDTH", 32)
 
 
 @pytest.fixture
 def without_vnni(monkeypatch, small_products):
-    monkeypatch.setattr(int8_products_cpu, "has_dot_products", lambda: False)
+    monkeypatch.setattr(int8_products, "has_dot_products", lambda: False)
 
 
 @pytest.mark.usefixtures("small_products")
 def test_sums_that_saturate_in_16_bits_get_7_bits():
-    assert int8_products_cpu.exact_levels(saturating_product, unpacked, 0) == REDUCED_LEVELS
+    assert int8_products.exact_levels(saturating_product, unpacked, 0) == REDUCED_LEVELS
 
 
 @pytest.mark.usefixtures("small_products")
 @pytest.mark.parametrize("lowest", [0, -128], ids=["unsigned", "signed"])
 def test_exact_sums_get_8_bits(lowest):
-    assert int8_products_cpu.exact_levels(exact_product, unpacked, lowest) == FULL_LEVELS
+    assert int8_products.exact_levels(exact_product, unpacked, lowest) == FULL_LEVELS
 
 
 @pytest.mark.usefixtures("small_products")
@@ -275,7 +274,7 @@ def test_a_product_that_is_never_exact_is_not_used():
     def wrong(row_codes, codes):
         return exact_product(row_codes, codes) + 1
 
-    assert int8_products_cpu.exact_levels(wrong, unpacked, 0) == 0
+    assert int8_products.exact_levels(wrong, unpacked, 0) == 0
 
 
 @pytest.mark.usefixtures("without_vnni")
@@ -283,9 +282,9 @@ def test_a_cpu_without_the_packed_product_uses_the_signed_one(monkeypatch):
     def missing(codes):
         raise AttributeError("no qlinear_prepack")
 
-    monkeypatch.setattr(int8_products_cpu, "pack_codes", missing)
+    monkeypatch.setattr(int8_products, "pack_codes", missing)
 
-    assert int8_products_cpu.choose_product.__wrapped__().kernel == "linear_int8"
+    assert int8_products.choose_product.__wrapped__().kernel == "linear_int8"
 
 
 @pytest.mark.usefixtures("without_vnni")
@@ -293,9 +292,9 @@ def test_a_cpu_whose_signed_product_is_inexact_uses_the_packed_one(monkeypatch):
     def wrong(row_codes, codes):
         return exact_product(row_codes, codes) + 1
 
-    monkeypatch.setattr(int8_products_cpu, "signed_sums", wrong)
+    monkeypatch.setattr(int8_products, "signed_sums", wrong)
 
-    chosen = int8_products_cpu.choose_product.__wrapped__()
+    chosen = int8_products.choose_product.__wrapped__()
 
     assert chosen.kernel == "linear_int8_packed"
     assert chosen.levels in (FULL_LEVELS, REDUCED_LEVELS)
@@ -304,9 +303,9 @@ def test_a_cpu_whose_signed_product_is_inexact_uses_the_packed_one(monkeypatch):
 @NEEDS_VNNI
 @pytest.mark.usefixtures("small_products")
 def test_a_cpu_with_vnni_uses_panels_where_torch_has_no_exact_product(monkeypatch):
-    monkeypatch.setattr(int8_products_cpu, "exact_levels", lambda *args: 0)
+    monkeypatch.setattr(int8_products, "exact_levels", lambda *args: 0)
 
-    chosen = int8_products_cpu.choose_product.__wrapped__()
+    chosen = int8_products.choose_product.__wrapped__()
 
     assert chosen == Int8Product("linear_int8_panels", FULL_LEVELS)
 
@@ -316,8 +315,8 @@ def test_a_cpu_without_an_exact_product_is_an_error(monkeypatch):
     def missing(*args):
         raise NotImplementedError("aten::_int_mm")
 
-    monkeypatch.setattr(int8_products_cpu, "signed_sums", missing)
-    monkeypatch.setattr(int8_products_cpu, "unsigned_sums", missing)
+    monkeypatch.setattr(int8_products, "signed_sums", missing)
+    monkeypatch.setattr(int8_products, "unsigned_sums", missing)
 
-    with pytest.raises(int8_products_cpu.NoInt8ProductError, match="inexactly, or not at all"):
-        int8_products_cpu.choose_product.__wrapped__()
+    with pytest.raises(int8_products.NoInt8ProductError, match="inexactly, or not at all"):
+        int8_products.choose_product.__wrapped__()

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from varlen_kernels.cpu.int8_rows import FACTORS, kept_columns, quantize_row
 from varlen_kernels.cpu.lanes import LANES
-from varlen_kernels.cpu.linear_int8_rows import FACTORS, kept_columns, quantize_row
 from varlen_kernels.reference.linear_int8 import OUTLIERS
 
 # Lowest code of the signed form.

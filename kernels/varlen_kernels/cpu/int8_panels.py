@@ -17,6 +17,7 @@ from torch import Tensor
 
 from varlen_kernels import Activation
 from varlen_kernels.cpu.gelu import gelu_erf, gelu_tanh, sigmoid
+from varlen_kernels.cpu.int8_rows import FACTORS, kept_columns, quantize_row
 from varlen_kernels.cpu.int8_tile import TILE_FEATURES, TILE_ROWS, multiply_tile, prefetch
 from varlen_kernels.cpu.lanes import (
     LANES,
@@ -29,7 +30,6 @@ from varlen_kernels.cpu.lanes import (
     store_first,
     sum_of,
 )
-from varlen_kernels.cpu.linear_int8_rows import FACTORS, kept_columns, quantize_row
 from varlen_kernels.cpu.threads import run_parts
 
 # Tokens whose codes and results stay in the second-level cache; a multiple of TILE_ROWS.
@@ -80,7 +80,7 @@ def multiply_panels(
     """Return `linear_int8`, its activation, or its layer norm after a residual sum.
 
     Args:
-        panels: codes that `int8_tile_cpu.pack_panels` made.
+        panels: codes that `int8_tile.pack_panels` made.
         x, scale, fp32_rows, outliers, levels, kind: see the reference.
         norm: what follows, if there is no activation.
     """
@@ -222,7 +222,7 @@ def _multiply_rows(
     first_token,
     last_token,
     x,  # [tokens, hidden]
-    panels,  # see int8_tile_cpu.pack_panels
+    panels,  # see int8_tile.pack_panels
     scale,  # [1, features]
     fp32_rows,  # [2 + OUTLIERS, features]
     outliers,  # [OUTLIERS], ascending

@@ -19,7 +19,7 @@ def linear_int8(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weight + bias in int8, see `reference.linear_int8.linear_int8`."""
-    from varlen_kernels.cpu.linear_int8 import multiply_signed
+    from varlen_kernels.cpu.int8_torch import multiply_signed
 
     return multiply_signed(x, codes, scale, fp32_rows, outliers, levels, out)
 
@@ -34,8 +34,8 @@ def linear_int8_packed(
     levels: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `linear_int8` of codes that `linear_int8_cpu.pack_codes` made."""
-    from varlen_kernels.cpu.linear_int8 import multiply_packed
+    """Return `linear_int8` of codes that `int8_torch.pack_codes` made."""
+    from varlen_kernels.cpu.int8_torch import multiply_packed
 
     return multiply_packed(x, codes, scale, fp32_rows, outliers, levels, out)
 
@@ -50,8 +50,8 @@ def linear_int8_panels(
     levels: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return `linear_int8` of codes that `int8_tile_cpu.pack_panels` made."""
-    from varlen_kernels.cpu.linear_int8_panels import multiply_panels
+    """Return `linear_int8` of codes that `int8_tile.pack_panels` made."""
+    from varlen_kernels.cpu.int8_panels import multiply_panels
 
     return multiply_panels(x, codes, scale, fp32_rows, outliers, levels=levels, out=out)
 
@@ -68,7 +68,7 @@ def linear_int8_panels_activate(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the activation of `linear_int8_panels`."""
-    from varlen_kernels.cpu.linear_int8_panels import multiply_panels
+    from varlen_kernels.cpu.int8_panels import multiply_panels
 
     return multiply_panels(x, codes, scale, fp32_rows, outliers, levels=levels, kind=kind, out=out)
 
@@ -88,7 +88,7 @@ def linear_int8_panels_add_layer_norm(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the layer norm of `linear_int8_panels` + residual; `out` may be `residual`."""
-    from varlen_kernels.cpu.linear_int8_panels import LayerNorm, multiply_panels
+    from varlen_kernels.cpu.int8_panels import LayerNorm, multiply_panels
 
     norm = LayerNorm(residual, weight, bias, eps)
     return multiply_panels(x, codes, scale, fp32_rows, outliers, levels=levels, norm=norm, out=out)
