@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 from typing_extensions import Unpack
 
 from varlen_client import tasks
-from varlen_client.generation import GeneratedPart, Generation, GenerationPrompt, generate_request
+from varlen_client.generation import (
+    GeneratedPart,
+    Generation,
+    GenerationPrompt,
+    Translation,
+    generate_request,
+    search_options,
+)
 from varlen_client.generation_call import (
     check_one_sample,
     parts_of_answers,
@@ -24,7 +31,7 @@ from varlen_client.generation_call import (
     whole_answers,
 )
 from varlen_client.row_answers import FilledToken, LabelScore, SparseVector, TokenLabel
-from varlen_client.row_call import RowCall
+from varlen_client.row_call import RowCall, RowSender
 from varlen_client.row_options import (
     EmbedOptions,
     MaskOptions,
@@ -35,9 +42,6 @@ from varlen_client.row_options import (
     TokenEmbedOptions,
 )
 from varlen_client.row_outputs import Vectors
-from varlen_client.row_sender import RowSender
-from varlen_client.tasks import RowTask
-from varlen_client.translation import Translation, search_options
 from varlen_client.transport.endpoint import Endpoint
 from varlen_client.transport.retry import RetryPolicy
 from varlen_client.transport.session import Session, Status
@@ -92,12 +96,8 @@ class AsyncClient:
         if rows_per_request is not None and rows_per_request < 1:
             raise ValueError(f"rows_per_request is {rows_per_request}; at least 1")
         self._concurrency = concurrency
-        self._session = Session(
-            Endpoint.parse(url),
-            model,
-            retry or RetryPolicy(),
-            None if ca_file is None else Path(ca_file),
-        )
+        trusted = None if ca_file is None else Path(ca_file)
+        self._session = Session(Endpoint.parse(url), model, retry or RetryPolicy(), trusted)
         self._rows = RowSender(self._session, rows_per_request, concurrency or DEFAULT_CONCURRENCY)
 
     async def embed(self, inputs: Inputs, **options: Unpack[EmbedOptions]) -> Vectors:
@@ -201,7 +201,7 @@ class AsyncClient:
         return await self._answer(tasks.TOKEN_EMBED, inputs, options)
 
     async def counted(
-        self, task: RowTask[_Answer], inputs: Inputs | Pairs, /, **options: Any
+        self, task: tasks.RowTask[_Answer], inputs: Inputs | Pairs, /, **options: Any
     ) -> tuple[_Answer, int | None]:
         """Return the answer of a method above, and the number of tokens of all rows.
 
@@ -394,6 +394,6 @@ class AsyncClient:
         await self.close()
 
     async def _answer(
-        self, task: RowTask[_Answer], inputs: Inputs | Pairs, options: Mapping[str, Any]
+        self, task: tasks.RowTask[_Answer], inputs: Inputs | Pairs, options: Mapping[str, Any]
     ) -> _Answer:
         return task.read(await self._rows.send(task, inputs, options))

@@ -13,12 +13,13 @@ from varlen_client.generation import (
     GenerateRequest,
     Generation,
     Response,
+    Translation,
     generate_request,
     read_generations,
     read_parts,
+    read_translation,
 )
 from varlen_client.row_call import RowCall, deadline_of
-from varlen_client.translation import Translation, read_translation
 from varlen_client.transport.session import Session
 from varlen_client.waits import with_timeout
 from varlen_client.wire import Inputs, TokenIds
