@@ -57,7 +57,7 @@ def _tables() -> Mapping[str, tuple[str, _Rows]]:
 
 
 def _task_rows(tensors_of: _Tensors) -> _Rows:
-    """Return a row for each tensor of tasks of one step, which may differ in its shape."""
+    """Return a row for each tensor of tasks of one step."""
     tensors = [
         (task, tensor)
         for task, facts in TASKS.items()

@@ -1,4 +1,4 @@
-"""One parameter, a setting of a model or an option of a request, and its checks.
+"""One parameter and its checks: a setting of a model, or option of a request.
 
 A dataclass declares its parameters as fields, with `parameter_field`. All of them share these checks and messages, and
 docs/reference has tables of them.
