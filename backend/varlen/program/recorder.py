@@ -19,7 +19,7 @@ class AttentionHeads:
     """The heads of an attention layer, side by side in each row.
 
     Attributes:
-        queries: number of query heads; a multiple of `keys`. 0 for rows of keys and values alone.
+        queries: number of query heads; a multiple of `keys`. 0 for rows of only keys and values.
         keys: number of key heads, and of value heads.
         dim: features of a head.
     """
@@ -41,7 +41,7 @@ class AttentionHeads:
 
 @dataclass(frozen=True, slots=True)
 class DistanceTables:
-    """Keys and queries of distances, whose products `attention_varlen` adds to those of tokens.
+    """Keys and queries of distances, whose products `attention_varlen` adds to the products of tokens.
 
     Attributes:
         rows: `[2 * reach + 1]` int32, the row of each distance in the tables; None without tables.
@@ -59,7 +59,7 @@ _NO_DISTANCES = DistanceTables(None, None, None)
 class Recorder(Recording):
     """The ops that a model may call. Each returns the values that it writes.
 
-    The meaning, shapes and precision of an op are those of the function of the same name in
+    An op has the meaning, shapes and precision of the function of the same name in
     `varlen_kernels.reference`.
     """
 

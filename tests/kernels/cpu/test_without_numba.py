@@ -10,7 +10,6 @@ from tests.kernels.float64 import bounds_of, rand
 from varlen_kernels import cpu, reference
 from varlen_kernels.cpu import compiled_ops
 
-
 # Modules of ops on CPUs that import no numba.
 PLAIN = {"compile_lock", "compiled_files", "compiled_ops", "int8_ops", "packed"}
 
