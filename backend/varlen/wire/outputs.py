@@ -4,7 +4,7 @@ A response holds the outputs that the request names. All of them are made of the
 threads.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from varlen.models.checkpoint.labels import Labels
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.filled_masks import DEFAULT_TOP_K, largest_top_k, mask_tensors
 from varlen.request.request import Float32Array, Output, Request
+from varlen.request.row_parameters import RowParameters
 from varlen.request.scores import ScoreFunction, scores_of
 from varlen.request.sparse_vectors import sparse_tensors, sparse_vector
 from varlen.request.vectors import VectorForm
@@ -94,6 +95,27 @@ class AnswerOptions:
     max_active_dims: int | None = None
     top_k: int = DEFAULT_TOP_K
 
+    @classmethod
+    def of(
+        cls, given: RowParameters, outputs: ModelOutputs, requested: Collection[str]
+    ) -> "AnswerOptions":
+        """Return what the parameters of a request ask for, and the names of outputs in it.
+
+        Raises:
+            RequestError: the model has no vectors of this form.
+        """
+        normalize = outputs.normalize if given.normalize is None else given.normalize
+        vectors = VectorForm(given.dimensions, normalize, given.output_dtype)
+        if outputs.task == "embed":
+            vectors.check(outputs.width)
+        return cls(
+            frozenset(requested),
+            vectors,
+            outputs.labels.function if given.activation == "auto" else given.activation,
+            given.max_active_dims or outputs.max_active_dims,
+            given.top_k or min(DEFAULT_TOP_K, outputs.width),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayAnswer:
@@ -142,16 +164,12 @@ class ArrayAnswer:
         numbers = 4 * rows * longest * width
         sizes = {
             "sentence_embedding": rows * self.options.vectors.num_bytes(width),
-            "last_hidden_state": numbers,
-            "token_embeddings": numbers,
             "num_vectors": 4 * rows,
-            "logits": numbers,
-            "scores": numbers,
             "labels": rows * sum(4 + len(name.encode()) for name in self.outputs.labels.names),
             "tokens": 4 * rows * longest + sum(len(text) for row in self.tokens for text in row),
             "num_tokens": 4 * rows,
         }
-        return sum(sizes.get(name, 0) for name in self._names)
+        return sum(sizes.get(name, numbers) for name in self._names)
 
     def tensors(self, outputs: Sequence[tuple[int, Output]]) -> Mapping[str, npt.NDArray[Any]]:
         """Return the output tensors by name, given the output of each row."""

@@ -14,10 +14,8 @@ from varlen.errors import RequestError, shorten
 from varlen.intake.checks import Intake
 from varlen.intake.tokenization import Text
 from varlen.request.draft import Draft
-from varlen.request.filled_masks import DEFAULT_TOP_K
 from varlen.request.request import Prompt, RequestOptions
 from varlen.request.row_parameters import ROW_PARAMETERS, RowParameters
-from varlen.request.vectors import VectorForm
 from varlen.tasks import Task
 from varlen.wire.outputs import AnswerOptions, ModelOutputs
 from varlen.wire.parameters import deadline_seconds, read_parameters
@@ -56,7 +54,7 @@ def read_request(
     """
     named = read_parameters(parameters, _names_of(outputs.task))
     given = RowParameters.read(named, outputs.task, width=outputs.width)
-    answer = _answer_options(given, outputs, requested)
+    answer = AnswerOptions.of(given, outputs, requested)
     checked = RequestOptions(
         answer.vectors.normalize,
         given.request_priority,
@@ -85,23 +83,6 @@ def read_request(
 def _names_of(task: Task) -> tuple[str, ...]:
     """Return the names of a task's parameters."""
     return tuple(name for name, each in ROW_PARAMETERS.items() if task in each.tasks)
-
-
-def _answer_options(
-    given: RowParameters, outputs: ModelOutputs, requested: Collection[str]
-) -> AnswerOptions:
-    """Return what the parameters of a request ask of its answer."""
-    normalize = outputs.normalize if given.normalize is None else given.normalize
-    vectors = VectorForm(given.dimensions, normalize, given.output_dtype)
-    if outputs.task == "embed":
-        vectors.check(outputs.width)
-    return AnswerOptions(
-        frozenset(requested),
-        vectors,
-        outputs.labels.function if given.activation == "auto" else given.activation,
-        given.max_active_dims or outputs.max_active_dims,
-        given.top_k or min(DEFAULT_TOP_K, outputs.width),
-    )
 
 
 def _texts(tensors: Tensors) -> list[Text]:

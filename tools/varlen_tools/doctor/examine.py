@@ -26,7 +26,6 @@ from varlen_tools.doctor.comparison import (
     short_dtype,
 )
 from varlen_tools.doctor.originals import (
-    LOGITS,
     NEW_TOKENS,
     Transformers,
     has_library,
@@ -147,7 +146,7 @@ def _comparable_task(task: Task, checkpoint: Checkpoint) -> Task:
     needs_sentences = TASKS[task].takes_prompts or checkpoint.logit_score is not None
     if needs_sentences:
         return task if has_library("sentence-transformers") else "hidden"
-    if task in LOGITS:
+    if TASKS[task].has_labels:
         return task
     return "hidden"
 
