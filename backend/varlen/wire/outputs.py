@@ -99,7 +99,7 @@ class AnswerOptions:
     def of(
         cls, given: RowParameters, outputs: ModelOutputs, requested: Collection[str]
     ) -> "AnswerOptions":
-        """Return what the parameters of a request ask for, and the names of outputs in it.
+        """Return the answer that parameters and the names of outputs ask for.
 
         Raises:
             RequestError: the model has no vectors of this form.
