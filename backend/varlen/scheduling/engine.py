@@ -29,6 +29,7 @@ from varlen.errors import (
     ModelFaultError,
     QueueFullError,
     RequestCancelled,
+    VarlenError,
 )
 from varlen.request.request import Reply, Request
 from varlen.scheduling.sequence import (
@@ -36,6 +37,8 @@ from varlen.scheduling.sequence import (
     BatchResult,
     Event,
     Forecast,
+    GeneratedSequence,
+    NewWriter,
     RequestState,
     SequenceOutput,
     SequenceState,
@@ -59,7 +62,7 @@ class Scheduler(Protocol):
     def admit(self, request: Request, now: float) -> Forecast:
         """Count a request as waiting, or raise a `VarlenError`. From any thread."""
 
-    def add(self, request: RequestState, now: float) -> None:
+    def add(self, request: RequestState) -> None:
         """Queue an admitted request."""
 
     def wake_at(self, now: float) -> float | None:
@@ -119,12 +122,21 @@ class Engine:
         executor: Executor,
         stats: Stats,
         clock: Callable[[], float] = time.monotonic,
+        new_writer: NewWriter | None = None,
     ) -> None:
-        """Make an engine that is idle; `start` runs it in a thread, `step` by hand."""
+        """Make an engine that is idle; `start` runs it in a thread, `step` by hand.
+
+        Args:
+            scheduler, executor: decide what runs, and run it.
+            stats: gets the counts.
+            clock: returns the time in seconds.
+            new_writer: returns the writer of a generated sequence's answer, in the thread that submits it.
+        """
         self._scheduler = scheduler
         self._executor = executor
         self._stats = stats
         self._clock = clock
+        self._new_writer = new_writer
         self._inbox: _Inbox = SimpleQueue()
         # admitted and not answered, in order of arrival
         self._open: dict[RequestState, None] = {}
@@ -152,22 +164,15 @@ class Engine:
             QueueFullError, DeadlineError, RequestError: the request is not admitted; the caller answers it.
             EngineError: the engine is closing, or its model has stopped; likewise.
         """
-        # the lock orders this put before close()'s None, so that no request is left behind
-        with self._submitting:
-            if self._refusal is not None:
-                # a new exception each time: its traceback keeps this request alive
-                raise type(self._refusal)(str(self._refusal))
-            now = self._clock()
-            try:
-                forecast = self._scheduler.admit(request, now)
-            except QueueFullError:
-                self._stats.count_refusal("queue_full")
-                raise
-            except DeadlineError:
-                self._stats.count_refusal("deadline")
-                raise
-            arrival, deadline = request.arrived(now), request.deadline(now)
-            self._inbox.put(RequestState(request, reply, arrival, deadline, forecast))
+        now = self._clock()
+        state = RequestState(request, reply, request.arrived(now), request.deadline(now))
+        try:
+            self._add_writers(state)
+            self._admit(state, now)
+        except VarlenError:
+            # breaks a reference cycle, as for an answered request
+            state.sequences = ()
+            raise
 
     @property
     def is_ready(self) -> bool:
@@ -245,11 +250,41 @@ class Engine:
             if math.isfinite(arrived.deadline):
                 self._by_deadline.add(arrived)
             try:
-                self._scheduler.add(arrived, self._clock())
+                self._scheduler.add(arrived)
             except BaseException:
                 # also a panic of a library, which is no Exception
                 _log.exception("a request could not be queued; it fails")
                 self._fail(arrived, EngineError(_ENGINE_FAILED))
+
+    def _admit(self, request: RequestState, now: float) -> None:
+        """Put a request into the inbox, or raise a `VarlenError`."""
+        # the lock orders this put before close()'s None, so that no request is left behind
+        with self._submitting:
+            if self._refusal is not None:
+                # a new exception each time: its traceback keeps this request alive
+                raise type(self._refusal)(str(self._refusal))
+            try:
+                request.expect(self._scheduler.admit(request.request, now))
+            except QueueFullError:
+                self._stats.count_refusal("queue_full")
+                raise
+            except DeadlineError:
+                self._stats.count_refusal("deadline")
+                raise
+            self._inbox.put(request)
+
+    def _add_writers(self, request: RequestState) -> None:
+        """Give each generated sequence its writer, or raise EngineError."""
+        if self._new_writer is None:
+            return
+        try:
+            for sequence in request.sequences:
+                assert isinstance(sequence, GeneratedSequence)
+                sequence.writer = self._new_writer(sequence)
+        except BaseException:
+            # also a panic of a library, which is no Exception
+            _log.exception("a request could not be queued; it fails")
+            raise EngineError(_ENGINE_FAILED) from None
 
     def _next_batch(self) -> Batch | None:
         """Return the next batch without cancelled requests; None if it is too early."""
@@ -285,11 +320,11 @@ class Engine:
             request.started = True
             if trace := request.request.trace:
                 trace.start(now, sequences=batch.shape.sequences, tokens=batch.shape.tokens)
+        self._executor.start(batch, self._completed)
+        self._in_flight += 1
         waits = [now - request.arrival for request in starting]
         self._stats.count_start(self._scheduling_seconds, waits)
         self._scheduling_seconds = 0.0
-        self._executor.start(batch, self._completed)
-        self._in_flight += 1
 
     def _completed(self, batch: Batch, result: BatchResult) -> None:
         """Enqueue a result of the executor. Any thread may call this."""

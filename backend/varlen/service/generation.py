@@ -5,7 +5,7 @@ The server's model class and the in-process API both use it.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +120,8 @@ class GenerationService:
                 eos_ids=ends,
             )
 
-        scheduler = _new_scheduler(config, runner, admission, new_writer)
-        engine = Engine(scheduler, executor, stats)
+        scheduler = _new_scheduler(config, runner, admission)
+        engine = Engine(scheduler, executor, stats, new_writer=new_writer)
         engine.start()
         _log_loaded(checkpoint, config, runner, seconds=time.monotonic() - began)
         for note in checkpoint_notes(checkpoint, _task_of(checkpoint), runner.max_sequence_tokens):
@@ -239,10 +239,7 @@ def _new_intake(
 
 
 def _new_scheduler(
-    config: EngineConfig,
-    runner: StepRunner,
-    admission: Admission,
-    new_writer: Callable[[GeneratedSequence], OutputWriter],
+    config: EngineConfig, runner: StepRunner, admission: Admission
 ) -> IterationScheduler:
     limits = StepLimits(
         max_step_tokens=runner.max_step_tokens,
@@ -251,7 +248,7 @@ def _new_scheduler(
     )
     kv = runner.kv
     blocks = BlockPool(kv.num_blocks, kv.block_size, prefix_cache=config.prefix_cache)
-    return IterationScheduler(limits, blocks, config.kv_policy, admission, new_writer)
+    return IterationScheduler(limits, blocks, config.kv_policy, admission)
 
 
 def _log_loaded(

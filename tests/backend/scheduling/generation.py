@@ -216,20 +216,20 @@ class Bench:
             max_running_sequences=running,
             max_sequence_tokens=longest,
         )
-        self.scheduler = IterationScheduler(
-            self.limits, self.pool, policy, self.admission, self._new_writer
-        )
+        self.scheduler = IterationScheduler(self.limits, self.pool, policy, self.admission)
         self.executor = KvExecutor(self)
         self.clock = Clock()
-        self.engine = Engine(self.scheduler, self.executor, Stats(), self.clock)
+        self.scheduler.add = self._add
+        self.engine = Engine(self.scheduler, self.executor, Stats(), self.clock, Writer)
         # every sequence, in order of arrival, and their places by request and row
         self.sequences = []
         self.place = {}
 
-    def _new_writer(self, sequence):
-        self.place[sequence.request, sequence.row] = len(self.sequences)
-        self.sequences.append(sequence)
-        return Writer(sequence)
+    def _add(self, request):
+        for sequence in request.sequences:
+            self.place[sequence.request, sequence.row] = len(self.sequences)
+            self.sequences.append(sequence)
+        IterationScheduler.add(self.scheduler, request)
 
     def submit(
         self,

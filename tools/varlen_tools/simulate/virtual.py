@@ -19,7 +19,7 @@ import numpy as np
 from varlen.errors import VarlenError
 from varlen.request.request import Output, Prompt, Request
 from varlen.scheduling.engine import Engine, Scheduler
-from varlen.scheduling.sequence import Batch, BatchResult
+from varlen.scheduling.sequence import Batch, BatchResult, NewWriter
 from varlen.telemetry.metrics import Stats
 from varlen_tools.workloads import Arrival
 
@@ -132,6 +132,7 @@ def play(
     arrivals: Sequence[Arrival],
     make_request: Callable[[Arrival], Request],
     workers: int = 1,
+    new_writer: NewWriter | None = None,
 ) -> list[Outcome]:
     """Return the outcome of every arrival, in order, on an engine of its own.
 
@@ -141,10 +142,11 @@ def play(
         arrivals: in order of time.
         make_request: returns the request of an arrival; its reply is a `VirtualReply`.
         workers: number of batches that run at the same time.
+        new_writer: of the engine.
     """
     clock = _Clock(arrivals[0].at if arrivals else 0.0)
     executor = _Executor(clock, run_batch, workers)
-    engine = Engine(scheduler, executor, Stats(), clock)
+    engine = Engine(scheduler, executor, Stats(), clock, new_writer)
     outcomes: list[Outcome] = []
     coming = deque(arrivals)
     wake_at: float | None = None

@@ -95,7 +95,6 @@ def simulate(
         blocks,
         config.kv_policy,
         Admission(config.max_queued_requests, config.max_queued_tokens),
-        _Writer,
     )
     steps: list[Step] = []
 
@@ -116,7 +115,8 @@ def simulate(
         )
         return Request((prompt_of(arrival.tokens),), options)
 
-    return Run(play(scheduler, run_batch, arrivals, make_request), steps, scheduler.snapshot())
+    outcomes = play(scheduler, run_batch, arrivals, make_request, new_writer=_Writer)
+    return Run(outcomes, steps, scheduler.snapshot())
 
 
 def kv_tokens(step: StepBatch) -> int:
