@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from queue import Empty, SimpleQueue
@@ -32,12 +33,12 @@ from varlen.errors import (
     VarlenError,
 )
 from varlen.request.request import Reply, Request
+from varlen.scheduling.answers import add_writers
 from varlen.scheduling.sequence import (
     Batch,
     BatchResult,
     Event,
     Forecast,
-    GeneratedSequence,
     NewWriter,
     RequestState,
     SequenceOutput,
@@ -97,10 +98,7 @@ class Executor(Protocol):
         """Start a batch. `completed` is called once with its result, from any thread."""
 
     def free_at(self) -> float:
-        """Return when a batch that is started now is expected to run.
-
-        It is minus infinity if the batch runs at once.
-        """
+        """Return when a batch that is started now will run; minus infinity if at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +122,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         new_writer: NewWriter | None = None,
     ) -> None:
-        """Make an engine that is idle; `start` runs it in a thread, `step` by hand.
-
-        Args:
-            scheduler, executor: decide what runs, and run it.
-            stats: gets the counts.
-            clock: returns the time in seconds.
-            new_writer: returns the writer of a generated sequence's answer, in the thread that submits it.
-        """
+        """Make an idle engine: `start` runs it in a thread, `step` by hand, `submit` makes writers."""
         self._scheduler = scheduler
         self._executor = executor
         self._stats = stats
@@ -167,7 +158,8 @@ class Engine:
         now = self._clock()
         state = RequestState(request, reply, request.arrived(now), request.deadline(now))
         try:
-            self._add_writers(state)
+            if self._new_writer is not None:
+                add_writers(state, self._new_writer)
             self._admit(state, now)
         except VarlenError:
             # breaks a reference cycle, as for an answered request
@@ -226,17 +218,13 @@ class Engine:
         """Block until something arrives, or until `wake_at`."""
         timeout = None if wake_at is None else wake_at - self._clock()
         if timeout is None or timeout > 0.0:
-            try:
+            with suppress(Empty):
                 self._handle(self._inbox.get(timeout=timeout))
-            except Empty:
-                return
 
     def _drain_inbox(self) -> None:
-        while True:
-            try:
+        with suppress(Empty):
+            while True:
                 self._handle(self._inbox.get(block=False))
-            except Empty:
-                return
 
     def _handle(self, arrived: RequestState | _Completion | None) -> None:
         if arrived is None:
@@ -265,26 +253,11 @@ class Engine:
                 raise type(self._refusal)(str(self._refusal))
             try:
                 request.expect(self._scheduler.admit(request.request, now))
-            except QueueFullError:
-                self._stats.count_refusal("queue_full")
-                raise
-            except DeadlineError:
-                self._stats.count_refusal("deadline")
+            except (QueueFullError, DeadlineError) as error:
+                is_late = isinstance(error, DeadlineError)
+                self._stats.count_refusal("deadline" if is_late else "queue_full")
                 raise
             self._inbox.put(request)
-
-    def _add_writers(self, request: RequestState) -> None:
-        """Give each generated sequence its writer, or raise EngineError."""
-        if self._new_writer is None:
-            return
-        try:
-            for sequence in request.sequences:
-                assert isinstance(sequence, GeneratedSequence)
-                sequence.writer = self._new_writer(sequence)
-        except BaseException:
-            # also a panic of a library, which is no Exception
-            _log.exception("a request could not be queued; it fails")
-            raise EngineError(_ENGINE_FAILED) from None
 
     def _next_batch(self) -> Batch | None:
         """Return the next batch without cancelled requests; None if it is too early."""
@@ -322,8 +295,7 @@ class Engine:
                 trace.start(now, sequences=batch.shape.sequences, tokens=batch.shape.tokens)
         self._executor.start(batch, self._completed)
         self._in_flight += 1
-        waits = [now - request.arrival for request in starting]
-        self._stats.count_start(self._scheduling_seconds, waits)
+        self._stats.count_start(self._scheduling_seconds, [now - r.arrival for r in starting])
         self._scheduling_seconds = 0.0
 
     def _completed(self, batch: Batch, result: BatchResult) -> None:
