@@ -10,8 +10,7 @@ from varlen.config import NO_LIMIT, Device, DType, EngineConfig
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from varlen.service.generation import GenerationService
-    from varlen.service.service import Service
+    from varlen.service.running import RunningModel
 
 # The caller's own memory and clock are the limits; nobody waits for a measurement at load.
 _DEFAULTS = {
@@ -51,7 +50,7 @@ def config_of(settings: Mapping[str, object], kind: type[ModelSettings]) -> Engi
 class InProcess:
     """A loaded model, which `close` or the end of a `with` block stops."""
 
-    _service: Service | GenerationService
+    _service: RunningModel
 
     def close(self) -> None:
         """Finish what runs and stop the engine."""

@@ -56,7 +56,7 @@ from varlen.wire.outputs import ArrayAnswer, ModelOutputs
 
 if TYPE_CHECKING:
     from varlen.service.generation import GenerationService
-    from varlen.service.service import Service
+    from varlen.service.running import RunningModel
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class _Arrived:
 
     reply: ServerReply
     answer_to: Callable[[Request], Answer]
-    service: Service | GenerationService
+    service: RunningModel
 
     def accept(self, request: Request) -> None:
         """Submit the request, which has its tokens now; from a tokenizer thread, if it came as text."""
@@ -246,7 +246,7 @@ class TritonPythonModel:
 
 def _load_service(
     task: Task, folder: Path, config: EngineConfig, stats: Stats, *, gpu: int
-) -> Service | GenerationService:
+) -> RunningModel:
     """Return the running model of a task."""
     # a step is tokenized in one thread of the pool, not in all cores
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
