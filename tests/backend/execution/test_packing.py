@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from varlen.execution.packing import (
+    InputLayout,
     dims_of,
     fill_inputs,
-    input_bytes,
-    input_views,
     largest_dims,
     split_answers,
 )
@@ -39,8 +38,8 @@ ALL_INPUTS = [
 def inputs_for(tokens, sequences, declared=ALL_INPUTS, masks=0):
     """Return the inputs of a batch, packed into memory with other contents."""
     dims = {"tokens": tokens, "sequences": sequences, "masks": masks}
-    buffer = torch.full((input_bytes(declared, dims),), 0xAB, dtype=torch.uint8)
-    return input_views(buffer, declared, dims)
+    layout = InputLayout.of(declared, dims)
+    return layout.views(torch.full((layout.num_bytes,), 0xAB, dtype=torch.uint8))
 
 
 def test_sequences_lie_one_after_the_other():
@@ -122,9 +121,10 @@ def test_the_largest_batch_has_as_many_sequences_and_masks_as_fit(
 @given(st.integers(1, 100), st.integers(1, 100))
 def test_every_input_starts_where_kernels_may_load_16_bytes(tokens, sequences):
     dims = {"tokens": tokens, "sequences": sequences, "masks": sequences}
-    size = input_bytes(ALL_INPUTS, dims)
+    layout = InputLayout.of(ALL_INPUTS, dims)
+    size = layout.num_bytes
     buffer = torch.zeros(size, dtype=torch.uint8)
-    views = input_views(buffer, ALL_INPUTS, dims)
+    views = layout.views(buffer)
 
     begins = [view.data_ptr() - buffer.data_ptr() for view in views.values()]
     ends = [
