@@ -3,7 +3,7 @@
 The program declares the inputs and their shapes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -14,15 +14,19 @@ from torch import Tensor
 
 from varlen.memory.usage import Dims
 from varlen.program.program import PackedBatch, Value
-from varlen.request.request import MAX_MASKS, Float32Array, Int32Array, Prompt, RequestOptions
+from varlen.request.request import (
+    MAX_MASKS,
+    Float32Array,
+    Int32Array,
+    Masks,
+    Prompt,
+    RequestOptions,
+    Unpooled,
+    Vectors,
+)
 
 # Alignment of each input, in bytes: kernels load 16 bytes at a time.
 _ALIGNMENT = 16
-# Inputs with a number of tokens of each sequence.
-_LENGTHS: Mapping[str, Callable[[Prompt], int]] = {
-    "key_lengths": lambda prompt: prompt.num_tokens if prompt.num_keys is None else prompt.num_keys,
-    "unpooled_lengths": lambda prompt: prompt.num_unpooled,
-}
 
 
 def dims_of(lengths: Sequence[int], masks: int = 0) -> Dims:
@@ -139,11 +143,24 @@ def fill_inputs(
 def _mask_rows(prompts: Sequence[Prompt], bounds: Int32Array) -> Int32Array:
     """Return the masks of all sequences by their place in the batch, `[masks]` int32."""
     rows = [
-        begin + prompt.mask_places
+        begin + prompt.payload.places
         for begin, prompt in zip(bounds, prompts, strict=False)
-        if prompt.mask_places is not None
+        if isinstance(prompt.payload, Masks)
     ]
     return np.concatenate([np.empty(0, np.int32), *rows])
+
+
+def _num_keys(prompt: Prompt) -> int:
+    num_keys = prompt.payload.num_keys if isinstance(prompt.payload, Vectors) else None
+    return prompt.num_tokens if num_keys is None else num_keys
+
+
+def _num_unpooled(prompt: Prompt) -> int:
+    return prompt.payload.count if isinstance(prompt.payload, Unpooled) else 0
+
+
+# Inputs with a number of tokens of each sequence.
+_LENGTHS = {"key_lengths": _num_keys, "unpooled_lengths": _num_unpooled}
 
 
 def split_answers(output: Float32Array, prompts: Sequence[Prompt], rows: str) -> list[Float32Array]:

@@ -15,7 +15,7 @@ from varlen.costs.batch_shape import BatchShape
 from varlen.errors import ConfigError
 from varlen.execution.step_runner import StepRunner
 from varlen.request.generation import GenerationOptions
-from varlen.request.request import Prompt, Request, RequestOptions
+from varlen.request.request import Prompt, Request, RequestOptions, Source
 from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
 
 _GREEDY = GenerationOptions(temperature=0.0)
@@ -94,7 +94,7 @@ def _chunk(
     """Return a prompt of zeros in block 0 and a source text if needed."""
     prompt = Prompt(
         np.zeros(length, dtype=np.int32),
-        source_ids=np.zeros(source, dtype=np.int32) if runner.has_sources else None,
+        payload=Source(np.zeros(source, dtype=np.int32)) if runner.has_sources else None,
     )
     request = Request((prompt,), RequestOptions(generation=options))
     (sequence,) = unanswered_sequences(request)

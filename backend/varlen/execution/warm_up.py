@@ -38,7 +38,7 @@ def check_numbers(runner: CudaRunner, info: ModelInfo, timeout: float = 0.0) -> 
             Prompt(
                 numbers.integers(0, info.vocab_size, length, dtype=np.int32),
                 numbers.integers(0, info.type_vocab_size, length, dtype=np.int32),
-                mask_places=info.most_masks(length),
+                payload=info.most_masks(length),
             )
             for length in lengths.tolist()
         ]
