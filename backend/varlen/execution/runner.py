@@ -157,16 +157,14 @@ class Runner:
 
     def run_batch(self, batch: Batch) -> list[Float32Array]:
         """Return the answer of each sequence of a batch; see `run`."""
-        sequences = batch.sequences
-        return self.run([each.prompt for each in sequences], [each.options for each in sequences])
+        return self.run(batch.prompts, batch.options)
 
     def launch_batch(self, batch: Batch) -> Callable[[], list[Float32Array]]:
         """Start a batch on a GPU; return a function that waits for its answers."""
         assert isinstance(self.device_runner, CudaRunner)
-        sequences = batch.sequences
-        prompts, options = [each.prompt for each in sequences], [each.options for each in sequences]
+        prompts = batch.prompts
         with memory_errors():
-            launched = self.device_runner.launch(*self._padded(prompts, options))
+            launched = self.device_runner.launch(*self._padded(prompts, batch.options))
 
         def answers() -> list[Float32Array]:
             with memory_errors():

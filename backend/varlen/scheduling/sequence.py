@@ -233,6 +233,16 @@ class Batch:
     reason: str
 
     @property
+    def prompts(self) -> list[Prompt]:
+        """The prompt of each sequence."""
+        return [sequence.prompt for sequence in self.sequences]
+
+    @property
+    def options(self) -> list[RequestOptions]:
+        """The options of each sequence."""
+        return [sequence.options for sequence in self.sequences]
+
+    @property
     def num_outputs(self) -> int:
         """Number of outputs of its result."""
         return len(self.sequences)

@@ -20,7 +20,7 @@ from varlen.execution.cuda.timeout import with_timeout
 from varlen.execution.device import choose_device, name_of, usable_cores
 from varlen.execution.executor import ModelExecutor, ThreadExecutor
 from varlen.execution.step_runner import StepRunner
-from varlen.execution.step_warm_up import warm_up
+from varlen.execution.warm_up import warm_up
 from varlen.intake.checks import InputLimits, Intake
 from varlen.intake.tokenization import Tokenizer
 from varlen.memory.blocks import BlockPool
