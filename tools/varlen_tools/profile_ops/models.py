@@ -30,7 +30,7 @@ from varlen.request.request import (
     Source,
 )
 from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
-from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.ops import kernels_for
 from varlen_tools.profile_ops.timed import Breakdown, TimedKernels, measure
 
 _CPU = torch.device("cpu")
