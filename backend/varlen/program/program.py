@@ -31,7 +31,7 @@ class Value:
     Attributes:
         name: unique in its program.
         shape: symbolic axes get their length from the batch.
-        dtype: of its elements.
+        dtype: dtype of its elements.
     """
 
     name: str
@@ -58,7 +58,7 @@ class State:
 
     Attributes:
         name: unique in its program.
-        shape, dtype: of the tensor that is bound to it.
+        shape, dtype: shape and dtype of the tensor that is bound to it.
     """
 
     name: str
@@ -80,9 +80,9 @@ class Op:
         kernel: name of the function in the kernel module.
         operands: its positional arguments.
         attributes: its keyword arguments.
-        results: what it writes into `out`: one tensor, or a tuple of several; no `out` if there is none.
+        results: tensors that it writes into `out`: one tensor, or a tuple of several; no `out` if there is none.
         writes: the states among its operands that it changes.
-        in_place: for each result, the position of the operand that it may be written over; may be shorter.
+        in_place: position, for each result, of the operand that it may be written over; may be shorter.
     """
 
     kernel: str
@@ -124,7 +124,7 @@ class Program:
     """A recorded forward pass.
 
     Attributes:
-        ops: in the order in which they run.
+        ops: calls in the order in which they run.
         inputs: the values that a batch brings, in the order in which they are first read.
         states: the states that ops read or write, in the order of first use.
         outputs: the results that a run returns.
@@ -137,7 +137,7 @@ class Program:
         """Derive lifetimes and bindings.
 
         Args:
-            ops: in the order in which they run.
+            ops: calls in the order in which they run.
             outputs: results of some of them.
         """
         self.ops = tuple(ops)
@@ -189,7 +189,7 @@ class Program:
         """Return the outputs for `batch`: `out`, or new tensors; none is part of the region.
 
         Args:
-            batch: on the region's device.
+            batch: tensors on the region's device.
             kernels: has the functions that the ops name, such as a module.
             region: laid out for this program and a batch of these dimensions; overwritten.
             states: the tensor of each state, by name; those that ops write are changed.

@@ -20,7 +20,7 @@ class AttentionHeads:
     """The heads of an attention layer, side by side in each row.
 
     Attributes:
-        queries: number of query heads; a multiple of `keys`. 0 for rows of keys and values alone.
+        queries: number of query heads; a multiple of `keys`. 0 for rows of only keys and values.
         keys: number of key heads, and of value heads.
         dim: features of a head.
     """
@@ -43,7 +43,7 @@ class AttentionHeads:
 class Recorder(Recording):
     """The ops that a model may call. Each returns the values that it writes.
 
-    The meaning, shapes and precision of an op are those of the function of the same name in
+    An op has the meaning, shapes and precision of the function of the same name in
     `varlen_kernels.reference`.
     """
 
