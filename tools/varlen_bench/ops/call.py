@@ -240,7 +240,8 @@ def _made(make: Tensors, how: Made) -> Any:
 def _in_float64(value: Any) -> Any:
     """Return a copy of tensors, in float64 if they are of real numbers."""
     if isinstance(value, tuple):
-        return tuple(map(_in_float64, value))
+        copies = map(_in_float64, value)
+        return type(value)(*copies) if hasattr(value, "_fields") else tuple(copies)
     if not isinstance(value, Tensor):
         return value
     return value.double() if value.is_floating_point() else value.clone()

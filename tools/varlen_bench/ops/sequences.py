@@ -14,10 +14,10 @@ from varlen_bench.ops.call import (
     bounds,
     flags,
     random_fp32,
-    shaped,
     unwritten,
 )
 from varlen_kernels import Pooling, TermPooling
+from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.vocabulary import SLICE_TERMS
 
 
@@ -57,14 +57,18 @@ def attention_varlen(
         rows = tokens + len(lengths) + empty + 1
         inputs["tiles"] = unwritten(torch.int32, rows, 3 + half_keys)
     if by_distance:
-        inputs["distance_rows"] = list(range(distances))
-        inputs |= shaped((distances, hidden), "distance_keys distance_queries")
+        # each distance has its own row
+        inputs["distances"] = lambda make: Distances(
+            make.ints(list(range(distances))),
+            make.random(distances, hidden),
+            make.random(distances, hidden),
+        )
     if half_keys:
         inputs["key_lengths"] = [-(-length // 2) for length in lengths] + [0] * empty
     options = {"num_heads": heads, "num_kv_heads": kv_heads, "causal": causal}
 
     def fill_tiles(ops: Any, tensors: Inputs) -> None:
-        read = "qkv cu_seqlens bias distance_rows key_lengths".split()
+        read = "qkv cu_seqlens bias distances key_lengths".split()
         ops.attention_tiles(*map(tensors.get, read), **options, out=tensors["tiles"])
 
     return OpCall(
