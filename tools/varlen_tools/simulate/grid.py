@@ -1,7 +1,7 @@
 """The command: `python -m varlen_tools.simulate.grid`, policies over many mixes, workers and loads.
 
 Each cell is a mix of lengths, a number of workers and a load. All policies get the same arrivals in a cell, of several
-seeds. The table has mean latency and p99 of each policy over those of a baseline.
+seeds. The table has mean latency and p99 of each policy over a baseline's.
 """
 
 from __future__ import annotations
