@@ -40,8 +40,6 @@ _MANY_ROWS, _SHARE = range(2, 33), 0.3
 _LONGEST = 500
 _FORMULAS = ("cpu", "gpu")
 
-app = typer.Typer(add_completion=False)
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -75,7 +73,6 @@ class GridRow(Cell):
     p99: float
 
 
-@app.command()
 def main(
     policies: Annotated[
         str, typer.Option(help="By comma: policy, or policy/execution.")
@@ -192,4 +189,4 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)
