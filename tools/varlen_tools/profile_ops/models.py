@@ -59,9 +59,9 @@ def profile_batches(
     """Return where the time of an encoder's batches goes.
 
     Args:
-        checkpoint: of the encoder.
+        checkpoint: checkpoint of the encoder.
         config: the settings; the device is a CPU.
-        lengths: of the sequences, in tokens.
+        lengths: lengths of the sequences, in tokens.
         rounds: measured runs of every batch.
 
     Raises:
@@ -93,7 +93,7 @@ def profile_steps(
     The first step is the prefill of a decoder, or the encoding of sources with one target token each.
 
     Args:
-        checkpoint: of a decoder, or of an encoder with its decoder.
+        checkpoint: decoder, or encoder with its decoder.
         config: the settings; the device is a CPU.
         running: numbers of sequences in a step.
         context: length of prompts, and of sources, in tokens; a decode step adds the token after them.

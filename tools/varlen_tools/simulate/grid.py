@@ -1,7 +1,7 @@
 """The command: `python -m varlen_tools.simulate.grid`, policies over many mixes, workers and loads.
 
 Each cell is a mix of lengths, a number of workers and a load. All policies get the same arrivals in a cell, of several
-seeds. The table has mean latency and p99 of each policy over those of a baseline.
+seeds. The table has mean latency and p99 of each policy over a baseline's.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ _MANY_ROWS, _SHARE = range(2, 33), 0.3
 _LONGEST = 500
 _FORMULAS = ("cpu", "gpu")
 
-app = typer.Typer(add_completion=False)
-
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -75,7 +73,6 @@ class GridRow(Cell):
     p99: float
 
 
-@app.command()
 def main(
     policies: Annotated[
         str, typer.Option(help="By comma: policy, or policy/execution.")
@@ -192,4 +189,4 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 if __name__ == "__main__":
-    app()
+    typer.run(main)
