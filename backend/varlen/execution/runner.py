@@ -233,7 +233,7 @@ class Runner:
 
 
 def _kept_vectors(prompt: Prompt, vectors: Float32Array) -> Float32Array:
-    places = prompt.payload.places if isinstance(prompt.payload, Vectors) else None
+    places = prompt.payload_tokens(Vectors)
     return vectors if places is None else vectors[places]
 
 
