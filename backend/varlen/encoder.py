@@ -14,9 +14,10 @@ from varlen.errors import ConfigError, RequestError, shorten
 from varlen.in_process import InProcess, ModelSettings, config_of
 from varlen.intake.checks import TokenIds
 from varlen.intake.tokenization import Text
-from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, check_top_k, largest_top_k
+from varlen.parameter import check_count
+from varlen.request.filled_masks import DEFAULT_TOP_K, FilledToken, largest_top_k
 from varlen.request.request import Float32Array, Output, Prompt, Request, RequestOptions
-from varlen.request.sparse_vectors import SparseVector, check_max_active_dims, sparse_vector
+from varlen.request.sparse_vectors import SparseVector, sparse_vector
 from varlen.request.vectors import VectorForm
 from varlen.service.service import Service
 from varlen.tasks import Task
@@ -140,7 +141,8 @@ class Encoder(InProcess):
             RequestError: see `embed`.
         """
         checkpoint = self._service.checkpoint
-        check_max_active_dims(max_active_dims, checkpoint.vocab_size)
+        if max_active_dims is not None:
+            check_count("max_active_dims", max_active_dims, checkpoint.vocab_size)
         most = max_active_dims or checkpoint.splade.max_active_dims
         rows = self._run(("sparse_embed",), inputs, truncate, prompt_name=prompt_name)
         return [sparse_vector(row, most) for row in rows]
@@ -158,7 +160,7 @@ class Encoder(InProcess):
         Raises:
             RequestError: see `embed`.
         """
-        check_top_k(top_k, largest_top_k(self._service.checkpoint.vocab_size))
+        check_count("top_k", top_k, largest_top_k(self._service.checkpoint.vocab_size))
         text = self._service.intake.token_text
         return [
             [

@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from varlen.errors import RequestError, shorten
 from varlen.intake.roles import NO_ROLES, TextRole, TextRoles
-from varlen.intake.tokenization import Text, Tokenized, Tokenizer, TruncationSide
+from varlen.intake.tokenization import Text, Tokenized, Tokenizer
 from varlen.request.draft import Step
 from varlen.request.request import MAX_MASKS, Int32Array, Masks, Prompt, Source, Unpooled
+from varlen.request.row_parameters import TruncationSide
 
 # One sequence.
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]

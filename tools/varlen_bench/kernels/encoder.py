@@ -169,9 +169,9 @@ def _measure_encoder(
                 op=ENCODER,
                 shape=f"{shape.name} {tokens} packed",
                 dtype=dtype,
-                inputs=lambda make: {},  # noqa: ARG005  # the batch is part of the call
-                formula=lambda: exact,
-                bytes_moved=0,
+                # the batch is part of the call
+                inputs={},
+                formula=lambda _: exact,
                 read=forward.in_order,
                 threshold=MAX_ERROR,
                 tokens=tokens,

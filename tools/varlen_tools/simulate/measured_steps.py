@@ -1,11 +1,11 @@
-"""Costs of steps for the simulator: given, or measured with a model."""
+"""Costs of steps, measured with a model on this machine."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -14,11 +14,10 @@ import numpy as np
 from varlen.costs.model import non_negative_least_squares
 from varlen.scheduling.sequence import StepBatch
 from varlen_tools.model_source import find_source
-from varlen_tools.simulate.command import parse_numbers
-from varlen_tools.simulate.generate.run import Step, kv_tokens, simulate
+from varlen_tools.simulate.costs import StepCosts
+from varlen_tools.simulate.steps import Step, simulate
 from varlen_tools.workloads import Arrival
 
-_MICROSECONDS = 1e6
 # Requests that come together, and the length of their prompts as a share of the longest.
 _GROUPS = ((1, 0.1), (1, 1.0), (2, 1.0), (8, 0.25), (16, 0.1), (32, 0.02))
 _LONGEST_PROMPT = 1000
@@ -27,44 +26,6 @@ _GENERATED = 16
 _REPEATS = 3
 # Seconds between groups, so that each runs alone.
 _GAP = 1e6
-
-
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """Seconds of a step: constant, per token, and per KV token that it reads.
-
-    Attention's arithmetic in long chunks of prompts counts as a part of their tokens.
-    """
-
-    step: float
-    token: float
-    kv_token: float
-
-    @classmethod
-    def parse(cls, text: str) -> StepCosts:
-        """Return the costs of three numbers of microseconds, as `str` writes them.
-
-        Raises:
-            ValueError: they are not three, or one is negative, or a step or a token costs nothing.
-        """
-        numbers = parse_numbers("costs", text)
-        if len(numbers) != 3 or min(numbers) < 0 or numbers[0] + numbers[1] == 0:
-            raise ValueError(
-                f'costs are "{text}"; allowed: microseconds of a step, a token and a KV token, such as 20000,700,5'
-            )
-        return cls(*(number / _MICROSECONDS for number in numbers))
-
-    def __str__(self) -> str:
-        numbers = (self.step, self.token, self.kv_token)
-        return ",".join(f"{float(f'{_MICROSECONDS * number:.3g}'):g}" for number in numbers)
-
-    def seconds(self, step: StepBatch) -> float:
-        """Return the seconds of a step."""
-        return self.of(step.shape.tokens, kv_tokens(step))
-
-    def of(self, tokens: int, kv_tokens: int) -> float:
-        """Return the seconds of a step of these sizes."""
-        return self.step + self.token * tokens + self.kv_token * kv_tokens
 
 
 def measure(folder: Path, settings: Mapping[str, str]) -> tuple[StepCosts, float]:

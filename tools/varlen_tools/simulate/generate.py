@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
-from itertools import product, zip_longest
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from varlen.config import NO_LIMIT, EngineConfig
 from varlen.errors import VarlenError
@@ -19,12 +17,17 @@ from varlen_tools import workloads
 from varlen_tools.model_source import SettingsOption, parse_settings
 from varlen_tools.simulate.command import (
     MILLISECONDS,
+    AsConfigured,
+    SeedOption,
+    TableOption,
     new_console,
     parse_numbers,
+    table_of_loads,
     write_results,
 )
-from varlen_tools.simulate.generate.costs import StepCosts, measure
-from varlen_tools.simulate.generate.study import Result, Setup, compare, full_load, most_within
+from varlen_tools.simulate.costs import StepCosts
+from varlen_tools.simulate.measured_steps import measure
+from varlen_tools.simulate.steps import StepFigures, StepStudy
 from varlen_tools.workloads import Arrival
 
 _HEADINGS = (
@@ -78,17 +81,17 @@ def main(
             min=0, help="max_tokens of each request; 0: the length of its answer, known before."
         ),
     ] = 0,
-    max_running_sequences: Annotated[int, typer.Option(min=1, help="As in config.pbtxt.")] = 64,
+    max_running_sequences: AsConfigured = 64,
     kv_blocks: Annotated[int, typer.Option(min=1, help="Number of KV blocks.")] = 512,
-    kv_block_tokens: Annotated[int, typer.Option(min=1, help="As in config.pbtxt.")] = 16,
+    kv_block_tokens: AsConfigured = 16,
     ttft_ms: Annotated[
         float, typer.Option(min=0, help="Find the highest rate with this p99; 0: any.")
     ] = 0.0,
     token_ms: Annotated[
         float, typer.Option(min=0, help="The same for the time per token; 0: any.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = 0,
-    table: Annotated[Path | None, typer.Option(help="CSV file of all results to write.")] = None,
+    seed: SeedOption = 0,
+    table: TableOption = None,
 ) -> None:
     """Run the scheduler of generation on a virtual clock; compare policies and sizes of steps."""
     console = new_console()
@@ -109,23 +112,17 @@ def main(
             console.print(f"measured: --costs {step_costs}, with a median error of {error:.0%}")
     except (VarlenError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    setup = Setup(arrivals, step_costs, kv_blocks, max_tokens or None)
-    one = full_load(setup, max_running_sequences)
-    results = list(compare(setup, configs, [factor * one for factor in factors]))
+    study = StepStudy(arrivals, step_costs, kv_blocks, max_tokens or None)
+    one = study.full_load(max_running_sequences)
+    results = [study.measure(config, factor * one) for factor in factors for config in configs]
     console.print(f"load 1 is {one:.2f} requests per second; {len(arrivals):,} requests per run")
-    console.print(_table(results))
-    if table is not None:
-        write_results(table, results)
+    console.print(table_of_loads(_HEADINGS, results, _cells))
+    write_results(table, results)
     limits = {"first token": ttft_ms, "time per token": token_ms}
     named = " and ".join(f"{name} of {ms:g} ms" for name, ms in limits.items() if ms)
+    ttft, token = (ms / MILLISECONDS or math.inf for ms in limits.values())
     for config in configs if named else ():
-        most = most_within(
-            setup,
-            config,
-            ttft=ttft_ms / MILLISECONDS or math.inf,
-            token=token_ms / MILLISECONDS or math.inf,
-            upper=2 * one,
-        )
+        most = study.most_within(config, ttft=ttft, token=token, upper=2 * one)
         console.print(
             f"{config.kv_policy}, {config.max_step_tokens}: {most:.2f} requests per second with a p99 {named}"
         )
@@ -148,26 +145,18 @@ def _arrivals(trace: Path | None, stream: Stream, count: int, seed: int) -> list
     return arrivals if stream is Stream.trace else workloads.with_poisson_times(arrivals, seed)
 
 
-def _table(results: Sequence[Result]) -> Table:
-    table = Table()
-    for heading in _HEADINGS:
-        is_name = heading == _HEADINGS[0]
-        table.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
-    for result, following in zip_longest(results, results[1:]):
-        tokens = (result.token_p50, result.token_p99, result.gap)
-        times = (result.ttft_p50, result.ttft_p99, *tokens)
-        table.add_row(
-            f"{result.policy}, {result.max_step_tokens}",
-            f"{result.offered:.2f}",
-            f"{result.tokens:.0f}",
-            *map(_milliseconds, times),
-            str(result.preemptions),
-            f"{result.used:.0%}",
-            f"{result.reserved:.0%}",
-            str(result.refused),
-            end_section=following is not None and following.offered != result.offered,
-        )
-    return table
+def _cells(result: StepFigures) -> list[str]:
+    tokens = (result.token_p50, result.token_p99, result.gap)
+    return [
+        f"{result.policy}, {result.max_step_tokens}",
+        f"{result.offered:.2f}",
+        f"{result.tokens:.0f}",
+        *map(_milliseconds, (result.ttft_p50, result.ttft_p99, *tokens)),
+        str(result.preemptions),
+        f"{result.used:.0%}",
+        f"{result.reserved:.0%}",
+        str(result.refused),
+    ]
 
 
 def _milliseconds(seconds: float) -> str:
