@@ -1,4 +1,4 @@
-"""Groups: sequences of generation that are computed as one, their KV blocks, and what runs of them in a step.
+"""Groups of sequences that are computed as one: their KV blocks and their steps.
 
 With reservations, a group gets all the blocks that it may ever need before it starts. Without them it gets what its
 prompt needs, and a block at a time after that.

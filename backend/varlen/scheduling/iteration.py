@@ -250,7 +250,7 @@ class IterationScheduler:
         return self._preemptions == before
 
     def _start_waiting(self) -> list[Group]:
-        """Start waiting groups in order, up to the first that does not fit; return those that are new."""
+        """Start waiting groups, up to the first that does not fit; return new ones."""
         new = []
         step_tokens = sum(group.least_tokens for group in self._running) if self._waiting else 0
         while self._waiting:
@@ -276,7 +276,7 @@ class IterationScheduler:
         return new
 
     def _start(self, now: float, new: list[Group] | None = None) -> StepBatch:
-        """Return the step of all groups in flight, of which some never ran before."""
+        """Return the step of all groups in flight; `new` groups never ran before."""
         chunks = tuple(chain.from_iterable(self._in_flight.values()))
         lengths = [len(chunk.token_ids) for chunk in chunks]
         sources = [len(chunk.encodes) for chunk in chunks if chunk.encodes]
