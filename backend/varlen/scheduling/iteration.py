@@ -367,7 +367,7 @@ class IterationScheduler:
         """Return the work of groups that no longer wait for their first step."""
         requests, tokens, seconds = 0, 0, 0.0
         for group in groups:
-            request, count = group.first.request, group.first.prompt.num_tokens
+            request, count = group.first.request, group.first.num_tokens + group.source_tokens
             tokens += count
             seconds += count * request.seconds_per_token
             self._new[request] -= 1
