@@ -1,4 +1,4 @@
-"""Write configuration.md, metrics.md, commands.md and wire.md of docs/reference: `python .ci/write_reference.py`.
+"""Write the pages that are made from code, or their tables: `python .ci/write_reference.py`.
 
 The tables are made from `EngineConfig`, the metric catalogue, the commands, the tasks and the parameters of requests,
 so they always agree with the code.
@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 
 from commands_page import commands_page
+from layers_table import architecture_page
 from wire_tables import wire_page
 
 from varlen.config import SETTINGS
@@ -215,6 +216,7 @@ def pages() -> dict[str, str]:
         "metrics.md": metrics_page(),
         "commands.md": commands_page(COMMAND),
         "wire.md": wire_page(DOCS / "wire.md"),
+        "../concepts/architecture.md": architecture_page(DOCS / "../concepts/architecture.md"),
     }
 
 
