@@ -104,22 +104,20 @@ def answer_key(prompt: Prompt, normalize: bool) -> bytes:
     # no types are types of zero
     if types is not None and not types.any():
         types = None
+    payload = prompt.payload
     # lengths first, so that nothing runs into what follows it
     digest = blake2b(
         struct.pack(
-            "<Q??QQ?",
+            "<Q??Qq",
             len(ids),
             normalize,
             types is not None,
-            len(ids) if prompt.num_keys is None else prompt.num_keys,
-            prompt.num_unpooled,
-            prompt.kept_places is not None,
+            payload.count or 0,
+            -1 if payload.tokens is None else len(payload.tokens),
         ),
         digest_size=_KEY_BYTES,
     )
-    digest.update(ids.astype(np.int32, copy=False).tobytes())
-    if types is not None:
-        digest.update(types.astype(np.int32, copy=False).tobytes())
-    if prompt.kept_places is not None:
-        digest.update(prompt.kept_places.tobytes())
+    for numbers in (ids, types, payload.tokens):
+        if numbers is not None:
+            digest.update(numbers.astype(np.int32, copy=False).tobytes())
     return digest.digest()

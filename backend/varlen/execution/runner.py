@@ -13,7 +13,7 @@ from varlen.execution.arenas import batch_arena
 from varlen.execution.cpu.runner import CpuRunner
 from varlen.execution.cuda.graphs import CudaGraphs
 from varlen.execution.cuda.runner import CudaRunner
-from varlen.execution.device import choose_device
+from varlen.execution.device import choose_device, device_memory
 from varlen.execution.encoder_program import load_program
 from varlen.execution.fingerprint import device_name
 from varlen.execution.model_info import GraphUse, ModelInfo
@@ -29,11 +29,12 @@ from varlen.request.request import (
     Float32Array,
     Prompt,
     RequestOptions,
+    Vectors,
 )
 from varlen.scheduling.sequence import Batch
 from varlen.tasks import ITERATIVE_TASKS, Task
 from varlen_kernels.cpu.compiled_ops import compiling
-from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.ops import kernels_for
 
 
 class DeviceRunner(Protocol):
@@ -156,16 +157,14 @@ class Runner:
 
     def run_batch(self, batch: Batch) -> list[Float32Array]:
         """Return the answer of each sequence of a batch; see `run`."""
-        sequences = batch.sequences
-        return self.run([each.prompt for each in sequences], [each.options for each in sequences])
+        return self.run(batch.prompts, batch.options)
 
     def launch_batch(self, batch: Batch) -> Callable[[], list[Float32Array]]:
         """Start a batch on a GPU; return a function that waits for its answers."""
         assert isinstance(self.device_runner, CudaRunner)
-        sequences = batch.sequences
-        prompts, options = [each.prompt for each in sequences], [each.options for each in sequences]
+        prompts = batch.prompts
         with memory_errors():
-            launched = self.device_runner.launch(*self._padded(prompts, options))
+            launched = self.device_runner.launch(*self._padded(prompts, batch.options))
 
         def answers() -> list[Float32Array]:
             with memory_errors():
@@ -205,10 +204,7 @@ class Runner:
         if self.info.task == "sparse_embed":
             return [active_terms(weights) for weights in answers]
         if self.info.task == "token_embed":
-            return [
-                vectors if prompt.kept_places is None else vectors[prompt.kept_places]
-                for prompt, vectors in zip(prompts, answers, strict=True)
-            ]
+            return [_kept_vectors(*each) for each in zip(prompts, answers, strict=True)]
         return answers
 
     def _padded(
@@ -222,18 +218,18 @@ class Runner:
 
     def _make_device_runner(self) -> DeviceRunner:
         parts = self.program, self._kernels, self.arena
-        try:
-            with memory_errors():
-                if self.device.type == "cpu":
-                    return CpuRunner(*parts)
-                return CudaRunner(
-                    *parts, CudaGraphs(self.device, self._config.device_timeout_seconds)
-                )
-        except MemoryError:
-            raise ConfigError(
-                f"the GPU has too little memory for the graphs of batches up to {self.arena.max_tokens} tokens:"
-                " lower max_batch_tokens or max_batch_sequences"
-            ) from None
+        with device_memory(
+            f"the GPU has too little memory for the graphs of batches up to {self.arena.max_tokens} tokens:"
+            " lower max_batch_tokens or max_batch_sequences"
+        ):
+            if self.device.type == "cpu":
+                return CpuRunner(*parts)
+            return CudaRunner(*parts, CudaGraphs(self.device, self._config.device_timeout_seconds))
+
+
+def _kept_vectors(prompt: Prompt, vectors: Float32Array) -> Float32Array:
+    places = prompt.payload_tokens(Vectors)
+    return vectors if places is None else vectors[places]
 
 
 def _padding(prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -20,41 +20,78 @@ MAX_TOP_K = 100
 
 
 @dataclass(frozen=True, slots=True)
+class Payload:
+    """What only one task reads of a prompt; a class for each task says what it means.
+
+    Attributes:
+        tokens: `[tokens]` int32, tokens by place, ascending, or by id.
+        count: a number of tokens, from the first.
+    """
+
+    tokens: Int32Array | None = None
+    count: int | None = None
+
+
+class Masks(Payload):
+    """The places of the tokens that `fill_mask` predicts, at most MAX_MASKS."""
+
+
+class Vectors(Payload):
+    """The places of the vectors that `token_embed` returns, and the count of tokens that others read; None is all."""
+
+
+class Unpooled(Payload):
+    """The count of tokens that `embed` does not pool."""
+
+
+class Source(Payload):
+    """The ids of the text that `translate` reads; its prompt is how each answer begins."""
+
+
+# Worker processes and the response cache name a payload by its place here.
+PAYLOADS = (Payload, Masks, Vectors, Unpooled, Source)
+_NOTHING = Payload()
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """The checked tokens of one row of a request.
 
     Attributes:
         token_ids: `[tokens]` int32, at least one.
         type_ids: `[tokens]` int32, or None for all zero.
-        source_ids: `[tokens]` int32, the text that a translation reads; its prompt is how each answer begins.
-        mask_places: `[masks]` int32, the tokens that `fill_mask` predicts, at most MAX_MASKS.
-        num_keys: the number of tokens, from the first, that other tokens read; None is all.
-        kept_places: `[vectors]` int32, the tokens whose vectors `token_embed` returns, ascending; None is all.
-        num_unpooled: the number of tokens, from the first, that `embed` does not pool.
+        payload: what only the task of the model reads.
     """
 
     token_ids: Int32Array
     type_ids: Int32Array | None = None
-    source_ids: Int32Array | None = None
-    mask_places: Int32Array | None = None
-    num_keys: int | None = None
-    kept_places: Int32Array | None = None
-    num_unpooled: int = 0
+    payload: Payload = _NOTHING
+
+    def payload_tokens(self, kind: type[Payload]) -> Int32Array | None:
+        """Return the tokens of its payload, if it is of this kind."""
+        return self.payload.tokens if type(self.payload) is kind else None
+
+    def payload_count(self, kind: type[Payload]) -> int | None:
+        """Return the count of its payload, if it is of this kind."""
+        return self.payload.count if type(self.payload) is kind else None
 
     @property
     def num_vectors(self) -> int:
         """Rows of its answer, where tokens have a row each."""
-        return self.num_tokens if self.kept_places is None else len(self.kept_places)
+        places = self.payload_tokens(Vectors)
+        return self.num_tokens if places is None else len(places)
 
     @property
     def num_masks(self) -> int:
         """Number of tokens to predict."""
-        return 0 if self.mask_places is None else len(self.mask_places)
+        places = self.payload_tokens(Masks)
+        return 0 if places is None else len(places)
 
     @property
     def num_source_tokens(self) -> int:
         """Length of the source text in tokens; 0 without one."""
-        return 0 if self.source_ids is None else len(self.source_ids)
+        source = self.payload_tokens(Source)
+        return 0 if source is None else len(source)
 
     @property
     def num_tokens(self) -> int:

@@ -56,7 +56,7 @@ class ResponseFormat(BaseModel):
 
 
 class SamplingBody(OpenAIBody):
-    """OpenAI's fields, and those of vLLM that the backend has too."""
+    """OpenAI's fields, and fields of vLLM that the backend has too."""
 
     n: int = Field(1, ge=1)
     stream: bool = False
@@ -76,6 +76,8 @@ class SamplingBody(OpenAIBody):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    service_tier: str | None = None
+    """Ignored."""
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
     """Not supported; it may be empty."""
 

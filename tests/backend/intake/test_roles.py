@@ -4,11 +4,13 @@ import numpy as np
 
 from tests.backend.requests import prompt_of
 from varlen.intake.roles import Expansion, TextRole
+from varlen.request.request import Vectors
 
 
 def values_of(prompt):
-    fields = prompt.token_ids, prompt.type_ids, prompt.kept_places
-    return *(None if each is None else each.tolist() for each in fields), prompt.num_keys
+    fields = prompt.token_ids, prompt.type_ids, prompt.payload_tokens(Vectors)
+    values = (None if each is None else each.tolist() for each in fields)
+    return *values, prompt.payload_count(Vectors)
 
 
 def test_added_tokens_have_type_zero_and_are_read_only_if_the_role_says_so():

@@ -21,9 +21,16 @@ from varlen.execution.step_runner import StepRunner
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
-from varlen.request.request import DEFAULT_OPTIONS, Int32Array, Prompt, Request, RequestOptions
+from varlen.request.request import (
+    DEFAULT_OPTIONS,
+    Int32Array,
+    Prompt,
+    Request,
+    RequestOptions,
+    Source,
+)
 from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
-from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.ops import kernels_for
 from varlen_tools.profile_ops.timed import Breakdown, TimedKernels, measure
 
 _CPU = torch.device("cpu")
@@ -52,9 +59,9 @@ def profile_batches(
     """Return where the time of an encoder's batches goes.
 
     Args:
-        checkpoint: of the encoder.
+        checkpoint: checkpoint of the encoder.
         config: the settings; the device is a CPU.
-        lengths: of the sequences, in tokens.
+        lengths: lengths of the sequences, in tokens.
         rounds: measured runs of every batch.
 
     Raises:
@@ -86,7 +93,7 @@ def profile_steps(
     The first step is the prefill of a decoder, or the encoding of sources with one target token each.
 
     Args:
-        checkpoint: of a decoder, or of an encoder with its decoder.
+        checkpoint: decoder, or encoder with its decoder.
         config: the settings; the device is a CPU.
         running: numbers of sequences in a step.
         context: length of prompts, and of sources, in tokens; a decode step adds the token after them.
@@ -105,18 +112,8 @@ def profile_steps(
     timed = TimedKernels(kernels_for(_CPU))
     choose = timed.timed("choose", _token_choice(checkpoint).choose)
     runner = StepRunner(checkpoint, config, choose, kernels=timed)
-    if context >= runner.max_sequence_tokens:
-        raise ConfigError(
-            f"a context of {context} tokens leaves no room for an answer; this model takes"
-            f" {runner.max_sequence_tokens} tokens"
-        )
-    has_sources = checkpoint.translate is not None
-    workload = _Workload(context, beams, runner.kv.block_size, has_sources)
-    needed = most * workload.blocks_per_sequence
-    if needed > runner.kv.num_blocks:
-        raise ConfigError(
-            f"kv_bytes allows {runner.kv.num_blocks} blocks; {most} sequences at {context} tokens need {needed}"
-        )
+    workload = _Workload(context, beams, runner.kv.block_size, checkpoint.translate is not None)
+    _check_fits(runner, workload, most)
     breakdowns = []
     for count in running:
         sequences = workload.sequences(count, checkpoint.vocab_size)
@@ -140,6 +137,21 @@ def profile_steps(
             breakdowns.append(breakdown)
     runner.close()
     return breakdowns
+
+
+def _check_fits(runner: StepRunner, workload: _Workload, most: int) -> None:
+    """Raise ConfigError unless `most` sequences and an answer fit the model and its blocks."""
+    context = workload.context
+    if context >= runner.max_sequence_tokens:
+        raise ConfigError(
+            f"a context of {context} tokens leaves no room for an answer; this model takes"
+            f" {runner.max_sequence_tokens} tokens"
+        )
+    needed = most * workload.blocks_per_sequence
+    if needed > runner.kv.num_blocks:
+        raise ConfigError(
+            f"kv_bytes allows {runner.kv.num_blocks} blocks; {most} sequences at {context} tokens need {needed}"
+        )
 
 
 def _token_choice(checkpoint: Checkpoint) -> TokenChoice:
@@ -191,7 +203,8 @@ class _Workload:
             return numbers.integers(0, vocab_size, self.context, dtype=np.int32)
 
         prompts = tuple(
-            Prompt(draw(), source_ids=draw() if self.has_sources else None) for _ in range(count)
+            Prompt(draw(), payload=Source(draw() if self.has_sources else None))
+            for _ in range(count)
         )
         request = Request(
             prompts, RequestOptions(generation=GenerationOptions(num_beams=self.beams))
@@ -223,7 +236,7 @@ class _Workload:
         for sequence in sequences:
             begin = sequence.row * self.blocks_per_sequence
             blocks = range(begin, begin + self.blocks_per_sequence)
-            source = sequence.prompt.source_ids
+            source = sequence.prompt.payload_tokens(Source)
             chunks.append(
                 Chunk(
                     sequence,

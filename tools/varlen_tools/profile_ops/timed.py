@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock, get_ident
 from typing import ParamSpec, TypeVar
@@ -81,7 +81,7 @@ class Breakdown:
     """Where the time of some runs went.
 
     Attributes:
-        title: what ran.
+        title: name of the runs.
         calls: calls of each op.
         seconds: time of each op and of `REST`, summed over the threads that ran ops.
         tokens_per_second: speed of the runs.
@@ -118,32 +118,26 @@ def measure(
     """Return where the time of the runs goes, after one unmeasured round.
 
     Args:
-        title: what runs.
-        runs: each of them calls ops of `timed`, in this thread or in others at the same time.
+        title: name of the runs.
+        runs: functions that call ops of `timed`, in this thread or in others at the same time.
         timed: the kernels that the runs use; cleared.
         tokens: number of tokens of a round.
-        rounds: how often everything runs.
-        prepare: is called before each run, and not measured.
+        rounds: number of measured rounds.
+        prepare: function to call before each run; not measured.
     """
-
-    def prepared() -> Iterator[Callable[[], object]]:
-        for run in runs:
-            if prepare is not None:
-                prepare()
-            yield run
-
-    for run in prepared():
-        run()
-    timed.clear()
     calls: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     elapsed = 0.0
-    for _ in range(rounds):
-        for run in prepared():
+    for number in range(1 + rounds):
+        for run in runs:
+            if prepare is not None:
+                prepare()
             timed.clear()
             began = time.perf_counter()
             run()
             spent = time.perf_counter() - began
+            if number == 0:
+                continue
             elapsed += spent
             calls.update(timed.calls)
             for op, in_op in timed.seconds.items():

@@ -6,17 +6,16 @@ Arrays are sent as their bytes, everything else as JSON. Nothing is pickled.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from multiprocessing.connection import Connection
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from varlen.memory.memory_use import MemoryUse
-from varlen.request.request import Float32Array, Int32Array, Prompt, RequestOptions
+from varlen.request.request import PAYLOADS, Float32Array, Prompt, RequestOptions
 
 # Columns of the table of a batch, and the number that stands for nothing in it.
-_COLUMNS = 6
+_COLUMNS = 5
 _NONE = -1
 
 Problem: TypeAlias = Literal["memory", "error"]
@@ -43,22 +42,21 @@ def send_batch(
     connection: Connection, prompts: Sequence[Prompt], options: Sequence[RequestOptions]
 ) -> None:
     """Send a batch to a worker; it goes as one array of int32."""
+    payloads = [prompt.payload for prompt in prompts]
     has_types = any(prompt.type_ids is not None for prompt in prompts)
     # [columns, sequences]
     table = [
         [len(prompt.token_ids) for prompt in prompts],
         [each.normalize for each in options],
-        [_NONE if prompt.num_keys is None else prompt.num_keys for prompt in prompts],
-        [prompt.num_unpooled for prompt in prompts],
-        [_size(prompt.mask_places) for prompt in prompts],
-        [_size(prompt.kept_places) for prompt in prompts],
+        [PAYLOADS.index(type(payload)) for payload in payloads],
+        [_NONE if payload.count is None else payload.count for payload in payloads],
+        [_NONE if payload.tokens is None else len(payload.tokens) for payload in payloads],
     ]
     parts = [np.array([len(prompts), has_types], np.int32), np.array(table, np.int32).ravel()]
     parts += [prompt.token_ids for prompt in prompts]
     if has_types:
         parts += [np.zeros_like(p.token_ids) if p.type_ids is None else p.type_ids for p in prompts]
-    parts += [p.mask_places for p in prompts if p.mask_places is not None]
-    parts += [p.kept_places for p in prompts if p.kept_places is not None]
+    parts += [payload.tokens for payload in payloads if payload.tokens is not None]
     connection.send_bytes(np.concatenate(parts).data)
 
 
@@ -71,37 +69,16 @@ def receive_batch(connection: Connection) -> tuple[list[Prompt], list[RequestOpt
     numbers = np.frombuffer(connection.recv_bytes(), dtype=np.int32)
     count, has_types = numbers[:2].tolist()
     columns = numbers[2 : 2 + _COLUMNS * count].reshape(_COLUMNS, count).tolist()
-    lengths, normalize, keys, unpooled, masks, kept = columns
-    sizes = [*lengths, *(lengths if has_types else [_NONE] * count), *masks, *kept]
-    arrays = _split(numbers[2 + _COLUMNS * count :], sizes)
-    ids, types, mask_places, kept_places = (
-        arrays[first : first + count] for first in range(0, len(arrays), count)
-    )
-    prompts = [
-        Prompt(
-            cast(Int32Array, ids[index]),
-            types[index],
-            mask_places=mask_places[index],
-            num_keys=None if keys[index] == _NONE else keys[index],
-            kept_places=kept_places[index],
-            num_unpooled=unpooled[index],
-        )
-        for index in range(count)
+    lengths, normalize, kinds, counts, sizes = columns
+    held = [*lengths, *(lengths if has_types else []), *(max(size, 0) for size in sizes)]
+    arrays = np.split(numbers[2 + _COLUMNS * count :], np.cumsum(held[:-1]))
+    types = arrays[count : 2 * count] if has_types else [None] * count
+    payloads = [
+        PAYLOADS[kind](None if size == _NONE else tokens, None if number == _NONE else number)
+        for kind, number, size, tokens in zip(kinds, counts, sizes, arrays[-count:], strict=True)
     ]
+    prompts = list(map(Prompt, arrays[:count], types, payloads))
     return prompts, [RequestOptions(normalize=bool(each)) for each in normalize]
-
-
-def _size(array: Int32Array | None) -> int:
-    return _NONE if array is None else len(array)
-
-
-def _split(numbers: Int32Array, sizes: Sequence[int]) -> list[Int32Array | None]:
-    """Return adjacent parts of these sizes, None where the size is _NONE."""
-    bounds = np.cumsum([0, *(max(size, 0) for size in sizes)]).tolist()
-    return [
-        None if size == _NONE else numbers[begin:end]
-        for size, (begin, end) in zip(sizes, pairwise(bounds), strict=True)
-    ]
 
 
 def send_answers(connection: Connection, answers: Answers) -> None:
