@@ -18,7 +18,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Limits of the model that gets the requests; it knows the word `a` and has two token types."""
+    """Limits of a model that knows the word `a` and has two token types."""
 
     tokens: int
     text_bytes: int
