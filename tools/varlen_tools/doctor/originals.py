@@ -23,7 +23,6 @@ from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
 from varlen.tasks import TASKS, Task
 
-# Tasks whose answers are compared with the answers of the checkpoint's own class; other tasks compare hidden states.
 NEW_TOKENS = 16
 _ONE_BY_ONE: Mapping[str, Any] = {"batch_size": 1, "show_progress_bar": False}
 
