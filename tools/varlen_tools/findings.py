@@ -15,7 +15,7 @@ from varlen.models.checkpoint.late_interaction import LateInteraction
 from varlen.models.checkpoint.weights import read_headers, shards
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.notes import checkpoint_notes, unserved_head_notes
-from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen.tasks import ITERATIVE_TASKS, TASKS, Task
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # Entries of a long list that are shown.
@@ -160,7 +160,7 @@ def rows(findings: Findings) -> Iterator[tuple[str, str]]:
     yield "family", f"{findings.family}, {findings.architecture}"
     also = f"; it may also serve {', '.join(others)} (--set task={others[0]})" if others else ""
     yield "task", f"{first}{also}"
-    has_vectors = first in ("embed", "token_embed")
+    has_vectors = TASKS[first].width == "embedding"
     if has_vectors:
         yield "vectors", f"{' > '.join(findings.vectors)}, {findings.features} features"
     yield from findings.roles.items()

@@ -19,7 +19,8 @@ from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.deberta_checkpoint import DebertaConfig, DistanceTerm, prefix_of
 from varlen.program.program import Value
-from varlen.program.recorder import AttentionHeads, DistanceTables, Recorder
+from varlen.program.recorder import AttentionHeads, Recorder
+from varlen_kernels.reference.attention import Distances
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class DebertaLayer:
     """One layer; queries, keys and values are side by side."""
 
     qkv: Linear
-    distances: DistanceTables | None
+    distances: Distances | None
     attention_output: Linear
     attention_norm: Norm
     up: Linear
@@ -176,7 +177,7 @@ class _Reader:
             heads=self._heads(),
         )
 
-    def _layer(self, at: str, distances: DistanceTables | None, *, is_last: bool) -> DebertaLayer:
+    def _layer(self, at: str, distances: Distances | None, *, is_last: bool) -> DebertaLayer:
         hidden, inner = self._config.hidden, self._config.inner
         qkv = [f"{at}.attention.self.{name}_proj" for name in ("query", "key", "value")]
         return DebertaLayer(
@@ -203,7 +204,7 @@ class _Reader:
         norm = self._exact.norm(f"{self._prefix}encoder.LayerNorm", config.hidden)
         return F.layer_norm(embeddings, (config.hidden,), norm.weight, norm.bias, config.norm_eps)
 
-    def _distances(self, at: str, embeddings: Tensor, rows: Tensor) -> DistanceTables:
+    def _distances(self, at: str, embeddings: Tensor, rows: Tensor) -> Distances:
         """Return the keys and queries of distances in one layer."""
         hidden = self._config.hidden
 
@@ -214,7 +215,7 @@ class _Reader:
             projection = self._exact.linear([name], hidden, [hidden])
             return F.linear(embeddings, projection.weight.t(), projection.bias).to(self._dtype)
 
-        return DistanceTables(rows, keys=table("c2p"), queries=table("p2c"))
+        return Distances(rows, keys=table("c2p"), queries=table("p2c"))
 
     def _heads(self) -> Heads:
         hidden, labels = self._config.hidden, self._checkpoint.num_labels

@@ -12,7 +12,7 @@ from varlen.models.blocks.attention import Attention, CrossAttention, PackedAtte
 from varlen.models.blocks.heads import Heads, head_dtype
 from varlen.models.blocks.masked_lm import load_masked_lm
 from varlen.models.blocks.score_head import load_score
-from varlen.models.checkpoint_folder import MASKED_LM_TASKS, Checkpoint
+from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.deberta import Deberta, load_deberta
 from varlen.models.gpt2 import load_gpt2
 from varlen.models.llama import load_llama
@@ -22,7 +22,7 @@ from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from varlen.models.t5 import load_t5, load_t5_encoder
 from varlen.program.program import Value
 from varlen.program.recorder import AttentionHeads, Recorder
-from varlen.tasks import Task
+from varlen.tasks import TASKS, Task
 
 
 class EncoderModel(Protocol):
@@ -165,7 +165,7 @@ def load_heads(
     Raises:
         CheckpointError: its weights do not fit its config.json.
     """
-    if task not in MASKED_LM_TASKS:
+    if not TASKS[task].needs_masked_lm:
         return encoder.heads
     # Checkpoint.check_task has refused other models
     assert isinstance(encoder, PostNormEncoder | ModernBert | Deberta)

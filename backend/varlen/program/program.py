@@ -66,8 +66,10 @@ class State:
     dtype: torch.dtype
 
 
-# A torch tensor is a weight; None stands for an optional operand that is left out.
-Operand: TypeAlias = Value | State | Tensor | None
+# A torch tensor is a weight; a named tuple holds the weights of one argument. None stands for an optional operand that
+# is left out.
+Weights: TypeAlias = Tensor | tuple[Tensor | int | None, ...]
+Operand: TypeAlias = Value | State | Weights | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +164,18 @@ class Program:
         """Bytes of all weights that it reads; views of one tensor count once."""
         weights = {
             # weights in a layout of oneDNN have no address
-            id(operand) if operand.is_mkldnn else operand.data_ptr(): operand.numel()
-            * operand.dtype.itemsize
-            for op in self.ops
-            for operand in op.operands
-            if isinstance(operand, Tensor)
+            id(weight) if weight.is_mkldnn else weight.data_ptr(): weight.numel()
+            * weight.dtype.itemsize
+            for weight in self.weights
         }
         return sum(weights.values())
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights that each op reads, in order."""
+        operands = [operand for op in self.ops for operand in op.operands]
+        groups = [each if isinstance(each, tuple) else (each,) for each in operands]
+        return [each for group in groups for each in group if isinstance(each, Tensor)]
 
     def run(
         self,
@@ -230,7 +237,7 @@ class Program:
             id(operand): operand
             for op in self.ops
             for operand in op.operands
-            if operand is None or isinstance(operand, Tensor)
+            if not isinstance(operand, Value | State)
         }
         self._constants = list(by_id.values())
         keys = [*by_id, *self.inputs, *self.states, *self._views, *self.outputs]

@@ -10,7 +10,8 @@ from varlen.memory.usage import Size
 from varlen.program.program import Attribute, Operand, State, Value
 from varlen.program.recording import Axes, Recording
 from varlen_kernels import Activation, Pooling, TermPooling
-from varlen_kernels.reference import IN_EPILOGUE
+from varlen_kernels.ops import IN_EPILOGUE
+from varlen_kernels.reference.attention import Distances
 from varlen_kernels.reference.vocabulary import SLICE_TERMS
 
 
@@ -37,23 +38,6 @@ class AttentionHeads:
     def width(self) -> int:
         """Features of the queries of one token."""
         return self.queries * self.dim
-
-
-@dataclass(frozen=True, slots=True)
-class DistanceTables:
-    """Keys and queries of distances, whose products `attention_varlen` adds to the products of tokens.
-
-    Attributes:
-        rows: `[2 * reach + 1]` int32, the row of each distance in the tables; None without tables.
-        keys, queries: `[rows, heads.width]`, one of them at least.
-    """
-
-    rows: Tensor | None
-    keys: Tensor | None
-    queries: Tensor | None
-
-
-_NO_DISTANCES = DistanceTables(None, None, None)
 
 
 class Recorder(Recording):
@@ -208,7 +192,7 @@ class Recorder(Recording):
         cu_seqlens: Value,
         heads: AttentionHeads,
         bias: Tensor | None = None,
-        distances: DistanceTables | None = None,
+        distances: Distances | None = None,
         *,
         scale: float,
         causal: bool = False,
@@ -217,18 +201,16 @@ class Recorder(Recording):
         tiles = key_lengths = None
         if self._has_key_lengths:
             key_lengths = self.input("key_lengths", ("sequences",), torch.int32)
-        tables = distances or _NO_DISTANCES
         if self._for_gpu:
             tiles = self._tiles(
                 "attention_tiles",
-                (qkv, cu_seqlens, bias, tables.rows, key_lengths),
+                (qkv, cu_seqlens, bias, distances, key_lengths),
                 cu_seqlens,
                 (1, 3 if key_lengths is None else 4),
                 **heads.counts,
                 causal=causal,
             )
-        distance_operands = tables.rows, tables.keys, tables.queries
-        operands = (qkv, cu_seqlens, bias, tiles, *distance_operands, key_lengths)
+        operands = (qkv, cu_seqlens, bias, tiles, distances, key_lengths)
         shape = (qkv.shape[0], heads.width)
         attributes = {**heads.counts, "scale": scale, "causal": causal, "window": window}
         return self._call("attention_varlen", operands, shape, qkv.dtype, **attributes)
@@ -280,7 +262,8 @@ class Recorder(Recording):
         """
         qkv = operands[0]
         assert isinstance(qkv, Value)
-        dtypes = [None if each is None else each.dtype for each in operands]
+        # of tables only their presence counts
+        dtypes = [getattr(each, "dtype", each is not None) for each in operands]
         key = (kernel, cu_seqlens.name, qkv.shape, *dtypes, *attributes.values())
         if key not in self._made_tiles:
             tokens, bounds = qkv.shape[0], cu_seqlens.shape[0]

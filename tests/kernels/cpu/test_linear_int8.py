@@ -21,6 +21,7 @@ from varlen_kernels.reference.linear_int8 import (
 
 SHAPES = [(1, 5, 3), (63, 100, 33), (7, 1023, 64), (130, 64, 200)]
 LEVELS = pytest.mark.parametrize("levels", [FULL_LEVELS, REDUCED_LEVELS], ids=["8bit", "7bit"])
+PANELS = Int8Product("linear_int8_panels", FULL_LEVELS)
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -49,11 +50,6 @@ PRODUCTS = pytest.mark.parametrize(
 )
 
 
-def packed_operands(kernel, quantized):
-    """Return the operands of an op after its input."""
-    return Int8Product(kernel, REDUCED_LEVELS).pack(quantized.codes), *quantized[1:]
-
-
 @LEVELS
 @pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
 @pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no-bias"])
@@ -61,11 +57,12 @@ def test_the_error_is_at_most_half_a_step_of_each_factor(
     tokens, hidden, features, has_bias, levels
 ):
     weight, bias, outliers = layer(hidden, features, has_bias=has_bias)
-    x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
+    x = inputs(tokens, hidden, outliers)
+    quantized = quantize_weight(weight, bias, outliers, levels)
     kept = [column for column in range(hidden) if column not in outliers.tolist()]
     steps = quantize_rows(x, outliers, levels).scale.double() / 2, quantized.scale.double() / 2
 
-    actual = linear_int8(x, *quantized, levels=levels)
+    actual = linear_int8(x, quantized)
 
     inner, rows = x[:, kept].double().abs(), weight[kept].double().abs()
     bound = steps[0] * rows.sum(0) + inner.sum(1, keepdim=True) * steps[1]
@@ -104,13 +101,14 @@ def test_compiled_codes_equal_those_of_the_reference(tokens, hidden, features, s
 def test_products_of_cpus_match_the_reference(kernel, tokens, hidden, features, is_full):
     levels = int8_products._levels(kernel) if is_full else REDUCED_LEVELS
     weight, bias, outliers = layer(hidden, features)
-    x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
+    x = inputs(tokens, hidden, outliers)
+    packed = Int8Product(kernel, levels).quantize(weight, bias, outliers)
     out = torch.full((tokens, features), torch.nan)
 
-    actual = getattr(cpu, kernel)(x, *packed_operands(kernel, quantized), levels=levels, out=out)
+    actual = getattr(cpu, kernel)(x, packed, out=out)
 
     assert actual is out
-    expected = linear_int8(x, *quantized, levels=levels)
+    expected = linear_int8(x, quantize_weight(weight, bias, outliers, levels))
     # codes are the same; the offset of signed ones adds a product of this size
     size = (x.abs().max() * weight.abs().max() * hidden).item()
     torch.testing.assert_close(actual, expected, rtol=0, atol=8 * EPS * size)
@@ -119,24 +117,22 @@ def test_products_of_cpus_match_the_reference(kernel, tokens, hidden, features, 
 @PRODUCTS
 def test_a_token_has_the_same_bits_alone_and_among_others(kernel):
     weight, bias, outliers = layer(100, 33)
-    x, quantized = inputs(40, 100, outliers), quantize_weight(weight, bias, outliers)
-    op, operands = getattr(cpu, kernel), packed_operands(kernel, quantized)
-    levels = int8_products._levels(kernel)
+    x, op = inputs(40, 100, outliers), getattr(cpu, kernel)
+    product = Int8Product(kernel, int8_products._levels(kernel))
+    packed = product.quantize(weight, bias, outliers)
 
-    together = op(x, *operands, levels=levels)
+    together = op(x, packed)
 
     for token in (0, 17, 39):
-        alone = op(x[token : token + 1].contiguous(), *operands, levels=levels)
+        alone = op(x[token : token + 1].contiguous(), packed)
         assert torch.equal(alone[0], together[token])
 
 
 @PRODUCTS
 def test_no_tokens_give_no_rows(kernel):
-    quantized = quantize_weight(*layer(8, 3))
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(*layer(8, 3))
 
-    actual = getattr(cpu, kernel)(
-        torch.empty(0, 8), *packed_operands(kernel, quantized), levels=REDUCED_LEVELS
-    )
+    actual = getattr(cpu, kernel)(torch.empty(0, 8), packed)
 
     assert actual.shape == (0, 3)
 
@@ -145,15 +141,13 @@ def test_no_tokens_give_no_rows(kernel):
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu", "relu"])
 @pytest.mark.parametrize("tokens, hidden, features", SHAPES, ids=str)
 def test_an_activation_behind_a_layer_matches_the_reference(kind, tokens, hidden, features):
-    weight, bias, outliers = layer(hidden, features)
-    x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
-    operands = packed_operands("linear_int8_panels", quantized)
-    options = {"levels": FULL_LEVELS, "kind": kind}
+    weights = layer(hidden, features)
+    x, packed = inputs(tokens, hidden, weights[-1]), PANELS.quantize(*weights)
     out = torch.full((tokens, features), torch.nan)
 
-    assert cpu.linear_int8_panels_activate(x, *operands, **options, out=out) is out
+    assert cpu.linear_int8_panels_activate(x, packed, kind=kind, out=out) is out
 
-    check(out, linear_int8_activate(x, *quantized, **options))
+    check(out, linear_int8_activate(x, quantize_weight(*weights, FULL_LEVELS), kind=kind))
 
 
 @NEEDS_VNNI
@@ -162,32 +156,30 @@ def test_an_activation_behind_a_layer_matches_the_reference(kind, tokens, hidden
 def test_a_norm_behind_a_layer_matches_the_reference_in_a_new_out_and_in_its_residual(
     has_bias, tokens, hidden, features
 ):
-    weight, bias, outliers = layer(hidden, features)
-    x, quantized = inputs(tokens, hidden, outliers), quantize_weight(weight, bias, outliers)
-    operands = packed_operands("linear_int8_panels", quantized)
+    weights = layer(hidden, features)
+    x, packed = inputs(tokens, hidden, weights[-1]), PANELS.quantize(*weights)
+    quantized = quantize_weight(*weights, FULL_LEVELS)
     residual = rand(tokens, features, seed=3) * x.abs().max()
     norm = rand(features, seed=4), rand(features, seed=5) if has_bias else None
-    options = {"levels": FULL_LEVELS, "eps": 1e-5}
-    expected = linear_int8_add_layer_norm(x, *quantized, residual, *norm, **options)
+    expected = linear_int8_add_layer_norm(x, quantized, residual, *norm, eps=1e-5)
     op = cpu.linear_int8_panels_add_layer_norm
     out = torch.full((tokens, features), torch.nan)
 
-    assert op(x, *operands, residual, *norm, **options, out=out) is out
+    assert op(x, packed, residual, *norm, eps=1e-5, out=out) is out
 
     check(out, expected)
-    assert torch.equal(op(x, *operands, residual, *norm, **options, out=residual), out)
+    assert torch.equal(op(x, packed, residual, *norm, eps=1e-5, out=residual), out)
 
 
 @NEEDS_VNNI
 def test_threads_give_the_bits_of_one(monkeypatch):
-    quantized = quantize_weight(*layer(100, 33))
-    x, operands = rand(301, 100), packed_operands("linear_int8_panels", quantized)
-    norm, options = (rand(301, 33), rand(33), rand(33)), {"levels": FULL_LEVELS, "eps": 1e-5}
-    expected = cpu.linear_int8_panels_add_layer_norm(x, *operands, *norm, **options)
+    x, packed = rand(301, 100), PANELS.quantize(*layer(100, 33))
+    norm = rand(301, 33), rand(33), rand(33)
+    expected = cpu.linear_int8_panels_add_layer_norm(x, packed, *norm, eps=1e-5)
     monkeypatch.setattr("varlen_kernels.cpu.int8_panels._LEAST_SHARED_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
-    actual = cpu.linear_int8_panels_add_layer_norm(x, *operands, *norm, **options)
+    actual = cpu.linear_int8_panels_add_layer_norm(x, packed, *norm, eps=1e-5)
 
     assert torch.equal(actual, expected)
 
@@ -197,9 +189,10 @@ def test_threads_give_the_bits_of_one(monkeypatch):
 @pytest.mark.parametrize("hidden", [100, 128])
 def test_a_token_with_a_number_that_is_not_finite_gets_nan(kernel, hidden, value):
     weight, bias, outliers = layer(hidden, 33)
-    x, quantized = inputs(9, hidden, outliers), quantize_weight(weight, bias, outliers)
-    op, operands = getattr(cpu, kernel), packed_operands(kernel, quantized)
-    expected = op(x, *operands, levels=REDUCED_LEVELS)
+    x, op = inputs(9, hidden, outliers), getattr(cpu, kernel)
+    quantized = quantize_weight(weight, bias, outliers, REDUCED_LEVELS)
+    packed = Int8Product(kernel, REDUCED_LEVELS).quantize(weight, bias, outliers)
+    expected = op(x, packed)
     # an outlier; the first and the last of the others
     inner = [column for column in range(hidden) if column not in outliers.tolist()]
     places = torch.tensor([1, 4, 7]), torch.tensor([int(outliers[1]), inner[0], inner[-1]])
@@ -207,13 +200,10 @@ def test_a_token_with_a_number_that_is_not_finite_gets_nan(kernel, hidden, value
     damaged = x.index_put(places, torch.tensor(value))
 
     expected[places[0]] = torch.nan
-    for actual in (
-        op(damaged, *operands, levels=REDUCED_LEVELS),
-        linear_int8(damaged, *quantized, levels=REDUCED_LEVELS),
-    ):
+    for actual in (op(damaged, packed), linear_int8(damaged, quantized)):
         assert actual[places[0]].isnan().all()
         assert actual.isfinite().all(1).sum() == 6
-    actual = op(damaged, *operands, levels=REDUCED_LEVELS)
+    actual = op(damaged, packed)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
@@ -307,7 +297,7 @@ def test_a_cpu_with_vnni_uses_panels_where_torch_has_no_exact_product(monkeypatc
 
     chosen = int8_products.choose_product.__wrapped__()
 
-    assert chosen == Int8Product("linear_int8_panels", FULL_LEVELS)
+    assert chosen == PANELS
 
 
 @pytest.mark.usefixtures("without_vnni")

@@ -1,7 +1,7 @@
 """Loads a model as a server would, and compares it with the original library."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from varlen.request.request import Float32Array
 from varlen.request.sparse_vectors import SparseVector
 from varlen.service.generation import GenerationService
 from varlen.service.service import Service
-from varlen.tasks import ITERATIVE_TASKS, Task
+from varlen.tasks import ITERATIVE_TASKS, TASKS, Task
 from varlen.telemetry.metrics import Stats
 from varlen_tools.doctor.comparison import (
     TOKENIZATION,
@@ -27,7 +27,6 @@ from varlen_tools.doctor.comparison import (
     short_dtype,
 )
 from varlen_tools.doctor.originals import (
-    LOGITS,
     NEW_TOKENS,
     Transformers,
     has_library,
@@ -40,19 +39,6 @@ from varlen_tools.doctor.originals import (
 from varlen_tools.doctor.samples import LONGEST, sample_inputs, sample_prompts
 from varlen_tools.messages import first_line
 
-# Names of answers of one step.
-_NAMES: Mapping[Task, str] = {
-    "embed": "vectors",
-    "sparse_embed": "term weights",
-    "hidden": "hidden states",
-    "fill_mask": "filled masks",
-    "classify": "logits",
-    "rerank": "logits",
-    "token_classify": "logits",
-    "token_embed": "vectors of tokens",
-}
-# Tasks that only sentence-transformers answers.
-_SENTENCE_TASKS: tuple[Task, ...] = ("embed", "sparse_embed", "token_embed")
 _LENGTHS = (16, 128, 512)
 # Tokens of one measured call, and how long calls are repeated.
 _CALL_TOKENS = 4096
@@ -153,16 +139,16 @@ def _not_compared(config: EngineConfig, compared: Task, checkpoint: Checkpoint) 
     if task == compared or not has_library("transformers"):
         return []
     reason = "" if task == "fill_mask" else "sentence-transformers is not installed: "
-    remark = f"{reason}{_NAMES[compared]} are compared instead"
-    return [Comparison(_NAMES[task], "", 0, None, remark=remark)]
+    remark = f"{reason}{TASKS[compared].answers} are compared instead"
+    return [Comparison(TASKS[task].answers, "", 0, None, remark=remark)]
 
 
 def _comparable_task(task: Task, checkpoint: Checkpoint) -> Task:
     """Return the task that the original libraries can answer too."""
-    needs_sentences = task in _SENTENCE_TASKS or checkpoint.logit_score is not None
+    needs_sentences = TASKS[task].takes_prompts or checkpoint.logit_score is not None
     if needs_sentences:
         return task if has_library("sentence-transformers") else "hidden"
-    if task in LOGITS:
+    if TASKS[task].has_labels:
         return task
     return "hidden"
 
@@ -205,9 +191,10 @@ def _compare(
 ) -> Iterator[Comparison]:
     if not has_library("transformers"):
         return
+    what = TASKS[task].answers
     # what they call chats is tokenized with their answers
     is_chat = task == "rerank" and checkpoint.logit_score is not None
-    is_of_sentences = is_chat or task in _SENTENCE_TASKS
+    is_of_sentences = is_chat or TASKS[task].takes_prompts
     library = named("sentence-transformers" if is_of_sentences else "transformers")
     with readable_folder(checkpoint) as folder:
         try:
@@ -219,10 +206,10 @@ def _compare(
             else:
                 expected = original.values(task, inputs, limit)
         except Exception as error:
-            yield Comparison(_NAMES[task], library, 0, None, remark=first_line(error))
+            yield Comparison(what, library, 0, None, remark=first_line(error))
             return
     for dtype, actual in sorted(answers.items(), key=lambda item: item[0] != "fp32"):
-        yield compare_values(_NAMES[task], library, actual=actual, expected=expected, dtype=dtype)
+        yield compare_values(what, library, actual=actual, expected=expected, dtype=dtype)
 
 
 def _sentence_answers(

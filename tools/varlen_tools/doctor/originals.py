@@ -21,10 +21,8 @@ import torch
 from varlen.intake.tokenization import Text
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.request import Float32Array
-from varlen.tasks import Task
+from varlen.tasks import TASKS, Task
 
-# Tasks whose answers are compared with the answers of the checkpoint's own class; other tasks compare hidden states.
-LOGITS: tuple[Task, ...] = ("classify", "rerank", "token_classify")
 NEW_TOKENS = 16
 _ONE_BY_ONE: Mapping[str, Any] = {"batch_size": 1, "show_progress_bar": False}
 
@@ -76,7 +74,7 @@ class Transformers:
 
     def values(self, task: Task, inputs: Sequence[Text], limit: int) -> list[Float32Array]:
         """Return the logits of each input, or its hidden states, `[tokens, hidden]`."""
-        has_logits = task in LOGITS
+        has_logits = TASKS[task].has_labels
         name = self._checkpoint.architecture if has_logits else "AutoModel"
         model = self._load(name)
         # some models have no such argument

@@ -21,9 +21,16 @@ from varlen.execution.step_runner import StepRunner
 from varlen.intake.tokenization import Tokenizer
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.request.generation import GenerationOptions
-from varlen.request.request import DEFAULT_OPTIONS, Int32Array, Prompt, Request, RequestOptions
+from varlen.request.request import (
+    DEFAULT_OPTIONS,
+    Int32Array,
+    Prompt,
+    Request,
+    RequestOptions,
+    Source,
+)
 from varlen.scheduling.sequence import Chunk, GeneratedSequence, StepBatch, unanswered_sequences
-from varlen_kernels.dispatch import kernels_for
+from varlen_kernels.ops import kernels_for
 from varlen_tools.profile_ops.timed import Breakdown, TimedKernels, measure
 
 _CPU = torch.device("cpu")
@@ -196,7 +203,8 @@ class _Workload:
             return numbers.integers(0, vocab_size, self.context, dtype=np.int32)
 
         prompts = tuple(
-            Prompt(draw(), source_ids=draw() if self.has_sources else None) for _ in range(count)
+            Prompt(draw(), payload=Source(draw()) if self.has_sources else None)
+            for _ in range(count)
         )
         request = Request(
             prompts, RequestOptions(generation=GenerationOptions(num_beams=self.beams))

@@ -96,7 +96,7 @@ def simulate(
         max_sequence_tokens=num_blocks * config.kv_block_tokens + 1,
     )
     admission = Admission(config.max_queued_requests, config.max_queued_tokens)
-    scheduler = IterationScheduler(limits, blocks, config.kv_policy, admission, _Writer)
+    scheduler = IterationScheduler(limits, blocks, config.kv_policy, admission)
     steps: list[Step] = []
 
     def run_batch(batch: Batch) -> BatchResult:
@@ -109,7 +109,7 @@ def simulate(
         most = max_tokens or arrival.generated or 1
         return GenerationOptions(max_tokens=most, temperature=0.0, ignore_eos=True)
 
-    outcomes = play(scheduler, run_batch, arrivals, generation=generation)
+    outcomes = play(scheduler, run_batch, arrivals, generation=generation, new_writer=_Writer)
     return StepRun(outcomes, steps, scheduler.snapshot())
 
 

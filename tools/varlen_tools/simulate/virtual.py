@@ -20,7 +20,7 @@ from varlen.errors import VarlenError
 from varlen.request.generation import GenerationOptions
 from varlen.request.request import Output, Prompt, Request, RequestOptions
 from varlen.scheduling.engine import Engine, Scheduler
-from varlen.scheduling.sequence import Batch, BatchResult
+from varlen.scheduling.sequence import Batch, BatchResult, NewWriter
 from varlen.telemetry.metrics import Stats
 from varlen_tools.workloads import Arrival
 
@@ -170,6 +170,7 @@ def play(
     *,
     generation: Callable[[Arrival], GenerationOptions] | None = None,
     workers: int = 1,
+    new_writer: NewWriter | None = None,
 ) -> list[Outcome]:
     """Return the outcome of every arrival, in order, on an engine of its own.
 
@@ -179,10 +180,11 @@ def play(
         arrivals: requests in order of time.
         generation: returns the options of an arrival that generates; its reply is a `VirtualReply`.
         workers: number of batches that run at the same time.
+        new_writer: maker of writers for the engine.
     """
     clock = _Clock(arrivals[0].at if arrivals else 0.0)
     executor = _Executor(clock, run_batch, workers)
-    engine = Engine(scheduler, executor, Stats(), clock)
+    engine = Engine(scheduler, executor, Stats(), clock, new_writer)
     outcomes: list[Outcome] = []
     coming = deque(arrivals)
     wake_at: float | None = None

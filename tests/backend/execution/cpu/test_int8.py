@@ -96,7 +96,7 @@ def test_quantized_layers_replace_fp32_weights_and_take_less_memory(monkeypatch,
     program = use_int8(program, quantize_layers(program, outliers))
 
     assert [op.kernel for op in program.ops] == [product.kernel, "linear"]
-    assert program.ops[0].attributes == {"levels": product.levels}
+    assert program.ops[0].operands[1].levels == product.levels
     assert [weight() is None for weight in weights] == [True, False]
     assert program.weight_bytes < 0.65 * before
 
@@ -147,8 +147,8 @@ def test_layers_that_share_a_weight_keep_their_biases():
     program = use_int8(program, quantize_layers(program, outliers))
 
     for op, bias in zip(program.ops, biases, strict=True):
-        # operands: x, codes, scale, fp32_rows
-        assert torch.equal(op.operands[3][1], bias)
+        _, layer = op.operands
+        assert torch.equal(layer.fp32_rows[1], bias)
 
 
 def test_the_largest_columns_are_the_outliers(folder):
