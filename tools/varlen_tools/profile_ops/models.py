@@ -203,7 +203,7 @@ class _Workload:
             return numbers.integers(0, vocab_size, self.context, dtype=np.int32)
 
         prompts = tuple(
-            Prompt(draw(), payload=Source(draw()) if self.has_sources else None)
+            Prompt(draw(), payload=Source(draw() if self.has_sources else None))
             for _ in range(count)
         )
         request = Request(
@@ -236,7 +236,7 @@ class _Workload:
         for sequence in sequences:
             begin = sequence.row * self.blocks_per_sequence
             blocks = range(begin, begin + self.blocks_per_sequence)
-            source = sequence.prompt.source_ids
+            source = sequence.prompt.payload_tokens(Source)
             chunks.append(
                 Chunk(
                     sequence,

@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -128,8 +128,10 @@ def run_cell(cell: Cell, *, names: Sequence[str], seeds: int, count: int) -> lis
     for name in names:
         config = with_policy(base, name)
         results = [study.measure(config, cell.load * one / rows) for study in studies]
-        latency = (fmean(result.mean for result in results), fmean(r.p99 for r in results))
-        found.append(GridRow(*astuple(cell), name, seeds, count, *latency))
+        mean, p99 = fmean(each.mean for each in results), fmean(each.p99 for each in results)
+        found.append(
+            GridRow(**asdict(cell), policy=name, seeds=seeds, count=count, mean=mean, p99=p99)
+        )
     return found
 
 
