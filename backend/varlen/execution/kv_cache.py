@@ -10,8 +10,8 @@ from varlen.config import EngineConfig
 from varlen.errors import ConfigError
 from varlen.execution.device import memory_of
 from varlen.memory.out_of_memory import memory_errors
+from varlen.program.heads import AttentionHeads
 from varlen.program.program import State
-from varlen.program.recorder import AttentionHeads
 
 # Tokens of a block unless the settings say otherwise; docs/decisions/0019-cpu-decoding.md has measurements.
 _GPU_BLOCK_TOKENS = 16

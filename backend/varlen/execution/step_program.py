@@ -14,7 +14,7 @@ from varlen.execution.kv_cache import KvSize, kv_size
 from varlen.models.blocks import inputs
 from varlen.models.blocks.attention import CrossAttention, PagedAttention
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import (
+from varlen.models.loading import (
     DecoderModel,
     EncoderDecoderModel,
     load_decoder,

@@ -293,7 +293,7 @@ def _family(options: Options, tokenizer_class: str) -> Family:
             READ_FIELDS | ALIASES.keys() | options.fields, HARMLESS_FIELDS, options.fixed_fields
         ),
         read_sizes=_read_sizes,
-        check_tensors=_check_tensors,
+        check=_check_tensors,
         tokenizer_class=tokenizer_class,
         kind="encoder_decoder",
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from varlen.errors import CheckpointError
+from varlen.models.blocks.heads import HeadActivation
 from varlen.models.checkpoint import encoder_fields
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.config_file import (
@@ -27,7 +28,6 @@ from varlen.models.checkpoint.family import Family, ModelSizes
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.checkpoint.tensor_shapes import TensorShapes
 from varlen.models.checkpoint.weights import CheckpointWeights, TensorHeader, check_shapes
-from varlen.models.post_norm_family import HeadActivation
 from varlen.tasks import Task
 from varlen_kernels import Activation
 
@@ -308,7 +308,7 @@ FAMILY = Family(
     },
     fields=FieldRules(READ_FIELDS, HARMLESS_FIELDS, FIXED_FIELDS),
     read_sizes=_read_sizes,
-    check_tensors=_check_tensors,
+    check=_check_tensors,
     tokenizer_class="DebertaV2Tokenizer",
     masked_lm=_masked_lm,
     # its mask hides a token both as a key and as a query

@@ -7,9 +7,9 @@ Source of the names: the models as Hugging Face transformers saves them.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 from varlen.errors import CheckpointError
+from varlen.models.blocks.heads import HeadActivation
 from varlen.models.checkpoint import encoder_fields
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.config_file import (
@@ -30,8 +30,6 @@ from varlen.models.checkpoint.tensor_shapes import TensorShapes
 from varlen.models.checkpoint.weights import CheckpointWeights, TensorHeader, check_shapes
 from varlen.tasks import Task
 from varlen_kernels import Activation
-
-HeadActivation: TypeAlias = Activation | Literal["tanh"]
 
 # Fields that transformers reads, and that change no logit and no hidden state.
 HARMLESS_FIELDS = encoder_fields.HARMLESS_FIELDS | frozenset(
@@ -227,7 +225,7 @@ class PostNormFamily:
             },
             fields=self._fields,
             read_sizes=self.read_sizes,
-            check_tensors=self.check_tensors,
+            check=self.check_tensors,
             tokenizer_class=self.tokenizer_class,
             has_token_types=bool(self.fields.types),
             masked_lm=self._masked_lm_layout if self.masked_lm else None,

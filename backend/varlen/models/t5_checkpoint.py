@@ -205,7 +205,7 @@ def _family(head: str) -> Family:
         heads={"translate": head},
         fields=FieldRules(READ_FIELDS, HARMLESS_FIELDS, seq2seq_fields.FIXED_FIELDS),
         read_sizes=_read_sizes,
-        check_tensors=_check_tensors,
+        check=_check_tensors,
         tokenizer_class="T5Tokenizer",
         kind="encoder_decoder",
     )
@@ -232,7 +232,7 @@ ENCODERS: Mapping[str, Family] = {
         heads={},
         fields=FieldRules(READ_FIELDS, _ENCODER_HARMLESS_FIELDS, _ENCODER_FIXED_FIELDS),
         read_sizes=_read_sizes,
-        check_tensors=_check_tensors,
+        check=_check_tensors,
         tokenizer_class="T5Tokenizer",
     )
     for name in ("T5EncoderModel", "MT5EncoderModel")

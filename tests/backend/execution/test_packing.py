@@ -15,7 +15,8 @@ from varlen.execution.packing import (
     split_answers,
 )
 from varlen.models.blocks import inputs as declare
-from varlen.program.recorder import AttentionHeads, Recorder
+from varlen.program.heads import AttentionHeads
+from varlen.program.recorder import Recorder
 from varlen.request.request import Prompt, RequestOptions
 
 PLAIN, NORMALIZED = RequestOptions(), RequestOptions(normalize=True)

@@ -18,7 +18,7 @@ from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import Checkpoint
 from varlen.models.deberta import distance_rows
 from varlen.models.deberta_checkpoint import DebertaConfig, tensor_shapes
-from varlen.models.registry import load_encoder
+from varlen.models.loading import load_encoder
 
 from ..refusals import refused_checkpoint as refused
 

@@ -13,7 +13,7 @@ from varlen.models import bart_checkpoint, t5_checkpoint
 from varlen.models.checkpoint import translate_config
 from varlen.models.checkpoint.translate_config import TargetTokens, TranslateDefaults
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.registry import load_encoder_decoder
+from varlen.models.loading import load_encoder_decoder
 
 from ..refusals import refused_checkpoint as refused
 

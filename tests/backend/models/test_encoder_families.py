@@ -14,10 +14,10 @@ from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.models import post_norm_family
 from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.models.checkpoint_folder import FAMILIES as FAMILIES_OF_CHECKPOINTS
 from varlen.models.checkpoint_folder import Checkpoint
+from varlen.models.loading import load_encoder
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
-from varlen.models.registry import load_encoder
+from varlen.models.registry import FAMILIES as FAMILIES_OF_CHECKPOINTS
 
 from ..refusals import refused_checkpoint as refused
 

@@ -12,8 +12,9 @@ from tests.plain_run import run_without_arena
 from varlen.memory.arena import Arena
 from varlen.memory.layout import Layout
 from varlen.memory.usage import Size
+from varlen.program.heads import AttentionHeads, DistanceTables
 from varlen.program.program import PackedBatch
-from varlen.program.recorder import AttentionHeads, DistanceTables, Recorder
+from varlen.program.recorder import Recorder
 from varlen_kernels import reference
 
 from ..memory.plan_checker import overlaps, peak_live

@@ -1,12 +1,17 @@
 """The residual connections of a stack of sublayers, with norms before or after them."""
 
-from collections.abc import Iterable
+from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from varlen.models.checkpoint.layers import Norm
-from varlen.program.program import Value
-from varlen.program.recorder import Recorder
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from varlen.models.checkpoint.layers import Norm
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
 
 
 class ResidualStream:

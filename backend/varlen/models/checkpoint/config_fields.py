@@ -1,6 +1,6 @@
 """Which fields of config.json are served, ignored or refused; see docs/decisions/0014-config-fields.md."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from varlen.errors import CheckpointError
@@ -27,6 +27,19 @@ class FieldRules:
     read: Collection[str]
     harmless: Collection[str]
     fixed: Mapping[str, object]
+
+    def plus(
+        self,
+        read: Iterable[str] = (),
+        harmless: Iterable[str] = (),
+        fixed: Mapping[str, object] | None = None,
+    ) -> "FieldRules":
+        """Return these rules with more fields."""
+        return FieldRules(
+            frozenset([*self.read, *read]),
+            frozenset([*self.harmless, *harmless]),
+            {**self.fixed, **(fixed or {})},
+        )
 
 
 @dataclass(frozen=True, slots=True)

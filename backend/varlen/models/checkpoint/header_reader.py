@@ -1,0 +1,57 @@
+"""The reader that checks a checkpoint: it reads headers and no weight, and imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from varlen.models.checkpoint.layers import Linear, Reader
+from varlen.models.checkpoint.weights import TensorHeader, check_tensor, check_unused
+
+
+class HeaderReader(Reader):
+    """Checks each tensor that a family's `load` asks for, and returns None for it."""
+
+    def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
+        self._headers = headers
+        self._read: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._headers
+
+    @property
+    def fp32(self) -> Reader:
+        """This reader: dtypes are those of the files."""
+        return self
+
+    @property
+    def last(self) -> Reader:
+        """This reader: dtypes are those of the files."""
+        return self
+
+    def tensor(self, name: str, *shape: int) -> Any:
+        """Check a tensor."""
+        check_tensor(self._headers, name, shape)
+        self._read.add(name)
+
+    def rows(self, name: str, *shape: int, of: Sequence[int]) -> Any:  # noqa: ARG002  # no row is read
+        """Check a tensor."""
+        self.tensor(name, *shape)
+
+    def linear(
+        self, names: Sequence[str], fan_in: int, fan_outs: Sequence[int], *, bias: bool = True
+    ) -> Linear:
+        """Check the tensors of linear layers."""
+        for name, fan_out in zip(names, fan_outs, strict=True):
+            self.tensor(f"{name}.weight", fan_out, fan_in)
+            if bias:
+                self.tensor(f"{name}.bias", fan_out)
+        nothing: Any = None
+        return Linear(nothing, nothing)
+
+    def computed(self, compute: Callable[[], Any]) -> Any:
+        """Compute nothing."""
+
+    def check_unread(self, is_harmless: Callable[[str], bool]) -> None:
+        """Raise CheckpointError unless all tensors that were not asked for are harmless."""
+        check_unused(self._headers, self._read, is_harmless)

@@ -1,0 +1,225 @@
+"""Loads the model of a checkpoint: an encoder with its head, a decoder, or both."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from varlen.models import bart_checkpoint, t5_checkpoint
+from varlen.models.bart import load_bart
+from varlen.models.blocks.attention import Attention, CrossAttention, PackedAttention
+from varlen.models.blocks.heads import Heads
+from varlen.models.blocks.masked_lm import load_masked_lm
+from varlen.models.checkpoint.layers import LayerReader
+from varlen.models.checkpoint.weights import CheckpointWeights
+from varlen.models.checkpoint_folder import MASKED_LM_TASKS, Checkpoint
+from varlen.models.deberta import load_deberta
+from varlen.models.post_norm import load_post_norm
+from varlen.models.post_norm_families import POST_NORM_FAMILIES
+from varlen.models.t5 import load_t5, load_t5_encoder
+from varlen.program.heads import AttentionHeads
+from varlen.program.program import Value
+from varlen.program.recorder import Recorder
+from varlen.tasks import Task
+
+
+class EncoderModel(Protocol):
+    """A loaded encoder of any family."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+
+    @property
+    def type_vocab_size(self) -> int:
+        """Token types below this are valid."""
+
+    @property
+    def token_table(self) -> Tensor:
+        """The embedding of each token, `[vocabulary, features]`."""
+
+    @property
+    def heads(self) -> Heads:
+        """The layers on top of it."""
+
+    def record(self, ops: Recorder) -> Value:
+        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
+
+
+class DecoderModel(Protocol):
+    """A loaded decoder of any family."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of its attention layers."""
+
+    @property
+    def attention_heads(self) -> AttentionHeads:
+        """Heads of each of these layers."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+
+    @property
+    def token_table(self) -> Tensor:
+        """The embedding of each token, `[vocabulary, features]`."""
+
+    @property
+    def heads(self) -> Heads:
+        """The layers on top of it, for tasks of one step."""
+
+    def record(self, ops: Recorder, attention: Attention) -> Value:
+        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
+
+    def record_logits(self, ops: Recorder, hidden: Value) -> Value:
+        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
+
+
+@runtime_checkable
+class EncoderDecoderModel(Protocol):
+    """A loaded model with an encoder and a decoder, of any family."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers of the decoder."""
+
+    @property
+    def attention_heads(self) -> AttentionHeads:
+        """Heads of each of these layers, in self-attention and in cross-attention."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of targets below this are valid."""
+
+    def record_encoder(self, ops: Recorder, cross: CrossAttention) -> None:
+        """Record the encoder, and storing its keys and values for each layer of the decoder."""
+
+    def record(self, ops: Recorder, attention: Attention, cross: CrossAttention) -> Value:
+        """Record the decoder and return its last hidden state, `[tokens, hidden]`."""
+
+    def record_logits(self, ops: Recorder, hidden: Value) -> Value:
+        """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
+
+
+# By the `model_type` of config.json; `Checkpoint.open` refuses all others.
+_ENCODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], EncoderModel]] = {
+    **dict.fromkeys(POST_NORM_FAMILIES, load_post_norm),
+    "deberta-v2": load_deberta,
+    **dict.fromkeys(t5_checkpoint.FAMILIES, load_t5_encoder),
+}
+_ENCODER_DECODERS: Mapping[
+    str, Callable[[Checkpoint, torch.dtype, torch.device], EncoderDecoderModel]
+] = {
+    **dict.fromkeys(bart_checkpoint.FAMILIES, load_bart),
+    **dict.fromkeys(t5_checkpoint.FAMILIES, load_t5),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OneStepDecoder:
+    """A decoder that reads whole sequences in one step.
+
+    Attributes:
+        decoder: the decoder.
+    """
+
+    decoder: DecoderModel
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this are valid."""
+        return self.decoder.vocab_size
+
+    @property
+    def type_vocab_size(self) -> int:
+        """Token types below this are valid: decoders have one."""
+        return 1
+
+    @property
+    def token_table(self) -> Tensor:
+        """The embedding of each token, `[vocabulary, features]`."""
+        return self.decoder.token_table
+
+    @property
+    def heads(self) -> Heads:
+        """The layers on top of it."""
+        return self.decoder.heads
+
+    def record(self, ops: Recorder) -> Value:
+        """Record the decoder and return its last hidden state after the final norm, `[tokens, hidden]`."""
+        return self.decoder.record(ops, PackedAttention())
+
+
+def load_encoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> EncoderModel:
+    """Return the model of a checkpoint in `dtype` on `device`, for tasks of one step.
+
+    The last norm and a classifier are fp32. In half precision, logits of many documents would be equal; see
+    docs/decisions/0039-scores-in-fp32.md.
+
+    Raises:
+        CheckpointError: its weights do not fit its config.json.
+    """
+    last_dtype = torch.float32 if checkpoint.num_labels else dtype
+    if checkpoint.is_decoder:
+        return OneStepDecoder(_load(checkpoint, dtype, device, last_dtype))
+    model: EncoderModel = _load(checkpoint, dtype, device, last_dtype)
+    return model
+
+
+def load_heads(
+    checkpoint: Checkpoint,
+    encoder: EncoderModel,
+    task: Task,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Heads:
+    """Return the layers on top of an encoder that a task needs.
+
+    Raises:
+        CheckpointError: its weights do not fit its config.json.
+    """
+    if task not in MASKED_LM_TASKS:
+        return encoder.heads
+    # Checkpoint.check_task has refused other models
+    assert checkpoint.masked_lm is not None
+    with CheckpointWeights(checkpoint.folder) as weights:
+        read = LayerReader(weights, dtype, device)
+        return Heads(masked_lm=load_masked_lm(read, checkpoint.masked_lm, encoder.token_table))
+
+
+def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> DecoderModel:
+    """Return the decoder of a checkpoint, whose `is_decoder` is true, in `dtype` on `device`.
+
+    Raises:
+        CheckpointError: its weights do not fit its config.json.
+    """
+    model: DecoderModel = _load(checkpoint, dtype, device, dtype)
+    return model
+
+
+def load_encoder_decoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> EncoderDecoderModel:
+    """Return the model of a checkpoint, whose `translate` is not None, in `dtype` on `device`.
+
+    Raises:
+        CheckpointError: its weights do not fit its config.json.
+    """
+    model: EncoderDecoderModel = _load(checkpoint, dtype, device, dtype)
+    return model
+
+
+def _load(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, last_dtype: torch.dtype
+) -> Any:
+    with CheckpointWeights(checkpoint.folder) as weights:
+        read = LayerReader(weights, dtype, device, last_dtype)
+        family = checkpoint.family
+        if family.load is None:
+            name = checkpoint.config["model_type"]
+            old = _ENCODERS if family.kind == "encoder" else _ENCODER_DECODERS
+            return old[name](checkpoint, dtype, device)
+        return family.load(read, checkpoint.config, checkpoint.head)
