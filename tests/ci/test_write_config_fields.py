@@ -8,8 +8,7 @@ import transformers
 from tests.ci.scripts import load_script
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.unread_fields import fields_read, is_unread, releases
-from varlen.models.registry import FAMILIES
-from varlen.models.t5_checkpoint import ENCODERS
+from varlen.models.registry import ENCODERS, FAMILIES
 
 write_config_fields = load_script("write_config_fields")
 

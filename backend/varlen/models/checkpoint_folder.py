@@ -218,7 +218,7 @@ class Checkpoint:
         return tuple(dict.fromkeys((self.task, *served)))
 
     @property
-    def family(self) -> Family[Any]:
+    def family(self) -> Family[object]:
         """The family of its model."""
         return family_of(self.config)
 
@@ -242,14 +242,6 @@ class Checkpoint:
     def num_labels(self) -> int:
         """Outputs of the classification head, 0 when there is none."""
         return len(self.labels.names)
-
-    @property
-    def head_task(self):
-        return self.head.task
-
-    @property
-    def masked_tokens(self):
-        return self.head.masked_tokens
 
     @property
     def is_decoder(self) -> bool:
@@ -287,7 +279,7 @@ class Checkpoint:
             load_masked_lm(HeaderReader(headers), self.masked_lm, nothing)
         check_layers(self.folder, self.vector_layers(task))
 
-    def _check_late(self, task: Task, family: Family[Any]) -> None:
+    def _check_late(self, task: Task, family: Family[object]) -> None:
         """Raise CheckpointError unless a vector for each token is what the task needs."""
         if self.late is None:
             if task == "token_embed":
@@ -325,7 +317,7 @@ def _read_config(folder: Path, ignore: Collection[str]) -> tuple[Json, IgnoredFi
     return config, IgnoredFields(unread, by_setting)
 
 
-def _task(sentence: SentenceSettings, family: Family[Any], architecture: str) -> Task:
+def _task(sentence: SentenceSettings, family: Family[object], architecture: str) -> Task:
     """Return the task of a checkpoint's modules, else of its architecture's head."""
     if sentence.splade is not None:
         return "sparse_embed"
@@ -349,13 +341,13 @@ def _target_vocab_size(config: Json) -> int:
     return read_int(config, name)
 
 
-def _masked_lm(config: Json, family: Family[Any], architecture: str) -> MaskedLMLayout | None:
+def _masked_lm(config: Json, family: Family[object], architecture: str) -> MaskedLMLayout | None:
     if family.masked_lm is None or not architecture.endswith("ForMaskedLM"):
         return None
     return family.masked_lm(config)
 
 
-def _architecture(config: Json, family: Family[Any]) -> str:
+def _architecture(config: Json, family: Family[object]) -> str:
     name = first_name(config.get("architectures") or list(family.architectures))
     if name == STANFORD_ARCHITECTURE:
         raise CheckpointError(

@@ -1,24 +1,17 @@
 """Loads the model of a checkpoint: an encoder with its head, a decoder, or both."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from varlen.models import bart_checkpoint, t5_checkpoint
-from varlen.models.bart import load_bart
 from varlen.models.blocks.attention import Attention, CrossAttention, PackedAttention
 from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.masked_lm import load_masked_lm
 from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.weights import CheckpointWeights
 from varlen.models.checkpoint_folder import MASKED_LM_TASKS, Checkpoint
-from varlen.models.deberta import load_deberta
-from varlen.models.post_norm import load_post_norm
-from varlen.models.post_norm_families import POST_NORM_FAMILIES
-from varlen.models.t5 import load_t5, load_t5_encoder
 from varlen.program.heads import AttentionHeads
 from varlen.program.program import Value
 from varlen.program.recorder import Recorder
@@ -102,20 +95,6 @@ class EncoderDecoderModel(Protocol):
 
     def record_logits(self, ops: Recorder, hidden: Value) -> Value:
         """Record the output layer and return fp32 logits, `[rows, vocabulary]`."""
-
-
-# By the `model_type` of config.json; `Checkpoint.open` refuses all others.
-_ENCODERS: Mapping[str, Callable[[Checkpoint, torch.dtype, torch.device], EncoderModel]] = {
-    **dict.fromkeys(POST_NORM_FAMILIES, load_post_norm),
-    "deberta-v2": load_deberta,
-    **dict.fromkeys(t5_checkpoint.FAMILIES, load_t5_encoder),
-}
-_ENCODER_DECODERS: Mapping[
-    str, Callable[[Checkpoint, torch.dtype, torch.device], EncoderDecoderModel]
-] = {
-    **dict.fromkeys(bart_checkpoint.FAMILIES, load_bart),
-    **dict.fromkeys(t5_checkpoint.FAMILIES, load_t5),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +196,4 @@ def _load(
 ) -> Any:
     with CheckpointWeights(checkpoint.folder) as weights:
         read = LayerReader(weights, dtype, device, last_dtype)
-        family = checkpoint.family
-        if family.load is None:
-            name = checkpoint.config["model_type"]
-            old = _ENCODERS if family.kind == "encoder" else _ENCODER_DECODERS
-            return old[name](checkpoint, dtype, device)
-        return family.load(read, checkpoint.config, checkpoint.head)
+        return checkpoint.family.load(read, checkpoint.config, checkpoint.head)

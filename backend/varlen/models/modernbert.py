@@ -220,14 +220,15 @@ def load(read: Reader, fields: Json, head: HeadConfig) -> ModernBert:
     hidden, head_dim = config.hidden, config.hidden // config.heads
     prefix = "model." if "model.embeddings.tok_embeddings.weight" in read else ""
     table = read.tensor(f"{prefix}embeddings.tok_embeddings.weight", config.vocabulary, hidden)
+
+    def cos_sin(rotary: RotaryConfig) -> Tensor:
+        return read.computed(lambda: rotary_table(rotary, head_dim, table.device))
+
     return ModernBert(
         config=config,
         token_table=table,
         embedding_norm=read.norm(f"{prefix}embeddings.norm", hidden, bias=config.has_norm_bias),
-        cos_sin={
-            kind: read.computed(lambda each=each: rotary_table(each, head_dim, table.device))
-            for kind, each in config.rotary.items()
-        },
+        cos_sin={kind: cos_sin(rotary) for kind, rotary in config.rotary.items()},
         layers=tuple(
             _read_layer(read, config, f"{prefix}layers.{index}", kind, is_first=not index)
             for index, kind in enumerate(config.kinds)

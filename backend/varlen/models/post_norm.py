@@ -4,28 +4,22 @@ Source: Devlin et al. 2018, arXiv:1810.04805 (post-norm layers of Vaswani et al.
 each family names its own.
 """
 
-from dataclasses import dataclass, replace
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
-from varlen.models.blocks.heads import Heads, head_dtype
-from varlen.models.blocks.relative_positions import bias_by_distance
-from varlen.models.blocks.rotary import rotary_table
-from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
-from varlen.models.checkpoint.weights import CheckpointWeights
-from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.post_norm_families import POST_NORM_FAMILIES
-from varlen.models.post_norm_family import (
-    DISTANCE_BUCKETS,
-    MAX_DISTANCE,
-    EncoderSizes,
-    PostNormFamily,
-)
-from varlen.program.program import Value
-from varlen.program.recorder import AttentionHeads, Recorder
-from varlen_kernels import Activation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from varlen.models.blocks.heads import Heads
+    from varlen.models.checkpoint.layers import Linear, Norm
+    from varlen.program.heads import AttentionHeads
+    from varlen.program.program import Value
+    from varlen.program.recorder import Recorder
+    from varlen_kernels import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +77,8 @@ class PostNormEncoder:
         types = inputs.type_ids(ops)
         if self.position_table is None:
             # what is added for a position is what is added for the type, which leaves nothing for the type
-            second, tables = types, (self.type_table, torch.zeros_like(self.type_table))
+            no_types = self.type_table.new_zeros(self.type_table.shape)
+            second, tables = types, (self.type_table, no_types)
         else:
             second, tables = inputs.position_ids(ops), (self.position_table, self.type_table)
         x = ops.embed_layer_norm(
@@ -123,128 +118,3 @@ class PostNormEncoder:
 
     def _add_norm(self, ops: Recorder, x: Value, residual: Value, norm: Norm) -> Value:
         return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=self.norm_eps)
-
-
-def load_post_norm(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> PostNormEncoder:
-    """Return the encoder of a checkpoint in `dtype` on `device`.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or its values are no plain floats.
-    """
-    family = POST_NORM_FAMILIES[checkpoint.config["model_type"]]
-    sizes = family.read_sizes(checkpoint.config)
-    with CheckpointWeights(checkpoint.folder) as weights:
-        read = _Reader(weights, family, sizes, LayerReader(weights, dtype, device))
-        last = LayerReader(weights, head_dtype(checkpoint, dtype), device)
-        read_last = _Reader(weights, family, sizes, last)
-        types = read.table("token_type", sizes.types) if sizes.types else None
-        tokens = read.table("word", sizes.vocabulary)
-        head_dim = sizes.hidden // sizes.heads
-        by_name: dict[str, PostNormLayer] = {}
-        names = family.layer_names(sizes)
-        for name in names:
-            if name not in by_name:
-                by_name[name] = read.layer(name)
-        layers = [by_name[name] for name in names]
-        if layers:
-            # not of a shared layer's other uses
-            layers[-1] = replace(layers[-1], output_norm=read_last.output_norm(names[-1]))
-        return PostNormEncoder(
-            token_table=tokens,
-            position_table=None if sizes.rotary else read.positions(),
-            cos_sin=rotary_table(sizes.rotary, head_dim, device) if sizes.rotary else None,
-            type_table=tokens.new_zeros(1, sizes.embedding) if types is None else types,
-            embedding_norm=read.norm(family.embedding_norm, sizes.embedding),
-            projection=read.projection(),
-            layers=tuple(layers),
-            attention_heads=AttentionHeads(sizes.heads, sizes.heads, head_dim),
-            distance_bias=read.distance_bias(),
-            activation=sizes.activation,
-            norm_eps=sizes.norm_eps,
-            heads=read_last.heads(checkpoint),
-        )
-
-
-class _Reader:
-    """Reads the parts of an encoder by their names in a checkpoint."""
-
-    def __init__(
-        self,
-        weights: CheckpointWeights,
-        family: PostNormFamily,
-        sizes: EncoderSizes,
-        read: LayerReader,
-    ) -> None:
-        self._family = family
-        self._sizes = sizes
-        self._read = read
-        self._prefix = family.prefix_of(weights)
-
-    def table(self, name: str, rows: int) -> Tensor:
-        name = f"{self._prefix}embeddings.{name}_embeddings.weight"
-        return self._read.tensor(name, rows, self._sizes.embedding)
-
-    def positions(self) -> Tensor:
-        first = self._sizes.first_position
-        return self.table("position", first + self._sizes.positions)[first:]
-
-    def norm(self, name: str, size: int) -> Norm:
-        return self._read.norm(f"{self._prefix}{name}", size)
-
-    def projection(self) -> Linear | None:
-        if not self._family.has_projection(self._sizes):
-            return None
-        name = f"{self._prefix}{self._family.projection}"
-        return self._read.linear([name], self._sizes.embedding, [self._sizes.hidden])
-
-    def distance_bias(self) -> Tensor | None:
-        name = self._family.distance_bias
-        if not name:
-            return None
-        table = self._read.tensor(
-            f"{self._prefix}{name}.weight", DISTANCE_BUCKETS, self._sizes.heads
-        )
-        return bias_by_distance(table, max_distance=MAX_DISTANCE, is_causal=False)
-
-    def layer(self, at: str) -> PostNormLayer:
-        hidden, inner, names = self._sizes.hidden, self._sizes.inner, self._family.layer
-
-        def linear(fan_in: int, fan_out: int, *parts: str) -> Linear:
-            stored = [f"{self._prefix}{at}.{part}" for part in parts]
-            widths = [fan_out // len(parts)] * len(parts)
-            return self._read.linear(stored, fan_in, widths, bias=names.has_bias(parts[0]))
-
-        up = linear(hidden, (1 + names.is_gated) * inner, *names.up)
-        return PostNormLayer(
-            qkv=linear(hidden, 3 * hidden, *names.qkv),
-            attention_output=linear(hidden, hidden, names.attention_output),
-            attention_norm=self.norm(f"{at}.{names.attention_norm}", hidden),
-            up=_gate_first(up) if names.has_both else up,
-            is_gated=names.is_gated,
-            down=linear(inner, hidden, names.down),
-            output_norm=self.output_norm(at),
-        )
-
-    def output_norm(self, at: str) -> Norm:
-        return self.norm(f"{at}.{self._family.layer.output_norm}", self._sizes.hidden)
-
-    def heads(self, checkpoint: Checkpoint) -> Heads:
-        hidden, labels, head = self._sizes.hidden, checkpoint.num_labels, self._family.head
-        if checkpoint.head_task == "classify":
-            return Heads(
-                dense=self._read.linear([self._family.head_dense(self._prefix)], hidden, [hidden]),
-                activation=head.activation,
-                classifier=self._read.linear([head.output], hidden, [labels]),
-            )
-        if checkpoint.head_task == "token_classify":
-            return Heads(classifier=self._read.linear(["classifier"], hidden, [labels]))
-        return Heads()
-
-
-def _gate_first(layer: Linear) -> Linear:
-    """Return a linear layer with the halves of its outputs exchanged."""
-    half = layer.weight.shape[1] // 2
-    bias = None if layer.bias is None else layer.bias.roll(half)
-    return Linear(layer.weight.roll(half, 1), bias)

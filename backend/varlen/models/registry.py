@@ -1,35 +1,34 @@
 """The families that are served, by the `model_type` of config.json."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from varlen.errors import CheckpointError
 from varlen.models import (
-    bart_checkpoint,
-    deberta_checkpoint,
+    bart,
+    deberta,
     gpt2,
     llama,
     modernbert,
-    t5_checkpoint,
+    t5,
 )
 from varlen.models.checkpoint.config_file import Json
 from varlen.models.checkpoint.family import Family
 from varlen.models.post_norm_families import POST_NORM_FAMILIES
 
-FAMILIES: Mapping[str, Family[Any]] = {
+FAMILIES: Mapping[str, Family[object]] = {
     **{name: each.family for name, each in POST_NORM_FAMILIES.items()},
     "modernbert": modernbert.FAMILY,
-    "deberta-v2": deberta_checkpoint.FAMILY,
+    "deberta-v2": deberta.FAMILY,
     "gpt2": gpt2.FAMILY,
     **llama.FAMILIES,
-    **bart_checkpoint.FAMILIES,
-    **t5_checkpoint.FAMILIES,
+    **bart.FAMILIES,
+    **t5.FAMILIES,
 }
 # Encoders of encoder-decoder models, by their architecture.
-ENCODERS: Mapping[str, Family[Any]] = t5_checkpoint.ENCODERS
+ENCODERS: Mapping[str, Family[object]] = t5.ENCODERS
 
 
-def family_of(config: Json) -> Family[Any]:
+def family_of(config: Json) -> Family[object]:
     """Return the family of a config.json; raise CheckpointError if none has its `model_type`."""
     name, architectures = config.get("model_type"), config.get("architectures")
     if not isinstance(name, str) or name not in FAMILIES:

@@ -47,12 +47,6 @@ class Heads:
     masked_lm: MaskedLM | None = None
 
 
-def head_dtype(checkpoint, dtype):
-    import torch
-
-    return torch.float32 if checkpoint.num_labels else dtype
-
-
 def record_head(
     ops: Recorder,
     task: Task,

@@ -24,8 +24,8 @@ class FieldRules:
         fixed: fields that are served with one value; null means that value too.
     """
 
-    read: Collection[str]
-    harmless: Collection[str]
+    read: frozenset[str]
+    harmless: frozenset[str]
     fixed: Mapping[str, object]
 
     def plus(
@@ -36,8 +36,8 @@ class FieldRules:
     ) -> "FieldRules":
         """Return these rules with more fields."""
         return FieldRules(
-            frozenset([*self.read, *read]),
-            frozenset([*self.harmless, *harmless]),
+            self.read.union(read),
+            self.harmless.union(harmless),
             {**self.fixed, **(fixed or {})},
         )
 

@@ -75,10 +75,9 @@ class Family(Generic[Model_co]):
     heads: Mapping[Task, str]
     fields: FieldRules
     read_sizes: Callable[[Json], ModelSizes]
+    load: Callable[[Reader, Json, HeadConfig], Model_co]
+    is_unused: Callable[[str, Container[str]], bool]
     tokenizer_class: str
-    load: Callable[[Reader, Json, HeadConfig], Model_co] | None = None
-    is_unused: Callable[[str, Container[str]], bool] | None = None
-    check: Callable[[Mapping[str, TensorHeader], Json, str, Task], None] | None = None
     kind: Kind = "encoder"
     has_token_types: bool = False
     masked_lm: Callable[[Json], MaskedLMLayout] | None = None
@@ -95,9 +94,6 @@ class Family(Generic[Model_co]):
         self, headers: Mapping[str, TensorHeader], config: Json, head: HeadConfig
     ) -> None:
         """Raise CheckpointError unless the tensors are those of the model in config.json, and no others."""
-        if self.check is not None:
-            self.check(headers, config, head.architecture, head.task)
-            return
         reader = HeaderReader(headers)
         self.load(reader, config, head)
         reader.check_unread(lambda name: self.is_unused(name, headers))
