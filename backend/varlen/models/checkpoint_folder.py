@@ -7,7 +7,6 @@ Nothing in the folder is executed or unpickled. `fetch` and every load use the s
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from varlen.errors import CheckpointError
 from varlen.models.blocks.masked_lm import load_masked_lm
@@ -24,7 +23,7 @@ from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.first_releases import to_native
 from varlen.models.checkpoint.folder_kind import check_is_transformer
 from varlen.models.checkpoint.generation_config import check_generation, read_end_tokens
-from varlen.models.checkpoint.header_reader import HeaderReader
+from varlen.models.checkpoint.header_reader import NOTHING, HeaderReader
 from varlen.models.checkpoint.labels import NO_LABELS, Labels, read_labels
 from varlen.models.checkpoint.late_interaction import STANFORD_ARCHITECTURE, LateInteraction
 from varlen.models.checkpoint.logit_score import LogitScore, check_score_tokens
@@ -275,8 +274,7 @@ class Checkpoint:
         family.check_tensors(headers, self.config, self.head)
         if task in MASKED_LM_TASKS:
             assert self.masked_lm is not None
-            nothing: Any = None
-            load_masked_lm(HeaderReader(headers), self.masked_lm, nothing)
+            load_masked_lm(HeaderReader(headers), self.masked_lm, NOTHING)
         check_layers(self.folder, self.vector_layers(task))
 
     def _check_late(self, task: Task, family: Family[object]) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from varlen.errors import CheckpointError
-from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import HeadActivation, Heads
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import encoder_fields
@@ -31,14 +30,13 @@ from varlen.models.checkpoint.config_file import (
 from varlen.models.checkpoint.family import Family, HeadConfig, ModelSizes
 from varlen.models.checkpoint.layers import Linear, Norm, Reader
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
+from varlen.models.deberta_layers import Deberta, DebertaLayer
 from varlen.program.heads import AttentionHeads, DistanceTables
 from varlen_kernels import Activation
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from varlen.program.program import Value
-    from varlen.program.recorder import Recorder
 
 # What a distance is multiplied with: a query (content to position), or a key (position to content).
 DistanceTerm: TypeAlias = Literal["c2p", "p2c"]
@@ -189,79 +187,6 @@ class DebertaConfig(declare.ConfigFields):
         return _PROJECTIONS[term][self.shares_projections]
 
 
-@dataclass(frozen=True, slots=True)
-class DebertaLayer:
-    """One layer; queries, keys and values are side by side."""
-
-    qkv: Linear
-    distances: DistanceTables | None
-    attention_output: Linear
-    attention_norm: Norm
-    up: Linear
-    down: Linear
-    output_norm: Norm
-
-
-@dataclass(frozen=True, slots=True)
-class Deberta:
-    """A DeBERTa in one dtype.
-
-    Attributes:
-        config: of its checkpoint.
-        token_table, position_table: `[rows, features]`.
-        projection: from the features of the tables to those of the layers, if there is one.
-        heads: the layers on top of it.
-    """
-
-    config: DebertaConfig
-    token_table: Tensor
-    position_table: Tensor | None
-    projection: Linear | None
-    embedding_norm: Norm
-    layers: tuple[DebertaLayer, ...]
-    attention_heads: AttentionHeads
-    heads: Heads
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids below this are valid."""
-        return self.token_table.shape[0]
-
-    @property
-    def type_vocab_size(self) -> int:
-        """Token types below this are valid: it has one."""
-        return 1
-
-    def record(self, ops: Recorder) -> Value:
-        """Record the encoder and return its last hidden state, `[tokens, hidden]`."""
-        positions = None if self.position_table is None else inputs.position_ids(ops)
-        x = ops.embed(inputs.token_ids(ops), self.token_table, positions, self.position_table)
-        if self.projection is not None:
-            x = self.projection.record(ops, x)
-        norm = self.embedding_norm
-        x = ops.layer_norm(x, norm.weight, norm.bias, eps=self.config.norm_eps)
-        for layer in self.layers:
-            x = self._record_layer(ops, layer, x)
-        return x
-
-    def _record_layer(self, ops: Recorder, layer: DebertaLayer, x: Value) -> Value:
-        context = ops.attention_varlen(
-            layer.qkv.record(ops, x),
-            inputs.cu_seqlens(ops),
-            self.attention_heads,
-            distances=layer.distances,
-            scale=self.config.scale,
-        )
-        x = self._add_norm(
-            ops, layer.attention_output.record(ops, context), x, layer.attention_norm
-        )
-        inner = layer.up.record_activated(ops, x, self.config.activation)
-        return self._add_norm(ops, layer.down.record(ops, inner), x, layer.output_norm)
-
-    def _add_norm(self, ops: Recorder, x: Value, residual: Value, norm: Norm) -> Value:
-        return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=self.config.norm_eps)
-
-
 def load(read: Reader, fields: Json, head: HeadConfig) -> Deberta:
     """Return the DeBERTa of a checkpoint; see `Family`."""
     return _Reader(read, DebertaConfig.read(fields)).model(head)
@@ -308,13 +233,15 @@ class _Reader:
         if embedding != hidden:
             projection = self._read.linear([f"{at}.embed_proj"], embedding, [hidden], bias=False)
         return Deberta(
-            config=config,
             token_table=tokens,
             position_table=positions,
             projection=projection,
             embedding_norm=self._read.norm(f"{at}.LayerNorm", hidden),
             layers=self._layers(tokens),
             attention_heads=AttentionHeads(config.heads, config.heads, hidden // config.heads),
+            activation=config.activation,
+            norm_eps=config.norm_eps,
+            scale=config.scale,
             heads=self._heads(head),
         )
 

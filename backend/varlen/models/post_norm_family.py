@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from varlen.errors import CheckpointError
-from varlen.models.blocks.heads import HeadActivation, Heads
+from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.relative_positions import bias_by_distance
 from varlen.models.blocks.rotary import rotary_table
 from varlen.models.checkpoint import encoder_fields
@@ -30,7 +30,8 @@ from varlen.models.checkpoint.family import Family, HeadConfig, ModelSizes, enco
 from varlen.models.checkpoint.layers import Linear, Norm, Reader
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
-from varlen.models.post_norm import PostNormEncoder, PostNormLayer
+from varlen.models.post_norm_layers import PostNormEncoder, PostNormLayer
+from varlen.models.post_norm_names import FieldNames, HeadNames, LayerNames
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
@@ -89,76 +90,6 @@ class EncoderSizes(ModelSizes):
     embedding: int
     activation: Activation
     norm_eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class FieldNames:
-    """Names of fields in config.json, empty for one that is absent; and a default."""
-
-    hidden: str = "hidden_size"
-    inner: str = "intermediate_size"
-    layers: str = "num_hidden_layers"
-    heads: str = "num_attention_heads"
-    types: str = "type_vocab_size"
-    embedding: str = ""
-    activation: str = "hidden_act"
-    norm_eps: str = "layer_norm_eps"
-    default_activation: str = "gelu"
-
-    def all(self) -> frozenset[str]:
-        """Return the fields that are read."""
-        names = {
-            self.hidden,
-            self.inner,
-            self.layers,
-            self.heads,
-            self.types,
-            self.embedding,
-            self.activation,
-            self.norm_eps,
-        } - {""}
-        return frozenset(names | {"max_position_embeddings", "vocab_size"})
-
-
-@dataclass(frozen=True, slots=True)
-class LayerNames:
-    """Names of the tensors of a layer, below the layer's own name.
-
-    Attributes:
-        name: of the layer, with a place for its number unless all share one.
-        qkv: queries, keys and values, or one linear layer of all.
-        up: in front of the activation: one linear layer; or a gate, whose activation multiplies the second one.
-        has_both: whether the one layer of `up` holds its values, then those of a gate.
-        without_bias: the linear layers that have none.
-    """
-
-    name: str = "encoder.layer.{}"
-    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
-    attention_output: str = "attention.output.dense"
-    attention_norm: str = "attention.output.LayerNorm"
-    up: tuple[str, ...] = ("intermediate.dense",)
-    has_both: bool = False
-    down: str = "output.dense"
-    output_norm: str = "output.LayerNorm"
-    without_bias: tuple[str, ...] = ()
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether there is a gate."""
-        return self.has_both or len(self.up) > 1
-
-    def has_bias(self, name: str) -> bool:
-        """Return whether a linear layer has a bias."""
-        return name not in self.without_bias
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNames:
-    """The classifier of sequences: a dense layer of the first token, then an output layer."""
-
-    dense: str = "classifier.dense"
-    output: str = "classifier.out_proj"
-    activation: HeadActivation = "tanh"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,36 @@ from collections.abc import Mapping
 
 from varlen.errors import CheckpointError
 from varlen.models import (
+    albert,
     bart,
+    bert,
     deberta,
+    distilbert,
+    electra,
     gpt2,
+    gte,
     llama,
     modernbert,
+    mpnet,
+    nomic_bert,
+    roberta,
     t5,
 )
 from varlen.models.checkpoint.config_file import Json
 from varlen.models.checkpoint.family import Family
-from varlen.models.post_norm_families import POST_NORM_FAMILIES
+from varlen.models.post_norm_family import PostNormFamily
+
+# BERT and its relatives, which share one `load`.
+POST_NORM_FAMILIES: Mapping[str, PostNormFamily] = {
+    "bert": bert.BERT,
+    **roberta.ROBERTA,
+    "distilbert": distilbert.DISTILBERT,
+    "electra": electra.ELECTRA,
+    "albert": albert.ALBERT,
+    "mpnet": mpnet.MPNET,
+    "nomic_bert": nomic_bert.NOMIC_BERT,
+    "gte": gte.GTE,
+}
 
 FAMILIES: Mapping[str, Family[object]] = {
     **{name: each.family for name, each in POST_NORM_FAMILIES.items()},

@@ -196,7 +196,7 @@ def test_copies_of_the_shared_table_take_no_memory(copy_of, name):
     model = load(folder)
 
     tables = (
-        (model.encoder.table, model.target_table)
+        (model.encoder.token_table, model.target_table)
         if name == "t5"
         else (model.source_embedding.token_table, model.target_embedding.token_table)
     )

@@ -13,8 +13,8 @@ from tests.checkpoints import change_tensors, set_fields
 from tests.closeness import assert_rows_close, encoder_roundings
 from varlen import Encoder
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.post_norm_families import POST_NORM_FAMILIES
 from varlen.models.registry import FAMILIES as FAMILIES_OF_CHECKPOINTS
+from varlen.models.registry import POST_NORM_FAMILIES
 
 from ..refusals import refused_checkpoint as refused
 

@@ -16,8 +16,7 @@ from tests.checkpoints import WEIGHTS, change_tensors, module, set_fields, write
 from tests.closeness import assert_close, encoder_roundings
 from varlen import Encoder
 from varlen.models.checkpoint_folder import Checkpoint
-from varlen.models.post_norm_families import POST_NORM_FAMILIES
-from varlen.models.registry import FAMILIES
+from varlen.models.registry import FAMILIES, POST_NORM_FAMILIES
 
 from ..refusals import refused_checkpoint as refused
 from ..refusals import refused_request

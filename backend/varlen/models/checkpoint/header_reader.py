@@ -8,6 +8,9 @@ from typing import Any
 from varlen.models.checkpoint.layers import Linear, Reader
 from varlen.models.checkpoint.weights import TensorHeader, check_tensor, check_unused
 
+# Stands for a tensor that is not read.
+NOTHING: Any = None
+
 
 class HeaderReader(Reader):
     """Checks each tensor that a family's `load` asks for, and returns None for it."""
@@ -46,8 +49,7 @@ class HeaderReader(Reader):
             self.tensor(f"{name}.weight", fan_out, fan_in)
             if bias:
                 self.tensor(f"{name}.bias", fan_out)
-        nothing: Any = None
-        return Linear(nothing, nothing)
+        return Linear(NOTHING, NOTHING)
 
     def computed(self, compute: Callable[[], Any]) -> Any:
         """Compute nothing."""
