@@ -37,8 +37,8 @@ from varlen.models.checkpoint.config_file import (
     read_int,
     read_layers,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig, ModelSizes
-from varlen.models.checkpoint.layers import Linear, Norm, Reader
+from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
 from varlen.models.checkpoint.table_names import TableNames
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
@@ -237,7 +237,7 @@ class BartConfig(declare.ConfigFields):
         return own.find(tied, present)
 
 
-def load(read: Reader, fields: Json, head: HeadConfig) -> Bart:
+def load(read: LayerReader, fields: Json, head: HeadConfig) -> Bart:
     """Return the BART or relative of a checkpoint; see `Family`."""
     config = BartConfig.read(fields)
     encoder, decoder = config.encoder, config.decoder
@@ -278,7 +278,7 @@ def load(read: Reader, fields: Json, head: HeadConfig) -> Bart:
 class _BartReader:
     """Reads the parts of the model by their names in a checkpoint."""
 
-    def __init__(self, config: BartConfig, read: Reader) -> None:
+    def __init__(self, config: BartConfig, read: LayerReader) -> None:
         self._config = config
         self._read = read
 
@@ -357,11 +357,6 @@ def _layer_names(stack: str, config: StackConfig) -> list[str]:
     return [f"model.{stack}.layers.{index}" for index in range(config.num_layers)]
 
 
-def _read_sizes(config: Json) -> ModelSizes:
-    read = BartConfig.read(config)
-    return ModelSizes(read.hidden, read.positions)
-
-
 # Tables of computed positions, which old releases saved.
 _COMPUTED = frozenset(
     f"model.{stack}.embed_positions.{tensor}"
@@ -383,7 +378,7 @@ def _family(name: str, tokenizer_class: str) -> Family[Bart]:
             " id2label init_std num_labels".split(),
             options.fixed_fields,
         ),
-        read_sizes=_read_sizes,
+        read_sizes=BartConfig.read,
         load=load,
         # copies of one table
         is_unused=lambda name, _: name == "model.shared.weight" or name in computed,

@@ -178,7 +178,7 @@ class Checkpoint:
             tokenizer_class=tokenizer.class_name,
             has_token_types=has_second_type and tokenizer.gives_types,
             labels=_labels(config, sentence) if has_labels else NO_LABELS,
-            uncounted_token=sizes.first_position - 1 if sizes.first_position else None,
+            uncounted_token=sizes.uncounted_token,
             position_limit=sizes.positions,
             max_sequence_tokens=min(sizes.positions, trained_limit),
             eos_token_ids=read_end_tokens(folder, config) if family.kind == "decoder" else (),

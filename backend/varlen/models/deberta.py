@@ -27,8 +27,8 @@ from varlen.models.checkpoint.config_file import (
     read_layers,
     show,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig, ModelSizes
-from varlen.models.checkpoint.layers import Linear, Norm, Reader
+from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.deberta_layers import Deberta, DebertaLayer
 from varlen.program.heads import AttentionHeads, DistanceTables
@@ -187,7 +187,7 @@ class DebertaConfig(declare.ConfigFields):
         return _PROJECTIONS[term][self.shares_projections]
 
 
-def load(read: Reader, fields: Json, head: HeadConfig) -> Deberta:
+def load(read: LayerReader, fields: Json, head: HeadConfig) -> Deberta:
     """Return the DeBERTa of a checkpoint; see `Family`."""
     return _Reader(read, DebertaConfig.read(fields)).model(head)
 
@@ -214,7 +214,7 @@ def distance_rows(config: DebertaConfig) -> Tensor:
 class _Reader:
     """Reads the parts of a DeBERTa by their names in a checkpoint."""
 
-    def __init__(self, read: Reader, config: DebertaConfig) -> None:
+    def __init__(self, read: LayerReader, config: DebertaConfig) -> None:
         self._read = read
         self._config = config
         is_inside = "deberta.embeddings.word_embeddings.weight" in read
@@ -318,11 +318,6 @@ def _projected(x: Tensor, layer: Linear) -> Tensor:
     return linear(x, layer.weight.t(), layer.bias)
 
 
-def _read_sizes(config: Json) -> ModelSizes:
-    read = DebertaConfig.read(config)
-    return ModelSizes(read.hidden, read.positions)
-
-
 def _masked_lm(config: Json) -> MaskedLMLayout:
     read = DebertaConfig.read(config)
     is_legacy = read_flag(config, "legacy", default=True)
@@ -363,7 +358,7 @@ FAMILY = Family(
             "type_vocab_size": 0,
         },
     ),
-    read_sizes=_read_sizes,
+    read_sizes=DebertaConfig.read,
     load=load,
     is_unused=lambda name, _: (
         name.startswith((*_HEADS, *_OPTIONAL)) or name.endswith("embeddings.position_ids")

@@ -15,8 +15,8 @@ from varlen.models.blocks.output import read_output, record_output
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import decoder_fields
 from varlen.models.checkpoint.config_file import Json, check_multiple, read_int, read_layers
-from varlen.models.checkpoint.family import Family, HeadConfig, ModelSizes
-from varlen.models.checkpoint.layers import Linear, Norm, Reader
+from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
@@ -132,7 +132,7 @@ class Gpt2:
         return ops.residual_layer_norm(x, residual, norm.weight, norm.bias, eps=self.norm_eps)
 
 
-def load(read: Reader, fields: Json, head: HeadConfig) -> Gpt2:
+def load(read: LayerReader, fields: Json, head: HeadConfig) -> Gpt2:
     """Return the GPT-2 of a checkpoint; see `Family`."""
     config = Gpt2Config.read(fields)
     prefix = "transformer." if "transformer.wte.weight" in read else ""
@@ -156,7 +156,7 @@ def load(read: Reader, fields: Json, head: HeadConfig) -> Gpt2:
     )
 
 
-def _read_layer(read: Reader, config: Gpt2Config, name: str) -> Gpt2Layer:
+def _read_layer(read: LayerReader, config: Gpt2Config, name: str) -> Gpt2Layer:
     hidden, inner = config.hidden, config.inner
 
     def linear(part: str, fan_in: int, fan_out: int) -> Linear:
@@ -174,11 +174,6 @@ def _read_layer(read: Reader, config: Gpt2Config, name: str) -> Gpt2Layer:
     )
 
 
-def _read_sizes(config: Json) -> ModelSizes:
-    read = Gpt2Config.read(config)
-    return ModelSizes(read.hidden, read.positions)
-
-
 FAMILY = Family(
     architectures={"GPT2LMHeadModel": "generate", "GPT2Model": "embed"},
     heads={"generate": "GPT2LMHeadModel"},
@@ -190,7 +185,7 @@ FAMILY = Family(
         " reorder_and_upcast_attn".split(),
         {"scale_attn_by_inverse_layer_idx": False, "scale_attn_weights": True},
     ),
-    read_sizes=_read_sizes,
+    read_sizes=Gpt2Config.read,
     load=load,
     # the causal mask of old releases; a copy of the table where the output is tied to it
     is_unused=lambda name, _: (

@@ -27,8 +27,8 @@ from varlen.models.checkpoint.config_file import (
     read_layers,
     show,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig, ModelSizes
-from varlen.models.checkpoint.layers import Linear, Reader
+from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.layers import LayerReader, Linear
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.program.heads import AttentionHeads
 
@@ -158,6 +158,7 @@ class LlamaConfig(declare.ConfigFields):
     rotary: RotaryConfig = declare.computed(
         read_rotary, "max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta"
     )
+    positions: int = declare.computed(lambda config: read_rotary(config).positions)
     vocab_size: int = declare.size("vocab_size")
     hidden: int = declare.size("hidden_size")
     inner: int = declare.size("intermediate_size")
@@ -261,7 +262,7 @@ class Llama:
         return layer.attention_output.record(ops, context)
 
 
-def load(read: Reader, fields: Json, head: HeadConfig) -> Llama:
+def load(read: LayerReader, fields: Json, head: HeadConfig) -> Llama:
     """Return the Llama, Mistral, Qwen2 or Qwen3 of a checkpoint; see `Family`."""
     config = LlamaConfig.read(fields)
     shape = config.vocab_size, config.hidden
@@ -292,7 +293,7 @@ def load(read: Reader, fields: Json, head: HeadConfig) -> Llama:
     )
 
 
-def _read_layer(read: Reader, config: LlamaConfig, name: str, window: int) -> LlamaLayer:
+def _read_layer(read: LayerReader, config: LlamaConfig, name: str, window: int) -> LlamaLayer:
     hidden, inner, heads = config.hidden, config.inner, config.heads
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
     key_width = heads.keys * heads.dim
@@ -327,11 +328,6 @@ def _read_layer(read: Reader, config: LlamaConfig, name: str, window: int) -> Ll
     )
 
 
-def _read_sizes(config: Json) -> ModelSizes:
-    read = LlamaConfig.read(config)
-    return ModelSizes(read.hidden, read.rotary.positions)
-
-
 def _family(name: str, tokenizer_class: str) -> Family[Llama]:
     options = OPTIONS[name.lower()]
     return Family(
@@ -353,7 +349,7 @@ def _family(name: str, tokenizer_class: str) -> Family[Llama]:
             ("attention_dropout", "pretraining_tp"),
             {"hidden_act": "silu", "partial_rotary_factor": 1.0},
         ),
-        read_sizes=_read_sizes,
+        read_sizes=LlamaConfig.read,
         load=load,
         # frequencies, which old releases saved; a copy of the table where the output is tied to it
         is_unused=lambda name, _: name.endswith(".rotary_emb.inv_freq") or name == "lm_head.weight",

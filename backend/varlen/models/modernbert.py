@@ -25,8 +25,8 @@ from varlen.models.checkpoint.config_file import (
     read_number,
     show,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig, ModelSizes, encoder_classes
-from varlen.models.checkpoint.layers import Linear, Norm, Reader
+from varlen.models.checkpoint.family import Family, HeadConfig, encoder_classes
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.program.heads import AttentionHeads
@@ -214,7 +214,7 @@ class ModernBert:
         return layer.attention_output.record(ops, context)
 
 
-def load(read: Reader, fields: Json, head: HeadConfig) -> ModernBert:
+def load(read: LayerReader, fields: Json, head: HeadConfig) -> ModernBert:
     """Return the ModernBERT of a checkpoint; see `Family`."""
     config = ModernBertConfig.read(fields)
     hidden, head_dim = config.hidden, config.hidden // config.heads
@@ -240,7 +240,7 @@ def load(read: Reader, fields: Json, head: HeadConfig) -> ModernBert:
 
 
 def _read_layer(
-    read: Reader, config: ModernBertConfig, at: str, kind: LayerKind, *, is_first: bool
+    read: LayerReader, config: ModernBertConfig, at: str, kind: LayerKind, *, is_first: bool
 ) -> ModernBertLayer:
     hidden, inner = config.hidden, config.inner
 
@@ -262,7 +262,7 @@ def _read_layer(
     )
 
 
-def _read_classifier(read: Reader, config: ModernBertConfig, head: HeadConfig) -> Heads:
+def _read_classifier(read: LayerReader, config: ModernBertConfig, head: HeadConfig) -> Heads:
     hidden = config.hidden
     if not head.num_labels:
         return Heads()
@@ -274,11 +274,6 @@ def _read_classifier(read: Reader, config: ModernBertConfig, head: HeadConfig) -
         norm_eps=config.norm_eps,
         classifier=read.linear(["classifier"], hidden, [head.num_labels]),
     )
-
-
-def _read_sizes(config: Json) -> ModelSizes:
-    read = ModernBertConfig.read(config)
-    return ModelSizes(read.hidden, read.positions)
 
 
 def _masked_lm(config: Json) -> MaskedLMLayout:
@@ -309,7 +304,7 @@ FAMILY = Family(
         " tie_word_embeddings layer_norm_eps position_embedding_type".split(),
         {"is_encoder_decoder": False, "rope_scaling": None},
     ),
-    read_sizes=_read_sizes,
+    read_sizes=ModernBertConfig.read,
     load=load,
     is_unused=lambda name, _: name.startswith(("head.", "decoder.", "classifier.")),
     tokenizer_class="PreTrainedTokenizerFast",

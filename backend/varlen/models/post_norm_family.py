@@ -26,8 +26,8 @@ from varlen.models.checkpoint.config_file import (
     read_layers,
     read_norm_eps,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig, ModelSizes, encoder_classes
-from varlen.models.checkpoint.layers import Linear, Norm, Reader
+from varlen.models.checkpoint.family import Family, HeadConfig, encoder_classes
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout, MaskedLMNames
 from varlen.models.checkpoint.rotary_config import RotaryConfig, read_rotary
 from varlen.models.post_norm_layers import PostNormEncoder, PostNormLayer
@@ -66,10 +66,12 @@ _OTHER_HEADS = tuple(
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderSizes(ModelSizes):
-    """Sizes and settings that config.json gives.
+class EncoderSizes:
+    """Sizes and settings that config.json gives; see `ModelSizes`.
 
     Attributes:
+        first_position: row of the first token in the position table. Above 0, the row before it is that of the padding
+            token, whose id is the number of that row.
         inner: features between the two linear layers of a feed-forward part.
         layers: number of layers.
         heads: of each layer.
@@ -81,6 +83,9 @@ class EncoderSizes(ModelSizes):
         norm_eps: added to the variance.
     """
 
+    hidden: int
+    positions: int
+    first_position: int
     inner: int
     layers: int
     heads: int
@@ -90,6 +95,11 @@ class EncoderSizes(ModelSizes):
     embedding: int
     activation: Activation
     norm_eps: float
+
+    @property
+    def uncounted_token(self) -> int | None:
+        """The padding token, where transformers does not count it as a position."""
+        return self.first_position - 1 if self.first_position else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +221,7 @@ class PostNormFamily:
             )
         return hidden, heads
 
-    def load(self, read: Reader, config: Json, head: HeadConfig) -> PostNormEncoder:
+    def load(self, read: LayerReader, config: Json, head: HeadConfig) -> PostNormEncoder:
         """Return the encoder of a checkpoint; see `Family`."""
         return _Reader(self, self.read_sizes(config), read).model(head)
 
@@ -234,7 +244,7 @@ class PostNormFamily:
 class _Reader:
     """Reads the parts of an encoder by their names in a checkpoint."""
 
-    def __init__(self, family: PostNormFamily, sizes: EncoderSizes, read: Reader) -> None:
+    def __init__(self, family: PostNormFamily, sizes: EncoderSizes, read: LayerReader) -> None:
         self._family = family
         self._sizes = sizes
         self._read = read

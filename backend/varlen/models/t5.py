@@ -24,8 +24,8 @@ from varlen.models.checkpoint.config_file import (
     read_int,
     read_layers,
 )
-from varlen.models.checkpoint.family import Family, HeadConfig, ModelSizes
-from varlen.models.checkpoint.layers import Linear, Reader
+from varlen.models.checkpoint.family import Family, HeadConfig
+from varlen.models.checkpoint.layers import LayerReader, Linear
 from varlen.models.checkpoint.table_names import TableNames
 from varlen.models.t5_layers import (
     T5,
@@ -119,6 +119,7 @@ class T5Config(declare.ConfigFields):
         lambda config: read_layers(config, "num_layers"), "num_layers"
     )
     hidden: int = declare.size("d_model")
+    positions: int = declare.computed(lambda _: LONGEST_SEQUENCE)
     vocab_size: int = declare.size("vocab_size")
     inner: int = declare.size("d_ff")
     num_heads: int = declare.size("num_heads")
@@ -146,7 +147,7 @@ def _table_names(present: Container[str]) -> TableNames:
     return own.find(("shared.weight", own.source, own.target, own.output), present)
 
 
-def load(read: Reader, fields: Json, head: HeadConfig) -> T5:
+def load(read: LayerReader, fields: Json, head: HeadConfig) -> T5:
     """Return the T5 or mT5 of a checkpoint; see `Family`."""
     config = T5Config.read(fields)
     size, scale = config.vocab_size, config.output_scale
@@ -173,7 +174,7 @@ def load(read: Reader, fields: Json, head: HeadConfig) -> T5:
     )
 
 
-def load_encoder(read: Reader, fields: Json, head: HeadConfig) -> T5Encoder:  # noqa: ARG001  # it has none
+def load_encoder(read: LayerReader, fields: Json, head: HeadConfig) -> T5Encoder:  # noqa: ARG001  # it has none
     """Return the encoder of a checkpoint without a decoder; see `Family`."""
     config = T5Config.read(fields)
     table = read.tensor(_table_names(read).source, config.vocab_size, config.hidden)
@@ -183,7 +184,7 @@ def load_encoder(read: Reader, fields: Json, head: HeadConfig) -> T5Encoder:  # 
 class _T5Reader:
     """Reads the parts of the model by their names in a checkpoint."""
 
-    def __init__(self, config: T5Config, read: Reader) -> None:
+    def __init__(self, config: T5Config, read: LayerReader) -> None:
         self._config = config
         self._read = read
 
@@ -253,10 +254,6 @@ def _layer_names(stack: str, layers: int) -> list[str]:
     return [f"{stack}.block.{index}.layer" for index in range(layers)]
 
 
-def _read_sizes(config: Json) -> ModelSizes:
-    return ModelSizes(T5Config.read(config).hidden, LONGEST_SEQUENCE)
-
-
 def _is_unused(name: str, stored: Container[str]) -> bool:  # noqa: ARG001
     return name in (_UNUSED_BIAS, "shared.weight")
 
@@ -276,7 +273,7 @@ def _family(head: str) -> Family[T5]:
         architectures={head: "translate"},
         heads={"translate": head},
         fields=_RULES,
-        read_sizes=_read_sizes,
+        read_sizes=T5Config.read,
         load=load,
         is_unused=_is_unused,
         tokenizer_class="T5Tokenizer",
@@ -294,7 +291,7 @@ ENCODERS: Mapping[str, Family[T5Encoder]] = {
         architectures={name: "embed"},
         heads={},
         fields=_ENCODER_RULES,
-        read_sizes=_read_sizes,
+        read_sizes=T5Config.read,
         load=load_encoder,
         is_unused=_is_unused,
         tokenizer_class="T5Tokenizer",

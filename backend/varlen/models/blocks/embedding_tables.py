@@ -13,7 +13,7 @@ from varlen.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from varlen.models.checkpoint.layers import Reader
+    from varlen.models.checkpoint.layers import LayerReader
     from varlen.models.checkpoint.table_names import TableNames
 
 
@@ -37,7 +37,7 @@ class Tables:
 
 
 def read_tables(
-    read: Reader, names: TableNames, hidden: int, *, sources: int, targets: int
+    read: LayerReader, names: TableNames, hidden: int, *, sources: int, targets: int
 ) -> Tables:
     """Return the tables of a checkpoint.
 
@@ -48,7 +48,7 @@ def read_tables(
         sources, targets: sizes of the vocabularies.
 
     Raises:
-        CheckpointError: see `Reader`.
+        CheckpointError: see `LayerReader`.
     """
     tables: dict[str, Tensor] = {}
 
@@ -66,7 +66,7 @@ def read_tables(
     )
 
 
-def check_tied(read: Reader, name: str, table: Tensor, *shape: int) -> None:
+def check_tied(read: LayerReader, name: str, table: Tensor, *shape: int) -> None:
     """Raise CheckpointError if a matrix that config.json ties to the embedding table is another one.
 
     Args:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from varlen.models.blocks import inputs
 from varlen.models.blocks.embedding_tables import check_tied
-from varlen.models.checkpoint.layers import Linear, Norm, Reader
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
 from varlen.request.request import MAX_TOP_K
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class MaskedLM:
         return ops.term_weights(rows, weight, bias, bounds, mode=splade.pooling, logs=splade.logs)
 
 
-def load_masked_lm(read: Reader, layout: MaskedLMLayout, table: Tensor) -> MaskedLM:
+def load_masked_lm(read: LayerReader, layout: MaskedLMLayout, table: Tensor) -> MaskedLM:
     """Return the head of a checkpoint.
 
     Args:
@@ -62,7 +62,7 @@ def load_masked_lm(read: Reader, layout: MaskedLMLayout, table: Tensor) -> Maske
         table: `[vocabulary, features]`, the embedding of each token.
 
     Raises:
-        CheckpointError: see `Reader`; or the checkpoint has another table than the embeddings, though it says that
+        CheckpointError: see `LayerReader`; or the checkpoint has another table than the embeddings, though it says that
             they are tied.
     """
     names, features = layout.names, layout.features

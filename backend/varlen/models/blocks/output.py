@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from varlen.models.blocks.embedding_tables import check_tied
-from varlen.models.checkpoint.layers import Linear, Reader
+from varlen.models.checkpoint.layers import LayerReader, Linear
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from varlen.program.recorder import Recorder
 
 
-def read_output(read: Reader, table: Tensor, *shape: int, is_tied: bool) -> Linear:
+def read_output(read: LayerReader, table: Tensor, *shape: int, is_tied: bool) -> Linear:
     """Return the output layer, `[hidden, vocabulary]`, a view of the embedding table if they are tied.
 
     Args:

@@ -5,11 +5,11 @@ Source of the names: decoders as saved by Hugging Face transformers.
 
 from varlen.models.blocks.heads import Heads
 from varlen.models.checkpoint.family import HeadConfig
-from varlen.models.checkpoint.layers import Linear, Reader
+from varlen.models.checkpoint.layers import LayerReader, Linear
 from varlen.models.checkpoint.logit_score import LogitScore
 
 
-def read_score(read: Reader, head: HeadConfig, hidden: int) -> Heads:
+def read_score(read: LayerReader, head: HeadConfig, hidden: int) -> Heads:
     """Return the classifier of a checkpoint in fp32, none if its architecture has none.
 
     Args:
@@ -24,7 +24,7 @@ def read_score(read: Reader, head: HeadConfig, hidden: int) -> Heads:
     return Heads(pooling="last", classifier=layer)
 
 
-def read_logit_score(read: Reader, score: LogitScore, name: str, *shape: int) -> Heads:
+def read_logit_score(read: LayerReader, score: LogitScore, name: str, *shape: int) -> Heads:
     """Return the layer whose output is the difference of two logits of the last token.
 
     Args:

@@ -21,7 +21,18 @@ _Config = TypeVar("_Config", bound="ConfigFields")
 
 
 class ConfigFields:
-    """What config.json says of a model: a frozen dataclass, each of whose fields is declared as one below."""
+    """What config.json says of a model: a frozen dataclass, each of whose fields is declared as one below.
+
+    See `ModelSizes` for those that every family declares.
+    """
+
+    hidden: int
+    positions: int
+
+    @property
+    def uncounted_token(self) -> int | None:
+        """See `ModelSizes`."""
+        return None
 
     @classmethod
     def names(cls) -> frozenset[str]:

@@ -1,13 +1,13 @@
 """What is known of a model family: its checkpoints' fields and tensors, its tasks, and how it is loaded."""
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.config_file import Json
 from varlen.models.checkpoint.header_reader import HeaderReader
-from varlen.models.checkpoint.layers import Reader
+from varlen.models.checkpoint.layers import LayerReader
 from varlen.models.checkpoint.logit_score import LogitScore
 from varlen.models.checkpoint.masked_lm_layout import MaskedLMLayout
 from varlen.models.checkpoint.weights import TensorHeader
@@ -18,20 +18,20 @@ Kind: TypeAlias = Literal["encoder", "decoder", "encoder_decoder"]
 Model_co = TypeVar("Model_co", covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """Sizes that config.json of every family gives, under its own names.
+class ModelSizes(Protocol):
+    """Sizes that config.json of every family gives, under its own names."""
 
-    Attributes:
-        hidden: features of a token.
-        positions: longest sequence that has positions, in tokens: of a source, and of a target.
-        first_position: row of the first token in the position table. Above 0, the row before it is that of the padding
-            token, whose id is the number of that row.
-    """
+    @property
+    def hidden(self) -> int:
+        """Features of a token."""
 
-    hidden: int
-    positions: int
-    first_position: int = field(default=0, kw_only=True)
+    @property
+    def positions(self) -> int:
+        """Longest sequence that has positions, in tokens: of a source, and of a target."""
+
+    @property
+    def uncounted_token(self) -> int | None:
+        """The padding token, where transformers does not count it as a position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Family(Generic[Model_co]):
     heads: Mapping[Task, str]
     fields: FieldRules
     read_sizes: Callable[[Json], ModelSizes]
-    load: Callable[[Reader, Json, HeadConfig], Model_co]
+    load: Callable[[LayerReader, Json, HeadConfig], Model_co]
     is_unused: Callable[[str, Container[str]], bool]
     tokenizer_class: str
     kind: Kind = "encoder"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from varlen.models.checkpoint.layers import Linear, Reader
+from varlen.models.checkpoint.layers import LayerReader, Linear
 from varlen.models.checkpoint.weights import TensorHeader, check_tensor, check_unused
 
 # Stands for a tensor that is not read.
 NOTHING: Any = None
 
 
-class HeaderReader(Reader):
+class HeaderReader(LayerReader):
     """Checks each tensor that a family's `load` asks for, and returns None for it."""
 
     def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
@@ -23,12 +23,12 @@ class HeaderReader(Reader):
         return name in self._headers
 
     @property
-    def fp32(self) -> Reader:
+    def fp32(self) -> LayerReader:
         """This reader: dtypes are those of the files."""
         return self
 
     @property
-    def last(self) -> Reader:
+    def last(self) -> LayerReader:
         """This reader: dtypes are those of the files."""
         return self
 

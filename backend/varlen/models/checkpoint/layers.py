@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -53,58 +52,12 @@ class Norm:
     bias: Tensor | None
 
 
-class Reader(Container[str]):
-    """Reads layers by their names in a checkpoint.
+class LayerReader(Container[str]):
+    """Reads layers by their names in a checkpoint, in one dtype; nothing stays mapped.
 
-    A family's `load` runs with a `LayerReader`, and as the check of a checkpoint with a `HeaderReader`, which reads no
-    weight. Either raises CheckpointError for a tensor that is missing, has another shape, or is quantized.
+    A family's `load` runs with it, and as the check of a checkpoint with a `HeaderReader`, which reads no weight.
+    Either raises CheckpointError for a tensor that is missing, has another shape, or is quantized.
     """
-
-    @property
-    @abstractmethod
-    def fp32(self) -> Reader:
-        """A reader of the same checkpoint in fp32."""
-
-    @property
-    @abstractmethod
-    def last(self) -> Reader:
-        """A reader of the same checkpoint in the dtype of the last norm and of the head."""
-
-    @abstractmethod
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor in the layout of its file."""
-
-    @abstractmethod
-    def rows(self, name: str, *shape: int, of: Sequence[int]) -> Tensor:
-        """Return some rows of a tensor, `[len(of), ...]`."""
-
-    @abstractmethod
-    def linear(
-        self, names: Sequence[str], fan_in: int, fan_outs: Sequence[int], *, bias: bool = True
-    ) -> Linear:
-        """Return linear layers that read one input as one layer, their outputs side by side.
-
-        Args:
-            names: of the layers, whose files have weights `[out, in]`.
-            fan_in: features of the input.
-            fan_outs: features of each output.
-            bias: whether they have one.
-        """
-
-    @abstractmethod
-    def computed(self, compute: Callable[[], _T]) -> _T:
-        """Return what is computed of tensors that were read; a check of headers computes nothing."""
-
-    def norm(self, name: str, size: int, *, bias: bool = True) -> Norm:
-        """Return a norm of `size` features."""
-        return Norm(
-            self.tensor(f"{name}.weight", size),
-            self.tensor(f"{name}.bias", size) if bias else None,
-        )
-
-
-class LayerReader(Reader):
-    """Reads layers in one dtype; nothing stays mapped."""
 
     def __init__(
         self,
@@ -129,14 +82,14 @@ class LayerReader(Reader):
         return name in self._weights
 
     @property
-    def fp32(self) -> Reader:
+    def fp32(self) -> LayerReader:
         """A reader of the same checkpoint in fp32."""
         import torch
 
         return LayerReader(self._weights, torch.float32, self._device)
 
     @property
-    def last(self) -> Reader:
+    def last(self) -> LayerReader:
         """A reader of the same checkpoint in the dtype of the last norm and of the head."""
         return LayerReader(self._weights, self._last_dtype, self._device)
 
@@ -150,10 +103,24 @@ class LayerReader(Reader):
         # not the whole tensor in another dtype; a list of rows makes a copy
         return self._weights.read(name, *shape)[list(of)].to(self._device, self._dtype)
 
+    def norm(self, name: str, size: int, *, bias: bool = True) -> Norm:
+        """Return a norm of `size` features."""
+        return Norm(
+            self.tensor(f"{name}.weight", size),
+            self.tensor(f"{name}.bias", size) if bias else None,
+        )
+
     def linear(
         self, names: Sequence[str], fan_in: int, fan_outs: Sequence[int], *, bias: bool = True
     ) -> Linear:
-        """Return linear layers that read one input as one layer, their outputs side by side."""
+        """Return linear layers that read one input as one layer, their outputs side by side.
+
+        Args:
+            names: of the layers, whose files have weights `[out, in]`.
+            fan_in: features of the input.
+            fan_outs: features of each output.
+            bias: whether they have one.
+        """
         import torch
 
         weight = torch.empty(fan_in, sum(fan_outs), dtype=self._dtype, device=self._device)
@@ -171,5 +138,5 @@ class LayerReader(Reader):
         return Linear(weight, torch.cat(biases))
 
     def computed(self, compute: Callable[[], _T]) -> _T:
-        """Return what is computed of tensors that were read."""
+        """Return what is computed of tensors that were read; a check of headers computes nothing."""
         return compute()
