@@ -13,20 +13,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from varlen.errors import CheckpointError
-from varlen.models.bart_layers import (
-    Bart,
-    BartDecoderLayer,
-    BartEmbedding,
-    BartEncoderLayer,
+from varlen.models.bart_layers import Bart, BartEmbedding
+from varlen.models.blocks.embedding_tables import read_tables
+from varlen.models.blocks.output import suppress_tokens
+from varlen.models.blocks.seq2seq_layers import (
+    DecoderLayer,
+    EncoderLayer,
     FeedForward,
     SelfAttention,
     SourceAttention,
 )
-from varlen.models.blocks.embedding_tables import read_tables
-from varlen.models.blocks.output import suppress_tokens
 from varlen.models.blocks.sinusoidal import m2m_positions, marian_positions
 from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import seq2seq_fields
+from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
@@ -253,16 +252,14 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> Bart:
     return Bart(
         source_embedding=parts.embedding("encoder", tables.source),
         encoder_layers=tuple(
-            BartEncoderLayer(parts.attention(at), parts.mlp(at, encoder))
+            EncoderLayer(parts.attention(at), parts.mlp(at, encoder))
             for at in _layer_names("encoder", encoder)
         ),
         encoder_norm=parts.last_norm("encoder"),
         encoder_heads=encoder.heads,
         target_embedding=parts.embedding("decoder", tables.target),
         decoder_layers=tuple(
-            BartDecoderLayer(
-                parts.attention(at), parts.source_attention(at), parts.mlp(at, decoder)
-            )
+            DecoderLayer(parts.attention(at), parts.source_attention(at), parts.mlp(at, decoder))
             for at in _layer_names("decoder", decoder)
         ),
         decoder_norm=parts.last_norm("decoder"),
@@ -371,7 +368,7 @@ def _family(name: str, tokenizer_class: str) -> Family[Bart]:
     return Family(
         architectures={options.head: "translate"},
         heads={"translate": options.head},
-        fields=seq2seq_fields.RULES.plus(
+        fields=kind_fields.ENCODER_DECODER.plus(
             BartConfig.names() | options.fields,
             # of training, and of heads that are not served
             "activation_dropout attention_dropout classifier_dropout decoder_layerdrop dropout encoder_layerdrop"

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from varlen.models.blocks import inputs
 from varlen.models.blocks.output import record_output
 from varlen.models.blocks.residual import ResidualStream
+from varlen.models.blocks.seq2seq_layers import DecoderLayer, EncoderLayer
 from varlen.models.checkpoint.layers import Linear, Norm
 from varlen.program.heads import AttentionHeads
-from varlen_kernels import Activation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,66 +55,6 @@ class BartEmbedding:
 
 
 @dataclass(frozen=True, slots=True)
-class SelfAttention:
-    """Attention inside a sequence; query, key and value are one matrix, side by side."""
-
-    qkv: Linear
-    output: Linear
-    norm: Norm
-
-
-@dataclass(frozen=True, slots=True)
-class SourceAttention:
-    """Attention to a source; key and value are one matrix, side by side."""
-
-    query: Linear
-    kv: Linear
-    output: Linear
-    norm: Norm
-
-
-@dataclass(frozen=True, slots=True)
-class FeedForward:
-    """The feed-forward part of a layer."""
-
-    up: Linear
-    down: Linear
-    norm: Norm
-    activation: Activation
-
-    def record(self, ops: Recorder, x: Value) -> Value:
-        """Record its output, `[tokens, hidden]`."""
-        return self.down.record(ops, self.up.record_activated(ops, x, self.activation))
-
-
-@dataclass(frozen=True, slots=True)
-class BartEncoderLayer:
-    """One layer of the encoder."""
-
-    attention: SelfAttention
-    mlp: FeedForward
-
-    @property
-    def norms(self) -> tuple[Norm, ...]:
-        """The norm of each part."""
-        return self.attention.norm, self.mlp.norm
-
-
-@dataclass(frozen=True, slots=True)
-class BartDecoderLayer:
-    """One layer of the decoder."""
-
-    attention: SelfAttention
-    source: SourceAttention
-    mlp: FeedForward
-
-    @property
-    def norms(self) -> tuple[Norm, ...]:
-        """The norm of each part."""
-        return self.attention.norm, self.source.norm, self.mlp.norm
-
-
-@dataclass(frozen=True, slots=True)
 class Bart:
     """A BART or a relative in one dtype.
 
@@ -127,11 +67,11 @@ class Bart:
     """
 
     source_embedding: BartEmbedding
-    encoder_layers: tuple[BartEncoderLayer, ...]
+    encoder_layers: tuple[EncoderLayer, ...]
     encoder_norm: Norm | None
     encoder_heads: AttentionHeads
     target_embedding: BartEmbedding
-    decoder_layers: tuple[BartDecoderLayer, ...]
+    decoder_layers: tuple[DecoderLayer, ...]
     decoder_norm: Norm | None
     attention_heads: AttentionHeads
     output: Linear
@@ -185,7 +125,7 @@ class Bart:
 def _stream(
     ops: Recorder,
     embedding: BartEmbedding,
-    layers: tuple[BartEncoderLayer, ...] | tuple[BartDecoderLayer, ...],
+    layers: tuple[EncoderLayer, ...] | tuple[DecoderLayer, ...],
     last_norm: Norm | None,
 ) -> ResidualStream:
     """Record the embeddings and return the residual stream of a stack."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from varlen.errors import CheckpointError
 from varlen.models.blocks.heads import HeadActivation, Heads
 from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import encoder_fields
+from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
@@ -346,7 +346,7 @@ FAMILY = Family(
         "sparse_embed": "DebertaV2ForMaskedLM",
         "fill_mask": "DebertaV2ForMaskedLM",
     },
-    fields=encoder_fields.RULES.plus(
+    fields=kind_fields.ENCODER.plus(
         DebertaConfig.names() | {"legacy", "tie_word_embeddings"},
         # training, and the convolution that is refused
         "attention_probs_dropout_prob cls_dropout conv_act conv_groups hidden_dropout_prob"

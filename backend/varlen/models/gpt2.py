@@ -13,7 +13,7 @@ from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.output import read_output, record_output
 from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import decoder_fields
+from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import Json, check_multiple, read_int, read_layers
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
@@ -177,7 +177,7 @@ def _read_layer(read: LayerReader, config: Gpt2Config, name: str) -> Gpt2Layer:
 FAMILY = Family(
     architectures={"GPT2LMHeadModel": "generate", "GPT2Model": "embed"},
     heads={"generate": "GPT2LMHeadModel"},
-    fields=decoder_fields.RULES.plus(
+    fields=kind_fields.DECODER.plus(
         Gpt2Config.names(),
         # training; a head for several choices; another order of the same operations
         "attn_pdrop embd_pdrop resid_pdrop"

@@ -18,7 +18,7 @@ from varlen.models.blocks.output import read_output, record_output
 from varlen.models.blocks.rotary import rotary_table
 from varlen.models.blocks.score_head import read_logit_score, read_score
 from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import decoder_fields
+from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
     Json,
     check_multiple,
@@ -343,7 +343,7 @@ def _family(name: str, tokenizer_class: str) -> Family[Llama]:
             "rerank": f"{name}ForSequenceClassification",
             "token_classify": f"{name}ForTokenClassification",
         },
-        fields=decoder_fields.RULES.plus(
+        fields=kind_fields.DECODER.plus(
             LlamaConfig.names() | options.fields,
             # training, and another order of the same sums
             ("attention_dropout", "pretraining_tp"),

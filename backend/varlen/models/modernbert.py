@@ -15,7 +15,7 @@ from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.rotary import rotary_table
 from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import encoder_fields
+from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
     Json,
     check_multiple,
@@ -296,7 +296,7 @@ _ARCHITECTURES, _HEADS = encoder_classes("ModernBert")
 FAMILY = Family(
     architectures=_ARCHITECTURES,
     heads=_HEADS,
-    fields=encoder_fields.RULES.plus(
+    fields=kind_fields.ENCODER.plus(
         ModernBertConfig.names(),
         # training, the masked-language-model head, and how transformers runs
         "attention_dropout decoder_bias deterministic_flash_attn embedding_dropout initializer_cutoff_factor"

@@ -15,7 +15,7 @@ from varlen.errors import CheckpointError
 from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.relative_positions import bias_by_distance
 from varlen.models.blocks.rotary import rotary_table
-from varlen.models.checkpoint import encoder_fields
+from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
     Json,
@@ -38,7 +38,7 @@ from varlen_kernels import Activation
 if TYPE_CHECKING:
     from torch import Tensor
 
-_RULES = encoder_fields.RULES.plus(
+_RULES = kind_fields.ENCODER.plus(
     (),
     # training
     "attention_probs_dropout_prob hidden_dropout_prob tie_word_embeddings".split(),

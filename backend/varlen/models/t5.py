@@ -14,8 +14,15 @@ from varlen.errors import CheckpointError
 from varlen.models.blocks.embedding_tables import read_tables
 from varlen.models.blocks.output import suppress_tokens
 from varlen.models.blocks.relative_positions import bias_by_distance
+from varlen.models.blocks.seq2seq_layers import (
+    DecoderLayer,
+    EncoderLayer,
+    FeedForward,
+    SelfAttention,
+    SourceAttention,
+)
 from varlen.models.checkpoint import declared_fields as declare
-from varlen.models.checkpoint import encoder_fields, seq2seq_fields
+from varlen.models.checkpoint import kind_fields
 from varlen.models.checkpoint.config_fields import FieldRules
 from varlen.models.checkpoint.config_file import (
     ACTIVATIONS,
@@ -25,17 +32,9 @@ from varlen.models.checkpoint.config_file import (
     read_layers,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig
-from varlen.models.checkpoint.layers import LayerReader, Linear
+from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
 from varlen.models.checkpoint.table_names import TableNames
-from varlen.models.t5_layers import (
-    T5,
-    T5DecoderLayer,
-    T5Encoder,
-    T5EncoderLayer,
-    T5FeedForward,
-    T5SelfAttention,
-    T5SourceAttention,
-)
+from varlen.models.t5_layers import T5, T5Encoder
 from varlen.program.heads import AttentionHeads
 from varlen_kernels import Activation
 
@@ -156,7 +155,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> T5:
     encoder = parts.encoder(tables.source)
     decoder_bias = parts.bias("decoder", is_causal=True)
     decoder_layers = tuple(
-        T5DecoderLayer(parts.attention(at), parts.source_attention(at), parts.mlp(f"{at}.2"))
+        DecoderLayer(parts.attention(at), parts.source_attention(at), parts.mlp(f"{at}.2"))
         for at in _layer_names("decoder", config.decoder_layers)
     )
     norm = parts.norm("decoder.final_layer_norm")
@@ -165,7 +164,7 @@ def load(read: LayerReader, fields: Json, head: HeadConfig) -> T5:
         target_table=tables.target,
         decoder_layers=decoder_layers,
         decoder_bias=decoder_bias,
-        decoder_norm=read.computed(lambda: norm * scale),
+        decoder_norm=read.computed(lambda: Norm(norm.weight * scale, None)),
         output=read.computed(
             lambda: suppress_tokens(Linear(tables.output_weight, None), head.masked_tokens)
         ),
@@ -194,7 +193,7 @@ class _T5Reader:
             token_table=table,
             bias=self.bias("encoder", is_causal=False),
             layers=tuple(
-                T5EncoderLayer(self.attention(at), self.mlp(f"{at}.1"))
+                EncoderLayer(self.attention(at), self.mlp(f"{at}.1"))
                 for at in _layer_names("encoder", config.encoder_layers)
             ),
             norm=self.norm("encoder.final_layer_norm"),
@@ -202,25 +201,25 @@ class _T5Reader:
             norm_eps=config.norm_eps,
         )
 
-    def attention(self, layer: str) -> T5SelfAttention:
+    def attention(self, layer: str) -> SelfAttention:
         name = f"{layer}.0.SelfAttention"
         qkv, norm = self._inputs(name, "q", "k", "v"), self.norm(f"{layer}.0.layer_norm")
-        return T5SelfAttention(norm, qkv, self._output(name))
+        return SelfAttention(qkv, self._output(name), norm)
 
-    def source_attention(self, layer: str) -> T5SourceAttention:
+    def source_attention(self, layer: str) -> SourceAttention:
         name = f"{layer}.1.EncDecAttention"
-        return T5SourceAttention(
+        return SourceAttention(
             norm=self.norm(f"{layer}.1.layer_norm"),
             query=self._inputs(name, "q"),
             kv=self._inputs(name, "k", "v"),
             output=self._output(name),
         )
 
-    def mlp(self, part: str) -> T5FeedForward:
+    def mlp(self, part: str) -> FeedForward:
         config, name = self._config, f"{part}.DenseReluDense"
         activation, is_gated = config.feed_forward
         ups = [f"{name}.wi_0", f"{name}.wi_1"] if is_gated else [f"{name}.wi"]
-        return T5FeedForward(
+        return FeedForward(
             norm=self.norm(f"{part}.layer_norm"),
             up=self._read.linear(ups, config.hidden, [config.inner] * len(ups), bias=False),
             down=self._read.linear([f"{name}.wo"], config.inner, [config.hidden], bias=False),
@@ -228,8 +227,8 @@ class _T5Reader:
             is_gated=is_gated,
         )
 
-    def norm(self, name: str) -> Tensor:
-        return self._read.tensor(f"{name}.weight", self._config.hidden)
+    def norm(self, name: str) -> Norm:
+        return self._read.norm(name, self._config.hidden, bias=False)
 
     def bias(self, stack: str, *, is_causal: bool) -> Tensor:
         config = self._config
@@ -259,11 +258,11 @@ def _is_unused(name: str, stored: Container[str]) -> bool:  # noqa: ARG001
 
 
 _TRAINING_FIELDS = ("dropout_rate", "initializer_factor")
-_RULES = seq2seq_fields.RULES.plus(T5Config.names(), _TRAINING_FIELDS)
+_RULES = kind_fields.ENCODER_DECODER.plus(T5Config.names(), _TRAINING_FIELDS)
 # The class of the encoder has no decoder in transformers, whatever config.json says.
 _ENCODER_RULES = FieldRules(
     _RULES.read,
-    encoder_fields.RULES.harmless | {*_TRAINING_FIELDS, "is_encoder_decoder", "prefix"},
+    kind_fields.ENCODER.harmless | {*_TRAINING_FIELDS, "is_encoder_decoder", "prefix"},
     {name: value for name, value in _RULES.fixed.items() if name != "is_encoder_decoder"},
 )
 

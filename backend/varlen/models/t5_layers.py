@@ -15,9 +15,9 @@ from varlen.models.blocks import inputs
 from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.output import record_output
 from varlen.models.blocks.residual import RmsResidualStream
-from varlen.models.checkpoint.layers import Linear
+from varlen.models.blocks.seq2seq_layers import DecoderLayer, EncoderLayer
+from varlen.models.checkpoint.layers import Linear, Norm
 from varlen.program.heads import AttentionHeads
-from varlen_kernels import Activation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,85 +28,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class T5SelfAttention:
-    """Attention inside a sequence; query, key and value are one matrix, side by side."""
-
-    norm: Tensor
-    qkv: Linear
-    output: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class T5SourceAttention:
-    """Attention to a source; key and value are one matrix, side by side."""
-
-    norm: Tensor
-    query: Linear
-    kv: Linear
-    output: Linear
-
-
-@dataclass(frozen=True, slots=True)
-class T5FeedForward:
-    """The feed-forward part of a layer; gate and up are one matrix."""
-
-    norm: Tensor
-    up: Linear
-    down: Linear
-    activation: Activation
-    is_gated: bool
-
-    def record(self, ops: Recorder, x: Value) -> Value:
-        """Record its output, `[tokens, hidden]`."""
-        if self.is_gated:
-            inner = ops.activate_gate(self.up.record(ops, x), kind=self.activation)
-        else:
-            inner = self.up.record_activated(ops, x, self.activation)
-        return self.down.record(ops, inner)
-
-
-@dataclass(frozen=True, slots=True)
-class T5EncoderLayer:
-    """One layer of the encoder."""
-
-    attention: T5SelfAttention
-    mlp: T5FeedForward
-
-    @property
-    def norms(self) -> tuple[Tensor, ...]:
-        """The norm before each part."""
-        return self.attention.norm, self.mlp.norm
-
-
-@dataclass(frozen=True, slots=True)
-class T5DecoderLayer:
-    """One layer of the decoder."""
-
-    attention: T5SelfAttention
-    source: T5SourceAttention
-    mlp: T5FeedForward
-
-    @property
-    def norms(self) -> tuple[Tensor, ...]:
-        """The norm before each part."""
-        return self.attention.norm, self.source.norm, self.mlp.norm
-
-
-@dataclass(frozen=True, slots=True)
 class T5Encoder:
     """The encoder of a T5 or mT5 in one dtype.
 
     Attributes:
         token_table: `[vocabulary, hidden]`.
         bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
-        norm: `[hidden]`, after the last layer.
+        norm: after the last layer.
         attention_heads: heads of all layers.
     """
 
     token_table: Tensor
-    layers: tuple[T5EncoderLayer, ...]
+    layers: tuple[EncoderLayer, ...]
     bias: Tensor
-    norm: Tensor
+    norm: Norm
     attention_heads: AttentionHeads
     norm_eps: float
 
@@ -149,16 +84,16 @@ class T5:
         encoder: reads the source.
         target_table: `[vocabulary, hidden]`, embeddings of the decoder.
         decoder_bias: `[heads, distances]` fp32, added to scores of all layers; see `bias_by_distance`.
-        decoder_norm: `[hidden]`, after the last layer; includes the scale before the output layer.
+        decoder_norm: after the last layer; includes the scale before the output layer.
         output: `[hidden, vocabulary]`.
         attention_heads: heads of all layers.
     """
 
     encoder: T5Encoder
     target_table: Tensor
-    decoder_layers: tuple[T5DecoderLayer, ...]
+    decoder_layers: tuple[DecoderLayer, ...]
     decoder_bias: Tensor
-    decoder_norm: Tensor
+    decoder_norm: Norm
     output: Linear
     attention_heads: AttentionHeads
     norm_eps: float
@@ -203,8 +138,8 @@ class T5:
 def _residual_stream(
     ops: Recorder,
     table: Tensor,
-    layers: Sequence[T5EncoderLayer] | Sequence[T5DecoderLayer],
-    last_norm: Tensor,
+    layers: Sequence[EncoderLayer] | Sequence[DecoderLayer],
+    last_norm: Norm,
     *,
     eps: float,
 ) -> RmsResidualStream:
