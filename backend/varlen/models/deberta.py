@@ -24,7 +24,6 @@ from varlen.models.checkpoint.config_file import (
     read_computed_positions,
     read_flag,
     read_int,
-    read_layers,
     show,
 )
 from varlen.models.checkpoint.family import Family, HeadConfig
@@ -164,9 +163,7 @@ class DebertaConfig(declare.ConfigFields):
         "embedding_size",
     )
     inner: int = declare.size("intermediate_size")
-    layers: int = declare.computed(
-        lambda config: read_layers(config, "num_hidden_layers"), "num_hidden_layers"
-    )
+    layers: int = declare.layers("num_hidden_layers")
     has_position_table: bool = declare.flag("position_biased_input", default=True)
     shares_projections: bool = declare.flag("share_att_key")
     has_distance_norm: bool = declare.computed(_read_distance_norm, "norm_rel_ebd")

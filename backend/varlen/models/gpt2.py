@@ -14,7 +14,7 @@ from varlen.models.blocks.heads import Heads
 from varlen.models.blocks.output import read_output, record_output
 from varlen.models.checkpoint import declared_fields as declare
 from varlen.models.checkpoint import kind_fields
-from varlen.models.checkpoint.config_file import Json, check_multiple, read_int, read_layers
+from varlen.models.checkpoint.config_file import Json, check_multiple, read_int
 from varlen.models.checkpoint.family import Family, HeadConfig
 from varlen.models.checkpoint.layers import LayerReader, Linear, Norm
 from varlen.program.heads import AttentionHeads
@@ -49,9 +49,7 @@ class Gpt2Config(declare.ConfigFields):
     positions: int = declare.size("n_positions")
     hidden: int = declare.size("n_embd")
     inner: int = declare.computed(_read_inner, "n_inner")
-    num_layers: int = declare.computed(
-        lambda config: read_layers(config, "n_layer", lowest=0), "n_layer"
-    )
+    num_layers: int = declare.layers("n_layer", lowest=0)
     activation: Activation = declare.activation("activation_function", "gelu_new")
     norm_eps: float = declare.epsilon("layer_norm_epsilon", 1e-5)
     has_tied_output: bool = declare.flag("tie_word_embeddings", default=True)

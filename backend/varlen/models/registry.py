@@ -59,5 +59,5 @@ def family_of(config: Json) -> Family[object]:
 
 
 def first_name(names: object) -> object:
-    """Return the first of several names in config.json, or what stands there instead."""
+    """Return the first of several names in config.json, or a value that is no list."""
     return names[0] if isinstance(names, list) and names else names

@@ -86,7 +86,7 @@ def _read_max_distance(config: Json) -> int:
 
 
 def _read_output_scale(config: Json) -> float:
-    """Return the factor of hidden states before the output layer, which is 1 since T5 1.1."""
+    """Return the factor in front of the output layer, which is 1 since T5 1.1."""
     if config["model_type"] == "mt5":
         return 1.0
     is_tied = read_flag(config, "tie_word_embeddings", default=True)
@@ -114,9 +114,7 @@ class T5Config(declare.ConfigFields):
     feed_forward: tuple[Activation, bool] = declare.computed(
         _read_feed_forward, "feed_forward_proj", "dense_act_fn", "is_gated_act"
     )
-    encoder_layers: int = declare.computed(
-        lambda config: read_layers(config, "num_layers"), "num_layers"
-    )
+    encoder_layers: int = declare.layers("num_layers")
     hidden: int = declare.size("d_model")
     positions: int = declare.computed(lambda _: LONGEST_SEQUENCE)
     vocab_size: int = declare.size("vocab_size")

@@ -1,4 +1,4 @@
-"""The heads of attention layers, and what their scores read of distances; importing this imports no torch."""
+"""The heads of attention layers, and their tables of distances; imports no torch."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from varlen.models.checkpoint.config_file import (
     read_choice,
     read_flag,
     read_int,
+    read_layers,
     read_norm_eps,
 )
 
@@ -21,7 +22,7 @@ _Config = TypeVar("_Config", bound="ConfigFields")
 
 
 class ConfigFields:
-    """What config.json says of a model: a frozen dataclass, each of whose fields is declared as one below.
+    """What config.json says of a model: a frozen dataclass of declared fields.
 
     See `ModelSizes` for those that every family declares.
     """
@@ -59,6 +60,11 @@ def computed(read: Callable[[Json], _T], *names: str) -> _T:
 def size(name: str) -> int:
     """Declare a whole number from 1."""
     return computed(lambda config: read_int(config, name), name)
+
+
+def layers(name: str, *, lowest: int = 1) -> int:
+    """Declare a number of layers."""
+    return computed(lambda config: read_layers(config, name, lowest=lowest), name)
 
 
 def flag(name: str, *, default: bool = False) -> bool:

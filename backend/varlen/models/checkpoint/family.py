@@ -1,4 +1,4 @@
-"""What is known of a model family: its checkpoints' fields and tensors, its tasks, and how it is loaded."""
+"""What is known of a model family: fields, tasks, tensors, and how it is loaded."""
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass

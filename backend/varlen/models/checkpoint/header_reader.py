@@ -1,4 +1,4 @@
-"""The reader that checks a checkpoint: it reads headers and no weight, and imports no torch."""
+"""The reader that checks a checkpoint: it reads headers alone, without torch."""
 
 from __future__ import annotations
 

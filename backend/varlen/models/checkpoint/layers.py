@@ -1,4 +1,4 @@
-"""The layers that families are made of: their weights, how they are read, and how each is recorded."""
+"""The layers that families are made of: how each is read and recorded."""
 
 from __future__ import annotations
 
@@ -138,5 +138,8 @@ class LayerReader(Container[str]):
         return Linear(weight, torch.cat(biases))
 
     def computed(self, compute: Callable[[], _T]) -> _T:
-        """Return what is computed of tensors that were read; a check of headers computes nothing."""
+        """Return what is computed of tensors that were read.
+
+        A `HeaderReader` computes nothing.
+        """
         return compute()

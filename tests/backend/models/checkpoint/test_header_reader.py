@@ -1,4 +1,4 @@
-"""The check of a checkpoint asks for the tensors that loading reads: one `load` runs with both readers."""
+"""The check of a checkpoint asks for the tensors that loading reads."""
 
 import pytest
 import torch
